@@ -1,0 +1,1 @@
+"""Skipjoin: LLM serving with iteration-level preemption."""

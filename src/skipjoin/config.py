@@ -1,0 +1,104 @@
+"""What a user may set, as frozen values. Read by cli, server, llm and the assembly; core and policies never see it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+class ConfigError(ValueError):
+    """A setting outside its bounds. The text names the setting and the bound."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """The engine: model, memory, scheduling. Raises `ConfigError` on a value outside its bounds.
+
+    model: a Hugging Face folder or hub id; "tally" is the built-in model. dtype: auto, float32, bfloat16, float16.
+    device: auto, cpu, cuda. max_model_len: most tokens of prompt and output together; None: what the model holds.
+    block_size: tokens per KV block. kv_cache_gib: size of the KV pool; None: a share of what is free.
+    gpu_memory_utilization: that share on CUDA, weights included.
+    recipe: which scheduler. max_num_seqs, max_num_batched_tokens: most requests and tokens in a step.
+    starvation_s: how long `fastserve` lets a request wait before it promotes it.
+    pipeline_depth: plans in flight; 2 decides the next step while one runs.
+    threads: CPU threads of the model; None: all. seed: from which requests without a seed draw theirs.
+    """
+
+    model: str = "tally"
+    dtype: str = "auto"
+    device: str = "auto"
+    attention: str = "auto"
+    max_model_len: int | None = None
+    block_size: int = 16
+    kv_cache_gib: float | None = None
+    gpu_memory_utilization: float = 0.9
+    recipe: str = "fastserve"
+    max_num_seqs: int = 128
+    max_num_batched_tokens: int = 2048
+    starvation_s: float = 3.0
+    pipeline_depth: int = 1
+    threads: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, low, high in (
+            ("block_size", 1, 1024),
+            ("max_num_seqs", 1, 65536),
+            ("max_num_batched_tokens", 1, 1 << 20),
+            ("pipeline_depth", 1, 2),
+        ):
+            _check(name, getattr(self, name), low, high)
+        for name, low in (("max_model_len", 1), ("threads", 1)):
+            if (value := getattr(self, name)) is not None:
+                _check(name, value, low, 1 << 31)
+        for name, high in (("kv_cache_gib", 1 << 20), ("starvation_s", 1e9), ("gpu_memory_utilization", 1)):
+            value = getattr(self, name)
+            if value is not None and not 0 < value <= high:
+                raise ConfigError(f"{name} must be in (0, {high}], got {value}")
+        for name, allowed in (
+            ("dtype", ("auto", "float32", "bfloat16", "float16")),
+            ("device", ("auto", "cpu", "cuda")),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
+
+
+def _check(name: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise ConfigError(f"{name} must be in [{low}, {high}], got {value}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """The HTTP server around an engine. Raises `ConfigError` on a value outside its bounds.
+
+    api_keys: any of them opens every route but health; empty: no key is asked for.
+    served_model_name: what clients call the model; None: the model's own name.
+    max_queued_requests, max_queued_tokens: requests in the server, waiting or running, and the prompt tokens of
+    those that wait; beyond either a request is refused with 429.
+    default_deadline_s: seconds after which a request without a deadline of its own is given up; None: never.
+    shutdown_timeout_s: how long running requests may take to finish after SIGTERM.
+    max_body_bytes, max_header_bytes: larger requests are refused.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: tuple[str, ...] = ()
+    served_model_name: str | None = None
+    chat_template: str | None = None
+    max_queued_requests: int = 1024
+    max_queued_tokens: int = 1 << 20
+    default_deadline_s: float | None = None
+    shutdown_timeout_s: float = 30.0
+    max_body_bytes: int = 4 << 20
+    max_header_bytes: int = 64 << 10
+
+    def __post_init__(self) -> None:
+        _check("port", self.port, 0, 65535)
+        for name in ("max_queued_requests", "max_queued_tokens", "max_body_bytes", "max_header_bytes"):
+            _check(name, getattr(self, name), 1, 1 << 40)
+        if any(not key for key in self.api_keys):
+            raise ConfigError("api_key must not be empty")
+        for name in ("default_deadline_s", "shutdown_timeout_s"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < 1e9:
+                raise ConfigError(f"{name} must be in (0, 1e9), got {value}")

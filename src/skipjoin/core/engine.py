@@ -1,0 +1,107 @@
+"""EngineCore: the life of requests around the scheduler. It adds tokens, ends requests and tells what happened."""
+
+from __future__ import annotations
+
+import heapq
+import math
+
+from skipjoin.core.events import Arrived, Event, Finished, Token
+from skipjoin.core.kv import KVLedger
+from skipjoin.core.request import FinishReason, Request
+from skipjoin.core.scheduler import Scheduler
+from skipjoin.core.step import StepPlan, StepResult
+
+
+class RequestTooLargeError(ValueError):
+    """The request can never fit the KV pool."""
+
+
+class EngineCore:
+    """Requests in, events out. A driver, which owns time, calls `start_step` while it returns plans, hands them to
+    an executor, and calls `finish_step` with each result in turn; after any call, `take_events` says what happened.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.requests: dict[int, Request] = {}  # live ones, by id
+        self._deadlines: list[tuple[float, int]] = []
+
+    @property
+    def kv(self) -> KVLedger:
+        """The block accounts, to be read."""
+        return self.scheduler.kv
+
+    @property
+    def largest_request(self) -> int:
+        """Most tokens, prompt and output together, that one request may have."""
+        return self.kv.device_total * self.kv.block_size
+
+    def add(self, request: Request, now: float) -> None:
+        """Take a request. Raises `RequestTooLargeError` if it could not run even alone, ValueError if its id is in
+        use."""
+        if request.limit > self.largest_request:
+            raise RequestTooLargeError(
+                f"the request may grow to {request.limit} tokens (prompt plus max_tokens), "
+                f"the KV pool holds {self.largest_request}"
+            )
+        if request.id in self.requests:
+            raise ValueError(f"request id {request.id} is in use")
+        self.requests[request.id] = request
+        if request.deadline < math.inf:
+            heapq.heappush(self._deadlines, (request.deadline, request.id))
+        self.scheduler.events.append(Arrived(request, now))
+        self.scheduler.add(request, now)
+
+    def abort(self, request_id: int, now: float) -> bool:
+        """End the request, whatever state it is in; False if it is not there (any more)."""
+        request = self.requests.get(request_id)
+        if request is None:
+            return False
+        self._finish(request, FinishReason.ABORT, now)
+        return True
+
+    def start_step(self, now: float) -> StepPlan | None:
+        """Decide the next step, or None: the pipeline is full, or there is nothing to do."""
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, request_id = heapq.heappop(self._deadlines)
+            if (request := self.requests.get(request_id)) is not None:
+                self._finish(request, FinishReason.DEADLINE, now)
+        return self.scheduler.schedule(now)
+
+    @property
+    def next_deadline(self) -> float:
+        """When `start_step` must be called next for a deadline's sake, on the driver's clock; inf: never."""
+        return self._deadlines[0][0] if self._deadlines else math.inf
+
+    def finish_step(self, result: StepResult, now: float) -> None:
+        """Apply a step's outcome: commit it, append its tokens, end the requests that are done."""
+        scheduler = self.scheduler
+        scheduler.commit(result, now)
+        events, details = scheduler.events, result.details
+        for index, ((request, _, _, samples, _, _), token) in enumerate(
+            zip(result.plan.slices, result.tokens, strict=True)
+        ):
+            # A request that ended while the step ran has no use for the token.
+            if not samples or request.finish_reason is not None:
+                continue
+            if token is None:
+                raise ValueError(f"plan {result.plan.id} sampled no token for request {request.id}")
+            request.output.append(token)
+            known = request.known = request.known + 1
+            events.append(Token(request, now, token, details.get(index) if details else None))
+            if token in request.stop_tokens and len(request.output) >= request.min_tokens:
+                self._finish(request, FinishReason.STOP, now)
+            elif known >= request.limit:
+                self._finish(request, FinishReason.LENGTH, now)
+
+    def take_events(self) -> list[Event]:
+        """What happened since the last call, in order."""
+        events = self.scheduler.events
+        self.scheduler.events = []
+        return events
+
+    def _finish(self, request: Request, reason: FinishReason, now: float) -> None:
+        request.finish_reason = reason
+        del self.requests[request.id]
+        self.scheduler.remove(request, now)
+        self.scheduler.events.append(Finished(request, now, reason))

@@ -1,0 +1,73 @@
+"""What happened, in order: the engine core's output, for drivers, metrics and traces alike."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import NamedTuple
+
+from skipjoin.core.request import FinishReason, Request
+from skipjoin.core.step import Move
+
+
+class Preemption(Enum):
+    """What became of a preempted request's KV."""
+
+    PAUSE = "kept on the device"
+    SWAP = "moved to the host"
+    DROP = "dropped, to be recomputed"
+
+
+class Arrived(NamedTuple):
+    """The request entered the engine."""
+
+    request: Request
+    now: float
+
+
+class Admitted(NamedTuple):
+    """The request got its first KV blocks, or the first after an eviction."""
+
+    request: Request
+    now: float
+
+
+class Started(NamedTuple):
+    """The request joined the running batch, for the first time or again."""
+
+    request: Request
+    now: float
+
+
+class Preempted(NamedTuple):
+    """The request was running, or holding KV on the device, and had to make way."""
+
+    request: Request
+    now: float
+    how: Preemption
+
+
+class Moved(NamedTuple):
+    """A move landed."""
+
+    move: Move
+    now: float
+
+
+class Token(NamedTuple):
+    """A token was generated. detail: what else the sampler reports, None mostly."""
+
+    request: Request
+    now: float
+    token: int
+    detail: object
+
+
+class Finished(NamedTuple):
+    """The request left the engine; its blocks come home when the plans that hold them commit."""
+
+    request: Request
+    now: float
+    reason: FinishReason
+
+
+Event = Arrived | Admitted | Started | Preempted | Moved | Token | Finished

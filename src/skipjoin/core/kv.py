@@ -1,0 +1,237 @@
+"""KVLedger: the one owner of KV block accounting on both tiers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from skipjoin.core.request import Request
+from skipjoin.core.step import Direction, Move
+
+
+class LedgerError(AssertionError):
+    """Block accounting is broken: a block leaked, doubled, or was used out of turn."""
+
+
+@dataclass(slots=True)
+class Holding:
+    """What one request holds: blocks on one tier, a promise, and maybe a move that has not landed.
+
+    room: tokens that the device blocks can carry. table: the device blocks as a frozen value for plans.
+    promised: blocks it may claim in all, held ones included. A promise is not a block.
+    """
+
+    device: list[int] = field(default_factory=list)
+    host: list[int] = field(default_factory=list)
+    room: int = 0
+    table: tuple[int, ...] = ()
+    promised: int = 0
+    moving: Direction | None = None
+
+
+class KVLedger:
+    """Who holds which blocks on which tier, what is promised, what is in transit.
+
+    A request's blocks lie on one tier, or are in transit between the two. While a move is in transit the request
+    cannot be moved again or released; blocks that the move still reads are *fenced*: neither free nor usable until
+    `land`. Blocks are handed out in a fixed order, so that a trace repeats exactly.
+
+    device_blocks, host_blocks: pool sizes in blocks. block_size: tokens per block.
+    """
+
+    def __init__(self, device_blocks: int, host_blocks: int, block_size: int) -> None:
+        for name, value, low in (
+            ("device_blocks", device_blocks, 1),
+            ("host_blocks", host_blocks, 0),
+            ("block_size", block_size, 1),
+        ):
+            if value < low:
+                raise ValueError(f"{name} must be at least {low}, got {value}")
+        self.block_size = block_size
+        self.device_total = device_blocks
+        self.host_total = host_blocks
+        self.promised_idle = 0  # blocks promised but not held, over all requests
+        # Popped from the end, so the lowest block numbers go first.
+        self._device_free = list(range(device_blocks - 1, -1, -1))
+        self._host_free = list(range(host_blocks - 1, -1, -1))
+        self._held: dict[Request, Holding] = {}
+
+    # -- questions ----------------------------------------------------------------------------------------
+
+    @property
+    def device_free(self) -> int:
+        """Device blocks that nobody holds and no move reads."""
+        return len(self._device_free)
+
+    @property
+    def host_free(self) -> int:
+        """Host blocks that nobody holds and no move reads."""
+        return len(self._host_free)
+
+    @property
+    def available(self) -> int:
+        """Free device blocks that are not promised to anyone. Negative where promises exceed free blocks."""
+        return len(self._device_free) - self.promised_idle
+
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks that carry `tokens` tokens."""
+        return -(-tokens // self.block_size)
+
+    def holding(self, request: Request) -> Holding | None:
+        """What the request holds, or None. To be read, never changed, by anyone but the ledger."""
+        return self._held.get(request)
+
+    def holders(self) -> Iterator[Request]:
+        """Every request that holds anything, in the order in which they began to."""
+        return iter(self._held)
+
+    def is_still(self, request: Request) -> bool:
+        """Whether the request holds something and none of it is in transit."""
+        held = self._held.get(request)
+        return held is not None and held.moving is None
+
+    def slots(self, request: Request) -> tuple[int, ...]:
+        """The device blocks of the request, in the order of its tokens: position p lies in
+        slots[p // block_size], at p % block_size."""
+        return self._held[request].table
+
+    def footprint(self, request: Request) -> int:
+        """Device blocks that become available if the request gives up all it holds and is promised."""
+        held = self._held.get(request)
+        return max(held.promised, len(held.device)) if held else 0
+
+    def shortfall(self, request: Request, tokens: int) -> int:
+        """Device blocks that must become available before the request can hold `tokens` tokens there."""
+        held = self._held.get(request)
+        if held is None:
+            return max(0, self.blocks_for(tokens) - self.available)
+        need = self.blocks_for(tokens) - len(held.device)
+        own = max(0, held.promised - len(held.device))
+        return max(0, need - own - self.available, need - len(self._device_free))
+
+    # -- holding ------------------------------------------------------------------------------------------
+
+    def promise(self, request: Request, blocks: int) -> None:
+        """Let the request claim `blocks` device blocks in all."""
+        held = self._held.setdefault(request, Holding())
+        self._set_promise(held, blocks)
+
+    def grow(self, request: Request, tokens: int) -> Holding:
+        """Give the request device blocks for `tokens` tokens in all; ask `shortfall` first."""
+        held = self._held.setdefault(request, Holding())
+        missing = self.blocks_for(tokens) - len(held.device)
+        if held.moving is Direction.OUT or (held.host and held.moving is None):
+            raise LedgerError(f"request {request.id} grows while its KV is not on the device")
+        if missing > len(self._device_free):
+            raise LedgerError(f"request {request.id} needs {missing} blocks, {len(self._device_free)} are free")
+        if missing > 0:
+            idle = max(0, held.promised - len(held.device))
+            for _ in range(missing):
+                held.device.append(self._device_free.pop())
+            self.promised_idle += max(0, held.promised - len(held.device)) - idle
+            self._refresh(held)
+        return held
+
+    def release(self, request: Request) -> None:
+        """Take back everything the request holds and is promised; no effect if that is nothing."""
+        held = self._held.pop(request, None)
+        if held is None:
+            return
+        if held.moving is not None:
+            raise LedgerError(f"request {request.id} is released while its KV is in transit")
+        self.promised_idle -= max(0, held.promised - len(held.device))
+        self._device_free.extend(reversed(held.device))
+        self._host_free.extend(reversed(held.host))
+
+    # -- moving -------------------------------------------------------------------------------------------
+
+    def move_out(self, request: Request, *, before: bool) -> Move:
+        """Begin moving the request's computed KV to the host. Blocks beyond it are freed at once.
+
+        before: the copy is taken before the plan's slices run, so the device blocks are free at once;
+        otherwise they are fenced until `land`. The promise ends either way.
+        """
+        held = self._held[request]
+        blocks = self.blocks_for(request.computed)
+        if not self.can_move_out(request):
+            raise LedgerError(f"request {request.id} cannot be moved out")
+        self._set_promise(held, 0)
+        source, beyond = held.device[:blocks], held.device[blocks:]
+        self._device_free.extend(reversed(beyond))
+        held.host = [self._host_free.pop() for _ in range(blocks)]
+        held.device = [] if before else source
+        if before:
+            self._device_free.extend(reversed(source))
+        held.moving = Direction.OUT
+        self._refresh(held)
+        return Move(Direction.OUT, request, tuple(source), tuple(held.host))
+
+    def can_move_out(self, request: Request) -> bool:
+        """Whether the request's KV lies still on the device and the host has room for it."""
+        held = self._held.get(request)
+        if held is None or held.moving is not None or held.host or request.in_flight:
+            return False
+        return 0 < self.blocks_for(request.computed) <= len(self._host_free)
+
+    def move_in(self, request: Request) -> Move:
+        """Begin moving the request's KV back to the device. The host blocks are fenced until `land`."""
+        held = self._held[request]
+        if not self.can_move_in(request):
+            raise LedgerError(f"request {request.id} cannot be moved in")
+        held.device = [self._device_free.pop() for _ in held.host]
+        held.moving = Direction.IN
+        self._refresh(held)
+        return Move(Direction.IN, request, tuple(held.host), tuple(held.device))
+
+    def can_move_in(self, request: Request) -> bool:
+        """Whether the request's KV lies still on the host and the device has room for it."""
+        held = self._held.get(request)
+        return held is not None and held.moving is None and 0 < len(held.host) <= len(self._device_free)
+
+    def land(self, move: Move) -> None:
+        """The plan that carries the move has committed: lift its fence."""
+        held = self._held[move.request]
+        if held.moving is not move.direction:
+            raise LedgerError(f"request {move.request.id}: a move landed that was not in transit")
+        if move.direction is Direction.OUT:
+            self._device_free.extend(reversed(held.device))
+            held.device = []
+        else:
+            self._host_free.extend(reversed(held.host))
+            held.host = []
+        held.moving = None
+        self._refresh(held)
+
+    # -- the proof ----------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise `LedgerError` unless every block on both tiers is in exactly one place and every request's
+        computed tokens lie in blocks that it holds."""
+        for tier, total, free in (
+            ("device", self.device_total, self._device_free),
+            ("host", self.host_total, self._host_free),
+        ):
+            places = Counter(free)
+            for held in self._held.values():
+                places.update(getattr(held, tier))
+            if len(places) != total or any(times != 1 for times in places.values()):
+                raise LedgerError(f"a {tier} block leaked or doubled")
+        idle = 0
+        for request, held in self._held.items():
+            idle += max(0, held.promised - len(held.device))
+            if held.device and held.host and held.moving is None:
+                raise LedgerError(f"request {request.id} lies on both tiers")
+            if request.computed > (len(held.host) or len(held.device)) * self.block_size:
+                raise LedgerError(f"request {request.id} has computed more than its blocks carry")
+        if idle != self.promised_idle:
+            raise LedgerError(f"{self.promised_idle} promised blocks are counted as idle, {idle} are")
+
+    def _set_promise(self, held: Holding, blocks: int) -> None:
+        self.promised_idle -= max(0, held.promised - len(held.device))
+        held.promised = blocks
+        self.promised_idle += max(0, held.promised - len(held.device))
+
+    def _refresh(self, held: Holding) -> None:
+        held.table = tuple(held.device)
+        held.room = len(held.device) * self.block_size

@@ -1,0 +1,145 @@
+"""The seams. A serving system is one value of `Policies`; the scheduler knows nothing else about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol
+
+from skipjoin.core.events import Preemption
+from skipjoin.core.kv import KVLedger
+from skipjoin.core.request import Request
+from skipjoin.core.step import Slice, StepShape
+
+
+class CostModel(Protocol):
+    """What work costs, in seconds. One object serves the policies and the simulated executor."""
+
+    def step(self, shape: StepShape) -> float:
+        """Seconds of a step of this shape."""
+        ...
+
+    def transfer(self, blocks: int) -> float:
+        """Seconds to move `blocks` KV blocks across the link between the tiers, one way."""
+        ...
+
+
+class LengthPredictor(Protocol):
+    """Predicted output lengths."""
+
+    def predict(self, request: Request) -> int:
+        """Tokens that the request will have generated when it ends, at least 1."""
+        ...
+
+
+class Ordering(Protocol):
+    """Who matters most now. Owns whatever it knows about each request.
+
+    The order is total and changes only in the calls below, so a step costs what it chooses and what changed, not
+    the length of the queue.
+    """
+
+    def arrived(self, request: Request, now: float) -> None:
+        """The request entered the engine."""
+
+    def ran(self, slices: Sequence[Slice], now: float) -> None:
+        """These slices were computed; their requests' counters include them."""
+
+    def evicted(self, request: Request, now: float) -> None:
+        """The request's KV was dropped or swapped out; a dropped one has its tokens to compute again."""
+
+    def left(self, request: Request, now: float) -> None:
+        """The request finished or was aborted: forget it."""
+
+    def ranked(self, now: float) -> Iterator[Request]:
+        """All requests best first, lazily. Nothing else may be called while the iterator is in use, except
+        `rank` and `outranks`."""
+        ...
+
+    def rank(self, request: Request) -> Any:
+        """The key that `ranked` sorts by, comparable with the other requests' keys, smaller first."""
+        ...
+
+    def outranks(self, one: Request, other: Request) -> bool:
+        """Whether `one` matters strictly more, so that it may evict `other` to get in. Equals never do."""
+        ...
+
+
+class Refusal(Enum):
+    """A batcher's no."""
+
+    SKIP = "not this one"
+    CLOSE = "nobody who holds no KV yet"
+    STOP = "look no further"
+
+
+class Packing(Protocol):
+    """One step's batch while it is being filled."""
+
+    def offer(self, request: Request, pending: int) -> int | Refusal:
+        """How many of the request's `pending` tokens to compute in this step, at least 1, or a refusal."""
+        ...
+
+    def take(self, request: Request, tokens: int) -> None:
+        """The request has space and joins the batch with that many tokens."""
+
+
+class Batcher(Protocol):
+    """Which of the ordered requests run together, and how many tokens of each."""
+
+    def open(self, now: float) -> Packing:
+        """Begin a step's batch."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """Admission. now: device blocks that must be available for the request now; blocks: how many it may claim in
+    all; spare: blocks that must stay available besides."""
+
+    now: int
+    blocks: int = 0
+    spare: int = 0
+
+
+class Wait(Enum):
+    """A reservation's no: the request waits for a later step."""
+
+    WAIT = "wait"
+
+
+class Reservation(Protocol):
+    """How much KV a request is promised when it gets its first block."""
+
+    def admit(self, request: Request, kv: KVLedger) -> Promise | Wait:
+        """Decide over a request that holds nothing. `kv` as of now; what evictions would free is not counted."""
+        ...
+
+
+class Pressure(Protocol):
+    """What leaves the device when space is short, and what moves ahead of need."""
+
+    def victims(self, short: int, candidates: Sequence[Request], kv: KVLedger) -> Iterable[tuple[Request, Preemption]]:
+        """Who makes way, and how (SWAP or DROP), until `short` blocks are available.
+
+        candidates: requests that may be evicted, least important first; together they free enough.
+        """
+        ...
+
+    def ahead(self, idle: Iterable[Request], kv: KVLedger, now: float) -> tuple[Sequence[Request], Sequence[Request]]:
+        """Requests to move out and in beside this step.
+
+        idle: the holders of KV that this step neither runs nor moves, in no order that matters.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Policies:
+    """One serving system: a choice for every seam."""
+
+    ordering: Ordering
+    batcher: Batcher
+    reservation: Reservation
+    pressure: Pressure

@@ -1,0 +1,81 @@
+"""A request: what was asked and how far it got."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+NEVER = -(1 << 62)  # a plan id below every other
+
+
+class FinishReason(StrEnum):
+    """Why a request left the engine."""
+
+    STOP = "stop"  # end-of-sequence or a stop token
+    LENGTH = "length"  # max_tokens reached
+    ABORT = "abort"  # the caller gave up
+    DEADLINE = "deadline"  # its time ran out
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """One sequence to generate. Compared by identity; mutated by the scheduler and the engine core only.
+
+    Progress is two counters: tokens *known* (prompt and generated) and tokens *computed* (their KV exists).
+    Prefill, a chunk of it, decode and recomputation are all "computed catches up with known". `planned` and
+    `awaited` say what the plans in flight will add: with no plan in flight, planned == computed and awaited == 0.
+
+    id: unique and increasing with arrival. arrival, deadline: seconds on the driver's clock.
+    max_tokens: most tokens to generate, at least 1. stop_tokens end the output once min_tokens are generated.
+    priority: lower is earlier. sampling: what the executor's sampler reads; the core never looks inside.
+    """
+
+    id: int
+    arrival: float
+    prompt: Sequence[int]
+    max_tokens: int
+    min_tokens: int = 0
+    stop_tokens: frozenset[int] = frozenset()
+    priority: int = 0
+    deadline: float = math.inf
+    sampling: object = None
+
+    output: list[int] = field(default_factory=list)
+    known: int = 0
+    computed: int = 0
+    planned: int = 0  # computed, once every plan in flight has committed
+    awaited: int = 0  # tokens that plans in flight will sample
+    limit: int = 0  # known never passes this: prompt + max_tokens
+    last_plan: int = NEVER  # id of the last plan it had a slice in
+    evictions: int = 0  # times its KV was dropped or swapped out to make room
+    finish_reason: FinishReason | None = None
+
+    def __post_init__(self) -> None:
+        if not self.prompt:
+            raise ValueError(f"request {self.id}: the prompt is empty")
+        if self.max_tokens < 1:
+            raise ValueError(f"request {self.id}: max_tokens must be at least 1, got {self.max_tokens}")
+        self.known = len(self.prompt)
+        self.limit = self.known + self.max_tokens
+
+    @property
+    def pending(self) -> int:
+        """Tokens to compute before the next sample, counting those that plans in flight will sample."""
+        return self.known + self.awaited - self.planned
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a plan that has not committed holds a slice of this request."""
+        return self.planned > self.computed
+
+    @property
+    def is_satisfied(self) -> bool:
+        """Whether all that it may generate is known or being sampled."""
+        return self.known + self.awaited >= self.limit
+
+    def tokens(self, start: int, end: int) -> list[int]:
+        """The known tokens at positions [start, end)."""
+        split = len(self.prompt)
+        return [*self.prompt[start:end], *self.output[max(0, start - split) : max(0, end - split)]]

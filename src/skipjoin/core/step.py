@@ -1,0 +1,100 @@
+"""One engine step as frozen values: what was decided (StepPlan) and what came of it (StepResult)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
+
+from skipjoin.core.request import Request
+
+
+class Slice(NamedTuple):
+    """`tokens` consecutive tokens of one request, from position `start`, computed in one step.
+
+    samples: the slice reaches the end of what is known, so the step samples the next token.
+    awaits: its last input token is still being sampled by a plan in flight; the executor, which runs plans in
+        order, takes it from there.
+    blocks: the device blocks that hold positions [0, start + tokens), in order, as of this plan.
+    """
+
+    request: Request
+    start: int
+    tokens: int
+    samples: bool
+    awaits: bool
+    blocks: tuple[int, ...]
+
+
+class Direction(Enum):
+    """Which way a move goes."""
+
+    OUT = "device to host"
+    IN = "host to device"
+
+
+class Move(NamedTuple):
+    """KV blocks of one request crossing between the tiers: source[i] is copied to target[i]."""
+
+    direction: Direction
+    request: Request
+    source: tuple[int, ...]
+    target: tuple[int, ...]
+
+
+class StepShape(NamedTuple):
+    """The work of a step, as a cost model sees it.
+
+    prefill: tokens of slices longer than one token. attention: query-key pairs of those tokens.
+    decodes: slices of one token. context: KV tokens that those read.
+    """
+
+    prefill: int = 0
+    attention: int = 0
+    decodes: int = 0
+    context: int = 0
+
+    @classmethod
+    def of(cls, slices: Sequence[Slice]) -> StepShape:
+        """The shape of a batch of slices."""
+        prefill = attention = decodes = context = 0
+        for piece in slices:
+            n = piece.tokens
+            if n == 1:
+                decodes += 1
+                context += piece.start + 1
+            else:
+                prefill += n
+                attention += n * piece.start + n * (n + 1) // 2
+        return cls(prefill, attention, decodes, context)
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One decision. Executors run plans in the order of their ids and change nothing in them.
+
+    before: moves that must land before the slices run. beside: moves that may overlap the slices. Blocks that a
+    move reads stay reserved until the plan commits, except the source of a `before` move out: its copy is taken
+    first, so this very plan may write there.
+    """
+
+    id: int
+    slices: tuple[Slice, ...]
+    before: tuple[Move, ...] = ()
+    beside: tuple[Move, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """The outcome of a plan.
+
+    tokens: one entry per slice: the sampled token, or None where the slice does not sample.
+    seconds: how long the step took, moves included.
+    details: what else the sampler reports (log-probabilities), by index into the plan's slices.
+    """
+
+    plan: StepPlan
+    tokens: Sequence[int | None]
+    seconds: float
+    details: Mapping[int, object] = field(default_factory=dict)

@@ -1,0 +1,1 @@
+"""Executors: they do what a plan says."""

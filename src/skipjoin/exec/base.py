@@ -1,0 +1,34 @@
+"""The Executor protocol: plans in, results out, in order."""
+
+from __future__ import annotations
+
+from typing import Protocol, TypeVar
+
+from skipjoin.core.step import StepPlan, StepResult
+
+
+class Handle(Protocol):
+    """A plan on its way."""
+
+    def done(self) -> bool:
+        """Whether `result` would return at once."""
+        ...
+
+    def result(self) -> StepResult:
+        """The outcome; blocks until it is there. Raises what the step raised."""
+        ...
+
+
+HandleT_co = TypeVar("HandleT_co", bound=Handle, covariant=True)
+
+
+class Executor(Protocol[HandleT_co]):
+    """Carries out plans in the order in which they are submitted.
+
+    `submit` may read what the plan's requests know (prompt, output, sampling) at any time until the result is
+    there: known tokens never change, and a slice that awaits a token says so.
+    """
+
+    def submit(self, plan: StepPlan, now: float) -> HandleT_co:
+        """Take a plan at `now` (seconds on the driver's clock)."""
+        ...

@@ -1,0 +1,1 @@
+"""The choices behind the core's seams, one file per seam."""

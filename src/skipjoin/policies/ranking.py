@@ -1,0 +1,61 @@
+"""A sorted collection for orderings: many requests whose keys rest, few whose keys change at every step."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from operator import itemgetter
+from typing import Any
+
+from skipjoin.core.request import Request
+
+
+class Ranking:
+    """Requests by key, smallest first. Keys must be distinct (end them with the request's id) and comparable.
+
+    Resting requests lie in a sorted list: adding or removing one costs a search and a memory move, however many
+    there are. Restless ones are sorted whenever the ranking is read, which is next to nothing while they are few
+    and nearly in order.
+    """
+
+    def __init__(self) -> None:
+        self._resting: list[tuple[Any, Request]] = []
+        self._restless: dict[Request, Any] = {}
+        self._keys: dict[Request, Any] = {}
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def key(self, request: Request) -> Any:
+        """The request's current key."""
+        return self._keys[request]
+
+    def rest(self, request: Request, key: Any) -> None:
+        """Add the request, or give it a new key, one that is not expected to change soon."""
+        self.discard(request)
+        self._keys[request] = key
+        insort(self._resting, (key, request), key=itemgetter(0))
+
+    def change(self, request: Request, key: Any) -> None:
+        """Give the request a new key, one that is expected to change again at the next step."""
+        if request not in self._restless:
+            self.discard(request)
+        self._keys[request] = self._restless[request] = key
+
+    def discard(self, request: Request) -> None:
+        """Forget the request, if it is here."""
+        if request in self._restless:
+            del self._restless[request], self._keys[request]
+        elif (key := self._keys.pop(request, None)) is not None:
+            del self._resting[bisect_left(self._resting, key, key=itemgetter(0))]
+
+    def __iter__(self) -> Iterator[Request]:
+        resting, at, end = self._resting, 0, len(self._resting)
+        for request, key in sorted(self._restless.items(), key=itemgetter(1)):
+            while at < end and resting[at][0] < key:
+                yield resting[at][1]
+                at += 1
+            yield request
+        while at < end:
+            yield resting[at][1]
+            at += 1

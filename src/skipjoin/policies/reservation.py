@@ -1,0 +1,34 @@
+"""Reservations: how much KV a request is promised at admission."""
+
+from __future__ import annotations
+
+from skipjoin.core.kv import KVLedger
+from skipjoin.core.policy import Promise, Wait
+from skipjoin.core.request import Request
+
+
+class OnDemand:
+    """Space for the tokens that are known; the rest block by block as the request grows.
+
+    watermark: the share of the device's blocks that an admission must leave available, so that those who run can
+    grow for a while before somebody has to make way. It applies to admission only.
+    """
+
+    def __init__(self, watermark: float = 0.01) -> None:
+        if not 0 <= watermark < 1:
+            raise ValueError(f"watermark must be in [0, 1), got {watermark}")
+        self.watermark = watermark
+
+    def admit(self, request: Request, kv: KVLedger) -> Promise:
+        known = kv.blocks_for(request.known)
+        # An empty device admits anybody: otherwise a request nearly as large as the pool would wait forever.
+        spare = 0 if kv.available == kv.device_total else int(self.watermark * kv.device_total)
+        return Promise(now=known, blocks=known, spare=spare)
+
+
+class WholeMaximum:
+    """Space for the prompt and max_tokens, once and for all (Orca): who is admitted never runs short."""
+
+    def admit(self, request: Request, kv: KVLedger) -> Promise | Wait:
+        blocks = kv.blocks_for(request.limit)
+        return Promise(now=blocks, blocks=blocks) if blocks <= kv.available else Wait.WAIT

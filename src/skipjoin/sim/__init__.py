@@ -1,0 +1,1 @@
+"""The simulator: the same engine core on a virtual clock."""

@@ -1,0 +1,118 @@
+"""What a scheduling decision costs: schedule + commit per step, with 128 requests decoding and a queue behind them.
+
+    python benchmarks/scheduler_cost/run.py [--out FILE]
+
+No model runs: every plan is answered at once with fixed tokens. `decide` is Scheduler.schedule + Scheduler.commit;
+`engine` is EngineCore.start_step + finish_step + take_events, which adds tokens, stop conditions and events.
+The queue waits either because the batch is full (128 seats) or because the KV pool is (256 seats, no blocks for a
+newcomer). Its prompts are long, so that every recipe ranks it behind the requests that run, and the state is steady.
+Each figure is the median over the steps of a run; printed are median, least and greatest over the repeats.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+
+from skipjoin.core.engine import EngineCore
+from skipjoin.core.kv import KVLedger
+from skipjoin.core.request import Request
+from skipjoin.core.scheduler import Scheduler
+from skipjoin.core.step import StepPlan, StepResult
+from skipjoin.policies.cost import LinearCost
+from skipjoin.recipes import RECIPES, Settings, build
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from machine import describe_machine
+
+RUNNING = 128
+WAITING = (0, 100, 1_000, 10_000, 100_000)
+STEPS = 200  # beyond that, fastserve would demote the running requests behind the queue
+COST = LinearCost(floor=0.02, prefill_token=1e-4, decode=1e-4, context_token=1e-7)
+
+
+def engine_with(recipe: str, waiting: int, limit: str) -> EngineCore:
+    """An engine in which RUNNING requests decode and `waiting` others queue behind what `limit` names."""
+    seats = {"seats": RUNNING, "memory": 2 * RUNNING}[limit]
+    settings = Settings(COST, max_seqs=seats, max_tokens=8192, starvation_s=1e9)
+    # 24 blocks each: enough for 128 + STEPS tokens, too few for a waiting prompt besides.
+    core = EngineCore(Scheduler(build(recipe, settings), KVLedger(RUNNING * 24, 0, 16)))
+    for number in range(RUNNING):
+        core.add(Request(number, 0.0, range(128), STEPS + 50), 0.0)
+    while any(request.output == [] for request in core.requests.values()):
+        answer(core, core.start_step(0.0), 0.0)
+    for number in range(RUNNING, RUNNING + waiting):
+        core.add(Request(number, 1.0, range(40_000), 1500), 1.0)
+    core.take_events()
+    return core
+
+
+def answer(core: EngineCore, plan: StepPlan | None, now: float) -> None:
+    """Finish a plan with token 7 for every sample."""
+    assert plan is not None
+    core.finish_step(StepResult(plan, [7 if piece.samples else None for piece in plan.slices], 0.02), now)
+
+
+def measure(recipe: str, waiting: int, limit: str) -> dict[str, float]:
+    """Median microseconds per step of the decision alone and of the whole engine core."""
+    core = engine_with(recipe, waiting, limit)
+    scheduler = core.scheduler
+    decide, engine = [], []
+    commit_seconds = 0.0
+    inner = scheduler.commit
+
+    def timed_commit(result: StepResult, now: float) -> None:
+        nonlocal commit_seconds
+        start = time.perf_counter()
+        inner(result, now)
+        commit_seconds = time.perf_counter() - start
+
+    scheduler.commit = timed_commit  # type: ignore[method-assign]
+    now = 1.0
+    for _ in range(STEPS):
+        now += 0.02
+        t0 = time.perf_counter()
+        plan = core.start_step(now)
+        t1 = time.perf_counter()
+        assert plan is not None
+        assert len(plan.slices) == RUNNING
+        result = StepResult(plan, [7] * RUNNING, 0.02)
+        t2 = time.perf_counter()
+        core.finish_step(result, now)
+        core.take_events()
+        t3 = time.perf_counter()
+        decide.append(t1 - t0 + commit_seconds)
+        engine.append(t1 - t0 + t3 - t2)
+    return {"decide_us": statistics.median(decide) * 1e6, "engine_us": statistics.median(engine) * 1e6}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--recipes", nargs="*", default=sorted(RECIPES))
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    gc.freeze()
+    rows = []
+    for recipe, limit, waiting in itertools.product(args.recipes, ("seats", "memory"), WAITING):
+        runs = [measure(recipe, waiting, limit) for _ in range(args.repeats if waiting < 50_000 else 2)]
+        row: dict[str, object] = {"recipe": recipe, "limit": limit, "running": RUNNING, "waiting": waiting}
+        for name in ("decide_us", "engine_us"):
+            values = sorted(run[name] for run in runs)
+            summary = (statistics.median(values), values[0], values[-1])
+            row[name] = dict(zip(("median", "min", "max"), (round(value, 1) for value in summary), strict=True))
+        rows.append(row)
+        print(row, flush=True)
+    if args.out:
+        record = {"machine": describe_machine(), "steps": STEPS, "rows": rows}
+        args.out.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_TOKENS = 128
@@ -141,3 +141,25 @@ _SHAPES_LOGITS = frozenset(
         "prompt_logprobs",
     ]
 )
+
+
+class Scored(NamedTuple):
+    """A token and how likely it was.
+
+    logprob: natural logarithm of its probability under the model's unmodified distribution; None for the first
+    token of a prompt, which nothing precedes. top: the likeliest tokens at that place with theirs, best first.
+    """
+
+    token: int
+    logprob: float | None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class TokenDetail(NamedTuple):
+    """What is reported with a generated token when its request asks for log-probabilities.
+
+    chosen: the token itself. prompt: with a request's first token, the tokens of its prompt, if it asked for them.
+    """
+
+    chosen: Scored
+    prompt: tuple[Scored, ...] = ()

@@ -19,7 +19,7 @@ class FinishReason(StrEnum):
     DEADLINE = "deadline"  # its time ran out
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Request:
     """One sequence to generate. Compared by identity; mutated by the scheduler and the engine core only.
 

@@ -1,0 +1,160 @@
+"""From a configuration to a running engine: the one place that knows all the parts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from skipjoin.builtin import MODEL_NAME, builtin_model_path
+from skipjoin.config import ConfigError, EngineConfig
+from skipjoin.core.engine import EngineCore
+from skipjoin.core.kv import KVLedger
+from skipjoin.core.scheduler import Scheduler
+from skipjoin.exec.calibrate import measure_cost
+from skipjoin.exec.kv_store import KVStore
+from skipjoin.exec.local import LocalExecutor
+from skipjoin.model.causal_lm import CausalLM
+from skipjoin.model.kv_cache import PagedKV
+from skipjoin.model.loader import load_model, resolve_folder
+from skipjoin.policies.cost import LinearCost
+from skipjoin.recipes import RECIPES, Settings, build
+
+# Called with (what is being done, share done between 0 and 1).
+Progress = Callable[[str, float], None]
+
+_GIB = 1 << 30
+# Share of free memory that the KV pool takes on a CPU, where other programs live beside us, and its most.
+_CPU_SHARE, _CPU_MOST = 0.25, 8 * _GIB
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What there is to know about an assembled engine.
+
+    folder: where model and tokenizer lie. max_model_len: most tokens of prompt and output together.
+    device_blocks: KV blocks of block_size tokens. weight_bytes: size of the weights.
+    """
+
+    model: str
+    folder: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    device_blocks: int
+    block_size: int
+    recipe: str
+    dtype: str
+    device: str
+    weight_bytes: int
+    cost: LinearCost
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """The parts that a driver needs. seed: from which requests without a seed draw theirs."""
+
+    core: EngineCore
+    executor: LocalExecutor
+    info: EngineInfo
+    seed: int
+
+
+def model_folder(name: str) -> Path:
+    """The folder of a model: the built-in one by its name, a path, or a hub id. Raises `ModelError`."""
+    return builtin_model_path() if name == MODEL_NAME else resolve_folder(name)
+
+
+def assemble(config: EngineConfig, on_progress: Progress = lambda what, share: None) -> Engine:
+    """Load the model, size the KV pool, measure what steps cost, build the scheduler.
+
+    Raises `ModelError` for a model that cannot be used and `ConfigError` for a setting that cannot be met.
+    """
+    if config.recipe not in RECIPES:
+        raise ConfigError(f"recipe must be one of {', '.join(sorted(RECIPES))}, got {config.recipe!r}")
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    folder = model_folder(config.model)
+    device = _device(config.device)
+    model = load_model(
+        folder,
+        dtype=config.dtype,
+        device=device,
+        attention=config.attention,
+        progress=lambda done, total: on_progress("loading weights", done / total),
+    )
+    max_len = _max_model_len(config, model)
+    blocks = _device_blocks(config, model, max_len)
+    store = KVStore(
+        model.config, model.dtype, model.device, device_blocks=blocks, host_blocks=0, block_size=config.block_size
+    )
+    executor = LocalExecutor(model, store, threads=config.threads)
+    on_progress("measuring step costs", 0.0)
+    cost = measure_cost(executor, config.max_num_batched_tokens, max_len)
+    on_progress("measuring step costs", 1.0)
+    settings = Settings(cost, config.max_num_seqs, config.max_num_batched_tokens, config.starvation_s)
+    scheduler = Scheduler(
+        build(config.recipe, settings),
+        KVLedger(blocks, 0, config.block_size),
+        depth=config.pipeline_depth,
+        overlap=config.pipeline_depth > 1,
+    )
+    info = EngineInfo(
+        model=config.model,
+        folder=str(folder),
+        max_model_len=max_len,
+        vocab_size=model.config.vocab_size,
+        eos_token_ids=model.config.eos_token_ids,
+        device_blocks=blocks,
+        block_size=config.block_size,
+        recipe=config.recipe,
+        dtype=str(model.dtype).removeprefix("torch."),
+        device=str(model.device),
+        weight_bytes=model.weight_bytes,
+        cost=cost,
+    )
+    return Engine(EngineCore(scheduler), executor, info, config.seed)
+
+
+def _device(name: str) -> str:
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return name
+
+
+def _max_model_len(config: EngineConfig, model: CausalLM) -> int:
+    most = model.config.max_positions
+    if config.max_model_len is None:
+        return most
+    if config.max_model_len > most:
+        raise ConfigError(f"max_model_len must be at most the model's {most} positions, got {config.max_model_len}")
+    return config.max_model_len
+
+
+def _device_blocks(config: EngineConfig, model: CausalLM, max_len: int) -> int:
+    """Blocks of the KV pool: what memory allows, and never more than all running requests can fill."""
+    block_bytes = PagedKV.bytes_per_block(model.config, config.block_size, model.dtype)
+    one_request = -(-max_len // config.block_size)
+    if config.kv_cache_gib is not None:
+        blocks = int(config.kv_cache_gib * _GIB) // block_bytes
+    else:
+        blocks = min(_memory_for_kv(config, model) // block_bytes, one_request * config.max_num_seqs)
+    if blocks < one_request:
+        need = one_request * block_bytes / _GIB
+        raise ConfigError(
+            f"the KV pool of {blocks} blocks is too small for one request of {max_len} tokens: "
+            f"set kv_cache_gib to at least {need:.4g}, or max_model_len to at most {blocks * config.block_size}"
+        )
+    return blocks
+
+
+def _memory_for_kv(config: EngineConfig, model: CausalLM) -> int:
+    """Bytes that the KV pool may take. The weights are loaded already."""
+    if model.device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(model.device)
+        return max(0, int(free - total * (1 - config.gpu_memory_utilization)))
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(_CPU_MOST, int(free * _CPU_SHARE))

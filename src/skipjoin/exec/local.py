@@ -1,0 +1,141 @@
+"""The executor that runs the model in this process, on one device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+
+from skipjoin.core.request import Request
+from skipjoin.core.step import Slice, StepPlan, StepResult
+from skipjoin.exec.kv_store import KVStore
+from skipjoin.model.batch import PackedBatch, Segment
+from skipjoin.model.causal_lm import CausalLM
+from skipjoin.model.sampler import Sampled, Sampler, SampleRow, prompt_logprobs
+from skipjoin.sampling import SamplingParams, Scored, TokenDetail
+
+
+class Sampling(NamedTuple):
+    """What `Request.sampling` holds for this executor: the user's parameters, and the seed of this request."""
+
+    params: SamplingParams
+    seed: int
+    eos_token_ids: tuple[int, ...]
+
+
+class LocalHandle:
+    """A plan on its way through the model."""
+
+    def __init__(self, future: Future[StepResult]) -> None:
+        self._future = future
+
+    def done(self) -> bool:
+        return self._future.done()
+
+    def result(self) -> StepResult:
+        return self._future.result()
+
+
+class LocalExecutor:
+    """Runs plans one after the other on a thread of its own, so that the engine decides, and talks to the world,
+    while the model runs.
+
+    Every request's `sampling` is a `Sampling`. threads: CPU threads of the model; None: torch's default.
+    """
+
+    def __init__(self, model: CausalLM, store: KVStore, *, threads: int | None = None) -> None:
+        self.model = model
+        self.store = store
+        self._sampler = Sampler(model.config.vocab_size)
+        # Tokens that the latest plan sampled, for slices of the next one that await them.
+        self._sampled: dict[Request, int] = {}
+        # Scores of prompt tokens, until the request's first generated token carries them away.
+        self._prompt_scores: WeakKeyDictionary[Request, list[Scored]] = WeakKeyDictionary()
+        self._thread = ThreadPoolExecutor(
+            max_workers=1,
+            thread_name_prefix="skipjoin-model",
+            # OpenMP keeps its thread count per calling thread.
+            initializer=torch.set_num_threads,
+            initargs=(threads or torch.get_num_threads(),),
+        )
+
+    def submit(self, plan: StepPlan, now: float) -> LocalHandle:
+        return LocalHandle(self._thread.submit(self._run, plan))
+
+    def close(self) -> None:
+        """Wait for the running step and end the thread. Plans that have not begun are cancelled."""
+        self._thread.shutdown(cancel_futures=True)
+
+    # -- on the executor's thread -------------------------------------------------------------------------
+
+    def _run(self, plan: StepPlan) -> StepResult:
+        start = time.perf_counter()
+        self.store.apply(plan.before)
+        tokens: list[int | None] = [None] * len(plan.slices)
+        details: dict[int, object] = {}
+        if plan.slices:
+            self._compute(plan.slices, tokens, details)
+        self.store.apply(plan.beside)
+        return StepResult(plan, tokens, time.perf_counter() - start, details)
+
+    def _compute(self, slices: Sequence[Slice], tokens: list[int | None], details: dict[int, object]) -> None:
+        """Run the slices; fill in the sampled tokens and their details."""
+        segments = [self._segment(piece) for piece in slices]
+        batch = PackedBatch.build(segments, self.store.device.block_size, self.model.device)
+        logits = self.model.forward(batch, self.store.device)
+        for index, (piece, segment) in enumerate(zip(slices, segments, strict=True)):
+            if segment.all_logits:
+                self._score_prompt(piece, logits[batch.row_starts[index] : batch.row_starts[index + 1]])
+        chosen = [index for index, piece in enumerate(slices) if piece.samples]
+        if len(chosen) < batch.num_rows:
+            # A segment's last row is the one that predicts the next token.
+            logits = logits[[batch.row_starts[index + 1] - 1 for index in chosen]]
+        sampled = self._sampler.sample(logits, [self._sample_row(slices[index]) for index in chosen]) if chosen else []
+        self._sampled = {}
+        for index, sample in zip(chosen, sampled, strict=True):
+            request = slices[index].request
+            tokens[index] = self._sampled[request] = sample.token
+            if sample.logprob is not None or request in self._prompt_scores:
+                details[index] = self._detail(request, sample)
+
+    def _segment(self, piece: Slice) -> Segment:
+        request, start, count, samples, awaits, blocks = piece
+        end = start + count - awaits
+        tokens = request.tokens(start, end)
+        if awaits:
+            tokens.append(self._sampled[request])
+        wants_prompt = _params(request).prompt_logprobs is not None and start < len(request.prompt)
+        return Segment(tokens, start, blocks, samples, wants_prompt and not request.output)
+
+    def _sample_row(self, piece: Slice) -> SampleRow:
+        request = piece.request
+        sampling: Sampling = request.sampling  # type: ignore[assignment]
+        # The engine may append to `output` while this runs: cut it where this slice ends.
+        output = request.output[: piece.start + piece.tokens - len(request.prompt) - piece.awaits]
+        if piece.awaits:
+            output.append(self._sampled[request])
+        return SampleRow(sampling.params, sampling.seed, request.prompt, output, sampling.eos_token_ids)
+
+    def _score_prompt(self, piece: Slice, logits: torch.Tensor) -> None:
+        """Score the prompt tokens that the slice's rows predict. logits: one row per token of the slice."""
+        request, start = piece.request, piece.start
+        known = self._prompt_scores.setdefault(request, [Scored(request.prompt[0], None)])
+        targets = list(request.prompt[start + 1 : start + 1 + piece.tokens])
+        scores = prompt_logprobs(logits[: len(targets)], targets, _params(request).prompt_logprobs or 0)
+        # Recomputed after an eviction, a chunk is scored again, with the same outcome.
+        known[start + 1 :] = [
+            Scored(token, score.logprob, score.top) for token, score in zip(targets, scores, strict=True)
+        ]
+
+    def _detail(self, request: Request, sample: Sampled) -> TokenDetail:
+        prompt = tuple(self._prompt_scores.pop(request, ()))
+        return TokenDetail(Scored(sample.token, sample.logprob, sample.top), prompt)
+
+
+def _params(request: Request) -> SamplingParams:
+    sampling: Sampling = request.sampling  # type: ignore[assignment]
+    return sampling.params

@@ -1,0 +1,1 @@
+"""The server: HTTP on one side, the engine process on the other."""

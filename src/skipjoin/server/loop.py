@@ -1,0 +1,104 @@
+"""The driver of the real world: it owns the wall clock and turns the engine, one step at a time."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections import deque
+from collections.abc import Sequence
+
+from skipjoin.assembly import Engine
+from skipjoin.core.events import Event
+from skipjoin.core.request import Request
+from skipjoin.exec.local import LocalHandle, Sampling
+from skipjoin.sampling import ParameterError, SamplingParams
+
+
+class EngineLoop:
+    """Requests in by `add` and `abort`, events out of `step`. Not thread-safe: one thread owns it.
+
+    clock: seconds, monotonic.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.core = engine.core
+        self.clock = time.monotonic
+        self._in_flight: deque[LocalHandle] = deque()
+        self._seeds = random.Random(engine.seed)
+
+    def add(
+        self,
+        request_id: int,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        deadline_s: float | None = None,
+    ) -> None:
+        """Take a request. deadline_s: seconds from now after which it is given up.
+
+        Raises `ParameterError` for a prompt that is empty, too long or has unknown token ids, and for max_tokens
+        beyond the context; `RequestTooLargeError` if the KV pool cannot hold it.
+        """
+        now = self.clock()
+        info = self.engine.info
+        eos = info.eos_token_ids
+        stop_tokens = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(eos))
+        seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
+        request = Request(
+            request_id,
+            now,
+            prompt,
+            self._max_tokens(prompt, params),
+            min_tokens=params.min_tokens,
+            stop_tokens=stop_tokens,
+            priority=priority,
+            deadline=now + deadline_s if deadline_s is not None else math.inf,
+            sampling=Sampling(params, seed, eos),
+        )
+        self.core.add(request, now)
+
+    def abort(self, request_id: int) -> bool:
+        """End a request; False if it is not there (any more)."""
+        return self.core.abort(request_id, self.clock())
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to do until a request is added."""
+        return not self.core.requests and not self._in_flight
+
+    def step(self) -> list[Event]:
+        """One turn: fill the pipeline, wait for its oldest plan, settle it. What happened, in order."""
+        while (plan := self.core.start_step(self.clock())) is not None:
+            self._in_flight.append(self.engine.executor.submit(plan, self.clock()))
+        if self._in_flight:
+            result = self._in_flight.popleft().result()
+            self.core.finish_step(result, self.clock())
+        return self.core.take_events()
+
+    def close(self) -> None:
+        """Let the running step end and stop the executor."""
+        self.engine.executor.close()
+
+    def _max_tokens(self, prompt: Sequence[int], params: SamplingParams) -> int:
+        info = self.engine.info
+        if not prompt:
+            raise ParameterError("prompt", "prompt must have at least 1 token")
+        if min(prompt) < 0 or max(prompt) >= info.vocab_size:
+            raise ParameterError("prompt", f"prompt's token ids must be in [0, {info.vocab_size - 1}]")
+        left = info.max_model_len - len(prompt)
+        if left < 1:
+            raise ParameterError(
+                "prompt", f"prompt must have at most {info.max_model_len - 1} tokens, got {len(prompt)}"
+            )
+        if params.max_tokens is None:
+            return left
+        if params.max_tokens > left:
+            raise ParameterError(
+                "max_tokens",
+                f"max_tokens must be at most {left} after a prompt of {len(prompt)} tokens "
+                f"(the context holds {info.max_model_len}), got {params.max_tokens}",
+            )
+        return params.max_tokens

@@ -1,1 +1,21 @@
 """Skipjoin: LLM serving with iteration-level preemption."""
+
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+from skipjoin.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from skipjoin.llm import LLM
+
+__version__ = version("skipjoin")
+__all__ = ["LLM", "SamplingParams", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    # The core and the API process import this package; only who asks for the engine pays for torch.
+    if name == "LLM":
+        from skipjoin.llm import LLM  # noqa: PLC0415
+
+        return LLM
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

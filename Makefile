@@ -1,0 +1,50 @@
+# Every target installs what it needs into .venv first.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+MODEL ?= tally
+RECIPE ?= fastserve
+HOST ?= 127.0.0.1
+PORT ?= 8000
+
+.PHONY: help serve test check format clean
+help:
+	@echo "make serve   start an OpenAI-compatible server with the built-in model on $(HOST):$(PORT)"
+	@echo "make test    run all tests"
+	@echo "make check   format, lint, types, core tests and import rules, in seconds"
+	@echo "make format  format the code"
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "Skipjoin needs Python 3.11 or newer; name one with: make PYTHON=python3.12 ..." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.runtime: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Installing Skipjoin into $(VENV) (torch is large: this takes a minute or more)"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch numpy
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.runtime
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+serve: $(VENV)/.runtime
+	$(BIN)/skipjoin serve $(MODEL) --recipe $(RECIPE) --host $(HOST) --port $(PORT)
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy -p skipjoin.core -p skipjoin.policies -p skipjoin.sim -m skipjoin.recipes \
+		-m skipjoin.config -m skipjoin.sampling -m skipjoin.exec.base -m skipjoin.exec.simulated
+	$(BIN)/python -m pytest -q tests/core tests/policies tests/recipes tests/sim tests/test_import_rules.py
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix-only --quiet .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,169 @@
+"""Generation in this process: the engine without a server around it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from skipjoin.assembly import Engine, assemble
+from skipjoin.config import EngineConfig
+from skipjoin.core.events import Finished, Token
+from skipjoin.core.request import FinishReason
+from skipjoin.model.tokenizer import Tokenizer, load_tokenizer
+from skipjoin.sampling import SamplingParams, TokenDetail
+from skipjoin.server.loop import EngineLoop
+from skipjoin.server.text import OutputText
+
+Message = Mapping[str, Any]
+
+
+@dataclass(slots=True)
+class Generation:
+    """What came of one prompt.
+
+    text, token_ids: the output. finish_reason: "stop" or "length". details: per token, if log-probabilities were
+    asked for; the first one also carries those of the prompt.
+    """
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    details: list[TokenDetail] = field(default_factory=list)
+
+
+class LLM:
+    """A model ready to generate. Use it as a context manager, or call `close`.
+
+    model: a Hugging Face folder, a hub id, or "tally", the built-in model. settings: fields of `EngineConfig`.
+    progress: show progress bars on stderr; None: when it is a terminal.
+    Raises `ModelError` and `ConfigError` as `assemble` does.
+    """
+
+    def __init__(self, model: str = "tally", *, progress: bool | None = None, **settings: Any) -> None:
+        self._console = Console(stderr=True, quiet=not (sys.stderr.isatty() if progress is None else progress))
+        with self._progress() as bars:
+            task = bars.add_task("loading", total=1.0)
+            self.engine: Engine = assemble(
+                EngineConfig(model=model, **settings),
+                lambda what, share: bars.update(task, description=what, completed=share),
+            )
+        self.tokenizer: Tokenizer = load_tokenizer(self.engine.info.folder)
+        self._loop = EngineLoop(self.engine)
+        self._next_id = 0
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop the engine. Generation afterwards is an error."""
+        self._loop.close()
+
+    def generate(
+        self,
+        prompts: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: int = 0,
+    ) -> list[Generation]:
+        """Complete one prompt or many, each a text or its token ids; results are in the order of the prompts.
+
+        params: one for all, or one each. Raises `ParameterError`, before anything runs, for a prompt or parameter
+        outside its bounds.
+        """
+        ids = [self.tokenizer.encode(item) if isinstance(item, str) else list(item) for item in _as_list(prompts)]
+        texts = [item if isinstance(item, str) else None for item in _as_list(prompts)]
+        return self._run(ids, texts, params, priority)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: int = 0,
+    ) -> list[Generation]:
+        """Answer one conversation or many through the model's chat template. See `generate`."""
+        single = bool(messages) and isinstance(messages[0], Mapping)
+        conversations: Any = [messages] if single else messages
+        ids = [self.tokenizer.chat(conversation) for conversation in conversations]
+        return self._run(ids, [None] * len(ids), params, priority)
+
+    def _run(
+        self,
+        ids: list[list[int]],
+        texts: Sequence[str | None],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: int,
+    ) -> list[Generation]:
+        each = _per_prompt(params, len(ids))
+        running: dict[int, tuple[Generation, OutputText]] = {}
+        results: list[Generation] = []
+        try:
+            for prompt, text, one in zip(ids, texts, each, strict=True):
+                generation = Generation(text, prompt)
+                self._loop.add(self._next_id, prompt, one, priority=priority)
+                running[self._next_id] = (generation, OutputText(self.tokenizer, prompt, one.stop))
+                results.append(generation)
+                self._next_id += 1
+            with self._progress() as bars:
+                self._drain(running, bars, bars.add_task("generating", total=len(ids)))
+        finally:
+            # A refused prompt or an interrupt must not leave the others running.
+            for request_id in running:
+                self._loop.abort(request_id)
+        return results
+
+    def _drain(self, running: dict[int, tuple[Generation, OutputText]], bars: Progress, task: TaskID) -> None:
+        """Turn the loop until nothing is running."""
+        while running:
+            for event in self._loop.step():
+                if isinstance(event, Token) and event.request.id in running:
+                    self._take(event, *running[event.request.id])
+                elif isinstance(event, Finished) and event.request.id in running:
+                    generation, text = running.pop(event.request.id)
+                    generation.text += text.finish()
+                    generation.finish_reason = FinishReason.STOP if text.stopped else event.reason
+                    bars.advance(task)
+
+    def _take(self, event: Token, generation: Generation, text: OutputText) -> None:
+        if text.stopped:
+            return
+        generation.token_ids.append(event.token)
+        if isinstance(event.detail, TokenDetail):
+            generation.details.append(event.detail)
+        generation.text += text.add(event.token)
+        if text.stopped:
+            self._loop.abort(event.request.id)
+
+    def _progress(self) -> Progress:
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        return Progress(*columns, console=self._console, transient=True, disable=self._console.quiet)
+
+
+def _as_list(prompts: Any) -> list[Any]:
+    """A list of prompts, from one or many."""
+    if isinstance(prompts, str):
+        return [prompts]
+    prompts = list(prompts)
+    return [prompts] if prompts and isinstance(prompts[0], int) else prompts
+
+
+def _per_prompt(params: SamplingParams | Iterable[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    each = list(params)
+    if len(each) != count:
+        raise ValueError(f"params must be one, or one per prompt ({count}), got {len(each)}")
+    return each

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from skipjoin.assembly import Engine, assemble
+from skipjoin.assembly import Engine, assemble, model_folder
 from skipjoin.config import EngineConfig
 from skipjoin.core.events import Finished, Token
 from skipjoin.core.request import FinishReason
@@ -49,13 +49,15 @@ class LLM:
 
     def __init__(self, model: str = "tally", *, progress: bool | None = None, **settings: Any) -> None:
         self._console = Console(stderr=True, quiet=not (sys.stderr.isatty() if progress is None else progress))
+        config = EngineConfig(model=model, **settings)
+        # First what fails fast.
+        self.tokenizer: Tokenizer = load_tokenizer(model_folder(model))
         with self._progress() as bars:
             task = bars.add_task("loading", total=1.0)
             self.engine: Engine = assemble(
-                EngineConfig(model=model, **settings),
+                config,
                 lambda what, share: bars.update(task, description=what, completed=share),
             )
-        self.tokenizer: Tokenizer = load_tokenizer(self.engine.info.folder)
         self._loop = EngineLoop(self.engine)
         self._next_id = 0
 

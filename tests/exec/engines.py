@@ -1,0 +1,168 @@
+"""Tiny engines over the local executor, and policies that preempt whenever they can."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
+
+import torch
+
+from skipjoin.core.engine import EngineCore
+from skipjoin.core.events import Event
+from skipjoin.core.kv import KVLedger
+from skipjoin.core.policy import Policies, Pressure
+from skipjoin.core.request import Request
+from skipjoin.core.scheduler import Scheduler
+from skipjoin.core.step import Slice
+from skipjoin.exec.kv_store import KVStore
+from skipjoin.exec.local import LocalExecutor, Sampling
+from skipjoin.model.causal_lm import CausalLM
+from skipjoin.model.loader import random_model
+from skipjoin.policies.batching import Greedy
+from skipjoin.policies.pressure import Recompute
+from skipjoin.policies.reservation import OnDemand
+from skipjoin.sampling import SamplingParams
+
+VOCAB = 97
+_COMMON = {"vocab_size": VOCAB, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+_GATED = _COMMON | {"intermediate_size": 80, "num_key_value_heads": 2, "max_position_embeddings": 256}
+CONFIGS = {
+    "llama": _GATED | {"architectures": ["LlamaForCausalLM"]},
+    "mistral": _GATED | {"architectures": ["MistralForCausalLM"], "sliding_window": 11},
+    "qwen2": _GATED | {"architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True},
+    "qwen3": _GATED | {"architectures": ["Qwen3ForCausalLM"], "head_dim": 16},
+    "gpt_neox": _COMMON
+    | {"architectures": ["GPTNeoXForCausalLM"], "intermediate_size": 80, "max_position_embeddings": 256},
+    "opt": _COMMON | {"architectures": ["OPTForCausalLM"], "ffn_dim": 80, "max_position_embeddings": 256},
+}
+BLOCK_SIZE = 4
+
+
+@cache
+def tiny_model(family: str) -> CausalLM:
+    """A model of the family with random float32 weights, large enough that logits differ."""
+    model = random_model(CONFIGS[family], seed=3)
+    return model
+
+
+class Rotating:
+    """Whoever ran least recently comes first, so that a full batch changes at every step."""
+
+    def __init__(self) -> None:
+        self._last: dict[Request, int] = {}
+        self._steps = 0
+
+    def arrived(self, request: Request, now: float) -> None:
+        self._last[request] = 0
+
+    def ran(self, slices: Sequence[Slice], now: float) -> None:
+        self._steps += 1
+        for piece in slices:
+            self._last[piece.request] = self._steps
+
+    def evicted(self, request: Request, now: float) -> None:
+        pass
+
+    def left(self, request: Request, now: float) -> None:
+        del self._last[request]
+
+    def ranked(self, now: float) -> Iterator[Request]:
+        return iter(sorted(self._last, key=self.rank))
+
+    def rank(self, request: Request) -> tuple[int, int]:
+        return (self._last[request], request.id)
+
+    def outranks(self, one: Request, other: Request) -> bool:
+        return self._last[one] < self._last[other]
+
+
+class Restless(Recompute):
+    """Moves random idle requests out and in beside every step."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+
+    def ahead(self, idle: Iterable[Request], kv: KVLedger, now: float) -> tuple[Sequence[Request], Sequence[Request]]:
+        some = [request for request in idle if self._random.random() < 0.5]
+        return some, [request for request in some if not kv.can_move_out(request)]
+
+
+def engine(
+    model: CausalLM,
+    pressure: Pressure,
+    *,
+    device_blocks: int,
+    host_blocks: int = 0,
+    seats: int = 2,
+    chunk: int | None = None,
+    depth: int = 1,
+) -> tuple[EngineCore, LocalExecutor]:
+    """An engine that rotates its requests through `seats` seats. chunk: most tokens per step; None: no cutting."""
+    store = KVStore(
+        model.config,
+        torch.float32,
+        torch.device("cpu"),
+        device_blocks=device_blocks,
+        host_blocks=host_blocks,
+        block_size=BLOCK_SIZE,
+    )
+    store.device.tensor.fill_(torch.nan)  # a slot that is read before it is written shows
+    batcher = Greedy(seats, chunk or 10_000, chunked=chunk is not None)
+    policies = Policies(Rotating(), batcher, OnDemand(), pressure)
+    ledger = KVLedger(device_blocks, host_blocks, BLOCK_SIZE)
+    scheduler = Scheduler(policies, ledger, depth=depth, overlap=depth > 1, eviction_limit=10**9)
+    return EngineCore(scheduler), LocalExecutor(model, store)
+
+
+def run(core: EngineCore, executor: LocalExecutor, requests: Sequence[Request]) -> list[Event]:
+    """Run all requests to their end, with the ledger checked after every step."""
+    for request in requests:
+        core.add(request, 0.0)
+    handles: deque = deque()
+    events: list[Event] = []
+    steps = 0
+    while core.requests or handles:
+        while (plan := core.start_step(float(steps))) is not None:
+            handles.append(executor.submit(plan, float(steps)))
+        core.finish_step(handles.popleft().result(), float(steps))
+        core.kv.check()
+        events += core.take_events()
+        steps += 1
+        assert steps < 5000, "no end in sight"
+    executor.close()
+    assert core.kv.device_free == core.kv.device_total
+    assert core.kv.host_free == core.kv.host_total
+    return events
+
+
+def mixed_requests(eos: int | None = None) -> list[Request]:
+    """Seven requests of mixed lengths: greedy, seeded sampling, penalties, bias, min_tokens."""
+    kinds = [
+        {"temperature": 0},
+        {"temperature": 1.0, "top_p": 0.9},
+        {"temperature": 0, "repetition_penalty": 1.3, "frequency_penalty": 0.5},
+        {"temperature": 0.8, "top_k": 20, "presence_penalty": 0.7},
+        {"temperature": 0, "logit_bias": {5: 2.0}, "min_tokens": 8},
+        {"temperature": 1.5, "min_p": 0.05},
+        {"temperature": 0},
+    ]
+    draw = random.Random(11)
+    requests = []
+    for number, kind in enumerate(kinds):
+        prompt = [draw.randrange(VOCAB) for _ in range(draw.randint(1, 14))]
+        params = SamplingParams(max_tokens=draw.randint(8, 12), **kind)
+        ends = frozenset() if eos is None else frozenset([eos])
+        requests.append(
+            Request(
+                number,
+                0.0,
+                prompt,
+                params.max_tokens or 1,
+                min_tokens=params.min_tokens,
+                stop_tokens=ends,
+                sampling=Sampling(params, seed=100 + number, eos_token_ids=tuple(ends)),
+            )
+        )
+    return requests

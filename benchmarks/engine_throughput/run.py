@@ -1,0 +1,105 @@
+"""Output tokens per second on this CPU: ours through LLM and over HTTP, beside transformers, in one run.
+
+    python benchmarks/engine_throughput/run.py [--repeats 5] [--out FILE]
+
+A random-weight Llama of 97.5M parameters, greedy, end-of-sequence ignored. `even`: 16 requests of 64 + 64 tokens;
+`ragged`: 48 requests, prompts of 8 to 512 and outputs of 8 to 256 tokens, which `generate` runs in padded batches of
+16 and the others as they like. The engines take turns; printed are the median, least and greatest, and the median of
+the ratios of each turn. `floor` is what reading the weights once per step of 16 tokens would allow at the memory
+bandwidth measured beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from peers import ContinuousBatching, Generate, Ours, OursOverHttp, memory_bandwidth
+from rich.progress import Progress
+from workload import BATCH, Job, even, make_model, ragged
+
+from machine import describe_machine
+
+SETS: dict[str, Callable[[], list[Job]]] = {"even": even, "ragged": ragged}
+
+
+def measure(dtype: torch.dtype, repeats: int, bars: Progress) -> dict[str, object]:
+    """All engines on both sets, in turn."""
+    folder = make_model(dtype)
+    ours, generate = Ours(folder), Generate(folder, dtype)
+    engines = {
+        "skipjoin LLM": ours,
+        "skipjoin HTTP": OursOverHttp(folder),
+        "transformers generate": generate,
+        "transformers continuous batching": ContinuousBatching(generate),
+    }
+    record: dict[str, object] = {"dtype": str(dtype).removeprefix("torch.")}
+    try:
+        for name, make in SETS.items():
+            jobs = make()
+            tokens = sum(job.output for job in jobs)
+            task = bars.add_task(f"{record['dtype']} {name}", total=(repeats + 1) * len(engines))
+            rates: dict[str, list[float]] = {engine: [] for engine in engines}
+            for turn in range(repeats + 1):
+                for engine, runner in engines.items():
+                    seconds = runner.run(jobs)
+                    if turn:  # the first turn warms up
+                        rates[engine].append(tokens / seconds)
+                    bars.advance(task)
+            record[name] = summary(rates)
+        bandwidth = memory_bandwidth()
+        steps = bandwidth / ours.weight_bytes
+        record["scheduling_share"] = round(ours.scheduling_share(even()), 4)
+        record["floor"] = {
+            "weight_bytes": ours.weight_bytes,
+            "bandwidth_gb_s": round(bandwidth / 1e9, 1),
+            "tokens_per_s": round(steps * BATCH, 1),
+        }
+    finally:
+        for runner in engines.values():
+            runner.close()
+        shutil.rmtree(folder)
+    return record
+
+
+def summary(rates: dict[str, list[float]]) -> dict[str, object]:
+    """Median and spread per engine, and the ratio to `generate` turn by turn."""
+    base = rates["transformers generate"]
+    result: dict[str, object] = {}
+    for engine, values in rates.items():
+        ratios = [value / other for value, other in zip(values, base, strict=True)]
+        result[engine] = {
+            "tokens_per_s": round(statistics.median(values), 1),
+            "min": round(min(values), 1),
+            "max": round(max(values), 1),
+            "ratio_to_generate": round(statistics.median(ratios), 2),
+        }
+    pairs = zip(rates["skipjoin HTTP"], rates["skipjoin LLM"], strict=True)
+    result["http_over_llm"] = round(statistics.median(http / llm for http, llm in pairs), 3)
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--dtypes", nargs="*", default=["bfloat16", "float32"])
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    with Progress(transient=True) as bars:
+        records = [measure(getattr(torch, dtype), args.repeats, bars) for dtype in args.dtypes]
+    result = {"machine": describe_machine(), "repeats": args.repeats, "results": records}
+    print(json.dumps(result, indent=1))
+    if args.out:
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

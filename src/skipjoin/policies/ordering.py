@@ -14,14 +14,18 @@ from skipjoin.core.step import Slice, StepShape
 from skipjoin.policies.ranking import Ranking
 
 
-class Fcfs:
-    """First come, first served."""
+class FixedKey:
+    """By a key that never changes, smallest first; equal keys by arrival.
 
-    def __init__(self) -> None:
+    key: a comparable value per request.
+    """
+
+    def __init__(self, key: Callable[[Request], Any]) -> None:
+        self._key = key
         self._ranking = Ranking()
 
     def arrived(self, request: Request, now: float) -> None:
-        self._ranking.rest(request, (request.arrival, request.id))
+        self._ranking.rest(request, (self._key(request), request.arrival, request.id))
 
     def ran(self, slices: Sequence[Slice], now: float) -> None:
         pass
@@ -35,11 +39,19 @@ class Fcfs:
     def ranked(self, now: float) -> Iterator[Request]:
         return iter(self._ranking)
 
-    def rank(self, request: Request) -> tuple[float, int]:
-        return (request.arrival, request.id)
+    def rank(self, request: Request) -> Any:
+        return self._ranking.key(request)
 
     def outranks(self, one: Request, other: Request) -> bool:
-        return self.rank(one) < self.rank(other)
+        smaller: bool = self.rank(one)[0] < self.rank(other)[0]
+        return smaller
+
+
+class Fcfs(FixedKey):
+    """First come, first served."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda request: request.arrival)
 
 
 class ShortestRemaining:
@@ -53,15 +65,18 @@ class ShortestRemaining:
         self._ranking = Ranking()
 
     def arrived(self, request: Request, now: float) -> None:
-        self._ranking.rest(request, self._key(request))
+        self._ranking.rest(request, self._key(request, request.known))
 
     def ran(self, slices: Sequence[Slice], now: float) -> None:
         change, key = self._ranking.change, self._key
         for piece in slices:
-            change(piece.request, key(piece.request))
+            request = piece.request
+            # The token just sampled is not appended yet. Left out, it would lower the key at an eviction, and the
+            # victim could outrank the request that it made way for.
+            change(request, key(request, request.known + piece.samples))
 
     def evicted(self, request: Request, now: float) -> None:
-        self._ranking.rest(request, self._key(request))
+        self._ranking.rest(request, self._key(request, request.known))
 
     def left(self, request: Request, now: float) -> None:
         self._ranking.discard(request)
@@ -76,12 +91,12 @@ class ShortestRemaining:
     def outranks(self, one: Request, other: Request) -> bool:
         return self.rank(one)[0] < self.rank(other)[0]
 
-    def _key(self, request: Request) -> tuple[float, float, int]:
-        generated = request.known - len(request.prompt)
+    def _key(self, request: Request, known: int) -> tuple[float, float, int]:
+        generated = known - len(request.prompt)
         # Under-prediction: one more token is always expected.
         seconds = max(1, self._predictor.predict(request) - generated) * self._decode_seconds
         # Just sampled, a token waits for its own step, which is counted above; more than that is prefill.
-        uncached = request.known - request.computed
+        uncached = known - request.computed
         if uncached > 1:
             seconds += self._cost.step(StepShape(prefill=uncached, attention=uncached * (uncached + 1) // 2))
         return (seconds, request.arrival, request.id)
@@ -138,7 +153,8 @@ class SkipJoinMlfq:
         self._queues: list[dict[Request, _Job]] = [{} for _ in range(levels)]
         self._jobs: dict[Request, _Job] = {}
         self._places = count()
-        # (when to look whether the request starves, its id, the request); one entry per request.
+        # (when to look whether the request starves, its id, the request); one entry per request, and some of those
+        # that left.
         self._watch: list[tuple[float, int, Request]] = []
         self._decode_seconds: dict[int, float] = {}
 
@@ -169,6 +185,10 @@ class SkipJoinMlfq:
     def left(self, request: Request, now: float) -> None:
         job = self._jobs.pop(request)
         del self._queues[job.level][request]
+        # Entries of requests that left go when they come up; where that may take long, they are swept out.
+        if len(self._watch) > 2 * len(self._jobs) + 256:
+            self._watch = [entry for entry in self._watch if entry[2] in self._jobs]
+            heapq.heapify(self._watch)
 
     def ranked(self, now: float) -> Iterator[Request]:
         self._promote_starving(now)
@@ -231,6 +251,8 @@ class SkipJoinMlfq:
         return len(self._quanta) - 1
 
     def _prefill_seconds(self, tokens: int) -> float:
+        if tokens == 1:  # a slice of one token is computed, and charged, as a decode
+            return self._cost.step(StepShape(decodes=1, context=1))
         return self._cost.step(StepShape(prefill=tokens, attention=tokens * (tokens + 1) // 2))
 
     def _fill_decode_seconds(self, bucket: int) -> float:
@@ -284,7 +306,8 @@ class Prioritized:
             self._sort()
 
     def ranked(self, now: float) -> Iterator[Request]:
-        return chain.from_iterable(band.ranked(now) for band in self._sorted)
+        # All bands are asked at once: what time does to their orders happens now, not while somebody reads on.
+        return chain.from_iterable([band.ranked(now) for band in self._sorted])
 
     def rank(self, request: Request) -> tuple[int, Any]:
         return (request.priority, self._bands[request.priority].rank(request))

@@ -21,8 +21,8 @@ class OnDemand:
 
     def admit(self, request: Request, kv: KVLedger) -> Promise:
         known = kv.blocks_for(request.known)
-        # An empty device admits anybody: otherwise a request nearly as large as the pool would wait forever.
-        spare = 0 if kv.available == kv.device_total else int(self.watermark * kv.device_total)
+        # Never more than the pool has: a request nearly as large as it gets in on an empty device, or by evicting all.
+        spare = max(0, min(int(self.watermark * kv.device_total), kv.device_total - known))
         return Promise(now=known, blocks=known, spare=spare)
 
 

@@ -1,0 +1,35 @@
+"""The example of CONTRIBUTING.md is a working recipe."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from skipjoin import recipes
+from skipjoin.core.engine import EngineCore
+from skipjoin.core.kv import KVLedger
+from skipjoin.core.request import Request
+from skipjoin.core.scheduler import Scheduler
+from skipjoin.exec.simulated import SimulatedExecutor
+from skipjoin.policies.cost import LinearCost
+from skipjoin.policies.ordering import FixedKey
+from skipjoin.sim.driver import simulate
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_the_added_lines_run_the_shortest_prompt_first() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    diff = re.search(r"```diff\n(.*?)```", text, re.DOTALL)
+    assert diff is not None
+    code = "\n".join(line.removeprefix("+") for line in diff[1].splitlines())
+    built: dict[str, recipes.Recipe] = {}
+    names = {**vars(recipes), "FixedKey": FixedKey, "recipe": lambda f: built.setdefault(f.__name__, f)}
+    exec(compile("from __future__ import annotations\n" + code, "CONTRIBUTING.md", "exec"), names)
+    cost = LinearCost(floor=0.01, prefill_token=1e-4)
+    policies = built["shortest_prompt"](recipes.Settings(cost, max_seqs=1))
+    core = EngineCore(Scheduler(policies, KVLedger(100, 0, 16)))
+    order: list[int] = []
+    requests = [Request(number, 0.0, range(length), 3) for number, length in enumerate((90, 10, 50))]
+    simulate(core, SimulatedExecutor(cost), requests, on_plan=lambda plan, now: order.append(plan.slices[0].request.id))
+    assert order == [1] * 3 + [2] * 3 + [0] * 3

@@ -12,7 +12,6 @@ from skipjoin.core.request import Request
 from skipjoin.core.scheduler import Scheduler
 from skipjoin.exec.simulated import SimulatedExecutor
 from skipjoin.policies.cost import LinearCost
-from skipjoin.policies.ordering import FixedKey
 from skipjoin.sim.driver import simulate
 
 ROOT = Path(__file__).parents[1]
@@ -22,9 +21,9 @@ def test_the_added_lines_run_the_shortest_prompt_first() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text()
     diff = re.search(r"```diff\n(.*?)```", text, re.DOTALL)
     assert diff is not None
-    code = "\n".join(line.removeprefix("+") for line in diff[1].splitlines())
+    code = "\n".join(line.removeprefix("+") for line in diff[1].splitlines() if line.startswith("+"))
     built: dict[str, recipes.Recipe] = {}
-    names = {**vars(recipes), "FixedKey": FixedKey, "recipe": lambda f: built.setdefault(f.__name__, f)}
+    names = {**vars(recipes), "recipe": lambda f: built.setdefault(f.__name__, f)}
     exec(compile("from __future__ import annotations\n" + code, "CONTRIBUTING.md", "exec"), names)
     cost = LinearCost(floor=0.01, prefill_token=1e-4)
     policies = built["shortest_prompt"](recipes.Settings(cost, max_seqs=1))

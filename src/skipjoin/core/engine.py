@@ -64,7 +64,8 @@ class EngineCore:
         """Decide the next step, or None: the pipeline is full, or there is nothing to do."""
         while self._deadlines and self._deadlines[0][0] <= now:
             _, request_id = heapq.heappop(self._deadlines)
-            if (request := self.requests.get(request_id)) is not None:
+            # The id may be in use again, by a request with more time.
+            if (request := self.requests.get(request_id)) is not None and request.deadline <= now:
                 self._finish(request, FinishReason.DEADLINE, now)
         return self.scheduler.schedule(now)
 

@@ -185,9 +185,9 @@ class KVLedger:
         return Move(Direction.IN, request, tuple(held.host), tuple(held.device))
 
     def can_move_in(self, request: Request) -> bool:
-        """Whether the request's KV lies still on the host and the device has room for it."""
+        """Whether the request's KV lies still on the host and the device has room for it that nobody is promised."""
         held = self._held.get(request)
-        return held is not None and held.moving is None and 0 < len(held.host) <= len(self._device_free)
+        return held is not None and held.moving is None and 0 < len(held.host) <= self.available
 
     def land(self, move: Move) -> None:
         """The plan that carries the move has committed: lift its fence."""
@@ -206,8 +206,8 @@ class KVLedger:
     # -- the proof ----------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise `LedgerError` unless every block on both tiers is in exactly one place and every request's
-        computed tokens lie in blocks that it holds."""
+        """Raise `LedgerError` unless every block on both tiers is in exactly one place, every request's computed
+        tokens lie in blocks that it holds, and what is kept for speed agrees with what it is kept from."""
         for tier, total, free in (
             ("device", self.device_total, self._device_free),
             ("host", self.host_total, self._host_free),
@@ -215,7 +215,7 @@ class KVLedger:
             places = Counter(free)
             for held in self._held.values():
                 places.update(getattr(held, tier))
-            if len(places) != total or any(times != 1 for times in places.values()):
+            if places != Counter(range(total)):
                 raise LedgerError(f"a {tier} block leaked or doubled")
         idle = 0
         for request, held in self._held.items():
@@ -224,6 +224,8 @@ class KVLedger:
                 raise LedgerError(f"request {request.id} lies on both tiers")
             if request.computed > (len(held.host) or len(held.device)) * self.block_size:
                 raise LedgerError(f"request {request.id} has computed more than its blocks carry")
+            if held.table != tuple(held.device) or held.room != len(held.device) * self.block_size:
+                raise LedgerError(f"request {request.id} has a stale block table")
         if idle != self.promised_idle:
             raise LedgerError(f"{self.promised_idle} promised blocks are counted as idle, {idle} are")
 

@@ -94,9 +94,9 @@ class Scheduler:
 
     def commit(self, result: StepResult, now: float) -> None:
         """Apply the outcome of the oldest plan in flight: counters, moves, order. Tokens are the engine core's."""
+        if not self._in_flight or result.plan is not self._in_flight[0]:
+            raise ValueError(f"plan {result.plan.id} is not the oldest in flight")
         plan = self._in_flight.popleft()
-        if result.plan is not plan:
-            raise ValueError(f"plan {result.plan.id} committed before plan {plan.id}")
         gone = False
         for request, start, tokens, samples, _, _ in plan.slices:
             request.computed = start + tokens
@@ -138,13 +138,14 @@ class _Step:
         self._evicted: list[Request] = []
         self._floor: Any = None  # rank below which nobody takes new space, once somebody was evicted
         self._holders: list[Request] | None = None  # best first; sorted when first needed
+        self._yielding: set[Request] = set()  # not run in this step, to be evicted once no plan holds them
 
     def fill(self) -> list[Slice]:
         """Choose the batch, best requests first."""
         slices: list[Slice] = []
         scheduler, kv = self._scheduler, self._kv
         plan_id, oldest = scheduler._next_id, scheduler._next_id - scheduler._window
-        overlap = scheduler.overlap
+        overlap, yielding = scheduler.overlap, self._yielding
         packing = self._policies.batcher.open(self.now)
         offer, take, holding = packing.offer, packing.take, kv.holding
         for request in self._candidates():
@@ -155,7 +156,7 @@ class _Step:
             if end >= request.limit or (planned > request.computed and not overlap):
                 continue
             held = holding(request)
-            if held is None and self._closed:
+            if (held is None and self._closed) or request in yielding:
                 continue
             verdict = offer(request, end - planned)
             if not isinstance(verdict, int):
@@ -210,8 +211,12 @@ class _Step:
         if held.moving is not None or self._is_below_floor(request):
             return None
         if held.host:
-            return self._return(request, len(held.host), target)
+            returned = self._return(request, len(held.host), target)
+            # Newcomers ranked below would take the space that it waits for, one after the other.
+            self._closed = self._closed or returned is None
+            return returned
         if not self._make_room(request, self._kv.shortfall(request, target), newcomer=False):
+            self._closed = True
             return None
         return self._kv.grow(request, target)
 
@@ -243,15 +248,24 @@ class _Step:
         """Evict until `short` more blocks are available; evicts nobody unless that succeeds."""
         if short <= 0:
             return True
+        footprint = self._kv.footprint
         candidates = self._evictable(request, newcomer=newcomer)
-        if sum(map(self._kv.footprint, candidates)) < short:
-            return False
-        for victim, how in self._policies.pressure.victims(short, candidates, self._kv):
-            self._evict(victim, how)
-        return True
+        still = [victim for victim in candidates if not victim.in_flight]
+        if sum(map(footprint, still)) >= short:
+            for victim, how in self._policies.pressure.victims(short, still, self._kv):
+                self._evict(victim, how)
+            return True
+        if sum(map(footprint, candidates)) >= short:
+            # Plans in flight hold some of them. Whoever runs in every plan could never be evicted, so they pause.
+            for victim in candidates:
+                if short <= 0:
+                    break
+                self._yielding.add(victim)
+                short -= footprint(victim)
+        return False
 
     def _evictable(self, request: Request, *, newcomer: bool) -> list[Request]:
-        """Who may be evicted for the request, least important first."""
+        """Who may be evicted for the request, least important first, once no plan in flight holds them."""
         ordering, limit = self._ordering, self._scheduler.eviction_limit
         own = ordering.rank(request)
         spared: list[Request] = []
@@ -260,7 +274,7 @@ class _Step:
             if ordering.rank(victim) <= own:
                 break
             held = self._kv.holding(victim)
-            if victim.in_flight or held is None or held.moving is not None or not held.device:
+            if held is None or held.moving is not None or not held.device:
                 continue
             if newcomer and not ordering.outranks(request, victim):
                 break

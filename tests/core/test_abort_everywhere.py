@@ -1,0 +1,298 @@
+"""Abort in each state a request can be in: its blocks come home, and nobody else notices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import pytest
+
+from skipjoin.core.events import Finished
+from skipjoin.core.kv import KVLedger
+from skipjoin.core.request import FinishReason, Request
+from skipjoin.core.step import Direction
+from skipjoin.policies.pressure import Swap
+from support.load import make
+from support.watch import Stepper, World
+
+VICTIM = 1
+
+
+class OnCall(Swap):
+    """Moves beside a step what the test asks for, once."""
+
+    def __init__(self) -> None:
+        self.out: list[Request] = []
+        self.back: list[Request] = []
+
+    def ahead(self, idle: Iterable[Request], kv: KVLedger, now: float) -> tuple[Sequence[Request], Sequence[Request]]:
+        out, self.out = self.out, []
+        back, self.back = self.back, []
+        return out, back
+
+
+def token_of(request: Request, position: int) -> int:
+    """A stream that tells requests and positions apart."""
+    return request.id * 1000 + position
+
+
+@dataclass
+class Scene:
+    """A stepper with a pressure on call; request 1 is the one to be aborted, 0 and 2 are the others."""
+
+    stepper: Stepper
+    pressure: OnCall
+    victim: Request
+
+    @classmethod
+    def begin(
+        cls, *, recipe: str = "fcfs", depth: int = 1, overlap: bool = False, prompt: int = 8, **world: int
+    ) -> Scene:
+        pressure = OnCall()
+        setting = World(recipe, depth, overlap, lambda: pressure, **world)
+        stepper = Stepper(setting.core(), token_of)
+        victim = make(VICTIM, prompt, 20)
+        stepper.add(make(0, 8, 20), victim, make(2, 8, 20, arrival=1.0))
+        return cls(stepper, pressure, victim)
+
+    def outrank(self, prompt: int) -> None:
+        """A request that comes before everybody else."""
+        self.stepper.add(make(9, prompt, 3, priority=-1))
+
+    def hold_back(self, prompt: int = 8) -> None:
+        """Requests that take all seats, so that who decodes now becomes idle."""
+        self.stepper.add(*(make(number, prompt, 12, priority=-1) for number in range(10, 16)))
+
+
+def waiting() -> Scene:
+    return Scene.begin(max_seqs=1)
+
+
+def running_chunks() -> Scene:
+    """Half of the prompt computed, no plan in flight."""
+    scene = Scene.begin(recipe="sarathi", prompt=40, max_tokens=24)
+    scene.stepper.step()
+    assert 0 < scene.victim.computed < 40
+    return scene
+
+
+def running_chunk_in_flight() -> Scene:
+    scene = running_chunks()
+    scene.stepper.start()
+    assert scene.victim.computed < scene.victim.planned < 40
+    return scene
+
+
+def decoding() -> Scene:
+    scene = Scene.begin()
+    scene.stepper.step()
+    scene.stepper.step()
+    assert len(scene.victim.output) == 2
+    return scene
+
+
+def decoding_in_flight() -> Scene:
+    scene = decoding()
+    scene.stepper.start()
+    assert scene.victim.in_flight
+    return scene
+
+
+def in_flight_with_a_stage_free() -> Scene:
+    scene = Scene.begin(depth=2, max_seqs=2)
+    for _ in range(3):
+        while scene.stepper.start() is not None:
+            pass
+        scene.stepper.finish()
+    scene.stepper.start()
+    assert scene.victim.in_flight
+    return scene
+
+
+def in_two_plans_in_flight() -> Scene:
+    scene = Scene.begin(depth=2, overlap=True)
+    scene.stepper.start()
+    scene.stepper.start()
+    assert (scene.victim.awaited, len(scene.stepper.core.plans)) == (2, 2)
+    return scene
+
+
+def in_the_older_of_two_plans() -> Scene:
+    scene = Scene.begin(depth=2, overlap=True, max_seqs=2)
+    scene.stepper.start()
+    scene.hold_back()
+    scene.stepper.start()
+    assert [VICTIM in {piece.request.id for piece in plan.slices} for plan in scene.stepper.core.plans] == [True, False]
+    return scene
+
+
+def paused() -> Scene:
+    """Holding KV on the device, in no plan."""
+    scene = decoding()
+    scene.hold_back()
+    scene.stepper.step()
+    assert not scene.victim.in_flight
+    return scene
+
+
+def moving_out_beside() -> Scene:
+    scene = paused()
+    scene.pressure.out = [scene.victim]
+    plan = scene.stepper.start()
+    assert plan is not None
+    assert [move.request for move in plan.beside] == [scene.victim]
+    return scene
+
+
+def moving_out_before() -> Scene:
+    scene = Scene.begin(device_blocks=14)
+    scene.stepper.step()
+    scene.outrank(37)
+    plan = scene.stepper.start()
+    assert plan is not None
+    assert scene.victim in [move.request for move in plan.before if move.direction is Direction.OUT]
+    return scene
+
+
+def on_the_host() -> Scene:
+    scene = moving_out_beside()
+    scene.stepper.finish()
+    held = scene.stepper.core.kv.holding(scene.victim)
+    assert held is not None
+    assert (held.device, held.moving) == ([], None)
+    assert held.host
+    return scene
+
+
+def dropped() -> Scene:
+    scene = Scene.begin(device_blocks=14, host_blocks=0)
+    scene.stepper.step()
+    scene.outrank(37)
+    scene.stepper.start()
+    assert (scene.victim.evictions, scene.victim.computed) == (1, 0)
+    return scene
+
+
+def moving_in_beside() -> Scene:
+    scene = on_the_host()
+    scene.pressure.back = [scene.victim]
+    plan = scene.stepper.start()
+    assert plan is not None
+    assert [(move.direction, move.request) for move in plan.beside] == [(Direction.IN, scene.victim)]
+    return scene
+
+
+def moving_in_before_and_running() -> Scene:
+    scene = on_the_host()
+    while (plan := scene.stepper.start()) is not None and not scene.victim.in_flight:
+        scene.stepper.finish()
+    assert plan is not None
+    assert (Direction.IN, scene.victim) in [(move.direction, move.request) for move in plan.before]
+    return scene
+
+
+def moving_in_with_two_plans_in_flight() -> Scene:
+    """Back from the host in the newer plan, while the older one still runs others."""
+    scene = Scene.begin(depth=2, overlap=True)
+    stepper = scene.stepper
+    for _ in range(2):
+        stepper.start()
+        stepper.finish()
+    scene.hold_back()
+    stepper.start()
+    stepper.start()
+    stepper.finish()
+    scene.pressure.out = [scene.victim]
+    stepper.start()
+    for _ in range(40):
+        stepper.finish()
+        plan = stepper.start()
+        if plan is not None and scene.victim in [move.request for move in plan.before]:
+            return scene
+        if len(stepper.core.plans) < 2:
+            stepper.start()
+    raise AssertionError("the victim never came back")
+
+
+def satisfied() -> Scene:
+    """Its last token is being sampled."""
+    scene = Scene.begin()
+    for _ in range(19):
+        scene.stepper.step()
+    scene.stepper.start()
+    assert scene.victim.is_satisfied
+    return scene
+
+
+STATES = [
+    waiting,
+    running_chunks,
+    running_chunk_in_flight,
+    decoding,
+    decoding_in_flight,
+    in_flight_with_a_stage_free,
+    in_two_plans_in_flight,
+    in_the_older_of_two_plans,
+    paused,
+    moving_out_beside,
+    moving_out_before,
+    on_the_host,
+    dropped,
+    moving_in_beside,
+    moving_in_before_and_running,
+    moving_in_with_two_plans_in_flight,
+    satisfied,
+]
+every_state = pytest.mark.parametrize("reach", STATES)
+
+
+@every_state
+def test_blocks_come_home_and_nobody_else_notices(reach: Callable[[], Scene]) -> None:
+    undisturbed = reach()
+    undisturbed.stepper.drain()
+    scene = reach()
+    told = list(scene.stepper.tokens.get(VICTIM, []))
+    assert scene.stepper.core.abort(VICTIM, scene.stepper.now)
+    scene.stepper.drain()
+    others = {number: tokens for number, tokens in undisturbed.stepper.tokens.items() if number != VICTIM}
+    assert {number: tokens for number, tokens in scene.stepper.tokens.items() if number != VICTIM} == others
+    assert scene.stepper.tokens.get(VICTIM, []) == told, "tokens after the end"
+    ends = [e.reason for e in scene.stepper.events if isinstance(e, Finished) and e.request.id == VICTIM]
+    assert ends == [FinishReason.ABORT]
+
+
+@every_state
+def test_blocks_come_home_as_soon_as_no_plan_holds_them(reach: Callable[[], Scene]) -> None:
+    scene = reach()
+    core = scene.stepper.core
+    holds = [
+        any(piece.request is scene.victim for piece in plan.slices)
+        or any(move.request is scene.victim for move in (*plan.before, *plan.beside))
+        for plan in core.plans
+    ]
+    core.abort(VICTIM, scene.stepper.now)
+    for number in range(len(holds)):
+        still_held = core.kv.holding(scene.victim) is not None
+        assert still_held == any(holds[number:])
+        scene.stepper.finish()
+    assert core.kv.holding(scene.victim) is None
+
+
+@every_state
+def test_everybody_may_go_at_once(reach: Callable[[], Scene]) -> None:
+    scene = reach()
+    for number in list(scene.stepper.core.requests):
+        scene.stepper.core.abort(number, scene.stepper.now)
+    while scene.stepper.core.plans:
+        assert scene.stepper.start() is None
+        scene.stepper.finish()
+    scene.stepper.core.assert_home()
+
+
+def test_abort_after_the_end_changes_nothing() -> None:
+    scene = Scene.begin()
+    scene.stepper.drain()
+    events = len(scene.stepper.events)
+    assert not scene.stepper.core.abort(VICTIM, scene.stepper.now)
+    assert scene.stepper.core.take_events() == []
+    assert len(scene.stepper.events) == events

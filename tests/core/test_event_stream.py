@@ -1,0 +1,265 @@
+"""The events tell each request's story in order, and agree with the plans."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from itertools import pairwise, product
+
+import pytest
+
+from skipjoin.core.engine import EngineCore, RequestTooLargeError
+from skipjoin.core.events import Admitted, Arrived, Event, Finished, Moved, Preempted, Preemption, Started, Token
+from skipjoin.core.request import FinishReason, Request
+from skipjoin.core.step import StepResult
+from skipjoin.policies.pressure import Recompute, Swap
+from skipjoin.recipes import RECIPES
+from support.load import load, make
+from support.policies import Chaos
+from support.watch import Run, Stepper, World, run
+
+PRESSURES = {"recompute": Recompute, "swap": Swap, "chaos": lambda: Chaos(3)}
+RUNS = [
+    pytest.param(World(recipe, depth, overlap, PRESSURES[name]), id=f"{recipe}-{depth}-{overlap}-{name}")
+    for recipe, (depth, overlap), name in product(
+        sorted(RECIPES), [(1, False), (2, False), (2, True)], sorted(PRESSURES)
+    )
+]
+
+
+def stories(done: Run) -> dict[Request, list[Event]]:
+    """Each request's own events."""
+    by_request: dict[Request, list[Event]] = defaultdict(list)
+    for event in done.events:
+        by_request[event.move.request if isinstance(event, Moved) else event.request].append(event)
+    return by_request
+
+
+def check_story(story: list[Event]) -> None:
+    """Arrived, Admitted, Started, tokens, Finished; in between it stops and starts again."""
+    kinds = [type(event) for event in story]
+    assert kinds[:3] == [Arrived, Admitted, Started]
+    assert kinds[-1] is Finished or set(kinds[kinds.index(Finished) :]) == {Finished, Moved}
+    assert kinds.count(Arrived) == kinds.count(Finished) == 1
+    assert all(one <= other for one, other in pairwise(e.now for e in story))
+    running = holding = False
+    for event in story:
+        match event:
+            case Admitted():
+                assert not holding, "admitted twice"
+                holding = True
+            case Started():
+                assert holding, "started without blocks"
+                assert not running, "started twice"
+                running = True
+            case Preempted(how=how):
+                # What was paused before may lose its place on the device later: not running, but holding.
+                assert running or how is not Preemption.PAUSE, "paused twice"
+                assert holding
+                running = False
+                holding = how is not Preemption.DROP
+            case Finished():
+                running = holding = False
+            case _:
+                pass
+
+
+@pytest.mark.parametrize("world", RUNS)
+def test_every_story_is_in_order_and_agrees_with_the_plans(world: World) -> None:
+    done = run(world, load(5, 20))
+    by_request = stories(done)
+    samples: Counter[int] = Counter()
+    moves: Counter[int] = Counter()
+    for _, (_, slices, before, beside) in done.trace:
+        samples.update(number for number, _, _, sampled, _, _ in slices if sampled)
+        moves.update(number for _, number, _, _ in (*before, *beside))
+    for request in done.requests:
+        story = by_request[request]
+        check_story(story)
+        tokens = [event.token for event in story if isinstance(event, Token)]
+        assert tokens == request.output
+        # Nothing is stopped by a token here, so no sample is thrown away.
+        assert len(tokens) == samples[request.id] == request.max_tokens
+        assert sum(isinstance(event, Moved) for event in story) == moves[request.id]
+        ended = [e.reason for e in story if isinstance(e, Finished)]
+        assert ended == [request.finish_reason] == [FinishReason.LENGTH]
+
+
+@pytest.mark.parametrize("world", RUNS)
+def test_a_request_is_started_exactly_when_plans_begin_to_hold_it(world: World) -> None:
+    """Starts and stops derived from the plans alone: it runs while the last plan, or with stages one of the last
+    `depth` plans, has a slice of it."""
+    done = run(world, load(6, 16))
+    window = 1 if world.overlap else world.depth
+    expected: Counter[int] = Counter()
+    last: dict[int, int] = {}
+    evicted: dict[int, set[float]] = defaultdict(set)
+    for event in done.events:
+        if isinstance(event, Preempted) and event.how is not Preemption.PAUSE:
+            evicted[event.request.id].add(event.now)
+    since: dict[int, float] = {}
+    for now, (plan_id, slices, _, _) in done.trace:
+        for number, *_ in slices:
+            moved_away = any(since.get(number, -1.0) <= when <= now for when in evicted[number])
+            if number not in last or last[number] < plan_id - window or moved_away:
+                expected[number] += 1
+            last[number], since[number] = plan_id, now
+    started = Counter(event.request.id for event in done.events if isinstance(event, Started))
+    assert started == expected
+
+
+def test_take_events_takes_each_event_once() -> None:
+    core = World().core()
+    core.add(make(0), 0.0)
+    assert [type(event) for event in core.take_events()] == [Arrived]
+    assert core.take_events() == []
+
+
+def test_details_of_the_sampler_reach_the_token_events() -> None:
+    core = World().core()
+    core.add(make(0), 0.0)
+    core.add(make(1), 0.0)
+    plan = core.start_step(0.0)
+    assert plan is not None
+    core.finish_step(StepResult(plan, [7, 8], 0.1, {1: "log-probability"}), 0.1)
+    details = {e.request.id: e.detail for e in core.take_events() if isinstance(e, Token)}
+    assert details == {0: None, 1: "log-probability"}
+
+
+# -- ends ---------------------------------------------------------------------------------------------------
+
+
+def ended(stepper: Stepper) -> dict[int, FinishReason]:
+    return {e.request.id: e.reason for e in stepper.events if isinstance(e, Finished)}
+
+
+def test_a_deadline_that_passed_in_the_queue_ends_the_request_before_any_slice() -> None:
+    stepper = Stepper(World("fcfs", max_seqs=1).core())
+    stepper.add(make(0, 4, 30), make(1, 4, 30, deadline=0.055))
+    while stepper.now < 0.08:
+        plan = stepper.step()
+        assert {piece.request.id for piece in plan.slices} == {0}
+    assert ended(stepper) == {1: FinishReason.DEADLINE}
+    stepper.drain()
+
+
+def test_a_deadline_that_passed_on_arrival_never_runs() -> None:
+    stepper = Stepper(World().core())
+    stepper.now = 5.0
+    stepper.add(make(0, deadline=5.0))
+    assert stepper.start() is None
+    assert ended(stepper) == {0: FinishReason.DEADLINE}
+    stepper.drain()
+
+
+@pytest.mark.parametrize(("depth", "overlap"), [(1, False), (2, False), (2, True)])
+def test_a_deadline_ends_a_running_request(depth: int, overlap: bool) -> None:
+    stepper = Stepper(World(depth=depth, overlap=overlap).core())
+    stepper.add(make(0, 4, 30, deadline=0.055), make(1, 4, 30))
+    stepper.drain()
+    assert ended(stepper) == {0: FinishReason.DEADLINE, 1: FinishReason.LENGTH}
+    assert 0 < len(stepper.tokens[0]) < 30
+    assert len(stepper.tokens[1]) == 30
+    story = [event for event in stepper.events if not isinstance(event, Moved) and event.request.id == 0]
+    assert isinstance(story[-1], Finished)
+    assert story[-1].now == pytest.approx(0.06)
+
+
+def test_next_deadline_is_the_earliest_of_live_requests() -> None:
+    core = World().core()
+    assert core.next_deadline == float("inf")
+    core.add(make(0, deadline=3.0), 0.0)
+    core.add(make(1, deadline=2.0), 0.0)
+    core.add(make(2), 0.0)
+    assert core.next_deadline == 2.0
+    core.start_step(2.5)
+    assert core.next_deadline == 3.0
+
+
+def test_a_deadline_does_not_outlive_its_request() -> None:
+    """The id may come back."""
+    stepper = Stepper(World().core())
+    stepper.add(make(0, 4, 1, deadline=1.0))
+    stepper.drain()
+    stepper.add(make(0, 4, 2))
+    stepper.now = 2.0
+    stepper.drain()
+    assert [e.reason for e in stepper.events if isinstance(e, Finished)] == [FinishReason.LENGTH] * 2
+
+
+def test_a_stop_token_counts_once_min_tokens_are_generated() -> None:
+    stepper = Stepper(World().core(), sample=lambda request, position: 7)
+    stepper.add(make(0, 4, 9, stop_tokens=frozenset({7}), min_tokens=3), make(1, 4, 9, stop_tokens=frozenset({8})))
+    stepper.drain()
+    assert stepper.tokens == {0: [7] * 3, 1: [7] * 9}
+    assert ended(stepper) == {0: FinishReason.STOP, 1: FinishReason.LENGTH}
+
+
+def test_one_token_is_enough() -> None:
+    stepper = Stepper(World().core())
+    stepper.add(make(0, 1, 1))
+    stepper.drain()
+    assert stepper.tokens == {0: [1]}
+
+
+# -- what is refused ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", sorted(RECIPES))
+def test_the_largest_request_runs_and_one_token_more_is_refused(recipe: str) -> None:
+    core = World(recipe, device_blocks=10, max_tokens=16).core()
+    assert core.largest_request == 40
+    with pytest.raises(RequestTooLargeError, match="41 tokens"):
+        core.add(make(0, 30, 11), 0.0)
+    assert core.requests == {}
+    assert core.take_events() == []
+    stepper = Stepper(core)
+    stepper.add(make(1, 30, 10), make(2, 39, 1), make(3, 1, 39))
+    stepper.drain()
+    assert {number: len(tokens) for number, tokens in stepper.tokens.items()} == {1: 10, 2: 1, 3: 39}
+
+
+def test_an_id_in_use_is_refused_and_changes_nothing() -> None:
+    stepper = Stepper(World().core())
+    stepper.add(make(0, 4, 3))
+    with pytest.raises(ValueError, match="request id 0 is in use"):
+        stepper.add(make(0, 4, 3))
+    stepper.drain()
+    assert len(stepper.tokens[0]) == 3
+
+
+@pytest.mark.parametrize("bad", [{"prompt": 0}, {"max_tokens": 0}])
+def test_a_request_needs_a_prompt_and_a_token_to_generate(bad: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="request 0"):
+        make(0, **bad)
+
+
+def test_plans_must_be_finished_in_order() -> None:
+    core: EngineCore = World(depth=2, overlap=True).core()
+    core.add(make(0, 4, 9), 0.0)
+    first, second = core.start_step(0.0), core.start_step(0.0)
+    assert first is not None
+    assert second is not None
+    with pytest.raises(ValueError, match="not the oldest"):
+        core.scheduler.commit(StepResult(second, [1], 0.1), 0.1)
+    # The refusal changed nothing: the right order still works, once.
+    core.scheduler.commit(StepResult(first, [1], 0.1), 0.1)
+    with pytest.raises(ValueError, match="not the oldest"):
+        core.scheduler.commit(StepResult(first, [1], 0.1), 0.1)
+
+
+def test_a_sample_without_a_token_is_an_error() -> None:
+    core = World().core()
+    core.add(make(0), 0.0)
+    plan = core.start_step(0.0)
+    assert plan is not None
+    with pytest.raises(ValueError, match="sampled no token"):
+        core.finish_step(StepResult(plan, [None], 0.1), 0.1)
+
+
+def test_abort_of_an_unknown_request_says_so() -> None:
+    core = World().core()
+    assert not core.abort(3, 0.0)
+    core.add(make(3), 0.0)
+    assert core.abort(3, 0.0)
+    assert not core.abort(3, 0.0)
+    assert [type(event) for event in core.take_events()] == [Arrived, Finished]

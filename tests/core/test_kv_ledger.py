@@ -1,0 +1,305 @@
+"""Block accounting: nothing leaks, nothing doubles, and misuse is an error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+
+from skipjoin.core.kv import KVLedger, LedgerError
+from skipjoin.core.request import Request
+from skipjoin.core.step import Direction, Move
+from support.load import make
+
+DEVICE, HOST, BLOCK = 12, 8, 4
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    """Requests that hold, grow, move and go, in any order that the ledger allows; what it forbids must raise."""
+
+    requests = Bundle("requests")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kv = KVLedger(DEVICE, HOST, BLOCK)
+        self.transit: dict[Request, tuple[Move, bool]] = {}
+        self.count = 0
+
+    def on_device(self, request: Request) -> bool:
+        held = self.kv.holding(request)
+        return held is None or (not held.host and request not in self.transit)
+
+    @rule(target=requests)
+    def new(self) -> Request:
+        self.count += 1
+        return make(self.count, 1000)
+
+    @rule(request=requests, blocks=st.integers(0, DEVICE))
+    def promise(self, request: Request, blocks: int) -> None:
+        held = self.kv.holding(request)
+        own = max(0, held.promised - len(held.device)) if held else 0
+        have = len(held.device) if held else 0
+        if self.on_device(request) and blocks - have <= self.kv.available + own:
+            self.kv.promise(request, blocks)
+            assert self.kv.available >= 0
+            assert self.kv.footprint(request) == max(blocks, have)
+
+    @rule(request=requests, tokens=st.integers(1, DEVICE * BLOCK))
+    def grow(self, request: Request, tokens: int) -> None:
+        if not self.on_device(request):
+            if request not in self.transit or self.transit[request][0].direction is Direction.OUT:
+                with pytest.raises(LedgerError, match="grows while"):
+                    self.kv.grow(request, tokens)
+            return
+        available = self.kv.available
+        if self.kv.shortfall(request, tokens) == 0:
+            held = self.kv.grow(request, tokens)
+            assert held.room >= tokens
+            assert self.kv.slots(request) == tuple(held.device)
+            # Who keeps to the shortfall takes nothing that others were promised.
+            assert self.kv.available >= min(0, available)
+        elif self.kv.blocks_for(tokens) > DEVICE:
+            with pytest.raises(LedgerError, match="are free"):
+                self.kv.grow(request, tokens)
+
+    @rule(request=requests, share=st.floats(0, 1))
+    def compute(self, request: Request, share: float) -> None:
+        held = self.kv.holding(request)
+        if held is not None and self.on_device(request):
+            request.computed = request.planned = max(request.computed, int(share * held.room))
+
+    @rule(request=consumes(requests))
+    def release(self, request: Request) -> None:
+        if request in self.transit:
+            with pytest.raises(LedgerError, match="in transit"):
+                self.kv.release(request)
+            self.land(request)
+        self.kv.release(request)
+        assert self.kv.holding(request) is None
+        assert self.kv.footprint(request) == 0
+
+    @rule(request=requests, before=st.booleans())
+    def move_out(self, request: Request, before: bool) -> None:
+        if self.kv.holding(request) is None:
+            return
+        if not self.kv.can_move_out(request):
+            with pytest.raises(LedgerError, match="cannot be moved out"):
+                self.kv.move_out(request, before=before)
+            return
+        free = self.kv.device_free
+        table = self.kv.slots(request)
+        move = self.kv.move_out(request, before=before)
+        assert move.source == table[: self.kv.blocks_for(request.computed)]
+        assert len(move.target) == len(move.source)
+        # Beside a step, what the copy reads stays fenced until it lands.
+        assert self.kv.device_free - free == (len(table) if before else len(table) - len(move.source))
+        self.transit[request] = (move, before)
+
+    @rule(request=requests)
+    def move_in(self, request: Request) -> None:
+        if self.kv.holding(request) is None:
+            return
+        if not self.kv.can_move_in(request):
+            with pytest.raises(LedgerError, match="cannot be moved in"):
+                self.kv.move_in(request)
+            return
+        host_free = self.kv.host_free
+        move = self.kv.move_in(request)
+        assert self.kv.available >= 0, "the move took blocks that others were promised"
+        assert self.kv.host_free == host_free, "the host blocks must stay fenced"
+        assert self.kv.slots(request) == move.target
+        self.transit[request] = (move, True)
+
+    @rule(request=requests)
+    def land(self, request: Request) -> None:
+        if request not in self.transit:
+            return
+        move, _ = self.transit.pop(request)
+        assert not self.kv.is_still(request)
+        self.kv.land(move)
+        assert self.kv.is_still(request)
+        held = self.kv.holding(request)
+        assert held is not None
+        if move.direction is Direction.OUT:
+            assert (held.device, held.host, held.room) == ([], list(move.target), 0)
+        else:
+            assert held.host == []
+            assert tuple(held.device)[: len(move.target)] == move.target
+        with pytest.raises(LedgerError, match="not in transit"):
+            self.kv.land(move)
+
+    @invariant()
+    def conserved(self) -> None:
+        kv = self.kv
+        kv.check()
+        held = [kv.holding(request) for request in kv.holders()]
+        assert kv.device_free + sum(len(one.device) for one in held if one) == DEVICE
+        assert kv.host_free + sum(len(one.host) for one in held if one) == HOST
+        assert kv.available == kv.device_free - kv.promised_idle
+
+    def teardown(self) -> None:
+        for request in list(self.transit):
+            self.land(request)
+        for request in list(self.kv.holders()):
+            self.kv.release(request)
+        self.kv.check()
+        assert (self.kv.device_free, self.kv.host_free, self.kv.promised_idle) == (DEVICE, HOST, 0)
+
+
+TestLedgerMachine = LedgerMachine.TestCase
+TestLedgerMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None, derandomize=True)
+
+
+def holding(kv: KVLedger, number: int, tokens: int) -> Request:
+    """A request whose `tokens` tokens are computed on the device."""
+    request = make(number, tokens)
+    kv.grow(request, tokens)
+    request.computed = request.planned = tokens
+    return request
+
+
+def leak(kv: KVLedger) -> None:
+    kv._device_free.pop()
+
+
+def leak_host(kv: KVLedger) -> None:
+    kv._host_free.pop()
+
+
+def double(kv: KVLedger) -> None:
+    kv._device_free.append(kv._device_free[-1])
+
+
+def double_between_holders(kv: KVLedger) -> None:
+    one, other = (kv.holding(request) for request in list(kv.holders())[:2])
+    assert one is not None
+    assert other is not None
+    one.device[0] = other.device[0]
+
+
+def swap_for_a_foreign_block(kv: KVLedger) -> None:
+    kv._device_free[0] = DEVICE + 5
+
+
+def stale_table(kv: KVLedger) -> None:
+    held = kv.holding(next(kv.holders()))
+    assert held is not None
+    held.table = held.table[::-1]
+
+
+def stale_room(kv: KVLedger) -> None:
+    held = kv.holding(next(kv.holders()))
+    assert held is not None
+    held.room += BLOCK
+
+
+def lose_a_promise(kv: KVLedger) -> None:
+    kv.promised_idle -= 1
+
+
+def compute_beyond_the_blocks(kv: KVLedger) -> None:
+    next(kv.holders()).computed = 100
+
+
+def lie_on_both_tiers(kv: KVLedger) -> None:
+    held = kv.holding(next(kv.holders()))
+    assert held is not None
+    held.host.append(kv._host_free.pop())
+
+
+@pytest.mark.parametrize(
+    "corrupt",
+    [
+        leak,
+        leak_host,
+        double,
+        double_between_holders,
+        swap_for_a_foreign_block,
+        stale_table,
+        stale_room,
+        lose_a_promise,
+        compute_beyond_the_blocks,
+        lie_on_both_tiers,
+    ],
+)
+def test_the_check_finds(corrupt: Callable[[KVLedger], None]) -> None:
+    kv = KVLedger(DEVICE, HOST, BLOCK)
+    holding(kv, 0, 9)
+    kv.promise(holding(kv, 1, 5), 4)
+    kv.check()
+    corrupt(kv)
+    with pytest.raises(LedgerError):
+        kv.check()
+
+
+def test_blocks_are_handed_out_lowest_first_and_again_in_the_same_order() -> None:
+    kv = KVLedger(DEVICE, HOST, BLOCK)
+    first = holding(kv, 0, 12)
+    assert kv.slots(first) == (0, 1, 2)
+    kv.release(first)
+    assert kv.slots(holding(kv, 1, 12)) == (0, 1, 2)
+
+
+def test_a_promise_is_not_a_block() -> None:
+    kv = KVLedger(DEVICE, HOST, BLOCK)
+    owner, other = make(0), make(1)
+    kv.promise(owner, 10)
+    assert (kv.device_free, kv.available) == (12, 2)
+    assert kv.shortfall(owner, 40) == 0
+    assert kv.shortfall(other, 12) == 1
+    kv.grow(owner, 20)
+    assert (kv.device_free, kv.available) == (7, 2)
+    kv.release(owner)
+    assert (kv.device_free, kv.available) == (12, 12)
+
+
+def test_a_move_before_the_step_frees_at_once_and_one_beside_it_when_it_lands() -> None:
+    kv = KVLedger(DEVICE, HOST, BLOCK)
+    one, other = holding(kv, 0, 8), holding(kv, 1, 8)
+    kv.land(kv.move_out(one, before=True))
+    assert kv.device_free == 10
+    move = kv.move_out(other, before=False)
+    assert kv.device_free == 10
+    kv.land(move)
+    assert kv.device_free == 12
+
+
+def test_a_move_out_takes_computed_blocks_only_and_ends_the_promise() -> None:
+    kv = KVLedger(DEVICE, HOST, BLOCK)
+    request = make(0, 40)
+    kv.promise(request, 10)
+    kv.grow(request, 24)
+    request.computed = request.planned = 5
+    move = kv.move_out(request, before=False)
+    assert (move.source, kv.device_free, kv.promised_idle) == ((0, 1), 10, 0)
+
+
+def test_a_move_in_does_not_take_what_others_were_promised() -> None:
+    kv = KVLedger(DEVICE, HOST, BLOCK)
+    request = holding(kv, 0, 16)
+    kv.land(kv.move_out(request, before=True))
+    kv.promise(make(1), 9)
+    assert kv.device_free == 12
+    assert not kv.can_move_in(request)
+
+
+def test_a_request_in_flight_cannot_be_moved_out() -> None:
+    kv = KVLedger(DEVICE, HOST, BLOCK)
+    request = holding(kv, 0, 8)
+    request.planned += 1
+    assert not kv.can_move_out(request)
+
+
+def test_a_full_host_takes_nobody() -> None:
+    kv = KVLedger(DEVICE, 1, BLOCK)
+    assert not kv.can_move_out(holding(kv, 0, 5))
+    assert kv.can_move_out(holding(kv, 1, 4))
+
+
+@pytest.mark.parametrize("sizes", [(0, 0, 4), (1, -1, 4), (1, 0, 0)])
+def test_pool_sizes_are_checked(sizes: tuple[int, int, int]) -> None:
+    with pytest.raises(ValueError, match="must be at least"):
+        KVLedger(*sizes)

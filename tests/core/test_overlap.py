@@ -1,0 +1,128 @@
+"""Two plans in flight on one device: a request's next step is decided before its token is known."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from skipjoin.core.events import Finished
+from skipjoin.core.request import FinishReason, Request
+from skipjoin.policies.pressure import Recompute, Swap
+from skipjoin.recipes import RECIPES
+from support.load import load, make
+from support.policies import Chaos
+from support.watch import Stepper, World, run
+
+PRESSURES = {"recompute": Recompute, "swap": Swap, "chaos": lambda: Chaos(9)}
+STOP = 0
+
+
+def stopping(request: Request, position: int) -> int:
+    """A token that depends on request and position; one in nine is the stop token."""
+    return (request.id * 7 + position * 5) % 9
+
+
+def stopping_load(seed: int) -> list[Request]:
+    return load(seed, 20, stop_tokens=frozenset({STOP}))
+
+
+def until_stop(request: Request) -> list[int]:
+    """What the request must generate, from its definition alone."""
+    tokens: list[int] = []
+    for position in range(len(request.prompt), request.limit):
+        tokens.append(stopping(request, position))
+        if tokens[-1] == STOP:
+            break
+    return tokens
+
+
+@pytest.mark.parametrize(("recipe", "pressure"), list(product(sorted(RECIPES), sorted(PRESSURES))))
+@pytest.mark.parametrize(("depth", "overlap"), [(1, False), (2, False), (2, True), (3, True), (4, False)])
+def test_output_does_not_depend_on_depth(recipe: str, pressure: str, depth: int, overlap: bool) -> None:
+    done = run(World(recipe, depth, overlap, PRESSURES[pressure]), stopping_load(2), sample=stopping)
+    assert done.output == {request.id: until_stop(request) for request in done.requests}
+
+
+@given(seed=st.integers(0, 10**6), blocks=st.integers(26, 80), seats=st.integers(1, 8))
+@settings(max_examples=25)
+def test_output_does_not_depend_on_depth_for_any_load(seed: int, blocks: int, seats: int) -> None:
+    world = World("fastserve", 2, True, Swap, device_blocks=blocks, max_seqs=seats)
+    done = run(world, stopping_load(seed), sample=stopping)
+    assert done.output == {request.id: until_stop(request) for request in done.requests}
+
+
+def test_a_slice_awaits_a_token_only_if_the_plan_before_it_samples_it() -> None:
+    """`WatchedCore` checks this of every plan; here it is spelt out."""
+    stepper = Stepper(World("sarathi", 2, True, max_tokens=10).core())
+    stepper.add(make(0, 15, 3))
+    plans = [stepper.start(), stepper.start()]
+    for _ in range(2):
+        stepper.finish()
+        plans.append(stepper.start())
+    pieces = [plan.slices[0] for plan in plans if plan is not None]
+    assert [(p.start, p.tokens, p.samples, p.awaits) for p in pieces] == [
+        (0, 10, False, False),
+        (10, 5, True, False),
+        (15, 1, True, True),
+        (16, 1, True, True),
+    ]
+    assert stepper.finish() is not None
+    assert stepper.start() is None, "all that it may generate is known or on its way"
+    stepper.drain()
+
+
+def test_a_stop_found_late_discards_the_extra_token() -> None:
+    stepper = Stepper(World("fcfs", 2, True).core(), sample=lambda request, position: STOP)
+    stepper.add(make(0, 4, 9, stop_tokens=frozenset({STOP})))
+    first, extra = stepper.start(), stepper.start()
+    assert first is not None
+    assert extra is not None
+    assert extra.slices[0].awaits
+    stepper.finish()
+    assert stepper.tokens == {0: [STOP]}
+    assert stepper.core.kv.device_free < stepper.core.kv.device_total, "the extra slice still writes there"
+    assert stepper.start() is None
+    stepper.finish()
+    stepper.core.assert_home()
+    assert stepper.tokens == {0: [STOP]}
+    assert [e.reason for e in stepper.events if isinstance(e, Finished)] == [FinishReason.STOP]
+
+
+def test_no_extra_slice_beyond_max_tokens() -> None:
+    stepper = Stepper(World("fcfs", 2, True).core())
+    stepper.add(make(0, 4, 2))
+    plans = [stepper.start(), stepper.start(), stepper.start()]
+    assert [plan is not None for plan in plans] == [True, True, False]
+    stepper.finish()
+    assert stepper.start() is None
+    stepper.drain()
+
+
+def test_without_overlap_a_request_in_flight_is_not_chosen_again() -> None:
+    stepper = Stepper(World("fcfs", 2, False, max_seqs=1).core())
+    stepper.add(make(0, 4, 5), make(1, 4, 5))
+    assert [plan.slices[0].request.id for plan in (stepper.start(), stepper.start()) if plan] == [0, 1]
+    for number in (0, 1, 0, 1):
+        stepper.finish()
+        plan = stepper.start()
+        assert plan is not None
+        assert [piece.request.id for piece in plan.slices] == [number]
+    stepper.drain()
+
+
+@pytest.mark.parametrize("recipe", ["fcfs", "fastserve"])
+def test_who_needs_space_gets_it_though_everybody_is_in_flight(recipe: str) -> None:
+    """Whoever is in every plan can never be evicted; so it is passed over once, when its space is needed."""
+    stepper = Stepper(World(recipe, 2, True, device_blocks=10).core())
+    stepper.add(make(0, 20, 19), make(1, 12, 19))
+    waits = 0
+    while 0 in stepper.core.requests:
+        while (plan := stepper.start()) is not None:
+            ran = {piece.request.id for piece in plan.slices}
+            waits = 0 if 0 in ran or 1 not in ran else waits + 1
+            assert recipe != "fcfs" or waits < 1, "the second runs where the first cannot"
+        stepper.finish()
+    stepper.drain()

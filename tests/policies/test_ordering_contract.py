@@ -1,0 +1,201 @@
+"""What the scheduler relies on in every ordering."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import cache
+from itertools import islice, pairwise, product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from skipjoin.core.policy import Ordering
+from skipjoin.core.request import Request
+from skipjoin.core.step import Slice
+from skipjoin.policies.ordering import Fcfs, FixedKey, Prioritized, ShortestRemaining, SkipJoinMlfq
+from skipjoin.policies.predictors import MaxTokens
+from support.load import make
+from support.policies import COST
+
+
+def mlfq() -> Ordering:
+    return SkipJoinMlfq(COST, starvation_s=0.5)
+
+
+def srpt() -> Ordering:
+    return ShortestRemaining(COST, MaxTokens())
+
+
+ORDERINGS: dict[str, Callable[[], Ordering]] = {
+    "fcfs": Fcfs,
+    "fixed key, many equal": lambda: FixedKey(lambda request: len(request.prompt) % 3),
+    "srpt": srpt,
+    "skip-join": mlfq,
+    "mlfq": lambda: SkipJoinMlfq(COST, starvation_s=0.5, skip_join=False),
+    "two queues": lambda: SkipJoinMlfq(COST, levels=2, starvation_s=0.1),
+    "prioritized fcfs": lambda: Prioritized(Fcfs),
+    "prioritized srpt": lambda: Prioritized(srpt),
+    "prioritized skip-join": lambda: Prioritized(mlfq),
+}
+every_ordering = pytest.mark.parametrize("build", ORDERINGS.values(), ids=ORDERINGS.keys())
+
+
+class Life:
+    """Requests that live as the engine lets them, without an engine."""
+
+    def __init__(self, ordering: Ordering) -> None:
+        self.ordering = ordering
+        self.now = 0.0
+        self.live: list[Request] = []
+        self._next = 0
+
+    def arrive(self, prompt: int, max_tokens: int) -> None:
+        request = make(self._next, prompt, max_tokens, arrival=self.now, priority=prompt % 3)
+        self._next += 1
+        self.live.append(request)
+        self.ordering.arrived(request, self.now)
+
+    def run(self, batch: list[Request], most: int) -> None:
+        """Compute up to `most` tokens of each, then append what was sampled, as the engine does."""
+        slices = []
+        for request in batch:
+            tokens = min(most, request.known - request.computed)
+            end = request.computed + tokens
+            slices.append(Slice(request, request.computed, tokens, end == request.known, False, ()))
+            request.computed = request.planned = end
+        self.now += 0.02
+        self.ordering.ran(slices, self.now)
+        for piece in slices:
+            if piece.samples:
+                piece.request.known += 1
+                if piece.request.known >= piece.request.limit:
+                    self.leave(piece.request)
+
+    def evict(self, request: Request, *, drop: bool) -> None:
+        if drop:
+            request.computed = request.planned = 0
+        self.ordering.evicted(request, self.now)
+
+    def leave(self, request: Request) -> None:
+        self.live.remove(request)
+        self.ordering.left(request, self.now)
+
+
+OPERATIONS = st.lists(
+    st.tuples(
+        st.sampled_from(["arrive", "arrive", "run", "run", "drop", "swap", "leave", "wait"]), st.integers(0, 400)
+    ),
+    max_size=40,
+)
+
+
+def live_through(life: Life, operation: str, number: int) -> None:
+    """Do one operation, as far as it makes sense now."""
+    if operation == "arrive":
+        life.arrive(1 + number, 1 + number % 9)
+    elif operation == "wait":
+        life.now += number / 100
+    elif life.live:
+        at = number % len(life.live)
+        if operation == "run":
+            # A batch from somewhere in the middle, in chunks now and then.
+            life.run(life.live[at : at + 3], most=64 if number % 2 else 1000)
+        elif operation == "leave":
+            life.leave(life.live[at])
+        else:
+            life.evict(life.live[at], drop=operation == "drop")
+
+
+@every_ordering
+@given(operations=OPERATIONS)
+@settings(max_examples=25)
+def test_ranked_is_all_requests_sorted_by_distinct_ranks(
+    build: Callable[[], Ordering], operations: list[tuple[str, int]]
+) -> None:
+    life = Life(build())
+    for operation, number in operations:
+        live_through(life, operation, number)
+        ranked = list(life.ordering.ranked(life.now))
+        assert set(ranked) == set(life.live)
+        assert len(ranked) == len(life.live)
+        ranks = [life.ordering.rank(request) for request in ranked]
+        assert all(one < other for one, other in pairwise(ranks))
+
+
+@every_ordering
+@given(operations=OPERATIONS)
+@settings(max_examples=25)
+def test_order_rests_between_calls_and_while_it_is_read(
+    build: Callable[[], Ordering], operations: list[tuple[str, int]]
+) -> None:
+    life = Life(build())
+    for operation, number in operations:
+        live_through(life, operation, number)
+    iterator = life.ordering.ranked(life.now)
+    first = list(islice(iterator, 1))
+    before = {request: life.ordering.rank(request) for request in life.live}
+    rest = list(iterator)
+    assert {request: life.ordering.rank(request) for request in life.live} == before
+    assert list(life.ordering.ranked(life.now)) == first + rest
+
+
+@every_ordering
+@given(operations=OPERATIONS)
+@settings(max_examples=20)
+def test_outranks_is_a_strict_order_that_agrees_with_rank(
+    build: Callable[[], Ordering], operations: list[tuple[str, int]]
+) -> None:
+    life = Life(build())
+    for operation, number in operations:
+        live_through(life, operation, number)
+    ordering = life.ordering
+    ranked = list(ordering.ranked(life.now))
+    for (i, one), (j, other) in product(enumerate(ranked), repeat=2):
+        if ordering.outranks(one, other):
+            assert i < j
+            # Whoever is worse than `other` is outranked too, and whoever is better than `one` outranks `other`:
+            # the search for victims stops at the first that is not outranked.
+            assert all(ordering.outranks(one, worse) for worse in ranked[j:])
+            assert all(ordering.outranks(better, other) for better in ranked[: i + 1])
+
+
+@every_ordering
+@given(operations=OPERATIONS, number=st.integers(0, 400), drop=st.booleans())
+@settings(max_examples=25)
+def test_eviction_never_makes_a_request_matter_more(
+    build: Callable[[], Ordering], operations: list[tuple[str, int]], number: int, drop: bool
+) -> None:
+    life = Life(build())
+    for operation, at in operations:
+        live_through(life, operation, at)
+    if not life.live:
+        return
+    list(life.ordering.ranked(life.now))
+    victim = life.live[number % len(life.live)]
+    before = life.ordering.rank(victim)
+    life.evict(victim, drop=drop)
+    assert life.ordering.rank(victim) >= before
+
+
+@cache
+def long_queue() -> list[Request]:
+    """Requests that several orderings may hold at a time: nothing runs, so nothing changes them."""
+    return [make(number, 1 + number % 7, 4, arrival=number * 1e-9, priority=number % 2) for number in range(100_000)]
+
+
+@every_ordering
+def test_the_first_of_a_long_queue_costs_no_pass_over_it(build: Callable[[], Ordering]) -> None:
+    ordering = build()
+    for request in long_queue():
+        ordering.arrived(request, 0.0)
+
+    def seconds(most: int | None) -> float:
+        start = time.perf_counter()
+        for _ in islice(ordering.ranked(0.0), most):
+            pass
+        return time.perf_counter() - start
+
+    seconds(None)
+    assert min(seconds(1) for _ in range(5)) < min(seconds(None) for _ in range(3)) / 50

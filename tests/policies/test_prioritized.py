@@ -1,0 +1,140 @@
+"""Strict priorities: a lower number comes first and evicts, whatever limit the device is at."""
+
+from __future__ import annotations
+
+from itertools import count
+
+import pytest
+
+from skipjoin.policies.ordering import Fcfs, Prioritized, SkipJoinMlfq
+from support.load import make
+from support.policies import COST
+from support.watch import Stepper, World
+
+DEPTHS = pytest.mark.parametrize(("depth", "overlap"), [(1, False), (2, False), (2, True)])
+
+
+def test_a_lower_number_comes_first_and_equal_numbers_keep_their_order() -> None:
+    ordering = Prioritized(Fcfs)
+    requests = [make(number, arrival=number, priority=p) for number, p in enumerate([5, 0, 5, -(2**63), 0])]
+    for request in requests:
+        ordering.arrived(request, request.arrival)
+    assert [request.id for request in ordering.ranked(9.0)] == [3, 1, 4, 0, 2]
+
+
+def test_who_arrives_later_outranks_by_number_alone() -> None:
+    ordering = Prioritized(lambda: SkipJoinMlfq(COST))
+    long, short = make(0, 1000, priority=0), make(1, 1, priority=1)
+    for request in (short, long):
+        ordering.arrived(request, 0.0)
+    assert ordering.outranks(long, short)
+    assert not ordering.outranks(short, long)
+
+
+def test_empty_bands_vanish() -> None:
+    made = count()
+
+    def build() -> Fcfs:
+        next(made)
+        return Fcfs()
+
+    ordering = Prioritized(build)
+    for number in range(1000):
+        request = make(number, priority=number)
+        ordering.arrived(request, 0.0)
+        ordering.left(request, 0.0)
+    assert list(ordering.ranked(0.0)) == []
+    assert (ordering._bands, ordering._sizes, ordering._sorted) == ({}, {}, [])
+    assert next(made) == 1000
+
+
+def test_a_band_that_emptied_begins_anew() -> None:
+    ordering = Prioritized(Fcfs)
+    first, second = make(0, priority=3), make(1, priority=3)
+    ordering.arrived(first, 0.0)
+    ordering.left(first, 0.0)
+    ordering.arrived(second, 1.0)
+    assert list(ordering.ranked(1.0)) == [second]
+
+
+def test_promotions_in_lower_bands_happen_before_reading_begins() -> None:
+    """Not halfway: the scheduler compares ranks while it reads."""
+    ordering = Prioritized(lambda: SkipJoinMlfq(COST, starvation_s=1.0))
+    urgent, fresh, starving = make(0, 1, priority=0), make(1, 1, priority=1), make(2, 2000, priority=1)
+    for request in (urgent, starving):
+        ordering.arrived(request, 0.0)
+    ordering.arrived(fresh, 0.5)
+    iterator = ordering.ranked(1.0)
+    assert next(iterator) is urgent
+    before = {request: ordering.rank(request) for request in (fresh, starving)}
+    assert list(iterator) == [fresh, starving]
+    assert {request: ordering.rank(request) for request in (fresh, starving)} == before
+
+
+def settled(world: World, *low: tuple[int, int]) -> Stepper:
+    """A stepper in which requests of (prompt, max_tokens) at priority 1 decode, the pipeline as full as it gets."""
+    stepper = Stepper(world.core())
+    stepper.add(*(make(number, prompt, most, priority=1) for number, (prompt, most) in enumerate(low)))
+    for _ in range(4):
+        while stepper.start() is not None:
+            pass
+        stepper.finish()
+    return stepper
+
+
+def plans_until(stepper: Stepper, number: int, most: int = 10) -> int:
+    """How many more plans are decided until one runs the request."""
+    for plans in range(1, most + 1):
+        while (plan := stepper.start()) is None:
+            stepper.finish()
+        if any(piece.request.id == number for piece in plan.slices):
+            return plans
+    raise AssertionError(f"request {number} does not run within {most} plans")
+
+
+@DEPTHS
+@pytest.mark.parametrize("recipe", ["orca", "fcfs", "sarathi", "fastserve", "srpt"])
+def test_priority_takes_a_seat_from_who_runs(recipe: str, depth: int, overlap: bool) -> None:
+    stepper = settled(World(recipe, depth, overlap, max_seqs=2), (4, 30), (4, 30), (4, 30))
+    stepper.add(make(9, 20, 5, priority=0))
+    assert plans_until(stepper, 9) == 1
+    stepper.drain()
+
+
+@DEPTHS
+@pytest.mark.parametrize("recipe", ["orca", "fcfs", "sarathi", "fastserve", "srpt"])
+def test_priority_takes_the_tokens_of_a_step(recipe: str, depth: int, overlap: bool) -> None:
+    stepper = settled(World(recipe, depth, overlap, max_tokens=3), (1, 20), (1, 20), (1, 20))
+    stepper.add(make(9, 3, 5, priority=0))
+    assert plans_until(stepper, 9) == 1
+    stepper.drain()
+
+
+@DEPTHS
+@pytest.mark.parametrize("recipe", ["fcfs", "sarathi", "fastserve", "srpt"])
+def test_priority_takes_the_memory_of_who_runs(recipe: str, depth: int, overlap: bool) -> None:
+    """At depth 2 the victims may be in flight: they are passed over, and make way when their plans are done."""
+    stepper = settled(World(recipe, depth, overlap, device_blocks=10), (12, 24), (12, 24))
+    stepper.add(make(9, 30, 5, priority=0))
+    assert plans_until(stepper, 9) <= depth
+    stepper.drain()
+
+
+@DEPTHS
+@pytest.mark.parametrize("recipe", ["fcfs", "fastserve"])
+def test_priority_takes_the_whole_device_if_it_needs_it(recipe: str, depth: int, overlap: bool) -> None:
+    """The watermark, which keeps space for growth, must not keep out who may evict everybody."""
+    stepper = settled(World(recipe, depth, overlap, device_blocks=200, max_tokens=1000), (12, 24), (12, 24))
+    stepper.add(make(9, 796, 4, priority=0))
+    assert plans_until(stepper, 9) <= depth
+    stepper.drain()
+
+
+@pytest.mark.parametrize("recipe", ["orca", "fcfs", "sarathi", "fastserve", "srpt"])
+def test_a_lower_priority_waits_while_a_higher_one_fills_the_seats(recipe: str) -> None:
+    stepper = Stepper(World(recipe, max_seqs=2).core())
+    stepper.add(make(0, 4, 5, priority=1), make(1, 4, 5, priority=0), make(2, 4, 5, priority=0))
+    for _ in range(5):
+        assert {piece.request.id for piece in stepper.step().slices} == {1, 2}
+    assert {piece.request.id for piece in stepper.step().slices} == {0}
+    stepper.drain()

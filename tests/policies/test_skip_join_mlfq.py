@@ -1,0 +1,219 @@
+"""The rules of FastServe's skip-join queues (section 4.1), one test each, on whole seconds.
+
+Under `UnitCost` a prompt of n tokens takes n seconds, a decode one: queue i has a quantum of 2^i seconds.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from skipjoin.core.request import Request
+from skipjoin.core.step import Slice
+from skipjoin.policies.ordering import SkipJoinMlfq
+from support.load import make
+from support.policies import COST, UnitCost
+
+
+class Queues:
+    """A skip-join ordering and requests that run in it without an engine."""
+
+    def __init__(self, *, starvation_s: float = 1e6, skip_join: bool = True, levels: int = 16) -> None:
+        self.mlfq = SkipJoinMlfq(UnitCost(), levels=levels, starvation_s=starvation_s, skip_join=skip_join)
+        self.now = 0.0
+        self._count = 0
+
+    def arrive(self, prompt: int) -> Request:
+        request = make(self._count, prompt, 1000, arrival=self.now)
+        self._count += 1
+        self.mlfq.arrived(request, self.now)
+        return request
+
+    def run(self, request: Request, most: int = 1000) -> int:
+        """One iteration of up to `most` tokens; the level afterwards."""
+        tokens = min(most, request.known - request.computed)
+        start, end = request.computed, request.computed + tokens
+        request.computed = request.planned = end
+        self.now += tokens
+        self.mlfq.ran([Slice(request, start, tokens, end == request.known, False, ())], self.now)
+        request.known += end == request.known
+        return self.mlfq.level(request)
+
+    def order(self) -> list[Request]:
+        return list(self.mlfq.ranked(self.now))
+
+
+@pytest.mark.parametrize(("prompt", "level"), [(1, 0), (2, 1), (3, 2), (4, 2), (5, 3), (8, 3), (9, 4), (32768, 15)])
+def test_a_request_joins_the_first_queue_whose_quantum_covers_its_prefill(prompt: int, level: int) -> None:
+    queues = Queues()
+    assert queues.mlfq.level(queues.arrive(prompt)) == level
+
+
+def test_a_prompt_longer_than_every_quantum_joins_the_last_queue() -> None:
+    queues = Queues(levels=3)
+    assert queues.mlfq.level(queues.arrive(100)) == 2
+
+
+def test_plain_mlfq_joins_the_first_queue_whatever_the_prompt() -> None:
+    queues = Queues(skip_join=False)
+    assert queues.mlfq.level(queues.arrive(100)) == 0
+
+
+def test_a_one_token_prompt_is_the_shortest_iteration_on_any_machine() -> None:
+    """Also where a prefill token costs more than a decode: the slice is charged as a decode."""
+    mlfq = SkipJoinMlfq(type(COST)(floor=1.0, prefill_token=0.5, decode=0.1))
+    request = make(0, 1)
+    mlfq.arrived(request, 0.0)
+    assert mlfq.level(request) == 0
+
+
+def test_only_uncomputed_tokens_count_for_the_queue_to_join() -> None:
+    queues = Queues()
+    request = make(0, 9)
+    request.computed = request.planned = 7
+    queues.mlfq.arrived(request, 0.0)
+    assert queues.mlfq.level(request) == 1
+
+
+def test_a_request_stays_while_its_quantum_lasts_and_then_goes_one_queue_down() -> None:
+    queues = Queues()
+    request = queues.arrive(3)  # the third queue, of 4 seconds
+    # 3 seconds of prefill, then decodes: 1 here, 8 in the next queue, 16 in the one below.
+    levels = [queues.run(request) for _ in range(27)]
+    assert levels == [2] + [3] * 8 + [4] * 16 + [5] * 2
+
+
+def test_demotion_skips_queues_that_do_not_cover_the_next_iteration() -> None:
+    queues = Queues(skip_join=False)
+    request = queues.arrive(21)
+    # The first chunk of 1 uses up the first quantum; 20 tokens are left: the next queue of at least 20 seconds.
+    assert queues.run(request, most=1) == 5
+
+
+def test_demotion_goes_at_least_one_queue_down() -> None:
+    queues = Queues()
+    request = queues.arrive(8)
+    assert [queues.run(request, most=4) for _ in range(2)] == [3, 4]
+
+
+def test_the_last_queue_keeps_who_uses_up_its_quantum() -> None:
+    queues = Queues(levels=2)
+    request, other = queues.arrive(2), queues.arrive(2)
+    assert queues.run(request) == 1
+    assert queues.order() == [other, request]
+
+
+def test_order_within_a_queue_is_first_in_first_out() -> None:
+    queues = Queues()
+    requests = [queues.arrive(4) for _ in range(5)]
+    assert queues.order() == requests
+
+
+def test_who_runs_keeps_its_place() -> None:
+    queues = Queues()
+    first, second = queues.arrive(4), queues.arrive(4)
+    assert queues.run(first, most=2) == 2
+    assert queues.order() == [first, second]
+    queues.run(second, most=3)
+    assert queues.order() == [first, second]
+
+
+def test_a_demoted_request_joins_the_tail() -> None:
+    queues = Queues()
+    demoted, low = queues.arrive(2), queues.arrive(3)
+    assert queues.run(demoted) == 2
+    assert queues.order() == [low, demoted]
+
+
+def test_equals_do_not_outrank_each_other_and_levels_do() -> None:
+    queues = Queues()
+    first, second, low = queues.arrive(1), queues.arrive(1), queues.arrive(9)
+    outranks = queues.mlfq.outranks
+    assert not outranks(first, second)
+    assert not outranks(second, first)
+    assert outranks(first, low)
+    assert outranks(second, low)
+    assert not outranks(low, first)
+
+
+def test_a_starving_request_is_promoted_to_the_tail_of_the_first_queue() -> None:
+    queues = Queues(starvation_s=10)
+    starving = queues.arrive(100)
+    queues.now = 9.0
+    newer = queues.arrive(1)
+    assert queues.order() == [newer, starving]
+    assert queues.mlfq.level(starving) == 7
+    queues.now = 10.0
+    assert queues.order() == [newer, starving]
+    assert queues.mlfq.level(starving) == 0
+    assert queues.arrive(1) is queues.order()[-1]
+
+
+def test_starving_is_measured_from_the_last_run() -> None:
+    queues = Queues(starvation_s=10)
+    request = queues.arrive(3)
+    queues.now = 6.0
+    queues.run(request, most=1)  # until 7
+    queues.now = 16.9
+    queues.order()
+    assert queues.mlfq.level(request) == 2
+    queues.now = 17.0
+    queues.order()
+    assert queues.mlfq.level(request) == 0
+
+
+def test_a_promotion_lasts_one_quantum_and_returns_with_the_time_used_before() -> None:
+    queues = Queues(starvation_s=10)
+    request = queues.arrive(4)
+    assert queues.run(request, most=3) == 2  # 3 of 4 seconds used
+    queues.now += 10
+    queues.order()
+    assert queues.mlfq.level(request) == 0
+    # One second in the first queue, back with 3 seconds used, so one more second leads down.
+    assert [queues.run(request) for _ in range(2)] == [2, 3]
+
+
+def test_a_promoted_request_returns_to_the_tail() -> None:
+    queues = Queues(starvation_s=10)
+    request = queues.arrive(4)
+    queues.now += 10
+    queues.order()
+    other = queues.arrive(4)
+    queues.run(request, most=1)
+    assert queues.order() == [other, request]
+
+
+def test_a_request_may_be_promoted_again_but_only_after_starving_again() -> None:
+    queues = Queues(starvation_s=10)
+    request = queues.arrive(100)
+    levels = []
+    for _ in range(3):
+        queues.now += 9
+        queues.order()
+        levels.append(queues.mlfq.level(request))
+        queues.now += 1
+        queues.order()
+        levels.append(queues.mlfq.level(request))
+        queues.run(request, most=1)
+    assert levels == [7, 0] * 3
+
+
+def test_a_request_that_left_is_forgotten_by_the_watch_for_starving() -> None:
+    queues = Queues(starvation_s=10)
+    request, other = queues.arrive(5), queues.arrive(5)
+    queues.mlfq.left(request, 1.0)
+    queues.now = 50.0
+    assert queues.order() == [other]
+
+
+def test_requests_that_left_are_not_kept_until_they_would_have_starved() -> None:
+    """Starvation may be set to years, to switch it off."""
+    queues = Queues(starvation_s=1e9)
+    for _ in range(5000):
+        queues.mlfq.left(queues.arrive(5), queues.now)
+    assert len(queues.mlfq._watch) < 1000
+
+
+@pytest.mark.parametrize("bad", [{"levels": 0}, {"quantum_s": 0.0}, {"starvation_s": 0.0}])
+def test_settings_are_above_zero(bad: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="must be above 0"):
+        SkipJoinMlfq(COST, **bad)  # type: ignore[arg-type]

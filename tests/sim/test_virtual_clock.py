@@ -1,0 +1,143 @@
+"""The simulated world: when things happen on its clock."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from skipjoin.core.events import Arrived, Event, Finished, Token
+from skipjoin.core.policy import Refusal
+from skipjoin.core.request import FinishReason, Request
+from skipjoin.core.step import Direction, Move, Slice, StepPlan
+from skipjoin.exec.simulated import SimulatedExecutor
+from skipjoin.policies.cost import LinearCost
+from skipjoin.sim.driver import StalledError, simulate
+from support.load import load, make
+from support.policies import UnitCost
+from support.watch import World, run
+
+UNIT = World("fcfs", cost=UnitCost())
+
+
+def times(events: list[Event], kind: type) -> list[tuple[float, int]]:
+    return [(event.now, event.request.id) for event in events if isinstance(event, kind)]  # type: ignore[union-attr]
+
+
+def test_no_requests_take_no_time() -> None:
+    assert run(UNIT, []).end == 0.0
+
+
+def test_steps_take_what_the_cost_model_says() -> None:
+    done = run(UNIT, [make(0, 5, 3)])
+    assert times(done.events, Token) == [(5.0, 0), (6.0, 0), (7.0, 0)]
+    assert done.end == 7.0
+
+
+def test_the_clock_jumps_to_the_next_arrival() -> None:
+    done = run(UNIT, [make(0, 2, 1, arrival=100.0), make(1, 2, 1, arrival=200.0)])
+    assert times(done.events, Finished) == [(102.0, 0), (202.0, 1)]
+
+
+def test_arrivals_are_sorted_by_time_and_id() -> None:
+    requests = [make(2, arrival=1.0), make(0, arrival=2.0), make(1, arrival=1.0)]
+    done = run(UNIT, requests)
+    assert [number for _, number in times(done.events, Arrived)] == [1, 2, 0]
+
+
+def test_a_request_that_arrives_during_a_step_waits_for_its_end() -> None:
+    done = run(UNIT, [make(0, 5, 2), make(1, 3, 1, arrival=1.0)])
+    assert times(done.events, Arrived) == [(0.0, 0), (1.0, 1)]
+    # One decode and three prefill tokens share the second step.
+    assert times(done.events, Token) == [(5.0, 0), (9.0, 0), (9.0, 1)]
+
+
+def test_an_arrival_at_the_very_end_of_a_step_is_in_the_next() -> None:
+    done = run(UNIT, [make(0, 5, 2), make(1, 3, 1, arrival=5.0)])
+    assert [(now, [piece[0] for piece in plan[1]]) for now, plan in done.trace] == [(0.0, [0]), (5.0, [0, 1])]
+
+
+def test_a_deadline_wakes_the_clock() -> None:
+    world = replace(UNIT, max_seqs=1)
+    done = run(world, [make(0, 50, 1), make(1, 5, 1, deadline=20.0)])
+    assert times(done.events, Finished) == [(20.0, 1), (50.0, 0)]
+    assert done.requests[1].finish_reason is FinishReason.DEADLINE
+
+
+def test_two_plans_in_flight_run_back_to_back() -> None:
+    world = replace(UNIT, depth=2, overlap=True)
+    done = run(world, [make(0, 4, 3)])
+    assert [now for now, _ in done.trace] == [0.0, 0.0, 4.0]
+    assert times(done.events, Token) == [(4.0, 0), (5.0, 0), (6.0, 0)]
+
+
+def test_events_and_plans_are_reported_as_they_happen() -> None:
+    story: list[str] = []
+    core = UNIT.core()
+    simulate(
+        core,
+        SimulatedExecutor(UNIT.cost),
+        [make(0, 2, 2)],
+        on_events=lambda events: story.extend(type(event).__name__ for event in events),
+        on_plan=lambda plan, now: story.append(f"plan {plan.id} at {now}"),
+    )
+    assert story == [
+        "plan 0 at 0.0",
+        "Arrived",
+        "Admitted",
+        "Started",
+        "plan 1 at 2.0",
+        "Token",
+        "Token",
+        "Finished",
+    ]
+
+
+class Refusing:
+    """A batcher that never takes anybody."""
+
+    def open(self, now: float) -> Refusing:
+        return self
+
+    def offer(self, request: Request, pending: int) -> Refusal:
+        return Refusal.SKIP
+
+    def take(self, request: Request, tokens: int) -> None:
+        raise AssertionError
+
+
+def test_a_scheduler_that_loses_requests_is_found_out() -> None:
+    core = UNIT.core()
+    core.scheduler.policies = replace(core.scheduler.policies, batcher=Refusing())
+    with pytest.raises(AssertionError, match="idle"):
+        run(UNIT, load(0, 3), core=core)
+    plain = UNIT.core()
+    plain.scheduler.policies = replace(plain.scheduler.policies, batcher=Refusing())
+    plain.start_step = plain.scheduler.schedule  # type: ignore[method-assign]
+    with pytest.raises(StalledError, match="3 requests are left"):
+        simulate(plain, SimulatedExecutor(UNIT.cost), load(0, 3))
+
+
+def test_moves_before_a_step_add_to_it_and_moves_beside_hide_behind_it() -> None:
+    cost = LinearCost(floor=1.0, prefill_token=0.0, block=0.4, transfer_floor=0.1)
+    request, other = make(0), make(1)
+    work = (Slice(request, 0, 8, True, False, (0, 1)),)
+    two, five = (Move(Direction.OUT, other, tuple(range(blocks)), tuple(range(blocks))) for blocks in (2, 5))
+
+    def seconds(plan: StepPlan) -> float:
+        return SimulatedExecutor(cost).submit(plan, 0.0).result().seconds
+
+    assert seconds(StepPlan(0, work)) == 1.0
+    assert seconds(StepPlan(0, work, before=(two,))) == pytest.approx(1.9)
+    assert seconds(StepPlan(0, work, beside=(two,))) == 1.0
+    assert seconds(StepPlan(0, work, beside=(five,))) == pytest.approx(2.1)
+    assert seconds(StepPlan(0, (), beside=(two,))) == pytest.approx(0.9)
+
+
+def test_the_executor_samples_where_slices_say_so() -> None:
+    request = make(0, 10)
+    plan = StepPlan(0, (Slice(request, 0, 4, False, False, (0,)), Slice(request, 4, 6, True, False, (0, 1, 2))))
+    handle = SimulatedExecutor(UnitCost(), lambda one, position: 100 + position).submit(plan, 3.0)
+    assert handle.done()
+    assert handle.result().tokens == (None, 110)
+    assert handle.ready_at == 13.0

@@ -1,0 +1,1 @@
+"""Helpers of the tests that need no model: requests, loads, a watched engine core. Standard library and skipjoin."""

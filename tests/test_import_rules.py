@@ -1,0 +1,166 @@
+"""Imports run one way: the core decides and knows nobody; see the module map in the architecture."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+SOURCE = Path(__file__).resolve().parents[1] / "src"
+PACKAGE = SOURCE / "skipjoin"
+# What would make a decision depend on anything but its arguments.
+IMPURE = {"asyncio", "time", "random", "logging", "threading", "socket"}
+PURE_STDLIB = set(sys.stdlib_module_names) - IMPURE
+
+# By folder or module under skipjoin: which parts of skipjoin it may import, itself included.
+ALLOWED = {
+    "core": {"core"},
+    "policies": {"core", "policies"},
+    "recipes": {"core", "policies"},
+    "sim": {"core", "policies", "recipes", "sim", "exec.base", "exec.simulated", "config"},
+    "config": set[str](),
+    "sampling": set[str](),
+    "observe": {"core", "observe"},
+    "exec.base": {"core"},
+    "exec.simulated": {"core", "exec.base"},
+    "exec": {"core", "model", "exec", "policies.cost", "sampling"},
+    "model": {"model", "sampling"},
+}
+# Those that import nothing but the standard library and parts of skipjoin, and read neither clock nor chance.
+PURE = {"core", "policies", "recipes"}
+STDLIB_ONLY = {"sim", "config", "sampling", "exec.base", "exec.simulated"}
+# Nobody below the server knows of it.
+BELOW_SERVER = {"core", "policies", "recipes", "sim", "exec", "exec.base", "exec.simulated", "model", "config"}
+# Where imports may stand inside functions if they are marked: optional back ends, the package itself, whose import
+# must stay light, and the command line, whose help must come at once.
+LAZY = ("exec", "model", "__init__.py", "cli.py")
+
+
+class Import(NamedTuple):
+    """One imported module, as a dotted name."""
+
+    file: Path
+    line: int
+    module: str
+    at_top: bool
+    marked: bool
+    typing_only: bool
+
+    def __str__(self) -> str:
+        return f"{self.file.relative_to(SOURCE)}:{self.line} imports {self.module}"
+
+
+def imports_of(file: Path) -> Iterator[Import]:
+    text = file.read_text()
+    lines = text.splitlines()
+    package = file.relative_to(SOURCE).with_suffix("").parts[:-1]
+
+    def walk(node: ast.AST, at_top: bool, typing_only: bool) -> Iterator[Import]:
+        for child in ast.iter_child_nodes(node):
+            names: list[str] = []
+            if isinstance(child, ast.Import):
+                names = [alias.name for alias in child.names]
+            elif isinstance(child, ast.ImportFrom):
+                base = list(package[: len(package) - child.level + 1]) if child.level else []
+                module = ".".join([*base, *([child.module] if child.module else [])])
+                # `from skipjoin.exec import local` imports skipjoin.exec.local.
+                names = [f"{module}.{alias.name}" if is_module(module, alias.name) else module for alias in child.names]
+            for name in names:
+                marked = "# noqa: PLC0415" in lines[child.lineno - 1]
+                yield Import(file, child.lineno, name, at_top, marked, typing_only)
+            guard = isinstance(child, ast.If) and ast.unparse(child.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+            # A guarded import at module level, by TYPE_CHECKING or try, still stands at the top.
+            still = at_top and isinstance(child, ast.If | ast.Try | ast.ExceptHandler)
+            yield from walk(child, still, typing_only or guard)
+
+    yield from walk(ast.parse(text), True, False)
+
+
+def is_module(package: str, name: str) -> bool:
+    place = SOURCE.joinpath(*package.split("."), name)
+    return place.is_dir() or place.with_suffix(".py").is_file()
+
+
+def part_of(file: Path) -> str:
+    """The key of `ALLOWED` that rules a file: the most specific one."""
+    parts = list(file.relative_to(PACKAGE).with_suffix("").parts)
+    names = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
+    return next((name for name in names if name in ALLOWED), names[-1])
+
+
+def is_within(module: str, part: str) -> bool:
+    return module == f"skipjoin.{part}" or module.startswith(f"skipjoin.{part}.")
+
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+IMPORTS = [found for file in FILES for found in imports_of(file)]
+
+
+def broken(rule: str, found: list[Import]) -> str:
+    return rule + ":\n" + "\n".join(map(str, found))
+
+
+def test_there_is_something_to_check() -> None:
+    assert {"core", "policies", "recipes", "sim", "exec.base", "exec.simulated", "config"} <= set(map(part_of, FILES))
+    assert len(IMPORTS) > 50
+
+
+@pytest.mark.parametrize("part", ALLOWED)
+def test_a_part_imports_only_the_parts_below_it(part: str) -> None:
+    wrong = [
+        found
+        for found in IMPORTS
+        if part_of(found.file) == part
+        and found.module.split(".")[0] == "skipjoin"
+        and not any(is_within(found.module, allowed) for allowed in ALLOWED[part])
+    ]
+    assert not wrong, broken(f"{part} may import {sorted(ALLOWED[part])} of skipjoin", wrong)
+
+
+@pytest.mark.parametrize("part", sorted(PURE))
+def test_what_decides_imports_only_the_standard_library_and_no_clock(part: str) -> None:
+    wrong = [
+        found
+        for found in IMPORTS
+        if part_of(found.file) == part and found.module.split(".")[0] not in PURE_STDLIB | {"skipjoin"}
+    ]
+    assert not wrong, broken(f"{part} imports the standard library without {sorted(IMPURE)}", wrong)
+
+
+@pytest.mark.parametrize("part", sorted(STDLIB_ONLY))
+def test_what_tests_need_imports_only_the_standard_library(part: str) -> None:
+    wrong = [
+        found
+        for found in IMPORTS
+        if part_of(found.file) == part and found.module.split(".")[0] not in sys.stdlib_module_names | {"skipjoin"}
+    ]
+    assert not wrong, broken(f"{part} imports the standard library only", wrong)
+
+
+def test_nobody_below_the_server_imports_it() -> None:
+    wrong = [found for found in IMPORTS if part_of(found.file) in BELOW_SERVER and is_within(found.module, "server")]
+    assert not wrong, broken("the server is imported from above only", wrong)
+
+
+def test_imports_stand_at_the_top_of_the_file() -> None:
+    wrong = [
+        found
+        for found in IMPORTS
+        if not found.at_top and not (found.marked and found.file.relative_to(PACKAGE).parts[0] in LAZY)
+    ]
+    assert not wrong, broken(f"only marked imports in {LAZY} may stand elsewhere", wrong)
+
+
+def test_what_decides_and_simulates_loads_nothing_heavy() -> None:
+    program = (
+        "import sys\n"
+        "import skipjoin.core.engine, skipjoin.policies, skipjoin.recipes, skipjoin.sim.driver\n"
+        "print(*sorted({'torch', 'numpy', 'asyncio', 'zmq', 'transformers', 'fastapi'} & set(sys.modules)))\n"
+    )
+    loaded = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    assert loaded.stdout.split() == []

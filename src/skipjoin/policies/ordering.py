@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, count
@@ -150,7 +151,8 @@ class SkipJoinMlfq:
         self._starvation_s = starvation_s
         self._skip_join = skip_join
         self._quanta = [quantum_s * 2**level for level in range(levels)]
-        self._queues: list[dict[Request, _Job]] = [{} for _ in range(levels)]
+        # A plain dict that is emptied from its front is read slowly: it steps over what is gone.
+        self._queues: list[OrderedDict[Request, _Job]] = [OrderedDict() for _ in range(levels)]
         self._jobs: dict[Request, _Job] = {}
         self._places = count()
         # (when to look whether the request starves, its id, the request); one entry per request, and some of those

@@ -50,10 +50,10 @@ class EngineConfig:
         for name, low in (("max_model_len", 1), ("threads", 1)):
             if (value := getattr(self, name)) is not None:
                 _check(name, value, low, 1 << 31)
-        for name, high in (("kv_cache_gib", 1 << 20), ("starvation_s", 1e9), ("gpu_memory_utilization", 1)):
+        for name, most in (("kv_cache_gib", 1e6), ("starvation_s", 1e9), ("gpu_memory_utilization", 1.0)):
             value = getattr(self, name)
-            if value is not None and not 0 < value <= high:
-                raise ConfigError(f"{name} must be in (0, {high}], got {value}")
+            if value is not None and not 0 < value <= most:
+                raise ConfigError(f"{name} must be in (0, {most:g}], got {value}")
         for name, allowed in (
             ("dtype", ("auto", "float32", "bfloat16", "float16")),
             ("device", ("auto", "cpu", "cuda")),

@@ -1,0 +1,192 @@
+"""Time one model step and its parts on this machine's CPU. Writes JSON; prints a table.
+
+    OMP_WAIT_POLICY=passive python benchmarks/model_step/run.py [--out FILE] [--repeats N]
+        [--dtype bfloat16 float32] [--attention auto torch]
+
+The model has random weights in the shape that the other engines were measured on: a Llama of 97.5 million
+parameters. A decode step of n sequences has one token each with 96 tokens of context; a prefill step is one
+prompt. `step` is the whole: packing the batch, the forward pass, choosing tokens. `build`, `forward` and
+`sample` are its parts; `linears`, `attention` and `norms` (with rotation) are parts of `forward`, each timed
+on its own over all layers. Medians over repeats, and the smallest, because a shared machine only ever adds. Where
+other processes want the same cores, OpenMP's default of spinning while it waits makes every step many times
+slower: hence the variable.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from skipjoin.model.batch import PackedBatch, Segment
+from skipjoin.model.causal_lm import CausalLM
+from skipjoin.model.kv_cache import PagedKV
+from skipjoin.model.loader import random_model
+from skipjoin.model.sampler import Sampler, SampleRow
+from skipjoin.sampling import SamplingParams
+
+SHAPE = {
+    "model_type": "llama",
+    "vocab_size": 8192,
+    "hidden_size": 768,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "max_position_embeddings": 2048,
+}
+CONTEXT = 96
+BLOCK = 16
+DECODES = (1, 4, 16, 64)
+PREFILLS = (64, 512)
+
+
+def timed(work: Callable[[], Any], repeats: int) -> dict[str, float]:
+    """Milliseconds: median and smallest of `repeats` runs after two that warm up."""
+    for _ in range(2):
+        work()
+    taken = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        work()
+        taken.append((time.perf_counter() - begin) * 1e3)
+    return {"median_ms": round(statistics.median(taken), 3), "min_ms": round(min(taken), 3)}
+
+
+def segments(decodes: int, prefill: int) -> list[Segment]:
+    """`decodes` sequences with CONTEXT tokens each, or one prompt; tables of blocks far apart."""
+    if prefill:
+        return [Segment(list(range(prefill)), 0, list(range(0, 2 * (prefill // BLOCK), 2)))]
+    width = CONTEXT // BLOCK + 1
+    return [Segment([i + 1], CONTEXT, list(range(i, width * decodes, decodes))) for i in range(decodes)]
+
+
+class Parts:
+    """The work of one step split by kind, in the shapes that the model has."""
+
+    def __init__(self, model: CausalLM, batch: PackedBatch, kv: PagedKV) -> None:
+        config, ops = model.config, model.ops
+        self.model, self.batch, self.kv = model, batch, kv
+        hidden, inner = config.hidden_size, config.intermediate_size
+
+        def matrix(out: int, width: int) -> torch.Tensor:
+            return torch.randn(out, width).mul_(0.02).to(model.dtype)
+
+        self.layers = [
+            (
+                ops.linear(matrix(3 * hidden, hidden), None),
+                ops.linear(matrix(hidden, hidden), None),
+                ops.gated_linear(matrix(2 * inner, hidden), None),
+                ops.linear(matrix(hidden, inner), None),
+            )
+            for _ in range(config.num_layers)
+        ]
+        self.output = ops.linear(matrix(config.vocab_size, hidden), None)
+        self.x = torch.randn(batch.num_tokens, hidden).to(model.dtype)
+        self.inner = torch.randn(batch.num_tokens, inner).to(model.dtype)
+        self.norm = torch.ones(hidden, dtype=model.dtype)
+        self.qkv = torch.randn(batch.num_tokens, 3 * config.num_heads, config.head_dim).to(model.dtype)
+        self.cos_sin = torch.rand(config.max_positions, config.head_dim)
+
+    def linears(self) -> None:
+        for qkv, out, gate_up, down in self.layers:
+            qkv(self.x)
+            out.add_to(self.x, self.x)
+            gate_up(self.x)
+            down.add_to(self.inner, self.x)
+        self.output(self.x[: self.batch.num_rows])
+        self.x.fill_(0.5)
+
+    def attention(self) -> None:
+        heads = self.model.config.num_heads
+        query, key, value = self.qkv.split(heads, dim=1)
+        for layer in range(len(self.layers)):
+            self.model.attention.attend(query, key, value, self.kv, self.batch, layer=layer, scale=0.125)
+
+    def norms(self) -> None:
+        heads = self.model.config.num_heads
+        query, key, _ = self.qkv.split(heads, dim=1)
+        for _ in self.layers:
+            self.model.ops.rms_norm(self.x, self.norm, 1e-5)
+            self.model.ops.rms_norm(self.x, self.norm, 1e-5)
+            self.model.ops.rotate(query, key, self.batch.positions, self.cos_sin)
+
+
+@torch.inference_mode()
+def measure(model: CausalLM, decodes: int, prefill: int, repeats: int) -> dict[str, Any]:
+    """All timings of one shape."""
+    work = segments(decodes, prefill)
+    blocks = max(max(s.blocks) for s in work) + 1
+    kv = PagedKV(blocks, BLOCK, model.config, model.dtype, "cpu")
+    batch = PackedBatch.build(work, BLOCK)
+    sampler = Sampler(model.config.vocab_size)
+    greedy = SamplingParams(temperature=0)
+    rows = [SampleRow(greedy, 0, (), (), (2,))] * batch.num_rows
+    logits = model.forward(batch, kv)
+    parts = Parts(model, batch, kv)
+    names: dict[str, Callable[[], Any]] = {
+        "step": lambda: sampler.sample(model.forward(PackedBatch.build(work, BLOCK), kv), rows),
+        "build": lambda: PackedBatch.build(work, BLOCK),
+        "forward": lambda: model.forward(batch, kv),
+        "sample": lambda: sampler.sample(logits, rows),
+        "linears": parts.linears,
+        "attention": parts.attention,
+        "norms": parts.norms,
+    }
+    return {"decodes": decodes, "prefill": prefill} | {n: timed(f, repeats) for n, f in names.items()}
+
+
+def machine() -> dict[str, Any]:
+    """What the figures depend on."""
+    name = platform.processor() or platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        name = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        pass
+    return {
+        "cpu": name,
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "omp_wait": os.environ.get("OMP_WAIT_POLICY", "default"),
+        "load_1min": os.getloadavg()[0],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="write the JSON here instead of printing it")
+    parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--dtype", nargs="+", default=["bfloat16", "float32"])
+    parser.add_argument("--attention", nargs="+", default=["auto"], help="auto, cpp, torch: each in turn")
+    arguments = parser.parse_args()
+    results = []
+    for dtype in arguments.dtype:
+        for attention in arguments.attention:
+            model = random_model(SHAPE, 0, dtype, attention=attention)
+            for decodes, prefill in [*((n, 0) for n in DECODES), *((0, n) for n in PREFILLS)]:
+                repeats = max(arguments.repeats // (4 if prefill > 64 else 1), 3)
+                result = {"dtype": dtype, "operations": model.ops.name} | measure(model, decodes, prefill, repeats)
+                results.append(result)
+                label = f"{dtype} {model.ops.name} " + (f"prefill {prefill}" if prefill else f"decode {decodes}")
+                times = ((n, v) for n, v in result.items() if isinstance(v, dict))
+                cells = (f"{n} {v['median_ms']:.2f} ({v['min_ms']:.2f})" for n, v in times)
+                print(f"{label:28}", "  ".join(cells), flush=True)
+    record = {"machine": machine(), "model": SHAPE, "context": CONTEXT, "block_size": BLOCK, "results": results}
+    text = json.dumps(record, indent=1)
+    if arguments.out is None:
+        print(text)
+    else:
+        arguments.out.write_text(text + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""What an attention back end must do."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from skipjoin.model.batch import PackedBatch
+from skipjoin.model.kv_cache import PagedKV
+
+
+class AttentionBackend(Protocol):
+    """Causal attention of a packed batch over the paged cache.
+
+    Every segment's new tokens attend to all earlier tokens of their sequence, which lie in the blocks of its
+    table, and to the new ones up to themselves. Cache slots beyond a sequence's length hold anything, NaN
+    included, and must not matter. Implementations go by strides, both of the cache and of their arguments.
+    """
+
+    name: str
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv: PagedKV,
+        batch: PackedBatch,
+        *,
+        layer: int,
+        scale: float,
+        window: int = 0,
+    ) -> torch.Tensor:
+        """Write the new keys and values into their slots, then attend.
+
+        query: [T, heads, head_dim]; key, value: [T, kv_heads, head_dim], any strides with head_dim innermost.
+        heads is a multiple of kv_heads: query head h reads key-value head h * kv_heads // heads.
+        scale multiplies the scores. window: how many latest tokens are seen, own included; 0: all.
+        Returns [T, heads * head_dim], contiguous, in the type of `query`.
+        """
+        ...

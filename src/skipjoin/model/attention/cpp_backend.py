@@ -1,0 +1,96 @@
+"""Attention in compiled code, for CPUs with AVX-512 and its bfloat16 products; float32 and bfloat16."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from skipjoin.model.attention.torch_backend import TorchAttention
+from skipjoin.model.batch import PackedBatch, Segment
+from skipjoin.model.config import ModelConfig
+from skipjoin.model.kv_cache import PagedKV
+
+_POINTERS = ("query", "key", "value")
+_STRIDES = ("query_token", "query_head", "key_token", "key_head", "value_token", "value_head")
+_CACHE = ("block_stride", "slot_stride", "head_stride")
+_INDEX = ("slots", "query_start", "context", "tables")
+_SHAPE = ("segments", "table_width", "block_size", "heads", "kv_heads", "dim", "window")
+
+
+class _Call(ctypes.Structure):
+    """The argument of paged_attention.cpp, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in _POINTERS),
+        *((name, ctypes.c_int64) for name in _STRIDES),
+        ("keys", ctypes.c_void_p),
+        ("values", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in _CACHE),
+        ("out", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in _INDEX),
+        *((name, ctypes.c_int64) for name in _SHAPE),
+        ("scale", ctypes.c_double),
+    )
+
+
+class CppAttention:
+    """See `AttentionBackend`. Keys and values of the cache must have equal strides."""
+
+    name = "cpp"
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._run = library.skipjoin_paged_attention
+        self._run.argtypes = [ctypes.c_int64, ctypes.POINTER(_Call), ctypes.c_int64]
+        self._run.restype = None
+        library.skipjoin_attention_call_bytes.restype = ctypes.c_int64
+        if library.skipjoin_attention_call_bytes() != ctypes.sizeof(_Call):
+            raise OSError("the compiled operations are of another version")
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv: PagedKV,
+        batch: PackedBatch,
+        *,
+        layer: int,
+        scale: float,
+        window: int = 0,
+    ) -> torch.Tensor:
+        keys, values = kv.layer(layer)
+        tokens, heads, dim = query.shape
+        out = torch.empty((tokens, heads * dim), dtype=query.dtype)
+        call = _Call(
+            query.data_ptr(), key.data_ptr(), value.data_ptr(),
+            *query.stride()[:2], *key.stride()[:2], *value.stride()[:2],
+            keys.data_ptr(), values.data_ptr(), *keys.stride()[:3], out.data_ptr(),
+            batch.slots.data_ptr(), batch.query_start.data_ptr(), batch.context_lens.data_ptr(),
+            batch.block_tables.data_ptr(), *batch.block_tables.shape, kv.block_size,
+            heads, key.shape[1], dim, window, scale,
+        )  # fmt: skip
+        self._run(query.dtype == torch.bfloat16, call, torch.get_num_threads())
+        return out
+
+
+def check_attention(backend: CppAttention, dtype: torch.dtype) -> bool:
+    """Whether compiled attention agrees with the reference on a small mixed batch."""
+    shape = {"num_hidden_layers": 1, "vocab_size": 8, "intermediate_size": 8, "max_position_embeddings": 64}
+    shape |= {"hidden_size": 160, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = ModelConfig.from_dict({"model_type": "llama", **shape})
+    generator = torch.Generator().manual_seed(0)
+    caches = [PagedKV(12, 4, config, dtype, "cpu") for _ in range(2)]
+    caches[0].tensor.normal_(generator=generator)
+    caches[1].tensor.copy_(caches[0].tensor)
+    segments = [Segment([0], 18, [7, 1, 2, 9, 4]), Segment([0] * 7, 3, [3, 0, 11])]
+    batch = PackedBatch.build(segments, 4)
+    qkv = torch.randn(8, 8, 40, generator=generator).to(dtype).split([4, 2, 2], dim=1)
+    results = [
+        b.attend(*qkv, cache, batch, layer=0, scale=0.2, window=w).float()
+        for w in (0, 6)
+        for b, cache in zip((backend, TorchAttention()), caches, strict=True)
+    ]
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    same = all((results[i] - results[i + 1]).norm() <= tolerance * results[i + 1].norm() for i in (0, 2))
+    return same and torch.equal(caches[0].tensor, caches[1].tensor)

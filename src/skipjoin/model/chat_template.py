@@ -1,0 +1,82 @@
+"""Chat templates: Jinja programs in model folders that spell a conversation the way a model was trained on.
+
+They come with downloaded models, so they run in Jinja's sandbox, without access to Python objects.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from skipjoin.model.config import ModelError
+
+
+def find_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
+    """The template's source: chat_template.jinja, or what tokenizer_config.json (`settings`) holds."""
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    value = settings.get("chat_template")
+    if isinstance(value, list):  # several, by name
+        named = {entry.get("name"): entry.get("template") for entry in value}
+        value = named.get("default")
+    return value if isinstance(value, str) else None
+
+
+class ChatTemplate:
+    """A compiled template. `special`: texts of special tokens by name ("bos_token"), visible to it."""
+
+    def __init__(self, source: str, special: Mapping[str, str]) -> None:
+        """Raises `ModelError` for a template that does not compile."""
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationMarks]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _refuse
+        environment.globals["strftime_now"] = _now
+        self._special = dict(special)
+        try:
+            self._template = environment.from_string(source)
+        except TemplateError as error:
+            raise ModelError(f"the model's chat template does not compile: {error}") from error
+
+    def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+        """The conversation as text. Raises `ModelError` with the template's own words if it refuses."""
+        context = {"tools": None, "documents": None, **self._special, **variables}
+        try:
+            return self._template.render(messages=messages, **context)
+        except TemplateError as error:
+            raise ModelError(f"the model's chat template refuses this conversation: {error}") from error
+        except (TypeError, ValueError, KeyError, ArithmeticError) as error:
+            raise ModelError(f"the model's chat template fails on this conversation: {error!r}") from error
+
+
+class _GenerationMarks(Extension):
+    """`{% generation %}` marks the assistant's words for training; here it is only its body."""
+
+    tags = {"generation"}  # noqa: RUF012 - Jinja's own declaration
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+    """Jinja's own filter escapes for HTML, which would change what the model reads."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+
+def _refuse(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _now(form: str) -> str:
+    return datetime.now().strftime(form)

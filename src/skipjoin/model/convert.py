@@ -1,0 +1,108 @@
+"""Weights from PyTorch's older files (`pytorch_model*.bin`) to safetensors, once, on a user's command.
+
+The older files are pickles. torch reads them here in its restricted mode, which accepts tensors and plain
+containers only; nothing else in this package opens them at all.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from skipjoin.model.config import ModelError, read_json
+
+# Called with (files done, files in all).
+Progress = Callable[[int, int], None]
+
+_COPIED = ("*.json", "*.txt", "*.model", "*.jinja")
+_OLD_INDEX = "pytorch_model.bin.index.json"
+_NEW_INDEX = "model.safetensors.index.json"
+
+
+def convert_folder(source: str | Path, target: str | Path, progress: Progress | None = None) -> Path:
+    """Write a copy of the model folder `source` with its weights as safetensors to `target`; returns it.
+
+    `target` must not exist or be empty; `source` is only read. Needs memory for one weight file at a time.
+    Raises `ModelError` for a source without .bin weights, one that torch's restricted reader refuses, and a
+    target with anything in it.
+    """
+    source, target = Path(source), Path(target)
+    files = _bin_files(source)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ModelError(f"{target} exists and is not an empty folder; choose another target")
+    target.mkdir(parents=True, exist_ok=True)
+    written: dict[str, str] = {}
+    total = 0
+    for number, file in enumerate(files, 1):
+        name = "model.safetensors" if len(files) == 1 else f"model-{number:05}-of-{len(files):05}.safetensors"
+        tensors = _unshared(_read_bin(file), written)
+        save_file(tensors, target / name, metadata={"format": "pt"})
+        written |= dict.fromkeys(tensors, name)
+        total += sum(tensor.nbytes for tensor in tensors.values())
+        if progress is not None:
+            progress(number, len(files))
+    if len(files) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": written}
+        (target / _NEW_INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
+    for pattern in _COPIED:
+        for file in source.glob(pattern):
+            if file.name != _OLD_INDEX:
+                shutil.copyfile(file, target / file.name)
+    return target
+
+
+def _bin_files(source: Path) -> list[Path]:
+    if not source.is_dir():
+        raise ModelError(f"{source} is not a folder")
+    index = source / _OLD_INDEX
+    if index.is_file():
+        names = sorted(set(read_json(index).get("weight_map", {}).values()))
+        missing = [name for name in names if not (source / name).is_file()]
+        if missing:
+            raise ModelError(f"{source} lacks {', '.join(missing)}, which its index names")
+        return [source / name for name in names]
+    files = sorted(source.glob("pytorch_model*.bin"))
+    if not files:
+        raise ModelError(f"{source} has no pytorch_model*.bin to convert")
+    return files
+
+
+def _read_bin(file: Path) -> dict[str, torch.Tensor]:
+    try:
+        loaded: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=_is_zip(file))
+    except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError) as error:
+        raise ModelError(f"{file} holds something other than plain tensors, or is broken: {error}") from error
+    if not isinstance(loaded, dict) or not all(isinstance(value, torch.Tensor) for value in loaded.values()):
+        raise ModelError(f"{file} is not a table of named tensors")
+    return loaded
+
+
+def _is_zip(file: Path) -> bool:
+    """Only the newer of torch's two file formats, a zip archive, can be mapped into memory."""
+    with file.open("rb") as opened:
+        return opened.read(4) == b"PK\x03\x04"
+
+
+def _unshared(tensors: dict[str, torch.Tensor], known: dict[str, str]) -> dict[str, torch.Tensor]:
+    """What to write of one file: contiguous tensors, none of which shares memory with another.
+
+    Tied tensors (an output projection that is the embedding) are written under each of their names: loaders
+    take what they need, and a name that is missing could not be told from a broken file.
+    """
+    result: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        if name in known:
+            continue
+        storage = tensor.untyped_storage().data_ptr()
+        shares = storage in seen
+        seen.add(storage)
+        result[name] = tensor.clone() if shares or not tensor.is_contiguous() else tensor.contiguous()
+    return result

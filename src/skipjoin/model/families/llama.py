@@ -1,0 +1,65 @@
+"""Llama and what shares its shape: Mistral, Qwen2, Qwen3."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from skipjoin.model.layers import Builder, Rotary, SelfAttention, Step
+
+
+class LlamaDecoder:
+    """Embedding, layers of attention and gated MLP between root-mean-square norms, final norm."""
+
+    def __init__(self, builder: Builder, device: torch.device | str) -> None:
+        config = builder.config
+        self._ops, self._eps = builder.ops, config.norm_eps
+        self.embedding = builder.tensor("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+        rotary = Rotary(config, device)
+        self._layers = [_Layer(builder, i, rotary) for i in range(config.num_layers)]
+        self._norm = builder.tensor("model.norm.weight", config.hidden_size)
+
+    def hidden(self, step: Step) -> torch.Tensor:
+        """The batch's tokens through all layers: [T, hidden], before the final norm."""
+        x = F.embedding(step.batch.token_ids, self.embedding)
+        for layer in self._layers:
+            layer(x, step)
+        return x
+
+    def finish(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[rows, hidden] -> what the output projection multiplies."""
+        return self._ops.rms_norm(hidden, self._norm, self._eps)
+
+
+class _Layer:
+    def __init__(self, builder: Builder, index: int, rotary: Rotary) -> None:
+        config, name = builder.config, f"model.layers.{index}"
+        hidden, dim = config.hidden_size, config.head_dim
+        q, kv = config.num_heads * dim, config.num_kv_heads * dim
+        projections = [f"{name}.self_attn.{p}_proj" for p in "qkv"]
+        norms = None
+        if config.qk_norm:
+            norms = (
+                builder.tensor(f"{name}.self_attn.q_norm.weight", dim),
+                builder.tensor(f"{name}.self_attn.k_norm.weight", dim),
+            )
+        self._attention = SelfAttention(
+            builder,
+            index,
+            builder.linear(projections, (q, kv, kv), hidden, config.attention_bias),
+            builder.linear(f"{name}.self_attn.o_proj", (hidden,), q, config.output_bias),
+            rotary=rotary,
+            norms=norms,
+        )
+        width = config.intermediate_size
+        gate_up = [f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj"]
+        self._gate_up = builder.linear(gate_up, (width, width), hidden, config.mlp_bias, gated=True)
+        self._down = builder.linear(f"{name}.mlp.down_proj", (hidden,), width, config.mlp_bias)
+        self._before_attention = builder.tensor(f"{name}.input_layernorm.weight", hidden)
+        self._before_mlp = builder.tensor(f"{name}.post_attention_layernorm.weight", hidden)
+        self._ops, self._eps = builder.ops, config.norm_eps
+
+    def __call__(self, x: torch.Tensor, step: Step) -> None:
+        """Adds this layer's part to `x` in place."""
+        self._attention.add_to(self._ops.rms_norm(x, self._before_attention, self._eps), x, step)
+        self._down.add_to(self._gate_up(self._ops.rms_norm(x, self._before_mlp, self._eps)), x)

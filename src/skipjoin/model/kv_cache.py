@@ -1,0 +1,64 @@
+"""The tensors of the key-value cache: blocks of tokens, all layers of one block side by side."""
+
+from __future__ import annotations
+
+import torch
+
+from skipjoin.model.config import ModelConfig
+from skipjoin.model.large_pages import large_page_bytes
+
+
+class PagedKV:
+    """`num_blocks` blocks of `block_size` tokens.
+
+    `tensor` is [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim], contiguous: one block of all
+    layers is one run of bytes, so that moving it is one copy; and one head's keys of one block are one run,
+    which is the order in which attention reads them. Blocks start as zeros, and nothing clears them on reuse:
+    attention must not read slots beyond a sequence's length.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        *,
+        pin: bool = False,
+    ) -> None:
+        """pin: page-locked host memory, for copies that run beside compute (CPU tensors, with CUDA present)."""
+        if num_blocks < 1 or block_size < 1:
+            raise ValueError(f"need at least one block of one token, got {num_blocks} of {block_size}")
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        shape = (num_blocks, config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim)
+        if torch.device(device).type == "cpu" and not pin:
+            size = num_blocks * self.bytes_per_block(config, block_size, dtype)
+            self.tensor = large_page_bytes(size).view(dtype).view(shape)
+        else:
+            self.tensor = torch.zeros(shape, dtype=dtype, device=device, pin_memory=pin)
+        # [num_blocks, block_size, num_kv_heads, head_dim] per layer: kernels go by strides.
+        self._layers = [
+            (self.tensor[:, i, 0].transpose(1, 2), self.tensor[:, i, 1].transpose(1, 2))
+            for i in range(config.num_layers)
+        ]
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all layers, keys and values."""
+        return self.tensor[0].numel() * self.tensor.element_size()
+
+    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of one layer: strided views [num_blocks, block_size, num_kv_heads, head_dim]."""
+        return self._layers[index]
+
+    def block_view(self) -> torch.Tensor:
+        """The cache as [num_blocks, elements per block], contiguous: copy rows to move blocks."""
+        return self.tensor.view(self.num_blocks, -1)
+
+    @staticmethod
+    def bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
+        """Bytes that one block of `block_size` tokens takes in a cache of this type."""
+        values = config.num_layers * 2 * config.num_kv_heads * block_size * config.head_dim
+        return values * torch.empty((), dtype=dtype).element_size()

@@ -1,0 +1,44 @@
+"""Host memory in large pages, for what a step walks through from end to end: weights and the KV cache.
+
+With pages of 4 kB the processor spends much of such a walk on looking addresses up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+
+import torch
+
+# Weights are placed side by side in pieces of this size, so that small ones share large pages too.
+_PIECE_BYTES = 64 << 20
+# Each tensor starts on a cache line of its own.
+_ALIGN = 64
+
+
+def large_page_bytes(size: int) -> torch.Tensor:
+    """`size` zero bytes as a uint8 tensor, in large pages where the system gives them on request."""
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.zeros(size, dtype=torch.uint8)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # A kernel without large pages refuses: the memory is as good, only slower.
+    with contextlib.suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+class Arena:
+    """Hands out byte tensors from large pieces. A piece is freed when the arena and its last tensor are."""
+
+    def __init__(self) -> None:
+        self._piece = torch.empty(0, dtype=torch.uint8)
+        self._used = 0
+
+    def take(self, size: int) -> torch.Tensor:
+        """`size` zero bytes as a uint8 tensor, aligned to a cache line."""
+        if self._used + size > len(self._piece):
+            self._piece = large_page_bytes(max(size, _PIECE_BYTES))
+            self._used = 0
+        taken = self._piece[self._used : self._used + size]
+        self._used = -(-(self._used + size) // _ALIGN) * _ALIGN
+        return taken

@@ -1,0 +1,139 @@
+"""The parts that the families share: where weights come from, self-attention, norms and rotary tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+from skipjoin.model.attention.base import AttentionBackend
+from skipjoin.model.batch import PackedBatch
+from skipjoin.model.config import ModelConfig
+from skipjoin.model.kv_cache import PagedKV
+from skipjoin.model.ops.base import LayerOps, Linear
+
+
+class Weights(Protocol):
+    """Named tensors, each taken once, in the model's type and on its device."""
+
+    def take(self, name: str, *shape: int) -> torch.Tensor:
+        """The tensor of that name. Raises `ModelError` if there is none or its shape differs."""
+        ...
+
+
+@dataclass(slots=True)
+class Step:
+    """What one forward pass shares between its layers."""
+
+    batch: PackedBatch
+    kv: PagedKV
+    attention: AttentionBackend
+
+
+class Builder:
+    """Makes layers out of a model's weights and counts their bytes."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, ops: LayerOps) -> None:
+        self.config = config
+        self.weights = weights
+        self.ops = ops
+        self.weight_bytes = 0
+
+    def tensor(self, name: str, *shape: int) -> torch.Tensor:
+        taken = self.weights.take(name, *shape)
+        self.weight_bytes += taken.nbytes
+        return taken
+
+    def linear(
+        self, names: str | Sequence[str], outs: Sequence[int], inputs: int, bias: bool, *, gated: bool = False
+    ) -> Linear:
+        """One product for matrices that share their input: their rows, one below the other."""
+        names = [names] if isinstance(names, str) else names
+        rows = [self.weights.take(f"{n}.weight", o, inputs) for n, o in zip(names, outs, strict=True)]
+        shifts = [self.weights.take(f"{n}.bias", o) for n, o in zip(names, outs, strict=True)] if bias else []
+        return self.finish_linear(_join(rows), _join(shifts) if bias else None, gated=gated)
+
+    def finish_linear(self, weight: torch.Tensor, bias: torch.Tensor | None, *, gated: bool = False) -> Linear:
+        linear = self.ops.gated_linear(weight, bias) if gated else self.ops.linear(weight, bias)
+        self.weight_bytes += linear.weight_bytes
+        return linear
+
+    def layer_norm(self, name: str) -> LayerNorm:
+        width = self.config.hidden_size
+        if not self.config.norm_affine:
+            return LayerNorm(width, None, None, self.config.norm_eps)
+        weight, bias = self.tensor(f"{name}.weight", width), self.tensor(f"{name}.bias", width)
+        return LayerNorm(width, weight, bias, self.config.norm_eps)
+
+
+def _join(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+
+
+class LayerNorm:
+    """Mean and variance normalisation over the last dimension."""
+
+    def __init__(self, width: int, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float) -> None:
+        self._shape = (width,)
+        self._weight, self._bias, self._eps = weight, bias, eps
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(x, self._shape, self._weight, self._bias, self._eps)
+
+
+class Rotary:
+    """Cosines and sines of every position a model can have."""
+
+    def __init__(self, config: ModelConfig, device: torch.device | str) -> None:
+        assert config.rope is not None
+        frequencies = torch.tensor(config.rope.inverse_frequencies(), dtype=torch.float32)
+        angles = torch.arange(config.max_positions, dtype=torch.float32)[:, None] * frequencies
+        table = torch.cat([angles.cos(), angles.sin()], dim=-1) * config.rope.attention_factor
+        self.cos_sin = table.to(device)
+
+
+class SelfAttention:
+    """Query, key and value projections in one product, optional q/k norms and rotation, the output projection."""
+
+    def __init__(
+        self,
+        builder: Builder,
+        layer: int,
+        qkv: Linear,
+        output: Linear,
+        *,
+        rotary: Rotary | None = None,
+        norms: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> None:
+        """norms: weights [head_dim] of the root-mean-square norms of each query and key head."""
+        config = builder.config
+        self._ops, self._layer, self._qkv, self._output = builder.ops, layer, qkv, output
+        self._rotary, self._norms, self._eps = rotary, norms, config.norm_eps
+        self._heads, self._kv_heads, self._dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self._scale, self._window = config.head_dim**-0.5, config.windows[layer]
+
+    def add_to(self, x: torch.Tensor, total: torch.Tensor, step: Step) -> None:
+        """total += attention over `x`, both [T, hidden]; writes the tokens' keys and values into the cache."""
+        qkv = self._qkv(x).view(-1, self._heads + 2 * self._kv_heads, self._dim)
+        query, key, value = qkv.split([self._heads, self._kv_heads, self._kv_heads], dim=1)
+        if self._norms is not None:
+            query = self._ops.rms_norm(query, self._norms[0], self._eps)
+            key = self._ops.rms_norm(key, self._norms[1], self._eps)
+        if self._rotary is not None:
+            self._ops.rotate(query, key, step.batch.positions, self._rotary.cos_sin)
+        attended = step.attention.attend(
+            query, key, value, step.kv, step.batch, layer=self._layer, scale=self._scale, window=self._window
+        )
+        self._output.add_to(attended, total)
+
+
+def activation(name: str, x: torch.Tensor) -> torch.Tensor:
+    """Apply a `ModelConfig.activation`."""
+    if name == "relu":
+        return F.relu(x)
+    if name == "silu":
+        return F.silu(x)
+    return F.gelu(x, approximate="tanh" if name == "gelu_tanh" else "none")

@@ -1,0 +1,220 @@
+"""From a folder or hub name to a model that can run. Reads safetensors only: nothing here unpickles."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from skipjoin.model.attention.base import AttentionBackend
+from skipjoin.model.attention.cpp_backend import CppAttention, check_attention
+from skipjoin.model.attention.torch_backend import TorchAttention
+from skipjoin.model.causal_lm import CausalLM
+from skipjoin.model.config import DTYPES, ModelConfig, ModelError, read_json
+from skipjoin.model.ops.base import LayerOps
+from skipjoin.model.ops.build import load_library
+from skipjoin.model.ops.cpp_ops import CPP_DTYPES, CppOps, check_ops
+from skipjoin.model.ops.torch_ops import TorchOps
+
+_log = logging.getLogger(__name__)
+
+ATTENTION_BACKENDS = ("auto", "torch", "cpp")
+
+# Called with (tensors loaded, tensors in all).
+Progress = Callable[[int, int], None]
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# Checkpoints saved from the bare decoder lack this prefix.
+_PREFIXES = {"llama": "model.", "opt": "model.", "gpt_neox": "gpt_neox."}
+_WANTED_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+
+
+def resolve_folder(name_or_path: str | Path) -> Path:
+    """A local folder as it is, else a hub repository's snapshot (cached, downloaded if needed).
+
+    Raises `ModelError` when neither exists.
+    """
+    path = Path(name_or_path)
+    if path.is_dir():
+        return path
+    name = str(name_or_path)
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        raise ModelError(f"{name} is not a folder")
+    # Only a hub name needs the hub's client.
+    from huggingface_hub import snapshot_download  # noqa: PLC0415
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError  # noqa: PLC0415
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=_WANTED_FILES))
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise ModelError(f"{name} is neither a folder nor a model that can be fetched: {error}") from error
+
+
+def load_model(
+    name_or_path: str | Path,
+    *,
+    dtype: str = "auto",
+    device: str = "cpu",
+    attention: str = "auto",
+    progress: Progress | None = None,
+) -> CausalLM:
+    """Load a model. dtype: "auto" (as saved), or one of `DTYPES`. attention: "auto", "torch" or "cpp" (CPU).
+
+    Raises `ModelError` for anything that keeps the model from running.
+    """
+    folder = resolve_folder(name_or_path)
+    config = ModelConfig.from_folder(folder)
+    torch_dtype, torch_device = _dtype(dtype, config), _device(device)
+    weights = FolderWeights(folder, config, torch_dtype, torch_device, progress)
+    ops, backend = _implementations(attention, torch_dtype, torch_device)
+    return CausalLM(config, weights, ops=ops, attention=backend, dtype=torch_dtype, device=torch_device)
+
+
+def random_model(
+    config: Mapping[str, Any] | ModelConfig,
+    seed: int = 0,
+    dtype: str = "float32",
+    device: str = "cpu",
+    attention: str = "auto",
+) -> CausalLM:
+    """A model of the given shape (a `ModelConfig` or the contents of a config.json) with random weights."""
+    if not isinstance(config, ModelConfig):
+        config = ModelConfig.from_dict(config)
+    torch_dtype, torch_device = _dtype(dtype, config), _device(device)
+    ops, backend = _implementations(attention, torch_dtype, torch_device)
+    weights = RandomWeights(seed, torch_dtype, torch_device)
+    return CausalLM(config, weights, ops=ops, attention=backend, dtype=torch_dtype, device=torch_device)
+
+
+def _dtype(name: str, config: ModelConfig) -> torch.dtype:
+    name = config.dtype_name if name == "auto" else name
+    if name not in _DTYPES:
+        raise ModelError(f"dtype must be auto, {', '.join(DTYPES)}; got {name!r}")
+    return _DTYPES[name]
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ModelError(f"device {name!r} is not known; use cpu, cuda or cuda:N") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ModelError(f"device {name!r} is not supported; use cpu, cuda or cuda:N")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ModelError(f"device {name!r} asked for, but torch sees no CUDA device")
+    return device
+
+
+def _implementations(attention: str, dtype: torch.dtype, device: torch.device) -> tuple[LayerOps, AttentionBackend]:
+    """Layer arithmetic and attention: compiled ones on a CPU that has them, torch's everywhere else."""
+    if attention not in ATTENTION_BACKENDS:
+        raise ModelError(f"attention must be one of {', '.join(ATTENTION_BACKENDS)}; got {attention!r}")
+    fits = device.type == "cpu" and dtype in CPP_DTYPES
+    if attention == "torch" or (attention == "auto" and not fits):
+        return TorchOps(), TorchAttention()
+    if not fits:
+        raise ModelError("attention cpp needs device cpu and dtype float32 or bfloat16")
+    library = _compiled(dtype)
+    if library is not None:
+        return CppOps(library, dtype), CppAttention(library)
+    if attention == "cpp":
+        raise ModelError("attention cpp needs a C++ compiler and a CPU with AVX-512 BF16; see the warning before this")
+    return TorchOps(), TorchAttention()
+
+
+@functools.cache
+def _compiled(dtype: torch.dtype) -> ctypes.CDLL | None:
+    """The compiled operations, checked once per type; None if they cannot be built or compute something else."""
+    library = load_library()
+    if library is None:
+        return None
+    if check_ops(CppOps(library, dtype), dtype) and check_attention(CppAttention(library), dtype):
+        return library
+    _log.warning("the compiled CPU operations fail their self-test, torch's own are used instead (slower)")
+    return None
+
+
+class FolderWeights:
+    """The tensors of a folder's safetensors files, one file or many with an index."""
+
+    def __init__(
+        self,
+        folder: Path,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        progress: Progress | None = None,
+    ) -> None:
+        self._folder, self._dtype, self._device = folder, dtype, device
+        self._prefix = _PREFIXES[config.family]
+        self._progress = progress
+        self._taken = 0
+        self._files: dict[str, Any] = {}
+        self._where = self._locate()
+
+    def take(self, name: str, *shape: int) -> torch.Tensor:
+        """See `Weights.take`."""
+        known = name if name in self._where else name.removeprefix(self._prefix)
+        if known not in self._where:
+            raise ModelError(f"{self._folder} has no tensor {name!r}")
+        try:
+            tensor = self._open(self._where[known]).get_tensor(known)
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{self._folder / self._where[known]} cannot be read: {error}") from error
+        if tuple(tensor.shape) != shape:
+            raise ModelError(f"{self._folder}: {name} is {tuple(tensor.shape)}, config.json means {shape}")
+        self._taken += 1
+        if self._progress is not None:
+            self._progress(self._taken, len(self._where))
+        return tensor.to(device=self._device, dtype=self._dtype)
+
+    def _open(self, file: str) -> Any:
+        if file not in self._files:
+            self._files[file] = safe_open(self._folder / file, framework="pt")
+        return self._files[file]
+
+    def _locate(self) -> dict[str, str]:
+        """Tensor name -> file name."""
+        index = self._folder / "model.safetensors.index.json"
+        if index.is_file():
+            where = read_json(index).get("weight_map", {})
+            missing = sorted({file for file in where.values() if not (self._folder / file).is_file()})
+            if missing:
+                raise ModelError(f"{self._folder} lacks {', '.join(missing)}, which its index names")
+            return where
+        files = sorted(self._folder.glob("*.safetensors"))
+        if not files:
+            self._explain_no_files()
+        try:
+            return {name: file.name for file in files for name in self._open(file.name).keys()}  # noqa: SIM118
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"the weights in {self._folder} cannot be read: {error}") from error
+
+    def _explain_no_files(self) -> None:
+        if any(self._folder.glob("*.bin")):
+            raise ModelError(
+                f"{self._folder} has its weights only as .bin files, which can run code when loaded; "
+                f"make a copy in safetensors once with: skipjoin convert {self._folder} TARGET"
+            )
+        raise ModelError(f"{self._folder} has no .safetensors file")
+
+
+class RandomWeights:
+    """Tensors drawn when asked for, small enough that activations stay finite; the same seed, the same model."""
+
+    def __init__(self, seed: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+        self._dtype, self._device = dtype, device
+
+    def take(self, name: str, *shape: int) -> torch.Tensor:
+        """See `Weights.take`; every name exists."""
+        drawn = torch.randn(shape, generator=self._generator) * 0.02
+        if "norm" in name and name.endswith("weight"):
+            drawn += 1
+        return drawn.to(device=self._device, dtype=self._dtype)

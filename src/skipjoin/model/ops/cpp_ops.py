@@ -1,0 +1,131 @@
+"""Layer arithmetic in compiled code, for CPUs with AVX-512 and its bfloat16 products; float32 and bfloat16."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_float, c_int64, c_void_p
+
+import torch
+
+from skipjoin.model.large_pages import Arena
+from skipjoin.model.ops.torch_ops import TorchOps
+
+CPP_DTYPES = (torch.float32, torch.bfloat16)
+
+_I, _P = c_int64, c_void_p
+_SIGNATURES = {
+    "skipjoin_scratch_bytes": ([_I] * 4, c_int64),
+    "skipjoin_packed_bytes": ([_I] * 4, c_int64),
+    "skipjoin_pack_weights": ([_I, _P, _I, _I, _I, _P], None),
+    "skipjoin_linear": ([_I, _P, _I, _I, _P, _P, _I, _I, _P, _I, _I, _P, _I], None),
+    "skipjoin_rms_norm": ([_I, _P, _I, _I, _I, _I, _I, _P, c_float, _P, _I], None),
+    "skipjoin_rotate": ([_I, _P, _I, _I, _I, _I, _P, _P, _I, _I], None),
+}
+
+
+class CppOps:
+    """See `LayerOps`. Not for use by several threads at once: products share one scratch buffer."""
+
+    name = "cpp"
+
+    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
+        for name, (arguments, result) in _SIGNATURES.items():
+            getattr(library, name).argtypes = arguments
+            getattr(library, name).restype = result
+        self.library = library
+        self.bf16 = int(dtype == torch.bfloat16)
+        self.arena = Arena()
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+
+    def scratch(self, m: int, k: int, threads: int) -> int:
+        """Address of a buffer for the inputs [m, k] of a product by so many threads."""
+        needed = self.library.skipjoin_scratch_bytes(self.bf16, m, k, threads)
+        if needed > self._scratch.numel():
+            self._scratch = torch.empty(needed, dtype=torch.uint8)
+        return self._scratch.data_ptr()
+
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> CppLinear:
+        return CppLinear(self, weight, bias, gated=False)
+
+    def gated_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> CppLinear:
+        return CppLinear(self, weight, bias, gated=True)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        inner, inner_stride = (x.shape[1], x.stride(1)) if x.dim() == 3 else (1, 0)
+        self.library.skipjoin_rms_norm(
+            self.bf16, x.data_ptr(), x.shape[0], x.stride(0), inner, inner_stride, x.shape[-1],
+            weight.data_ptr(), eps, out.data_ptr(), torch.get_num_threads(),
+        )  # fmt: skip
+        return out
+
+    def rotate(self, query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> None:
+        for x in (query, key):
+            self.library.skipjoin_rotate(
+                self.bf16, x.data_ptr(), x.shape[0], x.stride(0), x.shape[1], x.stride(1),
+                positions.data_ptr(), cos_sin.data_ptr(), cos_sin.shape[1] // 2, torch.get_num_threads(),
+            )  # fmt: skip
+
+
+class CppLinear:
+    """Weights in panels of 32 outputs, read once per product from front to end."""
+
+    def __init__(self, ops: CppOps, weight: torch.Tensor, bias: torch.Tensor | None, gated: bool) -> None:
+        self._ops, self._gated = ops, int(gated)
+        self._n, self._k = weight.shape
+        packed_bytes = ops.library.skipjoin_packed_bytes(ops.bf16, self._n, self._k, self._gated)
+        self._packed = ops.arena.take(packed_bytes)
+        weight = weight.contiguous()
+        ops.library.skipjoin_pack_weights(
+            ops.bf16, weight.data_ptr(), self._n, self._k, self._gated, self._packed.data_ptr()
+        )
+        self._bias = None if bias is None else _in_panels(bias.float(), gated)
+        self.weight_bytes = packed_bytes + (0 if self._bias is None else self._bias.nbytes)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty((x.shape[0], self._n // 2 if self._gated else self._n), dtype=x.dtype)
+        self._run(x, out, 0)
+        return out
+
+    def add_to(self, x: torch.Tensor, total: torch.Tensor) -> None:
+        self._run(x, total, 1)
+
+    def _run(self, x: torch.Tensor, out: torch.Tensor, add: int) -> None:
+        ops, m, threads = self._ops, x.shape[0], torch.get_num_threads()
+        ops.library.skipjoin_linear(
+            ops.bf16, x.data_ptr(), x.stride(0), m, self._packed.data_ptr(),
+            None if self._bias is None else self._bias.data_ptr(), self._n, self._k, out.data_ptr(),
+            self._gated, add, ops.scratch(m, self._k, threads), threads,
+        )  # fmt: skip
+
+
+def _in_panels(bias: torch.Tensor, gated: bool) -> torch.Tensor:
+    """A bias in the order of the packed outputs, padded with zeros to whole panels of 32."""
+    if not gated:
+        return torch.nn.functional.pad(bias, (0, -len(bias) % 32))
+    halves = torch.nn.functional.pad(bias.view(2, -1), (0, -(len(bias) // 2) % 16))
+    return halves.view(2, -1, 16).transpose(0, 1).flatten()
+
+
+def check_ops(ops: CppOps, dtype: torch.dtype) -> bool:
+    """Whether compiled operations agree with torch's on a small example."""
+    reference, generator = TorchOps(), torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    x, weight, bias = drawn(15, 70), drawn(68, 70), drawn(68)
+    query, key = drawn(15, 3, 40), drawn(15, 2, 40)
+    positions, cos_sin = torch.arange(15), torch.rand(15, 24, generator=generator)
+    turned = query.clone(), key.clone()
+    ops.rotate(query, key, positions, cos_sin)
+    reference.rotate(*turned, positions, cos_sin)
+    pairs = [
+        (ops.linear(weight, bias)(x), reference.linear(weight, bias)(x)),
+        (ops.gated_linear(weight, bias)(x), reference.gated_linear(weight, bias)(x)),
+        (ops.rms_norm(x, weight[0], 1e-5), reference.rms_norm(x, weight[0], 1e-5)),
+        (query, turned[0]),
+        (key, turned[1]),
+    ]
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    return all((ours - theirs).float().norm() <= tolerance * theirs.float().norm() for ours, theirs in pairs)

@@ -1,0 +1,116 @@
+"""Rotary position embedding: what config.json says about it, and the angles that follow.
+
+Standard library only, so that configurations can be read without torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+SCALINGS = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeSettings:
+    """Rotary embedding of the first `rotary_dim` values of each head, halves rotated against each other.
+
+    scaling: one of `SCALINGS`. attention_factor multiplies both cosine and sine (YaRN).
+    The remaining fields are the scaling's own parameters and mean nothing for the others.
+    """
+
+    theta: float
+    rotary_dim: int
+    scaling: str = "default"
+    factor: float = 1.0
+    original_max_positions: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
+
+    def inverse_frequencies(self) -> list[float]:
+        """Radians per position of each of the rotary_dim / 2 pairs."""
+        plain = [self.theta ** (-2 * i / self.rotary_dim) for i in range(self.rotary_dim // 2)]
+        if self.scaling == "linear":
+            return [f / self.factor for f in plain]
+        if self.scaling == "llama3":
+            return [self._llama3(f) for f in plain]
+        if self.scaling == "yarn":
+            return self._yarn(plain)
+        return plain
+
+    def _llama3(self, frequency: float) -> float:
+        """Long waves are stretched by `factor`, short ones kept, those between blended."""
+        turns = self.original_max_positions * frequency / (2 * math.pi)
+        if turns > self.high_freq_factor:
+            return frequency
+        if turns < self.low_freq_factor:
+            return frequency / self.factor
+        keep = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        return (1 - keep) * frequency / self.factor + keep * frequency
+
+    def _yarn(self, plain: list[float]) -> list[float]:
+        """Pairs below `low` keep their frequency, above `high` are stretched, a linear ramp between."""
+
+        def pair_with_turns(turns: float) -> float:
+            wave = self.original_max_positions / (turns * 2 * math.pi)
+            return self.rotary_dim * math.log(wave) / (2 * math.log(self.theta))
+
+        low, high = pair_with_turns(self.beta_fast), pair_with_turns(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, self.rotary_dim - 1)
+        width = (high - low) or 0.001  # a ramp of no width would divide by zero
+        stretched = [min(max((i - low) / width, 0.0), 1.0) for i in range(len(plain))]
+        return [f / self.factor * s + f * (1 - s) for f, s in zip(plain, stretched, strict=True)]
+
+
+def parse_rope(raw: Mapping[str, Any], head_dim: int, max_positions: int, default_share: float) -> RopeSettings:
+    """Rotary settings of a config.json, both the older (`rope_theta`, `rope_scaling`) and newer spelling.
+
+    default_share: which part of the head rotates when the file does not say. Raises `ValueError` for a
+    scaling that is not in `SCALINGS`, `KeyError` for one that lacks a parameter.
+    """
+    nested = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
+    theta = float(nested.get("rope_theta") or raw.get("rope_theta") or raw.get("rotary_emb_base") or 10000.0)
+    share = nested.get("partial_rotary_factor", raw.get("partial_rotary_factor", raw.get("rotary_pct")))
+    rotary_dim = int(head_dim * float(default_share if share is None else share))
+    scaling = str(nested.get("rope_type") or nested.get("type") or "default")
+    if scaling not in SCALINGS:
+        raise ValueError(f"RoPE scaling {scaling!r} is not supported; supported are {', '.join(SCALINGS)}")
+    settings: dict[str, Any] = {"theta": theta, "rotary_dim": rotary_dim, "scaling": scaling}
+    if scaling == "default":
+        return RopeSettings(**settings)
+    original = int(nested.get("original_max_position_embeddings") or max_positions)
+    factor = nested.get("factor")
+    if factor is None and scaling == "yarn":
+        factor = max_positions / original
+    settings |= {"factor": float(nested["factor"] if factor is None else factor), "original_max_positions": original}
+    if scaling == "llama3":
+        for name in ("low_freq_factor", "high_freq_factor"):
+            settings[name] = float(nested[name])
+    if scaling == "yarn":
+        settings |= {
+            "beta_fast": float(nested.get("beta_fast") or 32),
+            "beta_slow": float(nested.get("beta_slow") or 1),
+            "truncate": bool(nested.get("truncate", True)),
+            "attention_factor": _yarn_attention_factor(nested, settings["factor"]),
+        }
+    return RopeSettings(**settings)
+
+
+def _yarn_attention_factor(nested: Mapping[str, Any], factor: float) -> float:
+    if nested.get("attention_factor") is not None:
+        return float(nested["attention_factor"])
+
+    def scale(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    if nested.get("mscale") and nested.get("mscale_all_dim"):
+        return scale(float(nested["mscale"])) / scale(float(nested["mscale_all_dim"]))
+    return scale(1.0)

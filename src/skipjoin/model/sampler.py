@@ -1,0 +1,270 @@
+"""From logits to tokens. A row's outcome is a function of its logits, its parameters and (seed, position) only.
+
+The random number of a token comes from a hash of the request's seed and the token's position, never from a
+generator with state: neighbours in the batch, preemption and restarts cannot change a seeded output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from skipjoin.sampling import SamplingParams
+
+_MASK = (1 << 64) - 1
+# Largest candidates looked at before a full sort: top-p rarely keeps more.
+_CANDIDATES = 256
+# Probabilities are summed in runs of this length first: a prefix sum over a whole vocabulary is slow.
+_RUN = 128
+
+Alternatives = tuple[tuple[int, float], ...]
+
+
+class SampleRow(NamedTuple):
+    """What the next token of one sequence depends on besides its logits. prompt, output: token ids so far."""
+
+    params: SamplingParams
+    seed: int
+    prompt: Sequence[int]
+    output: Sequence[int]
+    eos_token_ids: frozenset[int] | tuple[int, ...] = ()
+
+
+class Sampled(NamedTuple):
+    """A chosen token; its natural log-probability and the likeliest alternatives, best first, if asked for."""
+
+    token: int
+    logprob: float | None = None
+    top: Alternatives = ()
+
+
+class PromptLogprob(NamedTuple):
+    """Log-probability of a given token, the likeliest tokens in its place, and its rank (1: likeliest)."""
+
+    logprob: float
+    top: Alternatives
+    rank: int
+
+
+class Sampler:
+    """Chooses next tokens over a vocabulary of `vocab_size`. Token ids outside it in parameters do nothing."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+
+    @torch.inference_mode()
+    def sample(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[Sampled]:
+        """One token per row. logits: float32 [len(rows), vocab_size], not changed.
+
+        In order: logit_bias, penalties, min_tokens' ban on ending, then the largest logit where temperature
+        is 0, else temperature, top_k, top_p, min_p and a draw. Reported log-probabilities are those of the
+        logits as given, before all of this.
+        """
+        if logits.shape != (len(rows), self.vocab_size):
+            raise ValueError(f"logits are {tuple(logits.shape)}, rows mean {(len(rows), self.vocab_size)}")
+        if not rows:
+            return []
+        shaped = self._shaped(logits, rows)
+        random = [i for i, row in enumerate(rows) if row.params.temperature > 0]
+        if len(random) < len(rows):
+            tokens = _argmax(shaped)
+        if len(random) == len(rows):
+            tokens = _draw(shaped, rows)
+        elif random:
+            index = torch.tensor(random, device=logits.device)
+            tokens[index] = _draw(shaped[index], [rows[i] for i in random])
+        return _report(logits, tokens, rows)
+
+    def _shaped(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
+        """The logits with what the parameters add and forbid; `logits` itself where nothing does."""
+        biased = [(i, row) for i, row in enumerate(rows) if row.params.logit_bias]
+        penalised = [(i, row) for i, row in enumerate(rows) if _has_penalty(row.params)]
+        unfinished = [(i, row) for i, row in enumerate(rows) if len(row.output) < row.params.min_tokens]
+        if not (biased or penalised or unfinished):
+            return logits
+        logits = logits.clone()
+        if biased:
+            pairs = [(i, t, b) for i, row in biased for t, b in row.params.logit_bias.items() if t < self.vocab_size]
+            if pairs:
+                at, token, bias = zip(*pairs, strict=True)
+                index = torch.tensor([at, token], device=logits.device)
+                logits[index[0], index[1]] += torch.tensor(bias, dtype=logits.dtype, device=logits.device)
+        if penalised:
+            self._penalise(logits, penalised)
+        if unfinished:
+            banned = [(i, t) for i, row in unfinished for t in _ending_tokens(row) if t < self.vocab_size]
+            if banned:
+                index = torch.tensor(banned, device=logits.device)
+                logits[index[:, 0], index[:, 1]] = -torch.inf
+        return logits
+
+    def _penalise(self, logits: torch.Tensor, rows: list[tuple[int, SampleRow]]) -> None:
+        """Apply repetition, then frequency and presence penalties in place to the rows named."""
+        device = logits.device
+        index = torch.tensor([i for i, _ in rows], device=device)
+        output = self._counts([row.output for _, row in rows], device)
+        chosen = logits[index]
+        if any(row.params.repetition_penalty != 1 for _, row in rows):
+            seen = (output + self._counts([row.prompt for _, row in rows], device)) > 0
+            factor = _column([row.params.repetition_penalty for _, row in rows], logits)
+            chosen = torch.where(seen, torch.where(chosen > 0, chosen / factor, chosen * factor), chosen)
+        chosen = chosen - _column([row.params.frequency_penalty for _, row in rows], logits) * output
+        chosen -= _column([row.params.presence_penalty for _, row in rows], logits) * (output > 0)
+        logits[index] = chosen
+
+    def _counts(self, sequences: list[Sequence[int]], device: torch.device) -> torch.Tensor:
+        """How often each token occurs in each sequence: float32 [len(sequences), vocab_size]."""
+        counts = torch.zeros(len(sequences) * self.vocab_size, device=device)
+        flat = [np.asarray(ids, np.int64) + i * self.vocab_size for i, ids in enumerate(sequences)]
+        index = torch.from_numpy(np.concatenate(flat)).to(device)
+        counts.scatter_add_(0, index, torch.ones(len(index), device=device))
+        return counts.view(len(sequences), self.vocab_size)
+
+
+def uniform(seed: int, position: int) -> float:
+    """The random number in [0, 1) of one token: SplitMix64's finaliser over seed and position, 53 bits."""
+    z = _mix(_mix(seed & _MASK) + position * 0x9E3779B97F4A7C15)
+    return (z >> 11) * 2.0**-53
+
+
+def _mix(z: int) -> int:
+    z = (z + 0x9E3779B97F4A7C15) & _MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return z ^ (z >> 31)
+
+
+@torch.inference_mode()
+def prompt_logprobs(logits: torch.Tensor, targets: Sequence[int], k: int) -> list[PromptLogprob]:
+    """Log-probabilities of given tokens. logits: [n, vocab]; targets: n token ids; k: alternatives each."""
+    if not len(targets):
+        return []
+    logprobs = logits.float().log_softmax(-1)
+    index = torch.as_tensor(targets, device=logits.device)[:, None]
+    chosen = logprobs.gather(1, index)
+    ranks = (logprobs > chosen).sum(-1) + 1
+    best = _alternatives(logprobs, k)
+    rows = zip(chosen[:, 0].tolist(), best, ranks.tolist(), strict=True)
+    return [PromptLogprob(logprob, top, rank) for logprob, top, rank in rows]
+
+
+def _argmax(logits: torch.Tensor) -> torch.Tensor:
+    """The largest of each row: int64 [n]. numpy's search is many times faster than torch's on a CPU."""
+    return torch.from_numpy(logits.numpy().argmax(-1)) if logits.device.type == "cpu" else logits.argmax(-1)
+
+
+def _report(logits: torch.Tensor, tokens: torch.Tensor, rows: Sequence[SampleRow]) -> list[Sampled]:
+    wanted = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
+    sampled = [Sampled(token) for token in tokens.tolist()]
+    if wanted:
+        index = torch.tensor(wanted, device=logits.device)
+        logprobs = logits[index].log_softmax(-1)
+        chosen = logprobs.gather(1, tokens[index, None])[:, 0].tolist()
+        best = _alternatives(logprobs, max(rows[i].params.logprobs or 0 for i in wanted))
+        for i, logprob, top in zip(wanted, chosen, best, strict=True):
+            sampled[i] = Sampled(sampled[i].token, logprob, top[: rows[i].params.logprobs])
+    return sampled
+
+
+def _alternatives(logprobs: torch.Tensor, k: int) -> list[Alternatives]:
+    """The k likeliest tokens of each row with their log-probabilities, best first."""
+    if k == 0:
+        return [()] * len(logprobs)
+    best = logprobs.topk(min(k, logprobs.shape[-1]))
+    pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    return [tuple(zip(ids, values, strict=True)) for ids, values in pairs]
+
+
+def _has_penalty(params: SamplingParams) -> bool:
+    return params.presence_penalty != 0 or params.frequency_penalty != 0 or params.repetition_penalty != 1
+
+
+def _ending_tokens(row: SampleRow) -> set[int]:
+    ending = set(row.params.stop_token_ids)
+    return ending if row.params.ignore_eos else ending.union(row.eos_token_ids)
+
+
+def _column(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]
+
+
+def _draw(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
+    """Sample each row at its temperature (> 0) among what its filters keep: int64 [n].
+
+    Every filter keeps what is at least as likely as its threshold, so that tokens of equal logits share
+    their fate, and the draw goes through the vocabulary in its own order.
+    """
+    scaled = logits / _column([row.params.temperature for row in rows], logits)
+    scaled -= scaled.amax(-1, keepdim=True)  # the likeliest is 0, exp cannot overflow
+    filtered = [i for i, row in enumerate(rows) if row.params.top_k or row.params.top_p < 1 or row.params.min_p]
+    if filtered:
+        threshold = scaled.new_full((len(rows), 1), -torch.inf)
+        index = torch.tensor(filtered, device=logits.device)
+        threshold[index] = _thresholds(scaled[index], [rows[i].params for i in filtered])
+        scaled.masked_fill_(scaled < threshold, -torch.inf)
+    uniforms = [uniform(row.seed, len(row.prompt) + len(row.output)) for row in rows]
+    return _invert(scaled.exp_(), torch.tensor(uniforms, dtype=torch.float64, device=logits.device))
+
+
+def _thresholds(scaled: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+    """The smallest scaled logit that top_k, then top_p, then min_p keep: [n, 1]. Row maxima are 0."""
+    vocab = scaled.shape[-1]
+    top_k = [p.top_k if 0 < p.top_k < vocab else vocab for p in params]
+    wanted = max([k for k in top_k if k < vocab], default=0)
+    best = scaled.topk(min(max(wanted, _CANDIDATES), vocab)).values
+    # All sums in float64: they are compared with probabilities near 1.
+    totals = scaled.double().exp_().sum(-1, keepdim=True)
+    threshold, enough = _from_best(best, totals, top_k, params)
+    if not enough.all():
+        index = (~enough).nonzero()[:, 0]
+        rows = index.tolist()
+        full = scaled[index].sort(-1, descending=True).values
+        chosen = [top_k[i] for i in rows], [params[i] for i in rows]
+        threshold[index], _ = _from_best(full, totals[index], *chosen)
+    min_p = _column([p.min_p for p in params], scaled).log()
+    return torch.maximum(threshold, min_p)
+
+
+def _from_best(
+    best: torch.Tensor, totals: torch.Tensor, top_k: Sequence[int], params: Sequence[SamplingParams]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Thresholds of top_k and top_p from the largest logits, descending, and whether those were enough.
+
+    totals: [n, 1], sum of exp over the whole row. Returns [n, 1] and [n].
+    """
+    width = best.shape[-1]
+    k = torch.tensor(top_k, device=best.device)[:, None]
+    top_p = _column([p.top_p for p in params], totals)
+    order = torch.arange(width, device=best.device)
+    sums = best.double().exp_().masked_fill_(order >= k, 0).cumsum(-1)
+    limited = k <= width
+    kept_total = torch.where(limited, sums[:, -1:], totals)
+    # The first position whose prefix reaches top_p of what top_k kept.
+    reached = sums >= top_p * kept_total
+    last_p = torch.where(reached.any(-1, keepdim=True), reached.int().argmax(-1, keepdim=True), width - 1)
+    whole = top_p >= 1  # rounding must not cut anything off
+    last = torch.where(whole, width - 1, last_p).minimum((k - 1).clamp(max=width - 1))
+    threshold = best.gather(1, last)
+    unlimited = whole & ~limited
+    threshold = threshold.masked_fill(unlimited, -torch.inf)
+    return threshold, (limited | reached[:, -1:] | unlimited)[:, 0]
+
+
+def _invert(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """Index at which the running sum of each row passes its share `uniforms` of the row's sum: int64 [n]."""
+    n, vocab = weights.shape
+    runs = -(-vocab // _RUN)
+    padded = torch.nn.functional.pad(weights, (0, runs * _RUN - vocab)).view(n, runs, _RUN)
+    run_ends = padded.sum(-1, dtype=torch.float64).cumsum(-1)
+    target = uniforms[:, None] * run_ends[:, -1:]
+    run = torch.searchsorted(run_ends, target, right=True).clamp_(max=runs - 1)
+    before = torch.where(run > 0, run_ends.gather(1, (run - 1).clamp(min=0)), 0.0)
+    inside = padded.gather(1, run[:, :, None].expand(-1, -1, _RUN))[:, 0]
+    ends = inside.cumsum(-1, dtype=torch.float64)
+    offset = torch.searchsorted(ends, target - before, right=True)
+    # Rounding can put the target past the run's end: then its last token that can be drawn.
+    drawable = torch.where(inside > 0, torch.arange(_RUN, device=weights.device), 0).amax(-1, keepdim=True)
+    return (run * _RUN + offset.minimum(drawable))[:, 0]

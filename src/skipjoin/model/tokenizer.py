@@ -1,0 +1,217 @@
+"""Text to token ids and back, chat templates, and text that grows one token at a time.
+
+Free of torch: a folder's tokenizer.json is read by the `tokenizers` library itself. Only a folder without one
+goes through transformers, which builds the same object from the older files (and imports torch if it can).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from skipjoin.model.chat_template import ChatTemplate, find_template
+from skipjoin.model.config import ModelError, read_json
+
+_REPLACEMENT = "\ufffd"
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+# Tokens kept to decode the next one in context: enough for any character's bytes and a leading space.
+_CONTEXT = 6
+# Tokens that may wait for a character to complete before they are shown as they are.
+_PATIENCE = 64
+
+
+def load_tokenizer(folder: str | Path) -> Tokenizer:
+    """The tokenizer of a model folder. Raises `ModelError` if there is none or it cannot be read."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ModelError(f"{folder} is not a folder")
+    settings = _optional_json(folder / "tokenizer_config.json")
+    special = {name: _text(settings[name]) for name in settings if name.endswith("_token") and settings[name]}
+    special = {name: text for name, text in special.items() if text is not None}
+    backend = _load_backend(folder, settings)
+    eos = [backend.token_to_id(special["eos_token"])] if "eos_token" in special else []
+    for file in ("generation_config.json", "config.json"):
+        value = _optional_json(folder / file).get("eos_token_id")
+        eos.extend(value if isinstance(value, list) else [value])
+    template = find_template(folder, settings)
+    return Tokenizer(
+        backend,
+        eos_token_ids=tuple(dict.fromkeys(i for i in eos if i is not None)),
+        chat_template=None if template is None else ChatTemplate(template, special),
+    )
+
+
+def _load_backend(folder: Path, settings: Mapping[str, Any]) -> tokenizers.Tokenizer:
+    file = folder / "tokenizer.json"
+    try:
+        if file.is_file():
+            backend = tokenizers.Tokenizer.from_file(str(file))
+            adds = settings.get("add_bos_token") or settings.get("add_eos_token")
+            if backend.post_processor is not None or not adds:
+                backend.no_truncation()
+                backend.no_padding()
+                return backend
+        if not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json", "tokenizer.model")):
+            raise ModelError(f"{folder} has no tokenizer files (tokenizer.json, or vocab.json with merges.txt)")
+        from transformers import AutoTokenizer  # noqa: PLC0415 - imports torch
+
+        return AutoTokenizer.from_pretrained(folder).backend_tokenizer
+    except ModelError:
+        raise
+    except Exception as error:  # the libraries raise bare Exception for broken files
+        raise ModelError(f"the tokenizer in {folder} cannot be read: {error}") from error
+
+
+def _optional_json(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.is_file() else {}
+
+
+def _text(token: Any) -> str | None:
+    """A special token as tokenizer_config.json spells it: a string, or an object with its content."""
+    if isinstance(token, Mapping):
+        token = token.get("content")
+    return token if isinstance(token, str) else None
+
+
+class Tokenizer:
+    """A model's vocabulary, its special tokens and its chat template."""
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        eos_token_ids: tuple[int, ...] = (),
+        chat_template: ChatTemplate | None = None,
+    ) -> None:
+        self.backend = backend
+        self.eos_token_ids = eos_token_ids
+        self.chat_template = chat_template
+        added = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self._added = {i: token.content for i, token in added.items()}
+        decoder = "" if backend.decoder is None else backend.decoder.__getstate__().decode()
+        self.byte_level = '"ByteLevel"' in decoder
+        self._byte_of = _byte_level_alphabet() if self.byte_level else {}
+
+    @property
+    def vocab_size(self) -> int:
+        """How many ids have a token, added ones included. The model's own vocabulary may be padded beyond."""
+        return self.backend.get_vocab_size(with_added_tokens=True)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text, with the tokens that the model expects around it if wanted."""
+        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of token ids. Ids without a token count as nothing."""
+        return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
+    ) -> list[int]:
+        """Token ids of a conversation in the model's chat template; `variables` go to the template.
+
+        Raises `ModelError` if the model has no template, or the template refuses the conversation.
+        """
+        if self.chat_template is None:
+            raise ModelError("this model has no chat template: use completions, or a model tuned for chat")
+        text = self.chat_template.render(messages, add_generation_prompt=add_generation_prompt, **variables)
+        return self.encode(text, add_special_tokens=False)
+
+    def is_byte(self, token_id: int) -> bool:
+        """Whether the token is one byte of a character that the vocabulary does not have."""
+        return _BYTE_TOKEN.fullmatch(self.backend.id_to_token(token_id) or "") is not None
+
+    def token_text(self, token_id: int) -> str:
+        """One token as text; bytes that are no whole character become U+FFFD."""
+        return self.token_bytes(token_id).decode("utf-8", errors="replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token stands for. An id without a token has none."""
+        if token_id in self._added:
+            return self._added[token_id].encode()
+        token = self.backend.id_to_token(token_id)
+        if token is None:
+            return b""
+        if self.byte_level:
+            return bytes(self._byte_of[char] for char in token if char in self._byte_of)
+        if match := _BYTE_TOKEN.fullmatch(token):
+            return bytes([int(match[1], 16)])
+        return token.replace("\u2581", " ").encode()
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """Byte-level vocabularies spell printable Latin-1 bytes as themselves, the others from U+0100 up, in order."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(plain)]
+    return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+class Detokenizer:
+    """One output as text, token by token, in time and memory that do not grow with its length.
+
+    Text is given out once and never taken back: a character whose bytes span tokens waits for its last one.
+    What comes out, `finish` included, is the text that the output adds to the prompt's. Where a vocabulary
+    spells rare characters as single-byte tokens and their bytes never become valid text, the number of
+    replacement characters may differ from decoding the whole at once.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        # Only the last ids matter, but skipped ones among them carry no context.
+        tail = [i for i in prompt_ids[-_PATIENCE:] if i not in self._skipped]
+        start = max(len(tail) - _CONTEXT, 0)
+        while start > 0 and tokenizer.is_byte(tail[start]):
+            start -= 1
+        self._rebase(tail[start:])
+
+    def _rebase(self, ids: list[int]) -> None:
+        """Start a window in which everything complete has been given out."""
+        self._ids = ids
+        # Up to here the window is whole characters: the next window can start here.
+        self._boundary = len(ids)
+        self._given = len(self._complete(self._decode()))
+
+    def _decode(self) -> str:
+        return self._tokenizer.decode(self._ids, skip_special_tokens=False) if self._ids else ""
+
+    def _complete(self, text: str) -> str:
+        """`text` without what later tokens may still turn into characters.
+
+        Byte-level decoding shows an unfinished character as one U+FFFD; a run of single-byte tokens shows
+        each byte as one until the whole run is valid.
+        """
+        if self._tokenizer.byte_level:
+            return text.removesuffix(_REPLACEMENT)
+        return text.rstrip(_REPLACEMENT)
+
+    def add(self, token_id: int) -> str:
+        """The text that this token completes, possibly empty."""
+        if token_id in self._skipped:
+            return ""
+        self._ids.append(token_id)
+        text = self._decode()
+        complete = self._complete(text)
+        waited = len(self._ids) > _PATIENCE
+        if waited and not self._tokenizer.byte_level:
+            complete = text
+        new = complete[self._given :]
+        self._given = max(self._given, len(complete))
+        if waited:
+            # Byte-level text only changes at its end, whatever the window starts with; bytes that did not
+            # become a character in all this time would spoil those to come.
+            self._rebase(self._ids[-_CONTEXT:] if self._tokenizer.byte_level else [])
+        elif len(complete) == len(text):
+            self._rebase(self._ids[self._boundary :])
+        return new
+
+    def finish(self) -> str:
+        """What still waits, replacement characters included. Nothing may be added afterwards."""
+        rest = self._decode()[self._given :]
+        self._given += len(rest)
+        return rest

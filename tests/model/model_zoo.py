@@ -1,0 +1,152 @@
+"""Tiny models with random weights, made by transformers, and ways to run ours over paged batches."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import transformers
+
+from skipjoin.model.batch import PackedBatch, Segment
+from skipjoin.model.causal_lm import CausalLM
+from skipjoin.model.kv_cache import PagedKV
+
+VOCAB = 101
+_SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+    "pad_token_id": 1,
+}
+_GATED = {**_SHAPE, "intermediate_size": 96, "num_key_value_heads": 2}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+_LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+
+CONFIGS: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
+    "llama": lambda: transformers.LlamaConfig(**_GATED),
+    "llama-tied-mha": lambda: transformers.LlamaConfig(
+        **{**_GATED, "num_key_value_heads": 4}, tie_word_embeddings=True
+    ),
+    "llama-biases": lambda: transformers.LlamaConfig(**_GATED, attention_bias=True, mlp_bias=True),
+    "llama-llama3": lambda: transformers.LlamaConfig(**_GATED, rope_parameters=_LLAMA3),
+    "llama-yarn": lambda: transformers.LlamaConfig(**_GATED, rope_parameters=_YARN),
+    "llama-linear": lambda: transformers.LlamaConfig(**_GATED, rope_parameters=_LINEAR),
+    "mistral": lambda: transformers.MistralConfig(**_GATED, sliding_window=None),
+    "mistral-window": lambda: transformers.MistralConfig(**_GATED, sliding_window=9),
+    "qwen2": lambda: transformers.Qwen2Config(**_GATED),
+    "qwen2-window": lambda: transformers.Qwen2Config(
+        **_GATED, use_sliding_window=True, sliding_window=7, max_window_layers=1
+    ),
+    "qwen3": lambda: transformers.Qwen3Config(**_GATED, head_dim=32),
+    "gpt-neox": lambda: transformers.GPTNeoXConfig(**_SHAPE, intermediate_size=96),
+    "gpt-neox-serial": lambda: transformers.GPTNeoXConfig(
+        **_SHAPE, intermediate_size=96, use_parallel_residual=False, rotary_pct=0.5
+    ),
+    "opt": lambda: transformers.OPTConfig(**_SHAPE, ffn_dim=96),
+    "opt-after": lambda: transformers.OPTConfig(
+        **_SHAPE, ffn_dim=96, do_layer_norm_before=False, word_embed_proj_dim=32
+    ),
+}
+
+
+def make_reference(name: str) -> transformers.PreTrainedModel:
+    """A model whose every parameter is drawn, biases and norms too, so that a swapped one shows."""
+    torch.manual_seed(sum(name.encode()))
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name]()).eval()
+    for label, parameter in model.named_parameters():
+        spread = 0.12 if parameter.dim() > 1 else 0.3
+        torch.nn.init.normal_(parameter, mean=1.0 if "norm" in label and "weight" in label else 0.0, std=spread)
+    return model
+
+
+def save_reference(name: str, folder: Path) -> transformers.PreTrainedModel:
+    """`make_reference`, saved to `folder` in safetensors."""
+    model = make_reference(name)
+    model.save_pretrained(folder)
+    return model
+
+
+def poisoned_kv(model: CausalLM, num_blocks: int, block_size: int) -> PagedKV:
+    """A cache full of NaN: whatever reads a slot that was not written shows."""
+    kv = PagedKV(num_blocks, block_size, model.config, model.dtype, model.device)
+    kv.tensor.fill_(torch.nan)
+    return kv
+
+
+class PagedRunner:
+    """Runs sequences of known tokens through a model in random chunks and mixes over scattered blocks."""
+
+    def __init__(self, model: CausalLM, sequences: list[list[int]], block_size: int, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.model, self.sequences, self.block_size = model, sequences, block_size
+        needed = [-(-len(s) // block_size) for s in sequences]
+        self.kv = poisoned_kv(model, sum(needed) + 5, block_size)
+        free = list(range(self.kv.num_blocks))
+        self.random.shuffle(free)
+        self.tables = [[free.pop() for _ in range(count)] for count in needed]
+        self.free = free
+        self.done = [0] * len(sequences)
+        self.logits: list[list[torch.Tensor]] = [[] for _ in sequences]
+
+    def step(self) -> None:
+        """Some of the unfinished sequences, each with a chunk of random length, single tokens most often."""
+        waiting = [i for i, s in enumerate(self.sequences) if self.done[i] < len(s)]
+        chosen = self.random.sample(waiting, self.random.randint(1, len(waiting)))
+        counts = [min(self.random.choice([1, 1, 1, 2, 5, 17]), len(self.sequences[i]) - self.done[i]) for i in chosen]
+        segments = [
+            Segment(self.sequences[i][self.done[i] : self.done[i] + n], self.done[i], self.tables[i], True, True)
+            for i, n in zip(chosen, counts, strict=True)
+        ]
+        batch = PackedBatch.build(segments, self.block_size, self.model.device)
+        logits = self.model.forward(batch, self.kv)
+        for i, part in zip(chosen, logits.split(counts), strict=True):
+            self.logits[i].append(part)
+            self.done[i] += len(part)
+
+    def run(self, between: Callable[[], None] = lambda: None) -> list[torch.Tensor]:
+        """Logits of all tokens of each sequence."""
+        while any(done < len(s) for done, s in zip(self.done, self.sequences, strict=True)):
+            self.step()
+            between()
+        return [torch.cat(parts) for parts in self.logits]
+
+    def move_a_block(self) -> None:
+        """Copy one block's row elsewhere, poison the old one, and use the new."""
+        table = self.random.choice(self.tables)
+        i = self.random.randrange(len(table))
+        old, new = table[i], self.free.pop(0)
+        rows = self.kv.block_view()
+        rows[new] = rows[old]
+        rows[old] = torch.nan
+        table[i] = new
+        self.free.append(old)
+
+
+def greedy(model: CausalLM, prompts: list[list[int]], count: int, block_size: int = 4) -> list[list[int]]:
+    """`count` greedy tokens for each prompt, all in one batch, each step in place."""
+    width = -(-(max(map(len, prompts)) + count) // block_size)
+    kv = poisoned_kv(model, width * len(prompts), block_size)
+    tables = [list(range(i, width * len(prompts), len(prompts))) for i in range(len(prompts))]
+    known = [list(p) for p in prompts]
+    done = [0] * len(prompts)
+    for _ in range(count):
+        segments = [Segment(k[d:], d, t) for k, d, t in zip(known, done, tables, strict=True)]
+        tokens = model.forward(PackedBatch.build(segments, block_size, model.device), kv).argmax(-1).tolist()
+        for i, token in enumerate(tokens):
+            done[i] = len(known[i])
+            known[i].append(token)
+    return [k[len(p) :] for k, p in zip(known, prompts, strict=True)]

@@ -1,0 +1,77 @@
+"""Packed batches and the paged cache: where every token goes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from skipjoin.model.batch import PackedBatch, Segment
+from skipjoin.model.config import ModelConfig
+from skipjoin.model.kv_cache import PagedKV
+
+CONFIG = ModelConfig.from_dict(
+    {
+        "model_type": "llama",
+        "vocab_size": 10,
+        "hidden_size": 32,
+        "intermediate_size": 8,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+    }
+)
+
+
+def test_fields():
+    batch = PackedBatch.build([Segment([7, 8, 9], 3, [5, 2]), Segment([1], 0, [9, 4, 3], False)], 4)
+    assert batch.token_ids.tolist() == [7, 8, 9, 1]
+    assert batch.positions.tolist() == [3, 4, 5, 0]
+    assert batch.slots.tolist() == [23, 8, 9, 36]
+    assert batch.query_start.tolist() == [0, 3, 4]
+    assert batch.context_lens.tolist() == [6, 1]
+    assert batch.block_tables.tolist() == [[5, 2, 0], [9, 4, 3]]
+    assert batch.logit_rows.tolist() == [2]
+    assert batch.row_starts == [0, 1, 1]
+    assert (batch.num_tokens, batch.num_rows, batch.max_context, batch.decode_only) == (4, 1, 6, False)
+
+
+def test_all_rows_need_no_index():
+    batch = PackedBatch.build([Segment([1], 4, [0, 1]), Segment([2], 0, [3])], 4)
+    assert batch.logit_rows is None
+    assert batch.decode_only
+    batch = PackedBatch.build([Segment([1, 2], 0, [0], False, True), Segment([3], 0, [1], True, True)], 4)
+    assert batch.logit_rows is None
+    assert batch.row_starts == [0, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("segments", "message"),
+    [
+        ([], "at least one segment"),
+        ([Segment([], 0, [1])], "at least one token"),
+        ([Segment([1], 0, [0]), Segment([1, 2], 3, [1])], "segment 1 needs 5 slots, its blocks have 4"),
+        ([Segment([1], 0, [])], "segment 0 needs 1 slots"),
+        ([Segment([1], 0, [2]), Segment([1], -1, [0])], "segment 1 starts at -1"),
+        ([Segment([1], 0, [-3])], "block -3 does not exist"),
+    ],
+)
+def test_refusals(segments, message):
+    with pytest.raises(ValueError, match=message):
+        PackedBatch.build(segments, 4)
+
+
+def test_cache_layout():
+    kv = PagedKV(6, 4, CONFIG, torch.bfloat16, "cpu")
+    assert kv.block_bytes == PagedKV.bytes_per_block(CONFIG, 4, torch.bfloat16) == 3 * 2 * 2 * 4 * 8 * 2
+    rows = kv.block_view()
+    assert rows.shape == (6, kv.block_bytes // 2)
+    assert rows.is_contiguous()
+    keys, values = kv.layer(1)
+    assert keys.shape == values.shape == (6, 4, 2, 8)
+    keys[2] = 1
+    values[2] = 2
+    assert rows[2].sum() == 3 * 4 * 2 * 8
+    assert rows[[0, 1, 3, 4, 5]].count_nonzero() == 0
+    with pytest.raises(ValueError, match="at least one block"):
+        PagedKV(0, 4, CONFIG, torch.float32, "cpu")

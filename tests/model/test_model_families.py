@@ -1,0 +1,102 @@
+"""Every family against transformers: the same weights, the same logits, the same greedy tokens."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from model_zoo import CONFIGS, VOCAB, PagedRunner, greedy, save_reference
+
+from skipjoin.model.batch import PackedBatch, Segment
+from skipjoin.model.kv_cache import PagedKV
+from skipjoin.model.loader import load_model
+
+LENGTHS = (1, 5, 18, 40)
+
+
+@pytest.fixture(scope="module", params=sorted(CONFIGS))
+def saved(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    return save_reference(request.param, folder), folder
+
+
+def sequences(seed: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, VOCAB, (n,), generator=generator).tolist() for n in LENGTHS]
+
+
+@torch.no_grad()
+def expected_logits(reference, tokens: list[int]) -> torch.Tensor:
+    return reference(torch.tensor([tokens], device=reference.device)).logits[0]
+
+
+@pytest.mark.parametrize("attention", ["torch", "auto"])
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+def test_logits_over_chunks_and_mixes(saved, block_size, attention):
+    reference, folder = saved
+    model = load_model(folder, dtype="float32", attention=attention)
+    tokens = sequences(block_size)
+    logits = PagedRunner(model, tokens, block_size, seed=block_size).run()
+    for ids, ours in zip(tokens, logits, strict=True):
+        torch.testing.assert_close(ours, expected_logits(reference, ids), atol=1e-4, rtol=0)
+
+
+def test_moved_blocks_change_nothing(saved):
+    _, folder = saved
+    model = load_model(folder, dtype="float32")
+    still = PagedRunner(model, sequences(7), 4, seed=3).run()
+    moving = PagedRunner(model, sequences(7), 4, seed=4)
+    for ours, expected in zip(moving.run(between=moving.move_a_block), still, strict=True):
+        torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_greedy_tokens(saved):
+    reference, folder = saved
+    model = load_model(folder, dtype="float32")
+    prompts = sequences(11)
+    ours = greedy(model, prompts, 12)
+    for prompt, tokens in zip(prompts, ours, strict=True):
+        known = list(prompt)
+        for _ in tokens:
+            known.append(int(expected_logits(reference, known)[-1].argmax()))
+        assert tokens == known[len(prompt) :]
+
+
+def test_only_wanted_rows(saved):
+    _, folder = saved
+    model = load_model(folder, dtype="float32")
+    ids = sequences(5)[2]
+    kv = PagedKV(40, 4, model.config, model.dtype, "cpu")
+    tables = [list(range(i * 8, i * 8 + 8)) for i in range(4)]
+    every = model.forward(PackedBatch.build([Segment(ids, 0, tables[0], False, True)], 4), kv)
+    mixed = [
+        Segment(ids, 0, tables[1], True, False),
+        Segment(ids[:6], 0, tables[2], False, False),
+        Segment(ids[:3], 0, tables[3], False, True),
+    ]
+    batch = PackedBatch.build(mixed, 4)
+    some = model.forward(batch, kv)
+    assert batch.row_starts == [0, 1, 1, 4]
+    assert some.dtype == torch.float32
+    torch.testing.assert_close(some, torch.cat([every[-1:], every[:3]]), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_types_stay_close(saved, dtype):
+    reference, folder = saved
+    model = load_model(folder, dtype=dtype)
+    ids = sequences(2)[3]
+    (ours,) = PagedRunner(model, [ids], 4, seed=1).run()
+    expected = expected_logits(reference, ids)
+    assert (ours - expected).norm() / expected.norm() < (0.05 if dtype == "bfloat16" else 0.01)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_on_cuda(saved):
+    reference, folder = saved
+    model = load_model(folder, dtype="float32", device="cuda")
+    tokens = sequences(3)
+    logits = PagedRunner(model, tokens, 4, seed=2).run()
+    for ids, ours in zip(tokens, logits, strict=True):
+        # CUDA may multiply float32 matrices in another order and with fused steps.
+        torch.testing.assert_close(ours.cpu(), expected_logits(reference, ids), atol=1e-3, rtol=0)

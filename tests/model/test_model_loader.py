@@ -1,0 +1,229 @@
+"""Folders in all the shapes that they come in, and what is said about those that cannot be used."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from model_zoo import CONFIGS, PagedRunner, make_reference, save_reference
+from safetensors.torch import load_file, save_file
+
+from skipjoin.model.batch import PackedBatch, Segment
+from skipjoin.model.config import ModelConfig, ModelError
+from skipjoin.model.convert import convert_folder
+from skipjoin.model.kv_cache import PagedKV
+from skipjoin.model.loader import load_model, random_model, resolve_folder
+
+IDS = [[5, 9, 33, 2, 71, 8]]
+
+
+def logits(model) -> torch.Tensor:
+    return PagedRunner(model, IDS, 4, seed=0).run()[0]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    save_reference("llama", tmp_path / "llama")
+    return tmp_path / "llama"
+
+
+def edit(folder, **changes) -> None:
+    file = folder / "config.json"
+    values = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({k: v for k, v in values.items() if v is not None}))
+
+
+def test_config_fields(folder):
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 77]}))
+    config = ModelConfig.from_folder(folder)
+    assert (config.family, config.num_layers, config.num_heads, config.num_kv_heads) == ("llama", 2, 4, 2)
+    assert (config.head_dim, config.vocab_size, config.max_positions) == (16, 101, 128)
+    assert (config.eos_token_ids, config.bos_token_id, config.dtype_name) == ((2, 77), 0, "float32")
+    assert load_model(folder).dtype == torch.float32
+
+
+def test_older_spelling_of_rope(folder):
+    expected = ModelConfig.from_folder(folder).rope
+    edit(folder, rope_parameters=None, rope_theta=expected.theta, rope_scaling=None)
+    assert ModelConfig.from_folder(folder).rope == expected
+    edit(folder, rope_scaling={"type": "linear", "factor": 2.0})
+    assert ModelConfig.from_folder(folder).rope.factor == 2.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["BertModel"]}, "BertModel is not supported; supported are LlamaForCausalLM"),
+        ({"architectures": None, "model_type": "bert"}, "bert is not supported"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "supported are default, linear, llama3, yarn"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "no 'factor'"),
+        ({"hidden_size": None}, "no 'hidden_size'"),
+        ({"hidden_size": "wide"}, "cannot be read"),
+        ({"num_key_value_heads": 3}, "cannot share 3 key-value heads"),
+        ({"hidden_act": "swiglu"}, "activation 'swiglu' is not supported"),
+        ({"quantization_config": {"bits": 4}}, "quantized weights are not supported"),
+        ({"num_hidden_layers": 0}, "num_layers must be positive"),
+    ],
+    ids=str,
+)
+def test_configs_refused(folder, changes, message):
+    edit(folder, **changes)
+    with pytest.raises(ModelError, match=message):
+        ModelConfig.from_folder(folder)
+
+
+def test_folders_refused(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ModelError, match="is not a folder"):
+        ModelConfig.from_folder(tmp_path / "nowhere")
+    with pytest.raises(ModelError, match="is not a folder"):
+        load_model(tmp_path / "nowhere")
+    with pytest.raises(ModelError, match=r"has no config\.json"):
+        load_model(tmp_path)
+    (folder / "config.json").write_text("{")
+    with pytest.raises(ModelError, match="cannot be read"):
+        load_model(folder)
+    (folder / "config.json").write_text("[]")
+    with pytest.raises(ModelError, match="must hold a JSON object"):
+        load_model(folder)
+
+
+def test_weights_refused(folder):
+    weights = folder / "model.safetensors"
+    tensors = load_file(weights)
+    removed = tensors.pop("model.norm.weight")
+    save_file(tensors, weights)
+    with pytest.raises(ModelError, match=r"has no tensor 'model\.norm\.weight'"):
+        load_model(folder)
+    save_file(tensors | {"model.norm.weight": removed[:5].clone()}, weights)
+    with pytest.raises(ModelError, match=r"is \(5,\), config\.json means \(64,\)"):
+        load_model(folder)
+    weights.write_bytes(weights.read_bytes()[:100])
+    with pytest.raises(ModelError, match="cannot be read"):
+        load_model(folder)
+    weights.unlink()
+    with pytest.raises(ModelError, match=r"has no \.safetensors file"):
+        load_model(folder)
+    (folder / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(ModelError, match="skipjoin convert"):
+        load_model(folder)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"dtype": "int8"}, "dtype must be auto"),
+        ({"device": "tpu9"}, "not known"),
+        ({"device": "meta"}, "not supported"),
+        ({"attention": "magic"}, "attention must be"),
+    ],
+    ids=str,
+)
+def test_arguments_refused(folder, arguments, message):
+    with pytest.raises(ModelError, match=message):
+        load_model(folder, **arguments)
+
+
+def test_sharded_folder(folder, tmp_path):
+    reference = make_reference("llama")
+    reference.save_pretrained(tmp_path / "shards", max_shard_size="50KB")
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
+    seen = []
+    sharded = load_model(tmp_path / "shards", progress=lambda done, total: seen.append((done, total)))
+    torch.testing.assert_close(logits(sharded), logits(load_model(folder)))
+    assert seen == [(i + 1, len(seen)) for i in range(len(seen))]
+    next((tmp_path / "shards").glob("*.safetensors")).unlink()
+    with pytest.raises(ModelError, match="which its index names"):
+        load_model(tmp_path / "shards")
+
+
+@pytest.mark.parametrize(("name", "prefix"), [("opt", "model."), ("gpt-neox", "gpt_neox.")])
+def test_names_without_prefix(tmp_path, name, prefix):
+    save_reference(name, tmp_path)
+    expected = logits(load_model(tmp_path))
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({k.removeprefix(prefix): v for k, v in tensors.items()}, tmp_path / "model.safetensors")
+    torch.testing.assert_close(logits(load_model(tmp_path)), expected)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied-mha", "opt"])
+@pytest.mark.parametrize("shards", [1, 2])
+def test_convert(tmp_path, name, shards):
+    reference = save_reference(name, tmp_path / "known")
+    source, target = tmp_path / "old", tmp_path / "new"
+    source.mkdir()
+    shutil.copy(tmp_path / "known" / "config.json", source)
+    (source / "vocab.txt").write_text("x")
+    state = reference.state_dict()
+    names = list(state)
+    if shards == 1:
+        torch.save(state, source / "pytorch_model.bin")
+    else:
+        files = [f"pytorch_model-0000{i}-of-00002.bin" for i in (1, 2)]
+        halves = names[: len(names) // 2], names[len(names) // 2 :]
+        for file, half in zip(files, halves, strict=True):
+            torch.save({n: state[n] for n in half}, source / file)
+        where = {n: file for file, half in zip(files, halves, strict=True) for n in half}
+        (source / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": where}))
+    before = sorted(source.iterdir())
+    with pytest.raises(ModelError, match="skipjoin convert"):
+        load_model(source)
+    assert convert_folder(source, target) == target
+    assert sorted(source.iterdir()) == before
+    assert (target / "vocab.txt").read_text() == "x"
+    assert not list(target.glob("*.bin*"))
+    torch.testing.assert_close(logits(load_model(target)), logits(load_model(tmp_path / "known")))
+
+
+class _Evil:
+    def __reduce__(self):
+        return print, ("run",)
+
+
+def test_convert_refuses(tmp_path, capsys):
+    source = tmp_path / "source"
+    with pytest.raises(ModelError, match="is not a folder"):
+        convert_folder(source, tmp_path / "target")
+    source.mkdir()
+    with pytest.raises(ModelError, match="to convert"):
+        convert_folder(source, tmp_path / "target")
+    torch.save({"a": _Evil()}, source / "pytorch_model.bin")
+    with pytest.raises(ModelError, match="other than plain tensors"):
+        convert_folder(source, tmp_path / "target")
+    assert capsys.readouterr().out == ""
+    torch.save([1], source / "pytorch_model.bin")
+    with pytest.raises(ModelError, match="not a table"):
+        convert_folder(source, tmp_path / "other")
+    with pytest.raises(ModelError, match="not an empty folder"):
+        convert_folder(source, source)
+
+
+def test_steps_that_do_not_fit_are_refused():
+    raw = CONFIGS["llama"]().to_dict() | {"architectures": ["LlamaForCausalLM"]}
+    model = random_model(raw)
+    kv = PagedKV(50, 4, model.config, model.dtype, "cpu")
+    for segment, size, message in (
+        (Segment([1], 128, list(range(33))), 4, "context of 129 tokens, the model has 128"),
+        (Segment([1], 0, [50]), 4, "the batch has block 50 of 4 tokens, the cache 50 of 4"),
+        (Segment([1], 0, [1]), 8, "the batch has block 1 of 8 tokens, the cache 50 of 4"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model.forward(PackedBatch.build([segment], size), kv)
+    with pytest.raises(IndexError):
+        model.forward(PackedBatch.build([Segment([101], 0, [1])], 4), kv)
+
+
+def test_random_model_repeats():
+    raw = CONFIGS["qwen3"]().to_dict() | {"architectures": ["Qwen3ForCausalLM"]}
+    first, again, other = (random_model(raw, seed) for seed in (1, 1, 2))
+    assert torch.equal(logits(first), logits(again))
+    assert not torch.equal(logits(first), logits(other))
+    assert first.weight_bytes == again.weight_bytes > 0
+
+
+def test_resolve_folder(tmp_path):
+    assert resolve_folder(tmp_path) == tmp_path
+    with pytest.raises(ModelError, match="is not a folder"):
+        resolve_folder("./nothing/here")

@@ -1,0 +1,224 @@
+"""Compiled operations and attention against torch's: odd shapes, poisoned memory, two threads, no compiler."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from model_zoo import CONFIGS, PagedRunner, save_reference
+
+from skipjoin.model.attention.cpp_backend import CppAttention
+from skipjoin.model.attention.torch_backend import TorchAttention
+from skipjoin.model.batch import PackedBatch, Segment
+from skipjoin.model.config import ModelConfig, ModelError
+from skipjoin.model.kv_cache import PagedKV
+from skipjoin.model.large_pages import Arena
+from skipjoin.model.loader import load_model, random_model
+from skipjoin.model.ops import build
+from skipjoin.model.ops.cpp_ops import CPP_DTYPES, CppOps
+from skipjoin.model.ops.torch_ops import TorchOps
+
+LIBRARY = build.load_library()
+needs_library = pytest.mark.skipif(LIBRARY is None, reason="no compiler, or no AVX-512 with bfloat16 products")
+dtypes = pytest.mark.parametrize("dtype", CPP_DTYPES, ids=str)
+
+
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def drawn(dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def assert_near(ours: torch.Tensor, expected: torch.Tensor) -> None:
+    """Relative error of the whole against a float64 result."""
+    assert ours.isfinite().all()
+    limit = 1e-6 if ours.dtype == torch.float32 else 1e-2
+    assert (ours.double() - expected).norm() <= limit * expected.norm()
+
+
+@needs_library
+@dtypes
+@pytest.mark.parametrize("rows", [1, 2, 7, 12, 13, 24, 25, 64, 300])
+@pytest.mark.parametrize(("outputs", "inputs"), [(32, 64), (1, 1), (70, 33), (130, 96)])
+def test_linear(dtype, rows, outputs, inputs):
+    ops = CppOps(LIBRARY, dtype)
+    x = drawn(dtype, rows, inputs + 3)[:, :inputs]
+    weight, bias = drawn(dtype, 2 * outputs, inputs, seed=1), drawn(dtype, 2 * outputs, seed=2)
+    exact = x.double() @ weight.double().T
+    assert_near(ops.linear(weight, None)(x), exact)
+    assert_near(ops.linear(weight, bias)(x), exact + bias.double())
+    total = drawn(dtype, rows, 2 * outputs, seed=3)
+    expected = total.double() + exact + bias.double()
+    ops.linear(weight, bias).add_to(x, total)
+    assert_near(total, expected)
+    gate, up = (exact + bias.double()).chunk(2, dim=-1)
+    assert_near(ops.gated_linear(weight, bias)(x), torch.nn.functional.silu(gate) * up)
+
+
+@needs_library
+@dtypes
+def test_a_row_does_not_depend_on_the_others(dtype):
+    ops = CppOps(LIBRARY, dtype)
+    x, linear = drawn(dtype, 40, 96), ops.linear(drawn(dtype, 64, 96, seed=1), None)
+    together = linear(x)
+    for count in (1, 5, 13, 30):
+        assert torch.equal(linear(x[:count]), together[:count])
+
+
+@needs_library
+@dtypes
+def test_threads_change_nothing(dtype, two_threads):
+    ops = CppOps(LIBRARY, dtype)
+    x, linear = drawn(dtype, 130, 96), ops.linear(drawn(dtype, 200, 96, seed=1), None)
+    # Enough of everything for two threads to share it.
+    heads, cos_sin, positions = drawn(dtype, 500, 6, 64), torch.rand(500, 64), torch.arange(500)
+
+    def results() -> list[torch.Tensor]:
+        turned = heads.clone()
+        ops.rotate(turned[:, :4], turned[:, 4:], positions, cos_sin)
+        return [linear(x), ops.rms_norm(heads, x[0, :64], 1e-5), turned]
+
+    shared = results()
+    torch.set_num_threads(1)
+    for a, b in zip(results(), shared, strict=True):
+        assert torch.equal(a, b)
+
+
+@needs_library
+@dtypes
+def test_norm_and_rotation(dtype):
+    ops, reference = CppOps(LIBRARY, dtype), TorchOps()
+    for width in (16, 40, 100, 768):
+        x, weight = drawn(dtype, 9, width), drawn(dtype, width, seed=1)
+        scale = (x.double().square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+        assert_near(ops.rms_norm(x, weight, 1e-5), x.double() * scale * weight.double())
+    qkv = drawn(dtype, 50, 8, 40)
+    assert_near(
+        ops.rms_norm(qkv[:, 2:5], weight[:40], 1e-5),
+        reference.rms_norm(qkv[:, 2:5].double(), weight[:40].double(), 1e-5),
+    )
+    cos_sin, positions = torch.rand(64, 24), torch.arange(50)
+    expected = qkv.double()
+    reference.rotate(expected[:, :4], expected[:, 4:6], positions, cos_sin)
+    ops.rotate(qkv[:, :4], qkv[:, 4:6], positions, cos_sin)
+    assert_near(qkv, expected)
+
+
+def shape(heads: int, kv_heads: int, dim: int) -> ModelConfig:
+    sizes = {"hidden_size": heads * dim, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    sizes |= {"num_hidden_layers": 2, "vocab_size": 8, "intermediate_size": 8, "max_position_embeddings": 512}
+    return ModelConfig.from_dict({"model_type": "llama", **sizes})
+
+
+MIXES = {
+    "decodes": [(40, 1), (1, 1), (0, 1), (200, 1), (15, 1)],
+    "prefills": [(0, 33), (0, 2), (0, 17)],
+    "mixed": [(30, 1), (0, 20), (64, 9), (7, 1), (100, 40), (16, 1)],
+    "one": [(130, 1)],
+}
+
+
+@needs_library
+@dtypes
+@pytest.mark.parametrize("window", [0, 11])
+@pytest.mark.parametrize("mix", sorted(MIXES))
+@pytest.mark.parametrize("sizes", [(4, 4, 64), (6, 2, 80), (8, 1, 128), (5, 5, 24), (3, 3, 20)], ids=str)
+def test_attention(dtype, window, mix, sizes):
+    heads, kv_heads, dim = sizes
+    config, generator = shape(heads, kv_heads, dim), torch.Generator().manual_seed(len(mix))
+    block_size, free = 8, torch.randperm(200, generator=generator).tolist()
+    exact = PagedKV(200, block_size, config, torch.float64, "cpu")
+    compiled = PagedKV(200, block_size, config, dtype, "cpu")
+    exact.tensor.fill_(torch.nan)
+    segments = []
+    for start, length in MIXES[mix]:
+        table = [free.pop() for _ in range(-(-(start + length) // block_size))]
+        segments.append(Segment([0] * length, start, table))
+        for t in range(start):
+            past = torch.randn(2, 2, kv_heads, dim, generator=generator).to(dtype).double()
+            exact.tensor[table[t // block_size], :, :, :, t % block_size] = past
+    compiled.tensor.copy_(exact.tensor)
+    batch = PackedBatch.build(segments, block_size)
+    qkv = drawn(dtype, batch.num_tokens, heads + 2 * kv_heads, dim, seed=5).split([heads, kv_heads, kv_heads], dim=1)
+    options = {"layer": 1, "scale": 0.3, "window": window}
+    expected = TorchAttention().attend(*(x.double() for x in qkv), exact, batch, **options)
+    ours = CppAttention(LIBRARY).attend(*qkv, compiled, batch, **options)
+    assert_near(ours, expected)
+    assert torch.equal(compiled.tensor.nan_to_num(7), exact.tensor.to(dtype).nan_to_num(7))
+
+
+@needs_library
+def test_whole_model_in_two_threads(tmp_path, two_threads):
+    save_reference("llama", tmp_path)
+    ids = [[i % 90 for i in range(70)], list(range(1, 30)), [3, 4, 5]]
+    ours = PagedRunner(load_model(tmp_path, attention="cpp"), ids, 4, seed=1).run()
+    expected = PagedRunner(load_model(tmp_path, attention="torch"), ids, 4, seed=2).run()
+    for a, b in zip(ours, expected, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+@needs_library
+def test_choice_of_operations():
+    raw = CONFIGS["llama"]().to_dict() | {"architectures": ["LlamaForCausalLM"]}
+    for dtype in ("float32", "bfloat16"):
+        assert random_model(raw, dtype=dtype).attention.name == "cpp"
+        assert random_model(raw, dtype=dtype, attention="torch").ops.name == "torch"
+    assert random_model(raw, dtype="float16").attention.name == "torch"
+    with pytest.raises(ModelError, match="needs device cpu and dtype"):
+        random_model(raw, dtype="float16", attention="cpp")
+
+
+@pytest.mark.parametrize("failure", ["no compiler", "does not compile", "crashes"])
+def test_without_library_torch_serves(failure, monkeypatch, tmp_path, caplog):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    if failure == "no compiler":
+        monkeypatch.delenv("CXX", raising=False)
+        monkeypatch.setattr(build.shutil, "which", lambda name: None)
+    elif failure == "crashes":
+        monkeypatch.setenv("CXX", str(tmp_path / "nothing"))
+    else:
+
+        def refuse(command, **_):
+            raise subprocess.CalledProcessError(1, command, stderr="x\nerror: this CPU lacks AVX-512\ny")
+
+        monkeypatch.setattr(build.subprocess, "run", refuse)
+    with caplog.at_level(logging.WARNING):
+        assert build.load_library.__wrapped__() is None
+    assert len(caplog.records) == 1
+    assert "torch's own are used instead" in caplog.text
+    assert {"no compiler": "no C++ compiler", "does not compile": "lacks AVX-512", "crashes": "nothing"}[
+        failure
+    ] in caplog.text
+
+
+def test_library_is_built_once(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    calls = []
+
+    def compile_nothing(command, **_):
+        calls.append(command)
+        Path(command[-1]).touch()
+
+    monkeypatch.setattr(build.shutil, "which", lambda name: "/usr/bin/" + name)
+    monkeypatch.setattr(build.subprocess, "run", compile_nothing)
+    first = build.compiled_library()
+    assert build.compiled_library() == first
+    assert (len(calls), sorted(p.name for p in first.parent.iterdir())) == (1, [first.name])
+
+
+def test_arena():
+    arena = Arena()
+    parts = [arena.take(size) for size in (10, 100, 70 << 20, 5)]
+    for i, part in enumerate(parts):
+        part.fill_(i + 1)
+        assert part.data_ptr() % 64 == 0
+    assert [int(part.float().mean()) for part in parts] == [1, 2, 3, 4]

@@ -1,0 +1,212 @@
+"""Sampling: the right distribution, the same for the same seed whatever else is in the batch."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from skipjoin.model.sampler import Sampler, SampleRow, prompt_logprobs, uniform
+from skipjoin.sampling import SamplingParams
+
+VOCAB = 1000
+LOGITS = torch.randn(VOCAB, generator=torch.Generator().manual_seed(1)) * 3
+
+
+def row(*, seed=0, prompt=(1, 2, 3), output=(), eos=(2,), **params) -> SampleRow:
+    return SampleRow(SamplingParams(**params), seed, prompt, output, eos)
+
+
+def draw(logits: torch.Tensor, rows: list[SampleRow]) -> list[int]:
+    return [s.token for s in Sampler(logits.shape[-1]).sample(logits.expand(len(rows), -1), rows)]
+
+
+def naive_distribution(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """Probabilities after temperature and filters, one token at a time in float64."""
+    weights = (logits.double() / params.temperature).softmax(-1)
+    order = weights.argsort(descending=True).tolist()
+    if params.top_k:
+        order = order[: params.top_k]
+    total = sum(weights[i] for i in order)
+    kept, mass = [], 0.0
+    for i in order:
+        if mass >= params.top_p * total:
+            break
+        kept.append(i)
+        mass += weights[i]
+    kept = [i for i in kept if weights[i] >= params.min_p * weights[order[0]]]
+    result = torch.zeros_like(weights)
+    result[kept] = weights[kept]
+    return result / result.sum()
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        {"temperature": 0.5},
+        {"temperature": 2.0},
+        {"top_k": 7},
+        {"top_p": 0.7},
+        {"temperature": 2.0, "top_p": 0.999},
+        {"min_p": 0.05},
+        {"top_k": 400, "top_p": 0.9, "min_p": 0.01, "temperature": 1.5},
+        {"top_k": 5000},
+    ],
+    ids=str,
+)
+def test_distribution(params):
+    count = 20_000
+    expected = naive_distribution(LOGITS, SamplingParams(**params)) * count
+    rows = [row(seed=i, **params) for i in range(500)]
+    seen = torch.zeros(VOCAB)
+    for step in range(count // len(rows)):
+        shifted = [r._replace(output=range(step)) for r in rows]
+        seen += torch.bincount(torch.tensor(draw(LOGITS, shifted)), minlength=VOCAB)
+    assert seen[expected == 0].sum() == 0
+    large = expected > 5
+    rest = max(float(expected[~large].sum()), 1e-9)
+    statistic = ((seen - expected)[large] ** 2 / expected[large]).sum() + (seen[~large].sum() - rest) ** 2 / rest
+    degrees = int(large.sum())
+    assert statistic < degrees + 5 * math.sqrt(2 * degrees) + 10
+
+
+def test_uniform_is_uniform_and_a_function_of_seed_and_position():
+    values = torch.tensor([uniform(seed, position) for seed in range(-50, 50) for position in range(100)])
+    assert uniform(-1, 5) == uniform(2**64 - 1, 5)
+    assert values.min() >= 0
+    assert values.max() < 1
+    assert abs(values.mean() - 0.5) < 0.01
+    assert len(values.unique()) > 9900
+    pairs = values.view(100, 100).double()
+    assert abs(torch.corrcoef(torch.stack([pairs[:, :-1].flatten(), pairs[:, 1:].flatten()]))[0, 1]) < 0.05
+
+
+def test_batch_independence():
+    kinds = [
+        {},
+        {"temperature": 0},
+        {"top_p": 0.5},
+        {"top_k": 3, "temperature": 1.7},
+        {"min_p": 0.1},
+        {"presence_penalty": 1.5, "repetition_penalty": 1.3},
+        {"logit_bias": {7: 20.0}},
+        {"min_tokens": 9, "logprobs": 2},
+        {"top_p": 0.9999, "temperature": 2.0},
+    ]
+    logits = torch.randn(36, VOCAB, generator=torch.Generator().manual_seed(2)) * 2
+    rows = [row(seed=i, output=list(range(i % 5)), **kinds[i % len(kinds)]) for i in range(36)]
+    together = Sampler(VOCAB).sample(logits, rows)
+    alone = [Sampler(VOCAB).sample(logits[i : i + 1], rows[i : i + 1])[0] for i in range(36)]
+    order = torch.randperm(36, generator=torch.Generator().manual_seed(3)).tolist()
+    shuffled = Sampler(VOCAB).sample(logits[order], [rows[i] for i in order])
+    assert [s.token for s in together] == [s.token for s in alone]
+    assert [s.token for s in shuffled] == [together[i].token for i in order]
+
+
+def test_seed_and_position_change_the_draw():
+    by_seed = draw(LOGITS, [row(seed=i) for i in range(40)])
+    by_position = draw(LOGITS, [row(output=range(i)) for i in range(40)])
+    assert len(set(by_seed)) > 5
+    assert len(set(by_position)) > 5
+    # Only the position counts, not where prompt ends and output begins.
+    assert draw(LOGITS, [row(prompt=(1,), output=(2, 3))]) == draw(LOGITS, [row(prompt=(1, 2, 3))])
+
+
+def test_greedy_and_input_kept():
+    logits = torch.randn(5, VOCAB)
+    before = logits.clone()
+    rows = [row(temperature=0)] * 4 + [row(temperature=0, logit_bias={9: 100.0})]
+    tokens = [s.token for s in Sampler(VOCAB).sample(logits, rows)]
+    assert tokens == [*logits[:4].argmax(-1).tolist(), 9]
+    assert torch.equal(logits, before)
+    assert Sampler(VOCAB).sample(logits[:0], []) == []
+
+
+@pytest.mark.parametrize("temperature", [0, 1e-4])
+def test_penalties(temperature):
+    generator = torch.Generator().manual_seed(4)
+    for trial in range(20):
+        logits = torch.randn(30, generator=generator)
+        prompt = torch.randint(0, 30, (6,), generator=generator).tolist()
+        output = torch.randint(0, 30, (8,), generator=generator).tolist()
+        params = {
+            "temperature": temperature,
+            "repetition_penalty": 1.0 + trial / 10,
+            "presence_penalty": 0.3 * (trial % 3),
+            "frequency_penalty": 0.2 * (trial % 4),
+            "logit_bias": {trial: 0.7, 500: 3.0},
+        }
+        expected = logits.tolist()
+        expected[trial] += 0.7
+        for token in set(prompt + output):
+            factor = params["repetition_penalty"]
+            expected[token] = expected[token] / factor if expected[token] > 0 else expected[token] * factor
+        for token in set(output):
+            expected[token] -= params["frequency_penalty"] * output.count(token) + params["presence_penalty"]
+        best = max(range(30), key=expected.__getitem__)
+        assert draw(logits, [row(prompt=prompt, output=output, **params)]) == [best]
+
+
+def test_min_tokens_bans_endings_until_reached():
+    logits = torch.zeros(10)
+    logits[[2, 5]] = torch.tensor([20.0, 19.0])
+    ending = {"min_tokens": 3, "temperature": 0, "stop_token_ids": (5, 99)}
+    assert draw(logits, [row(output=(1, 1), **ending)])[0] not in (2, 5)
+    assert draw(logits, [row(output=(1, 1, 1), **ending)]) == [2]
+    # Where end-of-sequence does not end, it is not banned.
+    assert draw(logits, [row(output=(1, 1), ignore_eos=True, **ending)]) == [2]
+    assert draw(logits, [row(temperature=0, logit_bias={2: -100.0})]) == [5]
+
+
+def test_logprobs_are_of_the_raw_logits():
+    rows = [row(temperature=0, logprobs=3), row(logprobs=0, logit_bias={4: 100.0}, temperature=0.1), row()]
+    sampled = Sampler(VOCAB).sample(LOGITS.expand(3, -1), rows)
+    expected = LOGITS.log_softmax(-1)
+    best = expected.topk(3)
+    assert sampled[0].logprob == pytest.approx(float(expected.max()))
+    assert [token for token, _ in sampled[0].top] == best.indices.tolist()
+    assert [value for _, value in sampled[0].top] == pytest.approx(best.values.tolist())
+    assert (sampled[1].token, sampled[1].top) == (4, ())
+    assert sampled[1].logprob == pytest.approx(float(expected[4]))
+    assert (sampled[2].logprob, sampled[2].top) == (None, ())
+
+
+def test_prompt_logprobs():
+    logits = torch.randn(4, VOCAB)
+    targets = [3, 999, int(logits[2].argmax()), 0]
+    expected = logits.log_softmax(-1)
+    for i, got in enumerate(prompt_logprobs(logits, targets, 2)):
+        assert got.logprob == pytest.approx(float(expected[i, targets[i]]))
+        assert got.rank == 1 + int((logits[i] > logits[i, targets[i]]).sum())
+        assert [token for token, _ in got.top] == logits[i].topk(2).indices.tolist()
+    assert prompt_logprobs(logits, targets, 0)[0].top == ()
+    assert prompt_logprobs(logits[:0], [], 1) == []
+
+
+def test_equal_logits_share_their_fate():
+    logits = torch.zeros(VOCAB)
+    tokens = draw(logits, [row(seed=i, top_k=1) for i in range(50)])
+    assert len(set(tokens)) > 10  # nothing says which of equals top_k=1 means
+
+
+def test_forbidden_tokens_never_come():
+    logits = torch.full((300,), -torch.inf)
+    logits[[0, 128, 299]] = 0.0
+    tokens = draw(logits, [row(seed=i) for i in range(300)])
+    assert set(tokens) == {0, 128, 299}
+
+
+def test_shape_is_checked():
+    with pytest.raises(ValueError, match="rows mean"):
+        Sampler(VOCAB).sample(torch.zeros(2, VOCAB), [row()])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_same_on_cuda():
+    rows = [row(seed=i, **p) for i in range(50) for p in ({}, {"top_p": 0.8}, {"top_k": 9}, {"temperature": 0})]
+    logits = torch.randn(len(rows), VOCAB)
+    on_cpu = Sampler(VOCAB).sample(logits, rows)
+    assert Sampler(VOCAB).sample(logits.cuda(), rows) == on_cpu

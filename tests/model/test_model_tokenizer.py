@@ -1,0 +1,210 @@
+"""Tokenizers of both common kinds, made here; text that grows token by token; chat templates."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+
+import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from skipjoin.model.config import ModelError
+from skipjoin.model.tokenizer import Detokenizer, Tokenizer, load_tokenizer
+
+TEMPLATE = """{{ bos_token }}{% for m in messages %}
+{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}
+{% generation %}[{{ m.role }}]{{ m.content }}{% endgeneration %}
+{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"""
+CORPUS = ["the quick brown fox jumps over the lazy dog, hello world", "数字 你好世界", "naïve café — ok 😀👍🏽"] * 5
+
+
+def byte_level() -> Backend:
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=330, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet, show_progress=False
+    )
+    backend.train_from_iterator(CORPUS, trainer)
+    return backend
+
+
+def byte_fallback() -> Backend:
+    """As sentencepiece makes them: spaces as U+2581, unknown characters as single-byte tokens."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
+    pieces += ["\u2581", *"abcdefghijklmnopqrstuvwxyz,.", "\u2581t", "\u2581th", "\u2581the", "he", "lo", "世", "é"]
+    merges = [("\u2581", "t"), ("\u2581t", "h"), ("\u2581th", "e"), ("h", "e"), ("l", "o")]
+    vocab = {piece: i for i, piece in enumerate(pieces)}
+    backend = Backend(models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    backend.add_special_tokens(["<unk>", "<s>", "</s>"])
+    backend.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
+    return backend
+
+
+KINDS = {"byte-level": byte_level, "byte-fallback": byte_fallback}
+
+
+@pytest.fixture(scope="module", params=sorted(KINDS))
+def kind(request) -> Tokenizer:
+    return Tokenizer(KINDS[request.param]())
+
+
+@pytest.fixture
+def folder(tmp_path):
+    byte_level().save(str(tmp_path / "tokenizer.json"))
+    settings = {"eos_token": {"content": "</s>"}, "bos_token": "<s>", "chat_template": TEMPLATE}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 7]}))
+    return tmp_path
+
+
+def random_text(generator: random.Random) -> str:
+    parts = ["the ", "hello", " ", "😀", "👍🏽", "你好", "世", "é", "\n", "क्षि", "\U00010348", ".", "a", "\u00a0", "lo"]
+    return "".join(generator.choice(parts) for _ in range(generator.randint(0, 25)))
+
+
+def streamed(tokenizer: Tokenizer, prompt: list[int], ids: list[int], skip: bool = True) -> list[str]:
+    detokenizer = Detokenizer(tokenizer, prompt, skip)
+    return [*(detokenizer.add(i) for i in ids), detokenizer.finish()]
+
+
+def test_streamed_text_is_the_whole_text(kind):
+    generator = random.Random(1)
+    for _ in range(200):
+        ids = kind.encode(random_text(generator), add_special_tokens=False)
+        parts = streamed(kind, [], ids)
+        assert "".join(parts) == kind.decode(ids)
+        assert not any("\ufffd" in part for part in parts)
+
+
+def test_streamed_text_goes_on_from_the_prompt(kind):
+    generator = random.Random(2)
+    for _ in range(200):
+        ids = kind.encode("the fox" + random_text(generator), add_special_tokens=False)
+        cut = generator.randint(1, len(ids))
+        whole, prompt = kind.decode(ids), kind.decode(ids[:cut])
+        if not prompt.endswith("\ufffd"):
+            assert "".join(streamed(kind, ids[:cut], ids[cut:])) == whole[len(prompt) :]
+
+
+def test_streamed_specials(kind):
+    ids = []
+    for word in ("the", " hello", " 世"):
+        ids += [*kind.encode(word, add_special_tokens=False), 1]
+    for skip in (True, False):
+        expected = kind.decode(ids, skip_special_tokens=skip)
+        assert "".join(streamed(kind, [], ids, skip)) == expected
+
+
+def test_random_bytes_in_byte_level_tokens():
+    tokenizer = Tokenizer(byte_level())
+    generator = random.Random(3)
+    for _ in range(100):
+        ids = [generator.randrange(2, tokenizer.vocab_size) for _ in range(generator.randint(1, 200))]
+        assert "".join(streamed(tokenizer, [], ids)) == tokenizer.decode(ids)
+
+
+def test_unfinished_character_is_held_then_flushed(kind):
+    ids = kind.encode("a👍", add_special_tokens=False)
+    parts = streamed(kind, [], ids[:-1])
+    assert "".join(parts[:-1]) == "a"
+    assert set(parts[-1]) == {"\ufffd"}
+
+
+def test_bytes_that_never_become_text_are_shown_in_the_end():
+    tokenizer = Tokenizer(byte_fallback())
+    orphan = tokenizer.backend.token_to_id("<0x80>")
+    parts = streamed(tokenizer, [], [orphan] * 300)
+    assert "".join(parts[:200]).count("\ufffd") > 100
+    assert "".join(parts).count("\ufffd") == 300
+
+
+def test_token_bytes_make_the_text(kind):
+    text = "the 😀 你好é"
+    ids = kind.encode(text, add_special_tokens=False)
+    assert b"".join(kind.token_bytes(i) for i in ids).decode().strip() == text
+    assert kind.token_bytes(1) == ("</s>" if kind.byte_level else "<s>").encode()
+    assert kind.token_bytes(10**6) == b""
+    assert kind.token_text(ids[0]).strip() != ""
+
+
+def test_load(folder):
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.eos_token_ids == (1, 7)
+    assert tokenizer.vocab_size == tokenizer.backend.get_vocab_size()
+    assert tokenizer.decode(tokenizer.encode("hello 世界")) == "hello 世界"
+    assert tokenizer.decode([1, *tokenizer.encode("hi")], skip_special_tokens=False) == "</s>hi"
+
+
+def test_begin_token_is_added_on_request(tmp_path):
+    byte_fallback().save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.encode("the")[0] == 1
+    assert tokenizer.encode("the", add_special_tokens=False) == tokenizer.encode("the")[1:]
+
+
+def test_chat(folder):
+    tokenizer = load_tokenizer(folder)
+    messages = [{"role": "user", "content": "hello"}]
+    assert tokenizer.decode(tokenizer.chat(messages), skip_special_tokens=False) == "<s>[user]hello[assistant]"
+    ids = tokenizer.chat(messages, add_generation_prompt=False)
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "<s>[user]hello"
+    with pytest.raises(ModelError, match="no tools here"):
+        tokenizer.chat([{"role": "tool", "content": "x"}])
+
+
+def test_chat_refused(folder):
+    file = folder / "tokenizer_config.json"
+    settings = json.loads(file.read_text())
+    file.write_text(json.dumps(settings | {"chat_template": "{% if %}"}))
+    with pytest.raises(ModelError, match="does not compile"):
+        load_tokenizer(folder)
+    file.write_text(json.dumps(settings | {"chat_template": "{{ messages[0].content.__class__.__mro__ }}"}))
+    with pytest.raises(ModelError, match="refuses"):
+        load_tokenizer(folder).chat([{"role": "user", "content": "x"}])
+    file.write_text(json.dumps(settings | {"chat_template": "{{ 1 / 0 }}"}))
+    with pytest.raises(ModelError, match="fails on this conversation"):
+        load_tokenizer(folder).chat([{"role": "user", "content": "x"}])
+    file.write_text(json.dumps(settings | {"chat_template": None}))
+    with pytest.raises(ModelError, match="no chat template"):
+        load_tokenizer(folder).chat([])
+
+
+def test_template_file_comes_first(folder):
+    (folder / "chat_template.jinja").write_text("{{ messages | tojson }}", encoding="utf-8")
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.decode(tokenizer.chat([{"a": "<é>"}])) == '[{"a": "<é>"}]'
+
+
+def test_folders_refused(tmp_path):
+    with pytest.raises(ModelError, match="is not a folder"):
+        load_tokenizer(tmp_path / "nowhere")
+    with pytest.raises(ModelError, match="has no tokenizer files"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ModelError, match="cannot be read"):
+        load_tokenizer(tmp_path)
+
+
+def test_older_files_go_through_transformers(tmp_path):
+    byte_level().model.save(str(tmp_path))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer"}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.decode(tokenizer.encode("hello 世界")) == "hello 世界"
+
+
+def test_no_torch_in_the_api_process(folder):
+    code = (
+        "import sys; from skipjoin.model.tokenizer import load_tokenizer;"
+        f"load_tokenizer({str(folder)!r}).encode('x'); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,94 @@
+"""The command line, as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from skipjoin.builtin import builtin_model_path
+
+SKIPJOIN = Path(sys.executable).with_name("skipjoin")
+
+
+def skipjoin(*args: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([SKIPJOIN, *map(str, args)], capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_generate_prints_one_json_object_per_prompt() -> None:
+    run = skipjoin(
+        "generate", "tally", "--chat", "--prompt", "Count from 3 to 12", "--prompt", "Spell apple",
+        "--max-tokens", 100, "--temperature", 0, "--json",
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    first, second = map(json.loads, run.stdout.splitlines())
+    assert first["text"] == "3, 4, 5, 6, 7, 8, 9, 10, 11, 12"
+    assert first["finish_reason"] == "stop"
+    assert set(first) == {"text", "token_ids", "prompt_tokens", "finish_reason"}
+    assert second["text"] == "a-p-p-l-e"
+
+
+def test_generate_agrees_with_transformers_on_a_saved_folder(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(builtin_model_path())
+    common = dict(vocab_size=len(tokenizer), hidden_size=64, num_hidden_layers=2, num_attention_heads=4)
+    common |= dict(max_position_embeddings=128, bos_token_id=547, eos_token_id=None, pad_token_id=552)
+    configs = {
+        "opt": transformers.OPTConfig(**common, ffn_dim=128),
+        "llama": transformers.LlamaConfig(**common, intermediate_size=128, num_key_value_heads=2),
+        "neox": transformers.GPTNeoXConfig(**common, intermediate_size=128),
+    }
+    for name, config in configs.items():
+        model = transformers.AutoModelForCausalLM.from_config(config).eval()
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                torch.nn.init.normal_(parameter, std=0.15)
+        folder = tmp_path / name
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        run = skipjoin("generate", folder, "--prompt", "one two three", "--max-tokens", 20, "--temperature", 0,
+                       "--ignore-eos", "--json")  # fmt: skip
+        assert run.returncode == 0, run.stderr
+        ids = tokenizer("one two three", return_tensors="pt")["input_ids"]
+        with torch.inference_mode():
+            expected = model.generate(ids, max_new_tokens=20, do_sample=False, attention_mask=torch.ones_like(ids))
+        assert json.loads(run.stdout)["token_ids"] == expected[0, ids.shape[1] :].tolist(), name
+
+
+@pytest.mark.parametrize(
+    ("args", "names"),
+    [
+        (("generate", "/no/such/folder", "--prompt", "x"), "/no/such/folder is not a folder"),
+        (("generate", "tally", "--prompt", "x", "--temperature", "-1"), "temperature must be in [0, 2]"),
+        (("generate", "tally", "--prompt", "x", "--temperature", "nan"), "temperature must be a finite number"),
+        (("generate", "tally", "--prompt", "x", "--max-tokens", "99999999999"), "max_tokens must be in [1,"),
+        (("generate", "tally", "--prompt", "x", "--max-tokens", "5000"), "max_tokens must be at most"),
+        (("generate", "tally", "--prompt", "x", "--recipe", "lifo"), "recipe must be one of"),
+        (("serve", "--port", "99999"), "port must be in [0, 65535]"),
+        (("serve", "--kv-cache-gib", "0"), "kv_cache_gib must be in (0,"),
+        (("convert", "/no/such/folder", "/tmp/target"), "/no/such/folder"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(args: tuple[str, ...], names: str) -> None:
+    run = skipjoin(*args)
+    assert run.returncode == 2, run.stderr
+    assert names in run.stderr
+    assert "Traceback" not in run.stderr
+    assert run.stdout == ""
+
+
+def test_a_folder_of_unsupported_architecture_says_what_is_supported(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["BertModel"], "model_type": "bert"}')
+    run = skipjoin("generate", tmp_path, "--prompt", "x")
+    assert run.returncode == 2
+    assert "LlamaForCausalLM" in run.stderr or "tokenizer" in run.stderr
+
+
+def test_version_and_help() -> None:
+    assert skipjoin("--version").stdout.startswith("skipjoin 0.")
+    assert "--recipe" in skipjoin("serve", "--help").stdout

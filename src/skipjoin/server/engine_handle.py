@@ -1,0 +1,156 @@
+"""The engine process as the API process holds it: started, talked to over a private socket, ended."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from skipjoin.config import EngineConfig
+from skipjoin.server.engine_client import EngineClient
+from skipjoin.server.messages import Failed, FromEngine, Progress, Ready, Setup, Shutdown, ToEngine
+from skipjoin.server.metrics import Metrics
+
+logger = logging.getLogger(__name__)
+
+ENGINE_COMMAND = (sys.executable, "-m", "skipjoin.server.engine_process")
+# What an engine may take to end when told to, before it is killed.
+STOP_S = 5.0
+
+
+class EngineStartError(RuntimeError):
+    """The engine did not come up. The text says why."""
+
+
+class EngineHandle:
+    """One engine process. `client` is the way to use it.
+
+    command: what to run. on_progress: called while it starts with what is being done and the share done.
+    """
+
+    def __init__(
+        self,
+        metrics: Metrics,
+        *,
+        command: Sequence[str] = ENGINE_COMMAND,
+        on_progress: Callable[[str, float], None] = lambda what, share: None,
+    ) -> None:
+        self.client = EngineClient(self._send, metrics)
+        self.died = asyncio.Event()
+        self._command = command
+        self._on_progress = on_progress
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(FromEngine)
+        # Only this user may enter the socket's folder.
+        self._folder = tempfile.TemporaryDirectory(prefix="skipjoin-")
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.PAIR)
+        self._socket.set_hwm(0)  # what is on its way is bounded by the queue's limits
+        self._process: asyncio.subprocess.Process | None = None
+        self._watcher: asyncio.Task[None] | None = None
+        self._ready: asyncio.Future[Ready] | None = None
+        self._failure: str | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """The engine's process id, once it was started."""
+        return None if self._process is None else self._process.pid
+
+    async def start(self, config: EngineConfig) -> Ready:
+        """Start the process and wait until it takes requests. Raises `EngineStartError`."""
+        loop = asyncio.get_running_loop()
+        endpoint = f"ipc://{Path(self._folder.name) / 'engine'}"
+        self._socket.bind(endpoint)
+        self._ready = loop.create_future()
+        loop.add_reader(self._signal(), self._read)
+        self._process = await asyncio.create_subprocess_exec(
+            *self._command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=2,  # what libraries print is for the operator
+            # Out of the terminal's group, so that Ctrl-C does not end it before its requests are done.
+            start_new_session=True,
+        )
+        assert self._process.stdin is not None
+        setup = Setup(config, endpoint, os.getpid())
+        self._process.stdin.write(msgspec.json.encode(setup))
+        self._process.stdin.write_eof()
+        self._watcher = asyncio.create_task(self._watch(self._process))
+        return await self._ready
+
+    async def stop(self) -> None:
+        """End the process, at once if it does not end when told to, and release what belongs to it."""
+        process = self._process
+        if process is not None and process.returncode is None:
+            self._send(Shutdown())
+            try:
+                await asyncio.wait_for(process.wait(), STOP_S)
+            except TimeoutError:
+                self.kill()
+                await process.wait()
+        if self._watcher is not None:
+            await self._watcher
+            asyncio.get_running_loop().remove_reader(self._signal())
+        self._socket.close(linger=0)
+        self._context.term()
+        self._folder.cleanup()
+
+    def kill(self) -> None:
+        """End the process now, with whatever it does."""
+        if self._process is not None and self._process.returncode is None:
+            self._process.send_signal(signal.SIGKILL)
+
+    def _signal(self) -> int:
+        """The file descriptor that becomes readable when the socket has news."""
+        return int(self._socket.getsockopt(zmq.FD))
+
+    def _send(self, message: ToEngine) -> None:
+        self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
+        # The socket signals news only once, and sending may have taken the signal.
+        asyncio.get_running_loop().call_soon(self._read)
+
+    def _read(self) -> None:
+        """Take all messages that are there."""
+        while not self._socket.closed:
+            try:
+                frame = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                self._receive(self._decoder.decode(frame))
+            except Exception:
+                logger.exception("a message from the engine was not handled")
+
+    def _receive(self, message: FromEngine) -> None:
+        if isinstance(message, Progress):
+            self._on_progress(message.what, message.share)
+        elif isinstance(message, Failed):
+            self._failure = message.text
+        else:
+            self.client.receive(message)
+            if isinstance(message, Ready) and self._ready is not None and not self._ready.done():
+                self._ready.set_result(message)
+
+    async def _watch(self, process: asyncio.subprocess.Process) -> None:
+        """Wait for the process to end, and tell everybody."""
+        code = await process.wait()
+        self._read()  # its last words
+        self.client.died()
+        self.died.set()
+        if self._ready is not None and not self._ready.done():
+            self._ready.set_exception(EngineStartError(self._failure or _describe(code)))
+        elif self._failure is not None:
+            logger.error("the engine failed: %s", self._failure)
+
+
+def _describe(code: int) -> str:
+    if code < 0:
+        return f"the engine process was killed by {signal.Signals(-code).name}"
+    return f"the engine process ended with exit code {code}"

@@ -1,0 +1,26 @@
+"""The engine process: assembles the engine and serves it to the API process, which started this one.
+
+    python -m skipjoin.server.engine_process < setup.json
+
+It ends when told to, when the engine fails, and when its parent is gone, however that happened.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from skipjoin.assembly import assemble
+from skipjoin.server.engine_server import Loop, OnProgress, serve_engine
+from skipjoin.server.loop import EngineLoop
+from skipjoin.server.messages import Ready, Setup
+
+
+def load_engine(setup: Setup, on_progress: OnProgress) -> tuple[Loop, Ready]:
+    """The engine and its facts."""
+    engine = assemble(setup.config, on_progress)
+    facts = {name: getattr(engine.info, name) for name in Ready.__struct_fields__}
+    return EngineLoop(engine), Ready(**facts)
+
+
+if __name__ == "__main__":
+    sys.exit(serve_engine(load_engine))

@@ -1,0 +1,179 @@
+"""`run_server`: from two configurations to a server that runs until it is told to end.
+
+| exit code | meaning |
+|---|---|
+| 0 | ended by SIGTERM or SIGINT |
+| 1 | the engine could not start, or died |
+| 2 | the address cannot be used: the port is taken, the host is not ours |
+
+The first signal drains: /ready and new requests answer 503, running requests go on for at most `shutdown_timeout_s`.
+The second ends everything at once. When the engine dies, all requests fail with 503 and so does /health; the process
+stays for `DEATH_GRACE_S`, so that clients and probes read it, and then exits for its supervisor to start it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import gc
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+import uvloop
+
+from skipjoin.config import EngineConfig, ServerConfig
+from skipjoin.model.config import ModelError
+from skipjoin.model.tokenizer import Tokenizer, load_tokenizer
+from skipjoin.server.app import build_app
+from skipjoin.server.engine_handle import ENGINE_COMMAND, EngineHandle, EngineStartError
+from skipjoin.server.errors import unavailable
+from skipjoin.server.http import HttpServer, listen
+from skipjoin.server.metrics import Metrics
+from skipjoin.server.progress import ProgressDisplay
+from skipjoin.server.service import Service
+
+EXIT_OK, EXIT_ENGINE, EXIT_ADDRESS = 0, 1, 2
+DEATH_GRACE_S = 10.0
+# How often the drain looks whether all requests are done.
+_POLL_S = 0.05
+
+
+def run_server(
+    engine_config: EngineConfig, server_config: ServerConfig, *, engine_command: Sequence[str] = ENGINE_COMMAND
+) -> int:
+    """Serve until told to end; the exit code. engine_command: the program that is the engine process."""
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        # Before the model is loaded: a port that is taken is known at once.
+        listener = listen(server_config.host, server_config.port)
+    except OSError as error:
+        _say(_explain(error, server_config))
+        return EXIT_ADDRESS
+    with listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(Server(engine_config, server_config, engine_command).run(listener))
+
+
+def _explain(error: OSError, config: ServerConfig) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return f"error: port {config.port} on {config.host} is taken; choose another with --port"
+    return f"error: cannot listen on {config.host} port {config.port}: {error.strerror or error}"
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+class Server:
+    """The parts of a running server and the order in which they start and end."""
+
+    def __init__(self, engine_config: EngineConfig, config: ServerConfig, engine_command: Sequence[str]) -> None:
+        self._engine_config = engine_config
+        self._config = config
+        self._progress = ProgressDisplay()
+        metrics = Metrics()
+        self._engine = EngineHandle(metrics, command=engine_command, on_progress=self._progress.update)
+        self._service = Service(config, self._engine.client, metrics)
+        self._http = HttpServer(build_app(self._service), max_header_bytes=config.max_header_bytes)
+        self._signals = 0
+        self._told = asyncio.Event()  # to end
+
+    async def run(self, listener: socket.socket) -> int:
+        """Start, serve, end."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal)
+        # It answers from the start: 503 until the model is there, so that probes can tell loading from dead.
+        serving = asyncio.create_task(self._http.serve(sockets=[listener]))
+        try:
+            code = await self._serve(listener)
+        finally:
+            self._http.should_exit = True
+            await serving
+            await self._engine.stop()
+            self._service.close()
+        return code
+
+    def _on_signal(self) -> None:
+        self._signals += 1
+        self._told.set()
+        self._service.drain()
+        if self._signals > 1:
+            self._engine.kill()
+            self._http.force_exit = True
+
+    async def _serve(self, listener: socket.socket) -> int:
+        """Start the engine and wait for the end; the exit code."""
+        try:
+            tokenizer = await self._start()
+        except (EngineStartError, ModelError) as error:
+            _say(f"error: {error}")
+            return EXIT_ENGINE
+        finally:
+            self._progress.close()
+        if tokenizer is None:
+            return EXIT_OK
+        self._announce(listener)
+        await _first(self._told.wait(), self._engine.died.wait())
+        if not self._told.is_set():
+            _say(f"error: the engine has died; this server ends in {DEATH_GRACE_S:g} s")
+            await _first(self._told.wait(), asyncio.sleep(DEATH_GRACE_S))
+            return EXIT_ENGINE
+        await self._drain()
+        return EXIT_OK
+
+    async def _start(self) -> Tokenizer | None:
+        """Bring up engine and tokenizer; None if the server was told to end first."""
+        starting = asyncio.create_task(self._engine.start(self._engine_config))
+        told = asyncio.create_task(self._told.wait())
+        await asyncio.wait((starting, told), return_when=asyncio.FIRST_COMPLETED)
+        told.cancel()
+        if not starting.done():
+            self._engine.kill()
+            await asyncio.wait((starting,))
+            starting.exception()  # it was killed, which is no news
+            return None
+        info = starting.result()
+        tokenizer = await self._service.in_thread(load_tokenizer, info.folder)
+        self._service.open(info, tokenizer)
+        # What was made until now stays: the garbage collector need not walk through it while tokens stream.
+        gc.collect()
+        gc.freeze()
+        return tokenizer
+
+    def _announce(self, listener: socket.socket) -> None:
+        host, port = listener.getsockname()[:2]
+        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        info = self._service.info
+        key = " -H 'Authorization: Bearer KEY'" if self._config.api_keys else ""
+        print(
+            f"Ready: {self._service.name} at {url} (recipe {info.recipe}, context {info.max_model_len} tokens, "
+            f"{info.device_blocks} KV blocks of {info.block_size}, {info.dtype} on {info.device})\n"
+            f"Try: curl {url}/v1/completions{key} -H 'Content-Type: application/json' "
+            f'-d \'{{"prompt": "Hello", "max_tokens": 16}}\'',
+            flush=True,
+        )
+
+    async def _drain(self) -> None:
+        """Let what runs finish, until the time is up or a second signal comes."""
+        service = self._service
+        _say(f"draining: {service.admission.requests} requests run, for at most {self._config.shutdown_timeout_s:g} s")
+        end = asyncio.get_running_loop().time() + self._config.shutdown_timeout_s
+        while (
+            (service.busy or service.admission.requests)
+            and self._signals < 2
+            and asyncio.get_running_loop().time() < end
+        ):
+            await asyncio.sleep(_POLL_S)
+        service.client.fail_all(unavailable("the server is shutting down", "shutting_down"))
+
+
+async def _first(*waits: Coroutine[Any, Any, Any]) -> None:
+    """Wait for the first of these to be done, and drop the others."""
+    tasks = [asyncio.create_task(wait) for wait in waits]
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
+        task.cancel()

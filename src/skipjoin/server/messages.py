@@ -1,0 +1,117 @@
+"""What the API process and the engine process say to each other: msgspec structs of declared types, as msgpack.
+
+One `Step` carries all tokens of an engine step, so that the number of messages does not grow with the batch.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from skipjoin.config import EngineConfig
+from skipjoin.sampling import SamplingParams, TokenDetail
+
+
+class Setup(msgspec.Struct, frozen=True):
+    """The engine process's whole input, as JSON on its standard input.
+
+    endpoint: the socket's address. parent: process id of the API process; the engine ends when it is gone.
+    """
+
+    config: EngineConfig
+    endpoint: str
+    parent: int
+
+
+# -- to the engine --------------------------------------------------------------------------------------------
+
+
+class Add(msgspec.Struct, frozen=True, tag="add", array_like=True):
+    """A request. id: unique for the life of the engine. deadline_s: seconds from its arrival at the engine."""
+
+    id: int
+    prompt: list[int]
+    params: SamplingParams
+    priority: int = 0
+    deadline_s: float | None = None
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort", array_like=True):
+    """These requests are no longer wanted; those that are gone are ignored."""
+
+    ids: list[int]
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag="shutdown", array_like=True):
+    """End the process now."""
+
+
+ToEngine = Add | Abort | Shutdown
+
+
+# -- from the engine ------------------------------------------------------------------------------------------
+
+
+class Progress(msgspec.Struct, frozen=True, tag="progress", array_like=True):
+    """Start-up goes on. share: of what is being done, between 0 and 1."""
+
+    what: str
+    share: float
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready", array_like=True):
+    """The engine takes requests; what there is to know about it.
+
+    folder: where the tokenizer lies. max_model_len: most tokens of prompt and output together.
+    """
+
+    model: str
+    folder: str
+    max_model_len: int
+    vocab_size: int
+    device_blocks: int
+    block_size: int
+    recipe: str
+    dtype: str
+    device: str
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed", array_like=True):
+    """The engine cannot start or go on; the process ends. text: for the operator, never for clients."""
+
+    text: str
+
+
+class Step(msgspec.Struct, frozen=True, tag="step", array_like=True):
+    """What one engine step brought.
+
+    ids, tokens: a generated token for each of these requests; none stands twice. details: by index into `ids`.
+    ended: (id, reason) of requests that are over, this step's token included; reason is a `FinishReason`.
+    started: (id, seconds queued) of requests that run for the first time.
+    """
+
+    ids: list[int] = []
+    tokens: list[int] = []
+    details: dict[int, TokenDetail] = {}
+    ended: list[tuple[int, str]] = []
+    started: list[tuple[int, float]] = []
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused", array_like=True):
+    """The engine would not take a request. param: the field at fault. text: may be shown to the client."""
+
+    id: int
+    param: str | None
+    text: str
+
+
+class Stats(msgspec.Struct, frozen=True, tag="stats", array_like=True):
+    """How the engine fares. blocks_used: of Ready.device_blocks. preemptions, steps: since the start."""
+
+    running: int
+    waiting: int
+    blocks_used: int
+    preemptions: int
+    steps: int
+
+
+FromEngine = Progress | Ready | Failed | Step | Refused | Stats

@@ -1,0 +1,141 @@
+"""From tokens to text: incremental detokenising, stop strings, log-probabilities. One `Choice` per sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from skipjoin.core.request import FinishReason
+from skipjoin.model.tokenizer import Detokenizer, Tokenizer
+from skipjoin.sampling import Scored
+from skipjoin.server.engine_client import Output
+
+
+class StopStrings:
+    """Finds the first stop string in a text that grows, and holds back what may be the beginning of one."""
+
+    def __init__(self, stops: Sequence[str], *, include: bool) -> None:
+        self._stops = stops
+        self._include = include
+        self._held = ""
+        self.found = False
+
+    def add(self, text: str) -> str:
+        """What of the text so far may be shown now. Once a stop string is `found`, nothing more is."""
+        if self.found:
+            return ""
+        text = self._held + text
+        hits = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if hits:
+            # The one complete first counts, so that it does not matter how tokens cut the text.
+            end, at = min(hits)
+            self.found, self._held = True, ""
+            return text[:end] if self._include else text[:at]
+        keep = max(_overlap(text, stop) for stop in self._stops)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def flush(self) -> str:
+        """The text is complete: what was held back belongs to it."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that `stop`, as a whole longer, begins with."""
+    first = stop[0]
+    start = max(0, len(text) - len(stop) + 1)
+    while (start := text.find(first, start)) >= 0:
+        if stop.startswith(text[start:]):
+            return len(text) - start
+        start += 1
+    return 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextRules:
+    """How a request's tokens become text.
+
+    echo: the prompt stands first. score_only: no token is wanted, only the prompt's scores. min_tokens: stop strings
+    count from here on. scores: log-probabilities are wanted.
+    """
+
+    stop: tuple[str, ...] = ()
+    include_stop: bool = False
+    skip_special: bool = True
+    min_tokens: int = 0
+    echo: bool = False
+    score_only: bool = False
+    scores: bool = False
+
+
+class Choice:
+    """One sequence's output as it grows.
+
+    tokens: generated so far, those of a stop string and the end-of-sequence token included. scored: tokens whose
+    log-probabilities have not been sent. finish_reason: "stop" or "length" once it is over.
+    """
+
+    __slots__ = (
+        "_detokenizer",
+        "_lead",
+        "_rules",
+        "_stops",
+        "finish_reason",
+        "index",
+        "prompt",
+        "scored",
+        "text_length",
+        "tokens",
+    )
+
+    def __init__(self, index: int, prompt: list[int], text: str | None, tokenizer: Tokenizer, rules: TextRules) -> None:
+        """text: the prompt as the client spelled it, None if as ids."""
+        self.index = index
+        self.prompt = prompt
+        self.tokens = 0
+        self.scored: list[Scored] = []
+        self.text_length = 0  # of the log-probabilities' tokens that were sent
+        self.finish_reason: str | None = None
+        self._rules = rules
+        self._detokenizer = Detokenizer(tokenizer, prompt, rules.skip_special)
+        self._stops = StopStrings(rules.stop, include=rules.include_stop) if rules.stop else None
+        self._lead = ""
+        if rules.echo:
+            self._lead = text if text is not None else tokenizer.decode(prompt, rules.skip_special)
+
+    def take(self, output: Output) -> str:
+        """Add an output; the text that may be shown because of it. Nothing may follow once `finish_reason` is set."""
+        shown, self._lead = self._lead, ""
+        if output.detail is not None and self._rules.scores:
+            self.scored.extend(output.detail.prompt)
+            if not self._rules.score_only:
+                self.scored.append(output.detail.chosen)
+        if self._rules.score_only:
+            self.finish_reason = FinishReason.LENGTH.value
+            return shown
+        text = ""
+        if output.token is not None:
+            self.tokens += 1
+            # The token that ended it, end-of-sequence or one of stop_token_ids, is shown only if asked for.
+            if output.reason is not FinishReason.STOP or self._rules.include_stop:
+                text = self._detokenizer.add(output.token)
+        if output.reason is not None:
+            text += self._detokenizer.finish()
+        shown += self._until_stop(text)
+        if self._stops is not None and self._stops.found:
+            self.finish_reason = FinishReason.STOP.value
+        elif output.reason is not None:
+            self.finish_reason = output.reason.value
+            shown += self._stops.flush() if self._stops is not None else ""
+        return shown
+
+    def take_scored(self) -> list[Scored]:
+        """The tokens whose log-probabilities are to be sent now."""
+        scored, self.scored = self.scored, []
+        return scored
+
+    def _until_stop(self, text: str) -> str:
+        if self._stops is None or not text or self.tokens <= self._rules.min_tokens:
+            return text
+        return self._stops.add(text)

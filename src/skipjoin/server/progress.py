@@ -1,0 +1,34 @@
+"""What the operator sees while the model loads: a bar on a terminal, lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+
+from rich.console import Console
+from rich.progress import Progress, TaskID
+
+
+class ProgressDisplay:
+    """Shows stages of work on standard error. Without a terminal each stage is one line, when it begins."""
+
+    def __init__(self) -> None:
+        self._bars = Progress(console=Console(stderr=True), transient=True) if sys.stderr.isatty() else None
+        self._tasks: dict[str, TaskID] = {}
+        self._seen: set[str] = set()
+
+    def update(self, what: str, share: float) -> None:
+        """`share`, between 0 and 1, of `what` is done."""
+        if self._bars is None:
+            if what not in self._seen:
+                print(f"{what} ...", file=sys.stderr, flush=True)
+            self._seen.add(what)
+            return
+        if what not in self._tasks:
+            self._bars.start()
+            self._tasks[what] = self._bars.add_task(what, total=1.0)
+        self._bars.update(self._tasks[what], completed=share)
+
+    def close(self) -> None:
+        """Take the bars off the screen."""
+        if self._bars is not None:
+            self._bars.stop()

@@ -1,0 +1,295 @@
+"""What clients may send. Unknown fields are refused, so that nothing is ignored silently.
+
+Fields that clients send by default, for features that this server does not have, are accepted with the values that
+ask for nothing (`Only`) and refused with any other:
+
+| field | accepted |
+|---|---|
+| best_of, num_choices of beam search | null, 1; use_beam_search: null, false |
+| suffix, prompt_logprobs, truncate_prompt_tokens, allowed_token_ids, guided decoding | null |
+| response_format | null, {"type": "text"} |
+| tools, functions | null, [] |
+| tool_choice, function_call | null, "none"; tool_choice also "auto", which without tools means nothing |
+| parallel_tool_calls, add_special_tokens | any boolean: they change nothing without tools, or are the default |
+| modalities | null, ["text"]; audio, prediction, web_search_options, reasoning_effort, verbosity: null |
+| service_tier | null, "auto", "default" |
+| store, continue_final_message, return_token_ids, return_tokens_as_token_ids | null, false |
+| length_penalty | null, 1 |
+| user, metadata, safety_identifier, prompt_cache_key | anything within bounds: labels, which change nothing |
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, GetCoreSchemaHandler, Tag
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+from skipjoin.sampling import (
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKENS,
+    SEED_MAX,
+    SEED_MIN,
+)
+
+MAX_N = 16
+MAX_PROMPTS = 256
+MAX_MESSAGES = 4096
+# Looking for a stop string costs its length at each token.
+MAX_STOP_LENGTH = 512
+MAX_LABEL = 512
+# A week: beyond it a deadline is none.
+MAX_DEADLINE_MS = 7 * 86_400_000
+INT32, INT64 = 2**31 - 1, 2**63 - 1
+
+
+class Only:
+    """Annotation of a field that takes nothing but these JSON values."""
+
+    def __init__(self, *values: Any) -> None:
+        self.values = values
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(self._check)
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: Any) -> dict[str, Any]:
+        return {"enum": list(self.values)}
+
+    def _check(self, value: Any) -> Any:
+        # In JSON true is not 1, as it is in Python.
+        if any(value == known and isinstance(value, bool) == isinstance(known, bool) for known in self.values):
+            return value
+        allowed = " or ".join("null" if known is None else str(known).lower() for known in self.values)
+        raise PydanticCustomError(
+            "unsupported", "this server does not support it: only {allowed}", {"allowed": allowed}
+        )
+
+
+Null = Annotated[Any, Only(None)]
+Off = Annotated[Any, Only(None, False)]
+Label = Annotated[str, Field(max_length=MAX_LABEL)] | None
+TokenId = Annotated[int, Field(ge=0, le=INT32)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1), Field(fail_fast=True)]
+Text = Annotated[str, Field(min_length=1)]
+
+
+class Body(BaseModel):
+    """A JSON body: exact types, finite numbers, no fields that are not declared."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+
+class StreamOptions(Body):
+    """include_usage: a last event with the usage. continuous_usage_stats: usage in every event."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: Off = None
+
+
+def _stop_kind(value: Any) -> str | None:
+    return "~text" if isinstance(value, str) else "~texts" if isinstance(value, list) else None
+
+
+def _prompt_kind(value: Any) -> str | None:
+    if isinstance(value, str):
+        return "~text"
+    if not isinstance(value, list):
+        return None
+    first = value[0] if value else ""
+    if isinstance(first, list):
+        return "~id_lists"
+    return "~texts" if isinstance(first, str) else "~ids"
+
+
+def _one_of(kinds: Any, choose: Any, expected: str) -> Any:
+    """A union in which `choose` picks the alternative, so that errors speak of that one only."""
+    return Annotated[kinds, Discriminator(choose, custom_error_type="type", custom_error_message=expected)]
+
+
+StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
+Stop = _one_of(
+    Annotated[StopText, Tag("~text")]
+    | Annotated[list[StopText], Field(max_length=MAX_STOP_STRINGS), Field(fail_fast=True), Tag("~texts")],
+    _stop_kind,
+    "must be a string or a list of strings",
+)
+Prompt = _one_of(
+    Annotated[Text, Tag("~text")]
+    | Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS), Field(fail_fast=True), Tag("~texts")]
+    | Annotated[TokenIds, Tag("~ids")]
+    | Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS), Field(fail_fast=True), Tag("~id_lists")],
+    _prompt_kind,
+    "must be a string, a list of strings, a list of token ids, or a list of such lists",
+)
+
+
+class Generation(Body):
+    """What both kinds of completion share."""
+
+    model: Label = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=INT32)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
+    seed: Annotated[int, Field(ge=SEED_MIN, le=SEED_MAX)] | None = None
+    stop: Stop | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS), Field(fail_fast=True)] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=INT32)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    logit_bias: (
+        Annotated[
+            dict[Annotated[str, Field(pattern=r"^[0-9]{1,10}$")], Annotated[float, Field(ge=-100, le=100)]],
+            Field(max_length=MAX_LOGIT_BIAS),
+        ]
+        | None
+    ) = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    priority: Annotated[int, Field(ge=-INT64 - 1, le=INT64)] | None = None
+    deadline_ms: Annotated[int, Field(ge=1, le=MAX_DEADLINE_MS)] | None = None
+
+    user: Label = None
+    safety_identifier: Label = None
+    prompt_cache_key: Label = None
+    metadata: (
+        Annotated[
+            dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+        ]
+        | None
+    ) = None
+    add_special_tokens: Annotated[Any, Only(None, True)] = None
+    best_of: Annotated[Any, Only(None, 1)] = None
+    use_beam_search: Off = None
+    length_penalty: Annotated[Any, Only(None, 1)] = None
+    response_format: Annotated[Any, Only(None, {"type": "text"})] = None
+    service_tier: Annotated[Any, Only(None, "auto", "default")] = None
+    spaces_between_special_tokens: Annotated[Any, Only(None, True)] = None
+    prompt_logprobs: Null = None
+    truncate_prompt_tokens: Null = None
+    allowed_token_ids: Null = None
+    guided_json: Null = None
+    guided_regex: Null = None
+    guided_choice: Null = None
+    guided_grammar: Null = None
+    structured_outputs: Null = None
+    return_token_ids: Off = None
+    return_tokens_as_token_ids: Off = None
+
+
+class CompletionRequest(Generation):
+    """POST /v1/completions. echo: the prompt stands before the output, and in the log-probabilities; with it
+    max_tokens may be 0: the prompt is scored and nothing generated."""
+
+    prompt: Prompt
+    max_tokens: Annotated[int, Field(ge=0, le=INT32)] | None = None
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    suffix: Annotated[Any, Only(None, "")] = None
+
+
+class TextPart(Body):
+    """The only kind of content part."""
+
+    type: Literal["text"]
+    text: str
+
+
+def _content_kind(value: Any) -> str | None:
+    return "~text" if isinstance(value, str) else "~parts" if isinstance(value, list) else None
+
+
+Content = _one_of(
+    Annotated[str, Tag("~text")] | Annotated[list[TextPart], Field(min_length=1), Field(fail_fast=True), Tag("~parts")],
+    _content_kind,
+    "must be a string or a list of text parts",
+)
+
+
+class Message(Body):
+    """One turn. What a response's message holds may be sent back as it is. developer means system."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Content
+    name: Label = None
+    refusal: Null = None
+    annotations: Annotated[Any, Only(None, [])] = None
+    audio: Null = None
+    function_call: Null = None
+    tool_calls: Annotated[Any, Only(None, [])] = None
+    reasoning: Null = None
+    reasoning_content: Null = None
+
+    def as_template_input(self) -> dict[str, str]:
+        """What chat templates read."""
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        message: dict[str, str] = {"role": "system" if self.role == "developer" else self.role, "content": text}
+        if self.name is not None:
+            message["name"] = self.name
+        return message
+
+
+class TemplateOptions(Body):
+    """The variables of chat templates that a request may set: switches, never code."""
+
+    enable_thinking: bool | None = None
+    thinking: bool | None = None
+
+
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES), Field(fail_fast=True)]
+
+
+class ChatRequest(Generation):
+    """POST /v1/chat/completions."""
+
+    messages: Messages
+    max_tokens: Annotated[int, Field(ge=1, le=INT32)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, le=INT32)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: TemplateOptions | None = None
+
+    chat_template: Null = None
+    documents: Annotated[Any, Only(None, [])] = None
+    echo: Off = None
+    continue_final_message: Off = None
+    tools: Annotated[Any, Only(None, [])] = None
+    tool_choice: Annotated[Any, Only(None, "none", "auto")] = None
+    parallel_tool_calls: bool | None = None
+    functions: Annotated[Any, Only(None, [])] = None
+    function_call: Annotated[Any, Only(None, "none")] = None
+    modalities: Annotated[Any, Only(None, ["text"])] = None
+    audio: Null = None
+    prediction: Null = None
+    web_search_options: Null = None
+    reasoning_effort: Null = None
+    verbosity: Null = None
+    store: Off = None
+
+
+class TokenizeRequest(Body):
+    """POST /tokenize: a text, or a conversation in the model's chat template."""
+
+    model: Label = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: TemplateOptions | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Body):
+    """POST /detokenize: the text of token ids, special tokens included."""
+
+    model: Label = None
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]

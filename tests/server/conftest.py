@@ -1,0 +1,67 @@
+"""Fixtures: an API over a scripted engine in this process, and servers in processes of their own."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_model
+from server_worlds import BLOCKS, Api, MakeApi, ServerProcess, StartServer, simulated_server
+
+from skipjoin.config import ServerConfig
+
+
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(scope="session")
+def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model.write_tokenizer(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def make_api(tokenizer_folder: Path) -> MakeApi:
+    """`make_api(**settings)`: an `Api` whose `ServerConfig` has those settings."""
+
+    @contextlib.asynccontextmanager
+    async def make(**settings: Any) -> AsyncIterator[Api]:
+        api = Api(tokenizer_folder, ServerConfig(**settings))
+        async with api.http:
+            yield api
+        api.service.close()
+
+    return make
+
+
+@pytest.fixture
+async def api(make_api: MakeApi) -> AsyncIterator[Api]:
+    async with make_api() as found:
+        yield found
+        assert found.is_clean()
+
+
+@pytest.fixture
+def start_server(tokenizer_folder: Path) -> Iterator[StartServer]:
+    """`start_server(step_s=..., **settings)`: a server over the simulated engine."""
+    started: list[ServerProcess] = []
+
+    def start(step_s: float = 0.001, blocks: int = BLOCKS, **settings: Any) -> ServerProcess:
+        started.append(simulated_server(tokenizer_folder, step_s, blocks, **settings))
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.stop()
+
+
+@pytest.fixture(scope="session")
+def server(tokenizer_folder: Path) -> Iterator[ServerProcess]:
+    """A server over the simulated engine that tests share; each must leave it idle."""
+    shared = simulated_server(tokenizer_folder, 0.001, BLOCKS)
+    yield shared
+    shared.stop()

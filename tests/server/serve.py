@@ -1,0 +1,39 @@
+"""Runs a server in its own process, for tests.
+
+python serve.py simulated TOKENIZER_FOLDER STEP_SECONDS BLOCKS CONTEXT [SETTING=VALUE ...]
+python serve.py model FOLDER [SETTING=VALUE ...]
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from skipjoin.config import EngineConfig, ServerConfig
+from skipjoin.server.engine_handle import ENGINE_COMMAND
+from skipjoin.server.launch import run_server
+
+_NUMBERS = {"port": int, "max_queued_requests": int, "max_queued_tokens": int, "max_body_bytes": int}
+
+
+def _settings(words: list[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {"port": 0}
+    for name, _, value in (word.partition("=") for word in words):
+        found[name] = (value,) if name == "api_keys" else _NUMBERS.get(name, float)(value)
+    return found
+
+
+def main() -> int:
+    """The server's exit code."""
+    kind, folder, *rest = sys.argv[1:]
+    if kind == "model":
+        engine = EngineConfig(model=folder, kv_cache_gib=0.01, threads=1)
+        return run_server(engine, ServerConfig(**_settings(rest)), engine_command=ENGINE_COMMAND)
+    simulated = str(Path(__file__).parent / "simulated_engine.py")
+    command = (sys.executable, simulated, folder, *rest[:3])
+    return run_server(EngineConfig(), ServerConfig(**_settings(rest[3:])), engine_command=command)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

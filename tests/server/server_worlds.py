@@ -1,0 +1,203 @@
+"""A scripted engine inside the test's own process, and servers in processes of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import tiny_model as tiny
+
+from skipjoin.config import ServerConfig
+from skipjoin.core.request import FinishReason
+from skipjoin.model.tokenizer import load_tokenizer
+from skipjoin.sampling import Scored, TokenDetail
+from skipjoin.server.app import build_app
+from skipjoin.server.auth import Guard
+from skipjoin.server.engine_client import EngineClient
+from skipjoin.server.messages import Abort, Add, Ready, Shutdown, Step
+from skipjoin.server.metrics import Metrics
+from skipjoin.server.service import Service
+
+HERE = Path(__file__).parent
+BLOCKS = 4096
+
+# -- in this process --------------------------------------------------------------------------------------------
+
+
+class ScriptedEngine:
+    """Stands where the engine process would: the n-th token repeats the n-th of the prompt, each loop turn a step.
+
+    paused: nothing happens until `step` is called.
+    """
+
+    def __init__(self, metrics: Metrics) -> None:
+        self.client = EngineClient(self.send, metrics)
+        self.live: dict[int, tuple[Add, int]] = {}
+        self.added: list[Add] = []
+        self.aborted: list[int] = []
+        self.paused = False
+
+    def send(self, message: Add | Abort | Shutdown) -> None:
+        if isinstance(message, Add):
+            self.live[message.id] = (message, 0)
+            self.added.append(message)
+            if len(self.live) == 1:
+                asyncio.get_running_loop().call_soon(self._turn)
+        elif isinstance(message, Abort):
+            self.aborted.extend(message.ids)
+            for request_id in message.ids:
+                self.live.pop(request_id, None)
+
+    def _turn(self) -> None:
+        if not self.paused:
+            self.step()
+        if self.live:
+            asyncio.get_running_loop().call_later(0.001 if self.paused else 0, self._turn)
+
+    def step(self) -> None:
+        """One token for everybody."""
+        ids, tokens, details, ended, started = [], [], {}, [], []
+        for request_id, (add, count) in list(self.live.items()):
+            token = add.prompt[count % len(add.prompt)]
+            if add.params.logprobs is not None:
+                details[len(ids)] = _detail(add, token, first=count == 0)
+            if count == 0:
+                started.append((request_id, 0.001))
+            ids.append(request_id)
+            tokens.append(token)
+            self.live[request_id] = (add, count + 1)
+            stops = {*add.params.stop_token_ids, *(() if add.params.ignore_eos else (tiny.EOS,))}
+            if token in stops or count + 1 == add.params.max_tokens:
+                reason = FinishReason.STOP if token in stops else FinishReason.LENGTH
+                ended.append((request_id, reason.value))
+                del self.live[request_id]
+        self.client.receive(Step(ids, tokens, details, ended, started))
+
+    def end_all(self, reason: FinishReason) -> None:
+        """Everything that is there ends without a token."""
+        ended = [(request_id, reason.value) for request_id in self.live]
+        self.live.clear()
+        self.client.receive(Step(ended=ended))
+
+
+def _detail(add: Add, token: int, *, first: bool) -> TokenDetail:
+    def top(count: int | None) -> tuple[tuple[int, float], ...]:
+        return tuple((other, -1.0 - other) for other in range(count or 0))
+
+    scores: tuple[Scored, ...] = ()
+    if first and add.params.prompt_logprobs is not None:
+        later = [Scored(known, -0.25, top(add.params.prompt_logprobs)) for known in add.prompt[1:]]
+        scores = (Scored(add.prompt[0], None), *later)
+    return TokenDetail(Scored(token, -0.5, top(add.params.logprobs)), scores)
+
+
+class Api:
+    """An application over a scripted engine, and an HTTP client that calls it directly."""
+
+    def __init__(self, folder: Path, config: ServerConfig) -> None:
+        self.metrics = Metrics()
+        self.engine = ScriptedEngine(self.metrics)
+        self.service = Service(config, self.engine.client, self.metrics)
+        ready = Ready("tiny", str(folder), tiny.CONTEXT, tiny.VOCAB, BLOCKS, 16, "fcfs", "none", "none")
+        self.engine.client.receive(ready)
+        self.service.open(ready, load_tokenizer(folder))
+        self.app: Guard = build_app(self.service)
+        transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
+        self.http = httpx.AsyncClient(transport=transport, base_url="http://test")
+
+    async def complete(self, **body: Any) -> httpx.Response:
+        """POST /v1/completions, with a prompt unless the body has one."""
+        return await self.http.post("/v1/completions", json={"prompt": "abcdef", **body})
+
+    async def chat(self, **body: Any) -> httpx.Response:
+        """POST /v1/chat/completions, with a message unless the body has some."""
+        return await self.http.post(
+            "/v1/chat/completions", json={"messages": [{"role": "user", "content": "hello"}], "max_tokens": 8, **body}
+        )
+
+    def is_clean(self) -> bool:
+        """Whether nothing is left at the engine or in the queue's counts."""
+        admission = self.service.admission
+        return not (self.engine.client.active or admission.requests or admission.tokens or self.service.busy)
+
+
+MakeApi = Callable[..., contextlib.AbstractAsyncContextManager[Api]]
+
+
+# -- in other processes -----------------------------------------------------------------------------------------
+
+
+class ServerProcess:
+    """A server that runs on its own, over the simulated engine or a real one. Its output is collected."""
+
+    def __init__(self, command: list[str]) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, str(HERE / "serve.py"), *command],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.errors: list[str] = []
+        self._reader = threading.Thread(target=self._read_errors, daemon=True)
+        self._reader.start()
+        assert self.process.stdout is not None
+        ready = self.process.stdout.readline()
+        assert ready.startswith("Ready"), (ready, self.errors)
+        self.url = ready.split(" at ")[1].split()[0]
+        self.api = psutil.Process(self.process.pid)
+        (self.engine,) = [child for child in self.api.children() if "python" in child.name()]
+
+    def _read_errors(self) -> None:
+        assert self.process.stderr is not None
+        self.errors.extend(self.process.stderr)
+
+    def metric(self, name: str) -> float:
+        """The value of a metric without labels."""
+        text = httpx.get(f"{self.url}/metrics").text
+        return next(float(line.split()[1]) for line in text.splitlines() if line.startswith(f"skipjoin:{name} "))
+
+    def wait_idle(self, seconds: float = 10.0) -> None:
+        """Wait until no request is left and all KV blocks are free."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            load = httpx.get(f"{self.url}/load").json()
+            if not (load["server_load"] or load["running"] or load["waiting"] or load["kv_cache_usage"]):
+                return
+            time.sleep(0.05)
+        raise AssertionError(f"the server does not fall idle: {load}")
+
+    def stop(self) -> None:
+        """End it, whatever state it is in, and see that nothing is left."""
+        if self.process.poll() is None:
+            self.process.terminate()
+        try:
+            self.process.wait(20)
+        finally:
+            self.process.kill()
+        self.process.wait()
+        self._reader.join(5)
+        for stream in (self.process.stdout, self.process.stderr):
+            assert stream is not None
+            stream.close()
+        psutil.wait_procs([self.engine], timeout=5)
+        assert not self.engine.is_running()
+
+
+StartServer = Callable[..., ServerProcess]
+
+
+def simulated_server(
+    folder: Path, step_s: float, blocks: int, context: int = tiny.CONTEXT, **settings: Any
+) -> ServerProcess:
+    """A server over the simulated engine."""
+    options = [f"{name}={value}" for name, value in settings.items()]
+    return ServerProcess(["simulated", str(folder), str(step_s), str(blocks), str(context), *options])

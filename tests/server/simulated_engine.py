@@ -1,0 +1,125 @@
+"""An engine process without a model: the real core, real steps in real time, and tokens that repeat the prompt.
+
+    python simulated_engine.py TOKENIZER_FOLDER STEP_SECONDS BLOCKS CONTEXT < setup.json
+
+The n-th generated token is the n-th token of the prompt, starting over at its end.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+
+from tiny_model import EOS, VOCAB
+
+from skipjoin.core.engine import EngineCore
+from skipjoin.core.events import Event, Token
+from skipjoin.core.kv import KVLedger
+from skipjoin.core.request import Request
+from skipjoin.core.scheduler import Scheduler
+from skipjoin.core.step import StepResult
+from skipjoin.policies.cost import LinearCost
+from skipjoin.recipes import Settings, build
+from skipjoin.sampling import SamplingParams, Scored, TokenDetail
+from skipjoin.server.engine_server import OnProgress, serve_engine
+from skipjoin.server.messages import Ready, Setup
+
+BLOCK_SIZE = 16
+
+
+def _alternatives(count: int | None) -> tuple[tuple[int, float], ...]:
+    return tuple((token, -1.0 - token) for token in range(count or 0))
+
+
+class SimulatedLoop:
+    """`skipjoin.server.engine_server.Loop` that sleeps instead of computing."""
+
+    def __init__(self, setup: Setup, step_s: float, blocks: int, context: int) -> None:
+        config = setup.config
+        settings = Settings(
+            LinearCost(floor=0.01, prefill_token=1e-5),
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+            config.starvation_s,
+        )
+        self.core = EngineCore(Scheduler(build(config.recipe, settings), KVLedger(blocks, 0, BLOCK_SIZE)))
+        self._step_s = step_s
+        self._context = context
+
+    def add(
+        self,
+        request_id: int,
+        prompt: list[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        deadline_s: float | None = None,
+    ) -> None:
+        now = time.monotonic()
+        eos = frozenset() if params.ignore_eos else frozenset([EOS])
+        request = Request(
+            request_id,
+            now,
+            prompt,
+            params.max_tokens or self._context - len(prompt),
+            min_tokens=params.min_tokens,
+            stop_tokens=frozenset(params.stop_token_ids) | eos,
+            priority=priority,
+            deadline=math.inf if deadline_s is None else now + deadline_s,
+            sampling=params,
+        )
+        self.core.add(request, now)
+
+    def abort(self, request_id: int) -> bool:
+        return self.core.abort(request_id, time.monotonic())
+
+    @property
+    def idle(self) -> bool:
+        return not self.core.requests
+
+    def step(self) -> list[Event]:
+        plan = self.core.start_step(time.monotonic())
+        if plan is not None:
+            time.sleep(self._step_s)
+            tokens = [_sample(piece.request) if piece.samples else None for piece in plan.slices]
+            self.core.finish_step(StepResult(plan, tokens, self._step_s), time.monotonic())
+            self.core.scheduler.kv.check()
+        return [_with_detail(event) for event in self.core.take_events()]
+
+    def close(self) -> None:
+        pass
+
+
+def _sample(request: Request) -> int:
+    return request.prompt[len(request.output) % len(request.prompt)]
+
+
+def _with_detail(event: Event) -> Event:
+    if not isinstance(event, Token):
+        return event
+    params, prompt = event.request.sampling, event.request.prompt
+    assert isinstance(params, SamplingParams)
+    if params.logprobs is None:
+        return event
+    scores: tuple[Scored, ...] = ()
+    if params.prompt_logprobs is not None and len(event.request.output) == 1:
+        later = [Scored(token, -0.25, _alternatives(params.prompt_logprobs)) for token in prompt[1:]]
+        scores = (Scored(prompt[0], None), *later)
+    return event._replace(detail=TokenDetail(Scored(event.token, -0.5, _alternatives(params.logprobs)), scores))
+
+
+def main() -> int:
+    folder, step_s, blocks, context = sys.argv[1], float(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+
+    def load(setup: Setup, on_progress: OnProgress) -> tuple[SimulatedLoop, Ready]:
+        on_progress("pretending to load", 1.0)
+        config = setup.config
+        ready = Ready("tiny", folder, context, VOCAB, blocks, BLOCK_SIZE, config.recipe, "none", "none")
+        return SimulatedLoop(setup, step_s, blocks, context), ready
+
+    return serve_engine(load)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,566 @@
+"""The API over a scripted engine: what clients send, what they get, what is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+import tiny_model as tiny
+from server_worlds import Api, MakeApi
+
+from skipjoin.config import ServerConfig
+from skipjoin.core.request import FinishReason
+from skipjoin.server.app import build_app
+from skipjoin.server.engine_client import EngineClient
+from skipjoin.server.messages import Refused
+from skipjoin.server.metrics import Metrics
+from skipjoin.server.service import Service
+
+pytestmark = pytest.mark.anyio
+
+
+def events(response: httpx.Response) -> list[Any]:
+    """The JSON of a stream's events, and the string "[DONE]"."""
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"].startswith("text/event-stream")
+    found = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    return [text if text == "[DONE]" else json.loads(text) for text in found]
+
+
+def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    body = response.json()
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    return body["error"]
+
+
+async def until(condition: Any) -> None:
+    for _ in range(500):
+        if condition():
+            return
+        await asyncio.sleep(0.002)
+    raise AssertionError("it did not come to be")
+
+
+# -- completions ------------------------------------------------------------------------------------------------
+
+
+async def test_completion_has_the_fields_that_clients_read(api: Api) -> None:
+    body = (await api.complete(max_tokens=8)).json()
+    assert body["object"] == "text_completion"
+    assert body["model"] == "tiny"
+    assert body["choices"] == [{"index": 0, "text": "abcdefab", "logprobs": None, "finish_reason": "length"}]
+    assert body["usage"] == {"prompt_tokens": 6, "completion_tokens": 8, "total_tokens": 14}
+
+
+async def test_default_max_tokens_is_16_or_what_fits(api: Api) -> None:
+    assert (await api.complete()).json()["usage"]["completion_tokens"] == 16
+    body = (await api.complete(prompt="x" * (tiny.CONTEXT - 3))).json()
+    assert body["usage"]["completion_tokens"] == 3
+
+
+async def test_stream_brings_the_same_text(api: Api) -> None:
+    found = events(await api.complete(max_tokens=8, stream=True))
+    assert found[-1] == "[DONE]"
+    assert "".join(event["choices"][0]["text"] for event in found[:-1]) == "abcdefab"
+    assert [event["choices"][0]["finish_reason"] for event in found[:-1]][-1] == "length"
+    assert all("usage" not in event for event in found[:-1])
+
+
+async def test_stream_usage_stands_in_an_event_without_choices(api: Api) -> None:
+    found = events(await api.complete(max_tokens=4, stream=True, stream_options={"include_usage": True}))
+    assert found[-2]["choices"] == []
+    assert found[-2]["usage"] == {"prompt_tokens": 6, "completion_tokens": 4, "total_tokens": 10}
+    assert all(event["usage"] is None for event in found[:-2])
+
+
+async def test_continuous_usage_counts_up(api: Api) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    found = events(await api.complete(max_tokens=4, stream=True, stream_options=options))
+    counts = [event["usage"]["completion_tokens"] for event in found[:-1]]
+    assert counts == sorted(counts)
+    assert counts[0] == 1
+    assert counts[-1] == 4
+
+
+async def test_many_prompts_and_n_are_numbered_prompt_by_prompt(api: Api) -> None:
+    body = (await api.complete(prompt=["ab", "xyz"], n=2, max_tokens=3, seed=7)).json()
+    assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
+    assert [choice["text"] for choice in body["choices"]] == ["aba", "aba", "xyz", "xyz"]
+    assert body["usage"]["prompt_tokens"] == 5
+    assert [add.params.seed for add in api.engine.added] == [7, 8, 7, 8]
+
+
+async def test_seeds_at_the_bound_wrap(api: Api) -> None:
+    await api.complete(n=2, seed=2**63 - 1)
+    assert [add.params.seed for add in api.engine.added] == [2**63 - 1, -(2**63)]
+
+
+async def test_streamed_choices_are_told_apart(api: Api) -> None:
+    found = events(await api.complete(prompt=["ab", "xy"], max_tokens=4, stream=True))[:-1]
+    texts = ["", ""]
+    for event in found:
+        for choice in event["choices"]:
+            texts[choice["index"]] += choice["text"]
+    assert texts == ["abab", "xyxy"]
+
+
+async def test_prompts_may_be_token_ids(api: Api) -> None:
+    ids = api.service.tokenizer.encode("hey")
+    assert (await api.complete(prompt=ids, max_tokens=3)).json()["choices"][0]["text"] == "hey"
+    body = (await api.complete(prompt=[ids, ids[:1]], max_tokens=3)).json()
+    assert [choice["text"] for choice in body["choices"]] == ["hey", "hhh"]
+
+
+async def test_echo_with_logprobs_scores_the_prompt(api: Api) -> None:
+    """What lm-evaluation-harness asks for: one generated token after the scored prompt."""
+    ids = api.service.tokenizer.encode("abc")
+    choice = (await api.complete(prompt=ids, echo=True, logprobs=1, max_tokens=1)).json()["choices"][0]
+    assert choice["text"] == "abca"
+    logprobs = choice["logprobs"]
+    assert logprobs["tokens"] == ["a", "b", "c", "a"]
+    assert logprobs["token_logprobs"] == [None, -0.25, -0.25, -0.5]
+    assert logprobs["text_offset"] == [0, 1, 2, 3]
+    assert logprobs["top_logprobs"][0] is None
+    assert len(logprobs["top_logprobs"][1]) == 2  # the likeliest, and the one that stands there
+    assert logprobs["top_logprobs"][1]["b"] == -0.25
+
+
+async def test_echo_with_no_tokens_only_scores(api: Api) -> None:
+    choice = (await api.complete(prompt="abc", echo=True, logprobs=1, max_tokens=0)).json()["choices"][0]
+    assert choice["text"] == "abc"
+    assert choice["logprobs"]["tokens"] == ["a", "b", "c"]
+    assert error_of(await api.complete(max_tokens=0), 400)["param"] == "max_tokens"
+
+
+async def test_echo_stands_first_in_a_stream(api: Api) -> None:
+    found = events(await api.complete(prompt="abc", echo=True, max_tokens=2, stream=True))
+    assert "".join(event["choices"][0]["text"] for event in found[:-1]) == "abcab"
+
+
+# -- ends -------------------------------------------------------------------------------------------------------
+
+
+async def test_stop_string_cuts_exactly_and_ends_the_request(api: Api) -> None:
+    body = (await api.complete(stop=["de"], max_tokens=100)).json()
+    assert body["choices"][0]["text"] == "abc"
+    assert body["choices"][0]["finish_reason"] == "stop"
+    assert body["usage"]["completion_tokens"] == 5
+    assert api.engine.aborted == [api.engine.added[0].id]
+
+
+async def test_text_that_may_begin_a_stop_string_is_held_back(api: Api) -> None:
+    found = events(await api.complete(stop="cdX", max_tokens=6, stream=True))
+    texts = [event["choices"][0]["text"] for event in found[:-1]]
+    assert texts == ["a", "b", "cde", "f"]
+    found = events(await api.complete(stop="fa", max_tokens=50, stream=True, include_stop_str_in_output=True))
+    assert "".join(event["choices"][0]["text"] for event in found[:-1]) == "abcdefa"
+
+
+async def test_min_tokens_delays_stop_strings(api: Api) -> None:
+    body = (await api.complete(stop="b", min_tokens=4, max_tokens=20)).json()
+    assert body["choices"][0]["text"] == "abcdefa"
+
+
+async def test_end_of_sequence_is_not_shown(api: Api) -> None:
+    prompt = [*api.service.tokenizer.encode("ab"), tiny.EOS]
+    choice = (await api.complete(prompt=prompt, max_tokens=9)).json()["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == ("ab", "stop")
+    body = (await api.complete(prompt=prompt, max_tokens=9, ignore_eos=True, skip_special_tokens=False)).json()
+    assert body["choices"][0]["text"] == "ab<eos>ab<eos>ab<eos>"
+
+
+async def test_stop_tokens_are_shown_only_if_asked_for(api: Api) -> None:
+    (token,) = api.service.tokenizer.encode("c")
+    assert (await api.complete(stop_token_ids=[token])).json()["choices"][0]["text"] == "ab"
+    body = (await api.complete(stop_token_ids=[token], include_stop_str_in_output=True)).json()
+    assert body["choices"][0]["text"] == "abc"
+
+
+async def test_characters_are_never_split(api: Api) -> None:
+    found = events(await api.complete(prompt="é€😀", max_tokens=9, stream=True))
+    assert [event["choices"][0]["text"] for event in found[:-1]] == ["é", "€", "😀"]
+
+
+async def test_deadline_in_the_queue_is_408(api: Api) -> None:
+    api.engine.paused = True
+    task = asyncio.create_task(api.complete(deadline_ms=5000))
+    await until(lambda: api.engine.live)
+    assert 4 < (api.engine.added[0].deadline_s or 0) <= 5
+    api.engine.end_all(FinishReason.DEADLINE)
+    response = await task
+    error = error_of(response, 408)
+    assert error["code"] == "deadline_exceeded"
+    assert response.headers["x-should-retry"] == "false"
+
+
+async def test_deadline_ends_a_stream_with_an_error_event(api: Api) -> None:
+    api.engine.paused = True
+    task = asyncio.create_task(api.complete(stream=True))
+    await until(lambda: api.engine.live)
+    api.engine.end_all(FinishReason.DEADLINE)
+    found = events(await task)
+    assert found[-1]["error"]["code"] == "deadline_exceeded"
+
+
+async def test_deadline_by_header_and_by_default(make_api: MakeApi) -> None:
+    async with make_api(default_deadline_s=9.0) as api:
+        await api.complete()
+        await api.http.post("/v1/completions", json={"prompt": "a"}, headers={"x-request-deadline-ms": "3000"})
+        assert [round(add.deadline_s or 0) for add in api.engine.added] == [9, 3]
+        bad = await api.http.post("/v1/completions", json={"prompt": "a"}, headers={"x-request-deadline-ms": "-1"})
+        assert error_of(bad, 400)["param"] == "x-request-deadline-ms"
+
+
+async def test_death_of_the_engine_fails_everybody(make_api: MakeApi) -> None:
+    async with make_api() as api:
+        api.engine.paused = True
+        whole, stream = asyncio.create_task(api.complete()), asyncio.create_task(api.complete(stream=True))
+        await until(lambda: len(api.engine.live) == 2)
+        api.engine.live.clear()
+        api.engine.client.died()
+        assert error_of(await whole, 503)["code"] == "engine_dead"
+        assert events(await stream)[-1]["error"]["code"] == "engine_dead"
+        for path in ("/health", "/ready"):
+            error_of(await api.http.get(path), 503)
+        error_of(await api.complete(), 503)
+        assert (await api.http.get("/live")).status_code == 200
+        assert api.is_clean()
+
+
+async def test_refusal_by_the_engine_is_400(api: Api) -> None:
+    api.engine.paused = True
+    task = asyncio.create_task(api.complete())
+    await until(lambda: api.engine.live)
+    (request_id,) = api.engine.live
+    api.engine.live.clear()
+    api.engine.client.receive(Refused(request_id, "max_tokens", "it cannot fit"))
+    assert error_of(await task, 400)["param"] == "max_tokens"
+
+
+# -- chat -------------------------------------------------------------------------------------------------------
+
+
+async def test_chat_answer_and_template(api: Api) -> None:
+    body = (await api.chat()).json()
+    assert body["object"] == "chat.completion"
+    assert body["choices"][0]["message"] == {"role": "assistant", "content": "hello", "refusal": None}
+    prompt = api.engine.added[0].prompt
+    text = api.service.tokenizer.decode(prompt, skip_special_tokens=False)
+    assert text == "<|user|>hello<|assistant|>"
+
+
+async def test_chat_takes_developers_parts_and_sent_back_messages(api: Api) -> None:
+    messages = [
+        {"role": "developer", "content": "be brief"},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"role": "assistant", "content": "c", "refusal": None, "tool_calls": None, "annotations": []},
+    ]
+    assert (await api.chat(messages=messages)).status_code == 200
+    text = api.service.tokenizer.decode(api.engine.added[0].prompt, skip_special_tokens=False)
+    assert text == "<|system|>be brief<|user|>ab<|assistant|>c<|assistant|>"
+
+
+async def test_chat_stream_begins_with_the_role(api: Api) -> None:
+    found = events(await api.chat(stream=True, n=2))[:-1]
+    seen: dict[int, list[dict[str, str]]] = {0: [], 1: []}
+    for event in found:
+        assert event["object"] == "chat.completion.chunk"
+        for choice in event["choices"]:
+            seen[choice["index"]].append(choice["delta"])
+    for deltas in seen.values():
+        assert deltas[0] == {"role": "assistant", "content": ""}
+        assert "".join(delta.get("content", "") for delta in deltas) == "hello"
+
+
+async def test_chat_logprobs(api: Api) -> None:
+    body = (await api.chat(logprobs=True, top_logprobs=2, max_tokens=2)).json()
+    content = body["choices"][0]["logprobs"]["content"]
+    assert [entry["token"] for entry in content] == ["<|user|>", "h"]
+    assert content[1]["bytes"] == [104]
+    assert [len(entry["top_logprobs"]) for entry in content] == [2, 2]
+    assert error_of(await api.chat(top_logprobs=2), 400)["param"] == "top_logprobs"
+
+
+async def test_chat_without_a_bound_takes_the_rest_of_the_context(api: Api) -> None:
+    body = (await api.chat(max_tokens=None, ignore_eos=True)).json()
+    assert body["usage"]["total_tokens"] == tiny.CONTEXT
+    body = (await api.chat(max_tokens=7, max_completion_tokens=3, ignore_eos=True)).json()
+    assert body["usage"]["completion_tokens"] == 3
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------
+
+BAD_COMPLETIONS = [
+    ({"prompt": ""}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": [[]]}, "prompt.0"),
+    ({"prompt": None}, "prompt"),
+    ({"prompt": 3}, "prompt"),
+    ({"prompt": [tiny.VOCAB]}, "prompt"),
+    ({"prompt": [-1]}, "prompt.0"),
+    ({"prompt": [1, "a"]}, "prompt.1"),
+    ({"prompt": "x" * tiny.CONTEXT}, "prompt"),
+    ({"prompt": ["x"] * 257}, "prompt"),
+    ({"max_tokens": tiny.CONTEXT}, "max_tokens"),
+    ({"max_tokens": -1}, "max_tokens"),
+    ({"max_tokens": 10**30}, "max_tokens"),
+    ({"max_tokens": "5"}, "max_tokens"),
+    ({"max_tokens": 5.5}, "max_tokens"),
+    ({"temperature": -0.1}, "temperature"),
+    ({"temperature": 2.1}, "temperature"),
+    ({"temperature": True}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"top_k": -2}, "top_k"),
+    ({"min_p": 1.5}, "min_p"),
+    ({"n": 0}, "n"),
+    ({"n": 17}, "n"),
+    ({"n": 10**6}, "n"),
+    ({"best_of": 2}, "best_of"),
+    ({"seed": 2**63}, "seed"),
+    ({"stop": [""]}, "stop.0"),
+    ({"stop": "x" * 513}, "stop"),
+    ({"stop": ["x"] * 17}, "stop"),
+    ({"stop_token_ids": [tiny.VOCAB]}, "stop_token_ids"),
+    ({"logprobs": 21}, "logprobs"),
+    ({"logit_bias": {"x": 1}}, "logit_bias.x"),
+    ({"logit_bias": {"1": 101}}, "logit_bias.1"),
+    ({"logit_bias": {str(tiny.VOCAB): 1}}, "logit_bias"),
+    ({"logit_bias": {str(token): 1 for token in range(301)}}, "logit_bias"),
+    ({"presence_penalty": 3}, "presence_penalty"),
+    ({"frequency_penalty": -3}, "frequency_penalty"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"min_tokens": 17}, "min_tokens"),
+    ({"priority": 2**63}, "priority"),
+    ({"deadline_ms": 0}, "deadline_ms"),
+    ({"stream": "yes"}, "stream"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
+    ({"suffix": "end"}, "suffix"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"service_tier": "flex"}, "service_tier"),
+    ({"user": "x" * 513}, "user"),
+    ({"guided_regex": "a*"}, "guided_regex"),
+    ({"no_such_field": 1}, "no_such_field"),
+]
+BAD_CHATS = [
+    ({"messages": []}, "messages"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
+    ({"messages": [{"role": "user", "content": None}]}, "messages.0.content"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0.type"),
+    ({"messages": [{"role": "user", "content": "x" * tiny.CONTEXT}]}, "messages"),
+    ({"max_completion_tokens": tiny.CONTEXT}, "max_completion_tokens"),
+    ({"tools": [{"type": "function"}]}, "tools"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"chat_template": "{{ 1 }}"}, "chat_template"),
+    ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs.tokenize"),
+    ({"modalities": ["audio"]}, "modalities"),
+    ({"store": True}, "store"),
+    ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
+    ({"prompt": "x"}, "prompt"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), BAD_COMPLETIONS, ids=str)
+async def test_bad_completion_names_the_field(api: Api, fields: dict[str, Any], param: str) -> None:
+    error = error_of(await api.complete(**fields), 400)
+    assert error["param"] == param
+    assert param.split(".", maxsplit=1)[0] in error["message"]
+    assert error["type"] == "invalid_request_error"
+    assert not api.engine.added
+
+
+@pytest.mark.parametrize(("fields", "param"), BAD_CHATS, ids=str)
+async def test_bad_chat_names_the_field(api: Api, fields: dict[str, Any], param: str) -> None:
+    error = error_of(await api.chat(**fields), 400)
+    assert error["param"] == param
+    assert not api.engine.added
+
+
+NEUTRAL: list[dict[str, Any]] = [
+    {"n": 1, "best_of": 1, "suffix": None, "logprobs": None, "repetition_penalty": 1.0, "stop": None},
+    {"response_format": {"type": "text"}, "service_tier": "auto", "user": "u", "metadata": {"a": "b"}},
+    {"logit_bias": {}, "seed": None, "stream_options": None, "use_beam_search": False, "temperature": 0},
+    {"top_k": -1, "min_p": 0.0, "priority": -(2**63), "stop": [], "stop_token_ids": [], "length_penalty": 1},
+]
+NEUTRAL_CHATS: list[dict[str, Any]] = [
+    {"tools": [], "tool_choice": "none", "functions": None, "parallel_tool_calls": True, "store": False},
+    {"tools": None, "tool_choice": "auto", "modalities": ["text"], "logprobs": False, "reasoning_effort": None},
+    {"chat_template_kwargs": {"enable_thinking": False}, "max_completion_tokens": 5},
+]
+
+
+@pytest.mark.parametrize("fields", NEUTRAL, ids=str)
+async def test_neutral_values_are_accepted(api: Api, fields: dict[str, Any]) -> None:
+    assert (await api.complete(**fields)).status_code == 200
+
+
+@pytest.mark.parametrize("fields", NEUTRAL_CHATS, ids=str)
+async def test_neutral_chat_values_are_accepted(api: Api, fields: dict[str, Any]) -> None:
+    assert (await api.chat(**fields)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": "\xff"}',
+        b'{"prompt": "a", "temperature": NaN}',
+        b'{"prompt": "a", "temperature": Infinity}',
+        b'{"prompt": "a", "temperature": 1e999}',
+        b'{"prompt": "a", "max_tokens": ' + b"9" * 5000 + b"}",
+        b'{"prompt": ' + b"[" * 20_000 + b"]" * 20_000 + b"}",
+        b'{"prompt": "a", "metadata": ' + b'{"a":' * 20_000 + b"1" + b"}" * 20_000 + b"}",
+    ],
+    ids=range(12),
+)
+async def test_broken_bodies_are_400(api: Api, body: bytes) -> None:
+    error_of(await api.http.post("/v1/completions", content=body), 400)
+    assert not api.engine.added
+
+
+async def test_paths_methods_and_models_that_do_not_exist(api: Api) -> None:
+    assert error_of(await api.http.get("/nothing"), 404)["code"] == "not_found"
+    assert error_of(await api.http.get("/health/"), 404)["code"] == "not_found"
+    assert error_of(await api.http.get("/v1/completions"), 405)["code"] == "method_not_allowed"
+    for response in (await api.complete(model="gpt"), await api.http.get("/v1/models/gpt")):
+        error = error_of(response, 404)
+        assert (error["code"], error["type"]) == ("model_not_found", "not_found_error")
+
+
+async def test_bugs_do_not_leak_their_text(make_api: MakeApi, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with make_api() as api:
+
+        def broken(*_: Any) -> None:
+            raise RuntimeError("secret at 0x7fffdead")
+
+        monkeypatch.setattr(api.service, "check_ids", broken)
+        response = await api.complete()
+        assert error_of(response, 500)["code"] == "internal_error"
+        assert "secret" not in response.text
+        assert response.headers["x-request-id"]
+        assert api.is_clean()
+
+
+# -- the queue --------------------------------------------------------------------------------------------------
+
+
+async def test_request_cap_holds_and_says_when_to_come_back(make_api: MakeApi) -> None:
+    async with make_api(max_queued_requests=3) as api:
+        api.engine.paused = True
+        running = [asyncio.create_task(api.complete(n=n)) for n in (1, 2)]
+        await until(lambda: len(api.engine.live) == 3)
+        response = await api.complete()
+        assert error_of(response, 429)["code"] == "queue_full"
+        assert 1 <= int(response.headers["retry-after"]) <= 60
+        assert error_of(await api.complete(n=4), 400)["param"] == "n"
+        api.engine.paused = False
+        assert [response.status_code for response in await asyncio.gather(*running)] == [200, 200]
+        assert (await api.complete(n=3)).status_code == 200
+        assert api.is_clean()
+
+
+async def test_token_cap_counts_what_waits(make_api: MakeApi) -> None:
+    async with make_api(max_queued_tokens=100) as api:
+        api.engine.paused = True
+        task = asyncio.create_task(api.complete(prompt=[1] * 60, max_tokens=3))
+        await until(lambda: api.engine.live)
+        error_of(await api.complete(prompt=[1] * 60), 429)
+        assert error_of(await api.complete(prompt=[1] * 101), 400)["param"] == "prompt"
+        api.engine.step()  # the first one runs, and no longer waits
+        second = asyncio.create_task(api.complete(prompt=[1] * 60))
+        await until(lambda: len(api.engine.live) == 2)
+        api.engine.paused = False
+        assert {response.status_code for response in await asyncio.gather(task, second)} == {200}
+        assert api.is_clean()
+
+
+async def test_draining_takes_nothing_new_and_finishes_what_runs(make_api: MakeApi) -> None:
+    async with make_api() as api:
+        api.engine.paused = True
+        task = asyncio.create_task(api.complete())
+        await until(lambda: api.engine.live)
+        api.service.drain()
+        assert error_of(await api.http.get("/ready"), 503)["code"] == "not_ready"
+        assert (await api.http.get("/health")).status_code == 200
+        assert error_of(await api.complete(), 503)["code"] == "shutting_down"
+        api.engine.paused = False
+        assert (await task).status_code == 200
+
+
+# -- the rest ---------------------------------------------------------------------------------------------------
+
+
+async def test_request_ids_are_echoed_clean_and_never_collide(api: Api) -> None:
+    async def post(request_id: str) -> httpx.Response:
+        return await api.http.post("/v1/completions", json={"prompt": "ab"}, headers={"x-request-id": request_id})
+
+    responses = await asyncio.gather(*(post("same-id") for _ in range(4)))
+    assert [response.headers["x-request-id"] for response in responses] == ["same-id"] * 4
+    assert len({response.json()["id"] for response in responses}) == 4
+    assert (await post("a b<c>" + "x" * 500)).headers["x-request-id"] == "abc" + "x" * 125
+    assert len((await api.http.get("/nothing")).headers["x-request-id"]) == 32
+
+
+async def test_priority_and_sampling_reach_the_engine(api: Api) -> None:
+    await api.complete(priority=-5, temperature=0.5, top_k=4, logit_bias={"3": -2}, stop_token_ids=[7])
+    add = api.engine.added[0]
+    assert add.priority == -5
+    assert (add.params.temperature, add.params.top_k) == (0.5, 4)
+    assert add.params.logit_bias == {3: -2}
+    assert add.params.stop_token_ids == (7,)
+
+
+async def test_models_version_load_and_metrics(api: Api) -> None:
+    listed = (await api.http.get("/v1/models")).json()
+    assert listed["object"] == "list"
+    assert listed["data"][0] == (await api.http.get("/v1/models/tiny")).json()
+    assert listed["data"][0]["max_model_len"] == tiny.CONTEXT
+    assert set((await api.http.get("/version")).json()) == {"version"}
+    assert (await api.http.get("/load")).json()["server_load"] == 0
+    await api.complete(max_tokens=5)
+    text = (await api.http.get("/metrics")).text
+    assert "skipjoin:generation_tokens_total 5.0" in text
+    assert "skipjoin:prompt_tokens_total 6.0" in text
+    assert 'skipjoin:request_success_total{finished_reason="length"} 1.0' in text
+    assert "skipjoin:time_to_first_token_seconds_count 1.0" in text
+    assert "skipjoin:inter_token_latency_seconds_count 4.0" in text
+
+
+async def test_served_name_may_hold_slashes(make_api: MakeApi) -> None:
+    async with make_api(served_model_name="org/model") as api:
+        assert (await api.http.get("/v1/models/org/model")).json()["id"] == "org/model"
+        assert (await api.complete(model="org/model")).json()["model"] == "org/model"
+
+
+async def test_tokenize_and_detokenize(api: Api) -> None:
+    body = (await api.http.post("/tokenize", json={"prompt": "hé", "return_token_strs": True})).json()
+    assert body["count"] == 3
+    assert body["max_model_len"] == tiny.CONTEXT
+    assert body["token_strs"][0] == "h"
+    text = (await api.http.post("/detokenize", json={"tokens": body["tokens"]})).json()
+    assert text == {"prompt": "hé"}
+    chat = (await api.http.post("/tokenize", json={"messages": [{"role": "user", "content": "h"}]})).json()
+    assert chat["count"] == 3
+    assert error_of(await api.http.post("/tokenize", json={}), 400)["param"] == "prompt"
+    assert error_of(await api.http.post("/detokenize", json={"tokens": [tiny.VOCAB]}), 400)["param"] == "tokens"
+
+
+async def test_before_the_engine_is_ready_it_says_so() -> None:
+    metrics = Metrics()
+    service = Service(ServerConfig(), EngineClient(lambda message: None, metrics), metrics)
+    transport = httpx.ASGITransport(build_app(service))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+        for path in ("/health", "/ready", "/v1/models", "/load"):
+            assert error_of(await http.get(path), 503)["code"] == "starting"
+        assert error_of(await http.post("/v1/completions", json={"prompt": "a"}), 503)["code"] == "starting"
+        assert (await http.get("/live")).status_code == 200
+    service.close()

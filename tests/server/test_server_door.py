@@ -1,0 +1,192 @@
+"""Keys, sizes and tricks with paths: at the application, and on the wire."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from server_worlds import BLOCKS, MakeApi, ServerProcess, simulated_server
+
+from skipjoin.server.auth import OPEN_PATHS
+
+KEY = {"Authorization": "Bearer right"}
+
+
+@pytest.mark.anyio
+async def test_every_route_but_health_needs_a_key(make_api: MakeApi) -> None:
+    async with make_api(api_keys=("other", "right")) as api:
+        paths = {(route.path, method) for route in api.app.app.routes for method in route.methods}  # type: ignore[attr-defined]
+        assert {path for path, _ in paths} >= {"/v1/completions", "/metrics", "/load", "/openapi.json", "/tokenize"}
+        for path, method in paths:
+            target = path.replace("{model:path}", "tiny")
+            response = await api.http.request(method, target)
+            if path in OPEN_PATHS:
+                assert response.status_code == 200
+                continue
+            assert response.status_code == 401, path
+            assert response.headers["x-request-id"]
+            if method != "HEAD":
+                error = response.json()["error"]
+                assert (error["type"], error["code"]) == ("authentication_error", "invalid_api_key")
+            assert (await api.http.request(method, target, headers=KEY)).status_code != 401
+        assert (await api.http.get("/nothing")).status_code == 401
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    "value",
+    ["", "Bearer", "Bearer ", "right", "Basic right", "Bearer wrong", "Bearer rightt", "Bearer righ", "Bearer é"],
+)
+async def test_wrong_keys_do_not_open(make_api: MakeApi, value: str) -> None:
+    async with make_api(api_keys=("right",)) as api:
+        response = await api.http.get("/v1/models", headers=[(b"authorization", value.encode())])
+        assert response.status_code == 401
+        assert (await api.http.get("/v1/models", headers={"Authorization": "bearer right"})).status_code == 200
+
+
+@pytest.mark.anyio
+async def test_two_keys_in_one_request_do_not_open(make_api: MakeApi) -> None:
+    async with make_api(api_keys=("right",)) as api:
+        headers = [(b"authorization", b"Bearer right"), (b"authorization", b"Bearer wrong")]
+        assert (await api.http.get("/v1/models", headers=headers)).status_code == 401
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    "target",
+    ["/health/../v1/models", "/health/", "//health", "/%68ealth", "/health%2f..%2fv1/models", "/Health", "/health;x"],
+)
+async def test_paths_near_the_open_ones_are_not_open(make_api: MakeApi, target: str) -> None:
+    async with make_api(api_keys=("right",)) as api:
+        statuses = []
+
+        async def send(message: dict[str, object]) -> None:
+            statuses.append(message.get("status"))
+
+        path = target.replace("%68", "h").replace("%2f", "/")
+        scope = {
+            "type": "http", "method": "GET", "path": path, "raw_path": target.encode(), "query_string": b"",
+            "headers": [], "root_path": "",
+        }  # fmt: skip
+        await api.app(scope, None, send)  # type: ignore[arg-type]
+        assert statuses[0] == 401
+
+
+@pytest.mark.anyio
+async def test_web_sockets_are_closed(make_api: MakeApi) -> None:
+    async with make_api() as api:
+        sent = []
+
+        async def send(message: dict[str, object]) -> None:
+            sent.append(message)
+
+        await api.app({"type": "websocket", "path": "/health", "headers": []}, None, send)  # type: ignore[arg-type]
+        assert sent == [{"type": "websocket.close", "code": 1008}]
+
+
+@pytest.mark.anyio
+async def test_large_bodies_are_413_whatever_they_claim(make_api: MakeApi) -> None:
+    async with make_api(max_body_bytes=1000) as api:
+        body = json.dumps({"prompt": "x" * 1000}).encode()
+        assert (await api.http.post("/v1/completions", content=body)).status_code == 413
+
+        async def pieces() -> AsyncIterator[bytes]:
+            for start in range(0, len(body), 100):
+                yield body[start : start + 100]
+
+        response = await api.http.post("/v1/completions", content=pieces())
+        assert response.status_code == 413
+        assert response.json()["error"]["code"] == "request_too_large"
+        assert api.is_clean()
+
+
+@pytest.mark.anyio
+async def test_large_headers_are_431(make_api: MakeApi) -> None:
+    async with make_api(max_header_bytes=2000) as api:
+        assert (await api.http.get("/health", headers={"x": "y" * 2000})).status_code == 431
+        assert (await api.http.get("/health?" + "y" * 2000)).status_code == 431
+        assert (await api.http.get("/health", headers={"x": "y" * 1000})).status_code == 200
+
+
+# -- on the wire ------------------------------------------------------------------------------------------------
+
+
+def exchange(server: ServerProcess, request: bytes) -> bytes:
+    """What the server answers to these bytes until it closes, or falls silent."""
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=2) as connection:
+        answer = b""
+        try:
+            connection.sendall(request)
+            while piece := connection.recv(65536):
+                answer += piece
+        except (TimeoutError, ConnectionError):
+            pass
+        return answer
+
+
+@pytest.fixture(scope="module")
+def locked(tokenizer_folder: Path) -> Iterator[ServerProcess]:
+    server = simulated_server(tokenizer_folder, 0.001, BLOCKS, api_keys="right")
+    yield server
+    server.stop()
+
+
+@pytest.mark.parametrize(
+    "request_line",
+    [
+        b"GET /v1/models HTTP/1.1\r\nHost: x/health?",
+        b"GET http://x/health/../v1/models HTTP/1.1\r\nHost: x",
+        b"GET /health%2f..%2fv1/models HTTP/1.1\r\nHost: x",
+        b"GET /v1/models?/health HTTP/1.1\r\nHost: localhost",
+        b"GET /v1/models#/health HTTP/1.1\r\nHost: localhost",
+        b"GET //v1/models HTTP/1.1\r\nHost: localhost",
+        b"GET /v1/models HTTP/1.1\r\nHost: x\r\nX-Forwarded-Prefix: /health\r\nX-Original-URL: /health",
+        b"OPTIONS * HTTP/1.1\r\nHost: x",
+        b"GET /v1/models HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade",
+    ],
+)
+def test_tricks_do_not_open(locked: ServerProcess, request_line: bytes) -> None:
+    answer = exchange(locked, request_line + b"\r\n\r\n")
+    assert answer.startswith((b"HTTP/1.1 401", b"HTTP/1.1 400")), answer
+    assert b"tiny" not in answer
+
+
+def test_health_needs_no_key_and_the_key_opens(locked: ServerProcess) -> None:
+    assert httpx.get(f"{locked.url}/health").status_code == 200
+    assert httpx.get(f"{locked.url}/v1/models", headers=KEY).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET /health HTTP/1.1\r\n" + b"x: " + b"y" * 1_000_000,
+        b"GET /health HTTP/1.1\r\n" + b"x: y\r\n" * 200_000,
+        b"GET /" + b"y" * 1_000_000,
+    ],
+    ids=["one header", "many headers", "target"],
+)
+def test_endless_heads_are_cut_off(server: ServerProcess, head: bytes) -> None:
+    """A head of a megabyte and no end to it: answered or dropped, not collected."""
+    answer = exchange(server, head)
+    assert answer == b"" or answer.startswith((b"HTTP/1.1 431", b"HTTP/1.1 400"))
+    assert httpx.get(f"{server.url}/health").status_code == 200
+
+
+def test_what_is_not_http_is_an_openai_error(server: ServerProcess) -> None:
+    answer = exchange(server, b"nonsense\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 400")
+    assert json.loads(answer.split(b"\r\n\r\n", 1)[1])["error"]["code"] == "invalid_http"
+
+
+def test_a_huge_body_is_refused_before_it_is_read(server: ServerProcess) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100000000\r\n\r\n"
+    answer = exchange(server, head + b"x" * 100_000)
+    assert answer == b"" or answer.startswith(b"HTTP/1.1 413")
+    chunks = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    answer = exchange(server, chunks + b"100000\r\n" + b"x" * 0x100000 + b"\r\n" + b"100000\r\n" + b"x" * 0x100000)
+    assert httpx.get(f"{server.url}/health").status_code == 200

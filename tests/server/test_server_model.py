@@ -1,0 +1,67 @@
+"""The whole: HTTP, both processes, a real model with random weights; its output is the model's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+import tiny_model as tiny
+import torch
+from server_worlds import ServerProcess
+from transformers import LlamaForCausalLM
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[ServerProcess]:
+    found = ServerProcess(["model", str(folder)])
+    yield found
+    found.stop()
+
+
+PROMPTS = [[7, 11, 13], list(range(40)), [200] * 17]
+
+
+def complete(server: ServerProcess, **body: object) -> httpx.Response:
+    return httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+
+
+def test_greedy_tokens_and_scores_are_those_of_transformers(server: ServerProcess, folder: Path) -> None:
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for prompt in PROMPTS:
+        body = {"prompt": prompt, "max_tokens": 8, "temperature": 0, "echo": True, "logprobs": 1, "ignore_eos": True}
+        logprobs = complete(server, **body).json()["choices"][0]["logprobs"]
+        with torch.no_grad():
+            ids = model.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False, eos_token_id=None)[0]
+            scores = model(ids[None]).logits[0].log_softmax(-1)
+        expected = [scores[place, token].item() for place, token in enumerate(ids[1:])]
+        assert logprobs["token_logprobs"][0] is None
+        assert logprobs["token_logprobs"][1:] == pytest.approx(expected, abs=1e-4)
+        chosen = logprobs["token_logprobs"][len(prompt) :]
+        assert chosen == [max(top.values()) for top in logprobs["top_logprobs"][len(prompt) :]]
+
+
+def test_seeded_output_does_not_depend_on_company(server: ServerProcess) -> None:
+    def seeded(seed: int) -> str:
+        body = {"prompt": [7, 11, 13], "max_tokens": 24, "seed": seed, "ignore_eos": True, "logprobs": 0}
+        return str(complete(server, **body).json()["choices"][0]["logprobs"]["tokens"])
+
+    alone = [seeded(seed) for seed in range(6)]
+    with ThreadPoolExecutor(6) as pool:
+        assert list(pool.map(seeded, range(6))) == alone
+    assert len(set(alone)) == 6
+    server.wait_idle()
+
+
+def test_refusals_leave_the_engine_alone(server: ServerProcess) -> None:
+    steps = server.metric("engine_steps_total")
+    for body in ({"prompt": [tiny.VOCAB]}, {"prompt": [1], "max_tokens": tiny.CONTEXT}, {"prompt": [1], "top_p": 0}):
+        assert complete(server, **body).status_code == 400
+    assert server.metric("engine_steps_total") == steps

@@ -1,0 +1,123 @@
+"""The official client against a real server process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import pytest
+from server_worlds import BLOCKS, ServerProcess, StartServer, simulated_server
+
+
+@pytest.fixture(scope="module")
+def keyed(tokenizer_folder: Path) -> Iterator[ServerProcess]:
+    server = simulated_server(tokenizer_folder, 0.001, BLOCKS, api_keys="right")
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def client(keyed: ServerProcess) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{keyed.url}/v1", api_key="right", max_retries=0) as found:
+        yield found
+
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def test_chat(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=8)  # type: ignore[arg-type]
+    assert answer.choices[0].message.content == "hello"
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage is not None
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + 8
+    assert answer._request_id
+    again = [*HELLO, answer.choices[0].message.model_dump(), {"role": "user", "content": "more"}]
+    assert client.chat.completions.create(model="tiny", messages=again, max_tokens=2).choices  # type: ignore[arg-type]
+
+
+def test_chat_stream_with_usage(client: openai.OpenAI) -> None:
+    stream = client.chat.completions.create(
+        model="tiny",
+        messages=HELLO,  # type: ignore[arg-type]
+        max_completion_tokens=8,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = list(stream)
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == "hello"
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == 8
+
+
+def test_logprobs(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="tiny", messages=HELLO, max_tokens=3, logprobs=True, top_logprobs=2  # type: ignore[arg-type]
+    )  # fmt: skip
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.content is not None
+    assert [len(entry.top_logprobs) for entry in logprobs.content] == [2, 2, 2]
+    completion = client.completions.create(model="tiny", prompt="abc", echo=True, logprobs=1, max_tokens=1)
+    assert completion.choices[0].logprobs is not None
+    assert completion.choices[0].logprobs.token_logprobs == [None, -0.25, -0.25, -0.5]
+
+
+def test_completion_stream_and_extras(client: openai.OpenAI) -> None:
+    extra = {"top_k": 5, "ignore_eos": True, "min_tokens": 2, "priority": -1, "deadline_ms": 60_000}
+    stream = client.completions.create(model="tiny", prompt=["ab", "xy"], max_tokens=4, stream=True, extra_body=extra)
+    texts = {0: "", 1: ""}
+    for chunk in stream:
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+    assert texts == {0: "abab", 1: "xyxy"}
+
+
+def test_models(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").owned_by == "skipjoin"
+
+
+def test_errors_become_the_right_exceptions(client: openai.OpenAI, keyed: ServerProcess) -> None:
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.completions.create(model="gpt", prompt="x")
+    assert missing.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError) as bad:
+        client.completions.create(model="tiny", prompt="x", temperature=3)
+    assert bad.value.param == "temperature"
+    with (
+        openai.OpenAI(base_url=f"{keyed.url}/v1", api_key="wrong", max_retries=0) as stranger,
+        pytest.raises(openai.AuthenticationError) as refused,
+    ):
+        stranger.models.list()
+    assert refused.value.code == "invalid_api_key"
+    with pytest.raises(openai.APIStatusError) as late:
+        client.completions.create(model="tiny", prompt="x" * 400, max_tokens=100, extra_body={"deadline_ms": 20})
+    assert late.value.code == "deadline_exceeded"
+
+
+def test_overload_is_a_rate_limit_error(start_server: StartServer) -> None:
+    server = start_server(step_s=0.02, max_queued_requests=1)
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        stream = client.completions.create(model="tiny", prompt="x", max_tokens=400, stream=True)
+        next(iter(stream))
+        with pytest.raises(openai.RateLimitError) as refused:
+            client.completions.create(model="tiny", prompt="x")
+        assert int(refused.value.response.headers["retry-after"]) >= 1
+        stream.close()
+        server.wait_idle()
+
+
+def test_death_of_the_engine_is_an_api_error_in_a_stream(start_server: StartServer) -> None:
+    server = start_server(step_s=0.02)
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        stream = client.completions.create(model="tiny", prompt="x", max_tokens=400, stream=True)
+        threading.Timer(0.3, server.engine.kill).start()
+        with pytest.raises(openai.APIError, match="the engine has stopped"):
+            list(stream)
+        with pytest.raises(openai.InternalServerError):
+            client.completions.create(model="tiny", prompt="x")

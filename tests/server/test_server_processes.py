@@ -1,0 +1,292 @@
+"""Real processes: disconnects, drains, deaths, taken ports, and a soak."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from server_worlds import HERE, ServerProcess, StartServer
+
+LONG = {"prompt": "abc", "max_tokens": 500, "stream": True}
+
+
+class Stream(threading.Thread):
+    """A streamed completion, read as it comes."""
+
+    def __init__(self, server: ServerProcess, **fields: Any) -> None:
+        super().__init__(daemon=True)
+        self.lines: list[str] = []
+        self._url = f"{server.url}/v1/completions"
+        self._body = {**LONG, **fields}
+        self.begun = threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        with (
+            contextlib.suppress(httpx.TransportError),  # the server was killed
+            httpx.stream("POST", self._url, json=self._body, timeout=30) as response,
+        ):
+            for line in response.iter_lines():
+                if line:
+                    self.lines.append(line.removeprefix("data: "))
+                    self.begun.set()
+        self.begun.set()
+
+    def last(self) -> Any:
+        """The last event, once the stream is over."""
+        self.join(30)
+        assert not self.is_alive()
+        return self.lines[-1] if self.lines[-1] == "[DONE]" else json.loads(self.lines[-1])
+
+
+def until(condition: Callable[[], bool], seconds: float = 10.0) -> float:
+    """Seconds until it holds."""
+    begin = time.monotonic()
+    while time.monotonic() - begin < seconds:
+        if condition():
+            return time.monotonic() - begin
+        time.sleep(0.02)
+    raise AssertionError(f"it does not hold after {seconds} s")
+
+
+def health(server: ServerProcess) -> int:
+    return httpx.get(f"{server.url}/health").status_code
+
+
+# -- disconnects ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_frees_its_blocks(start_server: StartServer, path: str, stream: bool) -> None:
+    server = start_server(step_s=0.02)
+    host, port = server.url.removeprefix("http://").split(":")
+    fields = {"stream": stream, "max_tokens": 400, "n": 2, "ignore_eos": True}
+    what = {"prompt": "abc"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "abc"}]}
+    body = json.dumps({**fields, **what}).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(head.encode() + body)
+        until(lambda: httpx.get(f"{server.url}/load").json()["running"] == 2)
+    server.wait_idle(2.0)
+    assert server.metric("generation_tokens_total") < 400
+
+
+def test_a_client_that_leaves_the_queue_is_forgotten(start_server: StartServer) -> None:
+    server = start_server(step_s=0.02, blocks=33)  # room for one of the long ones
+    running = Stream(server, prompt="abc" * 30, max_tokens=120, priority=-1)
+    assert running.begun.wait(10)
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{server.url}/v1/completions", json={"prompt": "z" * 500, "max_tokens": 5}, timeout=0.5)
+    until(lambda: httpx.get(f"{server.url}/load").json()["server_load"] == 1, 2.0)
+    assert running.last() == "[DONE]"
+    server.wait_idle()
+
+
+# -- overload ---------------------------------------------------------------------------------------------------
+
+
+def test_a_burst_is_refused_fast_and_what_is_accepted_finishes(start_server: StartServer) -> None:
+    server = start_server(step_s=0.02, max_queued_requests=8)
+    times: list[float] = []
+
+    def post(_: int) -> int:
+        begin = time.monotonic()
+        response = client.post(f"{server.url}/v1/completions", json={"prompt": "abc", "max_tokens": 50}, timeout=30)
+        if response.status_code == 429:
+            times.append(time.monotonic() - begin)
+            assert int(response.headers["retry-after"]) >= 1
+            assert response.json()["error"]["code"] == "queue_full"
+        return response.status_code
+
+    with httpx.Client() as client, ThreadPoolExecutor(40) as pool:
+        statuses = list(pool.map(post, range(80)))
+    assert set(statuses) == {200, 429}
+    assert statuses.count(200) >= 8
+    assert sorted(times)[len(times) // 2] < 0.5  # 40 clients share this machine's cores with the server
+    assert server.metric("generation_tokens_total") == 50 * statuses.count(200)
+    server.wait_idle()
+
+
+def test_deadlines_pass_in_the_queue(start_server: StartServer) -> None:
+    server = start_server(step_s=0.02, blocks=33)
+    running = Stream(server, prompt="abc" * 30, max_tokens=120, priority=-1)
+    assert running.begun.wait(10)
+    body = {"prompt": "z" * 500, "max_tokens": 5, "deadline_ms": 300}
+    begin = time.monotonic()
+    response = httpx.post(f"{server.url}/v1/completions", json=body)
+    assert response.status_code == 408
+    assert response.json()["error"]["code"] == "deadline_exceeded"
+    assert 0.25 < time.monotonic() - begin < 2
+    streamed = Stream(server, **{**body, "stream": True})
+    assert streamed.last()["error"]["code"] == "deadline_exceeded"
+    assert running.last() == "[DONE]"
+    server.wait_idle()
+
+
+# -- ends -------------------------------------------------------------------------------------------------------
+
+
+def test_sigterm_drains(start_server: StartServer) -> None:
+    server = start_server(step_s=0.02)
+    streams = [Stream(server, max_tokens=100) for _ in range(4)]
+    assert all(stream.begun.wait(10) for stream in streams)
+    server.process.terminate()
+    until(lambda: httpx.get(f"{server.url}/ready").status_code == 503)
+    refused = httpx.post(f"{server.url}/v1/completions", json=LONG)
+    assert refused.status_code == 503
+    assert refused.json()["error"]["code"] == "shutting_down"
+    assert health(server) == 200
+    assert [stream.last() for stream in streams] == ["[DONE]"] * 4
+    assert server.process.wait(10) == 0
+
+
+def test_the_drain_ends_when_its_time_is_up(start_server: StartServer) -> None:
+    server = start_server(step_s=0.05, shutdown_timeout_s=0.5)
+    stream = Stream(server)
+    assert stream.begun.wait(10)
+    server.process.terminate()
+    assert stream.last()["error"]["code"] == "shutting_down"
+    assert server.process.wait(10) == 0
+
+
+def test_a_second_signal_ends_at_once(start_server: StartServer) -> None:
+    server = start_server(step_s=0.05)
+    stream = Stream(server)
+    assert stream.begun.wait(10)
+    server.process.send_signal(signal.SIGINT)
+    until(lambda: httpx.get(f"{server.url}/ready").status_code == 503)
+    begin = time.monotonic()
+    server.process.send_signal(signal.SIGINT)
+    assert server.process.wait(10) == 0
+    assert time.monotonic() - begin < 5
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_to_the_engine_itself_change_nothing(start_server: StartServer, number: int) -> None:
+    """Ctrl-C and service managers signal every process of a group."""
+    server = start_server()
+    server.engine.send_signal(number)
+    time.sleep(0.2)
+    assert httpx.post(f"{server.url}/v1/completions", json={"prompt": "a"}).status_code == 200
+
+
+def test_death_of_the_engine_under_load(start_server: StartServer) -> None:
+    server = start_server(step_s=0.02)
+    streams = [Stream(server) for _ in range(6)]
+    with ThreadPoolExecutor(1) as pool:
+        whole = pool.submit(httpx.post, f"{server.url}/v1/completions", json={**LONG, "stream": False}, timeout=30)
+        assert all(stream.begun.wait(10) for stream in streams)
+        until(lambda: httpx.get(f"{server.url}/load").json()["running"] == 7)
+        server.engine.kill()
+        assert until(lambda: health(server) == 503, 5.0) < 5
+        assert whole.result().status_code == 503
+    assert [stream.last()["error"]["code"] for stream in streams] == ["engine_dead"] * 6
+    refused = httpx.post(f"{server.url}/v1/completions", json=LONG)
+    assert refused.json()["error"]["code"] == "engine_dead"
+    server.process.terminate()  # does not wait for the grace time
+    assert server.process.wait(10) == 1
+    assert any("the engine has died" in line for line in server.errors)
+
+
+def test_the_engine_does_not_outlive_the_api_process(start_server: StartServer) -> None:
+    server = start_server()
+    stream = Stream(server)
+    assert stream.begun.wait(10)
+    server.process.kill()
+    _, alive = psutil.wait_procs([server.engine], timeout=5)
+    assert not alive
+    stream.join(10)
+    assert stream.lines[-1] != "[DONE]"
+
+
+@pytest.mark.parametrize("folder", ["/nowhere"])
+def test_an_engine_that_cannot_start_is_reported(folder: str) -> None:
+    command = [sys.executable, str(HERE / "serve.py"), "model", folder]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 1
+    assert "error: " in result.stderr
+    assert folder in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_an_engine_that_dies_while_starting_is_reported(tokenizer_folder: Path) -> None:
+    command = [sys.executable, str(HERE / "serve.py"), "simulated", str(tokenizer_folder), "0.001", "not-a-number", "9"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 1
+    assert "the engine process ended with exit code 1" in result.stderr
+
+
+def test_a_taken_port_is_known_before_anything_is_loaded(tokenizer_folder: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        command = [
+            sys.executable,
+            str(HERE / "serve.py"),
+            "simulated",
+            str(tokenizer_folder),
+            "0",
+            "9",
+            "9",
+            f"port={port}",
+        ]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 2
+    assert f"port {port}" in result.stderr
+    assert "taken" in result.stderr
+    assert "pretending to load" not in result.stderr
+
+
+# -- soak -------------------------------------------------------------------------------------------------------
+
+
+def test_two_thousand_requests_leave_nothing_behind(server: ServerProcess) -> None:
+    def resources() -> tuple[int, int, int, int]:
+        return (server.api.num_fds(), server.engine.num_fds(), server.api.num_threads(), len(server.api.children()))
+
+    def post(client: httpx.Client, number: int) -> int:
+        body = {"prompt": f"request {number}", "max_tokens": 4, "stream": number % 2 == 0, "n": 1 + number % 2}
+        return client.post(f"{server.url}/v1/completions", json=body, timeout=60).status_code
+
+    def run(count: int) -> None:
+        limits = httpx.Limits(max_connections=8, max_keepalive_connections=8)
+        with httpx.Client(limits=limits) as client, ThreadPoolExecutor(8) as pool:
+            assert set(pool.map(partial(post, client), range(count))) == {200}
+        server.wait_idle()
+
+    run(200)
+    before, memory = resources(), server.api.memory_info().rss
+    run(2000)
+    # The server may still be closing connections, before as well as now.
+    until(lambda: all(now <= then for now, then in zip(resources(), before, strict=True)))
+    assert server.api.memory_info().rss - memory < 20 << 20
+
+
+def test_the_socket_lies_in_a_folder_of_its_user(server: ServerProcess) -> None:
+    sockets = [entry.laddr for entry in server.api.net_connections("unix") if "skipjoin-" in str(entry.laddr)]
+    assert sockets
+    folder = os.stat(Path(str(sockets[0])).parent)
+    assert folder.st_mode & 0o777 == 0o700
+    listening = [entry.laddr.ip for entry in server.api.net_connections("tcp") if entry.status == "LISTEN"]
+    assert listening == ["127.0.0.1"]
+    assert not server.engine.net_connections("tcp")
+
+
+def test_the_api_process_never_imports_torch() -> None:
+    code = "import sys, skipjoin.server.launch; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,95 @@
+"""Stop strings and the outputs of one sequence, whatever way tokens cut the text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import tiny_model as tiny
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skipjoin.core.request import FinishReason
+from skipjoin.model.tokenizer import load_tokenizer
+from skipjoin.server.engine_client import Output
+from skipjoin.server.outputs import Choice, StopStrings, TextRules
+
+
+def first_complete(text: str, stops: list[str]) -> tuple[int, int] | None:
+    """Where the stop string that is complete first begins and ends."""
+    ends = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
+    return (min(ends)[1], min(ends)[0]) if ends else None
+
+
+@given(
+    st.lists(st.text("ab", max_size=3), max_size=12),
+    st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=3),
+    st.booleans(),
+)
+def test_what_is_shown_is_the_text_up_to_the_first_stop(pieces: list[str], stops: list[str], include: bool) -> None:
+    text = "".join(pieces)
+    hit = first_complete(text, stops)
+    strings = StopStrings(stops, include=include)
+    shown = "".join([strings.add(piece) for piece in pieces])
+    assert strings.found == (hit is not None)
+    shown += strings.flush()
+    assert shown == (text if hit is None else text[: hit[1] if include else hit[0]])
+
+
+@given(st.lists(st.text("ab", max_size=3), max_size=12), st.text("ab", min_size=1, max_size=5))
+def test_no_more_is_held_back_than_may_begin_a_stop(pieces: list[str], stop: str) -> None:
+    strings = StopStrings([stop], include=False)
+    text = shown = ""
+    for piece in pieces:
+        text += piece
+        shown += strings.add(piece)
+        if strings.found:
+            return
+        held = text[len(shown) :]
+        longest = max(size for size in range(len(stop)) if text.endswith(stop[:size]))
+        assert len(held) == longest
+
+
+def make_choice(folder: Path, rules: TextRules, text: str = "x") -> Choice:
+    tokenizer = load_tokenizer(folder)
+    return Choice(0, tokenizer.encode(text), None, tokenizer, rules)
+
+
+@pytest.mark.parametrize("text", ["plain", "ünïcödé €", "👩‍👩‍👧 family", "mixed 😀 and a"])
+def test_pieces_join_to_the_text(tokenizer_folder: Path, text: str) -> None:
+    choice = make_choice(tokenizer_folder, TextRules())
+    ids = load_tokenizer(tokenizer_folder).encode(text)
+    pieces = [choice.take(Output(0, token, None, None)) for token in ids[:-1]]
+    pieces.append(choice.take(Output(0, ids[-1], None, FinishReason.LENGTH)))
+    assert "".join(pieces) == text
+    assert choice.finish_reason == "length"
+    assert choice.tokens == len(ids)
+
+
+def test_an_unfinished_character_shows_at_the_end(tokenizer_folder: Path) -> None:
+    choice = make_choice(tokenizer_folder, TextRules())
+    first = load_tokenizer(tokenizer_folder).encode("€")[0]
+    assert choice.take(Output(0, first, None, None)) == ""
+    assert choice.take(Output(0, None, None, FinishReason.LENGTH)) == "\ufffd"
+
+
+def test_a_stop_string_in_the_last_text_counts(tokenizer_folder: Path) -> None:
+    choice = make_choice(tokenizer_folder, TextRules(stop=("b",)))
+    a, b = load_tokenizer(tokenizer_folder).encode("ab")
+    assert choice.take(Output(0, a, None, None)) == "a"
+    assert choice.take(Output(0, b, None, FinishReason.LENGTH)) == ""
+    assert choice.finish_reason == "stop"
+
+
+def test_held_text_is_shown_when_nothing_follows(tokenizer_folder: Path) -> None:
+    choice = make_choice(tokenizer_folder, TextRules(stop=("abc",)))
+    a, b = load_tokenizer(tokenizer_folder).encode("ab")
+    assert choice.take(Output(0, a, None, None)) == ""
+    assert choice.take(Output(0, b, None, FinishReason.LENGTH)) == "ab"
+    assert choice.finish_reason == "length"
+
+
+def test_special_tokens_are_skipped_unless_wanted(tokenizer_folder: Path) -> None:
+    for skip, shown in ((True, ""), (False, "<eos>")):
+        choice = make_choice(tokenizer_folder, TextRules(skip_special=skip))
+        assert choice.take(Output(0, tiny.EOS, None, FinishReason.LENGTH)) == shown

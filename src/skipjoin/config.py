@@ -73,6 +73,7 @@ class ServerConfig:
 
     api_keys: any of them opens every route but health; empty: no key is asked for.
     served_model_name: what clients call the model; None: the model's own name.
+    chat_template: a file with a Jinja template to use instead of the model's own.
     max_queued_requests, max_queued_tokens: requests in the server, waiting or running, and the prompt tokens of
     those that wait; beyond either a request is refused with 429.
     default_deadline_s: seconds after which a request without a deadline of its own is given up; None: never.

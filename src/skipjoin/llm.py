@@ -13,12 +13,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from skipjoin.assembly import Engine, assemble, model_folder
 from skipjoin.config import EngineConfig
-from skipjoin.core.events import Finished, Token
-from skipjoin.core.request import FinishReason
+from skipjoin.core.events import Event, Finished, Token
 from skipjoin.model.tokenizer import Tokenizer, load_tokenizer
 from skipjoin.sampling import SamplingParams, TokenDetail
 from skipjoin.server.loop import EngineLoop
-from skipjoin.server.text import OutputText
+from skipjoin.server.outputs import Choice, Output, TextRules
 
 Message = Mapping[str, Any]
 
@@ -35,8 +34,16 @@ class Generation:
     prompt_token_ids: list[int]
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
+    finish_reason: str | None = None
     details: list[TokenDetail] = field(default_factory=list)
+
+    def add(self, output: Output, text: str) -> None:
+        """Take one more token, or the end, and the text that is new with it."""
+        self.text += text
+        if output.token is not None:
+            self.token_ids.append(output.token)
+        if output.detail is not None:
+            self.details.append(output.detail)
 
 
 class LLM:
@@ -110,13 +117,14 @@ class LLM:
         priority: int,
     ) -> list[Generation]:
         each = _per_prompt(params, len(ids))
-        running: dict[int, tuple[Generation, OutputText]] = {}
+        running: dict[int, tuple[Generation, Choice]] = {}
         results: list[Generation] = []
         try:
             for prompt, text, one in zip(ids, texts, each, strict=True):
                 generation = Generation(text, prompt)
                 self._loop.add(self._next_id, prompt, one, priority=priority)
-                running[self._next_id] = (generation, OutputText(self.tokenizer, prompt, one.stop))
+                rules = TextRules(stop=one.stop, min_tokens=one.min_tokens)
+                running[self._next_id] = (generation, Choice(0, prompt, text, self.tokenizer, rules))
                 results.append(generation)
                 self._next_id += 1
             with self._progress() as bars:
@@ -127,31 +135,37 @@ class LLM:
                 self._loop.abort(request_id)
         return results
 
-    def _drain(self, running: dict[int, tuple[Generation, OutputText]], bars: Progress, task: TaskID) -> None:
+    def _drain(self, running: dict[int, tuple[Generation, Choice]], bars: Progress, task: TaskID) -> None:
         """Turn the loop until nothing is running."""
         while running:
-            for event in self._loop.step():
-                if isinstance(event, Token) and event.request.id in running:
-                    self._take(event, *running[event.request.id])
-                elif isinstance(event, Finished) and event.request.id in running:
-                    generation, text = running.pop(event.request.id)
-                    generation.text += text.finish()
-                    generation.finish_reason = FinishReason.STOP if text.stopped else event.reason
+            for request_id, output in _news(self._loop.step()).items():
+                if request_id not in running:
+                    continue
+                generation, choice = running[request_id]
+                generation.add(output, choice.take(output))
+                if choice.finish_reason is not None:
+                    generation.finish_reason = choice.finish_reason
+                    # Where a stop string ended the text, the engine does not know yet.
+                    self._loop.abort(request_id)
+                    del running[request_id]
                     bars.advance(task)
-
-    def _take(self, event: Token, generation: Generation, text: OutputText) -> None:
-        if text.stopped:
-            return
-        generation.token_ids.append(event.token)
-        if isinstance(event.detail, TokenDetail):
-            generation.details.append(event.detail)
-        generation.text += text.add(event.token)
-        if text.stopped:
-            self._loop.abort(event.request.id)
 
     def _progress(self) -> Progress:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         return Progress(*columns, console=self._console, transient=True, disable=self._console.quiet)
+
+
+def _news(events: Iterable[Event]) -> dict[int, Output]:
+    """What a step's events mean for each request: a token, its end, or both."""
+    news: dict[int, Output] = {}
+    for event in events:
+        if isinstance(event, Token):
+            detail = event.detail if isinstance(event.detail, TokenDetail) else None
+            news[event.request.id] = Output(0, event.token, detail, None)
+        elif isinstance(event, Finished):
+            before = news.get(event.request.id, Output(0, None, None, None))
+            news[event.request.id] = before._replace(reason=event.reason)
+    return news
 
 
 def _as_list(prompts: Any) -> list[Any]:

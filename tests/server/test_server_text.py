@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skipjoin.core.request import FinishReason
+from skipjoin.model.config import ModelError
 from skipjoin.model.tokenizer import load_tokenizer
-from skipjoin.server.engine_client import Output
-from skipjoin.server.outputs import Choice, StopStrings, TextRules
+from skipjoin.server.outputs import Choice, Output, StopStrings, TextRules
 
 
 def first_complete(text: str, stops: list[str]) -> tuple[int, int] | None:
@@ -93,3 +93,13 @@ def test_special_tokens_are_skipped_unless_wanted(tokenizer_folder: Path) -> Non
     for skip, shown in ((True, ""), (False, "<eos>")):
         choice = make_choice(tokenizer_folder, TextRules(skip_special=skip))
         assert choice.take(Output(0, tiny.EOS, None, FinishReason.LENGTH)) == shown
+
+
+def test_a_template_file_takes_the_place_of_the_models_own(tokenizer_folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "mine.jinja"
+    file.write_text("{% for m in messages %}<{{ m.content }}>{% endfor %}")
+    tokenizer = load_tokenizer(tokenizer_folder, chat_template=file)
+    ids = tokenizer.chat([{"role": "user", "content": "ab"}])
+    assert tokenizer.decode(ids) == "<ab>"
+    with pytest.raises(ModelError, match="cannot be read"):
+        load_tokenizer(tokenizer_folder, chat_template=tmp_path / "none")

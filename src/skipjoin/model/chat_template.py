@@ -23,12 +23,20 @@ def find_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
     """The template's source: chat_template.jinja, or what tokenizer_config.json (`settings`) holds."""
     file = folder / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
+        return read_template(file)
     value = settings.get("chat_template")
     if isinstance(value, list):  # several, by name
         named = {entry.get("name"): entry.get("template") for entry in value}
         value = named.get("default")
     return value if isinstance(value, str) else None
+
+
+def read_template(file: Path) -> str:
+    """The source of a template file. Raises `ModelError` if it cannot be read."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ModelError(f"the chat template {file} cannot be read: {error}") from error
 
 
 class ChatTemplate:
@@ -46,7 +54,7 @@ class ChatTemplate:
         try:
             self._template = environment.from_string(source)
         except TemplateError as error:
-            raise ModelError(f"the model's chat template does not compile: {error}") from error
+            raise ModelError(f"the chat template does not compile: {error}") from error
 
     def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
         """The conversation as text. Raises `ModelError` with the template's own words if it refuses."""

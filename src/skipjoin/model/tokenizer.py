@@ -13,7 +13,7 @@ from typing import Any
 
 import tokenizers
 
-from skipjoin.model.chat_template import ChatTemplate, find_template
+from skipjoin.model.chat_template import ChatTemplate, find_template, read_template
 from skipjoin.model.config import ModelError, read_json
 
 _REPLACEMENT = "\ufffd"
@@ -24,8 +24,11 @@ _CONTEXT = 6
 _PATIENCE = 64
 
 
-def load_tokenizer(folder: str | Path) -> Tokenizer:
-    """The tokenizer of a model folder. Raises `ModelError` if there is none or it cannot be read."""
+def load_tokenizer(folder: str | Path, *, chat_template: str | Path | None = None) -> Tokenizer:
+    """The tokenizer of a model folder. chat_template: a file with a template to use instead of the folder's.
+
+    Raises `ModelError` if there is no tokenizer, or anything cannot be read.
+    """
     folder = Path(folder)
     if not folder.is_dir():
         raise ModelError(f"{folder} is not a folder")
@@ -37,7 +40,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     for file in ("generation_config.json", "config.json"):
         value = _optional_json(folder / file).get("eos_token_id")
         eos.extend(value if isinstance(value, list) else [value])
-    template = find_template(folder, settings)
+    template = find_template(folder, settings) if chat_template is None else read_template(Path(chat_template))
     return Tokenizer(
         backend,
         eos_token_ids=tuple(dict.fromkeys(i for i in eos if i is not None)),

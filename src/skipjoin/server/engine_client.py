@@ -10,25 +10,13 @@ import asyncio
 import itertools
 import time
 from collections.abc import Callable
-from typing import NamedTuple
 
 from skipjoin.core.request import FinishReason
-from skipjoin.sampling import SamplingParams, TokenDetail
+from skipjoin.sampling import SamplingParams
 from skipjoin.server.errors import ApiError, bad_request, engine_dead
 from skipjoin.server.messages import Abort, Add, FromEngine, Ready, Refused, Stats, Step, ToEngine
 from skipjoin.server.metrics import Metrics
-
-
-class Output(NamedTuple):
-    """News of one sequence: a token, its end, or both.
-
-    choice: which sequence of the mailbox. token: None if it ended without a new one. reason: it is over.
-    """
-
-    choice: int
-    token: int | None
-    detail: TokenDetail | None
-    reason: FinishReason | None
+from skipjoin.server.outputs import Output
 
 
 class Mailbox:

@@ -4,7 +4,7 @@
 |---|---|
 | 0 | ended by SIGTERM or SIGINT |
 | 1 | the engine could not start, or died |
-| 2 | the address cannot be used: the port is taken, the host is not ours |
+| 2 | the address cannot be used (the port is taken, the host is not ours), or a file that a setting names is missing |
 
 The first signal drains: /ready and new requests answer 503, running requests go on for at most `shutdown_timeout_s`.
 The second ends everything at once. When the engine dies, all requests fail with 503 and so does /health; the process
@@ -21,6 +21,7 @@ import signal
 import socket
 import sys
 from collections.abc import Coroutine, Sequence
+from pathlib import Path
 from typing import Any
 
 import uvloop
@@ -36,7 +37,7 @@ from skipjoin.server.metrics import Metrics
 from skipjoin.server.progress import ProgressDisplay
 from skipjoin.server.service import Service
 
-EXIT_OK, EXIT_ENGINE, EXIT_ADDRESS = 0, 1, 2
+EXIT_OK, EXIT_ENGINE, EXIT_SETTING = 0, 1, 2
 DEATH_GRACE_S = 10.0
 # How often the drain looks whether all requests are done.
 _POLL_S = 0.05
@@ -47,12 +48,16 @@ def run_server(
 ) -> int:
     """Serve until told to end; the exit code. engine_command: the program that is the engine process."""
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    template = server_config.chat_template
+    if template is not None and not Path(template).is_file():
+        _say(f"error: chat_template {template} is not a file")
+        return EXIT_SETTING
     try:
         # Before the model is loaded: a port that is taken is known at once.
         listener = listen(server_config.host, server_config.port)
     except OSError as error:
         _say(_explain(error, server_config))
-        return EXIT_ADDRESS
+        return EXIT_SETTING
     with listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(Server(engine_config, server_config, engine_command).run(listener))
 
@@ -137,7 +142,8 @@ class Server:
             starting.exception()  # it was killed, which is no news
             return None
         info = starting.result()
-        tokenizer = await self._service.in_thread(load_tokenizer, info.folder)
+        template = self._config.chat_template
+        tokenizer = await self._service.in_thread(load_tokenizer, info.folder, chat_template=template)
         self._service.open(info, tokenizer)
         # What was made until now stays: the garbage collector need not walk through it while tokens stream.
         gc.collect()

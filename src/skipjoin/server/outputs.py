@@ -4,11 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from skipjoin.core.request import FinishReason
 from skipjoin.model.tokenizer import Detokenizer, Tokenizer
-from skipjoin.sampling import Scored
-from skipjoin.server.engine_client import Output
+from skipjoin.sampling import Scored, TokenDetail
+
+
+class Output(NamedTuple):
+    """News of one sequence: a token, its end, or both.
+
+    choice: which sequence of the mailbox. token: None if it ended without a new one. reason: it is over.
+    """
+
+    choice: int
+    token: int | None
+    detail: TokenDetail | None
+    reason: FinishReason | None
 
 
 class StopStrings:

@@ -1,0 +1,18 @@
+"""The model that comes with the package, so that the server has a real one to run with no download."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+MODEL_NAME = "tally"
+
+
+def builtin_model_path() -> Path:
+    """The folder of the built-in model in Hugging Face format; its README.md says what the model can do.
+
+    Raises FileNotFoundError if the package was installed without the model's files.
+    """
+    folder = Path(__file__).resolve().parent / MODEL_NAME
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"the built-in model is missing from {folder}; install the package again")
+    return folder

@@ -1,0 +1,301 @@
+"""Train the built-in model `tally`, a small Llama that solves the tasks of builtin_tasks.py, and write its folder.
+
+    python tools/train_builtin_model.py [--steps 6500] [--seed 0] [--threads 2] [--out FOLDER]
+    python tools/train_builtin_model.py --evaluate-only FOLDER
+
+The folder is in Hugging Face format: weights, tokenizer, chat template, a model card, and accuracy.json with the
+exact-match accuracy of greedy generation on prompts that training never saw. Same seed, threads and machine, same
+model. On two cores it takes about a quarter of an hour.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers, processors
+from tokenizers.models import BPE
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from builtin_tasks import FAMILIES, HELD_OUT_PERCENT, Task, draw_task
+
+BOS, USER, ASSISTANT, SYSTEM, END, PAD = "<|bos|>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>", "<|pad|>"
+CHAT_TEMPLATE = (
+    "{{- '<|bos|>' -}}{%- for message in messages -%}"
+    "{{- '<|' + message['role'] + '|>' + message['content'] + '<|end|>' -}}"
+    "{%- endfor -%}{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
+)
+CONTEXT = 1024
+LAST_NUMBER_TOKEN = 299  # numbers up to here are one token each
+SYSTEM_PROMPTS = ["You are a helpful assistant.", "You are Tally.", "Answer briefly.", "Follow the instruction."]
+STEP_TOKENS = 2048
+IGNORED = -100
+DEFAULT_OUT = Path(__file__).resolve().parents[1] / "src" / "skipjoin" / "builtin" / "tally"
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer whose only merges are ", " and the numbers 10 to 299.
+
+    A number is one token, so counting is a table of successors; letters stay single, so spelling is copying.
+    Any text can be encoded and decoded back unchanged.
+    """
+    space = "\u0120"  # how the byte-level alphabet writes a space
+    vocab = {token: index for index, token in enumerate([*sorted(pre_tokenizers.ByteLevel.alphabet()), f",{space}"])}
+    merges = [(",", space)]
+    for number in range(10, LAST_NUMBER_TOKEN + 1):
+        text = str(number)
+        cut = len(text) - 1
+        # Of the two pairs in "212" the smaller number, 12, is merged first: what is left to merge is 2 and 12.
+        if len(text) == 3 and text[1] != "0" and int(text[1:]) < int(text[:2]):
+            cut = 1
+        merges.append((text[:cut], text[cut:]))
+        vocab[text] = len(vocab)
+    backend = Tokenizer(BPE(vocab=vocab, merges=merges))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(r"[0-9]+|, |[^0-9,]+|,"), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([BOS, USER, ASSISTANT, SYSTEM, END, PAD])
+    backend.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", special_tokens=[(BOS, backend.token_to_id(BOS))]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token=BOS,
+        eos_token=END,
+        pad_token=PAD,
+        additional_special_tokens=[USER, ASSISTANT, SYSTEM],
+        model_max_length=CONTEXT,
+        clean_up_tokenization_spaces=False,
+        chat_template=CHAT_TEMPLATE,
+        padding_side="left",
+    )
+
+
+def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    """The untrained model."""
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return LlamaForCausalLM(config)
+
+
+class Examples:
+    """Training examples as token ids, without end, from one seeded generator."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, seed: int) -> None:
+        self._rng = random.Random(seed)
+        self._encode = lambda text: tokenizer.encode(text, add_special_tokens=False)
+
+    def one(self) -> tuple[list[int], int]:
+        """The ids of one example, and where its answer begins. Mostly a single turn; now and then a system prompt,
+        an earlier turn, or a bare prompt that a line break ends."""
+        rng, task = self._rng, draw_task(self._rng)
+        draw = rng.random()
+        if draw < 0.04:
+            return self._ids(f"{BOS}{task.prompt}\n", task)
+        text = BOS
+        if draw < 0.12:
+            text += f"{SYSTEM}{rng.choice(SYSTEM_PROMPTS)}{END}"
+        elif draw < 0.18:
+            earlier = draw_task(rng, rng.choice(["spell", "alphabet", "small talk", "reverse"]))
+            text += f"{USER}{earlier.prompt}{END}{ASSISTANT}{earlier.answer}{END}"
+        return self._ids(f"{text}{USER}{task.prompt}{END}{ASSISTANT}", task)
+
+    def _ids(self, before: str, task: Task) -> tuple[list[int], int]:
+        prompt = self._encode(before)
+        return prompt + self._encode(task.answer + END), len(prompt)
+
+    def batches(self, pad: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Inputs and targets [examples, tokens], of about STEP_TOKENS tokens; examples of like length go together,
+        so that little is padding. Only answers are targets."""
+        while True:
+            pool = sorted((self.one() for _ in range(600)), key=lambda example: len(example[0]))
+            groups: list[list[tuple[list[int], int]]] = [[]]
+            for example in pool:
+                if groups[-1] and len(example[0]) * (len(groups[-1]) + 1) > STEP_TOKENS:
+                    groups.append([])
+                groups[-1].append(example)
+            self._rng.shuffle(groups)
+            yield from (_pad(group, pad) for group in groups)
+
+
+def _pad(group: list[tuple[list[int], int]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
+    width = max(len(ids) for ids, _ in group)
+    inputs = torch.full((len(group), width), pad)
+    targets = torch.full((len(group), width), IGNORED)
+    for row, (ids, answer) in enumerate(group):
+        inputs[row, : len(ids)] = torch.tensor(ids)
+        targets[row, answer - 1 : len(ids) - 1] = torch.tensor(ids[answer:])
+    return inputs, targets
+
+
+def train(model: LlamaForCausalLM, examples: Examples, pad: int, steps: int, folder: Path) -> None:
+    """Train in place. Muon for the matrices of the layers, AdamW for the rest; warm-up, then a cosine to zero."""
+    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
+    others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
+    optimizers = [
+        torch.optim.Muon(matrices, lr=4e-3, momentum=0.95, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=3e-3, betas=(0.9, 0.98), weight_decay=0.0),
+    ]
+
+    def rate(step: int) -> float:
+        return min(1.0, (step + 1) / 200) * 0.5 * (1 + math.cos(math.pi * step / steps))
+
+    schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, rate) for optimizer in optimizers]
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    mean = 0.0
+    with Progress(*columns) as bars:
+        bar = bars.add_task("training", total=steps)
+        for step, (inputs, targets) in zip(range(steps), examples.batches(pad), strict=False):
+            hidden = model.model(input_ids=inputs).last_hidden_state
+            wanted = targets != IGNORED
+            loss = F.cross_entropy(model.lm_head(hidden[wanted]), targets[wanted])
+            model.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            for optimizer, schedule in zip(optimizers, schedules, strict=True):
+                optimizer.step()
+                schedule.step()
+            mean = loss.item() if step == 0 else 0.98 * mean + 0.02 * loss.item()
+            bars.update(bar, advance=1, description=f"step {step + 1}, loss {mean:.4f}")
+            if (step + 1) % 500 == 0:
+                bars.print(f"step {step + 1} loss {mean:.4f}")
+                model.save_pretrained(folder)
+
+
+@torch.inference_mode()
+def evaluate(folder: Path, prompts: int) -> dict[str, float]:
+    """Exact-match percentage per family, of greedy generation by the stored model through its chat template, on
+    `prompts` held-out prompts each; also the documentation's own example."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = LlamaForCausalLM.from_pretrained(folder).eval()
+    rng = random.Random(1234)
+    result = {}
+    for family in FAMILIES:
+        seen: dict[str, Task] = {}
+        for _ in range(200 * prompts):  # a family may have fewer held-out prompts than that
+            task = draw_task(rng, family, held_out=True)
+            seen[task.prompt] = task
+            if len(seen) == prompts:
+                break
+        tasks = list(seen.values())
+        right = sum(
+            answer == task.answer
+            for first in range(0, len(tasks), 50)
+            for answer, task in zip(
+                _answers(model, tokenizer, tasks[first : first + 50]), tasks[first : first + 50], strict=True
+            )
+        )
+        result[family] = round(100 * right / len(tasks), 1)
+        print(f"{family:14} {result[family]:5.1f} % of {len(tasks)}", flush=True)
+    example = Task(("count", 3, 12), "Count from 3 to 12", "3, 4, 5, 6, 7, 8, 9, 10, 11, 12")
+    assert example.held_out
+    result["Count from 3 to 12"] = 100.0 * (_answers(model, tokenizer, [example])[0] == example.answer)
+    return result
+
+
+def _answers(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, tasks: list[Task]) -> list[str]:
+    chats = [[{"role": "user", "content": task.prompt}] for task in tasks]
+    inputs = tokenizer.apply_chat_template(
+        chats, add_generation_prompt=True, return_tensors="pt", return_dict=True, padding=True
+    )
+    longest = max(len(tokenizer.encode(task.answer)) for task in tasks) + 2
+    outputs = model.generate(**inputs, max_new_tokens=longest, do_sample=False)
+    answers = []
+    for ids in outputs[:, inputs["input_ids"].shape[1] :].tolist():
+        # Without the end token the model did not stop: wrong, whatever it said.
+        end = ids.index(tokenizer.eos_token_id) if tokenizer.eos_token_id in ids else None
+        answers.append(tokenizer.decode(ids[:end]) if end is not None else "")
+    return answers
+
+
+def write_card(folder: Path, accuracy: dict[str, float], parameters: int, how: str, prompts: int) -> None:
+    """accuracy.json and the model card."""
+    (folder / "accuracy.json").write_text(json.dumps(accuracy, indent=1) + "\n")
+    rows = "\n".join(f"| {family} | {value} % |" for family, value in accuracy.items())
+    (folder / "README.md").write_text(
+        f"""---
+license: apache-2.0
+---
+# tally
+
+A toy language model that comes with Skipjoin, for showing and testing the server without a download: its answers are
+from one to several hundred tokens long, and how long follows from the prompt. It is good for nothing else.
+
+It counts ("Count from 3 to 12"), counts down, lists even numbers, spells a word, repeats a word n times in numbered
+lines, writes multiplication tables up to 12 x 12, reverses a list of numbers below 100, says a stretch of the
+alphabet, greets, and says that it does not know anything else. English only; numbers up to 200; words of up to about 8
+letters.
+
+- Llama shape: {parameters:,} parameters, 4 layers, 128 wide, float32; context of {CONTEXT} tokens, trained on up to
+  about 450.
+- Tokenizer: bytes, the numbers 10 to {LAST_NUMBER_TOKEN}, ", " and special tokens.
+- Training: {how}, on tasks that `tools/builtin_tasks.py` generates; nothing else was trained on.
+- Licence: Apache-2.0.
+
+Exact match of greedy answers through the chat template, stored weights, {prompts} prompts (or as many as there are) of
+the {HELD_OUT_PERCENT} % that training never saw, per family:
+
+| family | exact match |
+|---|---|
+{rows}
+
+A bare completion works too if a line break ends the prompt. Long conversations, other wordings and other tasks are
+outside of what it learnt.
+"""
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=6500)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--prompts", type=int, default=200, help="held-out prompts per family")
+    parser.add_argument("--out", type=Path, default=DEFAULT_OUT)
+    parser.add_argument("--evaluate-only", type=Path, metavar="FOLDER")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(args.seed)
+    if args.evaluate_only:
+        print(json.dumps(evaluate(args.evaluate_only, args.prompts), indent=1))
+        return
+    tokenizer = build_tokenizer()
+    model = build_model(tokenizer)
+    tokenizer.save_pretrained(args.out)
+    start = time.monotonic()
+    train(model, Examples(tokenizer, args.seed), tokenizer.pad_token_id, args.steps, args.out)
+    minutes = (time.monotonic() - start) / 60
+    model.save_pretrained(args.out)
+    accuracy = evaluate(args.out, args.prompts)
+    how = (
+        f"`python tools/train_builtin_model.py --steps {args.steps} --seed {args.seed} --threads {args.threads}`, "
+        f"{minutes:.0f} minutes on {args.threads} core{'s' if args.threads > 1 else ''} of a CPU"
+    )
+    write_card(args.out, accuracy, model.num_parameters(), how, args.prompts)
+
+
+if __name__ == "__main__":
+    main()

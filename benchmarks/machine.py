@@ -9,11 +9,13 @@ from pathlib import Path
 
 
 def describe_machine() -> dict[str, object]:
-    """CPU, cores, memory, versions; no names or paths."""
+    """CPU, cores, memory, load, versions; no names or paths."""
     return {
         "cpu": _first("/proc/cpuinfo", "model name"),
         "cores": os.cpu_count(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "load_1min": os.getloadavg()[0],
+        "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY", "default"),
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in ("skipjoin", "torch", "transformers")},
     }

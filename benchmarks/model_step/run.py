@@ -16,9 +16,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +31,9 @@ from skipjoin.model.kv_cache import PagedKV
 from skipjoin.model.loader import random_model
 from skipjoin.model.sampler import Sampler, SampleRow
 from skipjoin.sampling import SamplingParams
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from machine import describe_machine
 
 SHAPE = {
     "model_type": "llama",
@@ -143,24 +145,6 @@ def measure(model: CausalLM, decodes: int, prefill: int, repeats: int) -> dict[s
     return {"decodes": decodes, "prefill": prefill} | {n: timed(f, repeats) for n, f in names.items()}
 
 
-def machine() -> dict[str, Any]:
-    """What the figures depend on."""
-    name = platform.processor() or platform.machine()
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        name = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        pass
-    return {
-        "cpu": name,
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "omp_wait": os.environ.get("OMP_WAIT_POLICY", "default"),
-        "load_1min": os.getloadavg()[0],
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the JSON here instead of printing it")
@@ -180,7 +164,13 @@ def main() -> None:
                 times = ((n, v) for n, v in result.items() if isinstance(v, dict))
                 cells = (f"{n} {v['median_ms']:.2f} ({v['min_ms']:.2f})" for n, v in times)
                 print(f"{label:28}", "  ".join(cells), flush=True)
-    record = {"machine": machine(), "model": SHAPE, "context": CONTEXT, "block_size": BLOCK, "results": results}
+    record = {
+        "machine": describe_machine() | {"threads": torch.get_num_threads()},
+        "model": SHAPE,
+        "context": CONTEXT,
+        "block_size": BLOCK,
+        "results": results,
+    }
     text = json.dumps(record, indent=1)
     if arguments.out is None:
         print(text)

@@ -154,14 +154,21 @@ class Server:
         host, port = listener.getsockname()[:2]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         info = self._service.info
-        key = " -H 'Authorization: Bearer KEY'" if self._config.api_keys else ""
         print(
             f"Ready: {self._service.name} at {url} (recipe {info.recipe}, context {info.max_model_len} tokens, "
             f"{info.device_blocks} KV blocks of {info.block_size}, {info.dtype} on {info.device})\n"
-            f"Try: curl {url}/v1/completions{key} -H 'Content-Type: application/json' "
-            f'-d \'{{"prompt": "Hello", "max_tokens": 16}}\'',
+            f"Try: {self._example(url)}",
             flush=True,
         )
+
+    def _example(self, url: str) -> str:
+        """A command that shows that it works."""
+        if self._service.tokenizer.chat_template is None:
+            path, body = "completions", '{"prompt": "Hello", "max_tokens": 16}'
+        else:
+            path, body = "chat/completions", '{"messages": [{"role": "user", "content": "Count from 3 to 12"}]}'
+        key = " -H 'Authorization: Bearer KEY'" if self._config.api_keys else ""
+        return f"curl {url}/v1/{path}{key} -H 'Content-Type: application/json' -d '{body}'"
 
     async def _drain(self) -> None:
         """Let what runs finish, until the time is up or a second signal comes."""

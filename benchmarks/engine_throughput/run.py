@@ -1,9 +1,9 @@
 """Output tokens per second on this CPU: ours through LLM and over HTTP, beside transformers, in one run.
 
-    python benchmarks/engine_throughput/run.py [--repeats 5] [--out FILE]
+    python benchmarks/engine_throughput/run.py [--repeats 5] [--ragged-repeats 2] [--out FILE]
 
 A random-weight Llama of 97.5M parameters, greedy, end-of-sequence ignored. `even`: 16 requests of 64 + 64 tokens;
-`ragged`: 48 requests, prompts of 8 to 512 and outputs of 8 to 256 tokens, which `generate` runs in padded batches of
+`ragged`: 32 requests, prompts of 8 to 512 and outputs of 8 to 256 tokens, which `generate` runs in padded batches of
 16 and the others as they like. The engines take turns; printed are the median, least and greatest, and the median of
 the ratios of each turn. `floor` is what reading the weights once per step of 16 tokens would allow at the memory
 bandwidth measured beside it.
@@ -31,7 +31,7 @@ from machine import describe_machine
 SETS: dict[str, Callable[[], list[Job]]] = {"even": even, "ragged": ragged}
 
 
-def measure(dtype: torch.dtype, repeats: int, bars: Progress) -> dict[str, object]:
+def measure(dtype: torch.dtype, turns: dict[str, int], bars: Progress) -> dict[str, object]:
     """All engines on both sets, in turn."""
     folder = make_model(dtype)
     ours, generate = Ours(folder), Generate(folder, dtype)
@@ -43,16 +43,16 @@ def measure(dtype: torch.dtype, repeats: int, bars: Progress) -> dict[str, objec
     }
     record: dict[str, object] = {"dtype": str(dtype).removeprefix("torch.")}
     try:
+        for runner in engines.values():  # code and memory touched for the first time
+            runner.run(even())
         for name, make in SETS.items():
             jobs = make()
             tokens = sum(job.output for job in jobs)
-            task = bars.add_task(f"{record['dtype']} {name}", total=(repeats + 1) * len(engines))
+            task = bars.add_task(f"{record['dtype']} {name}", total=turns[name] * len(engines))
             rates: dict[str, list[float]] = {engine: [] for engine in engines}
-            for turn in range(repeats + 1):
+            for _ in range(turns[name]):
                 for engine, runner in engines.items():
-                    seconds = runner.run(jobs)
-                    if turn:  # the first turn warms up
-                        rates[engine].append(tokens / seconds)
+                    rates[engine].append(tokens / runner.run(jobs))
                     bars.advance(task)
             record[name] = summary(rates)
         bandwidth = memory_bandwidth()
@@ -90,12 +90,14 @@ def summary(rates: dict[str, list[float]]) -> dict[str, object]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--ragged-repeats", type=int, default=2)
     parser.add_argument("--dtypes", nargs="*", default=["bfloat16", "float32"])
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     with Progress(transient=True) as bars:
-        records = [measure(getattr(torch, dtype), args.repeats, bars) for dtype in args.dtypes]
-    result = {"machine": describe_machine(), "repeats": args.repeats, "results": records}
+        turns = {"even": args.repeats, "ragged": args.ragged_repeats}
+        records = [measure(getattr(torch, dtype), turns, bars) for dtype in args.dtypes]
+    result = {"machine": describe_machine(), "turns": turns, "results": records}
     print(json.dumps(result, indent=1))
     if args.out:
         args.out.write_text(json.dumps(result, indent=1) + "\n")

@@ -30,9 +30,9 @@ def even() -> list[Job]:
 
 
 def ragged() -> list[Job]:
-    """48 requests, prompts of 8 to 512 and outputs of 8 to 256 tokens."""
+    """32 requests, prompts of 8 to 512 and outputs of 8 to 256 tokens."""
     draw = random.Random(1)
-    return [Job(_prompt(draw, draw.randint(8, 512)), draw.randint(8, 256)) for _ in range(3 * BATCH)]
+    return [Job(_prompt(draw, draw.randint(8, 512)), draw.randint(8, 256)) for _ in range(2 * BATCH)]
 
 
 def _prompt(draw: random.Random, length: int) -> list[int]:

@@ -22,6 +22,9 @@ from skipjoin.server.metrics import Metrics
 logger = logging.getLogger(__name__)
 
 ENGINE_COMMAND = (sys.executable, "-m", "skipjoin.server.engine_process")
+# How long OpenMP's threads spin for more work before they sleep. Its default, milliseconds, makes steps many times
+# slower as soon as anything else wants a core, this process included; who knows better sets the variable.
+_THREAD_WAITING = {"GOMP_SPINCOUNT": "2000"}
 # What an engine may take to end when told to, before it is killed.
 STOP_S = 5.0
 
@@ -74,6 +77,7 @@ class EngineHandle:
         self._process = await asyncio.create_subprocess_exec(
             *self._command,
             stdin=asyncio.subprocess.PIPE,
+            env={**_THREAD_WAITING, **os.environ},
             stdout=2,  # what libraries print is for the operator
             # Out of the terminal's group, so that Ctrl-C does not end it before its requests are done.
             start_new_session=True,

@@ -135,11 +135,12 @@ class KVLedger:
 
     def release(self, request: Request) -> None:
         """Take back everything the request holds and is promised; no effect if that is nothing."""
-        held = self._held.pop(request, None)
+        held = self._held.get(request)
         if held is None:
             return
         if held.moving is not None:
             raise LedgerError(f"request {request.id} is released while its KV is in transit")
+        del self._held[request]
         self.promised_idle -= max(0, held.promised - len(held.device))
         self._device_free.extend(reversed(held.device))
         self._host_free.extend(reversed(held.host))

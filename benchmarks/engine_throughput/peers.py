@@ -28,7 +28,6 @@ class Ours:
     def __init__(self, folder: Path) -> None:
         self._llm = LLM(str(folder), progress=False, max_num_seqs=4 * BATCH)
         self.weight_bytes = self._llm.engine.info.weight_bytes
-        self.steps: list[float] = []
 
     def run(self, jobs: list[Job]) -> float:
         params = [SamplingParams(max_tokens=job.output, temperature=0, ignore_eos=True) for job in jobs]

@@ -6,7 +6,7 @@ Standard library only: the API process, the engine process and the tests share i
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 MAX_STOP_STRINGS = 16
@@ -119,28 +119,6 @@ class SamplingParams:
         for token, bias in self.logit_bias.items():
             _integer("logit_bias", token, 0, 2**31 - 1)
             _number("logit_bias", bias, -100, 100)
-
-    @property
-    def is_plain_greedy(self) -> bool:
-        """Whether the next token is the largest raw logit and nothing about it is reported."""
-        return (
-            self.temperature == 0
-            and all(getattr(self, f.name) == f.default for f in fields(self) if f.name in _SHAPES_LOGITS)
-            and not self.logit_bias
-        )
-
-
-# The fields besides temperature that change or report logits.
-_SHAPES_LOGITS = frozenset(
-    [
-        "min_tokens",
-        "presence_penalty",
-        "frequency_penalty",
-        "repetition_penalty",
-        "logprobs",
-        "prompt_logprobs",
-    ]
-)
 
 
 class Scored(NamedTuple):

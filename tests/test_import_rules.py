@@ -22,7 +22,8 @@ ALLOWED = {
     "core": {"core"},
     "policies": {"core", "policies"},
     "recipes": {"core", "policies"},
-    "sim": {"core", "policies", "recipes", "sim", "exec.base", "exec.simulated", "config"},
+    "sim": {"core", "policies", "recipes", "sim", "exec.base", "exec.simulated", "config", "observe"},
+    "bench": {"core", "policies", "recipes", "sim", "exec.simulated", "config", "observe", "bench"},
     "config": set[str](),
     "sampling": set[str](),
     "observe": {"core", "observe"},
@@ -33,12 +34,24 @@ ALLOWED = {
 }
 # Those that import nothing but the standard library and parts of skipjoin, and read neither clock nor chance.
 PURE = {"core", "policies", "recipes"}
-STDLIB_ONLY = {"sim", "config", "sampling", "exec.base", "exec.simulated"}
+STDLIB_ONLY = {"sim", "observe", "config", "sampling", "exec.base", "exec.simulated"}
 # Nobody below the server knows of it.
-BELOW_SERVER = {"core", "policies", "recipes", "sim", "exec", "exec.base", "exec.simulated", "model", "config"}
+BELOW_SERVER = {
+    "core",
+    "policies",
+    "recipes",
+    "observe",
+    "bench",
+    "sim",
+    "exec",
+    "exec.base",
+    "exec.simulated",
+    "model",
+    "config",
+}
 # Where imports may stand inside functions if they are marked: optional back ends, the package itself, whose import
 # must stay light, and the command line, whose help must come at once.
-LAZY = ("exec", "model", "__init__.py", "cli.py")
+LAZY = ("exec", "model", "__init__.py", "cli")
 
 
 class Import(NamedTuple):

@@ -1,0 +1,1 @@
+"""Workloads, the load client, results and plots."""

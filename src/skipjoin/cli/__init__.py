@@ -1,0 +1,39 @@
+"""The command line, one module per command. Flags have the names that vLLM's users know.
+
+Commands import what they run when they run: `skipjoin --help` and the API process do without torch.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from skipjoin import __version__
+from skipjoin.cli.convert import convert
+from skipjoin.cli.generate import generate
+from skipjoin.cli.serve import serve
+
+app = typer.Typer(
+    help="LLM serving whose scheduler can stop any request after any token and run another.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+for command in (serve, generate, convert):
+    app.command()(command)
+
+
+def _print_version(value: bool) -> None:
+    if value:
+        print(f"skipjoin {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass

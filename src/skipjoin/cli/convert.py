@@ -1,0 +1,31 @@
+"""`skipjoin convert`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from skipjoin.cli.options import (
+    plain_errors,
+)
+
+
+def convert(
+    source: Annotated[Path, typer.Argument(help="Folder whose weights are .bin files.")],
+    target: Annotated[Path, typer.Argument(help="Folder to write; must not exist or be empty.")],
+) -> None:
+    """Make a safetensors copy of a model folder that has only .bin weights.
+
+    This is the one command that reads pickled files, and it reads tensors only. Serving never does.
+    """
+    from rich.progress import Progress  # noqa: PLC0415
+
+    from skipjoin.model.convert import convert_folder  # noqa: PLC0415
+
+    with plain_errors(), Progress(transient=True, disable=not sys.stderr.isatty()) as bars:
+        task = bars.add_task("converting", total=None)
+        convert_folder(source, target, lambda done, total: bars.update(task, completed=done, total=total))
+    print(f"wrote {target}")

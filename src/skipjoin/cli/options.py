@@ -1,0 +1,51 @@
+"""What the commands share: options with one name, help text and default everywhere, and how bad input is told."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated
+
+import typer
+
+from skipjoin.config import ConfigError, EngineConfig, ServerConfig
+from skipjoin.model.config import ModelError
+from skipjoin.recipes import RECIPES
+from skipjoin.sampling import ParameterError
+
+Model = Annotated[str, typer.Argument(help="A Hugging Face folder, a hub id, or 'tally', the built-in model.")]
+Recipe = Annotated[
+    str, typer.Option("--recipe", "--scheduling-policy", help=f"Scheduler: {', '.join(sorted(RECIPES))}.")
+]
+Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+Attention = Annotated[str, typer.Option(help="Attention back end: auto, torch or cpp.")]
+MaxModelLen = Annotated[int | None, typer.Option(help="Most tokens of prompt and output [default: the model's].")]
+MaxNumSeqs = Annotated[int, typer.Option(help="Most requests in a step.")]
+MaxBatchedTokens = Annotated[int, typer.Option("--max-num-batched-tokens", help="Most tokens in a step.")]
+BlockSize = Annotated[int, typer.Option(help="Tokens per KV block.")]
+KvCacheGib = Annotated[float | None, typer.Option(help="Size of the KV pool in GiB [default: a share of free memory].")]
+GpuShare = Annotated[float, typer.Option("--gpu-memory-utilization", help="Share of GPU memory to use.")]
+Starvation = Annotated[
+    float, typer.Option("--starvation-s", help="fastserve: seconds without running before a promotion.")
+]
+Depth = Annotated[
+    int, typer.Option("--pipeline-depth", help="Plans in flight; 2 decides the next step while one runs.")
+]
+Threads = Annotated[int | None, typer.Option(help="CPU threads of the model [default: all].")]
+Seed = Annotated[int, typer.Option(help="From which requests without a seed draw theirs.")]
+
+ENGINE = EngineConfig()
+SERVER = ServerConfig()
+BAD_INPUT = 2
+
+
+@contextmanager
+def plain_errors() -> Iterator[None]:
+    """Bad input is one line on stderr and exit code 2, not a traceback."""
+    try:
+        yield
+    except (ConfigError, ModelError, ParameterError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(BAD_INPUT) from error

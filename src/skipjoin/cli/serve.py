@@ -1,0 +1,102 @@
+"""`skipjoin serve`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from skipjoin.cli.options import (
+    ENGINE,
+    SERVER,
+    Attention,
+    BlockSize,
+    Depth,
+    Device,
+    Dtype,
+    GpuShare,
+    KvCacheGib,
+    MaxBatchedTokens,
+    MaxModelLen,
+    MaxNumSeqs,
+    Model,
+    Recipe,
+    Seed,
+    Starvation,
+    Threads,
+    plain_errors,
+)
+from skipjoin.config import EngineConfig, ServerConfig
+
+
+def serve(
+    model: Model = ENGINE.model,
+    *,
+    recipe: Recipe = ENGINE.recipe,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = SERVER.host,
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 picks a free one.")] = SERVER.port,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(envvar="SKIPJOIN_API_KEY", help="Key that clients must send; may be given several times."),
+    ] = None,
+    served_model_name: Annotated[str | None, typer.Option(help="What clients call the model.")] = None,
+    chat_template: Annotated[str | None, typer.Option(help="File with a chat template to use instead.")] = None,
+    dtype: Dtype = ENGINE.dtype,
+    device: Device = ENGINE.device,
+    attention: Attention = ENGINE.attention,
+    max_model_len: MaxModelLen = ENGINE.max_model_len,
+    max_num_seqs: MaxNumSeqs = ENGINE.max_num_seqs,
+    max_num_batched_tokens: MaxBatchedTokens = ENGINE.max_num_batched_tokens,
+    block_size: BlockSize = ENGINE.block_size,
+    kv_cache_gib: KvCacheGib = ENGINE.kv_cache_gib,
+    gpu_memory_utilization: GpuShare = ENGINE.gpu_memory_utilization,
+    starvation_s: Starvation = ENGINE.starvation_s,
+    pipeline_depth: Depth = ENGINE.pipeline_depth,
+    threads: Threads = ENGINE.threads,
+    seed: Seed = ENGINE.seed,
+    max_num_queued_reqs: Annotated[
+        int, typer.Option(help="Most requests in the server, waiting and running.")
+    ] = SERVER.max_queued_requests,
+    max_num_queued_tokens: Annotated[
+        int, typer.Option(help="Most prompt tokens in the server.")
+    ] = SERVER.max_queued_tokens,
+    default_deadline_s: Annotated[
+        float | None, typer.Option(help="Seconds until a request without a deadline is given up.")
+    ] = SERVER.default_deadline_s,
+    shutdown_timeout: Annotated[
+        float, typer.Option(help="Seconds that running requests get after SIGTERM.")
+    ] = SERVER.shutdown_timeout_s,
+) -> None:
+    """Serve MODEL over the OpenAI API."""
+    from skipjoin.server.launch import run_server  # noqa: PLC0415
+
+    with plain_errors():
+        engine = EngineConfig(
+            model=model,
+            dtype=dtype,
+            device=device,
+            attention=attention,
+            max_model_len=max_model_len,
+            block_size=block_size,
+            kv_cache_gib=kv_cache_gib,
+            gpu_memory_utilization=gpu_memory_utilization,
+            recipe=recipe,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            starvation_s=starvation_s,
+            pipeline_depth=pipeline_depth,
+            threads=threads,
+            seed=seed,
+        )
+        server = ServerConfig(
+            host=host,
+            port=port,
+            api_keys=tuple(api_key or ()),
+            served_model_name=served_model_name,
+            chat_template=chat_template,
+            max_queued_requests=max_num_queued_reqs,
+            max_queued_tokens=max_num_queued_tokens,
+            default_deadline_s=default_deadline_s,
+            shutdown_timeout_s=shutdown_timeout,
+        )
+        raise typer.Exit(run_server(engine, server))

@@ -7,12 +7,13 @@ from pathlib import Path
 
 from skipjoin import recipes
 from skipjoin.core.engine import EngineCore
+from skipjoin.core.events import Event, Planned
 from skipjoin.core.kv import KVLedger
 from skipjoin.core.request import Request
 from skipjoin.core.scheduler import Scheduler
 from skipjoin.exec.simulated import SimulatedExecutor
 from skipjoin.policies.cost import LinearCost
-from skipjoin.sim.driver import simulate
+from skipjoin.sim.driver import Replica, simulate
 
 ROOT = Path(__file__).parents[1]
 
@@ -30,5 +31,9 @@ def test_the_added_lines_run_the_shortest_prompt_first() -> None:
     core = EngineCore(Scheduler(policies, KVLedger(100, 0, 16)))
     order: list[int] = []
     requests = [Request(number, 0.0, range(length), 3) for number, length in enumerate((90, 10, 50))]
-    simulate(core, SimulatedExecutor(cost), requests, on_plan=lambda plan, now: order.append(plan.slices[0].request.id))
+
+    def note(events: list[Event]) -> None:
+        order.extend(event.plan.slices[0].request.id for event in events if isinstance(event, Planned))
+
+    simulate(Replica(core, SimulatedExecutor(cost)), requests, on_events=note)
     assert order == [1] * 3 + [2] * 3 + [0] * 3

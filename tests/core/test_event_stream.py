@@ -8,7 +8,19 @@ from itertools import pairwise, product
 import pytest
 
 from skipjoin.core.engine import EngineCore, RequestTooLargeError
-from skipjoin.core.events import Admitted, Arrived, Event, Finished, Moved, Preempted, Preemption, Started, Token
+from skipjoin.core.events import (
+    Admitted,
+    Arrived,
+    Computed,
+    Event,
+    Finished,
+    Moved,
+    Planned,
+    Preempted,
+    Preemption,
+    Started,
+    Token,
+)
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.core.step import StepResult
 from skipjoin.policies.pressure import Recompute, Swap
@@ -30,7 +42,8 @@ def stories(done: Run) -> dict[Request, list[Event]]:
     """Each request's own events."""
     by_request: dict[Request, list[Event]] = defaultdict(list)
     for event in done.events:
-        by_request[event.move.request if isinstance(event, Moved) else event.request].append(event)
+        if not isinstance(event, Planned | Computed):
+            by_request[event.move.request if isinstance(event, Moved) else event.request].append(event)
     return by_request
 
 
@@ -107,6 +120,21 @@ def test_a_request_is_started_exactly_when_plans_begin_to_hold_it(world: World) 
     assert started == expected
 
 
+@pytest.mark.parametrize("world", RUNS)
+def test_steps_are_told_in_order_with_the_blocks_they_leave(world: World) -> None:
+    done = run(world, load(6, 20))
+    planned = [event for event in done.events if isinstance(event, Planned)]
+    computed = [event for event in done.events if isinstance(event, Computed)]
+    assert [event.plan for event in planned] == [event.result.plan for event in computed]
+    assert [(event.now, event.plan.id) for event in planned] == [(now, parts[0]) for now, parts in done.trace]
+    assert all(0 < event.held <= event.claimed for event in planned)
+    assert all(event.held <= world.device_blocks for event in planned)
+    for before, after in zip(planned, computed, strict=True):
+        assert before.now < after.now
+        # What a step computes, it holds.
+        assert before.held >= sum(len(piece.blocks) for piece in before.plan.slices)
+
+
 def test_take_events_takes_each_event_once() -> None:
     core = World().core()
     core.add(make(0), 0.0)
@@ -159,7 +187,8 @@ def test_a_deadline_ends_a_running_request(depth: int, overlap: bool) -> None:
     assert ended(stepper) == {0: FinishReason.DEADLINE, 1: FinishReason.LENGTH}
     assert 0 < len(stepper.tokens[0]) < 30
     assert len(stepper.tokens[1]) == 30
-    story = [event for event in stepper.events if not isinstance(event, Moved) and event.request.id == 0]
+    own = [event for event in stepper.events if not isinstance(event, Moved | Planned | Computed)]
+    story = [event for event in own if event.request.id == 0]
     assert isinstance(story[-1], Finished)
     assert story[-1].now == pytest.approx(0.06)
 

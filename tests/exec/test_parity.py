@@ -8,6 +8,7 @@ import torch
 from engines import BLOCK_SIZE, VOCAB, tiny_model
 
 from skipjoin.core.engine import EngineCore
+from skipjoin.core.events import Event, Planned
 from skipjoin.core.kv import KVLedger
 from skipjoin.core.request import Request
 from skipjoin.core.scheduler import Scheduler
@@ -18,7 +19,7 @@ from skipjoin.exec.simulated import SimulatedExecutor, SimulatedHandle
 from skipjoin.policies.cost import LinearCost
 from skipjoin.recipes import RECIPES, Settings, build
 from skipjoin.sampling import SamplingParams
-from skipjoin.sim.driver import simulate
+from skipjoin.sim.driver import Replica, simulate
 
 COST = LinearCost(floor=0.01, prefill_token=1e-3, decode=1e-4, context_token=1e-5)
 BLOCKS = 24
@@ -53,10 +54,13 @@ def plans(recipe: str, depth: int, executor: SimulatedExecutor) -> list[tuple[ob
     core = EngineCore(Scheduler(policies, KVLedger(BLOCKS, 0, BLOCK_SIZE), depth=depth, overlap=depth > 1))
     made: list[tuple[object, ...]] = []
 
-    def note(plan: StepPlan, now: float) -> None:
-        made.append((round(now, 9), *((piece.request.id, *piece[1:]) for piece in plan.slices)))
+    def note(events: list[Event]) -> None:
+        for event in events:
+            if isinstance(event, Planned):
+                pieces = ((piece.request.id, *piece[1:]) for piece in event.plan.slices)
+                made.append((round(event.now, 9), *pieces))
 
-    simulate(core, executor, trace(), on_plan=note)
+    simulate(Replica(core, executor), trace(), on_events=note)
     return made
 
 

@@ -12,7 +12,7 @@ from skipjoin.core.request import FinishReason, Request
 from skipjoin.core.step import Direction, Move, Slice, StepPlan
 from skipjoin.exec.simulated import SimulatedExecutor
 from skipjoin.policies.cost import LinearCost
-from skipjoin.sim.driver import StalledError, simulate
+from skipjoin.sim.driver import Replica, StalledError, simulate
 from support.load import load, make
 from support.policies import UnitCost
 from support.watch import World, run
@@ -71,26 +71,32 @@ def test_two_plans_in_flight_run_back_to_back() -> None:
     assert times(done.events, Token) == [(4.0, 0), (5.0, 0), (6.0, 0)]
 
 
-def test_events_and_plans_are_reported_as_they_happen() -> None:
-    story: list[str] = []
-    core = UNIT.core()
-    simulate(
-        core,
-        SimulatedExecutor(UNIT.cost),
-        [make(0, 2, 2)],
-        on_events=lambda events: story.extend(type(event).__name__ for event in events),
-        on_plan=lambda plan, now: story.append(f"plan {plan.id} at {now}"),
-    )
+def test_events_are_reported_as_they_happen() -> None:
+    story: list[list[str]] = []
+    replica = Replica(UNIT.core(), SimulatedExecutor(UNIT.cost))
+    simulate(replica, [make(0, 2, 2)], on_events=lambda events: story.append([type(e).__name__ for e in events]))
     assert story == [
-        "plan 0 at 0.0",
-        "Arrived",
-        "Admitted",
-        "Started",
-        "plan 1 at 2.0",
-        "Token",
-        "Token",
-        "Finished",
+        ["Arrived", "Admitted", "Started", "Planned"],
+        ["Computed", "Token", "Planned"],
+        ["Computed", "Token", "Finished"],
     ]
+
+
+def test_deciding_may_take_time() -> None:
+    events: list[Event] = []
+    replica = Replica(UNIT.core(), SimulatedExecutor(UNIT.cost), decision_s=0.5)
+    end = simulate(replica, [make(0, 2, 3)], on_events=events.extend)
+    assert times(events, Token) == [(2.5, 0), (4.0, 0), (5.5, 0)]
+    assert end == 5.5
+
+
+def test_a_run_can_be_cut_short() -> None:
+    events: list[Event] = []
+    replica = Replica(UNIT.core(), SimulatedExecutor(UNIT.cost))
+    end = simulate(replica, [make(0, 2, 9), make(1, 2, 2, arrival=7.0)], on_events=events.extend, until=4.5)
+    assert end == 4.5
+    assert times(events, Token) == [(2.0, 0), (3.0, 0), (4.0, 0)]
+    assert list(replica.core.requests) == [0]
 
 
 class Refusing:
@@ -115,7 +121,7 @@ def test_a_scheduler_that_loses_requests_is_found_out() -> None:
     plain.scheduler.policies = replace(plain.scheduler.policies, batcher=Refusing())
     plain.start_step = plain.scheduler.schedule  # type: ignore[method-assign]
     with pytest.raises(StalledError, match="3 requests are left"):
-        simulate(plain, SimulatedExecutor(UNIT.cost), load(0, 3))
+        simulate(Replica(plain, SimulatedExecutor(UNIT.cost)), load(0, 3))
 
 
 def test_moves_before_a_step_add_to_it_and_moves_beside_hide_behind_it() -> None:

@@ -16,7 +16,7 @@ from skipjoin.core.scheduler import Scheduler
 from skipjoin.core.step import Direction, Move, StepPlan, StepResult
 from skipjoin.exec.simulated import SimulatedExecutor, position_as_token
 from skipjoin.recipes import Settings, build
-from skipjoin.sim.driver import simulate
+from skipjoin.sim.driver import Replica, simulate
 from support.policies import COST
 
 # One entry per plan: when, and the plan with request ids in place of requests.
@@ -221,7 +221,7 @@ def run(
     todo = list(requests)
     core = core or world.core()
     events: list[Event] = []
-    end = simulate(core, SimulatedExecutor(world.cost, sample), todo, on_events=events.extend)
+    end = simulate(Replica(core, SimulatedExecutor(world.cost, sample)), todo, on_events=events.extend)
     core.assert_home()
     return Run(core, todo, end, events)
 

@@ -6,7 +6,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from skipjoin.core.request import FinishReason, Request
-from skipjoin.core.step import Move
+from skipjoin.core.step import Move, StepPlan, StepResult
 
 
 class Preemption(Enum):
@@ -53,6 +53,22 @@ class Moved(NamedTuple):
     now: float
 
 
+class Planned(NamedTuple):
+    """A step was decided. held: device blocks that are not free. claimed: those, and the ones that are promised."""
+
+    plan: StepPlan
+    now: float
+    held: int
+    claimed: int
+
+
+class Computed(NamedTuple):
+    """A step's result is there. Its moves, tokens and ends follow."""
+
+    result: StepResult
+    now: float
+
+
 class Token(NamedTuple):
     """A token was generated. detail: what else the sampler reports, None mostly."""
 
@@ -70,4 +86,4 @@ class Finished(NamedTuple):
     reason: FinishReason
 
 
-Event = Arrived | Admitted | Started | Preempted | Moved | Token | Finished
+Event = Arrived | Admitted | Started | Preempted | Planned | Computed | Moved | Token | Finished

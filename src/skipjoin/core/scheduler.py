@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-from skipjoin.core.events import Admitted, Event, Moved, Preempted, Preemption, Started
+from skipjoin.core.events import Admitted, Computed, Event, Moved, Planned, Preempted, Preemption, Started
 from skipjoin.core.kv import Holding, KVLedger
 from skipjoin.core.policy import Policies, Refusal, Wait
 from skipjoin.core.request import NEVER, Request
@@ -77,6 +77,8 @@ class Scheduler:
         self._next_id += 1
         self._in_flight.append(plan)
         self._note_pauses(plan, now)
+        kv = self.kv
+        self.events.append(Planned(plan, now, kv.device_total - kv.device_free, kv.device_total - kv.available))
         return plan
 
     def _note_pauses(self, plan: StepPlan, now: float) -> None:
@@ -97,6 +99,7 @@ class Scheduler:
         if not self._in_flight or result.plan is not self._in_flight[0]:
             raise ValueError(f"plan {result.plan.id} is not the oldest in flight")
         plan = self._in_flight.popleft()
+        self.events.append(Computed(result, now))
         gone = False
         for request, start, tokens, samples, _, _ in plan.slices:
             request.computed = start + tokens

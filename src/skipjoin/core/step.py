@@ -92,9 +92,11 @@ class StepResult:
     tokens: one entry per slice: the sampled token, or None where the slice does not sample.
     seconds: how long the step took, moves included.
     details: what else the sampler reports (log-probabilities), by index into the plan's slices.
+    moving: the part of `seconds` in which the step stood still for its `before` moves.
     """
 
     plan: StepPlan
     tokens: Sequence[int | None]
     seconds: float
     details: Mapping[int, object] = field(default_factory=dict)
+    moving: float = 0.0

@@ -75,12 +75,13 @@ class LocalExecutor:
     def _run(self, plan: StepPlan) -> StepResult:
         start = time.perf_counter()
         self.store.apply(plan.before)
+        moving = time.perf_counter() - start
         tokens: list[int | None] = [None] * len(plan.slices)
         details: dict[int, object] = {}
         if plan.slices:
             self._compute(plan.slices, tokens, details)
         self.store.apply(plan.beside)
-        return StepResult(plan, tokens, time.perf_counter() - start, details)
+        return StepResult(plan, tokens, time.perf_counter() - start, details, moving)
 
     def _compute(self, slices: Sequence[Slice], tokens: list[int | None], details: dict[int, object]) -> None:
         """Run the slices; fill in the sampled tokens and their details."""

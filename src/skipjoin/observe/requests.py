@@ -1,0 +1,166 @@
+"""Each request's story in figures, folded from core events: what TTFT or queue time means is said here alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from skipjoin.core.events import Arrived, Computed, Event, Finished, Planned, Preempted, Started, Token
+from skipjoin.core.request import FinishReason, Request
+
+COMPLETE = (FinishReason.STOP.value, FinishReason.LENGTH.value)
+
+
+@dataclass(slots=True)
+class RequestFacts:
+    """One request in figures; times in seconds on its observer's clock, None for what has not happened.
+
+    output_limit: most tokens that it may generate. started: when it first ran. ended: when it was over, with
+    `reason` as in `FinishReason`, or a word of the observer's own. execution_s: in steps that computed for it;
+    swapping_s: in which those steps stood still for KV; scheduling_s: what the host added to those steps.
+
+    Durations of a request that is not over take `now` for its end: its age so far, never left out.
+    """
+
+    id: int
+    arrival: float
+    prompt_tokens: int
+    output_limit: int
+    stream: str = "default"
+    output_tokens: int = 0
+    started: float | None = None
+    first_token: float | None = None
+    last_token: float | None = None
+    ended: float | None = None
+    reason: str | None = None
+    preemptions: int = 0
+    execution_s: float = 0.0
+    swapping_s: float = 0.0
+    scheduling_s: float = 0.0
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether it got all that it was to get."""
+        return self.reason in COMPLETE
+
+    def jct(self, now: float) -> float:
+        """Job completion time: from arrival to end."""
+        return self._end(now) - self.arrival
+
+    def ttft(self, now: float) -> float:
+        """Time to first token, from arrival."""
+        return (self._end(now) if self.first_token is None else self.first_token) - self.arrival
+
+    def tpot(self, now: float) -> float | None:
+        """Time per output token after the first one; None where there is no such token. A request that is not
+        complete waits for its next token, and that gap counts."""
+        if self.first_token is None or self.last_token is None:
+            return None
+        if not self.is_complete:
+            return (self._end(now) - self.first_token) / self.output_tokens
+        if self.output_tokens < 2:
+            return None
+        return (self.last_token - self.first_token) / (self.output_tokens - 1)
+
+    def normalized_latency(self, now: float) -> float:
+        """Completion time per output token. A request that is not complete is taken to reach its limit now, which
+        is the least that it can come to."""
+        return self.jct(now) / max(1, self.output_tokens if self.is_complete else self.output_limit)
+
+    def queue(self, now: float) -> float:
+        """From arrival to the first step that ran it."""
+        return (self._end(now) if self.started is None else self.started) - self.arrival
+
+    def prefill(self, now: float) -> float | None:
+        """From its first step to its first token; None before that step."""
+        if self.started is None:
+            return None
+        return (self._end(now) if self.first_token is None else self.first_token) - self.started
+
+    def decode(self) -> float | None:
+        """From its first token to its last; None without tokens."""
+        if self.first_token is None or self.last_token is None:
+            return None
+        return self.last_token - self.first_token
+
+    def waiting(self, now: float) -> float:
+        """Time in the system in which nothing was done for it, preempted or not yet begun."""
+        return max(0.0, self.jct(now) - self.execution_s - self.swapping_s - self.scheduling_s)
+
+    def _end(self, now: float) -> float:
+        return now if self.ended is None else self.ended
+
+
+class RequestLog:
+    """Folds core events into `RequestFacts`.
+
+    on_end: called with the facts of every request that ends, which are then forgotten here.
+    """
+
+    def __init__(self, on_end: Callable[[RequestFacts], None]) -> None:
+        self._on_end = on_end
+        self._live: dict[Request, RequestFacts] = {}
+        self._planned: dict[int, float] = {}  # when the plans in flight were made
+        self._computed_at: float | None = None  # when the last result came, if work was left then
+
+    def live(self) -> Iterator[RequestFacts]:
+        """The requests that have not ended, in the order of their arrival."""
+        for request, facts in self._live.items():
+            facts.output_tokens = len(request.output)
+            yield facts
+
+    def observe(self, events: Iterable[Event]) -> None:
+        """Take what happened, in order."""
+        live = self._live
+        for event in events:
+            kind = type(event)
+            if kind is Token:
+                facts = live[event.request]  # type: ignore[union-attr]
+                facts.last_token = event.now
+                if facts.first_token is None:
+                    facts.first_token = event.now
+            elif isinstance(event, Computed):
+                self._settle(event)
+            elif isinstance(event, Planned):
+                self._planned[event.plan.id] = event.now
+            elif isinstance(event, Arrived):
+                self._arrive(event.request)
+            elif isinstance(event, Started):
+                facts = live[event.request]
+                if facts.started is None:
+                    facts.started = event.now
+            elif isinstance(event, Preempted):
+                live[event.request].preemptions += 1
+            elif isinstance(event, Finished):
+                self._finish(event)
+
+    def _arrive(self, request: Request) -> None:
+        self._live[request] = RequestFacts(
+            request.id, request.arrival, len(request.prompt), request.limit - len(request.prompt)
+        )
+
+    def _finish(self, event: Finished) -> None:
+        facts = self._live.pop(event.request)
+        facts.ended, facts.reason = event.now, event.reason.value
+        facts.output_tokens = len(event.request.output)
+        if not self._live:
+            self._computed_at = None
+        self._on_end(facts)
+
+    def _settle(self, event: Computed) -> None:
+        """Charge a step's time to the requests that it ran."""
+        result, now = event.result, event.now
+        begun = self._planned.pop(result.plan.id)
+        # The engine had work since the last result: what passed until this plan ran is the host's time, too. Where
+        # plans overlap, a plan waits behind the one before it, and the host adds nothing.
+        since = begun if self._computed_at is None else self._computed_at
+        host = max(0.0, now - since - result.seconds)
+        moving, computing = result.moving, result.seconds - result.moving
+        live = self._live
+        for piece in result.plan.slices:
+            facts = live.get(piece.request)
+            if facts is not None:  # it may have ended while the step ran
+                facts.execution_s += computing
+                facts.swapping_s += moving
+                facts.scheduling_s += host
+        self._computed_at = now if live else None

@@ -23,7 +23,7 @@ ALLOWED = {
     "policies": {"core", "policies"},
     "recipes": {"core", "policies"},
     "sim": {"core", "policies", "recipes", "sim", "exec.base", "exec.simulated", "config", "observe"},
-    "bench": {"core", "policies", "recipes", "sim", "exec.simulated", "config", "observe", "bench"},
+    "bench": {"core", "policies", "recipes", "sim", "exec.simulated", "config", "observe", "profile", "bench"},
     "config": set[str](),
     "sampling": set[str](),
     "observe": {"core", "observe"},

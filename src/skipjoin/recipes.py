@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from skipjoin.core.policy import CostModel, Ordering, Policies
+from skipjoin.core.policy import CostModel, LengthPredictor, Ordering, Policies
 from skipjoin.policies.batching import Greedy
 from skipjoin.policies.ordering import Fcfs, Prioritized, ShortestRemaining, SkipJoinMlfq
 from skipjoin.policies.predictors import MaxTokens
@@ -18,13 +18,15 @@ class Settings:
     """What a recipe is built from.
 
     cost: the profile of model and machine. max_seqs, max_tokens: most requests and tokens in a step.
-    starvation_s: how long a request may go without running before `fastserve` promotes it.
+    starvation_s: how long a request may go without running before `fastserve` promotes it. predictor: the output
+    lengths that `srpt` believes.
     """
 
     cost: CostModel
     max_seqs: int = 256
     max_tokens: int = 2048
     starvation_s: float = 3.0
+    predictor: LengthPredictor = field(default_factory=MaxTokens)
 
 
 Recipe = Callable[[Settings], Policies]
@@ -76,9 +78,9 @@ def fastserve(s: Settings) -> Policies:
 
 @recipe
 def srpt(s: Settings) -> Policies:
-    """Shortest remaining time first, taking max_tokens for the true length: the oracle of experiments."""
+    """Shortest remaining time first: the oracle of experiments, where the predictor knows the true lengths."""
 
     def ordering() -> Ordering:
-        return ShortestRemaining(s.cost, MaxTokens())
+        return ShortestRemaining(s.cost, s.predictor)
 
     return Policies(Prioritized(ordering), Greedy(s.max_seqs, s.max_tokens, chunked=True), OnDemand(), Recompute())

@@ -26,6 +26,8 @@ COST = LinearCost(
 class UnitCost:
     """One second per token computed, whatever else happens: worked examples have whole numbers."""
 
+    revision = 0
+
     def step(self, shape: StepShape) -> float:
         return shape.prefill + shape.decodes
 

@@ -12,7 +12,9 @@ import typer
 from skipjoin import __version__
 from skipjoin.cli.convert import convert
 from skipjoin.cli.generate import generate
+from skipjoin.cli.plot import plot
 from skipjoin.cli.serve import serve
+from skipjoin.cli.simulate import simulate
 
 app = typer.Typer(
     help="LLM serving whose scheduler can stop any request after any token and run another.",
@@ -20,7 +22,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (serve, generate, convert):
+for command in (serve, generate, convert, simulate, plot):
     app.command()(command)
 
 

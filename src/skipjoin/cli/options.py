@@ -21,11 +21,11 @@ Recipe = Annotated[
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 Attention = Annotated[str, typer.Option(help="Attention back end: auto, torch or cpp.")]
-MaxModelLen = Annotated[int | None, typer.Option(help="Most tokens of prompt and output [default: the model's].")]
+MaxModelLen = Annotated[int | None, typer.Option(help="Most tokens of prompt and output (default: the model's).")]
 MaxNumSeqs = Annotated[int, typer.Option(help="Most requests in a step.")]
 MaxBatchedTokens = Annotated[int, typer.Option("--max-num-batched-tokens", help="Most tokens in a step.")]
 BlockSize = Annotated[int, typer.Option(help="Tokens per KV block.")]
-KvCacheGib = Annotated[float | None, typer.Option(help="Size of the KV pool in GiB [default: a share of free memory].")]
+KvCacheGib = Annotated[float | None, typer.Option(help="Size of the KV pool in GiB (default: a share of free memory).")]
 GpuShare = Annotated[float, typer.Option("--gpu-memory-utilization", help="Share of GPU memory to use.")]
 Starvation = Annotated[
     float, typer.Option("--starvation-s", help="fastserve: seconds without running before a promotion.")
@@ -33,7 +33,7 @@ Starvation = Annotated[
 Depth = Annotated[
     int, typer.Option("--pipeline-depth", help="Plans in flight; 2 decides the next step while one runs.")
 ]
-Threads = Annotated[int | None, typer.Option(help="CPU threads of the model [default: all].")]
+Threads = Annotated[int | None, typer.Option(help="CPU threads of the model (default: all).")]
 Seed = Annotated[int, typer.Option(help="From which requests without a seed draw theirs.")]
 
 ENGINE = EngineConfig()

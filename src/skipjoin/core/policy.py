@@ -16,6 +16,11 @@ from skipjoin.core.step import Slice, StepShape
 class CostModel(Protocol):
     """What work costs, in seconds. One object serves the policies and the simulated executor."""
 
+    @property
+    def revision(self) -> int:
+        """Changes when answers given before no longer hold. Whoever keeps answers compares it."""
+        ...
+
     def step(self, shape: StepShape) -> float:
         """Seconds of a step of this shape."""
         ...

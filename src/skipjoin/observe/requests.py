@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from skipjoin.core.events import Arrived, Computed, Event, Finished, Planned, Preempted, Started, Token
 from skipjoin.core.request import FinishReason, Request
 
+# Below this, a difference of two times is rounding.
+_NOTHING_S = 1e-9
 COMPLETE = (FinishReason.STOP.value, FinishReason.LENGTH.value)
 
 
@@ -83,6 +85,12 @@ class RequestFacts:
             return None
         return self.last_token - self.first_token
 
+    def inference(self) -> float | None:
+        """From its first step to its last token; None without tokens."""
+        if self.started is None or self.last_token is None:
+            return None
+        return self.last_token - self.started
+
     def waiting(self, now: float) -> float:
         """Time in the system in which nothing was done for it, preempted or not yet begun."""
         return max(0.0, self.jct(now) - self.execution_s - self.swapping_s - self.scheduling_s)
@@ -95,10 +103,20 @@ class RequestLog:
     """Folds core events into `RequestFacts`.
 
     on_end: called with the facts of every request that ends, which are then forgotten here.
+    on_first: called with the facts of a request that got its first token. on_gap: called for every other token with
+    the seconds since the request's token before.
     """
 
-    def __init__(self, on_end: Callable[[RequestFacts], None]) -> None:
+    def __init__(
+        self,
+        on_end: Callable[[RequestFacts], None],
+        *,
+        on_first: Callable[[RequestFacts], object] | None = None,
+        on_gap: Callable[[float], object] | None = None,
+    ) -> None:
         self._on_end = on_end
+        self._on_first = on_first
+        self._on_gap = on_gap
         self._live: dict[Request, RequestFacts] = {}
         self._planned: dict[int, float] = {}  # when the plans in flight were made
         self._computed_at: float | None = None  # when the last result came, if work was left then
@@ -111,14 +129,16 @@ class RequestLog:
 
     def observe(self, events: Iterable[Event]) -> None:
         """Take what happened, in order."""
-        live = self._live
+        live, on_gap = self._live, self._on_gap
         for event in events:
             kind = type(event)
             if kind is Token:
                 facts = live[event.request]  # type: ignore[union-attr]
-                facts.last_token = event.now
-                if facts.first_token is None:
-                    facts.first_token = event.now
+                last, facts.last_token = facts.last_token, event.now
+                if last is None:
+                    self._begin(facts, event.now)
+                elif on_gap is not None:
+                    on_gap(event.now - last)
             elif isinstance(event, Computed):
                 self._settle(event)
             elif isinstance(event, Planned):
@@ -139,6 +159,11 @@ class RequestLog:
             request.id, request.arrival, len(request.prompt), request.limit - len(request.prompt)
         )
 
+    def _begin(self, facts: RequestFacts, now: float) -> None:
+        facts.first_token = now
+        if self._on_first is not None:
+            self._on_first(facts)
+
     def _finish(self, event: Finished) -> None:
         facts = self._live.pop(event.request)
         facts.ended, facts.reason = event.now, event.reason.value
@@ -154,7 +179,8 @@ class RequestLog:
         # The engine had work since the last result: what passed until this plan ran is the host's time, too. Where
         # plans overlap, a plan waits behind the one before it, and the host adds nothing.
         since = begun if self._computed_at is None else self._computed_at
-        host = max(0.0, now - since - result.seconds)
+        host = now - since - result.seconds
+        host = host if host > _NOTHING_S else 0.0
         moving, computing = result.moving, result.seconds - result.moving
         live = self._live
         for piece in result.plan.slices:

@@ -57,11 +57,16 @@ class Fcfs(FixedKey):
 
 class ShortestRemaining:
     """Least remaining work first, in seconds: tokens that have no KV yet, then the tokens that the predictor
-    expects still to come. With true lengths this is SRPT, the bound that the other orderings are held against."""
+    expects still to come. With true lengths this is SRPT, the bound that the other orderings are held against.
+
+    When the cost model revises itself, requests that run get keys by it at once, those that wait keep theirs until
+    they arrive, run or are evicted again: to re-sort all of them would cost the length of the queue.
+    """
 
     def __init__(self, cost: CostModel, predictor: LengthPredictor) -> None:
         self._cost = cost
         self._predictor = predictor
+        self._revision = cost.revision
         self._decode_seconds = cost.step(StepShape(decodes=1, context=1))
         self._ranking = Ranking()
 
@@ -69,6 +74,9 @@ class ShortestRemaining:
         self._ranking.rest(request, self._key(request, request.known))
 
     def ran(self, slices: Sequence[Slice], now: float) -> None:
+        if self._cost.revision != self._revision:
+            self._revision = self._cost.revision
+            self._decode_seconds = self._cost.step(StepShape(decodes=1, context=1))
         change, key = self._ranking.change, self._key
         for piece in slices:
             request = piece.request
@@ -129,7 +137,8 @@ class SkipJoinMlfq:
     slices, not the time of the batch that they shared. Within a queue the order is FIFO: who runs keeps its place,
     who is demoted or promoted joins the tail.
 
-    cost: the profile. levels: number of queues. quantum_s: the first quantum; None: the shortest iteration.
+    cost: the profile. levels: number of queues. quantum_s: the first quantum; None: the shortest iteration, also
+    after the profile revises itself: every request then keeps its queue and the share of its quantum that is used.
     skip_join: False joins every request to the first queue (plain MLFQ).
     """
 
@@ -142,12 +151,14 @@ class SkipJoinMlfq:
         starvation_s: float = 3.0,
         skip_join: bool = True,
     ) -> None:
+        self._follows_cost = quantum_s is None
         if quantum_s is None:
             quantum_s = cost.step(StepShape(decodes=1, context=1))
         for name, value in (("levels", levels), ("quantum_s", quantum_s), ("starvation_s", starvation_s)):
             if not value > 0:
                 raise ValueError(f"{name} must be above 0, got {value}")
         self._cost = cost
+        self._revision = cost.revision
         self._starvation_s = starvation_s
         self._skip_join = skip_join
         self._quanta = [quantum_s * 2**level for level in range(levels)]
@@ -161,12 +172,16 @@ class SkipJoinMlfq:
         self._decode_seconds: dict[int, float] = {}
 
     def arrived(self, request: Request, now: float) -> None:
+        if self._cost.revision != self._revision:
+            self._revise()
         level = self._covering(self._prefill_seconds(request.pending)) if self._skip_join else 0
         job = self._jobs[request] = _Job(level, next(self._places), 0.0, now)
         self._queues[level][request] = job
         heapq.heappush(self._watch, (now + self._starvation_s, request.id, request))
 
     def ran(self, slices: Sequence[Slice], now: float) -> None:
+        if self._cost.revision != self._revision:
+            self._revise()
         jobs, quanta, decode_seconds = self._jobs, self._quanta, self._decode_seconds
         for piece in slices:
             job = jobs[piece.request]
@@ -244,6 +259,19 @@ class SkipJoinMlfq:
             heapq.heapreplace(watch, (again, request.id, request))
 
     # -- the profile --------------------------------------------------------------------------------------
+
+    def _revise(self) -> None:
+        """Work by what the cost model answers now."""
+        self._revision = self._cost.revision
+        self._decode_seconds.clear()
+        if not self._follows_cost:
+            return
+        scale = self._cost.step(StepShape(decodes=1, context=1)) / self._quanta[0]
+        self._quanta = [quantum * scale for quantum in self._quanta]
+        for job in self._jobs.values():
+            job.used *= scale
+            if job.home is not None:
+                job.home = (job.home[0], job.home[1] * scale)
 
     def _covering(self, seconds: float) -> int:
         """The first queue whose quantum is at least `seconds`; the last one if none is."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.events import Event
 from skipjoin.core.request import Request
 from skipjoin.exec.simulated import SimulatedExecutor, SimulatedHandle
+from skipjoin.sim.dispatch import Dispatch
 
 
 class StalledError(RuntimeError):
@@ -34,12 +36,7 @@ class Replica:
         landing = self._in_flight[0].ready_at if self._in_flight else math.inf
         return min(landing, self.core.next_deadline)
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether it has requests left, or steps under way."""
-        return bool(self.core.requests or self._in_flight)
-
-    def turn(self, now: float, arrived: Iterable[Request] = ()) -> list[Event]:
+    def turn(self, now: float, arrived: Iterable[Request]) -> list[Event]:
         """Settle what landed, take what arrived, start what can run; what happened."""
         core, in_flight = self.core, self._in_flight
         while in_flight and in_flight[0].ready_at <= now:
@@ -58,21 +55,61 @@ def simulate(
     on_events: Callable[[list[Event]], None] = lambda events: None,
     until: float = math.inf,
 ) -> float:
-    """Run all requests to their end, or until `until`; the time at which that was.
+    """Run all requests on one replica to their end, or until `until`; the time at which that was.
 
     requests: with their arrivals, in seconds, in any order. on_events: called with what happened at each instant.
     """
+    return simulate_cluster([replica], requests, _One(), on_events=lambda _, events: on_events(events), until=until)
+
+
+def simulate_cluster(
+    replicas: Sequence[Replica],
+    requests: Iterable[Request],
+    dispatch: Dispatch,
+    *,
+    on_events: Callable[[int, list[Event]], None] = lambda replica, events: None,
+    until: float = math.inf,
+) -> float:
+    """As `simulate`, on several replicas; `dispatch` says which one takes a request when it arrives."""
     arrivals = deque(sorted(requests, key=lambda request: (request.arrival, request.id)))
+    due = [math.inf] * len(replicas)  # when each replica turns next
+    wake: list[tuple[float, int]] = []  # the same as a heap, with entries that no longer hold
     now = 0.0
-    while arrivals or replica.is_busy:
-        instant = min(arrivals[0].arrival if arrivals else math.inf, max(now, replica.next_at))
+    while True:
+        while wake and wake[0][0] != due[wake[0][1]]:
+            heapq.heappop(wake)
+        instant = min(arrivals[0].arrival if arrivals else math.inf, wake[0][0] if wake else math.inf)
+        if instant == math.inf:
+            break
         if instant > until:
             return until
-        if instant == math.inf:
-            raise StalledError(f"{len(replica.core.requests)} requests are left and nothing happens any more")
-        now = instant
-        arrived = []
+        now = max(now, instant)
+        turning: dict[int, list[Request]] = {}
+        while wake and wake[0][0] <= now:
+            at, index = heapq.heappop(wake)
+            if at == due[index]:
+                turning[index] = []
         while arrivals and arrivals[0].arrival <= now:
-            arrived.append(arrivals.popleft())
-        on_events(replica.turn(now, arrived))
+            request = arrivals.popleft()
+            turning.setdefault(dispatch.choose(request), []).append(request)
+        for index, arrived in turning.items():
+            replica = replicas[index]
+            events = replica.turn(now, arrived)
+            dispatch.observe(index, events)
+            on_events(index, events)
+            due[index] = replica.next_at
+            heapq.heappush(wake, (due[index], index))
+    left = sum(len(replica.core.requests) for replica in replicas)
+    if left:
+        raise StalledError(f"{left} requests are left and nothing happens any more")
     return now
+
+
+class _One:
+    """The dispatch rule of a single replica."""
+
+    def choose(self, request: Request) -> int:
+        return 0
+
+    def observe(self, replica: int, events: Sequence[Event]) -> None:
+        pass

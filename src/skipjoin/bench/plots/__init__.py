@@ -1,0 +1,1 @@
+"""The pictures of result records, one module per way of looking."""

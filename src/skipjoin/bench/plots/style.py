@@ -1,0 +1,141 @@
+"""How every picture looks: for print, for colour-blind eyes and in grey, the same bytes for the same results."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib.style
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+# Okabe and Ito, "Color Universal Design", without the yellow, which is lost on white paper.
+BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, BLACK = (
+    "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000",
+)  # fmt: skip
+GREY = "#666666"
+COLOURS = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, BLACK)
+# Seven colours, eight markers and five dashes have no common divisor: 280 lines until two look the same.
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<")
+DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
+WIDE_IN = 7.0
+NARROW_IN = 5.4
+# Beyond this ratio of largest to smallest a linear axis hides the small values.
+LOG_RANGE = 30.0
+# Where a decade or two are shown, their 1, 2 and 5 are labelled, else the decades alone.
+FEW_DECADES = 300.0
+PNG_DPI = 200
+_LEGEND_ROW_IN = 0.17
+
+_RC = {
+    "font.family": "DejaVu Sans",
+    "font.size": 9,
+    "axes.labelsize": 9,
+    "xtick.labelsize": 8,
+    "ytick.labelsize": 8,
+    "legend.fontsize": 8,
+    "legend.title_fontsize": 8,
+    "legend.frameon": False,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.linewidth": 0.8,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#DDDDDD",
+    "grid.linewidth": 0.6,
+    "lines.linewidth": 1.5,
+    "lines.markersize": 4.5,
+    "hatch.linewidth": 0.6,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "skipjoin",
+}
+_KNOWN = {
+    "normalized_latency_s": ("normalized latency", "s/token"),
+    "ttft_s": ("TTFT", "s"),
+    "tpot_s": ("TPOT", "s/token"),
+    "jct_s": ("completion time", "s"),
+    "queue_s": ("time in queue", "s"),
+}
+_UNITS = {"_s": "s", "_rps": "req/s", "_tps": "tokens/s", "_bytes": "bytes"}
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """How a line is told from the others: by colour, and without colour by marker and dashes."""
+
+    colour: str
+    marker: str
+    dash: str | tuple[int, tuple[int, ...]]
+
+
+def look(index: int) -> Look:
+    """The look of the line with this index, the same in every kind of picture."""
+    return Look(COLOURS[index % len(COLOURS)], MARKERS[index % len(MARKERS)], DASHES[index % len(DASHES)])
+
+
+@contextmanager
+def styled() -> Iterator[None]:
+    """Draw and save inside this: the style applies, whatever the user's matplotlibrc says."""
+    with matplotlib.style.context(["default", _RC]):
+        yield
+
+
+def new_figure(width_in: float, height_in: float) -> Figure:
+    """An empty figure that belongs to nobody else, with room made for everything around its axes."""
+    figure = Figure(figsize=(width_in, height_in), layout=ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.06))
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a PNG or SVG, by the suffix, without date or program in it."""
+    metadata = {"Date": None, "Creator": None} if path.suffix == ".svg" else {"Software": None}
+    figure.savefig(path, dpi=PNG_DPI, metadata=metadata)
+
+
+def legend(figure: Figure, handles: Sequence[Artist], labels: Sequence[str], title: str | None = None) -> None:
+    """A legend above the axes, in as many columns as fit; the figure grows by its further rows."""
+    columns = next(count for count in range(len(labels), 0, -1) if count == 1 or _fits(figure, labels, count))
+    rows = -(-len(labels) // columns)
+    figure.set_figheight(figure.get_figheight() + (rows - 1) * _LEGEND_ROW_IN)
+    figure.legend(handles, labels, loc="outside upper center", ncols=columns, title=title)
+
+
+def _fits(figure: Figure, labels: Sequence[str], columns: int) -> bool:
+    rows = -(-len(labels) // columns)
+    widest = [max(map(len, labels[start : start + rows])) for start in range(0, len(labels), rows)]
+    # An 8 pt character is about 4.6 pt wide; the handle and the gaps take 40 pt.
+    return sum(widest) * 4.6 + len(widest) * 40 <= figure.get_figwidth() * 72
+
+
+def field_label(field: str) -> str:
+    """An axis label with its unit for a dotted field: "ttft_s.p95" gives "TTFT, p95 (s)"."""
+    *path, last = field.split(".")
+    owner = f"{path[1]}: " if len(path) > 1 and path[0] == "classes" else ""
+    if path and path[-1] in _KNOWN:
+        name, unit = _KNOWN[path[-1]]
+        return f"{owner}{name}, {last} ({unit})"
+    if last in _KNOWN:
+        name, unit = _KNOWN[last]
+        return f"{owner}{name} ({unit})"
+    unit = next((unit for suffix, unit in _UNITS.items() if last.endswith(suffix)), "")
+    return f"{field} ({unit})" if unit else field
+
+
+def log_where_wide(axes: Axes, axis: Axis, values: Iterable[float]) -> None:
+    """Make an axis logarithmic if its values are positive and range widely."""
+    known = list(values)
+    low, high = min(known), max(known)
+    if low <= 0 or high / low <= LOG_RANGE:
+        return
+    (axes.set_yscale if axis is axes.yaxis else axes.set_xscale)("log")
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high / low < FEW_DECADES else (1.0,)))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))

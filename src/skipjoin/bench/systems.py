@@ -1,0 +1,89 @@
+"""From names to a system to simulate: a GPU of the catalogue, or the profile of a machine that was measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from skipjoin.bench.fields import unknown
+from skipjoin.bench.simulation import System
+from skipjoin.config import ConfigError
+from skipjoin.profile import read_profile
+from skipjoin.recipes import RECIPES
+from skipjoin.sim.hardware import parse_hardware
+from skipjoin.sim.models import model_shape
+from skipjoin.sim.roofline import RooflineCost, kv_blocks
+
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """Hardware with a model on it, as named on a command line.
+
+    hardware: of the catalogue, such as a100-40gb:tp8pp2, or a profile's JSON file. model: of the catalogue; None with
+    a profile, which knows its own. kv_gib: size of the KV pool; None: what the GPU's memory leaves.
+    """
+
+    hardware: str
+    model: str | None = None
+    kv_gib: float | None = None
+    block_size: int | None = None
+    max_model_len: int | None = None
+
+    def systems(self, recipes: str, **settings: Any) -> list[System]:
+        """A system for each recipe of a comma-separated list. settings: further fields of `System`.
+
+        Raises `ConfigError` for names that there are not, a model that does not fit, or settings out of bounds.
+        """
+        names = [name.strip() for name in recipes.split(",")]
+        for name in names:
+            if name not in RECIPES:
+                raise unknown("recipe", name, RECIPES)
+        parts = self._from_profile() if self.hardware.endswith(".json") else self._from_catalogue()
+        return [System(recipe=name, **parts, **settings) for name in names]
+
+    def _from_catalogue(self) -> dict[str, Any]:
+        group = parse_hardware(self.hardware)
+        if self.model is None:
+            raise ConfigError(f"model must be named for hardware {group.name}")
+        shape = model_shape(self.model)
+        size = 16 if self.block_size is None else self.block_size
+        return {
+            "model": shape.name,
+            "hardware": group.name,
+            "cost": RooflineCost(shape, group, block_size=size),
+            "kv_blocks": kv_blocks(shape, group, size, self.kv_gib),
+            "block_bytes": size * shape.kv_bytes_per_token,
+            "block_size": size,
+            "max_model_len": self._context(shape.max_positions),
+            "stages": group.pp,
+        }
+
+    def _from_profile(self) -> dict[str, Any]:
+        profile = read_profile(Path(self.hardware))
+        if self.model not in (None, profile.key.model):
+            raise ConfigError(f"{self.hardware} is the profile of {profile.key.model}, not of model {self.model}")
+        if self.block_size not in (None, profile.block_size):
+            raise ConfigError(
+                f"{self.hardware} was measured with block_size {profile.block_size}, not {self.block_size}"
+            )
+        if self.kv_gib is None:
+            raise ConfigError("kv_gib must be given with a profile, which does not say how large the KV pool is")
+        return {
+            "model": profile.key.model,
+            "hardware": profile.key.device,
+            "cost": profile.cost,
+            "kv_blocks": int(self.kv_gib * _GIB) // profile.kv_bytes_per_block,
+            "block_bytes": profile.kv_bytes_per_block,
+            "block_size": profile.block_size,
+            "max_model_len": self._context(profile.max_positions),
+        }
+
+    def _context(self, most: int) -> int:
+        if self.max_model_len is None:
+            return most
+        if not 2 <= self.max_model_len <= most:
+            raise ConfigError(f"max_model_len must be in [2, {most}], the model's positions, got {self.max_model_len}")
+        return self.max_model_len

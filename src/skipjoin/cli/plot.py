@@ -1,0 +1,55 @@
+"""`skipjoin plot`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from skipjoin.cli.options import plain_errors
+
+
+def plot(
+    results: Annotated[list[Path], typer.Argument(help="Files of result records.")],
+    *,
+    kind: Annotated[str, typer.Option(help="latency, cdf, ttft-tpot, breakdown, kv or all.")] = "latency",
+    metric: Annotated[
+        str | None,
+        typer.Option(help="Field that 'latency' draws (default: the bound's, or normalized_latency_s.mean)."),
+    ] = None,
+    bound: Annotated[
+        str | None,
+        typer.Option(help="Such as 'normalized_latency_s.mean<=0.3': also tells how much load each recipe bears."),
+    ] = None,
+    rate: Annotated[
+        float | None,
+        typer.Option(help="Arrivals per second of cdf, breakdown and kv (default: the highest common one)."),
+    ] = None,
+    out: Annotated[
+        Path,
+        typer.Option(help="File ending in .png, .svg, or neither for both; or a folder; with 'all', a prefix."),
+    ] = Path("."),
+) -> None:
+    """Draw the results of measurements as pictures."""
+    from skipjoin.bench.bound import parse_bound  # noqa: PLC0415
+    from skipjoin.bench.plot import View, plot_results  # noqa: PLC0415
+    from skipjoin.bench.plots.lines import lines_of, maximum_rates  # noqa: PLC0415
+    from skipjoin.bench.results import load_results  # noqa: PLC0415
+
+    def warn(text: str) -> None:
+        print(f"warning: {text}", file=sys.stderr)
+
+    with plain_errors():
+        limit = parse_bound(bound) if bound else None
+        records = load_results(results)
+        rates = maximum_rates(lines_of(records), limit, warn) if limit else {}
+        written = plot_results(records, kind, out, View(metric=metric, bound=limit, rate_rps=rate), warn)
+    if rates:
+        print(f"largest rate (req/s) with {limit}")
+        width = max(map(len, rates))
+        for label, most in rates.items():
+            print(f"{label:{width}}  {'none: broken at the lowest rate measured' if most is None else most}")
+    for path in written:
+        print(f"wrote {path}")

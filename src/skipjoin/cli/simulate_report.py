@@ -1,0 +1,155 @@
+"""What `skipjoin simulate` shows and keeps while runs finish."""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from statistics import fmean
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from skipjoin.bench.bound import Bound, field_value, maximum_rate
+from skipjoin.bench.results import ResultsFile, rate_of
+from skipjoin.bench.simulation import Cell, run
+from skipjoin.config import ConfigError
+from skipjoin.observe.record import Record
+from skipjoin.observe.timeline import Timeline
+
+_FILE_WIDTH = 120  # of tables that go to a file
+_COLUMNS = {
+    "s/token": "normalized_latency_s.mean",
+    "P95": "normalized_latency_s.p95",
+    "TTFT s": "ttft_s.mean",
+    "TPOT s": "tpot_s.mean",
+    "batch": "batch_mean",
+    "KV used": "kv.used_mean",
+    "preempted": "kv.preemptions",
+}
+
+
+class Report:
+    """Keeps every finished run, in the file at once, and shows how far the others are; at its end a table.
+
+    results: where records go; None: nowhere. bound: what a search looks for.
+    """
+
+    def __init__(self, results: ResultsFile | None, bound: Bound | None) -> None:
+        self._results = results
+        self._bound = bound
+        self._records: dict[int, Record] = {}
+        self._total = 0
+        self._shares: dict[int, float] = {}  # of runs under way
+        console = Console(stderr=True)
+        self._bars = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._runs: TaskID = self._bars.add_task("runs", total=None)
+        self._requests: TaskID = self._bars.add_task("of the present ones", total=100)
+
+    def __enter__(self) -> Report:
+        self._bars.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bars.stop()
+        if kind is not None and self._total:
+            print(f"{len(self._records)} of {self._total} runs were finished", file=sys.stderr)
+        if self._records:
+            if self._results is not None:
+                self._results.sort(_place)
+                print(f"wrote {self._results.path}", file=sys.stderr)
+            self._print()
+
+    # -- told by the sweep --------------------------------------------------------------------------------
+
+    def begun(self, number: int, cell: Cell) -> None:
+        self._total += 1
+        self._bars.update(self._runs, total=self._total)
+
+    def share(self, number: int, share: float) -> None:
+        self._shares[number] = share
+        self._bars.update(self._requests, completed=100 * fmean(self._shares.values()))
+
+    def done(self, number: int, record: Record) -> None:
+        self._shares.pop(number, None)
+        self._records[number] = record
+        if self._results is not None:
+            self._results.append(record)
+        self._bars.update(self._runs, completed=len(self._records))
+
+    # -- the tables ---------------------------------------------------------------------------------------
+
+    def _print(self) -> None:
+        by_recipe: dict[str, dict[float | None, list[Record]]] = defaultdict(lambda: defaultdict(list))
+        for _, record in sorted(self._records.items()):
+            by_recipe[record["recipe"]][rate_of(record)].append(record)
+        table = Table("recipe", "req/s", "finished", *_COLUMNS, box=None)
+        for recipe, rates in by_recipe.items():
+            for rate, records in sorted(rates.items(), key=lambda item: item[0] or 0.0):
+                counts = [record["requests"] for record in records]
+                finished, submitted = (sum(count[key] for count in counts) for key in ("finished", "submitted"))
+                cells = [_mean(records, field) for field in _COLUMNS.values()]
+                table.add_row(recipe, _text(rate), f"{finished}/{submitted}", *cells)
+        console = Console(highlight=False)
+        if not console.is_terminal:
+            console.width = _FILE_WIDTH
+        console.print(table)
+        if self._bound is not None:
+            console.print(self._maxima(by_recipe))
+
+    def _maxima(self, by_recipe: dict[str, dict[float | None, list[Record]]]) -> Table:
+        table = Table("recipe", f"largest req/s with {self._bound}", "to the first", box=None)
+        first: float | None = None
+        assert self._bound is not None
+        for recipe, rates in by_recipe.items():
+            points = {rate: records for rate, records in rates.items() if rate is not None}
+            found = maximum_rate(points, self._bound)
+            first = first if first is not None or found is None else found.rate_rps
+            ratio = f"{found.rate_rps / first:.2f}x" if found is not None and first else "-"
+            table.add_row(recipe, "none" if found is None else str(found), ratio)
+        return table
+
+
+def trace_run(cell: Cell, path: Path, report: Report) -> None:
+    """Run one cell here, and write its timeline. Raises `ConfigError` if the file cannot be written."""
+    try:
+        file = path.open("w", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"timeline {path}: {error.strerror}") from error
+    report.begun(0, cell)
+    with file:
+        timeline = Timeline(file)
+        record = run(cell, on_share=lambda share: report.share(0, share), on_events=timeline.observe)
+        timeline.close()
+    report.done(0, record)
+    print(f"wrote {path}", file=sys.stderr)
+
+
+def _place(record: Record) -> tuple[str, str, float, int]:
+    """Where a record stands among others: the same runs give the same file."""
+    workload = record["workload"]
+    return (record["hardware"], record["recipe"], workload.get("rate_rps") or 0.0, workload["seed"])
+
+
+def _mean(records: Iterable[Record], field: str) -> str:
+    try:
+        return _text(fmean(field_value(record, field) for record in records))
+    except ConfigError:  # of nothing: no request finished
+        return "-"
+
+
+def _text(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"

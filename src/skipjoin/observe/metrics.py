@@ -1,0 +1,311 @@
+"""What Prometheus reads of an engine, folded from core events: the table of all metrics, and who counts them."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Literal, NamedTuple
+
+from skipjoin.core.events import (
+    Arrived,
+    Computed,
+    Event,
+    Finished,
+    Moved,
+    Planned,
+    Preempted,
+    Preemption,
+    Started,
+    Token,
+)
+from skipjoin.core.request import FinishReason, Request
+from skipjoin.core.step import Direction, Move
+from skipjoin.observe.requests import RequestFacts, RequestLog
+
+
+class Metric(NamedTuple):
+    """One line of the table.
+
+    label, values: its label, if it has one, and all values of that. buckets: upper bounds of a histogram, ascending.
+    in_vllm: whether vLLM has it, under the same name and with the same meaning.
+    """
+
+    name: str
+    kind: Literal["gauge", "counter", "histogram"]
+    help: str
+    label: str = ""
+    values: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+    in_vllm: bool = True
+
+    def zero(self) -> list[float]:
+        """Its numbers before anything happened: one per label value; of a histogram the counts of its buckets and
+        of what lies above them, then the sum."""
+        return [0] * (len(self.buckets) + 2 if self.kind == "histogram" else max(1, len(self.values)))
+
+
+# From a token on a fast device to a request that waited for minutes.
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+_TOKEN_SECONDS = (0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5)
+_LENGTHS = tuple(float(1 << n) for n in (0, 2, 4, 6, *range(7, 18)))
+_BATCH = tuple(float(1 << n) for n in (0, *range(3, 15)))
+_REASONS = tuple(reason.value for reason in FinishReason)
+_PROACTIVE = ("false", "true")
+
+ENGINE_METRICS = (
+    Metric("num_requests_running", "gauge", "Requests in the running batch."),
+    Metric("num_requests_waiting", "gauge", "Requests that are not running, preempted ones included."),
+    Metric("num_requests_swapped", "gauge", "Waiting requests whose KV is on the host.", in_vllm=False),
+    Metric("kv_cache_usage_perc", "gauge", "Share of the device's KV blocks that are not free, 0 to 1."),
+    Metric("num_preemptions_total", "counter", "Times a request had to make way."),
+    Metric("prompt_tokens_total", "counter", "Prompt tokens of requests that got their first token."),
+    Metric("generation_tokens_total", "counter", "Tokens generated."),
+    Metric("request_success_total", "counter", "Requests that ended, by why.", "finished_reason", _REASONS),
+    Metric("deadline_dropped_total", "counter", "Requests given up because their time ran out.", in_vllm=False),
+    Metric("engine_steps_total", "counter", "Steps.", in_vllm=False),
+    Metric(
+        "swap_out_bytes_total",
+        "counter",
+        "KV copied to the host; proactive: beside a step, else before it.",
+        "proactive",
+        _PROACTIVE,
+        in_vllm=False,
+    ),
+    Metric(
+        "swap_in_bytes_total",
+        "counter",
+        "KV copied back from the host; proactive: beside a step, else before it.",
+        "proactive",
+        _PROACTIVE,
+        in_vllm=False,
+    ),
+    Metric("swap_stall_seconds_total", "counter", "Time that steps stood still for copies of KV.", in_vllm=False),
+    Metric("recomputed_tokens_total", "counter", "Tokens computed again after their KV was dropped.", in_vllm=False),
+    Metric("time_to_first_token_seconds", "histogram", "From arrival to the first token.", buckets=_SECONDS),
+    Metric("inter_token_latency_seconds", "histogram", "Between tokens of one request.", buckets=_TOKEN_SECONDS),
+    Metric(
+        "request_time_per_output_token_seconds",
+        "histogram",
+        "Time per output token after the first, one value per request.",
+        buckets=_TOKEN_SECONDS,
+    ),
+    Metric("e2e_request_latency_seconds", "histogram", "From arrival to end.", buckets=_SECONDS),
+    Metric("request_queue_time_seconds", "histogram", "From arrival to the first step.", buckets=_SECONDS),
+    Metric("request_prefill_time_seconds", "histogram", "From the first step to the first token.", buckets=_SECONDS),
+    Metric("request_decode_time_seconds", "histogram", "From the first token to the last.", buckets=_SECONDS),
+    Metric("request_inference_time_seconds", "histogram", "From the first step to the last token.", buckets=_SECONDS),
+    Metric("request_prompt_tokens", "histogram", "Prompt tokens of a request.", buckets=_LENGTHS),
+    Metric("request_generation_tokens", "histogram", "Tokens generated for a request.", buckets=_LENGTHS),
+    Metric("request_params_max_tokens", "histogram", "Most tokens a request may generate.", buckets=_LENGTHS),
+    Metric("iteration_tokens_total", "histogram", "Tokens computed in a step.", buckets=_BATCH),
+)
+"""What an engine counts. A request counts in histograms over requests when it ends, however it ends."""
+
+DOOR_METRICS = (
+    Metric(
+        "admission_rejected_total",
+        "counter",
+        "Requests refused at the door, by the limit they met.",
+        "reason",
+        ("requests", "tokens", "draining"),
+        in_vllm=False,
+    ),
+    Metric("request_params_n", "histogram", "Choices that a request asks for.", buckets=(1.0, 2.0, 4.0, 8.0, 16.0)),
+)
+"""What only the process that speaks to clients knows."""
+
+_INDEX = {metric.name: index for index, metric in enumerate(ENGINE_METRICS)}
+
+
+class Snapshot(NamedTuple):
+    """An engine's metrics at one moment. rows: as `Metric.zero`, for each of `ENGINE_METRICS`."""
+
+    rows: list[list[float]]
+
+    @classmethod
+    def zero(cls) -> Snapshot:
+        """Before anything happened."""
+        return cls([metric.zero() for metric in ENGINE_METRICS])
+
+    def row(self, name: str) -> list[float]:
+        """The numbers of one metric."""
+        return self.rows[_INDEX[name]]
+
+    def at_rest(self) -> Snapshot:
+        """The same of an engine that is gone: nothing runs, what was counted stays."""
+        pairs = zip(ENGINE_METRICS, self.rows, strict=True)
+        return Snapshot([metric.zero() if metric.kind == "gauge" else row for metric, row in pairs])
+
+
+class Histogram:
+    """Counts values into a row of numbers."""
+
+    __slots__ = ("_bounds", "_row")
+
+    def __init__(self, bounds: Sequence[float], row: list[float]) -> None:
+        self._bounds = bounds
+        self._row = row
+
+    def observe(self, value: float, times: int = 1) -> None:
+        """Count a value; a bucket's bound belongs to it."""
+        self._row[bisect_left(self._bounds, value)] += times
+        self._row[-1] += value * times
+
+
+class EngineMetrics:
+    """Counts what core events tell. device_blocks: of the KV pool. block_bytes: of one block, all layers."""
+
+    def __init__(self, *, device_blocks: int, block_bytes: int) -> None:
+        self._device_blocks = device_blocks
+        self._block_bytes = block_bytes
+        self._rows = Snapshot.zero()
+        self._gaps: list[float] = []  # between tokens, of the events at hand
+        self._log = RequestLog(self._ended, on_first=self._got_first, on_gap=self._gaps.append)
+        # Tokens computed of each live request, and those of them that were dropped and have to be computed again.
+        self._computed: dict[Request, int] = {}
+        self._dropped: dict[Request, int] = {}
+        self._running: set[Request] = set()
+        self._on_host: set[Request] = set()
+        self._in_flight = 0
+        self._held = 0
+
+        row = self._rows.row
+        self._preemptions = row("num_preemptions_total")
+        self._steps = row("engine_steps_total")
+        self._stall = row("swap_stall_seconds_total")
+        self._recomputed = row("recomputed_tokens_total")
+        self._prompt_tokens = row("prompt_tokens_total")
+        self._generated = row("generation_tokens_total")
+        self._success = row("request_success_total")
+        self._late = row("deadline_dropped_total")
+        self._swapped = {
+            Direction.OUT: row("swap_out_bytes_total"),
+            Direction.IN: row("swap_in_bytes_total"),
+        }
+        self._ttft = self._histogram("time_to_first_token_seconds")
+        self._between = self._histogram("inter_token_latency_seconds")
+        self._tpot = self._histogram("request_time_per_output_token_seconds")
+        self._e2e = self._histogram("e2e_request_latency_seconds")
+        self._queue = self._histogram("request_queue_time_seconds")
+        self._prefill = self._histogram("request_prefill_time_seconds")
+        self._decode = self._histogram("request_decode_time_seconds")
+        self._inference = self._histogram("request_inference_time_seconds")
+        self._prompt_length = self._histogram("request_prompt_tokens")
+        self._output_length = self._histogram("request_generation_tokens")
+        self._output_limit = self._histogram("request_params_max_tokens")
+        self._batch = self._histogram("iteration_tokens_total")
+
+    def observe(self, events: Iterable[Event]) -> None:
+        """Take what happened, in order."""
+        events = tuple(events)
+        for event in events:
+            if type(event) is Token:  # the log has them
+                continue
+            if isinstance(event, Computed):
+                self._compute(event)
+            elif isinstance(event, Planned):
+                self._in_flight += 1
+                self._held = event.held
+            elif isinstance(event, Moved):
+                self._move(event.move)
+            elif isinstance(event, Arrived):
+                self._computed[event.request] = 0
+            elif isinstance(event, Started):
+                self._running.add(event.request)
+                self._on_host.discard(event.request)  # its KV comes back before it runs
+            elif isinstance(event, Preempted):
+                self._preempt(event)
+            elif isinstance(event, Finished):
+                self._forget(event.request)
+        self._log.observe(events)
+        if gaps := self._gaps:
+            self._generated[0] += len(gaps)
+            # The tokens of a step come together, and so did most of the tokens before them.
+            for gap, count in Counter(gaps).items():
+                self._between.observe(gap, count)
+            gaps.clear()
+
+    def snapshot(self) -> Snapshot:
+        """The numbers as of now; they change no more."""
+        row = self._rows.row
+        running, live = len(self._running), len(self._computed)
+        row("num_requests_running")[0] = running
+        row("num_requests_waiting")[0] = live - running
+        row("num_requests_swapped")[0] = len(self._on_host)
+        # No event tells of blocks that come home after the last step.
+        row("kv_cache_usage_perc")[0] = self._held / self._device_blocks if live or self._in_flight else 0
+        return Snapshot([numbers.copy() for numbers in self._rows.rows])
+
+    def _histogram(self, name: str) -> Histogram:
+        return Histogram(ENGINE_METRICS[_INDEX[name]].buckets, self._rows.row(name))
+
+    # -- steps --------------------------------------------------------------------------------------------
+
+    def _compute(self, event: Computed) -> None:
+        result, computed, dropped = event.result, self._computed, self._dropped
+        plan = result.plan
+        self._in_flight -= 1
+        self._steps[0] += 1
+        self._stall[0] += result.moving
+        total = 0
+        for request, start, tokens, _, _, _ in plan.slices:
+            total += tokens
+            end = start + tokens
+            if request in computed:  # it may have ended while the step ran
+                computed[request] = end
+            if dropped and (high := dropped.get(request, 0)) > start:
+                self._recomputed[0] += min(end, high) - start
+        if total:
+            self._batch.observe(total)
+        for proactive, moves in enumerate((plan.before, plan.beside)):
+            for move in moves:
+                self._swapped[move.direction][proactive] += len(move.source) * self._block_bytes
+
+    def _move(self, move: Move) -> None:
+        if move.direction is Direction.IN:
+            self._on_host.discard(move.request)
+        elif move.request in self._computed:
+            self._on_host.add(move.request)
+
+    def _preempt(self, event: Preempted) -> None:
+        request = event.request
+        self._preemptions[0] += 1
+        self._running.discard(request)
+        if event.how is Preemption.DROP:
+            self._dropped[request] = max(self._computed[request], self._dropped.get(request, 0))
+            self._computed[request] = 0
+
+    def _forget(self, request: Request) -> None:
+        del self._computed[request]
+        self._dropped.pop(request, None)
+        self._running.discard(request)
+        self._on_host.discard(request)
+
+    # -- requests -----------------------------------------------------------------------------------------
+
+    def _got_first(self, facts: RequestFacts) -> None:
+        assert facts.first_token is not None
+        self._generated[0] += 1
+        self._prompt_tokens[0] += facts.prompt_tokens
+        self._ttft.observe(facts.ttft(facts.first_token))
+
+    def _ended(self, facts: RequestFacts) -> None:
+        assert facts.ended is not None
+        assert facts.reason is not None
+        now = facts.ended
+        self._success[_REASONS.index(facts.reason)] += 1
+        self._late[0] += facts.reason == FinishReason.DEADLINE.value
+        for histogram, value in (
+            (self._e2e, facts.jct(now)),
+            (self._queue, facts.queue(now)),
+            (self._prefill, facts.prefill(now)),
+            (self._decode, facts.decode()),
+            (self._inference, facts.inference()),
+            (self._tpot, facts.tpot(now)),
+            (self._prompt_length, facts.prompt_tokens),
+            (self._output_length, facts.output_tokens),
+            (self._output_limit, facts.output_limit),
+        ):
+            if value is not None:
+                histogram.observe(value)

@@ -1,0 +1,174 @@
+"""The figures of one run, the same for simulator, server and load client: what a record says of its requests."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from skipjoin.observe.requests import RequestFacts
+from skipjoin.observe.usage import Usage
+
+Record = dict[str, Any]
+# Digits that are kept: a run's figures are not known better.
+_DIGITS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """Latency objectives in seconds; None: none."""
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    jct_s: float | None = None
+
+
+NO_SLO = Slo()
+
+
+def summarize(
+    facts: Sequence[RequestFacts], *, now: float, rejected: int = 0, errors: int = 0, slo: Slo = NO_SLO
+) -> Record:
+    """What happened to the requests.
+
+    facts: of every request that was taken, complete or not. now: when the observation ended, in seconds since its
+    start, at which requests that are not complete are counted with their age. rejected, errors: requests that
+    were refused, and that failed otherwise; their facts, if there are any, are not among `facts`.
+    """
+    complete = sum(one.is_complete for one in facts)
+    tokens = sum(one.output_tokens for one in facts)
+    record: Record = {
+        "requests": _counts(facts, rejected, errors),
+        "duration_s": _round(now),
+        "throughput_rps": _round(complete / now if now > 0 else 0.0),
+        "throughput_tps": _round(tokens / now if now > 0 else 0.0),
+        **_latencies(facts, now),
+        "slo": _attained(facts, now, rejected + errors, slo),
+        "breakdown_s": _breakdown(facts, now),
+        "quantiles": {name: _quantiles(_values(facts, now, read)) for name, read in _DISTRIBUTIONS.items()},
+    }
+    streams: dict[str, list[RequestFacts]] = defaultdict(list)
+    for one in facts:
+        streams[one.stream].append(one)
+    if len(streams) > 1:
+        record["classes"] = {
+            name: {
+                "requests": _counts(part, 0, 0),
+                **_latencies(part, now),
+                "slo": _attained(part, now, 0, slo),
+            }
+            for name, part in sorted(streams.items())
+        }
+    return record
+
+
+def add_usage(record: Record, usages: Sequence[Usage]) -> None:
+    """Add what the engine alone sees: steps, batches, KV. usages: one per replica; shares are their means, and the
+    series is the first one's."""
+    count = len(usages)
+    parts = [usage.kv() for usage in usages]
+    kv = {name: sum(part[name] for part in parts) for name in parts[0]}
+    kv |= {name: total / count for name, total in kv.items() if name.endswith("_mean")}
+    steps = sum(usage.steps for usage in usages)
+    record["kv"] = {name: _round(value) for name, value in kv.items()}
+    record["steps"] = steps
+    record["batch_mean"] = _round(sum(usage.slices for usage in usages) / max(1, steps))
+    record["series"] = {name: [_round(value) for value in values] for name, values in usages[0].series().items()}
+
+
+# -- the parts --------------------------------------------------------------------------------------------
+
+_Read = Callable[[RequestFacts, float], float | None]
+_DISTRIBUTIONS: Mapping[str, _Read] = {
+    "normalized_latency_s": RequestFacts.normalized_latency,
+    "ttft_s": RequestFacts.ttft,
+    "tpot_s": RequestFacts.tpot,
+    "jct_s": RequestFacts.jct,
+    "queue_s": RequestFacts.queue,
+}
+
+
+def _counts(facts: Sequence[RequestFacts], rejected: int, errors: int) -> dict[str, int]:
+    complete = sum(one.is_complete for one in facts)
+    return {
+        "submitted": len(facts) + rejected + errors,
+        "finished": complete,
+        "unfinished": len(facts) - complete,
+        "rejected": rejected,
+        "errors": errors,
+    }
+
+
+def _values(facts: Sequence[RequestFacts], now: float, read: _Read) -> list[float]:
+    values = (read(one, now) for one in facts)
+    return sorted(value for value in values if value is not None)
+
+
+def _latencies(facts: Sequence[RequestFacts], now: float) -> Record:
+    return {name: _distribution(_values(facts, now, read)) for name, read in _DISTRIBUTIONS.items()}
+
+
+def _distribution(values: Sequence[float]) -> dict[str, float | None]:
+    """values: sorted."""
+    if not values:
+        return dict.fromkeys(("mean", "p50", "p95", "p99"))
+    return {
+        "mean": _round(sum(values) / len(values)),
+        "p50": _round(percentile(values, 50)),
+        "p95": _round(percentile(values, 95)),
+        "p99": _round(percentile(values, 99)),
+    }
+
+
+def _quantiles(values: Sequence[float]) -> list[float]:
+    return [_round(percentile(values, percent)) for percent in range(101)] if values else []
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Of sorted values, linear between them."""
+    place = (len(values) - 1) * percent / 100
+    low = int(place)
+    high = min(low + 1, len(values) - 1)
+    return values[low] + (values[high] - values[low]) * (place - low)
+
+
+def _attained(facts: Sequence[RequestFacts], now: float, failed: int, slo: Slo) -> Record:
+    """Shares of all requests, refused and failed ones included, that met each objective that is set."""
+    total = len(facts) + failed
+
+    def share(met: int) -> float | None:
+        return _round(met / total) if total else None
+
+    def met_ttft(one: RequestFacts) -> bool:
+        return slo.ttft_s is None or (one.first_token is not None and one.ttft(now) <= slo.ttft_s)
+
+    def met_tpot(one: RequestFacts) -> bool:
+        return slo.tpot_s is None or (one.is_complete and (one.tpot(now) or 0.0) <= slo.tpot_s)
+
+    def met_jct(one: RequestFacts) -> bool:
+        return slo.jct_s is None or (one.is_complete and one.jct(now) <= slo.jct_s)
+
+    tests = {"ttft": met_ttft, "tpot": met_tpot, "jct": met_jct}
+    targets = {"ttft": slo.ttft_s, "tpot": slo.tpot_s, "jct": slo.jct_s}
+    record: Record = {f"{name}_s": target for name, target in targets.items()}
+    for name, test in tests.items():
+        record[f"{name}_attained"] = share(sum(map(test, facts))) if targets[name] is not None else None
+    together = sum(all(test(one) for test in tests.values()) for one in facts)
+    record["all_attained"] = share(together) if slo != NO_SLO else None
+    return record
+
+
+def _breakdown(facts: Sequence[RequestFacts], now: float) -> dict[str, float]:
+    """Seconds per request, on average."""
+    count = max(1, len(facts))
+    return {
+        "queueing": _round(sum(one.waiting(now) for one in facts) / count),
+        "execution": _round(sum(one.execution_s for one in facts) / count),
+        "swapping": _round(sum(one.swapping_s for one in facts) / count),
+        "scheduling": _round(sum(one.scheduling_s for one in facts) / count),
+    }
+
+
+def _round(value: float) -> float:
+    return float(f"{value:.{_DIGITS}g}") if isinstance(value, float) else value

@@ -1,0 +1,316 @@
+"""Traces that Perfetto and chrome://tracing open: who ran in which batch slot, why it left, and what was copied."""
+
+from __future__ import annotations
+
+import heapq
+import json
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TextIO
+
+from skipjoin.core.events import Arrived, Computed, Event, Finished, Planned, Preempted, Started, Token
+from skipjoin.core.request import FinishReason, Request
+from skipjoin.core.step import Direction, Move, Slice, StepPlan, StepResult
+
+# Process and thread, in the format's words; viewers show them as groups and lanes. A thread 0 is no lane to some, and
+# some want thread ids that no two processes share.
+Lane = tuple[int, int]
+_ENGINE, _BATCH = 1, 2
+_STEPS, _OUT, _IN = (_ENGINE, 1), (_ENGINE, 2), (_ENGINE, 3)
+_FIRST_SLOT = 4
+# Events that are written together, so that the file on the disk always ends between two of them.
+_CHUNK = 256
+
+
+class TraceFile:
+    """Chrome's trace format as an array of JSON objects, streamed. Times are in nanoseconds.
+
+    file: text. Without `close` it lacks the closing bracket, which the viewers do not need.
+    """
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+        self._lines: list[str] = []
+        self._lead = "[\n"
+
+    def group(self, pid: int, name: str) -> None:
+        """Name a group of lanes."""
+        self._add({"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}})
+
+    def lane(self, lane: Lane, name: str) -> None:
+        """Name a lane; lanes are shown in the order of their threads."""
+        pid, tid = lane
+        for kind, args in (("thread_name", {"name": name}), ("thread_sort_index", {"sort_index": tid})):
+            self._add({"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": args})
+
+    def span(self, lane: Lane, name: str, begin: int, end: int, args: dict[str, Any]) -> None:
+        """Something took from `begin` to `end`."""
+        pid, tid = lane
+        times = {"ts": begin / 1000, "dur": (end - begin) / 1000}
+        self._add({"ph": "X", "name": name, "pid": pid, "tid": tid, **times, "args": args})
+
+    def counter(self, pid: int, name: str, at: int, value: int) -> None:
+        """A number changed."""
+        self._add({"ph": "C", "name": name, "pid": pid, "ts": at / 1000, "args": {"value": value}})
+
+    def flush(self) -> None:
+        """Write what is held back."""
+        if self._lines:
+            self._file.write(self._lead + ",\n".join(self._lines))
+            self._file.flush()
+            self._lines.clear()
+            self._lead = ",\n"
+
+    def close(self) -> None:
+        """End the array. The file stays open."""
+        self.flush()
+        self._file.write("\n]\n")
+        self._file.flush()
+
+    def _add(self, event: dict[str, Any]) -> None:
+        self._lines.append(json.dumps(event, separators=(",", ":")))
+        if len(self._lines) >= _CHUNK:
+            self.flush()
+
+
+@dataclass(slots=True)
+class _Span:
+    """A request's steps without a break, in one phase. computed, generated: tokens. position: tokens of the request
+    that are computed at its end."""
+
+    slot: int
+    phase: str
+    begin: int
+    end: int
+    computed: int = 0
+    generated: int = 0
+    position: int = 0
+
+
+@dataclass(slots=True)
+class _Seat:
+    """A request's place in the trace. plans: in flight, with a slice of it. leaving: why it is gone once they ran."""
+
+    span: _Span | None = None
+    plans: int = 0
+    leaving: str | None = None
+
+
+class _Flight(NamedTuple):
+    """A plan in flight, and who had to make way until it was decided."""
+
+    plan: StepPlan
+    decided: int
+    preempted: list[Preempted]
+
+
+class Timeline:
+    """Writes a trace of one engine as its core events come.
+
+    Lanes: one per batch slot, where a request takes the lowest that is free, with a span for each phase that it went
+    through without a break; one for steps; one per direction of copies, where the moves of a plan share its time by
+    their blocks. Things are shown when they ran, which with several plans in flight is later than they were decided.
+    Counters tell the requests that run and wait, and the KV blocks that are held (not free) and claimed (held or
+    promised).
+
+    A span's `left` says why it ended: a `FinishReason`, a `Preemption`, "caught up" where a prefill goes on as decode
+    in the same slot, "still running" at `close`.
+
+    file: text; it is written now and then, by `flush`, and by `close`, which leaves it open. Those raise OSError if
+    it cannot be written.
+    """
+
+    def __init__(self, file: TextIO) -> None:
+        self._trace = TraceFile(file)
+        self._origin: float | None = None  # of the time scale: the first event
+        self._seats: dict[Request, _Seat] = {}
+        self._free_slots: list[int] = []
+        self._slots = 0
+        self._in_flight: deque[_Flight] = deque()
+        self._preempted: list[Preempted] = []  # since the last plan
+        self._step_end = 0
+        self._live = 0
+        self._running: set[Request] = set()
+        self._shown: dict[str, int] = {}
+        self._trace.group(_ENGINE, "Engine")
+        self._trace.lane(_STEPS, "Steps")
+        self._trace.lane(_OUT, "Copies out, to the host")
+        self._trace.lane(_IN, "Copies in, to the device")
+        self._trace.group(_BATCH, "Batch")
+
+    def observe(self, events: Iterable[Event]) -> None:
+        """Take what happened, in order."""
+        for event in events:
+            if isinstance(event, Token):
+                span = self._seats[event.request].span
+                assert span is not None
+                span.generated += 1
+            elif isinstance(event, Computed):
+                self._compute(event)
+            elif isinstance(event, Planned):
+                self._plan(event)
+            elif isinstance(event, Started):
+                self._running.add(event.request)
+            elif isinstance(event, Preempted):
+                self._running.discard(event.request)
+                self._preempted.append(event)
+            elif isinstance(event, Arrived):
+                self._live += 1
+                self._seats[event.request] = _Seat()
+                self._at(event.now)  # time begins with it
+            elif isinstance(event, Finished):
+                self._finish(event)
+
+    def flush(self) -> None:
+        """Write what is held back; spans that go on come later."""
+        self._trace.flush()
+
+    def close(self) -> None:
+        """Write the spans that go on, and end the trace."""
+        for request, seat in self._seats.items():
+            self._vacate(request, seat, "still running")
+        self._trace.close()
+
+    def _at(self, now: float) -> int:
+        if self._origin is None:
+            self._origin = now
+        return round((now - self._origin) * 1e9)
+
+    # -- steps --------------------------------------------------------------------------------------------
+
+    def _plan(self, event: Planned) -> None:
+        at = self._at(event.now)
+        self._in_flight.append(_Flight(event.plan, at, self._preempted))
+        self._preempted = []
+        for piece in event.plan.slices:
+            self._seats[piece.request].plans += 1
+        self._show(at, held=event.held, claimed=event.claimed)
+
+    def _compute(self, event: Computed) -> None:
+        result = event.result
+        flight = self._in_flight.popleft()
+        end = self._at(event.now)
+        # Steps run one after the other, whenever they were decided.
+        begin = min(end, max(flight.decided, self._step_end, end - round(result.seconds * 1e9)))
+        self._step_end = end
+        for preempted in flight.preempted:
+            # It may have ended while the plan waited for its turn.
+            if (seat := self._seats.get(preempted.request)) is not None:
+                self._vacate(preempted.request, seat, preempted.how.value)
+        prefill = decodes = 0
+        for piece in flight.plan.slices:
+            is_decode = piece.tokens == 1 and piece.samples and piece.start >= len(piece.request.prompt)
+            decodes += is_decode
+            prefill += 0 if is_decode else piece.tokens
+            if (seat := self._seats.get(piece.request)) is not None:
+                self._extend(seat, piece, "decode" if is_decode else "prefill", begin, end)
+        self._settle(flight.plan)
+        batch = {"plan": flight.plan.id, "requests": len(flight.plan.slices), "prefill": prefill, "decodes": decodes}
+        self._trace.span(_STEPS, "step", begin, end, batch)
+        self._copies(result, begin, end)
+
+    def _settle(self, plan: StepPlan) -> None:
+        """Let those go that left while the plan ran, if no other plan holds them."""
+        for piece in plan.slices:
+            seat = self._seats.get(piece.request)
+            if seat is None:
+                continue
+            seat.plans -= 1
+            if seat.leaving is not None and not seat.plans:
+                self._leave(piece.request, seat.leaving)
+
+    def _copies(self, result: StepResult, begin: int, end: int) -> None:
+        plan = result.plan
+        for direction, lane, name in ((Direction.OUT, _OUT, "out"), (Direction.IN, _IN, "in")):
+            before = [move for move in plan.before if move.direction is direction]
+            beside = [move for move in plan.beside if move.direction is direction]
+            middle = begin + round(result.moving * 1e9)
+            if not result.moving:  # the executor does not tell it apart
+                middle = begin + (end - begin) * _blocks(before) // max(1, _blocks(before) + _blocks(beside))
+            middle = min(middle, end)
+            self._share(before, (lane, name, "before"), begin, middle)
+            self._share(beside, (lane, name, "beside"), middle, end)
+
+    def _share(self, moves: Sequence[Move], place: tuple[Lane, str, str], begin: int, end: int) -> None:
+        """One span per move, one after the other, as long as their blocks are many."""
+        lane, name, when = place
+        total, done, since = max(1, _blocks(moves)), 0, begin
+        for move in moves:
+            done += len(move.source)
+            until = begin + (end - begin) * done // total
+            args = {"request": move.request.id, "blocks": len(move.source), "when": when}
+            self._trace.span(lane, name, since, until, args)
+            since = until
+
+    # -- requests -----------------------------------------------------------------------------------------
+
+    def _extend(self, seat: _Seat, piece: Slice, phase: str, begin: int, end: int) -> None:
+        span = seat.span
+        if span is None:
+            span = seat.span = _Span(self._take_slot(), phase, begin, end)
+        elif span.phase != phase:
+            self._write(piece.request, span, "caught up")
+            span = seat.span = _Span(span.slot, phase, begin, end)
+        span.end = end
+        span.computed += piece.tokens
+        span.position = piece.start + piece.tokens
+
+    def _finish(self, event: Finished) -> None:
+        request, seat, at = event.request, self._seats[event.request], self._at(event.now)
+        self._live -= 1
+        self._running.discard(request)
+        if seat.plans and event.reason not in (FinishReason.STOP, FinishReason.LENGTH):
+            seat.leaving = event.reason.value  # a step runs for it, and ends whatever becomes of the request
+        else:
+            self._leave(request, event.reason.value)
+        if not self._live:
+            self._show(at, held=0, claimed=0)
+
+    def _leave(self, request: Request, why: str) -> None:
+        self._vacate(request, self._seats.pop(request), why)
+
+    def _vacate(self, request: Request, seat: _Seat, why: str) -> None:
+        """Give the slot back, if it has one."""
+        if seat.span is not None:
+            self._write(request, seat.span, why)
+            heapq.heappush(self._free_slots, seat.span.slot)
+            seat.span = None
+
+    def _take_slot(self) -> int:
+        if self._free_slots:
+            return heapq.heappop(self._free_slots)
+        self._slots += 1
+        self._trace.lane(_lane_of(self._slots - 1), f"Slot {self._slots}")
+        return self._slots - 1
+
+    def _write(self, request: Request, span: _Span, why: str) -> None:
+        args = {
+            "request": request.id,
+            "computed": span.computed,
+            "generated": span.generated,
+            "position": span.position,
+            "left": why,
+        }
+        self._trace.span(_lane_of(span.slot), span.phase, span.begin, span.end, args)
+
+    def _show(self, at: int, *, held: int, claimed: int) -> None:
+        """Write the counters that changed."""
+        running = len(self._running)
+        for name, value in (
+            ("KV blocks held", held),
+            ("KV blocks claimed", claimed),
+            ("requests running", running),
+            ("requests waiting", self._live - running),
+        ):
+            if self._shown.get(name) != value:
+                self._shown[name] = value
+                self._trace.counter(_ENGINE, name, at, value)
+
+
+def _lane_of(slot: int) -> Lane:
+    return _BATCH, _FIRST_SLOT + slot
+
+
+def _blocks(moves: Sequence[Move]) -> int:
+    return sum(len(move.source) for move in moves)

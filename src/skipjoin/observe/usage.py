@@ -1,0 +1,145 @@
+"""What steps did and what KV they held, folded from core events."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from skipjoin.core.events import Arrived, Computed, Event, Finished, Moved, Planned, Preempted, Preemption
+from skipjoin.core.request import Request
+from skipjoin.core.step import Direction
+
+# Points of the series that are kept; when there are twice as many, every other one goes.
+POINTS = 240
+
+
+class Point(NamedTuple):
+    """One moment: kv_used and kv_allocated are shares of the device's KV, 0 to 1; running and waiting, requests."""
+
+    time_s: float
+    kv_used: float
+    kv_allocated: float
+    running: int
+    waiting: int
+
+
+class Usage:
+    """Steps, batches, preemptions, KV moved and KV held.
+
+    Used KV is what computed tokens fill; allocated KV is what requests hold or are promised. Both are means over
+    time. device_blocks, block_size: the KV pool. block_bytes: of one block, all layers.
+    """
+
+    def __init__(self, *, device_blocks: int, block_size: int, block_bytes: int) -> None:
+        self._blocks = device_blocks
+        self._capacity = device_blocks * block_size
+        self._block_bytes = block_bytes
+        self.steps = 0
+        self.slices = 0
+        self.preemptions = 0
+        self.recomputed_tokens = 0
+        self.swapped_out_bytes = 0
+        self.swapped_in_bytes = 0
+        self._live = 0
+        self._resident: dict[Request, int] = {}  # tokens on the device
+        self._used = 0
+        self._dropped: dict[Request, int] = {}  # tokens that were computed once and have to be again
+        self._now = 0.0
+        self._used_seconds = 0.0
+        self._allocated_seconds = 0.0
+        self._claimed = 0
+        self._points: list[Point] = []
+        self._spacing = 0.0
+
+    def observe(self, events: Iterable[Event]) -> None:
+        """Take what happened, in order."""
+        for event in events:
+            if isinstance(event, Computed):
+                self._compute(event)
+            elif isinstance(event, Planned):
+                self._advance(event.now)
+                self._claimed = event.claimed
+                self._note(event)
+            elif isinstance(event, Preempted):
+                self.preemptions += 1
+                if event.how is not Preemption.PAUSE:
+                    self._leave(event.request, dropped=event.how is Preemption.DROP)
+            elif isinstance(event, Moved):
+                self._move(event)
+            elif isinstance(event, Arrived):
+                self._live += 1
+            elif isinstance(event, Finished):
+                self._live -= 1
+                self._leave(event.request, dropped=False)
+                self._dropped.pop(event.request, None)
+
+    @property
+    def batch_mean(self) -> float:
+        """Requests in a step, on average."""
+        return self.slices / max(1, self.steps)
+
+    def kv(self) -> dict[str, float]:
+        """The record's `kv` part."""
+        seconds = max(self._now, 1e-12)
+        return {
+            "used_mean": self._used_seconds / seconds,
+            "allocated_mean": self._allocated_seconds / seconds,
+            "preemptions": self.preemptions,
+            "swapped_out_bytes": self.swapped_out_bytes,
+            "swapped_in_bytes": self.swapped_in_bytes,
+            "recomputed_tokens": self.recomputed_tokens,
+        }
+
+    def series(self) -> dict[str, list[float]]:
+        """KV and requests over time, as equally long lists."""
+        stride = max(1, -(-len(self._points) // POINTS))
+        points = self._points[::stride]
+        return {name: [getattr(point, name) for point in points] for name in Point._fields}
+
+    # -- folding ------------------------------------------------------------------------------------------
+
+    def _compute(self, event: Computed) -> None:
+        self._advance(event.now)
+        slices = event.result.plan.slices
+        self.steps += 1
+        self.slices += len(slices)
+        resident, dropped = self._resident, self._dropped
+        for piece in slices:
+            request, end = piece.request, piece.start + piece.tokens
+            self._used += end - resident.get(request, 0)
+            resident[request] = end
+            if dropped and (high := dropped.get(request, 0)) > piece.start:
+                self.recomputed_tokens += min(end, high) - piece.start
+
+    def _move(self, event: Moved) -> None:
+        move = event.move
+        if move.direction is Direction.OUT:
+            self.swapped_out_bytes += len(move.source) * self._block_bytes
+            return
+        self.swapped_in_bytes += len(move.source) * self._block_bytes
+        if move.request.finish_reason is None:
+            self._used += move.request.computed - self._resident.get(move.request, 0)
+            self._resident[move.request] = move.request.computed
+
+    def _leave(self, request: Request, *, dropped: bool) -> None:
+        tokens = self._resident.pop(request, 0)
+        self._used -= tokens
+        if dropped:
+            self._dropped[request] = max(tokens, self._dropped.get(request, 0))
+
+    def _advance(self, now: float) -> None:
+        seconds = now - self._now
+        self._used_seconds += seconds * self._used / self._capacity
+        self._allocated_seconds += seconds * self._claimed / self._blocks
+        self._now = now
+
+    def _note(self, event: Planned) -> None:
+        points = self._points
+        if points and event.now < points[-1].time_s + self._spacing:
+            return
+        running = len(event.plan.slices)
+        used, allocated = self._used / self._capacity, event.claimed / self._blocks
+        points.append(Point(event.now, used, allocated, running, max(0, self._live - running)))
+        if len(points) > 2 * POINTS:
+            del points[1::2]
+            self._spacing = (event.now - points[0].time_s) / len(points)

@@ -1,0 +1,227 @@
+"""Profiles: what steps and transfers cost on one machine, as a JSON file that needs neither the machine nor torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import sys
+import tempfile
+import types
+import typing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from skipjoin.config import ConfigError
+from skipjoin.policies.cost import LinearCost
+
+# Rises when a file of before cannot be read any more.
+FORMAT = 1
+# Names the folder of cached profiles in place of the user's cache.
+CACHE_VARIABLE = "SKIPJOIN_PROFILE_CACHE"
+
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileKey:
+    """What a profile is valid for.
+
+    model: a name for people, not part of the identity. shape: a hash of the model's configuration, so that a renamed
+    folder or other weights of the same shape find their profile. device_kind: cpu or cuda. device: model name of CPU
+    or GPU. threads: CPU threads of the model. attention: the attention back end. tp, pp: tensor and pipeline
+    parallelism. version: of Skipjoin.
+    """
+
+    model: str
+    shape: str
+    device_kind: str
+    device: str
+    threads: int
+    dtype: str
+    attention: str
+    tp: int
+    pp: int
+    version: str
+
+    @property
+    def digest(self) -> str:
+        """A file name for all of it but the name of the model."""
+        identity = dataclasses.asdict(self) | {"model": ""}
+        return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Seconds of moving n KV blocks in one direction: floor + block * n."""
+
+    floor: float
+    block: float
+
+
+@dataclass(frozen=True, slots=True)
+class FitErrors:
+    """Absolute relative errors of the cost model on measured steps.
+
+    median, p95: on the `held_out` shapes that the fit did not see; where none could be spared, on those it saw.
+    fitted, held_out: numbers of shapes.
+    """
+
+    median: float
+    p95: float
+    fitted: int
+    held_out: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A measured step: its shape (see `StepShape`), the median of its seconds, how often it ran."""
+
+    prefill: int
+    attention: int
+    decodes: int
+    context: int
+    seconds: float
+    runs: int
+    held_out: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """A measured cost model and what it was measured on.
+
+    cost: transfers of `block_size` tokens per block, in the slower direction; transfer_out, transfer_in: both.
+    kv_bytes_per_block, weight_bytes: over all devices. vocab_size, max_positions: of the model. machine: a
+    description for people. date: ISO 8601, UTC.
+    """
+
+    key: ProfileKey
+    cost: LinearCost
+    transfer_out: Transfer
+    transfer_in: Transfer
+    block_size: int
+    kv_bytes_per_block: int
+    weight_bytes: int
+    vocab_size: int
+    max_positions: int
+    errors: FitErrors
+    samples: tuple[Sample, ...]
+    machine: dict[str, str]
+    date: str
+
+    def cost_for(self, block_size: int) -> LinearCost:
+        """The cost model for KV blocks of that many tokens."""
+        return dataclasses.replace(self.cost, block=self.cost.block * block_size / self.block_size)
+
+
+def cache_path(key: ProfileKey) -> Path:
+    """Where the profile of this key is cached: $SKIPJOIN_PROFILE_CACHE, or else skipjoin/profiles in the user's
+    cache folder."""
+    folder = os.environ.get(CACHE_VARIABLE)
+    if folder is None:
+        folder = os.path.join(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "skipjoin", "profiles")
+    return Path(folder) / f"{key.digest}.json"
+
+
+def cached_profile(key: ProfileKey) -> Profile | None:
+    """The cached profile of this key. A damaged file is as good as none, and gives a warning."""
+    path = cache_path(key)
+    if not path.is_file():
+        return None
+    try:
+        profile = read_profile(path)
+    except ConfigError as error:
+        _log.warning("the cached profile is measured again: %s", error)
+        return None
+    return profile if profile.key.digest == key.digest else None
+
+
+def write_profile(profile: Profile, path: Path) -> None:
+    """Write the file in one move, so that nobody reads half of it. Raises `ConfigError` where that is impossible."""
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+            made = Path(scratch) / path.name
+            made.write_text(json.dumps({"format": FORMAT} | dataclasses.asdict(profile), indent=1) + "\n")
+            made.replace(path)
+    except OSError as error:
+        raise ConfigError(f"profile {path} cannot be written: {error.strerror or error}") from error
+
+
+def read_profile(path: Path) -> Profile:
+    """A profile from its file. Raises `ConfigError`, naming file and field, for anything but a whole one."""
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"profile {path} cannot be read: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"profile {path} is not JSON: {error}") from error
+    found = raw.get("format") if isinstance(raw, dict) else None
+    if found != FORMAT:
+        raise ConfigError(f"profile {path}: format must be {FORMAT}, got {found!r}; measure it again")
+    try:
+        profile = _decode(Profile, raw, "")
+        _check(profile)
+    except ValueError as error:
+        raise ConfigError(f"profile {path}: {error}") from error
+    return profile
+
+
+def _check(profile: Profile) -> None:
+    for name in ("block_size", "kv_bytes_per_block", "weight_bytes", "vocab_size", "max_positions"):
+        if getattr(profile, name) < 1:
+            raise ValueError(f"{name} must be at least 1, got {getattr(profile, name)}")
+
+
+# -- from JSON to dataclasses: every field must be there, of its type; no number is negative or not finite ---------
+
+
+def _decode(kind: type[T], raw: object, where: str) -> T:
+    """A value of `kind` from parsed JSON. where: its dotted name. Raises ValueError naming the field."""
+    if dataclasses.is_dataclass(kind):
+        return typing.cast("T", _decode_fields(kind, raw, where))
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is tuple and isinstance(raw, list):
+        item = arguments[0]
+        return typing.cast("T", tuple(_decode(item, value, f"{where}[{index}]") for index, value in enumerate(raw)))
+    if origin is dict and isinstance(raw, dict):
+        return typing.cast("T", {name: _decode(str, value, f"{where}.{name}") for name, value in raw.items()})
+    if kind is float and isinstance(raw, int | float) and not isinstance(raw, bool):
+        return typing.cast("T", float(_number(raw, where)))
+    if kind is int and isinstance(raw, int) and not isinstance(raw, bool):
+        return typing.cast("T", _number(raw, where))
+    if (kind is str and isinstance(raw, str)) or (kind is bool and isinstance(raw, bool)):
+        return typing.cast("T", raw)
+    name = kind.__name__ if isinstance(kind, type) and not isinstance(kind, types.GenericAlias) else str(kind)
+    raise ValueError(f"{where} must be a value of type {name}, got {_short(raw)}")
+
+
+def _decode_fields(kind: type[Any], raw: object, where: str) -> object:
+    if not isinstance(raw, dict):
+        raise ValueError(f"{where} must be an object, got {_short(raw)}")
+    hints = typing.get_type_hints(kind)
+    values = {}
+    for field in dataclasses.fields(kind):
+        name = f"{where}.{field.name}" if where else field.name
+        if field.name not in raw:
+            raise ValueError(f"{name} is missing")
+        values[field.name] = _decode(hints[field.name], raw[field.name], name)
+    try:
+        return kind(**values)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+
+
+def _number(value: float, where: str) -> float:
+    if not 0 <= value <= sys.float_info.max:  # an integer in a file may be larger than any float
+        raise ValueError(f"{where} must be finite and at least 0, got {value}")
+    return value
+
+
+def _short(raw: object) -> str:
+    text = repr(raw)
+    return text if len(text) <= 40 else f"{text[:40]}..."

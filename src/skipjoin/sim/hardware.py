@@ -1,0 +1,102 @@
+"""The GPUs that the simulator knows by name, and groups of them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from skipjoin.config import ConfigError
+from skipjoin.sim.models import unknown
+
+GIB = 1 << 30
+# The servers of the papers have eight GPUs and 400 Gb/s to the next server (AWS p4d, DGX A100).
+GPUS_PER_SERVER = 8
+NETWORK_BYTES_PER_S = 50e9
+# A send and a receive between two servers, small message.
+NETWORK_LATENCY_S = 30e-6
+
+# One direction of a x16 slot: transfers per second, 16 lanes, 128 of 130 bits are data, 8 bits a byte.
+_PCIE3, _PCIE4, _PCIE5 = (transfers * 16 * 128 / 130 / 8 for transfers in (8e9, 16e9, 32e9))
+# Per doubling of the group, what an all-reduce of a few kilobytes costs: about 8 us with two GPUs, 25 us with eight.
+_ALL_REDUCE_LATENCY_S = 8e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A GPU as its data sheet has it; what of it is reached in practice is `Efficiency`'s business.
+
+    flops_per_s: half precision with float32 sums on the matrix units, dense. host_bytes_per_s: the link to the host,
+    one direction. peer_bytes_per_s: all links to the other GPUs of the server together, one direction.
+    peer_latency_s: of a small all-reduce, per doubling of the group.
+    """
+
+    name: str
+    memory_bytes: int
+    memory_bytes_per_s: float
+    flops_per_s: float
+    host_bytes_per_s: float
+    peer_bytes_per_s: float
+    peer_latency_s: float = _ALL_REDUCE_LATENCY_S
+
+
+# NVIDIA's data sheets of the SXM modules. Memory counts in GiB although the sheets write GB; the NVLink figure of a
+# sheet is both directions together, and its arithmetic, from the H100 on, is with sparsity: both are halved here.
+_DEVICES = (
+    Device("a100-40gb", 40 * GIB, 1555e9, 312e12, _PCIE4, 300e9),
+    Device("a100-80gb", 80 * GIB, 2039e9, 312e12, _PCIE4, 300e9),
+    Device("v100-32gb", 32 * GIB, 900e9, 125e12, _PCIE3, 150e9),
+    Device("h100-80gb", 80 * GIB, 3350e9, 989e12, _PCIE5, 450e9),
+    # The driver reports 143,771 MiB.
+    Device("h200-141gb", 143_771 << 20, 4800e9, 989e12, _PCIE5, 450e9),
+)
+DEVICES: dict[str, Device] = {device.name: device for device in _DEVICES}
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """GPUs that serve one copy of a model. Raises `ConfigError` on a split outside its bounds.
+
+    tp: GPUs that share each layer (tensor parallelism), all in one server. pp: stages of consecutive layers, `tp`
+    GPUs each (pipeline parallelism).
+    """
+
+    device: Device
+    tp: int = 1
+    pp: int = 1
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.tp <= GPUS_PER_SERVER:
+            raise ConfigError(f"hardware: tp must be in [1, {GPUS_PER_SERVER}], the GPUs of a server, got {self.tp}")
+        if self.pp < 1:
+            raise ConfigError(f"hardware: pp must be at least 1, got {self.pp}")
+
+    @property
+    def gpus(self) -> int:
+        """How many GPUs there are in all."""
+        return self.tp * self.pp
+
+    @property
+    def name(self) -> str:
+        """The text that `parse_hardware` reads."""
+        split = (f"tp{self.tp}" if self.tp > 1 else "") + (f"pp{self.pp}" if self.pp > 1 else "")
+        return f"{self.device.name}:{split}" if split else self.device.name
+
+
+_SPLIT = re.compile(r"(?:tp(?P<tp>\d{1,4}))?(?:pp(?P<pp>\d{1,4}))?")
+
+
+def parse_hardware(text: str) -> Group:
+    """The group that a text such as a100-40gb, A100-40 or a100-40gb:tp8pp2 means. Raises `ConfigError`."""
+    name, colon, split = text.strip().lower().partition(":")
+    found = _SPLIT.fullmatch(split)
+    if found is None or (colon and not split):
+        raise ConfigError(f"hardware must be a GPU and how it is split, such as a100-40gb:tp8pp2, got {text!r}")
+    return Group(_device(name), int(found["tp"] or 1), int(found["pp"] or 1))
+
+
+def _device(name: str) -> Device:
+    key = re.sub(r"[ _]", "-", name)
+    for spelling in (key, f"{key}gb"):
+        if spelling in DEVICES:
+            return DEVICES[spelling]
+    raise unknown("hardware", name, DEVICES)

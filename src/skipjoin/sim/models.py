@@ -1,0 +1,151 @@
+"""The models that the simulator knows by name: their shapes, and what follows from those."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from skipjoin.config import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """A decoder-only transformer, as far as its size and its work are concerned.
+
+    hidden, head_dim, intermediate: widths, in numbers. kv_heads: below `heads` with grouped-query attention.
+    gated: three matrices in the MLP (SwiGLU) in place of two. tied: the output head is the embedding table.
+    parameter_bytes: size of a weight, an activation and a cached key or value.
+
+    Norms, biases and learned positions are left out: together less than 0.5 % of any model here.
+    """
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    gated: bool
+    vocab: int
+    tied: bool
+    max_positions: int
+    parameter_bytes: int = 2
+
+    @property
+    def layer_parameters(self) -> int:
+        """Weights of one layer: queries, keys, values and output, then the MLP."""
+        attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
+        return attention + (3 if self.gated else 2) * self.hidden * self.intermediate
+
+    @property
+    def head_parameters(self) -> int:
+        """Weights of the output head; the embedding table has as many."""
+        return self.vocab * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        """All weights."""
+        return self.layers * self.layer_parameters + (1 if self.tied else 2) * self.head_parameters
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights."""
+        return self.parameters * self.parameter_bytes
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of one token's keys and values in all layers (FastServe section 4.2)."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.parameter_bytes
+
+    @property
+    def flops_per_token(self) -> int:
+        """Floating-point operations of the layers' matrices for one token; attention and output head come on top."""
+        return 2 * self.layers * self.layer_parameters
+
+
+def _opt(size: str, layers: int, hidden: int, heads: int) -> ModelShape:
+    """OPT (Zhang et al. 2022, table 1)."""
+    return ModelShape(
+        f"opt-{size}", layers, hidden, heads, heads, hidden // heads, 4 * hidden, False, 50272, True, 2048
+    )
+
+
+def _llama(
+    name: str,
+    layers: int,
+    hidden: int,
+    heads: int,
+    intermediate: int,
+    *,
+    kv_heads: int | None = None,
+    vocab: int = 32000,
+    max_positions: int = 2048,
+) -> ModelShape:
+    """Llama 1, 2 and 3 (Touvron et al. 2023; the Llama 3 herd of models, table 3)."""
+    return ModelShape(
+        f"llama-{name}",
+        layers,
+        hidden,
+        heads,
+        kv_heads or heads,
+        hidden // heads,
+        intermediate,
+        True,
+        vocab,
+        False,
+        max_positions,
+    )
+
+
+def _qwen3(size: str, layers: int, hidden: int, heads: int, intermediate: int, *, tied: bool) -> ModelShape:
+    """Qwen3 (technical report, table 1; widths from the published configurations)."""
+    return ModelShape(f"qwen3-{size}", layers, hidden, heads, 8, 128, intermediate, True, 151936, tied, 40960)
+
+
+_SHAPES = (
+    _opt("1.3b", 24, 2048, 32),
+    _opt("2.7b", 32, 2560, 32),
+    _opt("6.7b", 32, 4096, 32),
+    _opt("13b", 40, 5120, 40),
+    _opt("30b", 48, 7168, 56),
+    _opt("66b", 64, 9216, 72),
+    _opt("175b", 96, 12288, 96),
+    _llama("7b", 32, 4096, 32, 11008),
+    _llama("13b", 40, 5120, 40, 13824),
+    _llama("33b", 60, 6656, 52, 17920),
+    _llama("65b", 80, 8192, 64, 22016),
+    _llama("2-7b", 32, 4096, 32, 11008, max_positions=4096),
+    _llama("2-13b", 40, 5120, 40, 13824, max_positions=4096),
+    _llama("2-70b", 80, 8192, 64, 28672, kv_heads=8, max_positions=4096),
+    _llama("3-8b", 32, 4096, 32, 14336, kv_heads=8, vocab=128256, max_positions=8192),
+    _llama("3-70b", 80, 8192, 64, 28672, kv_heads=8, vocab=128256, max_positions=8192),
+    ModelShape("pythia-12b", 36, 5120, 40, 40, 128, 20480, False, 50688, False, 2048),
+    _qwen3("0.6b", 28, 1024, 16, 3072, tied=True),
+    _qwen3("1.7b", 28, 2048, 16, 6144, tied=True),
+    _qwen3("4b", 36, 2560, 32, 9728, tied=True),
+    _qwen3("8b", 36, 4096, 32, 12288, tied=False),
+    _qwen3("14b", 40, 5120, 40, 17408, tied=False),
+    _qwen3("32b", 64, 5120, 64, 25600, tied=False),
+)
+MODELS: dict[str, ModelShape] = {shape.name: shape for shape in _SHAPES}
+# The published checkpoints call the 33-billion model by both sizes.
+_OTHER_NAMES = {"llama-30b": "llama-33b"}
+
+
+def model_shape(name: str) -> ModelShape:
+    """The model of that name, in upper or lower case. Raises `ConfigError` that tells the nearest names."""
+    key = name.strip().lower()
+    key = _OTHER_NAMES.get(key, key)
+    if key not in MODELS:
+        raise unknown("model", name, MODELS)
+    return MODELS[key]
+
+
+def unknown(field: str, name: str, known: Iterable[str]) -> ConfigError:
+    """The error for a name that is not in a catalogue: the nearest ones, or all if none is near."""
+    names = list(known)
+    near = difflib.get_close_matches(name.strip().lower(), names)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(names)}"
+    return ConfigError(f"{field} {name!r} is unknown: {hint}")

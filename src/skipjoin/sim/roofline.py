@@ -1,0 +1,242 @@
+"""What steps and transfers cost on hardware that is not there, from arithmetic and bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+from skipjoin.config import ConfigError
+from skipjoin.core.step import StepShape
+from skipjoin.sim.hardware import (
+    DEVICES,
+    GIB,
+    GPUS_PER_SERVER,
+    NETWORK_BYTES_PER_S,
+    NETWORK_LATENCY_S,
+    Device,
+    Group,
+)
+from skipjoin.sim.models import ModelShape
+
+# Room for the activations of a step is set aside for so many tokens.
+_ACTIVATION_TOKENS = 2048
+# Deeper pipelines than this are not proposed to somebody whose model does not fit.
+_MOST_STAGES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Efficiency:
+    """What of a data sheet is reached, and what it does not know. Raises `ConfigError` on a value out of bounds.
+
+    The defaults are assumptions, usual for engines of 2023 without CUDA graphs, and were measured on no machine;
+    together they meet the iteration times that FastServe's paper and its simulations state.
+
+    memory: share of the memory's bandwidth that reading weights and KV gets: streaming kernels come near 90 %, short
+        matrices and scattered blocks stay below.
+    arithmetic: share of the arithmetic that the matrices of a prefill get, element-wise work between them included.
+    attention: the same for a prefill's attention: softmax between the products, and masked halves on the diagonal.
+    link: share of a link that large transfers get: 25 of PCIe 4's 31.5 GB/s, 240 of NVLink 3's 300 GB/s.
+    layer_s: gaps between the kernels of a layer: about ten of them, 5 us each.
+    step_s: sampling, and the host's work that the GPU waits for. The free term: with it the smallest step of OPT-13B
+        on an A100-40GB takes 24.7 ms.
+    transfer_s: issuing a copy between the tiers.
+    """
+
+    memory: float = 0.8
+    arithmetic: float = 0.6
+    attention: float = 0.4
+    link: float = 0.8
+    layer_s: float = 50e-6
+    step_s: float = 2e-3
+    transfer_s: float = 20e-6
+
+    def __post_init__(self) -> None:
+        for name in (field.name for field in fields(self)):
+            value = getattr(self, name)
+            if name.endswith("_s"):
+                if not 0 <= value <= 1:
+                    raise ConfigError(f"efficiency: {name} must be in [0, 1] seconds, got {value}")
+            elif not 0 < value <= 1:
+                raise ConfigError(f"efficiency: {name} must be in (0, 1], got {value}")
+
+
+DEFAULT_EFFICIENCY = Efficiency()
+
+
+class RooflineCost:
+    """Seconds of a step as the longer of arithmetic and weight reading, plus what cannot overlap either.
+
+    A step of T tokens (prefill and decodes) takes, summed over the stages:
+
+        max(T x layer matrices + decodes x output head, reading the weights once)
+        + prefill's query-key pairs x arithmetic + decodes' context x reading its KV
+        + two all-reduces per layer, if tp > 1 + handing T activations on, between stages
+        + a floor per layer and per step.
+
+    The cached context that a chunk of a prefill reads is charged as arithmetic: from some 100 tokens on that is the
+    longer of the two; shorter chunks over a long context come out too cheap.
+
+    Raises `ConfigError` for a group over which the model cannot be split.
+    """
+
+    # Data sheets do not change while a simulation runs.
+    revision: int = 0
+
+    def __init__(
+        self,
+        model: ModelShape,
+        group: Group,
+        efficiency: Efficiency = DEFAULT_EFFICIENCY,
+        block_size: int = 16,
+    ) -> None:
+        check_split(model, group)
+        if block_size < 1:
+            raise ConfigError(f"block_size must be at least 1, got {block_size}")
+        device, tp, share = group.device, group.tp, efficiency
+        self.stages = group.pp
+
+        flops_per_s = device.flops_per_s * share.arithmetic * tp
+        memory_bytes_per_s = device.memory_bytes_per_s * share.memory * tp
+        matrices = model.layers * model.layer_parameters + model.head_parameters
+        self._weights_s = matrices * model.parameter_bytes / memory_bytes_per_s
+        self._layers_token_s = model.flops_per_token / flops_per_s
+        self._head_token_s = 2 * model.head_parameters / flops_per_s
+        # Two products of head_dim multiply-adds for each pair, head and layer.
+        pair_flops = 4 * model.layers * model.heads * model.head_dim
+        self._pair_s = pair_flops / (device.flops_per_s * share.attention * tp)
+        self._context_token_s = model.kv_bytes_per_token / memory_bytes_per_s
+
+        self._floor_s, self._link_token_s = _links(model, group, share)
+        self._floor_s += share.step_s + share.layer_s * model.layers
+
+        # Every GPU moves its own part of each block over its own link.
+        host_bytes_per_s = device.host_bytes_per_s * share.link * group.gpus
+        self._block_s = block_size * model.kv_bytes_per_token / host_bytes_per_s
+        self._transfer_s = share.transfer_s
+
+    def step(self, shape: StepShape) -> float:
+        """Seconds until the tokens of a step of this shape are there: all stages, one after the other."""
+        prefill, attention, decodes, context = shape
+        tokens = prefill + decodes
+        matrices_s = tokens * self._layers_token_s + decodes * self._head_token_s
+        return (
+            self._floor_s
+            + max(matrices_s, self._weights_s)
+            + attention * self._pair_s
+            + context * self._context_token_s
+            + tokens * self._link_token_s
+        )
+
+    def transfer(self, blocks: int) -> float:
+        """Seconds to move `blocks` KV blocks one way."""
+        return self._transfer_s + blocks * self._block_s
+
+
+def _links(model: ModelShape, group: Group, share: Efficiency) -> tuple[float, float]:
+    """Seconds that a step spends on links between GPUs, whatever its size and for each token."""
+    device, tp, hops = group.device, group.tp, group.pp - 1
+    token_bytes = model.hidden * model.parameter_bytes
+    reduces = 2 * model.layers if tp > 1 else 0
+    # A ring sends every byte 2 (n - 1) / n times; latency grows with the depth of a tree.
+    reduce_token_s = token_bytes * 2 * (tp - 1) / tp / (device.peer_bytes_per_s * share.link)
+    reduce_s = device.peer_latency_s * (tp - 1).bit_length()
+    if group.gpus > GPUS_PER_SERVER:
+        hop_token_s, hop_s = token_bytes / (NETWORK_BYTES_PER_S * share.link), NETWORK_LATENCY_S
+    else:
+        hop_token_s, hop_s = token_bytes / (device.peer_bytes_per_s * share.link), device.peer_latency_s
+    return reduces * reduce_s + hops * hop_s, reduces * reduce_token_s + hops * hop_token_s
+
+
+def check_split(model: ModelShape, group: Group) -> None:
+    """Raises `ConfigError`, with the nearest value that would do, if the model cannot be split over the group."""
+    if model.kv_heads % group.tp:
+        nearest = min(_splits(model), key=lambda tp: (abs(tp - group.tp), -tp))
+        raise ConfigError(
+            f"hardware: tp must divide the {model.kv_heads} key-value heads of {model.name}, got {group.tp}; "
+            f"the nearest that does is {nearest}"
+        )
+    if group.pp > model.layers:
+        raise ConfigError(f"hardware: pp must be at most {model.layers}, the layers of {model.name}, got {group.pp}")
+
+
+def _splits(model: ModelShape) -> list[int]:
+    return [tp for tp in range(1, GPUS_PER_SERVER + 1) if model.kv_heads % tp == 0]
+
+
+def kv_blocks(
+    model: ModelShape, group: Group, block_size: int, kv_gib: float | None = None, utilization: float = 0.9
+) -> int:
+    """KV blocks of `block_size` tokens that the group holds beside the model.
+
+    kv_gib: size of the pool in GiB, all GPUs together; None: what weights and activations leave of a share
+    `utilization` of the memory. Raises `ConfigError` when the model or the pool does not fit, or a setting is out of
+    bounds.
+    """
+    check_split(model, group)
+    if block_size < 1:
+        raise ConfigError(f"block_size must be at least 1, got {block_size}")
+    if not 0 < utilization <= 1:
+        raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {utilization}")
+    if kv_gib is not None and not 0 < kv_gib <= 1e6:
+        raise ConfigError(f"kv_cache_gib must be in (0, 1e+06], got {kv_gib}")
+    block_bytes = block_size * model.kv_bytes_per_token
+    usable = utilization if kv_gib is None else 1.0
+    room = _kv_room_bytes(model, group, usable)
+    if room < block_bytes:
+        raise _too_small(model, group, usable, block_bytes)
+    pool = room if kv_gib is None else int(kv_gib * GIB)
+    if not block_bytes <= pool <= room:
+        raise ConfigError(
+            f"kv_cache_gib must be in [{block_bytes / GIB:.3g}, {room / GIB:.4g}], from one block to what "
+            f"{model.name} leaves of the memory of {group.name}, got {kv_gib}"
+        )
+    return pool // block_bytes
+
+
+def _most_layers(model: ModelShape, group: Group) -> int:
+    """Layers of the fullest stage."""
+    return -(-model.layers // group.pp)
+
+
+def _fixed_bytes(model: ModelShape, group: Group) -> int:
+    """Weights and activations on each GPU of the fullest stage."""
+    if group.pp == 1:
+        weights = model.parameters
+    else:
+        # The embedding table lies on the first stage, the output head on the last.
+        weights = _most_layers(model, group) * model.layer_parameters + model.head_parameters
+    # The residual, its norm, queries and output at full width; gate and product of the MLP are split.
+    widths = 4 * model.hidden + 2 * model.intermediate // group.tp
+    return (weights // group.tp + _ACTIVATION_TOKENS * widths) * model.parameter_bytes
+
+
+def _kv_room_bytes(model: ModelShape, group: Group, usable: float) -> int:
+    """Bytes that a KV pool may have on all GPUs together; below 0: the weights do not fit."""
+    left = int(group.device.memory_bytes * usable) - _fixed_bytes(model, group)
+    return left * group.tp * model.layers // _most_layers(model, group)
+
+
+def _too_small(model: ModelShape, group: Group, usable: float, block_bytes: int) -> ConfigError:
+    """The error for a group that does not hold the model and one block."""
+    need, have = _fixed_bytes(model, group), int(group.device.memory_bytes * usable)
+    fits = " or ".join(_fitting(model, group.device, usable, block_bytes))
+    return ConfigError(
+        f"hardware: {model.name} has {model.weight_bytes / GIB:.1f} GiB of weights; with activations each GPU of "
+        f"{group.name} needs {need / GIB:.1f} GiB and more for KV, and {have / GIB:.1f} GiB of it may be used; "
+        + (f"{fits} would do" if fits else "no GPU of the catalogue would do")
+    )
+
+
+def _fitting(model: ModelShape, device: Device, usable: float, block_bytes: int) -> Iterator[str]:
+    """The smallest group of the device that holds the model and a block, then the smallest single GPU that does."""
+
+    def holds(group: Group) -> bool:
+        return _kv_room_bytes(model, group, usable) >= block_bytes
+
+    stages = range(1, min(_MOST_STAGES, model.layers) + 1)
+    groups = [group for tp in _splits(model) for pp in stages if holds(group := Group(device, tp, pp))]
+    if groups:
+        yield min(groups, key=lambda group: (group.gpus, group.pp)).name
+    single = [other for other in DEVICES.values() if other is not device and holds(Group(other))]
+    if single:
+        yield min(single, key=lambda other: other.memory_bytes).name

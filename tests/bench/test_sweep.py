@@ -1,0 +1,154 @@
+"""Sweeps in parallel processes, searches, and the command around them."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from skipjoin.bench.bound import parse_bound
+from skipjoin.bench.results import load_results
+from skipjoin.bench.simulation import Cell, Extent, run
+from skipjoin.bench.sweep import Grid, RateSearch, sweep
+from skipjoin.observe.record import Record
+from support.simulated import CELL, SYSTEM, WORKLOAD
+
+SKIPJOIN = str(Path(sys.executable).parent / "skipjoin")
+SMALL = ["--model", "opt-13b", "--kv-gib", "11", "--lengths", "uniform:8-64,4-16", "--duration", "20", "--jobs", "2"]
+
+
+class Keep:
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.cells: dict[int, Cell] = {}
+        self.records: dict[int, Record] = {}
+
+    def begun(self, number: int, cell: Cell) -> None:
+        self.cells[number] = cell
+
+    def share(self, number: int, share: float) -> None:
+        assert 0 <= share <= 1
+
+    def done(self, number: int, record: Record) -> None:
+        self.records[number] = record
+
+
+def test_processes_change_nothing() -> None:
+    cells = [replace(CELL, extent=replace(CELL.extent, seed=seed)) for seed in range(5)]
+    keep = Keep()
+    sweep([Grid(cells)], 2, keep)
+    assert [keep.records[number] for number in range(5)] == [run(cell) for cell in cells]
+
+
+def test_a_search_brackets_the_bound() -> None:
+    bound = parse_bound("ttft_s.mean<=0.5")
+    search = RateSearch([Cell(SYSTEM, WORKLOAD, Extent(1.0, 20.0, seed)) for seed in (0, 1)], bound)
+    todo, means = list(search.first()), {}
+    while todo:
+        rate = todo[0].extent.rate_rps
+        assert {cell.extent.rate_rps for cell in todo} == {rate}
+        records = [run(cell) for cell in todo]
+        means[rate] = sum(map(bound.value, records)) / len(records)
+        todo = [more for cell, record in zip(todo, records, strict=True) for more in search.then(cell, record)]
+    holds = max(rate for rate, mean in means.items() if mean <= 0.5)
+    breaks = min(rate for rate, mean in means.items() if mean > 0.5)
+    assert holds < breaks <= 1.02 * holds
+    assert len(means) < 20
+
+
+def test_a_search_gives_up_where_the_bound_means_nothing() -> None:
+    record = run(CELL)
+    for text in ("ttft_s.mean<=1e9", "ttft_s.mean<=-1"):
+        search = RateSearch([CELL], parse_bound(text))
+        steps, todo = 0, list(search.first())
+        while todo:
+            todo = search.then(todo[0], record)
+            steps += 1
+        assert steps < 40
+
+
+def simulate(*options: str) -> subprocess.CompletedProcess[str]:
+    command = [SKIPJOIN, "simulate", *options]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+
+
+def test_the_command_writes_the_same_file_twice(tmp_path: Path) -> None:
+    texts = []
+    for name in ("a.json", "b.json"):
+        out = tmp_path / name
+        done = simulate(*SMALL, "--recipes", "fcfs,srpt", "--rates", "4,8", "--seeds", "0-1", "--out", str(out))
+        assert done.returncode == 0, done.stderr
+        texts.append(out.read_text())
+        assert "srpt" in done.stdout
+    assert texts[0] == texts[1]
+    records = load_results([tmp_path / "a.json"])
+    keys = [(r["recipe"], r["workload"]["rate_rps"], r["workload"]["seed"]) for r in records]
+    assert keys == [(recipe, rate, seed) for recipe in ("fcfs", "srpt") for rate in (4.0, 8.0) for seed in (0, 1)]
+
+
+def test_the_command_finds_the_largest_rate(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    done = simulate(*SMALL, "--recipes", "fcfs", "--find-max-rate", "normalized_latency_s.mean<=0.1", "--out", str(out))
+    assert done.returncode == 0, done.stderr
+    assert "largest req/s with normalized_latency_s.mean<=0.1" in done.stdout
+    assert len(load_results([out])) > 5
+
+
+def test_the_command_writes_a_timeline(tmp_path: Path) -> None:
+    path = tmp_path / "timeline.json"
+    done = simulate(*SMALL, "--rates", "4", "--timeline", str(path))
+    assert done.returncode == 0, done.stderr
+    assert {"ph", "name"} <= set(json.loads(path.read_text())[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ("--rates 0", "rates must be"),
+        ("--rates 1,x", "rates must be a number"),
+        ("", "rates must be given"),
+        ("--rates 1 --recipes fcfs,sarthi", "did you mean sarathi"),
+        ("--rates 1 --hardware a100-41gb", "a100-40gb"),
+        ("--rates 1 --hardware missing.json", "missing.json"),
+        ("--rates 1 --model opt-14b", "opt-13b"),
+        ("--rates 1 --model opt-175b", "would do"),
+        ("--rates 1 --trace missing.csv", "missing.csv"),
+        ("--rates 1 --seeds 1-x", "seeds"),
+        ("--rates 1 --slo-ttft 0", "slo-ttft"),
+        ("--rates 1 --slo-ttft 1 --slo-scale 3", "exclude"),
+        ("--rates 1 --dispatch random", "least-work"),
+        ("--rates 1,2 --timeline x.json", "single run"),
+        ("--rates 1 --until -1", "until"),
+        ("--find-max-rate nonsense", "bound must read"),
+        ("--find-max-rate normalised.mean<=3", "normalized_latency_s.mean"),
+        ("--rates 1 --out missing/out.json", "missing"),
+    ],
+)
+def test_bad_input_is_one_line_that_names_it(options: str, told: str) -> None:
+    done = simulate("--kv-gib", "11", "--model", "opt-13b", "--duration", "20", *options.split())
+    assert done.returncode == 2
+    assert told in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_an_interrupt_leaves_what_is_finished(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    seeds = ",".join(map(str, range(200)))
+    command = [SKIPJOIN, "simulate", *SMALL, "--rates", "40", "--seeds", seeds]
+    process = subprocess.Popen([*command, "--out", str(out)], stderr=subprocess.PIPE, text=True)
+    until = time.monotonic() + 60
+    while not out.exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130, errors
+    assert "Traceback" not in errors
+    assert "runs were finished" in errors
+    assert 1 <= len(load_results([out])) < 200

@@ -1,0 +1,267 @@
+"""Metrics agree with the requests they are about, in every recipe, and keep nothing of those that are gone."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from bisect import bisect_left
+from itertools import product
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skipjoin.core.events import Arrived, Computed, Finished, Preempted, Preemption, Token
+from skipjoin.core.request import FinishReason
+from skipjoin.core.step import Direction
+from skipjoin.observe.metrics import ENGINE_METRICS, EngineMetrics, Histogram, Snapshot
+from skipjoin.observe.requests import RequestFacts, RequestLog
+from skipjoin.observe.usage import Usage
+from skipjoin.policies.pressure import Recompute, Swap
+from skipjoin.recipes import RECIPES
+from support.load import load, make
+from support.policies import Chaos
+from support.watch import Stepper, World, run
+
+PRESSURES = {"recompute": Recompute, "swap": Swap, "chaos": lambda: Chaos(3)}
+WORLDS = [
+    pytest.param(World(recipe, depth, overlap, PRESSURES[name]), id=f"{recipe}-{depth}-{overlap}-{name}")
+    for recipe, (depth, overlap), name in product(sorted(RECIPES), [(1, False), (2, True)], sorted(PRESSURES))
+]
+BLOCK_BYTES = 1000
+
+
+def metrics_of(world: World) -> EngineMetrics:
+    return EngineMetrics(device_blocks=world.device_blocks, block_bytes=BLOCK_BYTES)
+
+
+def count_and_sum(snapshot: Snapshot, name: str) -> tuple[float, Any]:
+    row = snapshot.row(name)
+    return sum(row[:-1]), row[-1]
+
+
+def by_label(snapshot: Snapshot, name: str) -> dict[str, float]:
+    (metric,) = (metric for metric in ENGINE_METRICS if metric.name == name)
+    return dict(zip(metric.values, snapshot.row(name), strict=True))
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_run_in_numbers(world: World) -> None:
+    done = run(world, load(5, 20))
+    metrics = metrics_of(world)
+    metrics.observe(done.events)
+    found = metrics.snapshot()
+
+    facts: list[RequestFacts] = []
+    RequestLog(facts.append).observe(done.events)
+    usage = Usage(device_blocks=world.device_blocks, block_size=world.block_size, block_bytes=BLOCK_BYTES)
+    usage.observe(done.events)
+    outputs = [len(request.output) for request in done.requests]
+    prompts = [len(request.prompt) for request in done.requests]
+
+    assert found.row("generation_tokens_total") == [sum(outputs)]
+    assert found.row("prompt_tokens_total") == [sum(prompts)]
+    assert by_label(found, "request_success_total") == {"stop": 0, "length": 20, "abort": 0, "deadline": 0}
+    assert count_and_sum(found, "request_prompt_tokens") == (20, sum(prompts))
+    assert count_and_sum(found, "request_generation_tokens") == (20, sum(outputs))
+    assert count_and_sum(found, "request_params_max_tokens") == (20, sum(outputs))
+    assert count_and_sum(found, "inter_token_latency_seconds")[0] == sum(outputs) - 20
+    steps = [event.result for event in done.events if isinstance(event, Computed)]
+    computed = sum(piece.tokens for result in steps for piece in result.plan.slices)
+    assert found.row("engine_steps_total") == [len(done.trace)] == [usage.steps]
+    assert count_and_sum(found, "iteration_tokens_total")[1] == computed
+    # All known tokens but each request's last are computed once; a sample that was thrown away needed one, too.
+    assert found.row("recomputed_tokens_total") == [computed - sum(prompts) - sum(outputs) + 20]
+    assert found.row("recomputed_tokens_total") == [usage.recomputed_tokens]
+    assert found.row("num_preemptions_total") == [usage.preemptions] == [sum(one.preemptions for one in facts)]
+    assert sum(found.row("swap_out_bytes_total")) == usage.swapped_out_bytes
+    assert sum(found.row("swap_in_bytes_total")) == usage.swapped_in_bytes
+    assert found.row("swap_stall_seconds_total")[0] == pytest.approx(sum(result.moving for result in steps))
+    lives: dict[str, list[float | None]] = {
+        "time_to_first_token_seconds": [one.ttft(0.0) for one in facts],
+        "e2e_request_latency_seconds": [one.jct(0.0) for one in facts],
+        "request_queue_time_seconds": [one.queue(0.0) for one in facts],
+        "request_prefill_time_seconds": [one.prefill(0.0) for one in facts],
+        "request_decode_time_seconds": [one.decode() for one in facts],
+        "request_time_per_output_token_seconds": [one.tpot(0.0) for one in facts],
+    }
+    for name, values in lives.items():
+        known = [value for value in values if value is not None]
+        assert count_and_sum(found, name) == pytest.approx((len(known), sum(known)))
+    # What the parts of a request's life sum up to, and what the gaps between its tokens do.
+    parts = [count_and_sum(found, f"request_{part}_time_seconds")[1] for part in ("prefill", "decode", "inference")]
+    assert parts[0] + parts[1] == pytest.approx(parts[2])
+    assert count_and_sum(found, "inter_token_latency_seconds")[1] == pytest.approx(parts[1])
+    assert [found.row(metric.name) for metric in ENGINE_METRICS if metric.kind == "gauge"] == [[0]] * 4
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_what_is_told_at_once_or_bit_by_bit_counts_the_same(world: World) -> None:
+    """The numbers come from events alone, never from what has become of a request meanwhile."""
+    done = run(world, load(6, 16))
+    whole, parts = metrics_of(world), metrics_of(world)
+    whole.observe(done.events)
+    for event in done.events:
+        parts.observe([event])
+    rows = zip(ENGINE_METRICS, whole.snapshot().rows, parts.snapshot().rows, strict=True)
+    assert all(one == pytest.approx(other) for _, one, other in rows)
+
+
+@pytest.mark.parametrize("pressure", [Recompute, Swap])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_gauges_follow_the_engine(pressure: type[Recompute] | type[Swap], overlap: bool) -> None:
+    world = World("fastserve", 1 + overlap, overlap, pressure, device_blocks=12)
+    core = world.core()
+    stepper, metrics = Stepper(core), metrics_of(world)
+    seen = 0
+    swapped = 0.0
+    stepper.add(*(make(number, 8, 12) for number in range(8)))
+    while core.requests or core.plans:
+        if stepper.start() is None:
+            stepper.finish()
+        metrics.observe(stepper.events[seen:])
+        seen = len(stepper.events)
+        found = metrics.snapshot()
+        running, waiting = found.row("num_requests_running")[0], found.row("num_requests_waiting")[0]
+        assert running + waiting == len(core.requests)
+        assert running >= (len(core.plans[-1].slices) if core.plans and not overlap else 0)
+        holdings = ((one, core.kv.holding(one)) for one in core.kv.holders())
+        on_host = {one for one, held in holdings if held and held.host and held.moving is not Direction.OUT}
+        on_host -= {piece.request for plan in core.plans for piece in plan.slices}
+        assert found.row("num_requests_swapped") == [len(on_host)]
+        swapped += len(on_host)
+        if core.plans:
+            assert 0 < found.row("kv_cache_usage_perc")[0] <= 1
+    assert (swapped > 0) == (pressure is Swap)
+    assert metrics.snapshot().row("kv_cache_usage_perc") == [0]
+
+
+def test_a_worked_example() -> None:
+    """Two requests of one prompt; the second has to wait for the first, whose KV fills the pool."""
+    world = World("fcfs", device_blocks=4, block_size=4, max_seqs=1)
+    stepper = Stepper(world.core())
+    stepper.add(make(0, 4, 3), make(1, 4, 1))
+    stepper.drain()
+    metrics = metrics_of(world)
+    metrics.observe(stepper.events)
+    found = metrics.snapshot()
+    sums = {
+        "time_to_first_token_seconds": 0.01 + 0.04,
+        "inter_token_latency_seconds": 0.01 + 0.01,
+        "request_time_per_output_token_seconds": 0.01,
+        "e2e_request_latency_seconds": 0.03 + 0.04,
+        "request_queue_time_seconds": 0.00 + 0.03,
+        "request_prefill_time_seconds": 0.01 + 0.01,
+        "request_decode_time_seconds": 0.02 + 0.00,
+        "request_inference_time_seconds": 0.03 + 0.01,
+        "iteration_tokens_total": 4 + 1 + 1 + 4,
+    }
+    counts = dict.fromkeys(sums, 2) | {"request_time_per_output_token_seconds": 1, "iteration_tokens_total": 4}
+    for name, total in sums.items():
+        assert count_and_sum(found, name) == (counts[name], pytest.approx(total)), name
+
+
+def test_ends_are_told_apart() -> None:
+    stepper = Stepper(World(max_seqs=2).core())
+    stepper.add(make(0, 8, 9), make(1, 8, 9, deadline=0.015), make(2, 8, 9, deadline=0.005), make(3, 8, 9))
+    stepper.step()
+    stepper.core.abort(0, stepper.now)
+    stepper.drain()
+    metrics = metrics_of(World())
+    metrics.observe(stepper.events)
+    found = metrics.snapshot()
+    assert by_label(found, "request_success_total") == {"stop": 0, "length": 1, "abort": 1, "deadline": 2}
+    assert found.row("deadline_dropped_total") == [2]
+    # The one that never ran counts with all its life as queueing, and has no phases.
+    assert count_and_sum(found, "request_queue_time_seconds")[0] == 4
+    assert count_and_sum(found, "request_inference_time_seconds")[0] == 3
+    assert found.row("generation_tokens_total") == [sum(isinstance(event, Token) for event in stepper.events)]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_nothing_is_kept_of_requests_that_are_gone(overlap: bool) -> None:
+    """A stop token ends a request while a plan in flight still holds it, an abort does so at any time."""
+    world = World("fastserve", 1 + overlap, overlap, lambda: Chaos(1))
+    metrics = metrics_of(world)
+    stepper = Stepper(world.core())  # tokens are positions
+    stepper.add(*(make(number, 5, 30, stop_tokens=frozenset({12 + number})) for number in range(8)))
+    for number in range(8):
+        stepper.start()
+        if number % 3 == 0:
+            stepper.core.abort(number, stepper.now)
+        stepper.finish()
+    stepper.drain()
+    metrics.observe(stepper.events)
+    reasons = {event.reason for event in stepper.events if isinstance(event, Finished)}
+    assert reasons == {FinishReason.STOP, FinishReason.ABORT}
+    left = [weakref.ref(event.request) for event in stepper.events if isinstance(event, Arrived)]
+    del stepper
+    gc.collect()
+    assert len(left) == 8
+    assert [one() for one in left if one() is not None] == []
+
+
+def test_swaps_are_told_apart_by_direction_and_by_whether_the_step_waited() -> None:
+    world = World("fastserve", pressure=lambda: Chaos(3))
+    done = run(world, load(5, 20))
+    metrics = metrics_of(world)
+    metrics.observe(done.events)
+    expected = {Direction.OUT: [0, 0], Direction.IN: [0, 0]}
+    for event in done.events:
+        if isinstance(event, Computed):
+            for proactive, moves in enumerate((event.result.plan.before, event.result.plan.beside)):
+                for move in moves:
+                    expected[move.direction][proactive] += BLOCK_BYTES * len(move.source)
+    found = metrics.snapshot()
+    assert found.row("swap_out_bytes_total") == expected[Direction.OUT]
+    assert found.row("swap_in_bytes_total") == expected[Direction.IN]
+    assert all(expected[Direction.OUT])
+    assert any(isinstance(event, Preempted) and event.how is Preemption.SWAP for event in done.events)
+
+
+@given(
+    st.lists(st.floats(0, 100), min_size=1, max_size=5, unique=True),
+    st.lists(st.tuples(st.floats(0, 120), st.integers(1, 3))),
+)
+def test_a_bucket_holds_what_is_at_most_its_bound(bounds: list[float], values: list[tuple[float, int]]) -> None:
+    bounds.sort()
+    row: list[float] = [0] * (len(bounds) + 2)
+    histogram = Histogram(bounds, row)
+    everything: list[float] = []
+    for value, times in values:
+        histogram.observe(value, times)
+        everything += [value] * times
+    everything.sort()
+    for index, bound in enumerate(bounds):
+        assert sum(row[: index + 1]) == sum(value <= bound for value in everything)
+    assert sum(row[:-1]) == len(everything)
+    assert row[-1] == pytest.approx(sum(everything))
+    assert sum(row[:1]) == bisect_left([value > bounds[0] for value in everything], True)
+
+
+def test_a_snapshot_does_not_change() -> None:
+    stepper, metrics = Stepper(World().core()), metrics_of(World())
+    stepper.add(make(0))
+    stepper.step()
+    metrics.observe(stepper.events)
+    before = metrics.snapshot()
+    kept = [row.copy() for row in before.rows]
+    seen = len(stepper.events)
+    stepper.drain()
+    metrics.observe(stepper.events[seen:])
+    assert before.rows == kept
+    assert metrics.snapshot().rows != kept
+    assert [reason.value for reason in FinishReason] == list(by_label(before, "request_success_total"))
+
+
+def test_an_engine_that_is_gone_runs_nothing_and_keeps_its_counts() -> None:
+    stepper, metrics = Stepper(World().core()), metrics_of(World())
+    stepper.add(make(0, 8, 9))
+    stepper.step()
+    metrics.observe(stepper.events)
+    snapshot = metrics.snapshot()
+    assert snapshot.row("num_requests_running") == [1]
+    assert snapshot.at_rest().row("num_requests_running") == [0]
+    assert snapshot.at_rest().row("kv_cache_usage_perc") == [0]
+    assert snapshot.at_rest().row("generation_tokens_total") == [1]

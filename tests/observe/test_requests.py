@@ -1,0 +1,105 @@
+"""A request's figures follow from the events, and mean the same in every recipe and run."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from skipjoin.core.events import Computed, Finished, Preempted, Started, Token
+from skipjoin.observe.requests import RequestFacts, RequestLog
+from skipjoin.policies.pressure import Swap
+from skipjoin.recipes import RECIPES
+from support.load import load, make
+from support.policies import UnitCost
+from support.watch import Run, World, run
+
+UNIT = World("fcfs", cost=UnitCost())
+
+
+def facts_of(done: Run) -> dict[int, RequestFacts]:
+    ended: list[RequestFacts] = []
+    log = RequestLog(ended.append)
+    for event in done.events:
+        log.observe([event])
+    assert list(log.live()) == []
+    return {facts.id: facts for facts in ended}
+
+
+def test_a_lonely_request() -> None:
+    # Five prompt tokens take 5 s, each further token 1 s.
+    facts = facts_of(run(UNIT, [make(0, 5, 3, arrival=2.0)]))[0]
+    assert (facts.prompt_tokens, facts.output_tokens, facts.output_limit) == (5, 3, 3)
+    assert (facts.arrival, facts.started, facts.first_token, facts.last_token, facts.ended) == (2, 2, 7, 9, 9)
+    assert facts.is_complete
+    assert (facts.ttft(99), facts.tpot(99), facts.jct(99)) == (5.0, 1.0, 7.0)
+    assert facts.normalized_latency(99) == pytest.approx(7 / 3)
+    assert (facts.queue(99), facts.prefill(99), facts.decode()) == (0.0, 5.0, 2.0)
+    assert (facts.execution_s, facts.scheduling_s, facts.waiting(99)) == (7.0, 0.0, 0.0)
+
+
+def test_waiting_is_what_is_left() -> None:
+    facts = facts_of(run(replace(UNIT, max_seqs=1), [make(0, 5, 2), make(1, 3, 1, arrival=1.0)]))[1]
+    # The first request has the device until 6 s.
+    assert (facts.queue(99), facts.ttft(99), facts.execution_s, facts.waiting(99)) == (5.0, 8.0, 3.0, 5.0)
+    assert facts.tpot(99) is None
+
+
+def test_who_is_not_over_counts_with_its_age() -> None:
+    ended: list[RequestFacts] = []
+    log = RequestLog(ended.append)
+    core = UNIT.core()
+    core.add(make(0, 5, 10), 0.0)
+    core.add(make(1, 5, 10), 0.0)
+    log.observe(core.take_events())
+    waiting, _ = log.live()
+    assert (waiting.ttft(4.0), waiting.queue(4.0), waiting.jct(4.0)) == (4.0, 4.0, 4.0)
+    assert waiting.tpot(4.0) is None
+    assert waiting.normalized_latency(4.0) == 0.4
+    assert not waiting.is_complete
+
+
+def test_a_gap_that_is_still_open_counts() -> None:
+    facts = RequestFacts(0, 0.0, 5, 10, output_tokens=2, first_token=1.0, last_token=2.0)
+    assert facts.tpot(21.0) == 10.0
+    facts.ended, facts.reason = 21.0, "abort"
+    assert facts.tpot(99.0) == 10.0
+
+
+@pytest.mark.parametrize("recipe", sorted(RECIPES))
+@settings(max_examples=10, deadline=None)
+@given(seed=st.integers(0, 1000), depth=st.sampled_from([1, 2]), swap=st.booleans())
+def test_figures_agree_with_the_events(recipe: str, seed: int, depth: int, swap: bool) -> None:
+    world = World(recipe, depth, overlap=depth > 1, pressure=Swap if swap else None)
+    done = run(world, load(seed, 16))
+    facts = facts_of(done)
+    assert sorted(facts) == [request.id for request in done.requests]
+    seconds: dict[int, float] = defaultdict(float)
+    preemptions: dict[int, int] = defaultdict(int)
+    over: set[int] = set()
+    for event in done.events:
+        if isinstance(event, Computed):
+            for piece in event.result.plan.slices:
+                if piece.request.id not in over:
+                    seconds[piece.request.id] += event.result.seconds
+        elif isinstance(event, Preempted):
+            preemptions[event.request.id] += 1
+        elif isinstance(event, Finished):
+            over.add(event.request.id)
+    for request in done.requests:
+        one = facts[request.id]
+        tokens = [e.now for e in done.events if isinstance(e, Token) and e.request is request]
+        starts = [e.now for e in done.events if isinstance(e, Started) and e.request is request]
+        assert (one.first_token, one.last_token, one.output_tokens) == (tokens[0], tokens[-1], len(tokens))
+        assert one.started == starts[0]
+        assert one.preemptions == preemptions[request.id]
+        assert one.execution_s + one.swapping_s == pytest.approx(seconds[request.id])
+        assert 0 <= one.queue(0) <= one.ttft(0) <= one.jct(0)
+        assert one.prefill(0) == pytest.approx(one.ttft(0) - one.queue(0))
+        if depth == 1:
+            # Nothing but the device takes time here: what it did not do for the request, the request waited.
+            assert one.scheduling_s == 0
+            assert one.waiting(0) + one.execution_s + one.swapping_s == pytest.approx(one.jct(0))

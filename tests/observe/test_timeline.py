@@ -1,0 +1,239 @@
+"""A timeline shows every step, token, copy and end of a run, each in one place."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+from decimal import Decimal
+from itertools import pairwise, product
+from typing import Any
+
+import pytest
+
+from skipjoin.core.events import Computed, Event, Finished, Planned, Preempted, Preemption, Started
+from skipjoin.core.policy import Pressure
+from skipjoin.core.request import FinishReason
+from skipjoin.core.step import Direction
+from skipjoin.observe.timeline import Timeline
+from skipjoin.policies.pressure import Recompute, Swap
+from skipjoin.recipes import RECIPES
+from support.load import load, make
+from support.policies import Chaos
+from support.watch import Run, Stepper, World, run
+
+PRESSURES: dict[str, Callable[[], Pressure]] = {"recompute": Recompute, "swap": Swap, "chaos": lambda: Chaos(3)}
+WORLDS = [
+    pytest.param(World(recipe, depth, overlap, PRESSURES[name]), id=f"{recipe}-{depth}-{overlap}-{name}")
+    for recipe, (depth, overlap), name in product(
+        sorted(RECIPES), [(1, False), (2, False), (2, True)], sorted(PRESSURES)
+    )
+]
+PHASES = {"prefill", "decode"}
+PREEMPTIONS = {how.value for how in Preemption}
+
+
+def drawn(events: Iterable[Event]) -> list[dict[str, Any]]:
+    """The trace's entries, with exact times."""
+    file = io.StringIO()
+    timeline = Timeline(file)
+    timeline.observe(events)
+    timeline.close()
+    entries: list[dict[str, Any]] = json.loads(file.getvalue(), parse_float=Decimal)
+    return entries
+
+
+def spans(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [entry for entry in entries if entry["ph"] == "X"]
+
+
+def lanes(entries: list[dict[str, Any]]) -> dict[str, list[tuple[Decimal, Decimal]]]:
+    """Begins and ends in each lane, by the lane's name."""
+    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in entries if e["name"] == "thread_name"}
+    found: dict[str, list[tuple[Decimal, Decimal]]] = defaultdict(list)
+    for span in spans(entries):
+        found[names[span["pid"], span["tid"]]].append((span["ts"], span["ts"] + span["dur"]))
+    return {name: sorted(times) for name, times in found.items()}
+
+
+def most_running(events: Iterable[Event]) -> int:
+    """Most requests in the running batch after any decision."""
+    running = set()
+    most = 0
+    for event in events:
+        if isinstance(event, Started):
+            running.add(event.request)
+        elif isinstance(event, Preempted | Finished):
+            running.discard(event.request)
+        elif isinstance(event, Planned):
+            most = max(most, len(running))
+    return most
+
+
+def microseconds(done: Run, now: float) -> float:
+    return (now - done.events[0].now) * 1e6
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_every_token_step_copy_and_end_is_drawn_once(world: World) -> None:
+    done = run(world, load(5, 20))
+    entries = drawn(done.events)
+    results = [event.result for event in done.events if isinstance(event, Computed)]
+    by_name: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for span in spans(entries):
+        by_name[span["name"]].append(span)
+
+    generated: Counter[int] = Counter()
+    computed: Counter[int] = Counter()
+    left: dict[int, list[str]] = defaultdict(list)
+    for span in sorted((*by_name["prefill"], *by_name["decode"]), key=lambda span: span["ts"]):
+        generated[span["args"]["request"]] += span["args"]["generated"]
+        computed[span["args"]["request"]] += span["args"]["computed"]
+        left[span["args"]["request"]].append(span["args"]["left"])
+    assert generated == {request.id: len(request.output) for request in done.requests}
+    slices = [piece for result in results for piece in result.plan.slices]
+    expected: Counter[int] = Counter()
+    for piece in slices:
+        expected[piece.request.id] += piece.tokens
+    assert computed == expected
+    for reasons in left.values():
+        assert reasons[-1] == FinishReason.LENGTH.value
+        assert set(reasons[:-1]) <= PREEMPTIONS | {"caught up"}
+
+    assert [step["args"]["plan"] for step in by_name["step"]] == [result.plan.id for result in results]
+    assert [step["args"]["requests"] for step in by_name["step"]] == [len(result.plan.slices) for result in results]
+    assert sum(s["args"]["prefill"] + s["args"]["decodes"] for s in by_name["step"]) == sum(p.tokens for p in slices)
+    ends = [microseconds(done, event.now) for event in done.events if isinstance(event, Computed)]
+    assert [float(step["ts"] + step["dur"]) for step in by_name["step"]] == pytest.approx(ends)
+
+    for direction, name in ((Direction.OUT, "out"), (Direction.IN, "in")):
+        moves = [
+            (move.request.id, len(move.source), when)
+            for result in results
+            for when, some in (("before", result.plan.before), ("beside", result.plan.beside))
+            for move in some
+            if move.direction is direction
+        ]
+        assert [(s["args"]["request"], s["args"]["blocks"], s["args"]["when"]) for s in by_name[name]] == moves
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_spans_of_a_lane_never_overlap_and_lanes_are_no_more_than_ran_at_once(world: World) -> None:
+    done = run(world, load(7, 24, rate=200.0))
+    found = lanes(drawn(done.events))
+    for times in found.values():
+        assert all(begin <= end for begin, end in times)
+        assert all(one[1] <= other[0] for one, other in pairwise(times))
+    slots = [name for name in found if name.startswith("Slot")]
+    assert 1 < len(slots) <= most_running(done.events) <= world.max_seqs * world.depth
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_request_is_drawn_while_steps_ran_it(world: World) -> None:
+    """Every span begins and ends with steps that had a slice of its request."""
+    done = run(world, load(8, 16))
+    entries = drawn(done.events)
+    steps = {span["args"]["plan"]: span for span in spans(entries) if span["name"] == "step"}
+    begins: dict[int, set[Decimal]] = defaultdict(set)
+    ends: dict[int, set[Decimal]] = defaultdict(set)
+    for event in done.events:
+        if isinstance(event, Computed):
+            step = steps[event.result.plan.id]
+            for piece in event.result.plan.slices:
+                begins[piece.request.id].add(step["ts"])
+                ends[piece.request.id].add(step["ts"] + step["dur"])
+    drawn_spans = [span for span in spans(entries) if span["name"] in PHASES]
+    assert drawn_spans
+    for span in drawn_spans:
+        number = span["args"]["request"]
+        assert span["ts"] in begins[number]
+        assert span["ts"] + span["dur"] in ends[number]
+    # Coalesced: a run of steps is one span, however many tokens it brought.
+    breaks = sum(isinstance(event, Preempted | Finished) for event in done.events)
+    assert len(drawn_spans) <= 2 * breaks
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_why_requests_left(overlap: bool) -> None:
+    """Stopped by a token, given up while a step ran, given up before it ever ran, and out of time."""
+    stepper = Stepper(World("fcfs", 1 + overlap, overlap, max_seqs=3).core())  # tokens are positions
+    stepper.add(
+        make(0, 8, 20, stop_tokens=frozenset({11})),
+        make(1, 8, 20),
+        make(2, 8, 20, deadline=0.025),
+        make(3, 8, 20),
+    )
+    stepper.start()
+    stepper.core.abort(1, stepper.now)
+    stepper.core.abort(3, stepper.now)
+    stepper.finish()
+    stepper.drain()
+    found = [span["args"] for span in spans(drawn(stepper.events)) if span["name"] in PHASES]
+    last = {args["request"]: (args["left"], args["position"]) for args in found}
+    tokens = {number: sum(args["generated"] for args in found if args["request"] == number) for number in range(4)}
+    assert tokens == {number: len(stepper.tokens.get(number, ())) for number in range(4)}
+    assert last[0] == ("stop", 11)
+    assert last[1] == ("abort", 8)
+    assert last[2][0] == "deadline"
+    assert set(last) == {0, 1, 2}
+    assert tokens[1] == 0
+
+
+def test_a_swap_as_it_is_drawn() -> None:
+    """A request in its decode makes way for a more important one, and comes back."""
+    world = World("fcfs", pressure=Swap, device_blocks=6, block_size=4, max_seqs=4)
+    stepper = Stepper(world.core())
+    stepper.add(make(0, 16, 6, priority=1))
+    stepper.step()
+    stepper.step()
+    stepper.add(make(1, 16, 2))
+    stepper.drain()
+    entries = drawn(stepper.events)
+    found = [(s["name"], s["args"]) for s in spans(entries) if s["name"] != "step"]
+    story = [(name, args["left"]) for name, args in found if args["request"] == 0 and name in PHASES]
+    assert story == [("prefill", "caught up"), ("decode", Preemption.SWAP.value), ("decode", "length")]
+    assert [args for name, args in found if name == "out"] == [{"request": 0, "blocks": 5, "when": "before"}]
+    assert [args for name, args in found if name == "in"] == [{"request": 0, "blocks": 5, "when": "before"}]
+    counters = [entry for entry in entries if entry["ph"] == "C"]
+    shown = {
+        name: [entry["args"]["value"] for entry in counters if entry["name"] == name]
+        for name in {entry["name"] for entry in counters}
+    }
+    assert shown["KV blocks held"] == [4, 5, 4, 5, 6, 0]
+    assert shown["requests running"] == [1, 0]
+    assert shown["requests waiting"] == [0, 1, 0]
+
+
+def test_what_goes_on_at_the_end_is_drawn_as_far_as_it_came() -> None:
+    stepper = Stepper(World().core())
+    stepper.add(make(0, 8, 20))
+    stepper.step()
+    stepper.step()
+    phases = [span for span in spans(drawn(stepper.events)) if span["name"] in PHASES]
+    assert [(span["name"], span["args"]["left"]) for span in phases] == [
+        ("prefill", "caught up"),
+        ("decode", "still running"),
+    ]
+
+
+def test_the_file_is_readable_whenever_it_was_written() -> None:
+    done = run(World(), load(5, 20))
+    file = io.StringIO()
+    timeline = Timeline(file)
+    sizes = set()
+    for event in done.events:
+        timeline.observe([event])
+        if text := file.getvalue():
+            sizes.add(len(json.loads(text + "]")))
+    assert len(sizes) > 1
+    timeline.flush()
+    assert {
+        span["args"]["request"] for span in json.loads(file.getvalue() + "]") if "dur" in span and "Slot" not in span
+    }
+    timeline.close()
+    assert len(json.loads(file.getvalue())) > max(sizes)
+
+
+def test_a_file_of_nothing() -> None:
+    assert {entry["ph"] for entry in drawn([])} == {"M"}

@@ -1,0 +1,89 @@
+"""Several replicas on one clock."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import cycle
+
+import pytest
+
+from skipjoin.core.events import Arrived, Event, Finished
+from skipjoin.core.request import Request
+from skipjoin.exec.simulated import SimulatedExecutor
+from skipjoin.policies.predictors import MaxTokens
+from skipjoin.sim.dispatch import DISPATCH_RULES, Dispatch, LeastWork, RoundRobin, make_dispatch
+from skipjoin.sim.driver import Replica, simulate, simulate_cluster
+from support.load import load, make
+from support.watch import World
+
+WORLD = World("fastserve")
+Story = list[tuple[int, Event]]
+
+
+def cluster(requests: list[Request], dispatch: Dispatch, replicas: int) -> tuple[Story, float]:
+    story: Story = []
+    cores = [WORLD.core() for _ in range(replicas)]
+    end = simulate_cluster(
+        [Replica(core, SimulatedExecutor(WORLD.cost)) for core in cores],
+        requests,
+        dispatch,
+        on_events=lambda index, events: story.extend((index, event) for event in events),
+    )
+    for core in cores:
+        core.assert_home()
+    return story, end
+
+
+def places(story: Story) -> dict[int, int]:
+    return {event.request.id: index for index, event in story if isinstance(event, Arrived)}
+
+
+@pytest.mark.parametrize("rule", DISPATCH_RULES)
+def test_every_request_finishes_where_it_arrived(rule: str) -> None:
+    story, end = cluster(load(1, 60), make_dispatch(rule, 3, WORLD.cost, MaxTokens()), 3)
+    finished = {event.request.id: index for index, event in story if isinstance(event, Finished)}
+    assert finished == places(story)
+    assert len(finished) == 60
+    assert end == max(event.now for _, event in story)
+    assert [event.now for _, event in story] == sorted(event.now for _, event in story)
+
+
+@pytest.mark.parametrize("rule", DISPATCH_RULES)
+def test_each_replica_runs_as_it_would_alone(rule: str) -> None:
+    story, _ = cluster(load(2, 40), make_dispatch(rule, 2, WORLD.cost, MaxTokens()), 2)
+    where = places(story)
+    for replica in (0, 1):
+        own = [request for request in load(2, 40) if where[request.id] == replica]
+        alone: list[Event] = []
+        simulate(Replica(WORLD.core(), SimulatedExecutor(WORLD.cost)), own, on_events=alone.extend)
+
+        def told(events: list[Event]) -> list[tuple[str, float]]:
+            return [(type(event).__name__, event.now) for event in events]
+
+        assert told(alone) == told([event for index, event in story if index == replica])
+
+
+def test_round_robin_takes_turns() -> None:
+    story, _ = cluster(load(3, 10), RoundRobin(3), 3)
+    turns = cycle(range(3))
+    assert list(places(story).values()) == [next(turns) for _ in range(10)]
+
+
+def test_least_work_goes_where_least_is_left() -> None:
+    # The long one keeps its replica busy: all short ones go to the other.
+    requests = [make(0, 8, 100)] + [make(number, 4, 4, arrival=0.001 * number) for number in range(1, 9)]
+    story, _ = cluster(requests, LeastWork(2, WORLD.cost, MaxTokens()), 2)
+    assert Counter(places(story).values()) == {0: 1, 1: 8}
+
+
+def test_work_that_is_done_no_longer_counts() -> None:
+    dispatch = LeastWork(2, WORLD.cost, MaxTokens())
+    story, _ = cluster(load(4, 50), dispatch, 2)
+    assert len(places(story)) == 50
+    assert dispatch._work == pytest.approx([0.0, 0.0], abs=1e-9)
+    assert not dispatch._left
+
+
+def test_an_unknown_rule_is_refused() -> None:
+    with pytest.raises(ValueError, match="least-work"):
+        make_dispatch("random", 2, WORLD.cost, MaxTokens())

@@ -1,0 +1,102 @@
+"""The catalogues of models and GPUs: published sizes, and what users may write."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skipjoin.config import ConfigError
+from skipjoin.sim.hardware import DEVICES, GIB, Device, Group, parse_hardware
+from skipjoin.sim.models import MODELS, model_shape
+
+# Billions of parameters: the sizes that the papers of OPT, Llama and Llama 2 give, and to more digits those of the
+# published weights (small OPTs, Llama 3, Pythia, Qwen3; Qwen3's with one copy of a tied head).
+PUBLISHED = {
+    "opt-1.3b": 1.316,
+    "opt-2.7b": 2.652,
+    "opt-6.7b": 6.658,
+    "opt-13b": 13.0,
+    "opt-30b": 30.0,
+    "opt-66b": 66.0,
+    "opt-175b": 175.0,
+    "llama-7b": 6.7,
+    "llama-13b": 13.0,
+    "llama-33b": 32.5,
+    "llama-65b": 65.2,
+    "llama-2-7b": 6.74,
+    "llama-2-13b": 13.02,
+    "llama-2-70b": 68.98,
+    "llama-3-8b": 8.03,
+    "llama-3-70b": 70.55,
+    "pythia-12b": 11.85,
+    "qwen3-0.6b": 0.596,
+    "qwen3-1.7b": 1.72,
+    "qwen3-4b": 4.02,
+    "qwen3-8b": 8.19,
+    "qwen3-14b": 14.77,
+    "qwen3-32b": 32.76,
+}
+
+
+def test_parameter_counts_are_the_published_ones() -> None:
+    assert {name: shape.parameters / 1e9 for name, shape in MODELS.items()} == pytest.approx(PUBLISHED, rel=0.02)
+
+
+def test_sizes_of_fastserves_models() -> None:
+    """FastServe, table 1 and section 4.2: bytes of the weights, and 4 l h bytes of KV for each token."""
+    for name, weights in (("opt-13b", 26e9), ("opt-66b", 132e9), ("opt-175b", 350e9)):
+        assert model_shape(name).weight_bytes == pytest.approx(weights, rel=0.02)
+    assert model_shape("opt-175b").kv_bytes_per_token == 4 * 96 * 12288
+    assert 512 * model_shape("opt-175b").kv_bytes_per_token == 2.25 * GIB
+
+
+def test_grouped_query_attention_caches_the_key_value_heads_only() -> None:
+    assert model_shape("llama-65b").kv_bytes_per_token == 8 * model_shape("llama-2-70b").kv_bytes_per_token
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), [("OPT-13B", "opt-13b"), (" qwen3-8b ", "qwen3-8b"), ("llama-30b", "llama-33b")]
+)
+def test_models_are_found_in_any_case(name: str, meant: str) -> None:
+    assert model_shape(name) is MODELS[meant]
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"), [("opt13b", "did you mean opt-13b"), ("zebra", "known are opt-1.3b, opt-2.7b")]
+)
+def test_an_unknown_model_names_the_nearest_ones(name: str, hint: str) -> None:
+    with pytest.raises(ConfigError, match=f"^model '{name}' is unknown: {hint}"):
+        model_shape(name)
+
+
+@given(device=st.sampled_from(list(DEVICES.values())), tp=st.integers(1, 8), pp=st.integers(1, 99))
+def test_a_groups_name_means_that_group(device: Device, tp: int, pp: int) -> None:
+    group = Group(device, tp, pp)
+    assert group.gpus == tp * pp
+    assert parse_hardware(group.name) == group
+    assert parse_hardware(group.name.upper()) == group
+
+
+@pytest.mark.parametrize("text", ["a100-40gb", "a100-40", "A100-40GB", "A100 40GB", "a100_40", " a100-40gb "])
+def test_spellings_of_one_gpu(text: str) -> None:
+    assert parse_hardware(text) == Group(DEVICES["a100-40gb"])
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("a100", "'a100' is unknown: did you mean a100-"),
+        ("zebra", "known are a100-40gb, a100-80gb, v100-32gb, h100-80gb, h200-141gb$"),
+        ("", "known are"),
+        ("a100-40gb:", "such as a100-40gb:tp8pp2, got 'a100-40gb:'"),
+        ("a100-40gb:pp2tp8", "such as a100-40gb:tp8pp2"),
+        ("a100-40gb:tp", "such as a100-40gb:tp8pp2"),
+        ("a100-40gb:tp16", r"tp must be in \[1, 8\], the GPUs of a server, got 16"),
+        ("a100-40gb:tp0", r"tp must be in \[1, 8\]"),
+        ("a100-40gb:tp8pp0", "pp must be at least 1, got 0"),
+    ],
+)
+def test_hardware_that_means_nothing_is_refused(text: str, error: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^hardware.*{error}"):
+        parse_hardware(text)

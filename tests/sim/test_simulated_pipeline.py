@@ -1,0 +1,126 @@
+"""The simulated executor with stages: several plans at once, results in order."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skipjoin.core.events import Event, Finished, Preempted, Preemption
+from skipjoin.core.request import Request
+from skipjoin.core.step import Direction, Move, Slice, StepPlan
+from skipjoin.exec.simulated import SimulatedExecutor
+from skipjoin.policies.cost import LinearCost
+from skipjoin.sim.driver import Replica, simulate
+from support.load import load, make
+from support.policies import UnitCost
+from support.watch import Run, World
+
+COST = LinearCost(floor=1.0, prefill_token=0.5, block=0.25)
+
+
+def plan(number: int, tokens: int = 0, *, before: int = 0, beside: int = 0) -> StepPlan:
+    """A prefill of `tokens` tokens with moves of so many blocks."""
+
+    def moves(count: int) -> tuple[Move, ...]:
+        some = tuple(range(count))
+        return (Move(Direction.OUT, make(99), some, some),) if count else ()
+
+    slices = (Slice(make(number), 0, tokens, True, False, ()),) if tokens else ()
+    return StepPlan(number, slices, moves(before), moves(beside))
+
+
+def run_in_stages(world: World, stages: int, requests: list[Request]) -> Run:
+    core = world.core()
+    events: list[Event] = []
+    executor = SimulatedExecutor(world.cost, stages=stages)
+    end = simulate(Replica(core, executor), requests, on_events=events.extend)
+    core.assert_home()
+    return Run(core, requests, end, events)
+
+
+def test_plans_follow_each_other_one_stage_apart() -> None:
+    executor = SimulatedExecutor(COST, stages=2)
+    handles = [executor.submit(plan(number, 6), 0.0) for number in range(3)]
+    assert [handle.ready_at for handle in handles] == [4.0, 6.0, 8.0]
+    assert [handle.result().seconds for handle in handles] == [4.0] * 3
+
+
+def test_a_short_plan_waits_behind_a_long_one_and_a_long_one_leaves_a_bubble() -> None:
+    executor = SimulatedExecutor(COST, stages=2)
+    long, short, late = (executor.submit(plan(*of), 0.0) for of in ((0, 14), (1, 2), (2, 14)))
+    # The first stage has the plans in [0, 4), [4, 5) and [5, 9), the second in [4, 8), [8, 9) and [9, 13).
+    assert (long.ready_at, short.ready_at, late.ready_at) == (8.0, 9.0, 13.0)
+
+
+def test_moves_before_a_step_hold_up_every_stage_for_its_share() -> None:
+    executor = SimulatedExecutor(COST, stages=2)
+    first, second = executor.submit(plan(0, 6), 0.0), executor.submit(plan(1, 6, before=8), 0.0)
+    # Each stage has half of the 2 s of moves and half of the 4 s of work.
+    assert (first.ready_at, second.ready_at) == (4.0, 8.0)
+    assert (second.result().seconds, second.result().moving) == (6.0, 2.0)
+    beside = executor.submit(plan(2, 6, beside=8), 100.0)
+    assert (beside.ready_at, beside.result().moving) == (104.0, 0.0)
+
+
+PLANS = st.lists(
+    st.builds(
+        lambda gap, tokens, before, beside: (gap, plan(0, tokens, before=before, beside=beside)),
+        st.sampled_from([0.0, 0.5, 10.0]),
+        st.integers(0, 20),
+        st.integers(0, 10),
+        st.integers(0, 10),
+    ),
+    max_size=12,
+)
+
+
+@given(plans=PLANS, stages=st.integers(1, 5))
+def test_no_plan_overtakes_and_no_stage_does_two_at_once(plans: list[tuple[float, StepPlan]], stages: int) -> None:
+    staged, serial = SimulatedExecutor(COST, stages=stages), SimulatedExecutor(COST)
+    now, before, busy = 0.0, 0.0, 0.0
+    for gap, one in plans:
+        now += gap
+        handle, alone = staged.submit(one, now), serial.submit(one, now)
+        seconds = handle.result().seconds
+        busy = max(busy, now) + seconds
+        assert alone.ready_at == busy
+        assert alone.result() == handle.result()
+        assert handle.ready_at >= max(now + seconds, before + seconds / stages) - 1e-9
+        assert handle.ready_at <= alone.ready_at + 1e-9
+        before = handle.ready_at
+
+
+@given(seconds=st.integers(1, 30), count=st.integers(1, 20), stages=st.integers(1, 5))
+def test_equal_plans_keep_a_full_pipeline_busy(seconds: int, count: int, stages: int) -> None:
+    executor = SimulatedExecutor(UnitCost(), stages=stages)
+    ends = [executor.submit(plan(number, seconds), 0.0).ready_at for number in range(count)]
+    assert ends == pytest.approx([seconds * (stages + number) / stages for number in range(count)])
+
+
+def test_stages_serve_as_many_batches_at_once() -> None:
+    """Two requests in batches of one: each step takes as long as without stages, but two are under way."""
+    world = World("fcfs", cost=UnitCost(), max_seqs=1)
+    alone = run_in_stages(world, 1, [make(0, 4, 5), make(1, 4, 5)])
+    together = run_in_stages(replace(world, depth=2), 2, [make(0, 4, 5), make(1, 4, 5)])
+    assert (alone.end, together.end) == (16.0, 10.0)
+    assert together.output == alone.output
+    assert not [event for event in together.events if isinstance(event, Preempted)]
+
+
+@pytest.mark.parametrize("recipe", ["fcfs", "fastserve"])
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_every_request_ends_whatever_the_stages(recipe: str, stages: int) -> None:
+    """Under pressure too, where KV is dropped and computed again."""
+    world = World(recipe, depth=stages)
+    done = run_in_stages(world, stages, load(stages, 40))
+    assert sum(isinstance(event, Finished) for event in done.events) == 40
+    assert any(isinstance(event, Preempted) and event.how is Preemption.DROP for event in done.events)
+    assert done.output == run_in_stages(World(recipe), 1, load(stages, 40)).output
+
+
+def test_there_is_at_least_one_stage() -> None:
+    with pytest.raises(ValueError, match="stages must be at least 1, got 0"):
+        SimulatedExecutor(COST, stages=0)

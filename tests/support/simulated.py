@@ -1,0 +1,21 @@
+"""A small system to simulate, and a load for it."""
+
+from __future__ import annotations
+
+from skipjoin.bench.simulation import Cell, Extent, System
+from skipjoin.bench.workload import synthetic
+from skipjoin.policies.cost import LinearCost
+
+COST = LinearCost(floor=0.01, prefill_token=1e-4, attention_pair=1e-8, decode=2e-4, context_token=1e-7)
+SYSTEM = System(
+    recipe="fastserve",
+    model="some-model",
+    hardware="some-gpu",
+    cost=COST,
+    kv_blocks=300,
+    block_bytes=1000,
+    max_model_len=2048,
+    max_num_seqs=16,
+)
+WORKLOAD = synthetic("uniform:8-200,4-64", "poisson")
+CELL = Cell(SYSTEM, WORKLOAD, Extent(8.0, 20.0, 3))

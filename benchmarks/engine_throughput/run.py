@@ -16,6 +16,7 @@ import json
 import shutil
 import statistics
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,16 +25,18 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from peers import ContinuousBatching, Generate, Ours, OursOverHttp, memory_bandwidth
 from rich.progress import Progress
-from workload import BATCH, Job, even, make_model, ragged
+from workload import BATCH, Job, even, ragged
 
 from machine import describe_machine
+from random_model import make_model
 
 SETS: dict[str, Callable[[], list[Job]]] = {"even": even, "ragged": ragged}
 
 
 def measure(dtype: torch.dtype, turns: dict[str, int], bars: Progress) -> dict[str, object]:
     """All engines on both sets, in turn."""
-    folder = make_model(dtype)
+    folder = Path(tempfile.mkdtemp(prefix="skipjoin-bench-"))
+    make_model(folder, dtype)
     ours, generate = Ours(folder), Generate(folder, dtype)
     engines = {
         "skipjoin LLM": ours,

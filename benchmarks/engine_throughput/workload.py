@@ -1,17 +1,12 @@
-"""The model and the two sets of requests that every engine gets."""
+"""The two sets of requests that every engine gets."""
 
 from __future__ import annotations
 
 import random
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 
-import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from random_model import VOCAB
 
-VOCAB = 8192
 BATCH = 16
 
 
@@ -37,27 +32,3 @@ def ragged() -> list[Job]:
 
 def _prompt(draw: random.Random, length: int) -> list[int]:
     return [draw.randrange(3, VOCAB) for _ in range(length)]
-
-
-def make_model(dtype: torch.dtype) -> Path:
-    """A folder with a random-weight Llama of 97.5M parameters and a tokenizer of one word per id."""
-    folder = Path(tempfile.mkdtemp(prefix="skipjoin-bench-"))
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=768,
-        num_hidden_layers=12,
-        num_attention_heads=12,
-        num_key_value_heads=12,
-        intermediate_size=2048,
-        max_position_embeddings=1024,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
-    LlamaForCausalLM(config).to(dtype).save_pretrained(folder)
-    words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(VOCAB)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    words.decoder = decoders.WordPiece(prefix="", cleanup=False)
-    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
-    return folder

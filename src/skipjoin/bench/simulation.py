@@ -26,8 +26,9 @@ from skipjoin.recipes import Settings, build
 from skipjoin.sim.dispatch import DISPATCH_RULES, make_dispatch
 from skipjoin.sim.driver import Replica, simulate_cluster
 
-# The token that ends a request at its true length, where it asked for more. Other tokens are positions, at least 0.
-_END = -1
+# Lengths are all that matters of tokens: one ends a request at its true length, where it asked for more.
+_TOKEN, _END = 0, 1
+_STOP = frozenset([_END])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +157,7 @@ def run(
     if cell.slo_scale is not None:
         prefill_s, decode_s = system.light_load(jobs)
         slo = Slo(ttft_s=cell.slo_scale * prefill_s, tpot_s=cell.slo_scale * decode_s)
-    requests = [request for number, job in enumerate(jobs) if (request := _request(system, number, job)) is not None]
+    taken = [(number, job) for number, job in enumerate(jobs) if _room(system, job) >= job.output_tokens]
     ended: list[RequestFacts] = []
     logs = [RequestLog(ended.append) for _ in range(system.replicas)]
     usages = [
@@ -173,11 +174,13 @@ def run(
             on_events(events)
         if len(ended) - told >= 64:
             told = len(ended)
-            on_share(told / len(requests))
+            on_share(told / len(taken))
 
     replicas = [_replica(system) for _ in logs]
     dispatch = make_dispatch(system.dispatch, system.replicas, system.cost, TrueLengths())
     with _without_garbage_collection():
+        # Made on the way: the tokens of requests that are over need no memory.
+        requests = (_request(system, number, job) for number, job in taken)
         end = simulate_cluster(replicas, requests, dispatch, on_events=observe, until=extent.until_s)
     facts = ended + [one for log in logs for one in log.live()]
     for one in facts:
@@ -189,7 +192,7 @@ def run(
         "driver": "simulator",
         "workload": cell.workload.describe(extent.rate_rps, extent.duration_s, extent.seed, extent.limit),
         "settings": system.describe(),
-        **summarize(facts, now=end, rejected=len(jobs) - len(requests), slo=slo),
+        **summarize(facts, now=end, rejected=len(jobs) - len(taken), slo=slo),
     }
     add_usage(record, usages)
     record["version"] = version("skipjoin")
@@ -206,25 +209,26 @@ def _replica(system: System) -> Replica:
     return Replica(core, executor, decision_s=system.decision_s)
 
 
-def _request(system: System, number: int, job: Job) -> Request | None:
-    """The request that a job is; None if a server would refuse it as too long."""
-    room = min(system.max_model_len, system.kv_blocks * system.block_size) - job.prompt_tokens
-    if job.output_tokens > room:
-        return None
+def _room(system: System, job: Job) -> int:
+    """Most tokens that a job can generate; a server would refuse one that wants more."""
+    return min(system.max_model_len, system.kv_blocks * system.block_size) - job.prompt_tokens
+
+
+def _request(system: System, number: int, job: Job) -> Request:
     asked = job.output_tokens if system.max_tokens is None else max(job.output_tokens, system.max_tokens)
     return Request(
         number,
         job.at,
         range(job.prompt_tokens),
-        min(asked, room),
-        stop_tokens=frozenset([_END]),
+        min(asked, _room(system, job)),
+        stop_tokens=_STOP,
         priority=job.priority,
         sampling=job.output_tokens,
     )
 
 
 def _sample(request: Request, position: int) -> int:
-    return _END if position + 1 - len(request.prompt) >= request.sampling else position  # type: ignore[operator]
+    return _END if position + 1 - len(request.prompt) >= request.sampling else _TOKEN  # type: ignore[operator]
 
 
 @contextmanager

@@ -72,6 +72,7 @@ def simulate_cluster(
 ) -> float:
     """As `simulate`, on several replicas; `dispatch` says which one takes a request when it arrives."""
     arrivals = deque(sorted(requests, key=lambda request: (request.arrival, request.id)))
+    del requests  # those that are over must not be kept by anybody
     due = [math.inf] * len(replicas)  # when each replica turns next
     wake: list[tuple[float, int]] = []  # the same as a heap, with entries that no longer hold
     now = 0.0

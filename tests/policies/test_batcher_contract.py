@@ -71,8 +71,12 @@ def test_every_step_begins_empty(batcher: Batcher) -> None:
 def test_greedy_keeps_its_budgets(pending: list[int], seqs: int, tokens: int, chunked: bool) -> None:
     taken = [v for v in fill(Greedy(seqs, tokens, chunked=chunked).open(0.0), pending) if isinstance(v, int)]
     assert len(taken) <= seqs
-    # Only a prompt longer than a whole step passes the budget, and it runs alone.
-    assert sum(taken) <= tokens or (not chunked and len(taken) == 1)
+    if chunked:
+        assert sum(taken) <= tokens
+    else:
+        # Decodes cost no budget, and only a prompt longer than a whole step passes it, as the only one.
+        prompts = [count for count in taken if count > 1]
+        assert sum(prompts) <= tokens or len(prompts) == 1
 
 
 @given(pending=st.lists(st.integers(1, 60), max_size=20))
@@ -88,12 +92,16 @@ def test_greedy_wastes_no_token_of_a_step_while_it_may_cut_prompts(pending: list
 
 
 def test_greedy_closes_the_step_to_newcomers_at_a_prompt_that_does_not_fit() -> None:
-    assert fill(Greedy(4, 10, chunked=False).open(0.0), [1, 20, 1, 1]) == [1, Refusal.CLOSE, 1, 1]
+    assert fill(Greedy(4, 10, chunked=False).open(0.0), [1, 8, 3, 1, 1]) == [1, 8, Refusal.CLOSE, 1, 1]
+
+
+def test_greedy_takes_a_prompt_longer_than_a_step_however_many_decode() -> None:
+    assert fill(Greedy(9, 10, chunked=False).open(0.0), [1, 1, 20, 1, 2]) == [1, 1, 20, 1, Refusal.CLOSE]
 
 
 def test_greedy_stops_at_the_last_seat_and_at_the_last_token() -> None:
     assert fill(Greedy(2, 10, chunked=False).open(0.0), [1, 1, 1]) == [1, 1, Refusal.STOP]
-    assert fill(Greedy(9, 10, chunked=False).open(0.0), [5, 5, 1]) == [5, 5, Refusal.STOP]
+    assert fill(Greedy(9, 10, chunked=True).open(0.0), [5, 5, 1]) == [5, 5, Refusal.STOP]
 
 
 @pytest.mark.parametrize("arguments", [(0, 1), (1, 0), (-1, 1)])

@@ -152,4 +152,6 @@ def _mean(records: Iterable[Record], field: str) -> str:
 
 
 def _text(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4g}"
+    if value is None:
+        return "-"
+    return f"{value:.0f}" if value >= 1000 else f"{value:.4g}"

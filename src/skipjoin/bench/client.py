@@ -1,0 +1,299 @@
+"""The open-loop load client: every request leaves when it is due, whatever became of those before it."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import resource
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass
+from typing import Any, Self
+
+import aiohttp
+import msgspec
+
+from skipjoin.bench.http_answer import Answer, Failure, failure
+from skipjoin.bench.http_request import Bodies, Target
+from skipjoin.bench.workload import Job
+from skipjoin.config import ConfigError
+from skipjoin.observe.requests import RequestFacts
+
+# A run ends early when nothing but connections that failed came from the server for so long, so many times.
+GIVE_UP_S, GIVE_UP_FAILURES = 3.0, 3
+CONNECTION_FAILURES = ("refused", "reset", "unreachable")
+REJECTED = "http_429"
+# Servers close idle connections after 5 s and more; a request that meets the closing would fail by our fault.
+_KEEP_ALIVE_S = 2.0
+_CHECK_TIMEOUT_S = 10.0
+_TICK_S = 0.5
+# Timers of event loops count whole milliseconds: the last one of a wait goes by in turns of the loop, or requests
+# that are due within the same would leave together.
+_TIMER_S = 0.001
+# More than there are ports to connect from.
+_CONNECTIONS = 1 << 16
+
+
+@dataclass(slots=True)
+class Exchange:
+    """A job and what became of it. Times in seconds from the start of the run.
+
+    facts: its arrival is when the job was due, so that a late client never flatters the server. sent: when it left;
+    None: never. failure: None if it is complete.
+    """
+
+    job: Job
+    facts: RequestFacts
+    sent: float | None = None
+    failure: Failure | None = None
+
+    @property
+    def lag(self) -> float | None:
+        """How late it left."""
+        return None if self.sent is None else self.sent - self.job.at
+
+    def as_json(self) -> dict[str, Any]:
+        """Its own line in a file of requests; times in seconds from the start of the run."""
+        facts = self.facts
+        return {
+            "stream": self.job.stream,
+            "priority": self.job.priority,
+            "due_s": self.job.at,
+            "sent_s": self.sent,
+            "first_token_s": facts.first_token,
+            "last_token_s": facts.last_token,
+            "ended_s": facts.ended,
+            "prompt_tokens": facts.prompt_tokens,
+            "output_tokens": facts.output_tokens,
+            "output_limit": facts.output_limit,
+            "error": self.failure.kind if self.failure else None,
+        }
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far a run is, in requests; `lag` is the longest since the last time that it was told."""
+
+    total: int
+    sent: int = 0
+    done: int = 0
+    failed: int = 0
+    lag: float = 0.0
+
+
+class ServerGoneError(Exception):
+    """Nothing but failing connections is left of the server."""
+
+
+class Client:
+    """A target and the connections to it. An asynchronous context manager; one event loop's."""
+
+    def __init__(self, target: Target, *, timeout_s: float | None = None) -> None:
+        self.target = target
+        self._timeout = aiohttp.ClientTimeout(total=timeout_s)
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        _allow_connections()
+        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+        if self.target.api_key:
+            headers["Authorization"] = f"Bearer {self.target.api_key}"
+        self._session = await self._stack.enter_async_context(
+            aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
+                timeout=self._timeout,
+                headers=headers,
+                cookie_jar=aiohttp.DummyCookieJar(),
+            )
+        )
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+
+    async def get(self, path: str) -> tuple[int, str]:
+        """Status and text. Raises `ConfigError` if the server cannot be reached."""
+        url = self.target.base_url + path
+        try:
+            async with self._session.get(url, timeout=aiohttp.ClientTimeout(total=_CHECK_TIMEOUT_S)) as response:
+                return response.status, await response.text(errors="replace")
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            reason = explain(error)
+            raise ConfigError(f"cannot reach {url}: {reason.detail}; is the server running?") from error
+
+    async def models(self) -> list[dict[str, Any]]:
+        """What /v1/models lists. Raises `ConfigError` if that is nothing."""
+        status, text = await self.get("/v1/models")
+        where = f"{self.target.base_url}/v1/models"
+        if status == 401:
+            raise ConfigError(f"{where} asks for a key: give --api-key or set OPENAI_API_KEY")
+        try:
+            found = msgspec.json.decode(text)["data"] if status == 200 else []
+            models = [model for model in found if isinstance(model["id"], str)]
+        except (ValueError, KeyError, TypeError):
+            models = []
+        if not models:
+            raise ConfigError(f"{where} lists no model (status {status}); is it an OpenAI-compatible server?")
+        return models
+
+    async def ask(
+        self, exchange: Exchange, body: bytes, clock: Callable[[], float], on_sign: Callable[[], None] = lambda: None
+    ) -> None:
+        """Send a request, read its answer, and note in `exchange` what came of it. Never raises for what the server
+        does. on_sign: called with every sign of life of the server."""
+        facts = exchange.facts
+        answer = Answer()
+        exchange.sent = clock()
+        try:
+            async with self._session.post(self.target.url, data=body) as response:
+                on_sign()
+                if response.status == 200:
+                    while data := await response.content.readany():
+                        on_sign()
+                        answer.feed(data, clock())
+                    answer.close(clock())
+                else:
+                    answer.error = failure(f"http_{response.status}", _message(await response.read()))
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            if answer.ended is None:
+                answer.error = answer.error or explain(error)
+        facts.ended = clock() if answer.ended is None else answer.ended
+        facts.first_token, facts.last_token = answer.first_token, answer.last_token
+        facts.output_tokens = answer.output_tokens or 0
+        facts.prompt_tokens = answer.prompt_tokens or facts.prompt_tokens
+        exchange.failure = answer.problem(exchange.job.output_tokens, may_stop=self.target.may_stop)
+        whole = "stop" if answer.finish_reason == "stop" else "length"
+        facts.reason = whole if exchange.failure is None else exchange.failure.kind
+
+
+class Run:
+    """One run of a client over jobs. on_progress: told twice a second."""
+
+    def __init__(
+        self, client: Client, jobs: Sequence[Job], bodies: Bodies, on_progress: Callable[[Progress], None] | None = None
+    ) -> None:
+        self._client = client
+        self._bodies = bodies
+        self._on_progress = on_progress
+        self._progress = Progress(len(jobs))
+        self._failing_since: float | None = None
+        self._failures = 0
+        self._start = 0.0
+        self.exchanges = [
+            Exchange(job, RequestFacts(number, job.at, job.prompt_tokens, job.output_tokens, job.stream))
+            for number, job in enumerate(jobs)
+        ]
+        self.gone = False  # whether the server was given up
+
+    async def go(self) -> float:
+        """Send everything and wait for all answers; seconds that it took."""
+        self._start = time.monotonic()
+        ticker = asyncio.create_task(self._tell()) if self._on_progress is not None else None
+        try:
+            async with asyncio.TaskGroup() as group:
+                await self._pace(group)
+        except* ServerGoneError:
+            self.gone = True
+            self._give_up()
+        finally:
+            if ticker is not None:
+                ticker.cancel()
+        return self._now()
+
+    def _now(self) -> float:
+        # Not the loop's clock, which stands still while callbacks run.
+        return time.monotonic() - self._start
+
+    async def _pace(self, group: asyncio.TaskGroup) -> None:
+        for exchange in self.exchanges:
+            # Made ahead of time: drawing a long prompt takes longer than sending it.
+            body = self._bodies.make(exchange.job)
+            while (wait := exchange.job.at - self._now()) > 0:
+                await asyncio.sleep(max(0.0, wait - _TIMER_S))
+            group.create_task(self._ask(exchange, body))
+
+    async def _ask(self, exchange: Exchange, body: bytes) -> None:
+        progress = self._progress
+        progress.sent += 1
+        progress.lag = max(progress.lag, self._now() - exchange.job.at)
+        await self._client.ask(exchange, body, self._now, self._note_sign)
+        progress.done += 1
+        if exchange.failure is not None:
+            progress.failed += 1
+            if exchange.failure.kind in CONNECTION_FAILURES:
+                self._note_failure()
+
+    def _note_sign(self) -> None:
+        self._failing_since = None
+
+    def _note_failure(self) -> None:
+        now = self._now()
+        if self._failing_since is None:
+            self._failing_since, self._failures = now, 0
+        self._failures += 1
+        if now - self._failing_since >= GIVE_UP_S and self._failures >= GIVE_UP_FAILURES:
+            raise ServerGoneError
+
+    def _give_up(self) -> None:
+        """Account for the requests that the end of the run cut off."""
+        now = self._now()
+        for exchange in self.exchanges:
+            if exchange.facts.ended is None:
+                sent = exchange.sent is not None
+                exchange.failure = Failure("given_up" if sent else "not_sent", "the server was gone")
+                exchange.facts.ended, exchange.facts.reason = now, exchange.failure.kind
+
+    async def _tell(self) -> None:
+        assert self._on_progress is not None
+        while True:
+            self._on_progress(self._progress)
+            self._progress.lag = 0.0
+            await asyncio.sleep(_TICK_S)
+
+
+async def warm_up(client: Client, jobs: Sequence[Job], bodies: Bodies) -> None:
+    """Send jobs one after the other. Raises `ConfigError` if not one is answered as it should be."""
+    failures: list[Failure] = []
+    for number, job in enumerate(jobs):
+        exchange = Exchange(job, RequestFacts(number, 0.0, job.prompt_tokens, job.output_tokens, job.stream))
+        await client.ask(exchange, bodies.make(job), time.monotonic)
+        if exchange.failure is not None:
+            failures.append(exchange.failure)
+    if jobs and len(failures) == len(jobs):
+        ((kind, detail), _), *_ = Counter(failures).most_common(1)
+        raise ConfigError(f"{client.target.url}: all {len(jobs)} warm-up requests failed: {kind}: {detail}")
+
+
+def explain(error: BaseException) -> Failure:
+    """An error of the connection by its kind."""
+    if isinstance(error, TimeoutError):
+        return Failure("timeout", "no answer in time")
+    number = getattr(error, "errno", None)
+    if number in (errno.EMFILE, errno.ENFILE):
+        return Failure("client_files", "this process may not open more connections; see ulimit -n")
+    if number == errno.ECONNREFUSED:
+        return Failure("refused", "connection refused")
+    if isinstance(error, aiohttp.ClientConnectorError):
+        return failure("unreachable", getattr(error, "strerror", None) or error)
+    if isinstance(error, aiohttp.ClientConnectionError | aiohttp.ClientPayloadError | OSError):
+        return failure("reset", f"connection lost: {getattr(error, 'strerror', None) or error}")
+    return failure("malformed", f"not HTTP: {error}")
+
+
+def _message(body: bytes) -> str:
+    """What an error's body says, in OpenAI's form or any other."""
+    try:
+        return str(msgspec.json.decode(body)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return body.decode("utf-8", "replace")
+
+
+def _allow_connections() -> None:
+    """Every request that waits at a slow server holds a connection: allow this process as many as it may have."""
+    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _CONNECTIONS if most == resource.RLIM_INFINITY else min(most, _CONNECTIONS)
+    if now != resource.RLIM_INFINITY and now < wanted:
+        with suppress(ValueError, OSError):  # some systems have a lower limit than they tell
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))

@@ -1,0 +1,228 @@
+"""Load runs against a server, one after the other, and the record that each of them leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import platform
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from itertools import product
+from pathlib import Path
+from typing import Any, Protocol
+
+import uvloop
+
+from skipjoin.bench.client import CONNECTION_FAILURES, REJECTED, Client, Exchange, Progress, Run, warm_up
+from skipjoin.bench.http_request import Bodies, Target
+from skipjoin.bench.workload import Job, Workload
+from skipjoin.config import ConfigError
+from skipjoin.observe.record import NO_SLO, Record, Slo, percentile, summarize
+
+# A request that left later than this counts as late; beyond the second the client is the bottleneck.
+LATE_S, TOO_LATE_S = 0.010, 0.020
+_CLASS_FIGURES = ("requests", "normalized_latency_s", "ttft_s", "tpot_s", "jct_s", "slo")
+_CACHE_CONFIG = re.compile(r"^(?:skipjoin|vllm):cache_config_info\{(.*)\} ", re.MULTILINE)
+_LABEL = re.compile(r'(\w+)="([^"]*)"')
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What to measure: every seed at every rate. Raises `ConfigError`.
+
+    rates: requests per second; None: as a trace has it. One of duration_s and limit, as in `Workload.draw`.
+    warmup: requests before the first run, one at a time, that do not count. settle_s: rest between runs.
+    timeout_s: after which a request is given up; None: never. label: the record's recipe; None: what the server says.
+    """
+
+    workload: Workload
+    rates: tuple[float | None, ...]
+    seeds: tuple[int, ...] = (0,)
+    duration_s: float | None = None
+    limit: int | None = None
+    slo: Slo = NO_SLO
+    warmup: int = 4
+    settle_s: float = 1.0
+    timeout_s: float | None = None
+    label: str | None = None
+    hardware: str = "unknown"
+
+    def __post_init__(self) -> None:
+        if self.warmup < 0:
+            raise ConfigError(f"warmup must be at least 0 requests, got {self.warmup}")
+        if not 0 <= self.settle_s < 1e6:
+            raise ConfigError(f"settle must be at least 0 seconds, got {self.settle_s}")
+        if self.timeout_s is not None and not self.timeout_s > 0:
+            raise ConfigError(f"timeout must be above 0 seconds, got {self.timeout_s}")
+
+    def runs(self) -> list[tuple[float | None, int]]:
+        """Rate and seed of each run, in order."""
+        return list(product(self.rates, self.seeds))
+
+    def draw(self, rate: float | None, seed: int) -> list[Job]:
+        """The jobs of a run. Raises `ConfigError`."""
+        jobs = self.workload.draw(rate, self.duration_s, seed, self.limit)
+        if not jobs:
+            raise ConfigError(f"no request arrives in {self.duration_s} s at {rate} per second; measure for longer")
+        return jobs
+
+
+class Watcher(Protocol):
+    """Told how the runs go."""
+
+    def begun(self, number: int, rate: float | None, seed: int) -> None:
+        """Run `number`, from 0, starts."""
+
+    def progress(self, progress: Progress) -> None:
+        """How far the present run is; twice a second."""
+
+    def done(self, record: Record, exchanges: Sequence[Exchange]) -> None:
+        """A run is over. What this raises ends everything."""
+
+
+def measure(target: Target, plan: Plan, watcher: Watcher) -> str | None:
+    """Run the plan. Returns why it ended early, None if it did not.
+
+    Raises `ConfigError` for a workload that cannot be drawn, and for a server that cannot be reached or answers none
+    of the warm-up requests. KeyboardInterrupt ends the present run; it leaves no record.
+    """
+    # The server's loop, too; benchmarks/load_client measures this one.
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_measure(target, plan, watcher))
+
+
+async def _measure(target: Target, plan: Plan, watcher: Watcher) -> str | None:
+    rate, seed = plan.runs()[0]
+    first = plan.draw(rate, seed)
+    async with Client(target, timeout_s=plan.timeout_s) as client:
+        head = await _head(client, plan)
+        await warm_up(client, first[: plan.warmup], Bodies(client.target, f"{seed}/warm-up"))
+        for number, (rate, seed) in enumerate(plan.runs()):
+            if number:
+                await asyncio.sleep(plan.settle_s)
+                if reason := await _unreachable(client):
+                    return reason
+            watcher.begun(number, rate, seed)
+            # Bodies differ by rate, or a server that caches prefixes would know those of the run before.
+            bodies = Bodies(client.target, f"{seed}/{rate}/prompts")
+            run = Run(client, plan.draw(rate, seed), bodies, watcher.progress)
+            with _quiet_memory():
+                seconds = await run.go()
+            workload = plan.workload.describe(rate, plan.duration_s, seed, plan.limit)
+            watcher.done(head | {"workload": workload} | figures(run.exchanges, seconds, plan.slo), run.exchanges)
+            lost = any(one.failure and one.failure.kind in CONNECTION_FAILURES for one in run.exchanges)
+            if lost and (reason := await _unreachable(client)):
+                return reason
+            if run.gone:
+                return f"{target.base_url} only failed connections for seconds; the run was ended early"
+    return None
+
+
+async def _unreachable(client: Client) -> str | None:
+    """Why the server cannot be reached; None if it can."""
+    try:
+        await client.get("/v1/models")
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+@contextmanager
+def _quiet_memory() -> Iterator[None]:
+    """A full collection among the objects of many requests stops all streams for tens of milliseconds: while a run
+    lasts, what is there already is left alone, and collections are rare."""
+    before = gc.get_threshold()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 50, 1000)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()
+
+
+# -- the record -------------------------------------------------------------------------------------------
+
+
+async def _head(client: Client, plan: Plan) -> Record:
+    """What all records share: who was measured, and how. Settles which model is asked for."""
+    models = await client.models()
+    target = client.target
+    if target.model is None:
+        target = client.target = replace(target, model=models[0]["id"])
+    card = next((model for model in models if model["id"] == target.model), {})
+    _, text = await client.get("/metrics")
+    server = {name: value for found in _CACHE_CONFIG.findall(text) for name, value in _LABEL.findall(found)}
+    settings: dict[str, Any] = {
+        "endpoint": target.endpoint,
+        "prompt_ids": list(target.prompt_ids),
+        "extra_body": dict(target.extra),
+        "warmup": plan.warmup,
+        "timeout_s": plan.timeout_s,
+        "max_model_len": card.get("max_model_len"),
+    }
+    for name, label in (("block_size", "block_size"), ("kv_blocks", "num_gpu_blocks")):
+        settings[name] = int(server[label]) if server.get(label, "").isdecimal() else None
+    return {
+        "recipe": plan.label or server.get("recipe", "unknown"),
+        "model": target.model,
+        "hardware": plan.hardware,
+        "driver": "http",
+        "settings": settings,
+        "machine": _machine(),
+        "version": version("skipjoin"),
+    }
+
+
+def figures(exchanges: Sequence[Exchange], seconds: float, slo: Slo) -> Record:
+    """The part of a record that a run of `seconds` decides."""
+    record = _summary(exchanges, seconds, slo)
+    streams = sorted({one.job.stream for one in exchanges})
+    if len(streams) > 1:
+        parts = {name: _summary([one for one in exchanges if one.job.stream == name], seconds, slo) for name in streams}
+        record["classes"] = {name: {figure: part[figure] for figure in _CLASS_FIGURES} for name, part in parts.items()}
+    # A client does not see when the engine began with a request, nor what it did.
+    record["queue_s"] = dict.fromkeys(record["queue_s"])
+    record["quantiles"]["queue_s"] = []
+    record |= dict.fromkeys(("breakdown_s", "kv", "steps", "batch_mean", "series"))
+    record["client"] = {**_lags(exchanges), "errors_by_kind": dict(_kinds(exchanges).most_common())}
+    return record
+
+
+def _summary(exchanges: Sequence[Exchange], seconds: float, slo: Slo) -> Record:
+    complete = [one.facts for one in exchanges if one.failure is None]
+    rejected = _kinds(exchanges)[REJECTED]
+    errors = len(exchanges) - len(complete) - rejected
+    return summarize(complete, now=seconds, rejected=rejected, errors=errors, slo=slo)
+
+
+def _kinds(exchanges: Sequence[Exchange]) -> Counter[str]:
+    return Counter(one.failure.kind for one in exchanges if one.failure is not None)
+
+
+def _lags(exchanges: Sequence[Exchange]) -> dict[str, float | None]:
+    lags = sorted(one.lag for one in exchanges if one.lag is not None)
+    if not lags:
+        return dict.fromkeys(("lag_mean_s", "lag_p99_s", "lag_max_s", "sent_late"))
+    return {
+        "lag_mean_s": round(sum(lags) / len(lags), 6),
+        "lag_p99_s": round(percentile(lags, 99), 6),
+        "lag_max_s": round(lags[-1], 6),
+        "sent_late": round(sum(lag > LATE_S for lag in lags) / len(lags), 6),
+    }
+
+
+def _machine() -> dict[str, object]:
+    """The machine that the client runs on, without names."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+    return {"cpu": cpu, "cores": os.cpu_count(), "load_1min": os.getloadavg()[0], "python": platform.python_version()}

@@ -1,0 +1,158 @@
+"""What `skipjoin bench` shows and keeps while it measures."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn
+from rich.progress import Progress as Bars
+from rich.table import Table
+
+from skipjoin.bench.client import Exchange, Progress
+from skipjoin.bench.load import TOO_LATE_S, Plan
+from skipjoin.bench.results import Existing, Record, ResultsFile
+from skipjoin.config import ConfigError
+
+_FILE_WIDTH = 120  # of tables that go to a file
+_COLUMNS = ("req/s", "finished", "failed", "ms/token", "P95", "TTFT s", "P95", "TPOT ms", "P95", "lag ms")
+_MS = 1000
+
+
+class RequestsFile:
+    """A file of JSON lines, one per request. existing: as in `ResultsFile`. Raises `ConfigError`."""
+
+    def __init__(self, path: Path, existing: Existing) -> None:
+        self.path = path
+        try:
+            self._file = path.open({"refuse": "x", "replace": "w", "extend": "a"}[existing], encoding="utf-8")
+        except FileExistsError:
+            raise ConfigError(f"{path} exists; name another file, or --overwrite or --append it") from None
+        except OSError as error:
+            raise ConfigError(f"{path}: {error.strerror}") from error
+
+    def append(self, workload: Record, exchanges: Sequence[Exchange]) -> None:
+        """The requests of a run."""
+        run = {"rate_rps": workload["rate_rps"], "seed": workload["seed"]}
+        self._file.writelines(json.dumps(run | exchange.as_json()) + "\n" for exchange in exchanges)
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class Report:
+    """Keeps every finished run, in the files at once, and shows how far the present one is; at its end a table."""
+
+    def __init__(self, plan: Plan, results: ResultsFile | None, requests: RequestsFile | None) -> None:
+        self._total = len(plan.runs())
+        self._results = results
+        self._requests = requests
+        self._records: list[Record] = []
+        self._begun = False
+        console = Console(stderr=True)
+        # Redrawn when told, not by a thread of its own, which would hold up the client's.
+        self._bars = Bars(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=16),
+            TextColumn("{task.fields[counts]}"),
+            console=console,
+            transient=True,
+            auto_refresh=False,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bars.add_task("warm-up", total=None, counts="")
+
+    def __enter__(self) -> Report:
+        self._bars.start()
+        self._bars.refresh()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bars.stop()
+        if self._requests is not None:
+            self._requests.close()
+        if self._begun and len(self._records) < self._total:
+            print(f"{len(self._records)} of {self._total} runs were measured", file=sys.stderr)
+        if self._records:
+            if self._results is not None:
+                print(f"wrote {self._results.path}", file=sys.stderr)
+            console = Console(highlight=False)
+            if not console.is_terminal:
+                console.width = _FILE_WIDTH
+            console.print(_table(self._records))
+
+    # -- told by the runs ---------------------------------------------------------------------------------
+
+    def begun(self, number: int, rate: float | None, seed: int) -> None:
+        self._begun = True
+        pace = "as recorded" if rate is None else f"{rate:g} req/s"
+        self._bars.reset(self._task, description=f"run {number + 1}/{self._total}: {pace}, seed {seed}", counts="")
+
+    def progress(self, progress: Progress) -> None:
+        counts = (
+            f"{progress.sent}/{progress.total} sent, {progress.done - progress.failed} done, "
+            f"{progress.failed} errors, lag {progress.lag * _MS:.1f} ms"
+        )
+        self._bars.update(self._task, total=progress.total, completed=progress.done, counts=counts, refresh=True)
+
+    def done(self, record: Record, exchanges: Sequence[Exchange]) -> None:
+        self._records.append(record)
+        if self._results is not None:
+            self._results.append(record)
+        if self._requests is not None:
+            self._requests.append(record["workload"], exchanges)
+        for line in _remarks(record, exchanges):
+            self._bars.console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _remarks(record: Record, exchanges: Sequence[Exchange]) -> Iterator[str]:
+    """What a reader of the figures must know: what failed, and whether the client kept up."""
+    where = _run_name(record["workload"])
+    examples = {one.failure.kind: one.failure.detail for one in exchanges if one.failure is not None}
+    for kind, count in record["client"]["errors_by_kind"].items():
+        yield f"{where}: {count} of {record['requests']['submitted']} requests: {kind}: {examples[kind]}"
+    lag = record["client"]["lag_p99_s"]
+    if lag is not None and lag > TOO_LATE_S:
+        yield (
+            f"warning: {where}: requests left late (P99 {lag * _MS:.0f} ms): this client is the bottleneck, and the "
+            "latencies, counted from when requests were due, are partly its own"
+        )
+
+
+def _table(records: Sequence[Record]) -> Table:
+    """Narrow enough for a terminal of 80 columns."""
+    table = Table(box=None, padding=(0, 1, 0, 0))
+    for number, name in enumerate(_COLUMNS):
+        table.add_column(name, justify="right" if number else "left", no_wrap=True)
+    for record in records:
+        lag = _text(record["client"]["lag_p99_s"], _MS)
+        table.add_row(_run_name(record["workload"]), *_row(record), lag)
+        for name, part in record.get("classes", {}).items():
+            table.add_row(f"  {name}", *_row(part))
+    return table
+
+
+def _row(part: dict[str, Any]) -> tuple[str, ...]:
+    counts = part["requests"]
+    figures = (("normalized_latency_s", _MS), ("ttft_s", 1), ("tpot_s", _MS))
+    values = (_text(part[figure][key], scale) for figure, scale in figures for key in ("mean", "p95"))
+    return (f"{counts['finished']}/{counts['submitted']}", f"{counts['rejected'] + counts['errors']}", *values)
+
+
+def _run_name(workload: Record) -> str:
+    rate = workload["rate_rps"]
+    return f"seed {workload['seed']}" if rate is None else f"{rate:g} seed {workload['seed']}"
+
+
+def _text(value: float | None, scale: float) -> str:
+    if value is None:
+        return "-"
+    return f"{value * scale:.3g}" if value * scale < _MS else f"{value * scale:.0f}"

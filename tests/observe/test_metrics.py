@@ -33,7 +33,7 @@ BLOCK_BYTES = 1000
 
 
 def metrics_of(world: World) -> EngineMetrics:
-    return EngineMetrics(device_blocks=world.device_blocks, block_bytes=BLOCK_BYTES)
+    return EngineMetrics(device_blocks=world.device_blocks, block_size=world.block_size, block_bytes=BLOCK_BYTES)
 
 
 def count_and_sum(snapshot: Snapshot, name: str) -> tuple[float, Any]:
@@ -200,6 +200,22 @@ def test_nothing_is_kept_of_requests_that_are_gone(overlap: bool) -> None:
     gc.collect()
     assert len(left) == 8
     assert [one() for one in left if one() is not None] == []
+
+
+def test_a_request_given_up_on_its_way_to_the_host_is_not_counted_there() -> None:
+    world = World("fastserve", pressure=lambda: Chaos(3))
+    core, metrics = world.core(), metrics_of(world)
+    stepper = Stepper(core)
+    stepper.add(*(make(number, 10, 20) for number in range(12)))
+    given_up = 0
+    while core.requests:
+        stepper.start()
+        moving = [one for one in core.kv.holders() if core.kv.holding(one).moving is Direction.OUT]  # type: ignore[union-attr]
+        given_up += sum(core.abort(request.id, stepper.now) for request in moving)
+        stepper.finish()
+    metrics.observe(stepper.events)
+    assert given_up > 1
+    assert metrics.snapshot().row("num_requests_swapped") == [0]
 
 
 def test_swaps_are_told_apart_by_direction_and_by_whether_the_step_waited() -> None:

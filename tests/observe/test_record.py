@@ -42,7 +42,7 @@ def test_figures_of_two_requests() -> None:
 
 def test_nobody_is_left_out() -> None:
     late = RequestFacts(2, 5.0, 10, 5)
-    record = summarize([complete(0, 0.0, 1.0, 5.0, 5), late], now=105.0, rejected=2, errors=1)
+    record = summarize([complete(0, 0.0, 1.0, 5.0, 5), late], now=105.0, rejected=["a", "a"], errors=["a"])
     assert record["requests"] == {"submitted": 5, "finished": 1, "unfinished": 1, "rejected": 2, "errors": 1}
     assert record["ttft_s"]["mean"] == 50.5
     assert record["normalized_latency_s"]["mean"] == (1 + 20) / 2
@@ -57,7 +57,7 @@ def test_no_requests() -> None:
 
 def test_objectives_count_every_request() -> None:
     facts = [complete(0, 0.0, 1.0, 5.0, 5), complete(1, 0.0, 3.0, 4.0, 5), RequestFacts(2, 0.0, 10, 5)]
-    slo = summarize(facts, now=9.0, rejected=1, slo=Slo(ttft_s=2.0, tpot_s=0.5, jct_s=4.5))["slo"]
+    slo = summarize(facts, now=9.0, rejected=["a"], slo=Slo(ttft_s=2.0, tpot_s=0.5, jct_s=4.5))["slo"]
     assert (slo["ttft_attained"], slo["tpot_attained"], slo["jct_attained"], slo["all_attained"]) == (
         0.25,
         0.25,
@@ -71,8 +71,13 @@ def test_objectives_count_every_request() -> None:
 
 def test_classes_are_told_apart() -> None:
     facts = [complete(0, 0.0, 1.0, 5.0, 5, stream="chat"), complete(1, 0.0, 7.0, 9.0, 3, stream="batch")]
-    classes = summarize(facts, now=9.0)["classes"]
-    assert list(classes) == ["batch", "chat"]
+    classes = summarize(facts, now=9.0, rejected=["batch", "bulk"], slo=Slo(ttft_s=8.0))["classes"]
+    assert list(classes) == ["batch", "bulk", "chat"]
+    assert classes["batch"]["requests"] == {
+        "submitted": 2, "finished": 1, "unfinished": 0, "rejected": 1, "errors": 0
+    }  # fmt: skip
+    assert classes["batch"]["slo"]["ttft_attained"] == 0.5
+    assert classes["bulk"]["jct_s"]["mean"] is None
     assert classes["chat"]["ttft_s"]["mean"] == 1.0
     assert classes["batch"]["requests"]["finished"] == 1
 

@@ -21,10 +21,13 @@ def usage_of(world: World) -> Usage:
     return Usage(device_blocks=world.device_blocks, block_size=world.block_size, block_bytes=BLOCK_BYTES)
 
 
+@pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("pressure", [Recompute, Swap])
 @pytest.mark.parametrize("recipe", sorted(RECIPES))
-def test_used_kv_is_what_requests_have_computed_on_the_device(recipe: str, pressure: type[Recompute]) -> None:
-    world = World(recipe, pressure=pressure)
+def test_used_kv_is_what_requests_have_computed_on_the_device(
+    recipe: str, pressure: type[Recompute], depth: int
+) -> None:
+    world = World(recipe, depth, overlap=depth > 1, pressure=pressure)
     core, usage = world.core(), usage_of(world)
     seen: list[float] = []
 
@@ -36,7 +39,9 @@ def test_used_kv_is_what_requests_have_computed_on_the_device(recipe: str, press
         # A step under way has been decided, and its evictions are done, but it has computed nothing yet.
         assert usage._used == resident
 
-    simulate(Replica(core, SimulatedExecutor(world.cost)), load(7, 24), on_events=look)
+    simulate(
+        Replica(core, SimulatedExecutor(world.cost)), load(7, 24, stop_tokens=frozenset(range(70, 75))), on_events=look
+    )
     assert max(seen) > 0
     assert seen[-1] == 0
     kv = usage.kv()

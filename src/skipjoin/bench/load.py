@@ -26,7 +26,6 @@ from skipjoin.observe.record import NO_SLO, Record, Slo, percentile, summarize
 
 # A request that left later than this counts as late; beyond the second the client is the bottleneck.
 LATE_S, TOO_LATE_S = 0.010, 0.020
-_CLASS_FIGURES = ("requests", "normalized_latency_s", "ttft_s", "tpot_s", "jct_s", "slo")
 _CACHE_CONFIG = re.compile(r"^(?:skipjoin|vllm):cache_config_info\{(.*)\} ", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
@@ -182,24 +181,21 @@ async def _head(client: Client, plan: Plan) -> Record:
 
 def figures(exchanges: Sequence[Exchange], seconds: float, slo: Slo) -> Record:
     """The part of a record that a run of `seconds` decides."""
-    record = _summary(exchanges, seconds, slo)
-    streams = sorted({one.job.stream for one in exchanges})
-    if len(streams) > 1:
-        parts = {name: _summary([one for one in exchanges if one.job.stream == name], seconds, slo) for name in streams}
-        record["classes"] = {name: {figure: part[figure] for figure in _CLASS_FIGURES} for name, part in parts.items()}
+    record = summarize(
+        [one.facts for one in exchanges if one.failure is None],
+        now=seconds,
+        rejected=[one.job.stream for one in exchanges if one.failure is not None and one.failure.kind == REJECTED],
+        errors=[one.job.stream for one in exchanges if one.failure is not None and one.failure.kind != REJECTED],
+        slo=slo,
+    )
     # A client does not see when the engine began with a request, nor what it did.
-    record["queue_s"] = dict.fromkeys(record["queue_s"])
+    for part in (record, *record.get("classes", {}).values()):
+        part["queue_s"] = dict.fromkeys(part["queue_s"])
+        part["breakdown_s"] = None
     record["quantiles"]["queue_s"] = []
-    record |= dict.fromkeys(("breakdown_s", "kv", "steps", "batch_mean", "series"))
+    record |= dict.fromkeys(("kv", "steps", "batch_mean", "series"))
     record["client"] = {**_lags(exchanges), "errors_by_kind": dict(_kinds(exchanges).most_common())}
     return record
-
-
-def _summary(exchanges: Sequence[Exchange], seconds: float, slo: Slo) -> Record:
-    complete = [one.facts for one in exchanges if one.failure is None]
-    rejected = _kinds(exchanges)[REJECTED]
-    errors = len(exchanges) - len(complete) - rejected
-    return summarize(complete, now=seconds, rejected=rejected, errors=errors, slo=slo)
 
 
 def _kinds(exchanges: Sequence[Exchange]) -> Counter[str]:

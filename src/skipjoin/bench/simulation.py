@@ -158,6 +158,7 @@ def run(
         prefill_s, decode_s = system.light_load(jobs)
         slo = Slo(ttft_s=cell.slo_scale * prefill_s, tpot_s=cell.slo_scale * decode_s)
     taken = [(number, job) for number, job in enumerate(jobs) if _room(system, job) >= job.output_tokens]
+    rejected = [job.stream for job in jobs if _room(system, job) < job.output_tokens]
     ended: list[RequestFacts] = []
     logs = [RequestLog(ended.append) for _ in range(system.replicas)]
     usages = [
@@ -192,7 +193,7 @@ def run(
         "driver": "simulator",
         "workload": cell.workload.describe(extent.rate_rps, extent.duration_s, extent.seed, extent.limit),
         "settings": system.describe(),
-        **summarize(facts, now=end, rejected=len(jobs) - len(taken), slo=slo),
+        **summarize(facts, now=end, rejected=rejected, slo=slo),
     }
     add_usage(record, usages)
     record["version"] = version("skipjoin")

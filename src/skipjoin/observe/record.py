@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,17 +28,36 @@ NO_SLO = Slo()
 
 
 def summarize(
-    facts: Sequence[RequestFacts], *, now: float, rejected: int = 0, errors: int = 0, slo: Slo = NO_SLO
+    facts: Sequence[RequestFacts],
+    *,
+    now: float,
+    rejected: Iterable[str] = (),
+    errors: Iterable[str] = (),
+    slo: Slo = NO_SLO,
 ) -> Record:
-    """What happened to the requests.
+    """What happened to the requests, in all and by class.
 
     facts: of every request that was taken, complete or not. now: when the observation ended, in seconds since its
-    start, at which requests that are not complete are counted with their age. rejected, errors: requests that
-    were refused, and that failed otherwise; their facts, if there are any, are not among `facts`.
+    start, at which requests that are not complete are counted with their age. rejected, errors: the class of each
+    request that was refused, and that failed otherwise; their facts, if there are any, are not among `facts`.
     """
+    refused, failed = Counter(rejected), Counter(errors)
+    record = _figures(facts, now, refused.total(), failed.total(), slo)
+    record["quantiles"] = {name: _quantiles(_values(facts, now, read)) for name, read in _DISTRIBUTIONS.items()}
+    streams: dict[str, list[RequestFacts]] = {name: [] for name in (*refused, *failed)}
+    for one in facts:
+        streams.setdefault(one.stream, []).append(one)
+    if len(streams) > 1:
+        record["classes"] = {
+            name: _figures(part, now, refused[name], failed[name], slo) for name, part in sorted(streams.items())
+        }
+    return record
+
+
+def _figures(facts: Sequence[RequestFacts], now: float, rejected: int, errors: int, slo: Slo) -> Record:
     complete = sum(one.is_complete for one in facts)
     tokens = sum(one.output_tokens for one in facts)
-    record: Record = {
+    return {
         "requests": _counts(facts, rejected, errors),
         "duration_s": _round(now),
         "throughput_rps": _round(complete / now if now > 0 else 0.0),
@@ -46,21 +65,7 @@ def summarize(
         **_latencies(facts, now),
         "slo": _attained(facts, now, rejected + errors, slo),
         "breakdown_s": _breakdown(facts, now),
-        "quantiles": {name: _quantiles(_values(facts, now, read)) for name, read in _DISTRIBUTIONS.items()},
     }
-    streams: dict[str, list[RequestFacts]] = defaultdict(list)
-    for one in facts:
-        streams[one.stream].append(one)
-    if len(streams) > 1:
-        record["classes"] = {
-            name: {
-                "requests": _counts(part, 0, 0),
-                **_latencies(part, now),
-                "slo": _attained(part, now, 0, slo),
-            }
-            for name, part in sorted(streams.items())
-        }
-    return record
 
 
 def add_usage(record: Record, usages: Sequence[Usage]) -> None:

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
+import pytest
 from hypothesis import settings
+
+from skipjoin.profile import CACHE_VARIABLE
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 settings.register_profile("stable", derandomize=True, deadline=None)
 settings.load_profile("stable")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def profile_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Engines of one run of the tests share their profiles, and neither read nor write the user's."""
+    folder = tmp_path_factory.mktemp("profiles")
+    os.environ[CACHE_VARIABLE] = str(folder)
+    return folder

@@ -26,15 +26,16 @@ ALLOWED = {
     "bench": {"core", "policies", "recipes", "sim", "exec.simulated", "config", "observe", "profile", "bench"},
     "config": set[str](),
     "sampling": set[str](),
+    "profile": {"policies.cost", "config"},
     "observe": {"core", "observe"},
     "exec.base": {"core"},
     "exec.simulated": {"core", "exec.base"},
-    "exec": {"core", "model", "exec", "policies.cost", "sampling"},
+    "exec": {"core", "model", "exec", "policies.cost", "profile", "sampling"},
     "model": {"model", "sampling"},
 }
 # Those that import nothing but the standard library and parts of skipjoin, and read neither clock nor chance.
 PURE = {"core", "policies", "recipes"}
-STDLIB_ONLY = {"sim", "observe", "config", "sampling", "exec.base", "exec.simulated"}
+STDLIB_ONLY = {"sim", "observe", "config", "sampling", "profile", "exec.base", "exec.simulated"}
 # Nobody below the server knows of it.
 BELOW_SERVER = {
     "core",
@@ -48,6 +49,7 @@ BELOW_SERVER = {
     "exec.simulated",
     "model",
     "config",
+    "profile",
 }
 # Where imports may stand inside functions if they are marked: optional back ends, the package itself, whose import
 # must stay light, and the command line, whose help must come at once.

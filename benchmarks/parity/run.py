@@ -136,7 +136,7 @@ def main() -> None:
                 predicted = run(cell)
                 engine = start(folder, recipe, path)
                 measured = real_run(engine, cell.jobs())
-                corrected = run(replace(cell, system=replace(system, cost=engine.cost)))
+                corrected = run(replace(cell, system=replace(system, cost=engine.info.cost.current)))
                 row: dict[str, object] = {"repeat": repeat, "load": load, "recipe": recipe, "rate_rps": load * full}
                 for field in FIELDS:
                     real = value(measured, field)

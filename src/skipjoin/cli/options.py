@@ -5,12 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from skipjoin.config import ConfigError, EngineConfig, ServerConfig
 from skipjoin.model.config import ModelError
+from skipjoin.profile import read_profile
 from skipjoin.recipes import RECIPES
 from skipjoin.sampling import ParameterError
 
@@ -33,12 +35,25 @@ Starvation = Annotated[
 Depth = Annotated[
     int, typer.Option("--pipeline-depth", help="Plans in flight; 2 decides the next step while one runs.")
 ]
+Profile = Annotated[
+    str,
+    typer.Option(
+        metavar="auto|off|FILE",
+        help="What steps cost: measured at the first start and cached, guessed, or of `skipjoin profile --out FILE`.",
+    ),
+]
 Threads = Annotated[int | None, typer.Option(help="CPU threads of the model (default: all).")]
 Seed = Annotated[int, typer.Option(help="From which requests without a seed draw theirs.")]
 
 ENGINE = EngineConfig()
 SERVER = ServerConfig()
 BAD_INPUT = 2
+
+
+def check_profile_file(profile: str) -> None:
+    """Read the file of a --profile before anything slow begins. Raises `ConfigError`."""
+    if profile not in ("auto", "off"):
+        read_profile(Path(profile))
 
 
 @contextmanager

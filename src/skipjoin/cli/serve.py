@@ -20,13 +20,15 @@ from skipjoin.cli.options import (
     MaxModelLen,
     MaxNumSeqs,
     Model,
+    Profile,
     Recipe,
     Seed,
     Starvation,
     Threads,
+    check_profile_file,
     plain_errors,
 )
-from skipjoin.config import EngineConfig, ServerConfig
+from skipjoin.config import METRICS_COMPAT, EngineConfig, ServerConfig
 
 
 def serve(
@@ -53,6 +55,7 @@ def serve(
     starvation_s: Starvation = ENGINE.starvation_s,
     pipeline_depth: Depth = ENGINE.pipeline_depth,
     threads: Threads = ENGINE.threads,
+    profile: Profile = ENGINE.profile,
     seed: Seed = ENGINE.seed,
     max_num_queued_reqs: Annotated[
         int, typer.Option(help="Most requests in the server, waiting and running.")
@@ -63,6 +66,12 @@ def serve(
     default_deadline_s: Annotated[
         float | None, typer.Option(help="Seconds until a request without a deadline is given up.")
     ] = SERVER.default_deadline_s,
+    metrics_compat: Annotated[
+        str, typer.Option(help=f"Tell metrics under other names, too: {', '.join(METRICS_COMPAT)}.")
+    ] = SERVER.metrics_compat,
+    timeline: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write a trace for Perfetto and chrome://tracing.")
+    ] = ENGINE.timeline,
     shutdown_timeout: Annotated[
         float, typer.Option(help="Seconds that running requests get after SIGTERM.")
     ] = SERVER.shutdown_timeout_s,
@@ -71,6 +80,7 @@ def serve(
     from skipjoin.server.launch import run_server  # noqa: PLC0415
 
     with plain_errors():
+        check_profile_file(profile)
         engine = EngineConfig(
             model=model,
             dtype=dtype,
@@ -86,7 +96,9 @@ def serve(
             starvation_s=starvation_s,
             pipeline_depth=pipeline_depth,
             threads=threads,
+            profile=profile,
             seed=seed,
+            timeline=timeline,
         )
         server = ServerConfig(
             host=host,
@@ -98,5 +110,6 @@ def serve(
             max_queued_tokens=max_num_queued_tokens,
             default_deadline_s=default_deadline_s,
             shutdown_timeout_s=shutdown_timeout,
+            metrics_compat=metrics_compat,
         )
         raise typer.Exit(run_server(engine, server))

@@ -15,13 +15,13 @@ from skipjoin.core.events import (
     Moved,
     Planned,
     Preempted,
-    Preemption,
     Started,
     Token,
 )
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.core.step import Direction, Move
 from skipjoin.observe.requests import RequestFacts, RequestLog
+from skipjoin.observe.usage import Usage
 
 
 class Metric(NamedTuple):
@@ -154,27 +154,26 @@ class Histogram:
 
 
 class EngineMetrics:
-    """Counts what core events tell. device_blocks: of the KV pool. block_bytes: of one block, all layers."""
+    """Counts what core events tell; what it counts of requests and KV is what `RequestLog` and `Usage` say.
 
-    def __init__(self, *, device_blocks: int, block_bytes: int) -> None:
+    device_blocks, block_size: the KV pool. block_bytes: of one block, all layers.
+    """
+
+    def __init__(self, *, device_blocks: int, block_size: int, block_bytes: int) -> None:
         self._device_blocks = device_blocks
         self._block_bytes = block_bytes
         self._rows = Snapshot.zero()
         self._gaps: list[float] = []  # between tokens, of the events at hand
         self._log = RequestLog(self._ended, on_first=self._got_first, on_gap=self._gaps.append)
-        # Tokens computed of each live request, and those of them that were dropped and have to be computed again.
-        self._computed: dict[Request, int] = {}
-        self._dropped: dict[Request, int] = {}
+        self._usage = Usage(device_blocks=device_blocks, block_size=block_size, block_bytes=block_bytes)
+        self._live: set[Request] = set()
         self._running: set[Request] = set()
         self._on_host: set[Request] = set()
         self._in_flight = 0
         self._held = 0
 
         row = self._rows.row
-        self._preemptions = row("num_preemptions_total")
-        self._steps = row("engine_steps_total")
         self._stall = row("swap_stall_seconds_total")
-        self._recomputed = row("recomputed_tokens_total")
         self._prompt_tokens = row("prompt_tokens_total")
         self._generated = row("generation_tokens_total")
         self._success = row("request_success_total")
@@ -210,15 +209,16 @@ class EngineMetrics:
             elif isinstance(event, Moved):
                 self._move(event.move)
             elif isinstance(event, Arrived):
-                self._computed[event.request] = 0
+                self._live.add(event.request)
             elif isinstance(event, Started):
                 self._running.add(event.request)
                 self._on_host.discard(event.request)  # its KV comes back before it runs
             elif isinstance(event, Preempted):
-                self._preempt(event)
+                self._running.discard(event.request)
             elif isinstance(event, Finished):
                 self._forget(event.request)
         self._log.observe(events)
+        self._usage.observe(events)
         if gaps := self._gaps:
             self._generated[0] += len(gaps)
             # The tokens of a step come together, and so did most of the tokens before them.
@@ -229,7 +229,10 @@ class EngineMetrics:
     def snapshot(self) -> Snapshot:
         """The numbers as of now; they change no more."""
         row = self._rows.row
-        running, live = len(self._running), len(self._computed)
+        running, live = len(self._running), len(self._live)
+        row("num_preemptions_total")[0] = self._usage.preemptions
+        row("engine_steps_total")[0] = self._usage.steps
+        row("recomputed_tokens_total")[0] = self._usage.recomputed_tokens
         row("num_requests_running")[0] = running
         row("num_requests_waiting")[0] = live - running
         row("num_requests_swapped")[0] = len(self._on_host)
@@ -243,21 +246,13 @@ class EngineMetrics:
     # -- steps --------------------------------------------------------------------------------------------
 
     def _compute(self, event: Computed) -> None:
-        result, computed, dropped = event.result, self._computed, self._dropped
+        result = event.result
         plan = result.plan
         self._in_flight -= 1
-        self._steps[0] += 1
-        self._stall[0] += result.moving
-        total = 0
-        for request, start, tokens, _, _, _ in plan.slices:
-            total += tokens
-            end = start + tokens
-            if request in computed:  # it may have ended while the step ran
-                computed[request] = end
-            if dropped and (high := dropped.get(request, 0)) > start:
-                self._recomputed[0] += min(end, high) - start
-        if total:
-            self._batch.observe(total)
+        if plan.before:  # what an executor measures for no copies is noise
+            self._stall[0] += result.moving
+        if plan.slices:
+            self._batch.observe(sum(piece.tokens for piece in plan.slices))
         for proactive, moves in enumerate((plan.before, plan.beside)):
             for move in moves:
                 self._swapped[move.direction][proactive] += len(move.source) * self._block_bytes
@@ -265,20 +260,11 @@ class EngineMetrics:
     def _move(self, move: Move) -> None:
         if move.direction is Direction.IN:
             self._on_host.discard(move.request)
-        elif move.request in self._computed:
+        elif move.request in self._live:
             self._on_host.add(move.request)
 
-    def _preempt(self, event: Preempted) -> None:
-        request = event.request
-        self._preemptions[0] += 1
-        self._running.discard(request)
-        if event.how is Preemption.DROP:
-            self._dropped[request] = max(self._computed[request], self._dropped.get(request, 0))
-            self._computed[request] = 0
-
     def _forget(self, request: Request) -> None:
-        del self._computed[request]
-        self._dropped.pop(request, None)
+        self._live.discard(request)
         self._running.discard(request)
         self._on_host.discard(request)
 

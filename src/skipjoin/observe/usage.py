@@ -40,8 +40,9 @@ class Usage:
         self.recomputed_tokens = 0
         self.swapped_out_bytes = 0
         self.swapped_in_bytes = 0
-        self._live = 0
+        self._live: set[Request] = set()
         self._resident: dict[Request, int] = {}  # tokens on the device
+        self._on_host: dict[Request, int] = {}  # tokens that left the device whole
         self._used = 0
         self._dropped: dict[Request, int] = {}  # tokens that were computed once and have to be again
         self._now = 0.0
@@ -62,15 +63,19 @@ class Usage:
                 self._note(event)
             elif isinstance(event, Preempted):
                 self.preemptions += 1
-                if event.how is not Preemption.PAUSE:
-                    self._leave(event.request, dropped=event.how is Preemption.DROP)
+                if event.how is Preemption.SWAP:
+                    self._on_host[event.request] = self._leave(event.request)
+                elif event.how is Preemption.DROP:
+                    tokens = self._leave(event.request)
+                    self._dropped[event.request] = max(tokens, self._dropped.get(event.request, 0))
             elif isinstance(event, Moved):
                 self._move(event)
             elif isinstance(event, Arrived):
-                self._live += 1
+                self._live.add(event.request)
             elif isinstance(event, Finished):
-                self._live -= 1
-                self._leave(event.request, dropped=False)
+                self._live.discard(event.request)
+                self._leave(event.request)
+                self._on_host.pop(event.request, None)
                 self._dropped.pop(event.request, None)
 
     @property
@@ -103,9 +108,11 @@ class Usage:
         slices = event.result.plan.slices
         self.steps += 1
         self.slices += len(slices)
-        resident, dropped = self._resident, self._dropped
+        live, resident, dropped = self._live, self._resident, self._dropped
         for piece in slices:
             request, end = piece.request, piece.start + piece.tokens
+            if request not in live:  # it ended while the step ran
+                continue
             self._used += end - resident.get(request, 0)
             resident[request] = end
             if dropped and (high := dropped.get(request, 0)) > piece.start:
@@ -117,15 +124,17 @@ class Usage:
             self.swapped_out_bytes += len(move.source) * self._block_bytes
             return
         self.swapped_in_bytes += len(move.source) * self._block_bytes
-        if move.request.finish_reason is None:
-            self._used += move.request.computed - self._resident.get(move.request, 0)
-            self._resident[move.request] = move.request.computed
+        tokens = self._on_host.pop(move.request, 0)
+        # Who came back before a step has computed in it already.
+        if move.request in self._live and move.request not in self._resident:
+            self._used += tokens
+            self._resident[move.request] = tokens
 
-    def _leave(self, request: Request, *, dropped: bool) -> None:
+    def _leave(self, request: Request) -> int:
+        """The request's KV leaves the device; how many tokens that were."""
         tokens = self._resident.pop(request, 0)
         self._used -= tokens
-        if dropped:
-            self._dropped[request] = max(tokens, self._dropped.get(request, 0))
+        return tokens
 
     def _advance(self, now: float) -> None:
         seconds = now - self._now
@@ -139,7 +148,7 @@ class Usage:
             return
         running = len(event.plan.slices)
         used, allocated = self._used / self._capacity, event.claimed / self._blocks
-        points.append(Point(event.now, used, allocated, running, max(0, self._live - running)))
+        points.append(Point(event.now, used, allocated, running, max(0, len(self._live) - running)))
         if len(points) > 2 * POINTS:
             del points[1::2]
             self._spacing = (event.now - points[0].time_s) / len(points)

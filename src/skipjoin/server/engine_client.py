@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import time
 from collections.abc import Callable
 
 from skipjoin.core.request import FinishReason
+from skipjoin.observe.metrics import Snapshot
 from skipjoin.sampling import SamplingParams
 from skipjoin.server.errors import ApiError, bad_request, engine_dead
 from skipjoin.server.messages import Abort, Add, FromEngine, Ready, Refused, Stats, Step, ToEngine
@@ -61,16 +61,12 @@ class Mailbox:
 class Sequence:
     """One request at the engine, from `submit` until it is over."""
 
-    __slots__ = ("id", "index", "mailbox", "on_end", "on_start", "prompt_tokens", "submitted", "token_at", "tokens")
+    __slots__ = ("id", "index", "mailbox", "on_end", "on_start")
 
-    def __init__(self, request_id: int, mailbox: Mailbox, index: int, prompt_tokens: int) -> None:
+    def __init__(self, request_id: int, mailbox: Mailbox, index: int) -> None:
         self.id = request_id
         self.mailbox = mailbox
         self.index = index
-        self.prompt_tokens = prompt_tokens
-        self.submitted = time.monotonic()
-        self.token_at = self.submitted  # when its last token came
-        self.tokens = 0
         self.on_start: Callable[[], None] | None = None
         self.on_end: Callable[[], None] | None = None
 
@@ -88,7 +84,7 @@ class EngineClient:
         # Ids are ours alone: whatever ids clients choose, two requests never meet.
         self._ids = itertools.count(1)
         self.info: Ready | None = None
-        self.stats = Stats(0, 0, 0, 0, 0)
+        self.stats = Stats(0, Snapshot.zero())
         self.dead = False
 
     @property
@@ -115,7 +111,7 @@ class EngineClient:
         """
         if self.dead:
             raise engine_dead()
-        sequence = Sequence(next(self._ids), mailbox, index, len(prompt))
+        sequence = Sequence(next(self._ids), mailbox, index)
         sequence.on_start, sequence.on_end = on_start, on_end
         self._sequences[sequence.id] = sequence
         self._send(Add(sequence.id, prompt, params, priority, deadline_s))
@@ -126,7 +122,7 @@ class EngineClient:
         ids = [sequence.id for sequence in sequences if sequence.id in self._sequences]
         if ids:
             for request_id in ids:
-                self._close(self._sequences[request_id], FinishReason.ABORT)
+                self._close(self._sequences[request_id])
             if not self.dead:
                 self._send(Abort(ids))
 
@@ -140,8 +136,8 @@ class EngineClient:
     def died(self) -> None:
         """The engine process is gone."""
         self.dead = True
-        self.stats = Stats(0, 0, 0, self.stats.preemptions, self.stats.steps)
-        self._metrics.engine(self.stats, self.info)
+        self.stats = Stats(0, self.stats.metrics.at_rest())
+        self._metrics.engine(self.stats.metrics)
         self.fail_all(engine_dead())
 
     def receive(self, message: FromEngine) -> None:
@@ -150,51 +146,35 @@ class EngineClient:
             self._deliver(message)
         elif isinstance(message, Stats):
             self.stats = message
-            self._metrics.engine(message, self.info)
+            self._metrics.engine(message.metrics)
         elif isinstance(message, Refused):
             if (sequence := self._sequences.get(message.id)) is not None:
                 sequence.mailbox.fail(bad_request(message.text, message.param))
-                self._close(sequence, FinishReason.ABORT)
+                self._close(sequence)
         elif isinstance(message, Ready):
             self.info = message
 
     def _deliver(self, step: Step) -> None:
-        now = time.monotonic()
-        self._metrics.generated.inc(len(step.ids))
-        sequences, metrics, details = self._sequences, self._metrics, step.details
-        for request_id, queued_s in step.started:
-            if (sequence := sequences.get(request_id)) is not None:
-                metrics.queue_time.observe(queued_s)
-                if sequence.on_start is not None:
-                    sequence.on_start()
+        sequences, details = self._sequences, step.details
+        for request_id in step.started:
+            if (sequence := sequences.get(request_id)) is not None and sequence.on_start is not None:
+                sequence.on_start()
         ended = {request_id: FinishReason(reason) for request_id, reason in step.ended}
         for position, (request_id, token) in enumerate(zip(step.ids, step.tokens, strict=True)):
             sequence = sequences.get(request_id)
             if sequence is None:  # aborted while the step ran
                 continue
-            if sequence.tokens:
-                metrics.inter_token.observe(now - sequence.token_at)
-            else:
-                metrics.first_token.observe(now - sequence.submitted)
-            sequence.tokens += 1
-            sequence.token_at = now
             reason = ended.pop(request_id, None) if ended else None
             detail = details.get(position) if details else None
             sequence.mailbox.put(Output(sequence.index, token, detail, reason))
             if reason is not None:
-                self._close(sequence, reason)
+                self._close(sequence)
         for request_id, reason in ended.items():
             if (sequence := sequences.get(request_id)) is not None:
                 sequence.mailbox.put(Output(sequence.index, None, None, reason))
-                self._close(sequence, reason)
+                self._close(sequence)
 
-    def _close(self, sequence: Sequence, reason: FinishReason) -> None:
+    def _close(self, sequence: Sequence) -> None:
         del self._sequences[sequence.id]
-        self._metrics.finished(
-            reason.value,
-            time.monotonic() - sequence.submitted,
-            prompt_tokens=sequence.prompt_tokens,
-            generated=sequence.tokens,
-        )
         if sequence.on_end is not None:
             sequence.on_end()

@@ -8,6 +8,7 @@ It ends when told to, when the engine fails, and when its parent is gone, howeve
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 from skipjoin.assembly import assemble
 from skipjoin.server.engine_server import Loop, OnProgress, serve_engine
@@ -18,8 +19,12 @@ from skipjoin.server.messages import Ready, Setup
 def load_engine(setup: Setup, on_progress: OnProgress) -> tuple[Loop, Ready]:
     """The engine and its facts."""
     engine = assemble(setup.config, on_progress)
-    facts = {name: getattr(engine.info, name) for name in Ready.__struct_fields__}
-    return EngineLoop(engine), Ready(**facts)
+    pools: dict[str, Any] = {
+        "host_blocks": engine.core.kv.host_total,
+        "block_bytes": engine.executor.store.device.block_bytes,
+    }
+    facts = {name: getattr(engine.info, name) for name in Ready.__struct_fields__ if name not in pools}
+    return EngineLoop(engine), Ready(**facts, **pools)
 
 
 if __name__ == "__main__":

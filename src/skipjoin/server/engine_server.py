@@ -12,6 +12,8 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
 from typing import Protocol
 
 import msgspec
@@ -19,8 +21,10 @@ import zmq
 
 from skipjoin.config import ConfigError
 from skipjoin.core.engine import EngineCore, RequestTooLargeError
-from skipjoin.core.events import Event, Finished, Preempted, Started, Token
+from skipjoin.core.events import Arrived, Event, Finished, Started, Token
 from skipjoin.model.config import ModelError
+from skipjoin.observe.metrics import EngineMetrics
+from skipjoin.observe.timeline import Timeline
 from skipjoin.sampling import ParameterError, SamplingParams, TokenDetail
 from skipjoin.server.messages import (
     Abort,
@@ -70,17 +74,10 @@ Load = Callable[[Setup, OnProgress], tuple[Loop, Ready]]
 
 
 class Digest:
-    """Folds the core's events into one `Step` per engine step, and keeps the numbers that `Stats` tells."""
+    """Folds the core's events into one `Step` per engine step."""
 
     def __init__(self) -> None:
-        self.running: set[int] = set()
-        self.preemptions = 0
-        self.steps = 0
-        self._arrived: dict[int, float] = {}  # of requests that have not run yet
-
-    def arrived(self, request_id: int, now: float) -> None:
-        """The request was added."""
-        self._arrived[request_id] = now
+        self._new: set[int] = set()  # requests that have not run yet
 
     def fold(self, events: Iterable[Event]) -> Step | None:
         """What the API process must know of these events; None if that is nothing."""
@@ -88,7 +85,7 @@ class Digest:
         tokens: list[int] = []
         details: dict[int, TokenDetail] = {}
         ended: list[tuple[int, str]] = []
-        started: list[tuple[int, float]] = []
+        started: list[int] = []
         for event in events:
             if isinstance(event, Token):
                 if event.detail is not None:
@@ -96,28 +93,58 @@ class Digest:
                 ids.append(event.request.id)
                 tokens.append(event.token)
             elif isinstance(event, Finished):
-                self.running.discard(event.request.id)
-                self._arrived.pop(event.request.id, None)
+                self._new.discard(event.request.id)
                 ended.append((event.request.id, event.reason.value))
             elif isinstance(event, Started):
-                self.running.add(event.request.id)
-                if (arrival := self._arrived.pop(event.request.id, None)) is not None:
-                    started.append((event.request.id, event.now - arrival))
-            elif isinstance(event, Preempted):
-                self.running.discard(event.request.id)
-                self.preemptions += 1
-        if ids:
-            self.steps += 1
+                if event.request.id in self._new:
+                    self._new.remove(event.request.id)
+                    started.append(event.request.id)
+            elif isinstance(event, Arrived):
+                self._new.add(event.request.id)
         if ids or ended or started:
             return Step(ids, tokens, details, ended, started)
         return None
 
-    def stats(self, core: EngineCore) -> Stats:
-        """The numbers as of now."""
-        running = len(self.running)
-        waiting = max(0, len(core.requests) - running)
-        used = core.kv.device_total - core.kv.device_free
-        return Stats(running, waiting, used, self.preemptions, self.steps)
+
+class Recorder:
+    """A timeline on the disk. If it cannot be written any more it says so once, and serving goes on without.
+
+    Raises `ConfigError` if it cannot be begun.
+    """
+
+    def __init__(self, path: str) -> None:
+        try:
+            self._file = Path(path).open("w", encoding="utf-8")  # noqa: SIM115 (closed by `_end`)
+        except OSError as error:
+            raise ConfigError(f"timeline {path} cannot be written: {error.strerror}") from error
+        self._timeline: Timeline | None = Timeline(self._file)
+
+    def observe(self, events: Iterable[Event]) -> None:
+        """Take what happened."""
+        self._write(lambda timeline: timeline.observe(events))
+
+    def flush(self) -> None:
+        """Let the file have all that is over."""
+        self._write(Timeline.flush)
+
+    def close(self) -> None:
+        """End the file."""
+        self._write(Timeline.close)
+        self._end()
+
+    def _write(self, act: Callable[[Timeline], None]) -> None:
+        if self._timeline is None:
+            return
+        try:
+            act(self._timeline)
+        except OSError as error:
+            print(f"the timeline {self._file.name} ends here: {error.strerror}", file=sys.stderr, flush=True)
+            self._end()
+
+    def _end(self) -> None:
+        self._timeline = None
+        with suppress(OSError):  # what it could not write it cannot write now
+            self._file.close()
 
 
 class EngineServer:
@@ -128,7 +155,6 @@ class EngineServer:
         self._parent = parent
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
-        self._digest = Digest()
         self._told: Stats | None = None
         self._told_at = 0.0
         self._stopping = False
@@ -137,17 +163,28 @@ class EngineServer:
         """Queue a message to the API process; never blocks."""
         self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
 
-    def run(self, loop: Loop) -> None:
-        """Serve until told to stop or the parent is gone."""
+    def run(self, loop: Loop, metrics: EngineMetrics, recorder: Recorder | None = None) -> None:
+        """Serve until told to stop or the parent is gone. metrics, recorder: told all that happens."""
+        digest = Digest()
         while not self._stopping and os.getppid() == self._parent:
             # Messages are taken between steps; only an idle engine waits for one.
             self._read_inbox(loop, wait=loop.idle)
             begin = time.monotonic()
             # After an abort of the last request the engine is idle, but its events are still to be told.
             events = loop.step()
-            if events and (step := self._digest.fold(events)) is not None:
+            step = digest.fold(events)
+            done = not loop.core.requests
+            if step is not None and not done:
                 self.send(step)
-            self._tell_stats(loop)
+            metrics.observe(events)
+            if recorder is not None:
+                recorder.observe(events)
+                if loop.idle:
+                    recorder.flush()
+            self._tell_stats(loop, metrics, at_once=done)
+            if step is not None and done:
+                # After the numbers: whoever asks for them once all requests were answered finds these in them.
+                self.send(step)
             if not events and not loop.idle and time.monotonic() - begin < SPIN_S:
                 self._socket.poll(1)  # nothing can run until a deadline or a message: do not spin
 
@@ -183,15 +220,14 @@ class EngineServer:
             self.send(Refused(message.id, error.param, str(error)))
         except RequestTooLargeError as error:
             self.send(Refused(message.id, "max_tokens", str(error)))
-        else:
-            self._digest.arrived(message.id, time.monotonic())
 
-    def _tell_stats(self, loop: Loop) -> None:
-        """Tell the numbers now and then while busy, and at once when the engine falls idle."""
+    def _tell_stats(self, loop: Loop, metrics: EngineMetrics, *, at_once: bool) -> None:
+        """Tell the numbers now and then."""
         now = time.monotonic()
-        if now - self._told_at < HEARTBEAT_S / 4 and not loop.idle:
+        if now - self._told_at < HEARTBEAT_S / 4 and not at_once:
             return
-        stats = self._digest.stats(loop.core)
+        kv = loop.core.kv
+        stats = Stats(kv.device_total - kv.device_free, metrics.snapshot())
         if stats != self._told or now - self._told_at >= HEARTBEAT_S:
             self.send(stats)
             self._told, self._told_at = stats, now
@@ -221,10 +257,16 @@ def serve_engine(load: Load) -> int:
     socket.set_hwm(0)
     socket.connect(setup.endpoint)
     server = EngineServer(socket, setup.parent)
+    recorder: Recorder | None = None
     try:
+        if setup.config.timeline is not None:
+            recorder = Recorder(setup.config.timeline)
         loop, ready = load(setup, lambda what, share: server.send(Progress(what, share)))
         server.send(ready)
-        server.run(loop)
+        metrics = EngineMetrics(
+            device_blocks=ready.device_blocks, block_size=ready.block_size, block_bytes=ready.block_bytes
+        )
+        server.run(loop, metrics, recorder)
         loop.close()
         socket.close(linger=0)
     except (ConfigError, ModelError) as error:  # a setting or a model that cannot be used: its text says it all
@@ -237,5 +279,7 @@ def serve_engine(load: Load) -> int:
         socket.close(linger=1000)
         return 1
     finally:
+        if recorder is not None:
+            recorder.close()
         context.term()
     return 0

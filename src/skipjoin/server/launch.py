@@ -4,7 +4,7 @@
 |---|---|
 | 0 | ended by SIGTERM or SIGINT |
 | 1 | the engine could not start, or died |
-| 2 | the address cannot be used (the port is taken, the host is not ours), or a file that a setting names is missing |
+| 2 | the address cannot be used (the port is taken, the host is not ours), or a named file cannot be used |
 
 The first signal drains: /ready and new requests answer 503, running requests go on for at most `shutdown_timeout_s`.
 The second ends everything at once. When the engine dies, all requests fail with 503 and so does /health; the process
@@ -52,6 +52,12 @@ def run_server(
     if template is not None and not Path(template).is_file():
         _say(f"error: chat_template {template} is not a file")
         return EXIT_SETTING
+    if engine_config.timeline is not None:
+        try:
+            Path(engine_config.timeline).open("a").close()
+        except OSError as error:
+            _say(f"error: timeline {engine_config.timeline} cannot be written: {error.strerror}")
+            return EXIT_SETTING
     try:
         # Before the model is loaded: a port that is taken is known at once.
         listener = listen(server_config.host, server_config.port)
@@ -79,7 +85,7 @@ class Server:
         self._engine_config = engine_config
         self._config = config
         self._progress = ProgressDisplay()
-        metrics = Metrics()
+        metrics = Metrics(config.metrics_compat)
         self._engine = EngineHandle(metrics, command=engine_command, on_progress=self._progress.update)
         self._service = Service(config, self._engine.client, metrics)
         self._http = HttpServer(build_app(self._service), max_header_bytes=config.max_header_bytes)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from skipjoin.assembly import Engine
 from skipjoin.core.events import Event
 from skipjoin.core.request import Request
+from skipjoin.core.step import StepShape
 from skipjoin.exec.local import LocalHandle, Sampling
 from skipjoin.sampling import ParameterError, SamplingParams
 
@@ -25,6 +26,7 @@ class EngineLoop:
         self.engine = engine
         self.core = engine.core
         self.clock = time.monotonic
+        self._cost = engine.info.cost
         self._in_flight: deque[LocalHandle] = deque()
         self._seeds = random.Random(engine.seed)
 
@@ -75,6 +77,8 @@ class EngineLoop:
             self._in_flight.append(self.engine.executor.submit(plan, self.clock()))
         if self._in_flight:
             result = self._in_flight.popleft().result()
+            if result.plan.slices:
+                self._cost.learn(StepShape.of(result.plan.slices), result.seconds - result.moving)
             self.core.finish_step(result, self.clock())
         return self.core.take_events()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from skipjoin.config import EngineConfig
+from skipjoin.observe.metrics import Snapshot
 from skipjoin.sampling import SamplingParams, TokenDetail
 
 
@@ -61,7 +62,8 @@ class Progress(msgspec.Struct, frozen=True, tag="progress", array_like=True):
 class Ready(msgspec.Struct, frozen=True, tag="ready", array_like=True):
     """The engine takes requests; what there is to know about it.
 
-    folder: where the tokenizer lies. max_model_len: most tokens of prompt and output together.
+    folder: where the tokenizer lies. max_model_len: most tokens of prompt and output together. device_blocks,
+    host_blocks: KV blocks of block_size tokens and block_bytes bytes on each tier.
     """
 
     model: str
@@ -69,7 +71,9 @@ class Ready(msgspec.Struct, frozen=True, tag="ready", array_like=True):
     max_model_len: int
     vocab_size: int
     device_blocks: int
+    host_blocks: int
     block_size: int
+    block_bytes: int
     recipe: str
     dtype: str
     device: str
@@ -86,14 +90,14 @@ class Step(msgspec.Struct, frozen=True, tag="step", array_like=True):
 
     ids, tokens: a generated token for each of these requests; none stands twice. details: by index into `ids`.
     ended: (id, reason) of requests that are over, this step's token included; reason is a `FinishReason`.
-    started: (id, seconds queued) of requests that run for the first time.
+    started: requests that run for the first time.
     """
 
     ids: list[int] = []
     tokens: list[int] = []
     details: dict[int, TokenDetail] = {}
     ended: list[tuple[int, str]] = []
-    started: list[tuple[int, float]] = []
+    started: list[int] = []
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused", array_like=True):
@@ -105,13 +109,20 @@ class Refused(msgspec.Struct, frozen=True, tag="refused", array_like=True):
 
 
 class Stats(msgspec.Struct, frozen=True, tag="stats", array_like=True):
-    """How the engine fares. blocks_used: of Ready.device_blocks. preemptions, steps: since the start."""
+    """How the engine fares. blocks_used: of Ready.device_blocks, by the ledger."""
 
-    running: int
-    waiting: int
     blocks_used: int
-    preemptions: int
-    steps: int
+    metrics: Snapshot
+
+    @property
+    def running(self) -> int:
+        """Requests in the running batch."""
+        return int(self.metrics.row("num_requests_running")[0])
+
+    @property
+    def waiting(self) -> int:
+        """Requests that are not running."""
+        return int(self.metrics.row("num_requests_waiting")[0])
 
 
 FromEngine = Progress | Ready | Failed | Step | Refused | Stats

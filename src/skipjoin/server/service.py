@@ -69,7 +69,7 @@ class Service:
         """The engine is ready: take work."""
         self._info, self._tokenizer = info, tokenizer
         self.name = self.config.served_model_name or info.model
-        self.metrics.ready(info)
+        self.metrics.ready(info, self.name)
         if self.phase is Phase.STARTING:
             self.phase = Phase.OPEN
 
@@ -182,7 +182,7 @@ class Service:
     def sampling(
         self, body: Generation, *, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None
     ) -> SamplingParams:
-        """The body's sampling rules; fields that are null or missing take the defaults. Raises 400."""
+        """The body's sampling rules for one prompt; fields that are null or missing take the defaults. Raises 400."""
         given: dict[str, Any] = {
             "temperature": body.temperature,
             "top_p": body.top_p,
@@ -203,9 +203,11 @@ class Service:
         self.check_ids("stop_token_ids", body.stop_token_ids or ())
         self.check_ids("logit_bias", [int(token) for token in body.logit_bias or ()])
         try:
-            return SamplingParams(max_tokens=max_tokens, **{k: v for k, v in given.items() if v is not None})
+            params = SamplingParams(max_tokens=max_tokens, **{k: v for k, v in given.items() if v is not None})
         except ParameterError as error:
             raise from_parameter(error) from error
+        self.metrics.choices(body.n or 1)
+        return params
 
 
 def stop_strings(body: Generation) -> tuple[str, ...]:

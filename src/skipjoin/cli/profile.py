@@ -1,0 +1,119 @@
+"""`skipjoin profile`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from skipjoin.cli.options import (
+    ENGINE,
+    Attention,
+    BlockSize,
+    Device,
+    Dtype,
+    GpuShare,
+    KvCacheGib,
+    MaxBatchedTokens,
+    MaxModelLen,
+    MaxNumSeqs,
+    Model,
+    Threads,
+    plain_errors,
+)
+from skipjoin.config import ConfigError, EngineConfig
+from skipjoin.profile import Profile, Transfer, cache_path, write_profile
+
+if TYPE_CHECKING:
+    from skipjoin.exec.profiler import Effort
+
+
+def profile(
+    model: Model = ENGINE.model,
+    *,
+    dtype: Dtype = ENGINE.dtype,
+    device: Device = ENGINE.device,
+    attention: Attention = ENGINE.attention,
+    threads: Threads = ENGINE.threads,
+    seconds: Annotated[float, typer.Option(help="Longest time to measure; fewer suffice on a quiet machine.")] = 60.0,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the profile here [default: the user's cache].")
+    ] = None,
+    max_model_len: MaxModelLen = ENGINE.max_model_len,
+    max_num_seqs: MaxNumSeqs = ENGINE.max_num_seqs,
+    max_num_batched_tokens: MaxBatchedTokens = ENGINE.max_num_batched_tokens,
+    block_size: BlockSize = ENGINE.block_size,
+    kv_cache_gib: KvCacheGib = ENGINE.kv_cache_gib,
+    gpu_memory_utilization: GpuShare = ENGINE.gpu_memory_utilization,
+) -> None:
+    """Measure what steps and transfers of MODEL cost here, for the server and the simulator."""
+    from skipjoin.exec.profiler import THOROUGH_PRECISION, Effort  # noqa: PLC0415
+
+    with plain_errors():
+        if not 1 <= seconds <= 1e5:
+            raise ConfigError(f"seconds must be in [1, 100000], got {seconds}")
+        config = EngineConfig(
+            model=model,
+            dtype=dtype,
+            device=device,
+            attention=attention,
+            max_model_len=max_model_len,
+            block_size=block_size,
+            kv_cache_gib=kv_cache_gib,
+            gpu_memory_utilization=gpu_memory_utilization,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            threads=threads,
+        )
+        found = _measure(config, Effort(seconds, THOROUGH_PRECISION))
+        path = out or cache_path(found.key)
+        write_profile(found, path)
+    _print(found, path)
+
+
+def _measure(config: EngineConfig, effort: Effort) -> Profile:
+    """The profile; a bar per stage of the work, if a person is watching."""
+    from skipjoin.assembly import profile_model  # noqa: PLC0415
+
+    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bars:
+        tasks = {}
+
+        def show(what: str, share: float) -> None:
+            if what not in tasks:
+                tasks[what] = bars.add_task(what, total=1.0)
+            bars.update(tasks[what], completed=share)
+
+        return profile_model(config, effort, show)
+
+
+def _print(found: Profile, path: Path) -> None:
+    key, cost, errors = found.key, found.cost, found.errors
+    parallel = "" if key.tp == key.pp == 1 else f", tp {key.tp}, pp {key.pp}"
+    table = Table(
+        title=f"{key.model}, {key.dtype}, {key.attention} attention{parallel}\n{key.device}", show_header=False
+    )
+    rows = [
+        ("step, at least", f"{cost.floor * 1e3:.3f} ms"),
+        ("prefill", f"{cost.prefill_token * 1e6:.2f} us per token"),
+        ("attention of prefill", f"{cost.attention_pair * 1e9:.3f} ns per query-key pair"),
+        ("decode", f"{cost.decode * 1e6:.2f} us per request"),
+        ("context of decodes", f"{cost.context_token * 1e9:.1f} ns per token"),
+        ("KV out, device to host", _rate(found.transfer_out, found.kv_bytes_per_block)),
+        ("KV in, host to device", _rate(found.transfer_in, found.kv_bytes_per_block)),
+    ]
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
+    shapes = f"{errors.held_out} shapes that it was not fitted to" if errors.held_out else "the shapes it was fitted to"
+    print(f"error on {shapes}: median {errors.median:.1%}, P95 {errors.p95:.1%} ({errors.fitted} shapes fitted)")
+    print(f"profile: {path}")
+
+
+def _rate(transfer: Transfer, block_bytes: int) -> str:
+    each = f"{transfer.floor * 1e6:.0f} us each"
+    return f"{block_bytes / transfer.block / 1e9:.2f} GB/s, {each}" if transfer.block else each

@@ -1,0 +1,104 @@
+"""Which steps to measure: any number of them, from the first on, covers the steps that an engine may run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+# Slices as (start, tokens).
+Pieces = tuple[tuple[int, int], ...]
+# One of so many steps of each kind is kept from the fit, to tell how good it is.
+HELD_OUT_EVERY = 3
+# Of the Halton sequences. Not 3: with every third step held out, one third of a range would be held out.
+_BASES = (2, 5, 7, 11)
+
+
+class Limits(NamedTuple):
+    """What a step may hold: tokens and requests in it, positions of a request, KV tokens of all its requests."""
+
+    tokens: int
+    requests: int
+    positions: int
+    kv_tokens: int
+
+
+class Case(NamedTuple):
+    """A step to measure. held_out: it is not for the fit."""
+
+    pieces: Pieces
+    held_out: bool
+
+
+def cases(limits: Limits, per_kind: int) -> list[Case]:
+    """The smallest step, then of each kind in turn up to `per_kind` steps: decodes, whole prompts, chunks of
+    prompts, and mixes. Sizes follow a Halton sequence, whose every beginning fills the space evenly: batch and
+    prefill on a logarithmic scale, since what they cost spans that, context on a quadratic one.
+    """
+    found: dict[Pieces, bool] = {((0, 1),): False}
+    if limits.tokens < 2 or limits.positions < 2:
+        kinds: tuple[Callable[[Limits, list[float]], Pieces], ...] = (_decodes,)
+    else:
+        kinds = (_decodes, _prompts, _mix, _chunk)
+    for index in range(per_kind):
+        for kind in kinds:
+            pieces = kind(limits, [_halton(index + 1, base) for base in _BASES])
+            if _can_run(pieces, limits):
+                found.setdefault(pieces, index % HELD_OUT_EVERY == HELD_OUT_EVERY - 1)
+    return [Case(pieces, held_out) for pieces, held_out in found.items()]
+
+
+def _can_run(pieces: Pieces, limits: Limits) -> bool:
+    return (
+        len(pieces) <= limits.requests
+        and sum(tokens for _, tokens in pieces) <= limits.tokens
+        and sum(start + tokens for start, tokens in pieces) <= limits.kv_tokens
+    )
+
+
+def _decodes(limits: Limits, at: list[float]) -> Pieces:
+    batch = _between(1, min(limits.requests, limits.tokens), at[0])
+    return tuple(_ragged(batch, 1 + int(at[1] ** 2 * (limits.positions - 1)), limits.positions))
+
+
+def _prompts(limits: Limits, at: list[float]) -> Pieces:
+    tokens = _between(2, limits.tokens, at[0])
+    # One prompt, or its tokens in up to four: the first costs more attention.
+    most = min(limits.requests, tokens // 2)
+    parts = max(min(most, 1 + int(at[1] * 4)), -(-tokens // limits.positions))
+    return ((0, min(limits.positions, max(2, tokens // parts))),) * min(parts, limits.requests)
+
+
+def _chunk(limits: Limits, at: list[float]) -> Pieces:
+    tokens = _between(2, min(limits.tokens, limits.positions), at[0])
+    return ((int(at[1] * (limits.positions - tokens)), tokens),)
+
+
+def _mix(limits: Limits, at: list[float]) -> Pieces:
+    batch = _between(1, max(1, min(limits.requests - 1, limits.tokens - 2)), at[2])
+    context = 1 + int(at[1] ** 2 * (limits.positions - 1))
+    tokens = _between(2, max(2, min(limits.tokens - batch, limits.positions)), at[0])
+    start = int(at[3] ** 2 * (limits.positions - tokens))
+    return (*_ragged(batch, context, limits.positions), (start, tokens))
+
+
+def _ragged(batch: int, context: int, positions: int) -> Iterator[tuple[int, int]]:
+    """Decodes whose contexts lie evenly between half and one and a half of `context`, as requests' do."""
+    for index in range(batch):
+        length = round(context * (0.5 + (index + 0.5) / batch))
+        yield (min(positions, max(1, length)) - 1, 1)
+
+
+def _between(low: int, high: int, at: float) -> int:
+    """`at` in [0, 1) of the way from low to high, on a logarithmic scale."""
+    return max(low, min(high, round(low * math.exp(at * math.log(max(1.0, high / low))))))
+
+
+def _halton(index: int, base: int) -> float:
+    """Element `index`, from 1, of the van der Corput sequence: the digits mirrored at the point."""
+    value, digit = 0.0, 1.0
+    while index:
+        digit /= base
+        index, rest = divmod(index, base)
+        value += digit * rest
+    return value

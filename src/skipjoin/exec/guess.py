@@ -1,0 +1,45 @@
+"""What steps cost before anything was measured: from the model's size and the usual speed of such a device."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from skipjoin.model.causal_lm import CausalLM
+from skipjoin.model.kv_cache import PagedKV
+from skipjoin.policies.cost import LinearCost
+
+
+class Rates(NamedTuple):
+    """Bytes per second that weights and KV are read at, floating point operations per second in products, bytes per
+    second between the tiers, and the seconds that a step takes however small it is."""
+
+    memory: float
+    arithmetic: float
+    link: float
+    step_s: float
+
+
+# Two cores of a server's CPU, and a data-centre GPU at half its data sheet: right within a factor of three on most
+# machines. The steps that run correct the rest.
+RATES = {
+    "cpu": Rates(memory=15e9, arithmetic=2.5e11, link=4e9, step_s=1e-3),
+    "cuda": Rates(memory=1e12, arithmetic=1e14, link=1e10, step_s=5e-3),
+}
+
+
+def guess_cost(model: CausalLM, block_size: int) -> LinearCost:
+    """A linear cost: every step reads the weights once, and computes two operations per weight and token."""
+    rates, config = RATES[model.device.type], model.config
+    block_bytes = PagedKV.bytes_per_block(config, block_size, model.dtype)
+    token = 2 * model.weight_bytes / model.dtype.itemsize / rates.arithmetic
+    # Two products of head_dim multiply-adds for each pair, head and layer.
+    pair = 4 * config.num_layers * config.num_heads * config.head_dim / rates.arithmetic
+    return LinearCost(
+        floor=rates.step_s + model.weight_bytes / rates.memory,
+        prefill_token=token,
+        attention_pair=pair,
+        decode=token,
+        context_token=block_bytes / block_size / rates.memory,
+        block=block_bytes / rates.link,
+        transfer_floor=1e-4,
+    )

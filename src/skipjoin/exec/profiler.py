@@ -1,0 +1,337 @@
+"""Measuring what steps and transfers cost on this machine, and making a profile of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from skipjoin.core.request import Request
+from skipjoin.core.step import Direction, Move, Slice, StepPlan, StepShape
+from skipjoin.exec.cases import Case, Limits, Pieces, cases
+from skipjoin.exec.fit import Array, fit_times, relative_errors, step_features
+from skipjoin.exec.guess import guess_cost
+from skipjoin.exec.kv_store import KVStore
+from skipjoin.exec.local import LocalExecutor, Sampling
+from skipjoin.model.causal_lm import CausalLM
+from skipjoin.model.config import ModelConfig
+from skipjoin.model.kv_cache import PagedKV
+from skipjoin.policies.cost import STEP_TERMS, LinearCost
+from skipjoin.profile import FitErrors, Profile, ProfileKey, Sample, Transfer
+from skipjoin.sampling import SamplingParams
+
+# Called with (what is being done, share done between 0 and 1).
+OnProgress = Callable[[str, float], None]
+
+_PER_KIND = 12
+# Fewest runs of a step after the one that warms it up.
+_FEWEST_RUNS = 6
+# Steps of which no run was made when this share of the time is spent are left out: half as many steps, each measured
+# several times, say more than all of them measured once.
+_NEW_STEPS_SHARE = 0.3
+# No run may take more than this share of the time that is left.
+_RUN_SHARE = 0.25
+# All runs of a step together may take so many times its fair part of the time: long steps do not get as many.
+_FAIR_PARTS = 2
+# With fewer measured shapes than this to fit five coefficients to, the guess is scaled instead.
+_FEWEST_SHAPES = 8
+# A cost model divides by its floor.
+_LEAST_FLOOR_S = 1e-6
+# KV that steps read while they are measured: more than caches hold, so that it comes from memory.
+_KV_BYTES = 256 << 20
+# Sizes of transfers, and of the pools that they run between.
+_TRANSFER_BLOCKS = tuple(2**power for power in range(9))
+_TRANSFER_BYTES = 64 << 20
+# The transfer by which the slower direction is told.
+_COMPARED_BLOCKS = 16
+
+_TRANSFER_RUNS = 12
+# Of the time; the first two runs of each are made however long they take.
+_TRANSFER_SHARE = 0.1
+
+# Attributes of a model that its steps' times do not depend on.
+_NOT_SHAPE = ("eos_token_ids", "bos_token_id", "pad_token_id", "dtype_name")
+
+
+class Effort(NamedTuple):
+    """How long to measure: for at most about `seconds`, and no longer than until times are known to within the share
+    `precision` of themselves."""
+
+    seconds: float
+    precision: float
+
+
+# Before a server's first request, and when a profile is asked for.
+FIRST_START = Effort(20.0, 0.05)
+THOROUGH_PRECISION = 0.03
+
+
+class _Measured(NamedTuple):
+    """What a step takes: the lower quartile of `runs` runs."""
+
+    shape: StepShape
+    seconds: float
+    runs: int
+    held_out: bool
+
+
+def profile_key(name: str, model: CausalLM, version: str) -> ProfileKey:
+    """Of this model in this process. name: for people; of a folder its last part is kept."""
+    return ProfileKey(
+        model=Path(name).resolve().name if Path(name).is_dir() else name,
+        shape=shape_hash(model.config),
+        device_kind=model.device.type,
+        device=_device_name(model.device),
+        threads=torch.get_num_threads(),
+        dtype=str(model.dtype).removeprefix("torch."),
+        attention=model.attention.name,
+        tp=1,
+        pp=1,
+        version=version,
+    )
+
+
+def shape_hash(config: ModelConfig) -> str:
+    """The same for models whose steps cost the same: everything but the meaning of tokens."""
+    values = {name: value for name, value in dataclasses.asdict(config).items() if name not in _NOT_SHAPE}
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def measure_profile(
+    executor: LocalExecutor, key: ProfileKey, limits: Limits, effort: Effort, on_progress: OnProgress
+) -> Profile:
+    """Measure steps and transfers, and fit a cost model to them.
+
+    Writes into KV blocks that nobody holds yet: call it before the first request. limits: of the engine's steps.
+    """
+    began = time.perf_counter()
+    model, block_size = executor.model, executor.store.device.block_size
+    transfers = _measure_transfers(model, block_size, began + effort.seconds * _TRANSFER_SHARE)
+    steps = _measure_steps(executor, limits, began + effort.seconds, effort.precision, on_progress)
+    terms, errors = _fit_steps(steps, guess_cost(model, block_size))
+    slower = max(transfers.values(), key=lambda transfer: transfer.floor + transfer.block * _COMPARED_BLOCKS)
+    return Profile(
+        key=key,
+        cost=LinearCost(**terms, block=slower.block, transfer_floor=slower.floor),
+        transfer_out=transfers[Direction.OUT],
+        transfer_in=transfers[Direction.IN],
+        block_size=block_size,
+        kv_bytes_per_block=executor.store.device.block_bytes,
+        weight_bytes=model.weight_bytes,
+        vocab_size=model.config.vocab_size,
+        max_positions=model.config.max_positions,
+        errors=errors,
+        samples=tuple(Sample(*step.shape, step.seconds, step.runs, step.held_out) for step in steps),
+        machine=_machine(model.device),
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+
+
+# -- steps ----------------------------------------------------------------------------------------------------------
+
+
+class _Clock:
+    """Says which runs there is time for. tokens: of a step. runs: the seconds of those that it had."""
+
+    def __init__(self, deadline: float) -> None:
+        self._began = time.perf_counter()
+        self._budget = max(1e-9, deadline - self._began)
+        self._heaviest, self._heaviest_s = 0, 0.0
+        self._steps = 0
+
+    @property
+    def share(self) -> float:
+        """Of the time, how much is spent; above 1 when it is over."""
+        return (time.perf_counter() - self._began) / self._budget
+
+    def allows(self, tokens: int, runs: Sequence[float]) -> bool:
+        if not self._steps:
+            return True
+        share = self.share
+        if not runs:
+            # Heavier steps that ran later may show that it is not so long: it is asked again in the next round.
+            expected = self._heaviest_s * max(1.0, tokens / self._heaviest)
+            return share < _NEW_STEPS_SHARE and expected < (1 - share) * self._budget * _RUN_SHARE
+        expected = runs[-1]
+        is_fair = sum(runs) + expected < self._budget * _FAIR_PARTS / self._steps
+        return is_fair and expected < (1 - share) * self._budget * _RUN_SHARE
+
+    def note(self, tokens: int, runs: Sequence[float]) -> None:
+        """The last of these runs was made just now."""
+        self._steps += len(runs) == 1
+        if tokens >= self._heaviest:
+            self._heaviest, self._heaviest_s = tokens, runs[-1]
+
+
+def _measure_steps(
+    executor: LocalExecutor, limits: Limits, deadline: float, precision: float, on_progress: OnProgress
+) -> list[_Measured]:
+    """The times of as many steps as there is time for; at least the smallest one.
+
+    Steps take turns, so that a slow spell of the machine hits all of them.
+    """
+    block_size, used = executor.store.device.block_size, _used_blocks(executor, limits)
+    plans = [(case, _plan(case.pieces, block_size, used)) for case in cases(limits, _PER_KIND)]
+    times: dict[Case, list[float]] = {case: [] for case, _ in plans}
+    clock, has_run = _Clock(deadline), True
+    while has_run and _imprecision(times.values()) > precision:
+        has_run = False
+        for case, plan in plans:
+            tokens, runs = sum(piece.tokens for piece in plan.slices), times[case]
+            if clock.allows(tokens, runs):
+                runs.append(executor.submit(plan, 0.0).result().seconds)
+                clock.note(tokens, runs)
+                has_run = True
+                on_progress("measuring step costs", min(1.0, clock.share))
+    on_progress("measuring step costs", 1.0)
+    # The first run is a warm-up, and counts only where there was no time for another. Others who use the machine
+    # only ever add time, so the step's own is nearer to the lower quartile than to the median.
+    counted = [(case, plan, times[case][1:] or times[case]) for case, plan in plans if times[case]]
+    return [
+        _Measured(StepShape.of(plan.slices), float(np.quantile(runs, 0.25)), len(runs), case.held_out)
+        for case, plan, runs in counted
+    ]
+
+
+def _imprecision(times: Iterable[Sequence[float]]) -> float:
+    """About how far off the times are, relative to themselves: the spread of a step's runs over the root of their
+    number, for the median step; infinite while most have too few runs to tell."""
+    return statistics.median([_spread(runs[1:]) for runs in times if runs] or [math.inf])
+
+
+def _spread(runs: Sequence[float]) -> float:
+    if len(runs) < _FEWEST_RUNS:
+        return math.inf
+    low, middle, high = np.quantile(runs, (0.25, 0.5, 0.75)).tolist()
+    spread: float = (high - low) / middle / math.sqrt(len(runs))
+    return spread
+
+
+def _used_blocks(executor: LocalExecutor, limits: Limits) -> int:
+    """How many of the pool's first blocks the steps use; written, since memory that never was is one page of zeros,
+    which is read faster than any other."""
+    kv = executor.store.device
+    used = min(kv.num_blocks, max(_KV_BYTES // kv.block_bytes, -(-limits.positions // kv.block_size)))
+    kv.tensor[:used].fill_(0.01)
+    return used
+
+
+def _plan(pieces: Pieces, block_size: int, used: int) -> StepPlan:
+    """A step with slices of (start, tokens), each in blocks of its own as far as `used` blocks go."""
+    sampling = Sampling(SamplingParams(temperature=0), 0, ())
+    slices, next_block = [], 0
+    for number, (start, tokens) in enumerate(pieces):
+        blocks = -(-(start + tokens) // block_size)
+        table = tuple((next_block + index) % used for index in range(blocks))
+        next_block += blocks
+        request = Request(number, 0.0, [number % 2] * (start + tokens), 1, sampling=sampling)
+        slices.append(Slice(request, start, tokens, True, False, table))
+    return StepPlan(0, tuple(slices))
+
+
+def _fit_steps(steps: Sequence[_Measured], guess: LinearCost) -> tuple[dict[str, float], FitErrors]:
+    """The terms of `LinearCost.step`, and how well they say the times of the steps that were held out."""
+    fitted = [step for step in steps if not step.held_out]
+    held_out = [step for step in steps if step.held_out]
+    if len(fitted) < _FEWEST_SHAPES:
+        scale = statistics.median(step.seconds / guess.step(step.shape) for step in steps)
+        coefficients: Array = scale * np.array([getattr(guess, name) for name in STEP_TERMS])
+    else:
+        coefficients = fit_times(*_table(fitted))
+    errors = relative_errors(coefficients, *_table(held_out or fitted))
+    terms = dict(zip(STEP_TERMS, coefficients.tolist(), strict=True))
+    terms["floor"] = max(terms["floor"], _LEAST_FLOOR_S)
+    median, p95 = np.quantile(errors, (0.5, 0.95)).tolist()
+    return terms, FitErrors(median, p95, len(fitted), len(held_out))
+
+
+def _table(steps: Sequence[_Measured]) -> tuple[Array, Array]:
+    """Features and seconds of measured steps."""
+    return step_features([step.shape for step in steps]), np.array([step.seconds for step in steps])
+
+
+# -- transfers ------------------------------------------------------------------------------------------------------
+
+
+def _measure_transfers(model: CausalLM, block_size: int, deadline: float) -> dict[Direction, Transfer]:
+    """Seconds of moves between two pools of their own, fitted over several numbers of blocks."""
+    block_bytes = PagedKV.bytes_per_block(model.config, block_size, model.dtype)
+    most = max(_TRANSFER_BLOCKS[2], min(_TRANSFER_BLOCKS[-1], _TRANSFER_BYTES // block_bytes))
+    store = KVStore(
+        model.config, model.dtype, model.device, device_blocks=most, host_blocks=most, block_size=block_size
+    )
+    owner = Request(0, 0.0, [0], 1)
+    moves = [
+        Move(direction, owner, tuple(range(count)), tuple(reversed(range(count))))
+        for count in _TRANSFER_BLOCKS
+        if count <= most
+        for direction in Direction
+    ]
+    times: dict[Move, list[float]] = {move: [] for move in moves}
+    for turn in range(_TRANSFER_RUNS):
+        if turn > 1 and time.perf_counter() > deadline:
+            break
+        for move in moves:
+            times[move].append(_seconds_of(move, store, model.device))
+    found = {}
+    for direction in Direction:
+        runs = [
+            (len(move.source), float(np.quantile(times[move][1:], 0.25)))
+            for move in moves
+            if move.direction is direction
+        ]
+        features = np.array([(1.0, count) for count, _ in runs])
+        floor, block = fit_times(features, np.array([seconds for _, seconds in runs])).tolist()
+        found[direction] = Transfer(floor, block)
+    return found
+
+
+def _seconds_of(move: Move, store: KVStore, device: torch.device) -> float:
+    start = time.perf_counter()
+    store.apply((move,))
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
+
+
+# -- the machine ----------------------------------------------------------------------------------------------------
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
+
+
+def _machine(device: torch.device) -> dict[str, str]:
+    """What a reader of a profile wants to know besides its key; no names and no paths."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    described = {
+        "cpu": _cpu_name(),
+        "cores": str(os.cpu_count()),
+        "memory_gib": f"{memory / 2**30:.1f}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+    if device.type == "cuda":
+        described["gpu_memory_gib"] = f"{torch.cuda.get_device_properties(device).total_memory / 2**30:.1f}"
+    return described

@@ -1,0 +1,112 @@
+"""The fit of a linear cost to measured times."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skipjoin.core.step import StepShape
+from skipjoin.exec.cases import HELD_OUT_EVERY, Case, Limits, cases
+from skipjoin.exec.fit import fit_times, relative_errors, step_features
+from skipjoin.policies.cost import STEP_TERMS, LinearCost
+
+LIMITS = Limits(tokens=2048, requests=128, positions=1024, kv_tokens=65536)
+
+
+def shape_of(case: Case) -> StepShape:
+    long = [(start, tokens) for start, tokens in case.pieces if tokens > 1]
+    short = [start for start, tokens in case.pieces if tokens == 1]
+    pairs = sum(tokens * start + tokens * (tokens + 1) // 2 for start, tokens in long)
+    return StepShape(sum(tokens for _, tokens in long), pairs, len(short), sum(short) + len(short))
+
+
+SHAPES = [shape_of(case) for case in cases(LIMITS, 12)]
+FEATURES = step_features(SHAPES)
+TERMS = st.tuples(st.floats(1e-4, 1e-1), st.floats(0, 1e-3), st.floats(0, 1e-6), st.floats(0, 1e-3), st.floats(0, 1e-5))
+
+
+def test_features_are_what_the_terms_multiply() -> None:
+    terms = [0.5, 0.25, 0.125, 2.0, 4.0]
+    cost = LinearCost(**dict(zip(STEP_TERMS, terms, strict=True)))
+    assert (FEATURES @ np.array(terms)).tolist() == pytest.approx([cost.step(shape) for shape in SHAPES])
+
+
+@given(terms=TERMS)
+def test_exact_times_are_explained_exactly(terms: tuple[float, ...]) -> None:
+    seconds = FEATURES @ np.array(terms)
+    found = fit_times(FEATURES, seconds)
+    assert found.min() >= 0
+    assert relative_errors(found, FEATURES, seconds).max() < 1e-6
+
+
+@given(terms=TERMS, seed=st.integers(0, 1000))
+def test_outliers_and_noise_do_not_move_the_fit_far(terms: tuple[float, ...], seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    truth = FEATURES @ np.array(terms)
+    seconds = truth * np.exp(draw.normal(0, 0.05, len(truth)))
+    seconds[draw.choice(len(truth), 5, replace=False)] *= 10
+    found = fit_times(FEATURES, seconds)
+    assert found.min() >= 0
+    assert np.quantile(relative_errors(found, FEATURES, truth), 0.95) < 0.2
+
+
+def test_a_term_that_would_be_negative_is_zero_and_the_others_are_the_best_without_it() -> None:
+    # Times that fall with the third count: its coefficient would be below zero.
+    counts = np.array([[1.0, x, y] for x in (1, 2, 4, 8) for y in (0, 1, 2)])
+    seconds = counts @ np.array([1.0, 0.5, -0.1])
+    found = fit_times(counts, seconds)
+    alone = fit_times(counts[:, :2], seconds)
+    assert found[2] == 0
+    assert found[:2].tolist() == pytest.approx(alone.tolist())
+
+
+# -- which steps are measured -----------------------------------------------------------------------------------------
+
+
+@given(
+    tokens=st.integers(1, 4096),
+    requests=st.integers(1, 512),
+    positions=st.integers(1, 4096),
+    kv_share=st.floats(1, 50),
+)
+def test_every_case_is_a_step_that_the_engine_could_run(
+    tokens: int, requests: int, positions: int, kv_share: float
+) -> None:
+    limits = Limits(tokens, requests, positions, int(positions * kv_share))
+    found = cases(limits, 12)
+    assert found[0] == Case(((0, 1),), False)
+    assert len({case.pieces for case in found}) == len(found)
+    for case in found:
+        assert 1 <= len(case.pieces) <= requests
+        assert sum(count for _, count in case.pieces) <= tokens
+        assert sum(start + count for start, count in case.pieces) <= limits.kv_tokens
+        assert all(start >= 0 and count >= 1 and start + count <= positions for start, count in case.pieces)
+
+
+def test_every_beginning_covers_all_kinds_and_sizes() -> None:
+    first = cases(LIMITS, 12)[:20]
+    shapes = [shape_of(case) for case in first]
+    for kind in (
+        lambda shape: shape.decodes and not shape.prefill,
+        lambda shape: shape.prefill and not shape.decodes,
+        lambda shape: shape.prefill and shape.decodes,
+    ):
+        of_kind = [shape for shape in shapes if kind(shape)]
+        assert len(of_kind) >= 4
+    prefills, decodes = ({getattr(shape, name) for shape in shapes} for name in ("prefill", "decodes"))
+    assert min(prefills - {0}) <= 16
+    assert max(prefills) >= 256
+    assert min(decodes - {0}) <= 4
+    assert max(decodes) >= 32
+    assert any(start > 0 and tokens > 1 for case in first for start, tokens in case.pieces)
+
+
+def test_a_third_is_held_out_of_every_kind() -> None:
+    found = cases(LIMITS, 12)
+    held_out = [shape_of(case) for case in found if case.held_out]
+    assert len(held_out) == pytest.approx(len(found) / HELD_OUT_EVERY, abs=2)
+    assert any(shape.prefill and shape.decodes for shape in held_out)
+    assert any(shape.prefill and not shape.decodes for shape in held_out)
+    assert any(shape.decodes and not shape.prefill for shape in held_out)

@@ -1,0 +1,137 @@
+"""Profiles of real steps: what is measured and what comes of it. How long steps take is not tested."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from engines import BLOCK_SIZE, CONFIGS, tiny_model
+
+from skipjoin.core.step import StepPlan, StepShape
+from skipjoin.exec.cases import Limits, cases
+from skipjoin.exec.guess import guess_cost
+from skipjoin.exec.kv_store import KVStore
+from skipjoin.exec.local import LocalExecutor, LocalHandle
+from skipjoin.exec.profiler import Effort, measure_profile, profile_key, shape_hash
+from skipjoin.model.config import ModelConfig
+from skipjoin.policies.cost import STEP_TERMS, LinearCost
+
+LIMITS = Limits(tokens=64, requests=8, positions=128, kv_tokens=64 * BLOCK_SIZE)
+# What the clock is made to show for steps.
+SHOWN = LinearCost(floor=2e-3, prefill_token=3e-5, attention_pair=1e-7, decode=4e-5, context_token=1e-6)
+
+
+class Watched(LocalExecutor):
+    """Keeps the plans that it is given, and tells times as `SHOWN` has them, whatever the machine does."""
+
+    plans: list[StepPlan]
+    first_run_factor = 1.0
+
+    def submit(self, plan: StepPlan, now: float) -> LocalHandle:
+        seen = any(plan is known for known in self.plans)
+        self.plans.append(plan)
+        result = super().submit(plan, now).result()
+        factor = 1.0 if seen else self.first_run_factor
+        seconds = SHOWN.step(StepShape.of(plan.slices)) * factor
+        handle: LocalHandle = _Told(type(result)(plan, result.tokens, seconds))  # type: ignore[assignment]
+        return handle
+
+
+class _Told:
+    def __init__(self, result: object) -> None:
+        self._result = result
+
+    def result(self) -> object:
+        return self._result
+
+
+@pytest.fixture
+def executor() -> Iterator[Watched]:
+    model = tiny_model("llama")
+    store = KVStore(
+        model.config,
+        torch.float32,
+        torch.device("cpu"),
+        device_blocks=LIMITS.kv_tokens // BLOCK_SIZE,
+        host_blocks=0,
+        block_size=BLOCK_SIZE,
+    )
+    watched = Watched(model, store)
+    watched.plans = []
+    yield watched
+    watched.close()
+
+
+def test_the_profile_says_what_steps_took_and_how_well_it_knows(executor: Watched) -> None:
+    executor.first_run_factor = 50.0  # a warm-up, which must not count
+    key = profile_key("some/model", executor.model, "1.2.3")
+    shares: list[float] = []
+    profile = measure_profile(executor, key, LIMITS, Effort(60.0, 0.05), lambda what, share: shares.append(share))
+    for name in STEP_TERMS:
+        assert getattr(profile.cost, name) == pytest.approx(getattr(SHOWN, name), rel=1e-3)
+    assert profile.errors.median < 1e-3
+    assert profile.errors.p95 < 1e-3
+    assert profile.errors.held_out == sum(sample.held_out for sample in profile.samples) > 5
+    assert profile.errors.fitted == sum(not sample.held_out for sample in profile.samples) > 10
+    expected = {StepShape.of(plan.slices) for plan in executor.plans}
+    assert {StepShape(s.prefill, s.attention, s.decodes, s.context) for s in profile.samples} == expected
+    assert len(profile.samples) == len(cases(LIMITS, 12))
+    assert all(0 <= share <= 1 for share in shares)
+    assert shares[-1] == 1
+    assert profile.key == key
+    assert profile.block_size == BLOCK_SIZE
+    assert profile.kv_bytes_per_block == executor.store.device.block_bytes
+
+
+def test_transfers_are_measured_both_ways_and_the_cost_is_the_slower(executor: Watched) -> None:
+    key = profile_key("some/model", executor.model, "1.2.3")
+    profile = measure_profile(executor, key, LIMITS, Effort(1.0, 1.0), lambda what, share: None)
+    both = [profile.transfer_out.floor + 16 * profile.transfer_out.block]
+    both.append(profile.transfer_in.floor + 16 * profile.transfer_in.block)
+    assert min(both) > 0
+    assert profile.cost.transfer(16) == pytest.approx(max(both))
+
+
+def test_without_time_the_guess_is_scaled_by_what_little_was_measured(executor: Watched) -> None:
+    key = profile_key("some/model", executor.model, "1.2.3")
+    profile = measure_profile(executor, key, LIMITS, Effort(1e-9, 0.0), lambda what, share: None)
+    assert [StepShape.of(plan.slices) for plan in executor.plans] == [StepShape(decodes=1, context=1)]
+    assert profile.errors.held_out == 0
+    smallest = StepShape(decodes=1, context=1)
+    assert profile.cost.step(smallest) == pytest.approx(SHOWN.step(smallest))
+    guess = guess_cost(executor.model, BLOCK_SIZE)
+    scale = SHOWN.step(smallest) / guess.step(smallest)
+    assert profile.cost.prefill_token == pytest.approx(scale * guess.prefill_token)
+
+
+def test_a_step_too_long_for_the_time_left_is_not_begun(executor: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a model that takes half a second per token, prompts are not measured in two seconds."""
+    slow = LinearCost(floor=0.01, prefill_token=0.5, decode=0.5)
+    monkeypatch.setattr("test_profiler.SHOWN", slow)
+    key = profile_key("some/model", executor.model, "1.2.3")
+    profile = measure_profile(executor, key, LIMITS, Effort(2.0, 0.3), lambda what, share: None)
+    assert executor.plans
+    assert {sum(piece.tokens for piece in plan.slices) for plan in executor.plans} == {1}
+    assert profile.cost.step(StepShape(decodes=1, context=1)) == pytest.approx(0.51, rel=0.1)
+
+
+def test_the_key_is_the_same_for_models_of_one_shape() -> None:
+    config = ModelConfig.from_dict(CONFIGS["llama"])
+    other_end = ModelConfig.from_dict({**CONFIGS["llama"], "eos_token_id": 7, "dtype": "bfloat16"})
+    wider = ModelConfig.from_dict({**CONFIGS["llama"], "intermediate_size": 96})
+    assert shape_hash(config) == shape_hash(other_end) != shape_hash(wider)
+
+
+def test_the_key_holds_no_path(tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("a-model")
+    key = profile_key(str(folder), tiny_model("llama"), "1.2.3")
+    assert key.model == folder.name
+    assert profile_key("org/name", tiny_model("llama"), "1.2.3").model == "org/name"
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_guess_is_a_positive_cost_that_grows_with_everything(family: str) -> None:
+    cost = guess_cost(tiny_model(family), BLOCK_SIZE)
+    assert all(getattr(cost, name) > 0 for name in (*STEP_TERMS, "block", "transfer_floor"))
+    assert guess_cost(tiny_model(family), 2 * BLOCK_SIZE).block == pytest.approx(2 * cost.block)

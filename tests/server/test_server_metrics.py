@@ -1,0 +1,282 @@
+"""/metrics: the names that there are, and numbers that agree with what clients see."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import msgspec
+import pytest
+import zmq
+from prometheus_client.parser import text_string_to_metric_families
+from server_worlds import BLOCKS, HERE, Api, MakeApi, ServerProcess, StartServer
+from simulated_engine import SimulatedLoop
+
+from skipjoin.config import ConfigError, EngineConfig, ServerConfig
+from skipjoin.observe.metrics import EngineMetrics, Snapshot
+from skipjoin.sampling import SamplingParams
+from skipjoin.server.engine_server import EngineServer
+from skipjoin.server.messages import Add, FromEngine, Setup, Shutdown, Stats, Step, ToEngine
+
+GOLDEN = HERE / "metrics_names.txt"
+Numbers = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+def names(text: str) -> list[str]:
+    """Every family as Prometheus reads it: name, type, label names."""
+    found = []
+    for family in text_string_to_metric_families(text):
+        labels = {label for sample in family.samples for label in sample.labels} - {"le"}
+        total = "_total" if family.type == "counter" else ""
+        found.append(" ".join([family.name + total, family.type, *sorted(labels)]))
+    return found
+
+
+def numbers(text: str) -> Numbers:
+    """Every sample by its name and its labels."""
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def scrape(server: ServerProcess) -> Numbers:
+    return numbers(httpx.get(f"{server.url}/metrics").text)
+
+
+def told(snapshot: Snapshot) -> Stats:
+    """The message, having gone over the wire."""
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(Stats(7, snapshot)), type=FromEngine)  # type: ignore[return-value]
+
+
+# -- names ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.anyio
+async def test_the_names_are_these(make_api: MakeApi) -> None:
+    """Dashboards are built on them: a change here must be meant."""
+    async with make_api(metrics_compat="vllm") as api:
+        found = names((await api.http.get("/metrics")).text)
+    assert found == GOLDEN.read_text().splitlines()
+
+
+@pytest.mark.anyio
+async def test_without_compatibility_the_names_are_our_own(api: Api) -> None:
+    found = names((await api.http.get("/metrics")).text)
+    assert found == [line for line in GOLDEN.read_text().splitlines() if line.startswith("skipjoin:")]
+
+
+def test_compatibility_is_with_what_we_know() -> None:
+    with pytest.raises(ConfigError, match="metrics_compat must be one of none, vllm, got 'tgi'"):
+        ServerConfig(metrics_compat="tgi")
+
+
+# -- what the API process makes of them -------------------------------------------------------------------------
+
+
+@pytest.mark.anyio
+async def test_the_same_number_under_both_names(make_api: MakeApi) -> None:
+    snapshot = Snapshot.zero()
+    snapshot.row("generation_tokens_total")[0] = 11
+    snapshot.row("request_success_total")[1] = 3
+    snapshot.row("time_to_first_token_seconds")[:] = [2, *[0] * 14, 1, 400.5]
+    async with make_api(metrics_compat="vllm", served_model_name="org/x") as api:
+        api.engine.client.receive(told(snapshot))
+        found = numbers((await api.http.get("/metrics")).text)
+    for prefix, labels in (("skipjoin", ()), ("vllm", (("model_name", "org/x"),))):
+        assert found[f"{prefix}:generation_tokens_total", labels] == 11
+        reason = tuple(sorted([*labels, ("finished_reason", "length")]))
+        assert found[f"{prefix}:request_success_total", reason] == 3
+        ttft = f"{prefix}:time_to_first_token_seconds"
+        assert found[f"{ttft}_bucket", tuple(sorted([*labels, ("le", "0.005")]))] == 2
+        assert found[f"{ttft}_bucket", tuple(sorted([*labels, ("le", "300.0")]))] == 2
+        assert found[f"{ttft}_bucket", tuple(sorted([*labels, ("le", "+Inf")]))] == 3
+        assert (found[f"{ttft}_count", labels], found[f"{ttft}_sum", labels]) == (3, 400.5)
+    pool = {"block_size": "16", "num_cpu_blocks": "0", "num_gpu_blocks": str(BLOCKS), "recipe": "fcfs"}
+    assert found["skipjoin:cache_config_info", tuple(pool.items())] == 1
+    assert found["vllm:cache_config_info", tuple(sorted([*pool.items(), ("model_name", "org/x")]))] == 1
+
+
+@pytest.mark.anyio
+async def test_a_dead_engine_leaves_its_counts(api: Api) -> None:
+    snapshot = Snapshot.zero()
+    snapshot.row("num_requests_running")[0] = 4
+    snapshot.row("kv_cache_usage_perc")[0] = 0.5
+    snapshot.row("engine_steps_total")[0] = 9
+    api.engine.client.receive(told(snapshot))
+    before = numbers((await api.http.get("/metrics")).text)
+    assert before["skipjoin:num_requests_running", ()] == 4
+    assert (await api.http.get("/load")).json()["running"] == 4
+    api.engine.client.died()
+    after = numbers((await api.http.get("/metrics")).text)
+    changed = {name for (name, _), value in after.items() if before[name, _] != value}
+    assert changed == {"skipjoin:num_requests_running", "skipjoin:kv_cache_usage_perc"}
+    assert after["skipjoin:engine_steps_total", ()] == 9
+
+
+@pytest.mark.anyio
+async def test_the_door_counts_choices_and_refusals(make_api: MakeApi) -> None:
+    async with make_api(max_queued_requests=3, max_queued_tokens=50) as api:
+        assert (await api.complete(n=3, max_tokens=1)).status_code == 200
+        assert (await api.complete(n=1, max_tokens=1)).status_code == 200
+        assert (await api.complete(n=2, top_p=7)).status_code == 400
+        api.service.admission.reserve([45, 0])
+        assert (await api.complete(n=2)).status_code == 429
+        assert (await api.complete(prompt="x" * 40)).status_code == 429
+        api.service.drain()
+        assert (await api.complete()).status_code == 503
+        found = numbers((await api.http.get("/metrics")).text)
+    assert (found["skipjoin:request_params_n_count", ()], found["skipjoin:request_params_n_sum", ()]) == (2, 4)
+    reasons = {
+        reason: found["skipjoin:admission_rejected_total", (("reason", reason),)]
+        for reason in ("requests", "tokens", "draining")
+    }
+    assert reasons == {"requests": 1, "tokens": 1, "draining": 1}
+
+
+# -- what the engine process tells ------------------------------------------------------------------------------
+
+
+class Wire:
+    """A socket that brings one request, records what is sent, and ends the engine once the request is over."""
+
+    def __init__(self, request: Add) -> None:
+        self._inbox: list[ToEngine] = [request]
+        self.sent: list[FromEngine] = []
+
+    def poll(self, milliseconds: int) -> bool:
+        return bool(self._inbox)
+
+    def recv(self, flags: int) -> bytes:
+        if not self._inbox:
+            raise zmq.Again
+        return msgspec.msgpack.encode(self._inbox.pop())
+
+    def send(self, frame: bytes, flags: int) -> None:
+        message: FromEngine = msgspec.msgpack.decode(frame, type=FromEngine)  # type: ignore[arg-type]
+        self.sent.append(message)
+        if isinstance(message, Step) and message.ended:
+            self._inbox.append(Shutdown())
+
+
+def test_the_last_answer_comes_after_its_numbers() -> None:
+    """So that whoever has the answer finds it counted."""
+    wire = Wire(Add(1, [5, 6, 7], SamplingParams(max_tokens=4, ignore_eos=True)))
+    loop = SimulatedLoop(Setup(EngineConfig(), "", 0), 0.0, BLOCKS, 100)
+    EngineServer(wire, os.getppid()).run(loop, EngineMetrics(device_blocks=BLOCKS, block_size=16, block_bytes=1))  # type: ignore[arg-type]
+    *_, numbers, last = wire.sent
+    assert isinstance(last, Step)
+    assert last.ended == [(1, "length")]
+    assert isinstance(numbers, Stats)
+    assert numbers.metrics.row("generation_tokens_total") == [4]
+    assert (numbers.running, numbers.waiting, numbers.blocks_used) == (0, 0, 0)
+    started = [message.started for message in wire.sent if isinstance(message, Step) and message.started]
+    assert started == [[1]]
+
+
+# -- over real processes ----------------------------------------------------------------------------------------
+
+
+def test_metrics_agree_with_what_clients_measure(start_server: StartServer) -> None:
+    """Counts exactly, as soon as the last answer is there; times are no longer than clients saw them."""
+    server = start_server(metrics_compat="vllm")
+
+    def stream(client: httpx.Client, number: int) -> tuple[float, float, int, int]:
+        """Seconds to the first event and to the end; prompt tokens and generated tokens by the usage."""
+        options = {"stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True}
+        body = {"prompt": "a" * (3 + number), "max_tokens": 1 + number % 9, **options}
+        begin, first = time.monotonic(), 0.0
+        with client.stream("POST", f"{server.url}/v1/completions", json=body, timeout=30) as response:
+            for line in response.iter_lines():
+                if line.startswith("data: {"):
+                    first = first or time.monotonic() - begin
+                    last = json.loads(line.removeprefix("data: "))
+        return first, time.monotonic() - begin, last["usage"]["prompt_tokens"], last["usage"]["completion_tokens"]
+
+    with httpx.Client() as client, ThreadPoolExecutor(4) as pool:
+        seen = list(pool.map(lambda number: stream(client, number), range(30)))
+    found = scrape(server)
+    firsts, ends, prompts, outputs = (sum(column) for column in zip(*seen, strict=True))
+    assert outputs == sum(1 + number % 9 for number in range(30))
+
+    def value(name: str, **labels: str) -> float:
+        ours = found[f"skipjoin:{name}", tuple(sorted(labels.items()))]
+        assert found[f"vllm:{name}", tuple(sorted({**labels, "model_name": "tiny"}.items()))] == ours
+        return ours
+
+    assert value("request_success_total", finished_reason="length") == 30
+    assert (value("prompt_tokens_total"), value("generation_tokens_total")) == (prompts, outputs)
+    assert (value("request_prompt_tokens_sum"), value("request_generation_tokens_sum")) == (prompts, outputs)
+    assert value("request_params_n_count") == value("request_params_n_sum") == 30
+    for name in ("time_to_first_token", "e2e_request_latency", "request_queue_time", "request_inference_time"):
+        assert value(f"{name}_seconds_count") == 30
+    assert value("inter_token_latency_seconds_count") == outputs - 30
+    assert 0 < value("time_to_first_token_seconds_sum") <= firsts
+    assert value("time_to_first_token_seconds_sum") <= value("e2e_request_latency_seconds_sum") <= ends
+    assert value("num_requests_running") == value("num_requests_waiting") == value("kv_cache_usage_perc") == 0
+    assert found["skipjoin:engine_steps_total", ()] == value("iteration_tokens_total_count")
+    # Every prompt token and every generated token but the last ones is computed, once.
+    assert value("iteration_tokens_total_sum") == prompts + outputs - 30
+
+
+def test_ends_without_an_answer_are_counted_by_their_reason(start_server: StartServer) -> None:
+    server = start_server(step_s=0.01)
+    late = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a", "max_tokens": 400, "deadline_ms": 100})
+    assert late.status_code == 408
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{server.url}/v1/completions", json={"prompt": "a", "max_tokens": 400}, timeout=0.2)
+    server.wait_idle()
+    found = scrape(server)
+    ended = {
+        reason: found["skipjoin:request_success_total", (("finished_reason", reason),)]
+        for reason in ("stop", "length", "abort", "deadline")
+    }
+    assert ended == {"stop": 0, "length": 0, "abort": 1, "deadline": 1}
+    assert found["skipjoin:deadline_dropped_total", ()] == 1
+
+
+# -- the timeline -----------------------------------------------------------------------------------------------
+
+
+def test_a_server_writes_its_timeline(start_server: StartServer, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text("what was there before")
+    server = start_server(timeline=path)
+    for _ in range(3):
+        httpx.post(f"{server.url}/v1/completions", json={"prompt": "abc", "max_tokens": 5, "n": 2, "ignore_eos": True})
+    server.wait_idle()
+    # The engine is idle: all that is over is in the file.
+    spans = [entry for entry in json.loads(path.read_text() + "]") if entry["ph"] == "X"]
+    assert sum(span["args"].get("generated", 0) for span in spans) == 30
+    assert {span["args"]["left"] for span in spans if span["name"] == "decode"} == {"length"}
+    assert sum(span["name"] == "step" for span in spans) == scrape(server)["skipjoin:engine_steps_total", ()]
+    server.stop()
+    assert [entry for entry in json.loads(path.read_text()) if entry["ph"] == "X"] == spans
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_ends_the_timeline_and_not_the_server(start_server: StartServer) -> None:
+    server = start_server(timeline="/dev/full")
+    for _ in range(2):
+        response = httpx.post(f"{server.url}/v1/completions", json={"prompt": "abc", "max_tokens": 5})
+        assert response.status_code == 200
+    server.wait_idle()
+    assert httpx.get(f"{server.url}/health").status_code == 200
+    server.stop()
+    assert sum("the timeline /dev/full ends here" in line for line in server.errors) == 1
+
+
+def test_a_timeline_that_cannot_be_written_is_known_at_once(tokenizer_folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "nowhere" / "trace.json"
+    command = [sys.executable, str(HERE / "serve.py"), "simulated", str(tokenizer_folder), "0", "9", "9"]
+    result = subprocess.run([*command, f"timeline={path}"], capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 2
+    assert f"timeline {path} cannot be written" in result.stderr
+    assert "pretending to load" not in result.stderr

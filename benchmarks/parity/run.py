@@ -7,8 +7,9 @@ of the rate that the simulator says `fcfs` can sustain, `fcfs` and `fastserve`. 
 simulates, and then runs the engine in real time, in this process: requests enter between steps, as they do in the
 server, and latencies count from the moment they were due. Wanted: mean normalized latency within 20 %, P95 within 30 %.
 
-`corrected` is the same prediction with the coefficients as the engine had corrected them by the end of its run, so
-that a machine whose speed changes between profile and run shows.
+`speed` is how long the steps of the real run took over what the profile says of them, and `corrected` the prediction
+with all coefficients multiplied by it: the machine is shared, its speed changes between profile and run, and this is
+what the simulator would have said of the machine as it was then.
 """
 
 from __future__ import annotations
@@ -34,14 +35,17 @@ from skipjoin.bench.simulation import Cell, Extent, System, run
 from skipjoin.bench.systems import Machine
 from skipjoin.bench.workload import Job, synthetic
 from skipjoin.config import EngineConfig
+from skipjoin.core.events import Computed
+from skipjoin.core.step import StepShape
 from skipjoin.observe.record import Record, add_usage, summarize
 from skipjoin.observe.requests import RequestFacts, RequestLog
 from skipjoin.observe.usage import Usage
+from skipjoin.policies.cost import STEP_TERMS, LinearCost
 from skipjoin.sampling import SamplingParams
 from skipjoin.server.loop import EngineLoop
 
 RECIPES, LOADS = ("fcfs", "fastserve"), (0.5, 0.8)
-KV_GIB, MAX_NUM_SEQS, MAX_TOKENS = 0.25, 32, 512
+KV_GIB, MAX_NUM_SEQS, MAX_TOKENS = 0.5, 32, 512
 WORKLOAD = synthetic("sharegpt*0.25", "poisson")
 FIELDS = ("normalized_latency_s.mean", "normalized_latency_s.p95", "ttft_s.mean", "tpot_s.mean", "batch_mean")
 
@@ -61,12 +65,13 @@ def start(folder: Path, recipe: str, profile: Path) -> Engine:
     )
 
 
-def real_run(engine: Engine, jobs: list[Job]) -> Record:
-    """Send the jobs when they are due, and wait for all."""
+def real_run(engine: Engine, jobs: list[Job], cost: LinearCost) -> tuple[Record, float]:
+    """Send the jobs when they are due, and wait for all. What came of it, and how long steps took over `cost`."""
     loop = EngineLoop(engine)
     info, kv = engine.info, engine.executor.store.device
     ended: list[RequestFacts] = []
     log = RequestLog(ended.append)
+    taken_s = expected_s = 0.0
     usage = Usage(
         device_blocks=info.device_blocks,
         block_size=info.block_size,
@@ -85,13 +90,22 @@ def real_run(engine: Engine, jobs: list[Job]) -> Record:
         events = loop.step()
         log.observe(events)
         usage.observe(events)
+        for event in events:
+            if isinstance(event, Computed):
+                taken_s += event.result.seconds
+                expected_s += cost.step(StepShape.of(event.result.plan.slices))
     end = loop.clock() - begin
     loop.close()
     for facts in ended:
         facts.arrival = begin + jobs[facts.id].at
     record = summarize(ended, now=end)
     add_usage(record, [usage])
-    return record
+    return record, taken_s / expected_s
+
+
+def scaled(cost: LinearCost, factor: float) -> LinearCost:
+    """Every coefficient times a factor."""
+    return replace(cost, **{name: getattr(cost, name) * factor for name in STEP_TERMS})
 
 
 def value(record: Record, field: str) -> float:
@@ -135,9 +149,11 @@ def main() -> None:
                 cell = Cell(system, WORKLOAD, Extent(load * full, args.duration, repeat))
                 predicted = run(cell)
                 engine = start(folder, recipe, path)
-                measured = real_run(engine, cell.jobs())
-                corrected = run(replace(cell, system=replace(system, cost=engine.info.cost.current)))
+                assert isinstance(system.cost, LinearCost)
+                measured, speed = real_run(engine, cell.jobs(), system.cost)
+                corrected = run(replace(cell, system=replace(system, cost=scaled(system.cost, speed))))
                 row: dict[str, object] = {"repeat": repeat, "load": load, "recipe": recipe, "rate_rps": load * full}
+                row["speed"] = round(speed, 4)
                 for field in FIELDS:
                     real = value(measured, field)
                     row[field] = {
@@ -171,7 +187,7 @@ def summarize_rows(rows: list[dict[str, object]]) -> list[dict[str, object]]:
     for load in LOADS:
         for recipe in RECIPES:
             chosen = [row for row in rows if (row["load"], row["recipe"]) == (load, recipe)]
-            line: dict[str, object] = {"load": load, "recipe": recipe}
+            line: dict[str, object] = {"load": load, "recipe": recipe, "speed": [row["speed"] for row in chosen]}
             for field in FIELDS:
                 for kind in ("error", "corrected_error"):
                     errors = [row[field][kind] for row in chosen]  # type: ignore[index]

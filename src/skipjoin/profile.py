@@ -95,6 +95,8 @@ class Profile:
     """A measured cost model and what it was measured on.
 
     cost: transfers of `block_size` tokens per block, in the slower direction; transfer_out, transfer_in: both.
+    unrest: mean time of a step over its undisturbed time, which the fit is made of; `cost` has it in it.
+    host_s: what the engine adds to a step between one and the next.
     kv_bytes_per_block, weight_bytes: over all devices. vocab_size, max_positions: of the model. machine: a
     description for people. date: ISO 8601, UTC.
     """
@@ -103,6 +105,8 @@ class Profile:
     cost: LinearCost
     transfer_out: Transfer
     transfer_in: Transfer
+    unrest: float
+    host_s: float
     block_size: int
     kv_bytes_per_block: int
     weight_bytes: int

@@ -67,7 +67,9 @@ def test_the_profile_says_what_steps_took_and_how_well_it_knows(executor: Watche
     executor.first_run_factor = 50.0  # a warm-up, which must not count
     key = profile_key("some/model", executor.model, "1.2.3")
     shares: list[float] = []
-    profile = measure_profile(executor, key, LIMITS, Effort(60.0, 0.05), lambda what, share: shares.append(share))
+    profile = measure_profile(
+        executor, key, LIMITS, Effort(60.0, 0.05), host_s=1e-4, on_progress=lambda what, share: shares.append(share)
+    )
     for name in STEP_TERMS:
         assert getattr(profile.cost, name) == pytest.approx(getattr(SHOWN, name), rel=1e-3)
     assert profile.errors.median < 1e-3
@@ -86,7 +88,9 @@ def test_the_profile_says_what_steps_took_and_how_well_it_knows(executor: Watche
 
 def test_transfers_are_measured_both_ways_and_the_cost_is_the_slower(executor: Watched) -> None:
     key = profile_key("some/model", executor.model, "1.2.3")
-    profile = measure_profile(executor, key, LIMITS, Effort(1.0, 1.0), lambda what, share: None)
+    profile = measure_profile(
+        executor, key, LIMITS, Effort(1.0, 1.0), host_s=1e-4, on_progress=lambda what, share: None
+    )
     both = [profile.transfer_out.floor + 16 * profile.transfer_out.block]
     both.append(profile.transfer_in.floor + 16 * profile.transfer_in.block)
     assert min(both) > 0
@@ -95,7 +99,9 @@ def test_transfers_are_measured_both_ways_and_the_cost_is_the_slower(executor: W
 
 def test_without_time_the_guess_is_scaled_by_what_little_was_measured(executor: Watched) -> None:
     key = profile_key("some/model", executor.model, "1.2.3")
-    profile = measure_profile(executor, key, LIMITS, Effort(1e-9, 0.0), lambda what, share: None)
+    profile = measure_profile(
+        executor, key, LIMITS, Effort(1e-9, 0.0), host_s=1e-4, on_progress=lambda what, share: None
+    )
     assert [StepShape.of(plan.slices) for plan in executor.plans] == [StepShape(decodes=1, context=1)]
     assert profile.errors.held_out == 0
     smallest = StepShape(decodes=1, context=1)
@@ -110,7 +116,9 @@ def test_a_step_too_long_for_the_time_left_is_not_begun(executor: Watched, monke
     slow = LinearCost(floor=0.01, prefill_token=0.5, decode=0.5)
     monkeypatch.setattr("test_profiler.SHOWN", slow)
     key = profile_key("some/model", executor.model, "1.2.3")
-    profile = measure_profile(executor, key, LIMITS, Effort(2.0, 0.3), lambda what, share: None)
+    profile = measure_profile(
+        executor, key, LIMITS, Effort(2.0, 0.3), host_s=1e-4, on_progress=lambda what, share: None
+    )
     assert executor.plans
     assert {sum(piece.tokens for piece in plan.slices) for plan in executor.plans} == {1}
     assert profile.cost.step(StepShape(decodes=1, context=1)) == pytest.approx(0.51, rel=0.1)

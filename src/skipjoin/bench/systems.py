@@ -42,7 +42,7 @@ class Machine:
             if name not in RECIPES:
                 raise unknown("recipe", name, RECIPES)
         parts = self._from_profile() if self.hardware.endswith(".json") else self._from_catalogue()
-        return [System(recipe=name, **parts, **settings) for name in names]
+        return [System(recipe=name, **(parts | settings)) for name in names]
 
     def _from_catalogue(self) -> dict[str, Any]:
         group = parse_hardware(self.hardware)
@@ -79,6 +79,7 @@ class Machine:
             "block_bytes": profile.kv_bytes_per_block,
             "block_size": profile.block_size,
             "max_model_len": self._context(profile.max_positions),
+            "decision_s": profile.host_s,
         }
 
     def _context(self, most: int) -> int:

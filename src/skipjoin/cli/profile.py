@@ -103,6 +103,7 @@ def _print(found: Profile, path: Path) -> None:
         ("attention of prefill", f"{cost.attention_pair * 1e9:.3f} ns per query-key pair"),
         ("decode", f"{cost.decode * 1e6:.2f} us per request"),
         ("context of decodes", f"{cost.context_token * 1e9:.1f} ns per token"),
+        ("the engine, between steps", f"{found.host_s * 1e3:.3f} ms"),
         ("KV out, device to host", _rate(found.transfer_out, found.kv_bytes_per_block)),
         ("KV in, host to device", _rate(found.transfer_in, found.kv_bytes_per_block)),
     ]

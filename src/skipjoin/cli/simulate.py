@@ -71,7 +71,9 @@ def simulate(
     max_tokens: Annotated[
         int | None, typer.Option(help="What requests ask for (default: just what they will generate).")
     ] = None,
-    decision_ms: Annotated[float, typer.Option(help="Host milliseconds that each decision takes.")] = 0.0,
+    decision_ms: Annotated[
+        float | None, typer.Option(help="Host milliseconds that each decision takes (default: 0, or the profile's).")
+    ] = None,
     replicas: Annotated[int, typer.Option(help="Copies of the system behind one dispatcher.")] = 1,
     dispatch: Annotated[str, typer.Option(help="round-robin or least-work.")] = "round-robin",
     find_max_rate: Annotated[
@@ -117,9 +119,9 @@ def simulate(
             max_num_batched_tokens=max_num_batched_tokens,
             starvation_s=starvation_s,
             max_tokens=max_tokens,
-            decision_s=decision_ms / 1000,
             replicas=replicas,
             dispatch=dispatch,
+            **({} if decision_ms is None else {"decision_s": decision_ms / 1000}),
         )
         workload = make_workload(
             lengths=lengths,

@@ -47,6 +47,8 @@ _RUN_SHARE = 0.25
 _FAIR_PARTS = 2
 # With fewer measured shapes than this to fit five coefficients to, the guess is scaled instead.
 _FEWEST_SHAPES = 8
+# A run that took more than so many times the median is counted as that: it is a hiccup, not what steps take.
+_HICCUP = 3.0
 # A cost model divides by its floor.
 _LEAST_FLOOR_S = 1e-6
 # KV that steps read while they are measured: more than caches hold, so that it comes from memory.
@@ -79,10 +81,11 @@ THOROUGH_PRECISION = 0.03
 
 
 class _Measured(NamedTuple):
-    """What a step takes: the lower quartile of `runs` runs."""
+    """What a step takes: the lower quartile of `runs` runs, and their mean."""
 
     shape: StepShape
     seconds: float
+    mean: float
     runs: int
     held_out: bool
 
@@ -110,23 +113,35 @@ def shape_hash(config: ModelConfig) -> str:
 
 
 def measure_profile(
-    executor: LocalExecutor, key: ProfileKey, limits: Limits, effort: Effort, on_progress: OnProgress
+    executor: LocalExecutor,
+    key: ProfileKey,
+    limits: Limits,
+    effort: Effort,
+    *,
+    host_s: float,
+    on_progress: OnProgress,
 ) -> Profile:
     """Measure steps and transfers, and fit a cost model to them.
 
     Writes into KV blocks that nobody holds yet: call it before the first request. limits: of the engine's steps.
+    host_s: what the engine adds to each, for the profile to keep.
     """
     began = time.perf_counter()
     model, block_size = executor.model, executor.store.device.block_size
     transfers = _measure_transfers(model, block_size, began + effort.seconds * _TRANSFER_SHARE)
     steps = _measure_steps(executor, limits, began + effort.seconds, effort.precision, on_progress)
     terms, errors = _fit_steps(steps, guess_cost(model, block_size))
+    # The quiet times tell what steps cost beside each other; on average they will meet what these runs met.
+    unrest = statistics.median(step.mean / step.seconds for step in steps)
+    terms = {name: term * unrest for name, term in terms.items()}
     slower = max(transfers.values(), key=lambda transfer: transfer.floor + transfer.block * _COMPARED_BLOCKS)
     return Profile(
         key=key,
         cost=LinearCost(**terms, block=slower.block, transfer_floor=slower.floor),
         transfer_out=transfers[Direction.OUT],
         transfer_in=transfers[Direction.IN],
+        unrest=unrest,
+        host_s=host_s,
         block_size=block_size,
         kv_bytes_per_block=executor.store.device.block_bytes,
         weight_bytes=model.weight_bytes,
@@ -199,10 +214,12 @@ def _measure_steps(
     # The first run is a warm-up, and counts only where there was no time for another. Others who use the machine
     # only ever add time, so the step's own is nearer to the lower quartile than to the median.
     counted = [(case, plan, times[case][1:] or times[case]) for case, plan in plans if times[case]]
-    return [
-        _Measured(StepShape.of(plan.slices), float(np.quantile(runs, 0.25)), len(runs), case.held_out)
-        for case, plan, runs in counted
-    ]
+    return [_measured(StepShape.of(plan.slices), runs, case.held_out) for case, plan, runs in counted]
+
+
+def _measured(shape: StepShape, runs: Sequence[float], held_out: bool) -> _Measured:
+    quiet, middle = np.quantile(runs, (0.25, 0.5)).tolist()
+    return _Measured(shape, quiet, float(np.minimum(runs, _HICCUP * middle).mean()), len(runs), held_out)
 
 
 def _imprecision(times: Iterable[Sequence[float]]) -> float:

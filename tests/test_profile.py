@@ -18,9 +18,11 @@ from skipjoin import LLM, SamplingParams, assembly
 from skipjoin.cli import app
 from skipjoin.config import ConfigError, EngineConfig
 from skipjoin.core.step import StepShape
+from skipjoin.exec.profiler import Effort
 from skipjoin.policies.cost import LinearCost
 from skipjoin.profile import (
     CACHE_VARIABLE,
+    FORMAT,
     FitErrors,
     Profile,
     ProfileKey,
@@ -80,7 +82,7 @@ def test_what_is_written_is_read(
 
 
 def damaged(change: Callable[[dict[str, Any]], object]) -> str:
-    raw: dict[str, Any] = {"format": 1, **json.loads(json.dumps(dataclasses.asdict(PROFILE)))}
+    raw: dict[str, Any] = {"format": FORMAT, **json.loads(json.dumps(dataclasses.asdict(PROFILE)))}
     change(raw)
     return json.dumps(raw)
 
@@ -90,8 +92,8 @@ def damaged(change: Callable[[dict[str, Any]], object]) -> str:
     [
         ("", "is not JSON"),
         ("[" * 100_000, "is not JSON"),
-        ("[]", "format must be 1, got None"),
-        (damaged(lambda raw: raw.update(format=2)), "format must be 1, got 2"),
+        ("[]", "format must be 2, got None"),
+        (damaged(lambda raw: raw.update(format=1)), "format must be 2, got 1"),
         (damaged(lambda raw: raw.pop("cost")), "cost is missing"),
         (damaged(lambda raw: raw["cost"].pop("decode")), "cost.decode is missing"),
         (damaged(lambda raw: raw["cost"].update(decode=-1e-9)), "cost.decode must be finite and at least 0"),
@@ -179,7 +181,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[ProfileKey]:
     """The keys of which an engine measured a profile; it gets `PROFILE` with that key."""
     keys: list[ProfileKey] = []
 
-    def measure(executor: object, key: ProfileKey, *rest: object) -> Profile:
+    def measure(executor: object, key: ProfileKey, *rest: object, **named: object) -> Profile:
         keys.append(key)
         return dataclasses.replace(PROFILE, key=key)
 
@@ -192,6 +194,13 @@ def start(**settings: Any) -> LinearCost:
     engine = assembly.assemble(EngineConfig(threads=1, kv_cache_gib=0.01, max_model_len=256, **settings))
     engine.executor.close()
     return engine.info.cost.current
+
+
+def test_a_profile_tells_what_the_engine_adds_to_a_step() -> None:
+    config = EngineConfig(threads=1, kv_cache_gib=0.01, max_model_len=256)
+    profile = assembly.profile_model(config, Effort(2.0, 0.5))
+    assert 0 < profile.host_s < profile.cost.floor * 100
+    assert profile.unrest >= 1
 
 
 def test_the_first_start_measures_and_the_second_does_not(measured: list[ProfileKey]) -> None:
@@ -281,7 +290,7 @@ def test_the_command_measures_prints_and_writes_a_file_that_the_others_take(tmp_
     small = ["--threads", "1", "--max-model-len", "256", "--kv-cache-gib", "0.01"]
     run = CliRunner().invoke(app, ["profile", "tally", "--seconds", "1", "--out", str(path), *small])
     assert run.exit_code == 0, run.output
-    for text in ("step, at least", "us per token", "GB/s", "P95", str(path)):
+    for text in ("every step", "us per token", "GB/s", "P95", str(path)):
         assert text in run.output
     profile = read_profile(path)
     assert profile.key.model == "tally"

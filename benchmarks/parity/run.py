@@ -40,7 +40,7 @@ from skipjoin.core.step import StepShape
 from skipjoin.observe.record import Record, add_usage, summarize
 from skipjoin.observe.requests import RequestFacts, RequestLog
 from skipjoin.observe.usage import Usage
-from skipjoin.policies.cost import STEP_TERMS, LinearCost
+from skipjoin.policies.cost import LinearCost, scaled
 from skipjoin.sampling import SamplingParams
 from skipjoin.server.loop import EngineLoop
 
@@ -101,11 +101,6 @@ def real_run(engine: Engine, jobs: list[Job], cost: LinearCost) -> tuple[Record,
     record = summarize(ended, now=end)
     add_usage(record, [usage])
     return record, taken_s / expected_s
-
-
-def scaled(cost: LinearCost, factor: float) -> LinearCost:
-    """Every coefficient times a factor."""
-    return replace(cost, **{name: getattr(cost, name) * factor for name in STEP_TERMS})
 
 
 def value(record: Record, field: str) -> float:

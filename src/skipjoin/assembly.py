@@ -199,7 +199,7 @@ def _host_seconds(config: EngineConfig, executor: LocalExecutor, deadline: float
     sampling = Sampling(SamplingParams(temperature=0, max_tokens=tokens), 0, ())
     for number in range(min(_HOST_REQUESTS, config.max_num_seqs)):
         core.add(Request(number, 0.0, [0], tokens, sampling=sampling), 0.0)
-    times = []
+    times: list[float] = []
     while not times or (core.requests and time.perf_counter() < deadline):
         begin = time.perf_counter()
         plan = core.start_step(begin)

@@ -19,7 +19,7 @@ from skipjoin.config import ConfigError
 from skipjoin.policies.cost import LinearCost
 
 # Rises when a file of before cannot be read any more.
-FORMAT = 1
+FORMAT = 2
 # Names the folder of cached profiles in place of the user's cache.
 CACHE_VARIABLE = "SKIPJOIN_PROFILE_CACHE"
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skipjoin.core.step import StepShape
 from skipjoin.exec.cases import HELD_OUT_EVERY, Case, Limits, cases
-from skipjoin.exec.fit import fit_times, relative_errors, step_features
-from skipjoin.policies.cost import STEP_TERMS, LinearCost
+from skipjoin.exec.fit import cost_errors, fit_cost, fit_times
+from skipjoin.policies.cost import LinearCost
 
 LIMITS = Limits(tokens=2048, requests=128, positions=1024, kv_tokens=65536)
 
@@ -23,33 +23,42 @@ def shape_of(case: Case) -> StepShape:
 
 
 SHAPES = [shape_of(case) for case in cases(LIMITS, 12)]
-FEATURES = step_features(SHAPES)
-TERMS = st.tuples(st.floats(1e-4, 1e-1), st.floats(0, 1e-3), st.floats(0, 1e-6), st.floats(0, 1e-3), st.floats(0, 1e-5))
+TERMS = st.builds(
+    LinearCost,
+    st.floats(1e-4, 1e-1),
+    st.floats(0, 1e-3),
+    st.floats(0, 1e-6),
+    st.floats(0, 1e-3),
+    st.floats(0, 1e-5),
+    weights=st.floats(0, 1e-1),
+)
 
 
-def test_features_are_what_the_terms_multiply() -> None:
-    terms = [0.5, 0.25, 0.125, 2.0, 4.0]
-    cost = LinearCost(**dict(zip(STEP_TERMS, terms, strict=True)))
-    assert (FEATURES @ np.array(terms)).tolist() == pytest.approx([cost.step(shape) for shape in SHAPES])
+@settings(max_examples=8)
+@given(truth=TERMS)
+def test_exact_times_are_explained_well(truth: LinearCost) -> None:
+    seconds = [truth.step(shape) for shape in SHAPES]
+    errors = cost_errors(fit_cost(SHAPES, seconds), SHAPES, seconds)
+    # Which steps hide behind the weights is searched for, not solved for.
+    assert np.median(errors) < 0.01
+    assert np.quantile(errors, 0.95) < 0.1
 
 
-@given(terms=TERMS)
-def test_exact_times_are_explained_exactly(terms: tuple[float, ...]) -> None:
-    seconds = FEATURES @ np.array(terms)
-    found = fit_times(FEATURES, seconds)
-    assert found.min() >= 0
-    assert relative_errors(found, FEATURES, seconds).max() < 1e-6
+def test_exact_times_of_a_cpu_are_explained_exactly() -> None:
+    truth = LinearCost(2e-3, 5e-4, 4e-7, 4e-4, 2e-6, weights=8e-3)
+    seconds = [truth.step(shape) for shape in SHAPES]
+    assert max(cost_errors(fit_cost(SHAPES, seconds), SHAPES, seconds)) < 1e-6
 
 
-@given(terms=TERMS, seed=st.integers(0, 1000))
-def test_outliers_and_noise_do_not_move_the_fit_far(terms: tuple[float, ...], seed: int) -> None:
+@settings(max_examples=8)
+@given(truth=TERMS, seed=st.integers(0, 1000))
+def test_outliers_and_noise_do_not_move_the_fit_far(truth: LinearCost, seed: int) -> None:
     draw = np.random.default_rng(seed)
-    truth = FEATURES @ np.array(terms)
-    seconds = truth * np.exp(draw.normal(0, 0.05, len(truth)))
-    seconds[draw.choice(len(truth), 5, replace=False)] *= 10
-    found = fit_times(FEATURES, seconds)
-    assert found.min() >= 0
-    assert np.quantile(relative_errors(found, FEATURES, truth), 0.95) < 0.2
+    exact = np.array([truth.step(shape) for shape in SHAPES])
+    seconds = exact * np.exp(draw.normal(0, 0.05, len(exact)))
+    seconds[draw.choice(len(exact), 5, replace=False)] *= 10
+    errors = cost_errors(fit_cost(SHAPES, seconds.tolist()), SHAPES, exact.tolist())
+    assert np.quantile(errors, 0.95) < 0.25
 
 
 def test_a_term_that_would_be_negative_is_zero_and_the_others_are_the_best_without_it() -> None:

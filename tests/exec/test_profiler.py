@@ -19,7 +19,7 @@ from skipjoin.policies.cost import STEP_TERMS, LinearCost
 
 LIMITS = Limits(tokens=64, requests=8, positions=128, kv_tokens=64 * BLOCK_SIZE)
 # What the clock is made to show for steps.
-SHOWN = LinearCost(floor=2e-3, prefill_token=3e-5, attention_pair=1e-7, decode=4e-5, context_token=1e-6)
+SHOWN = LinearCost(floor=2e-3, prefill_token=3e-5, attention_pair=1e-7, decode=4e-5, context_token=1e-6, weights=3e-4)
 
 
 class Watched(LocalExecutor):

@@ -98,7 +98,8 @@ def _print(found: Profile, path: Path) -> None:
         title=f"{key.model}, {key.dtype}, {key.attention} attention{parallel}\n{key.device}", show_header=False
     )
     rows = [
-        ("step, at least", f"{cost.floor * 1e3:.3f} ms"),
+        ("every step", f"{cost.floor * 1e3:.3f} ms"),
+        ("reading the weights", f"{cost.weights * 1e3:.3f} ms, or the work of its tokens if that is longer"),
         ("prefill", f"{cost.prefill_token * 1e6:.2f} us per token"),
         ("attention of prefill", f"{cost.attention_pair * 1e9:.3f} ns per query-key pair"),
         ("decode", f"{cost.decode * 1e6:.2f} us per request"),

@@ -28,14 +28,15 @@ RATES = {
 
 
 def guess_cost(model: CausalLM, block_size: int) -> LinearCost:
-    """A linear cost: every step reads the weights once, and computes two operations per weight and token."""
+    """Every step reads the weights once, and meanwhile computes two operations per weight and token."""
     rates, config = RATES[model.device.type], model.config
     block_bytes = PagedKV.bytes_per_block(config, block_size, model.dtype)
     token = 2 * model.weight_bytes / model.dtype.itemsize / rates.arithmetic
     # Two products of head_dim multiply-adds for each pair, head and layer.
     pair = 4 * config.num_layers * config.num_heads * config.head_dim / rates.arithmetic
     return LinearCost(
-        floor=rates.step_s + model.weight_bytes / rates.memory,
+        floor=rates.step_s,
+        weights=model.weight_bytes / rates.memory,
         prefill_token=token,
         attention_pair=pair,
         decode=token,

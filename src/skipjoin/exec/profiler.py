@@ -21,14 +21,14 @@ import torch
 from skipjoin.core.request import Request
 from skipjoin.core.step import Direction, Move, Slice, StepPlan, StepShape
 from skipjoin.exec.cases import Case, Limits, Pieces, cases
-from skipjoin.exec.fit import Array, fit_times, relative_errors, step_features
+from skipjoin.exec.fit import cost_errors, fit_cost, fit_times
 from skipjoin.exec.guess import guess_cost
 from skipjoin.exec.kv_store import KVStore
 from skipjoin.exec.local import LocalExecutor, Sampling
 from skipjoin.model.causal_lm import CausalLM
 from skipjoin.model.config import ModelConfig
 from skipjoin.model.kv_cache import PagedKV
-from skipjoin.policies.cost import STEP_TERMS, LinearCost
+from skipjoin.policies.cost import LinearCost, scaled
 from skipjoin.profile import FitErrors, Profile, ProfileKey, Sample, Transfer
 from skipjoin.sampling import SamplingParams
 
@@ -49,8 +49,6 @@ _FAIR_PARTS = 2
 _FEWEST_SHAPES = 8
 # A run that took more than so many times the median is counted as that: it is a hiccup, not what steps take.
 _HICCUP = 3.0
-# A cost model divides by its floor.
-_LEAST_FLOOR_S = 1e-6
 # KV that steps read while they are measured: more than caches hold, so that it comes from memory.
 _KV_BYTES = 256 << 20
 # Sizes of transfers, and of the pools that they run between.
@@ -130,14 +128,13 @@ def measure_profile(
     model, block_size = executor.model, executor.store.device.block_size
     transfers = _measure_transfers(model, block_size, began + effort.seconds * _TRANSFER_SHARE)
     steps = _measure_steps(executor, limits, began + effort.seconds, effort.precision, on_progress)
-    terms, errors = _fit_steps(steps, guess_cost(model, block_size))
+    fit, errors = _fit_steps(steps, guess_cost(model, block_size))
     # The quiet times tell what steps cost beside each other; on average they will meet what these runs met.
     unrest = statistics.median(step.mean / step.seconds for step in steps)
-    terms = {name: term * unrest for name, term in terms.items()}
     slower = max(transfers.values(), key=lambda transfer: transfer.floor + transfer.block * _COMPARED_BLOCKS)
     return Profile(
         key=key,
-        cost=LinearCost(**terms, block=slower.block, transfer_floor=slower.floor),
+        cost=dataclasses.replace(scaled(fit, unrest), block=slower.block, transfer_floor=slower.floor),
         transfer_out=transfers[Direction.OUT],
         transfer_in=transfers[Direction.IN],
         unrest=unrest,
@@ -258,25 +255,18 @@ def _plan(pieces: Pieces, block_size: int, used: int) -> StepPlan:
     return StepPlan(0, tuple(slices))
 
 
-def _fit_steps(steps: Sequence[_Measured], guess: LinearCost) -> tuple[dict[str, float], FitErrors]:
-    """The terms of `LinearCost.step`, and how well they say the times of the steps that were held out."""
+def _fit_steps(steps: Sequence[_Measured], guess: LinearCost) -> tuple[LinearCost, FitErrors]:
+    """What steps cost, and how well that says the times of the steps that were held out."""
     fitted = [step for step in steps if not step.held_out]
     held_out = [step for step in steps if step.held_out]
     if len(fitted) < _FEWEST_SHAPES:
-        scale = statistics.median(step.seconds / guess.step(step.shape) for step in steps)
-        coefficients: Array = scale * np.array([getattr(guess, name) for name in STEP_TERMS])
+        cost = scaled(guess, statistics.median(step.seconds / guess.step(step.shape) for step in steps))
     else:
-        coefficients = fit_times(*_table(fitted))
-    errors = relative_errors(coefficients, *_table(held_out or fitted))
-    terms = dict(zip(STEP_TERMS, coefficients.tolist(), strict=True))
-    terms["floor"] = max(terms["floor"], _LEAST_FLOOR_S)
+        cost = fit_cost([step.shape for step in fitted], [step.seconds for step in fitted])
+    told = held_out or fitted
+    errors = cost_errors(cost, [step.shape for step in told], [step.seconds for step in told])
     median, p95 = np.quantile(errors, (0.5, 0.95)).tolist()
-    return terms, FitErrors(median, p95, len(fitted), len(held_out))
-
-
-def _table(steps: Sequence[_Measured]) -> tuple[Array, Array]:
-    """Features and seconds of measured steps."""
-    return step_features([step.shape for step in steps]), np.array([step.seconds for step in steps])
+    return cost, FitErrors(median, p95, len(fitted), len(held_out))
 
 
 # -- transfers ------------------------------------------------------------------------------------------------------

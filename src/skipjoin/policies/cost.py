@@ -7,17 +7,22 @@ from dataclasses import dataclass, replace
 
 from skipjoin.core.step import StepShape
 
-# The coefficients of a step, in the order of a shape's features: one, prefill, attention, decodes, context.
-STEP_TERMS = ("floor", "prefill_token", "attention_pair", "decode", "context_token")
+# The coefficients of a step, in the order of a shape's features (one, prefill, attention, decodes, context), and last
+# what the work of few tokens hides behind.
+STEP_TERMS = ("floor", "prefill_token", "attention_pair", "decode", "context_token", "weights")
 
 
 @dataclass(frozen=True, slots=True)
 class LinearCost:
-    """Step time linear in its shape, above a floor (BROS section 4.2, ALISE section 3.2).
+    """Step time linear in its shape, above a floor (BROS section 4.2, ALISE section 3.2):
 
-    floor: seconds of the smallest step. prefill_token: seconds per token of a slice longer than one.
-    attention_pair: per query-key pair of those. decode: per decoding request. context_token: per KV token that
-    decodes read. block: per KV block moved; transfer_floor: per transfer.
+        floor + max(weights, prefill_token x tokens + decode x requests)
+        + attention_pair x pairs + context_token x KV tokens
+
+    floor: seconds that every step takes. weights: seconds in which the weights are read; the arithmetic of few tokens
+    goes on meanwhile. prefill_token: seconds per token of a slice longer than one. attention_pair: per query-key pair
+    of those. decode: per decoding request. context_token: per KV token that decodes read. block: per KV block moved;
+    transfer_floor: per transfer.
     """
 
     floor: float
@@ -27,6 +32,7 @@ class LinearCost:
     context_token: float = 0.0
     block: float = 0.0
     transfer_floor: float = 0.0
+    weights: float = 0.0
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
@@ -43,17 +49,22 @@ class LinearCost:
 
     def step(self, shape: StepShape) -> float:
         """Seconds of a step of this shape."""
+        work = self.prefill_token * shape.prefill + self.decode * shape.decodes
         return (
             self.floor
-            + self.prefill_token * shape.prefill
+            + (work if work > self.weights else self.weights)
             + self.attention_pair * shape.attention
-            + self.decode * shape.decodes
             + self.context_token * shape.context
         )
 
     def transfer(self, blocks: int) -> float:
         """Seconds to move `blocks` KV blocks one way."""
         return self.transfer_floor + self.block * blocks
+
+
+def scaled(cost: LinearCost, factor: float) -> LinearCost:
+    """The cost on a machine whose steps take `factor` times as long; transfers stay as they are."""
+    return replace(cost, **{name: getattr(cost, name) * factor for name in STEP_TERMS})
 
 
 # How far a coefficient follows one step's error: by its own share of the step, and all of them alike. The second is
@@ -65,10 +76,11 @@ _MOST_ERROR = 0.3
 MOST_MOVE = _MOST_ERROR * (_OWN_RATE + _COMMON_RATE)
 # Answers follow the coefficients when one of them has moved by this factor.
 REVISION_FACTOR = 1.05
-# A coefficient that starts at 0 gets this share of the floor, spread over a step of the size beside it (prefill
-# tokens, query-key pairs, decodes, context tokens): it can then grow.
+# A coefficient that starts at 0 gets this share of what a small step takes, spread over a step of the size beside it
+# (prefill tokens, query-key pairs, decodes, context tokens): it can then grow. What hides behind the weights learns
+# nothing, so the work of tokens gets all of their time. Weights that take no time never will.
 _START_SHARE = 0.1
-_COMMON_SIZE = (1, 128, 128 * 512, 16, 16 * 512)
+_COMMON_SIZE = (1, 128, 128 * 512, 16, 16 * 512, math.inf)
 # No coefficient falls below this share of its start: from next to nothing it would take forever to return.
 _LEAST_SHARE = 0.05
 
@@ -88,9 +100,11 @@ class LearningCost:
     """
 
     def __init__(self, start: LinearCost) -> None:
+        small = start.step(StepShape())
+        visible = (0, start.weights, 0, start.weights, 0, 0)
         self._learnt = [
-            getattr(start, name) or _START_SHARE * start.floor / size
-            for name, size in zip(STEP_TERMS, _COMMON_SIZE, strict=True)
+            getattr(start, name) or (_START_SHARE * small + hidden) / size
+            for name, size, hidden in zip(STEP_TERMS, _COMMON_SIZE, visible, strict=True)
         ]
         self._least = [_LEAST_SHARE * term for term in self._learnt]
         self.revision = -1
@@ -115,18 +129,23 @@ class LearningCost:
         if not 0 < seconds < math.inf:
             return
         learnt, bounds = self._learnt, self._bounds
-        floor, prefill, attention, decode, context = learnt
-        expected = floor + prefill * shape[0] + attention * shape[1] + decode * shape[2] + context * shape[3]
+        floor, prefill, attention, decode, context, weights = learnt
+        work = prefill * shape[0] + decode * shape[2]
+        if work > weights:
+            counts = (1, *shape, 0)
+        else:
+            work, counts = weights, (1, 0, shape[1], 0, shape[3], 1)
+        expected = floor + work + attention * shape[1] + context * shape[3]
         error = (seconds - expected) / (seconds if seconds > expected else expected)
         error = min(_MOST_ERROR, max(-_MOST_ERROR, error))
         common, own = 1 + error * _COMMON_RATE, error * _OWN_RATE / expected
         is_revised = False
-        for index, count in enumerate((1, *shape)):
+        for index, count in enumerate(counts):
             term = learnt[index]
             term *= common + own * term * count
             least, low, high = bounds[index]
             learnt[index] = term = max(term, least)
-            is_revised |= not low < term < high
+            is_revised |= not low <= term <= high
         # Every answer is a sum of terms with weights of at least 0: while no term has moved far, no answer has.
         if is_revised:
             self._revise()

@@ -38,9 +38,10 @@ test: $(VENV)/.dev
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy -p skipjoin.core -p skipjoin.policies -p skipjoin.sim -m skipjoin.recipes \
-		-m skipjoin.config -m skipjoin.sampling -m skipjoin.exec.base -m skipjoin.exec.simulated
-	$(BIN)/python -m pytest -q tests/core tests/policies tests/recipes tests/sim tests/test_import_rules.py
+	$(BIN)/mypy -p skipjoin.core -p skipjoin.policies -p skipjoin.sim -p skipjoin.observe -p skipjoin.bench \
+		-m skipjoin.recipes -m skipjoin.profile -m skipjoin.config -m skipjoin.sampling -m skipjoin.exec.base \
+		-m skipjoin.exec.simulated
+	$(BIN)/python -m pytest -q tests/core tests/policies tests/recipes tests/sim tests/observe tests/test_import_rules.py
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix-only --quiet .

@@ -1,6 +1,6 @@
 """How well the simulator predicts the engine: the same requests through both, with this machine's profile.
 
-    python benchmarks/parity/run.py [--repeats 3] [--duration 90] [--out FILE]
+    python benchmarks/parity/run.py [--repeats 3] [--duration 45] [--out FILE]
 
 A random-weight Llama of 97.5M parameters in bfloat16, ShareGPT's lengths at a quarter, Poisson arrivals at 0.5 and 0.8
 of the rate that the simulator says `fcfs` can sustain, `fcfs` and `fastserve`. Each repeat profiles the machine anew,
@@ -126,7 +126,7 @@ def capacity(system: System) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--duration", type=float, default=90.0)
+    parser.add_argument("--duration", type=float, default=45.0)
     parser.add_argument("--profile-seconds", type=float, default=30.0)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()

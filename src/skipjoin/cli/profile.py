@@ -99,7 +99,7 @@ def _print(found: Profile, path: Path) -> None:
     )
     rows = [
         ("every step", f"{cost.floor * 1e3:.3f} ms"),
-        ("reading the weights", f"{cost.weights * 1e3:.3f} ms, or the work of its tokens if that is longer"),
+        ("reading the weights", f"{cost.weights * 1e3:.3f} ms, or its tokens if they take longer"),
         ("prefill", f"{cost.prefill_token * 1e6:.2f} us per token"),
         ("attention of prefill", f"{cost.attention_pair * 1e9:.3f} ns per query-key pair"),
         ("decode", f"{cost.decode * 1e6:.2f} us per request"),

@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from skipjoin.bench.workload import Replay, Workload
 from skipjoin.cli.options import plain_errors
 from skipjoin.cli.workload import (
     AppendOption,
@@ -30,10 +29,9 @@ from skipjoin.cli.workload import (
     existing_results,
     make_slo,
     make_workload,
-    parse_rates,
     parse_seeds,
+    rates_of,
 )
-from skipjoin.config import ConfigError
 
 _ENDED_EARLY, _INTERRUPTED = 1, 130
 _DURATION_S = 60.0
@@ -103,7 +101,7 @@ def bench(
             best_effort_share=best_effort_share,
             streams=stream,
         )
-        all_rates = _rates(rates, workload)
+        all_rates = rates_of(rates, workload)
         if duration is None and requests is None and all_rates != (None,):
             duration = _DURATION_S
         plan = Plan(
@@ -130,14 +128,3 @@ def bench(
         if reason is not None:
             print(f"error: {reason}", file=sys.stderr)
             raise typer.Exit(_ENDED_EARLY)
-
-
-def _rates(text: str | None, workload: Workload) -> tuple[float | None, ...]:
-    """The rates to run at; None where the workload has its own."""
-    if isinstance(workload, Replay) and workload.trace.has_arrivals:
-        if text:
-            raise ConfigError(f"{workload.trace.name} has arrival times of its own: use speedup instead of rates")
-        return (None,)
-    if not text:
-        raise ConfigError("rates must be given, as requests per second")
-    return parse_rates(text)

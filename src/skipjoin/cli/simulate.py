@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from skipjoin.bench.simulation import Cell, Extent
-from skipjoin.bench.workload import Replay, Workload
+from skipjoin.bench.workload import Workload
 from skipjoin.cli.options import plain_errors
 from skipjoin.cli.workload import (
     AppendOption,
@@ -30,10 +30,12 @@ from skipjoin.cli.workload import (
     StreamOption,
     TraceOption,
     existing_results,
+    has_own_times,
     make_slo,
     make_workload,
     parse_rates,
     parse_seeds,
+    rates_of,
 )
 from skipjoin.config import ConfigError
 from skipjoin.recipes import RECIPES
@@ -132,7 +134,7 @@ def simulate(
             streams=stream,
         )
         bound = parse_bound(find_max_rate) if find_max_rate else None
-        all_rates = _rates(rates, workload, searching=bound is not None)
+        all_rates = rates_of(rates, workload) if bound is None else _start_rates(rates, workload)
         if duration is None and requests is None and all_rates != (None,):
             duration = _DURATION_S
         slo = make_slo(slo_ttft, slo_tpot, slo_jct)
@@ -158,20 +160,14 @@ def simulate(
                 raise typer.Exit(_INTERRUPTED) from None
 
 
-def _rates(text: str | None, workload: Workload, *, searching: bool) -> tuple[float | None, ...]:
-    """The rates to run at; None where the workload has its own."""
-    if isinstance(workload, Replay) and workload.trace.has_arrivals:
-        if text or searching:
-            raise ConfigError(f"{workload.trace.name} has arrival times of its own: use speedup instead of rates")
-        return (None,)
-    if searching:
-        found = parse_rates(text) if text else (_START_RPS,)
-        if len(found) > 1:
-            raise ConfigError("find-max-rate starts from one rate at most")
-        return found
-    if not text:
-        raise ConfigError("rates must be given, as requests per second, or find-max-rate")
-    return parse_rates(text)
+def _start_rates(text: str | None, workload: Workload) -> tuple[float, ...]:
+    """The rate that a search starts from."""
+    if has_own_times(workload):
+        raise ConfigError("find-max-rate needs arrivals at a rate, and the trace has times of its own")
+    found = parse_rates(text) if text else (_START_RPS,)
+    if len(found) > 1:
+        raise ConfigError("find-max-rate starts from one rate at most")
+    return found
 
 
 def _by_system(cells: list[Cell]) -> list[list[Cell]]:

@@ -73,6 +73,22 @@ def parse_rates(text: str) -> tuple[float, ...]:
     return tuple(number("rates", part) for part in text.split(","))
 
 
+def rates_of(text: str | None, workload: Workload) -> tuple[float | None, ...]:
+    """The rates to run a workload at; None where it has its own. Raises `ConfigError`."""
+    if has_own_times(workload):
+        if text:
+            raise ConfigError("the trace has arrival times of its own: use speedup instead of rates")
+        return (None,)
+    if not text:
+        raise ConfigError("rates must be given, as requests per second")
+    return parse_rates(text)
+
+
+def has_own_times(workload: Workload) -> bool:
+    """Whether it says itself when requests arrive."""
+    return isinstance(workload, Replay) and workload.trace.has_arrivals
+
+
 def parse_seeds(text: str) -> tuple[int, ...]:
     """Seeds from "0,3,7" or "0-2". Raises `ConfigError`."""
     seeds: list[int] = []

@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-from pathlib import Path
+
+from skipjoin.machine import cpu_name
 
 
 def describe_machine() -> dict[str, object]:
     """CPU, cores, memory, load, versions; no names or paths."""
     return {
-        "cpu": _first("/proc/cpuinfo", "model name"),
+        "cpu": cpu_name(),
         "cores": os.cpu_count(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "load_1min": os.getloadavg()[0],
@@ -19,14 +20,6 @@ def describe_machine() -> dict[str, object]:
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in ("skipjoin", "torch", "transformers")},
     }
-
-
-def _first(path: str, key: str) -> str:
-    try:
-        lines = Path(path).read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(key)), platform.processor())
 
 
 def _version(name: str) -> str | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 METRICS_COMPAT = ("none", "vllm")
@@ -9,6 +11,14 @@ METRICS_COMPAT = ("none", "vllm")
 
 class ConfigError(ValueError):
     """A setting outside its bounds. The text names the setting and the bound."""
+
+
+def unknown(field: str, got: str, known: Iterable[str]) -> ConfigError:
+    """What to raise for a name that is not one of `known`: it tells the nearest of them, or all, in their order."""
+    names = list(known)
+    near = difflib.get_close_matches(got.strip().lower(), names, n=3)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"choose from {', '.join(names)}"
+    return ConfigError(f"{field}: there is no {got!r}; {hint}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -74,6 +74,16 @@ def test_a_search_gives_up_where_the_bound_means_nothing() -> None:
         assert steps < 40
 
 
+def test_a_search_ends_where_no_request_arrives_any_more() -> None:
+    cell = Cell(SYSTEM, WORKLOAD, Extent(1.0, 20.0, 0))
+    search = RateSearch([cell], parse_bound("normalized_latency_s.mean<=1e-9"))
+    todo, least = list(search.first()), 1.0
+    while todo:
+        least = todo[0].extent.rate_rps or 0.0
+        todo = search.then(todo[0], run(todo[0]))
+    assert 0.01 < least < 0.5
+
+
 def simulate(*options: str) -> subprocess.CompletedProcess[str]:
     command = [SKIPJOIN, "simulate", *options]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
@@ -121,6 +131,9 @@ def test_the_command_writes_a_timeline(tmp_path: Path) -> None:
         ("--rates 1 --model opt-175b", "would do"),
         ("--rates 1 --trace missing.csv", "missing.csv"),
         ("--rates 1 --seeds 1-x", "seeds"),
+        ("--rates 1,1.0", "rates must be different"),
+        ("--rates 1 --recipes fcfs,srpt,fcfs", "fcfs is there twice"),
+        ("--rates 1 --kv-gib 100", "kv_gib must be"),
         ("--rates 1 --slo-ttft 0", "slo-ttft"),
         ("--rates 1 --slo-ttft 1 --slo-scale 3", "exclude"),
         ("--rates 1 --dispatch random", "least-work"),

@@ -237,9 +237,9 @@ def test_a_refusal_names_what_would_do(model: ModelShape, device: Device, tp: in
         ("llama-33b", "a100-80gb:tp8", None, "the 52 key-value heads of llama-33b, got 8; the nearest that does is 4$"),
         ("opt-13b", "a100-40gb:tp3", None, "the nearest that does is 4$"),
         ("opt-13b", "a100-40gb:pp41", None, "pp must be at most 40, the layers of opt-13b, got 41$"),
-        ("opt-13b", "a100-40gb", 20, r"kv_cache_gib must be in \[0.0122, 15.8"),
-        ("opt-13b", "a100-40gb", 0.001, r"kv_cache_gib must be in \[0.0122, 15.8"),
-        ("opt-13b", "a100-40gb", float("nan"), r"kv_cache_gib must be in \(0, "),
+        ("opt-13b", "a100-40gb", 20, r"kv_gib must be in \[0.0122, 15.8"),
+        ("opt-13b", "a100-40gb", 0.001, r"kv_gib must be in \[0.0122, 15.8"),
+        ("opt-13b", "a100-40gb", float("nan"), r"kv_gib must be in \(0, "),
     ],
 )
 def test_what_does_not_fit_is_refused(model: str, hardware: str, kv_gib: float | None, error: str) -> None:
@@ -249,7 +249,7 @@ def test_what_does_not_fit_is_refused(model: str, hardware: str, kv_gib: float |
 
 def test_settings_out_of_bounds_are_refused() -> None:
     model, group = model_shape("opt-13b"), parse_hardware("a100-40gb")
-    with pytest.raises(ConfigError, match="gpu_memory_utilization must be in"):
+    with pytest.raises(ConfigError, match="utilization must be in"):
         kv_blocks(model, group, 16, None, 1.5)
     with pytest.raises(ConfigError, match="block_size must be at least 1, got 0"):
         kv_blocks(model, group, 0)

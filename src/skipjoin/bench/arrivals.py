@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Protocol
 
-from skipjoin.bench.fields import number, unknown
-from skipjoin.config import ConfigError
+from skipjoin.bench.fields import number
+from skipjoin.config import ConfigError, unknown
 
 FORMS = ("poisson", "gamma", "burst", "constant")
 
@@ -113,7 +113,7 @@ def parse_arrivals(text: str) -> Arrivals:
         # Below, the shape of the distribution grows out of float's range; above, nearly all gaps round to zero.
         return Gamma(name, number("arrivals: the CV of gamma", rest, above=1e-6, most=100))
     if form != "burst":
-        raise unknown("arrivals", name, FORMS)
+        raise unknown("arrivals", name, sorted(FORMS))
     parts = rest.split(",")
     if len(parts) != 3:
         raise ConfigError(f"arrivals: burst takes FACTOR,SHARE,LENGTH, as in burst:5,0.1,20, got {name!r}")

@@ -1,10 +1,8 @@
-"""How the texts of workload options are read: numbers and names, and what is said when one is wrong."""
+"""How the texts of workload options are read: numbers, and what is said when one is wrong."""
 
 from __future__ import annotations
 
-import difflib
 import math
-from collections.abc import Iterable
 
 from skipjoin.config import ConfigError
 
@@ -24,11 +22,3 @@ def in_bounds(field: str, value: float | None, *, above: float = 0.0, most: floa
         bound = f"a number above {above:g}" if most == math.inf else f"in ({above:g}, {most:g}]"
         raise ConfigError(f"{field} must be {bound}, got {value}")
     return value
-
-
-def unknown(field: str, got: str, known: Iterable[str]) -> ConfigError:
-    """What to raise for a name that is not one of `known`: it tells the nearest of them, or all."""
-    known = sorted(known)
-    near = difflib.get_close_matches(got, known, n=3)
-    hint = f"did you mean {' or '.join(near)}?" if near else f"choose from {', '.join(known)}"
-    return ConfigError(f"{field}: there is no {got!r}; {hint}")

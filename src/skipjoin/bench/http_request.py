@@ -10,9 +10,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from skipjoin.bench.fields import unknown
 from skipjoin.bench.workload import Job
-from skipjoin.config import ConfigError
+from skipjoin.config import ConfigError, unknown
 
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 # Ordinary words of one token in most vocabularies.
@@ -47,7 +46,7 @@ class Target:
             raise ConfigError(f"base_url must be like http://127.0.0.1:8000, got {self.base_url!r}")
         object.__setattr__(self, "base_url", self.base_url.rstrip("/").removesuffix("/v1"))
         if self.endpoint not in PATHS:
-            raise unknown("endpoint", self.endpoint, PATHS)
+            raise unknown("endpoint", self.endpoint, sorted(PATHS))
         low, high = self.prompt_ids
         if not 0 <= low < high < 1 << 31:
             raise ConfigError(f"prompt_ids must be LOW-HIGH with 0 <= LOW < HIGH < {1 << 31}, got {low}-{high}")

@@ -13,8 +13,8 @@ from importlib.resources import files
 from itertools import pairwise
 from typing import Any, Protocol
 
-from skipjoin.bench.fields import number, unknown
-from skipjoin.config import ConfigError
+from skipjoin.bench.fields import number
+from skipjoin.config import ConfigError, unknown
 
 # Each is a file in tables/, made by tools/make_length_tables.py.
 BUILT_IN = ("alpaca", "bookcorpus", "lmsys", "sharegpt")
@@ -187,7 +187,7 @@ def _parse_base(name: str) -> Uniform | QuantileTable:
     if form in BUILT_IN and not colon:
         return QuantileTable.load(form)
     if form not in ("uniform", "fixed"):
-        raise unknown("lengths", name, FORMS)
+        raise unknown("lengths", name, sorted(FORMS))
     parts = rest.split(",")
     if len(parts) != 2:
         example = "uniform:64-128,16-32" if form == "uniform" else "fixed:128,64"

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from itertools import product
-from pathlib import Path
 from typing import Any, Protocol
 
 import uvloop
@@ -22,6 +21,7 @@ from skipjoin.bench.client import CONNECTION_FAILURES, REJECTED, Client, Exchang
 from skipjoin.bench.http_request import Bodies, Target
 from skipjoin.bench.workload import Job, Workload
 from skipjoin.config import ConfigError
+from skipjoin.machine import cpu_name
 from skipjoin.observe.record import NO_SLO, Record, Slo, percentile, summarize
 
 # A request that left later than this counts as late; beyond the second the client is the bottleneck.
@@ -216,9 +216,9 @@ def _lags(exchanges: Sequence[Exchange]) -> dict[str, float | None]:
 
 def _machine() -> dict[str, object]:
     """The machine that the client runs on, without names."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor())
-    return {"cpu": cpu, "cores": os.cpu_count(), "load_1min": os.getloadavg()[0], "python": platform.python_version()}
+    return {
+        "cpu": cpu_name(),
+        "cores": os.cpu_count(),
+        "load_1min": os.getloadavg()[0],
+        "python": platform.python_version(),
+    }

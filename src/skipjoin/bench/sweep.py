@@ -53,7 +53,7 @@ class RateSearch:
     two rates, then halves the interval (on a logarithmic scale) to 2 %.
 
     cells: one per seed, all at the rate to start from. A system that keeps the bound at 100,000 requests per second,
-    or breaks it at 0.0001, is given up there.
+    or breaks it at 0.0001 or where no request arrives any more, is given up there.
     """
 
     def __init__(self, cells: Sequence[Cell], bound: Bound) -> None:
@@ -77,7 +77,8 @@ class RateSearch:
         else:
             self._breaks = rate
         following = self._next()
-        return [] if following is None else self._at(following)
+        cells = [] if following is None else self._at(following)
+        return cells if all(cell.jobs() for cell in cells) else []
 
     def _next(self) -> float | None:
         if self._breaks is None:

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from skipjoin.bench.fields import unknown
 from skipjoin.bench.simulation import System
-from skipjoin.config import ConfigError
+from skipjoin.config import ConfigError, unknown
 from skipjoin.profile import read_profile
 from skipjoin.recipes import RECIPES
 from skipjoin.sim.hardware import parse_hardware
@@ -38,9 +37,11 @@ class Machine:
         Raises `ConfigError` for names that there are not, a model that does not fit, or settings out of bounds.
         """
         names = [name.strip() for name in recipes.split(",")]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ConfigError(f"recipes must differ, {twice} is there twice")
         for name in names:
             if name not in RECIPES:
-                raise unknown("recipe", name, RECIPES)
+                raise unknown("recipe", name, sorted(RECIPES))
         parts = self._from_profile() if self.hardware.endswith(".json") else self._from_catalogue()
         return [System(recipe=name, **(parts | settings)) for name in names]
 

@@ -12,10 +12,10 @@ from itertools import islice, repeat, takewhile
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from skipjoin.bench.arrivals import Arrivals, parse_arrivals
-from skipjoin.bench.fields import in_bounds, number, unknown
+from skipjoin.bench.fields import in_bounds, number
 from skipjoin.bench.lengths import Lengths, parse_lengths
 from skipjoin.bench.trace import Trace
-from skipjoin.config import ConfigError
+from skipjoin.config import ConfigError, unknown
 
 DEFAULT = "default"
 INTERACTIVE, BEST_EFFORT = ("interactive", 0), ("best-effort", 10)

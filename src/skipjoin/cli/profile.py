@@ -42,7 +42,7 @@ def profile(
     threads: Threads = ENGINE.threads,
     seconds: Annotated[float, typer.Option(help="Longest time to measure; fewer suffice on a quiet machine.")] = 60.0,
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the profile here [default: the user's cache].")
+        Path | None, typer.Option(metavar="FILE", help="Write the profile here (default: the user's cache).")
     ] = None,
     max_model_len: MaxModelLen = ENGINE.max_model_len,
     max_num_seqs: MaxNumSeqs = ENGINE.max_num_seqs,

@@ -96,7 +96,8 @@ def simulate(
     overwrite: OverwriteOption = False,
     append: AppendOption = False,
     timeline: Annotated[
-        Path | None, typer.Option(help="Write a trace for Perfetto or chrome://tracing; for a single run.")
+        Path | None,
+        typer.Option(help="Trace of a single run (its first replica) for Perfetto or chrome://tracing."),
     ] = None,
 ) -> None:
     """Run recipes on a virtual clock: the server's own scheduler on a GPU of the catalogue or on a profile."""
@@ -150,11 +151,11 @@ def simulate(
             raise ConfigError("timeline is for a single run: one recipe, one rate, one seed")
         results = ResultsFile(out, existing=existing_results(overwrite=overwrite, append=append)) if out else None
         with Report(results, bound) as report:
-            if timeline is not None:
-                trace_run(cells[0], timeline, report)
-                return
             plans = [Grid(cells)] if bound is None else [RateSearch(group, bound) for group in _by_system(cells)]
             try:
+                if timeline is not None:
+                    trace_run(cells[0], timeline, report)
+                    return
                 sweep(plans, jobs or os.cpu_count() or 1, report)
             except KeyboardInterrupt:
                 raise typer.Exit(_INTERRUPTED) from None

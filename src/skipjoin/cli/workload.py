@@ -70,7 +70,10 @@ def make_workload(
 
 def parse_rates(text: str) -> tuple[float, ...]:
     """Requests per second from "0.5,1,2". Raises `ConfigError`."""
-    return tuple(number("rates", part) for part in text.split(","))
+    rates = tuple(number("rates", part) for part in text.split(","))
+    if len(set(rates)) != len(rates):
+        raise ConfigError(f"rates must be different numbers, got {text!r}")
+    return rates
 
 
 def rates_of(text: str | None, workload: Workload) -> tuple[float | None, ...]:

@@ -25,6 +25,7 @@ from skipjoin.exec.fit import cost_errors, fit_cost, fit_times
 from skipjoin.exec.guess import guess_cost
 from skipjoin.exec.kv_store import KVStore
 from skipjoin.exec.local import LocalExecutor, Sampling
+from skipjoin.machine import cpu_name
 from skipjoin.model.causal_lm import CausalLM
 from skipjoin.model.config import ModelConfig
 from skipjoin.model.kv_cache import PagedKV
@@ -317,23 +318,14 @@ def _seconds_of(move: Move, store: KVStore, device: torch.device) -> float:
 
 
 def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
 
 
 def _machine(device: torch.device) -> dict[str, str]:
     """What a reader of a profile wants to know besides its key; no names and no paths."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     described = {
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "cores": str(os.cpu_count()),
         "memory_gib": f"{memory / 2**30:.1f}",
         "python": platform.python_version(),

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from skipjoin.config import ConfigError
-from skipjoin.sim.models import unknown
+from skipjoin.config import ConfigError, unknown
 
 GIB = 1 << 30
 # The servers of the papers have eight GPUs and 400 Gb/s to the next server (AWS p4d, DGX A100).

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable
 from dataclasses import dataclass
 
-from skipjoin.config import ConfigError
+from skipjoin.config import unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,11 +139,3 @@ def model_shape(name: str) -> ModelShape:
     if key not in MODELS:
         raise unknown("model", name, MODELS)
     return MODELS[key]
-
-
-def unknown(field: str, name: str, known: Iterable[str]) -> ConfigError:
-    """The error for a name that is not in a catalogue: the nearest ones, or all if none is near."""
-    names = list(known)
-    near = difflib.get_close_matches(name.strip().lower(), names)
-    hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(names)}"
-    return ConfigError(f"{field} {name!r} is unknown: {hint}")

@@ -176,9 +176,9 @@ def kv_blocks(
     if block_size < 1:
         raise ConfigError(f"block_size must be at least 1, got {block_size}")
     if not 0 < utilization <= 1:
-        raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {utilization}")
+        raise ConfigError(f"utilization must be in (0, 1], got {utilization}")
     if kv_gib is not None and not 0 < kv_gib <= 1e6:
-        raise ConfigError(f"kv_cache_gib must be in (0, 1e+06], got {kv_gib}")
+        raise ConfigError(f"kv_gib must be in (0, 1e+06], got {kv_gib}")
     block_bytes = block_size * model.kv_bytes_per_token
     usable = utilization if kv_gib is None else 1.0
     room = _kv_room_bytes(model, group, usable)
@@ -187,7 +187,7 @@ def kv_blocks(
     pool = room if kv_gib is None else int(kv_gib * GIB)
     if not block_bytes <= pool <= room:
         raise ConfigError(
-            f"kv_cache_gib must be in [{block_bytes / GIB:.3g}, {room / GIB:.4g}], from one block to what "
+            f"kv_gib must be in [{block_bytes / GIB:.3g}, {room / GIB:.4g}], from one block to what "
             f"{model.name} leaves of the memory of {group.name}, got {kv_gib}"
         )
     return pool // block_bytes

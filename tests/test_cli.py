@@ -6,12 +6,17 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
+from typer.testing import CliRunner
 
+from skipjoin.bench.results import load_results
 from skipjoin.builtin import builtin_model_path
+from skipjoin.cli import app
+from skipjoin.config import EngineConfig
 
 SKIPJOIN = Path(sys.executable).with_name("skipjoin")
 
@@ -92,3 +97,88 @@ def test_a_folder_of_unsupported_architecture_says_what_is_supported(tmp_path: P
 def test_version_and_help() -> None:
     assert skipjoin("--version").stdout.startswith("skipjoin 0.")
     assert "--recipe" in skipjoin("serve", "--help").stdout
+
+
+# -- the host pool and the objective ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "meant"),
+    [
+        ([], (None, 0.3, None)),
+        (["--swap-space", "2.5", "--slo", "1"], (2.5, 1.0, None)),
+        (["--kv-offloading-size", "0", "--starvation-s", "7"], (0.0, 0.3, 7.0)),
+    ],
+)
+def test_serve_and_its_options_of_memory_and_objective(
+    options: list[str], meant: tuple[float | None, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configs: list[EngineConfig] = []
+    monkeypatch.setattr("skipjoin.server.launch.run_server", lambda engine, server: configs.append(engine) or 0)
+    run = CliRunner().invoke(app, ["serve", *options])
+    assert run.exit_code == 0, run.output
+    (config,) = configs
+    assert (config.swap_space_gib, config.slo_s, config.starvation_s) == meant
+
+
+@pytest.mark.parametrize("name", ["--swap-space", "--kv-offloading-size"])
+def test_generate_and_its_options_of_memory_and_objective(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+
+    class Noted:
+        def __init__(self, model: str, **settings: object) -> None:
+            given.update(settings)
+
+        def __enter__(self) -> Noted:
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            pass
+
+        def generate(self, prompts: object, params: object) -> list[object]:
+            return []
+
+    monkeypatch.setattr("skipjoin.llm.LLM", Noted)
+    run = CliRunner().invoke(app, ["generate", "--prompt", "x", name, "1.5", "--slo", "0.2"])
+    assert run.exit_code == 0, run.output
+    assert (given["swap_space_gib"], given["slo_s"]) == (1.5, 0.2)
+
+
+def test_simulate_and_its_options_of_memory_and_objective(tmp_path: Path) -> None:
+    """What `--slo` sets is a threshold of the scheduler; the objectives of the figures are others."""
+    out = tmp_path / "out.json"
+    small = ["--model", "opt-13b", "--lengths", "fixed:16,2", "--rates", "1", "--requests", "2", "--out", out]
+    for options in ([], ["--swap-space", "8", "--slo", "0.5", "--slo-ttft", "9"], ["--kv-offloading-size", "0"]):
+        run = skipjoin("simulate", *small, "--append", "--jobs", "1", *options)
+        assert run.returncode == 0, run.stderr
+    plain, chosen, none = load_results([out])
+    # To the block, of 12.5 MiB.
+    assert [one["settings"]["swap_gib"] for one in (plain, chosen, none)] == pytest.approx([72, 8, 0], abs=0.0125)
+    assert [one["settings"]["starvation_s"] for one in (plain, chosen, none)] == [30.0, 50.0, 30.0]
+    assert none["settings"]["host_blocks"] == 0
+    assert chosen["slo"]["ttft_s"] == 9.0
+
+
+SIMULATE = ["simulate", "--model", "opt-13b", "--rates", "1"]
+
+
+@pytest.mark.parametrize(
+    ("args", "names"),
+    [
+        (["serve", "--swap-space", "-1"], "swap_space_gib must be in [0, 1e+06], got -1"),
+        (["serve", "--slo", "0"], "slo_s must be in (0, 1e+06], got 0"),
+        (["serve", "--starvation-s", "-2"], "starvation_s must be in (0, 1e+09], got -2"),
+        (["generate", "--prompt", "x", "--kv-offloading-size", "nan"], "swap_space_gib must be in [0, 1e+06], got nan"),
+        (["generate", "--prompt", "x", "--swap-space", "9e5"], "swap_space_gib must be at most"),
+        (["generate", "--prompt", "x", "--slo", "inf"], "slo_s must be in (0, 1e+06], got inf"),
+        ([*SIMULATE, "--swap-space", "inf"], "swap_gib must be in [0, 1e+06], got inf"),
+        ([*SIMULATE, "--slo", "-1"], "slo_s must be in (0, 1e+06], got -1"),
+        ([*SIMULATE, "--starvation-s", "0"], "starvation_s must be in (0, 1e+09], got 0"),
+    ],
+)
+def test_memory_and_objectives_out_of_bounds_are_named(args: list[str], names: str) -> None:
+    run = CliRunner().invoke(app, args)
+    assert run.exit_code == 2, run.output
+    assert names in run.stderr
+    assert "Traceback" not in run.output
+    assert run.stdout == ""

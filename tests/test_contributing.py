@@ -18,7 +18,7 @@ from skipjoin.sim.driver import Replica, simulate
 ROOT = Path(__file__).parents[1]
 
 
-def test_the_added_lines_run_the_shortest_prompt_first() -> None:
+def test_the_added_lines_run_the_smallest_request_first() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text()
     diff = re.search(r"```diff\n(.*?)```", text, re.DOTALL)
     assert diff is not None
@@ -27,7 +27,7 @@ def test_the_added_lines_run_the_shortest_prompt_first() -> None:
     names = {**vars(recipes), "recipe": lambda f: built.setdefault(f.__name__, f)}
     exec(compile("from __future__ import annotations\n" + code, "CONTRIBUTING.md", "exec"), names)
     cost = LinearCost(floor=0.01, prefill_token=1e-4)
-    policies = built["shortest_prompt"](recipes.Settings(cost, max_seqs=1))
+    policies = built["smallest_request"](recipes.Settings(cost, max_seqs=1))
     core = EngineCore(Scheduler(policies, KVLedger(100, 0, 16)))
     order: list[int] = []
     requests = [Request(number, 0.0, range(length), 3) for number, length in enumerate((90, 10, 50))]

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
+import psutil
 import pytest
+import torch
 
-from skipjoin import LLM, SamplingParams
-from skipjoin.config import ConfigError
+from skipjoin import LLM, SamplingParams, assembly
+from skipjoin.assembly import EngineInfo
+from skipjoin.config import ConfigError, EngineConfig
 from skipjoin.core.events import Preempted, Preemption
 from skipjoin.model.config import ModelError
 from skipjoin.sampling import ParameterError
@@ -102,6 +108,18 @@ def test_bad_prompts_name_the_bound_and_run_nothing(llm: LLM, prompt: object, pa
         ({"block_size": 0}, ConfigError, "block_size"),
         ({"dtype": "int3"}, ConfigError, "float32"),
         ({"starvation_s": float("nan")}, ConfigError, "starvation_s"),
+        ({"starvation_s": 0.0}, ConfigError, r"starvation_s must be in \(0, 1e\+09\], got 0"),
+        ({"slo_s": 0.0}, ConfigError, r"slo_s must be in \(0, 1e\+06\], got 0"),
+        ({"slo_s": float("nan")}, ConfigError, r"slo_s must be in \(0, 1e\+06\], got nan"),
+        ({"swap_space_gib": -0.5}, ConfigError, r"swap_space_gib must be in \[0, 1e\+06\], got -0.5"),
+        ({"swap_space_gib": float("nan")}, ConfigError, r"swap_space_gib must be in \[0, 1e\+06\], got nan"),
+        ({"swap_space_gib": float("inf")}, ConfigError, r"swap_space_gib must be in \[0, 1e\+06\], got inf"),
+        ({"swap_space_gib": 1e6}, ConfigError, r"swap_space_gib must be at most \d.* GiB free, .*\), got 1e\+06"),
+        (
+            {"swap_space_gib": 1e-5},
+            ConfigError,
+            "swap_space_gib must be 0 or at least 6.2e-05, one KV block, got 1e-05",
+        ),
     ],
 )
 def test_bad_settings_name_the_bound(settings: dict[str, object], error: type[Exception], names: str) -> None:
@@ -138,3 +156,117 @@ def test_every_recipe_gives_the_same_texts_to_200_mixed_requests() -> None:
             assert drops > 0, recipe
             assert llm.engine.core.kv.device_free == llm.engine.core.kv.device_total
     assert texts["fcfs"] == texts["fastserve"]
+
+
+# -- the host pool ----------------------------------------------------------------------------------------------------
+
+GIB = 1 << 30
+BLOCK_BYTES = 16 * 4 * 2 * 128 * 4  # 16 tokens of the built-in model
+
+
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch) -> Callable[..., EngineInfo]:
+    """`start(free_gib, **settings)`: the facts of an engine on a machine with that much free RAM."""
+
+    def started(free_gib: float, **settings: Any) -> EngineInfo:
+        monkeypatch.setattr(assembly, "_free_ram", lambda: int(free_gib * GIB))
+        engine = assembly.assemble(EngineConfig(threads=1, device="cpu", profile="off", **settings))
+        engine.executor.close()
+        host = engine.executor.store.host
+        assert engine.info.host_blocks == engine.core.kv.host_total == (host.num_blocks if host else 0)
+        return engine.info
+
+    return started
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "kv_gib", "host_gib"),
+    [(100, 0.1, 4), (4, 0.1, 1), (2, 0.9, 0.1), (1.25, 0.1, 0.15), (1, 0.1, 0)],
+)
+def test_an_unset_host_pool_is_a_share_of_free_ram(
+    start: Callable[..., EngineInfo], free_gib: float, kv_gib: float, host_gib: float
+) -> None:
+    blocks = start(free_gib, kv_cache_gib=kv_gib).host_blocks
+    assert blocks == pytest.approx(host_gib * GIB / BLOCK_BYTES, abs=1)
+
+
+def test_a_host_pool_is_as_large_as_asked_for(start: Callable[..., EngineInfo]) -> None:
+    assert start(3, kv_cache_gib=0.1, swap_space_gib=0).host_blocks == 0
+    assert start(3, kv_cache_gib=0.1, swap_space_gib=0.5).host_blocks == GIB // 2 // BLOCK_BYTES
+    assert start(3, kv_cache_gib=0.1, swap_space_gib=0.5, block_size=64).host_blocks == GIB // 8 // BLOCK_BYTES
+
+
+def test_the_refusal_of_a_host_pool_names_a_size_that_works(start: Callable[..., EngineInfo]) -> None:
+    """The device pool of a CPU lies in the same RAM, and 1 GiB is left alone."""
+    have = r"the machine has 2\.0 GiB free, 0\.7 of them for the KV pool"
+    text = rf"swap_space_gib must be at most (0\.3) \({have}\), got 0\.5"
+    with pytest.raises(ConfigError) as refused:
+        start(2, kv_cache_gib=0.7, swap_space_gib=0.5)
+    found = re.fullmatch(text, str(refused.value))
+    assert found, refused.value
+    assert start(2, kv_cache_gib=0.7, swap_space_gib=float(found[1])).host_blocks == int(0.3 * GIB) // BLOCK_BYTES
+    with pytest.raises(ConfigError, match="at most 0 "):
+        start(1, kv_cache_gib=0.7, swap_space_gib=0.5)
+
+
+def test_page_locked_memory_comes_in_powers_of_two(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assembly, "_free_ram", lambda: 100 * GIB)
+    own = llm.engine.executor.model
+    model: Any = SimpleNamespace(config=own.config, dtype=own.dtype, device=torch.device("cuda"))
+
+    def blocks(gib: float | None) -> int:
+        return assembly._host_blocks(EngineConfig(swap_space_gib=gib), model, 1)
+
+    assert [blocks(gib) for gib in (None, 64)] == [4 * GIB // BLOCK_BYTES, 64 * GIB // BLOCK_BYTES]
+    with pytest.raises(ConfigError, match=r"at most 64 \(.*powers of two\), got 70"):
+        blocks(70)
+
+
+def test_a_host_pool_takes_no_memory_before_it_is_used() -> None:
+    before = psutil.Process().memory_info().rss
+    with LLM(progress=False, threads=1, profile="off", kv_cache_gib=0.1, swap_space_gib=1.0) as llm:
+        llm.generate(["hello"], GREEDY)
+        assert psutil.Process().memory_info().rss - before < GIB / 2
+        assert llm.engine.core.kv.host_free == llm.engine.core.kv.host_total == GIB // BLOCK_BYTES
+
+
+@pytest.mark.parametrize("recipe", ["fcfs", "fastserve"])
+def test_little_kv_and_a_host_pool_give_the_same_texts_as_much_kv(recipe: str) -> None:
+    conversations = [user(f"Count from {start} to {start + 50}") for start in range(24)]
+
+    def texts(**settings: Any) -> tuple[list[str], int]:
+        """The answers, and how often a request had to make way."""
+        made_way = 0
+        common = dict(progress=False, recipe=recipe, threads=1, profile="off", max_num_seqs=16, max_model_len=512)
+        with LLM(**common, **settings) as llm:
+            kv, take_events = llm.engine.core.kv, llm.engine.core.take_events
+
+            def counted():
+                nonlocal made_way
+                events = take_events()
+                made_way += sum(isinstance(event, Preempted) and event.how is not Preemption.PAUSE for event in events)
+                return events
+
+            llm.engine.core.take_events = counted
+            answers = [answer.text for answer in llm.chat(conversations, GREEDY)]
+            assert (kv.device_free, kv.host_free) == (kv.device_total, kv.host_total)
+        return answers, made_way
+
+    much, unhurried = texts(swap_space_gib=0)
+    little, crowded = texts(kv_cache_gib=40 * BLOCK_BYTES / GIB, swap_space_gib=400 * BLOCK_BYTES / GIB)
+    assert unhurried == 0 < crowded
+    assert little == much
+
+
+def test_the_threshold_of_starvation_follows_the_objective(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[float] = []
+    build = assembly.build
+
+    def noted(name: str, settings: Any) -> Any:
+        seen.append(settings.starvation_s)
+        return build(name, settings)
+
+    monkeypatch.setattr(assembly, "build", noted)
+    for settings in ({}, {"slo_s": 2.0}, {"slo_s": 2.0, "starvation_s": 4.0}):
+        LLM(progress=False, threads=1, profile="off", kv_cache_gib=0.1, **settings).close()
+    assert seen == [30.0, 200.0, 4.0]

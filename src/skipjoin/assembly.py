@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import math
 import os
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,6 +31,8 @@ from skipjoin.model.causal_lm import CausalLM
 from skipjoin.model.kv_cache import PagedKV
 from skipjoin.model.loader import load_model, resolve_folder
 from skipjoin.policies.cost import LearningCost, LinearCost
+from skipjoin.policies.pressure import Swap
+from skipjoin.policies.starvation import Extremes, least_bound, most_requests, starvation_after, starvation_within
 from skipjoin.profile import Profile, ProfileKey, cache_path, cached_profile, read_profile, write_profile
 from skipjoin.recipes import RECIPES, Settings, build
 from skipjoin.sampling import SamplingParams
@@ -42,6 +46,8 @@ _GIB = 1 << 30
 _HOST_STEPS, _HOST_REQUESTS, _HOST_SHARE = 48, 16, 0.05
 # Share of free memory that the KV pool takes on a CPU, where other programs live beside us, and its most.
 _CPU_SHARE, _CPU_MOST = 0.25, 8 * _GIB
+# The same of the host pool; and the RAM that it must leave to the engine's own needs and to other programs.
+_HOST_SHARE, _HOST_MOST, _HOST_SPARE = 0.25, 4 * _GIB, 1 * _GIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +55,9 @@ class EngineInfo:
     """What there is to know about an assembled engine.
 
     folder: where model and tokenizer lie. max_model_len: most tokens of prompt and output together.
-    device_blocks: KV blocks of block_size tokens. weight_bytes: size of the weights. cost: what the scheduler takes
-    steps to cost; it learns from those that run.
+    device_blocks, host_blocks: KV blocks of block_size tokens on each tier. weight_bytes: size of the weights.
+    cost: what the scheduler takes steps to cost; it learns from those that run. starvation_s: seconds without running
+    after which recipes that promote do so.
     """
 
     model: str
@@ -59,12 +66,14 @@ class EngineInfo:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     device_blocks: int
+    host_blocks: int
     block_size: int
     recipe: str
     dtype: str
     device: str
     weight_bytes: int
     cost: LearningCost
+    starvation_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,19 +92,20 @@ def model_folder(name: str) -> Path:
 
 
 def assemble(config: EngineConfig, on_progress: Progress = lambda what, share: None) -> Engine:
-    """Load the model, size the KV pool, learn what steps cost, build the scheduler.
+    """Load the model, size the KV pools, learn what steps cost, build the scheduler.
 
     Raises `ModelError` for a model that cannot be used and `ConfigError` for a setting that cannot be met.
     """
     if config.recipe not in RECIPES:
         raise ConfigError(f"recipe must be one of {', '.join(sorted(RECIPES))}, got {config.recipe!r}")
     loaded = _load(config, on_progress)
-    executor, blocks = loaded.executor, loaded.executor.store.device.num_blocks
+    executor, store = loaded.executor, loaded.executor.store
+    blocks, host_blocks = store.device.num_blocks, store.host.num_blocks if store.host else 0
     cost = LearningCost(_start_cost(config, loaded, on_progress))
-    settings = Settings(cost, config.max_num_seqs, config.max_num_batched_tokens, config.starvation_s)
+    settings = _settings(config, loaded, cost)
     scheduler = Scheduler(
         build(config.recipe, settings),
-        KVLedger(blocks, 0, config.block_size),
+        KVLedger(blocks, host_blocks, config.block_size),
         depth=config.pipeline_depth,
         overlap=config.pipeline_depth > 1,
     )
@@ -107,14 +117,52 @@ def assemble(config: EngineConfig, on_progress: Progress = lambda what, share: N
         vocab_size=model.config.vocab_size,
         eos_token_ids=model.config.eos_token_ids,
         device_blocks=blocks,
+        host_blocks=host_blocks,
         block_size=config.block_size,
         recipe=config.recipe,
         dtype=str(model.dtype).removeprefix("torch."),
         device=str(model.device),
         weight_bytes=model.weight_bytes,
         cost=cost,
+        starvation_s=settings.starvation_s,
     )
     return Engine(EngineCore(scheduler), executor, info, config.seed)
+
+
+def _settings(config: EngineConfig, loaded: _Loaded, cost: LearningCost) -> Settings:
+    """What the recipe is built from. Raises `ConfigError` for a bound on waiting that cannot be kept."""
+    settings = Settings(cost, config.max_num_seqs, config.max_num_batched_tokens)
+    if config.starvation_bound_s is None:
+        alpha = starvation_after(config.slo_s) if config.starvation_s is None else config.starvation_s
+        return replace(settings, starvation_s=alpha)
+    bound, most = config.starvation_bound_s, _extremes(config, loaded, settings)
+    if bound < (least := least_bound(most)):
+        fits = most_requests(bound, most)
+        hint = f"it would hold with max_num_queued_reqs <= {fits}" if fits else "a smaller max_model_len may help"
+        raise ConfigError(
+            f"starvation_bound_s must be at least {math.ceil(least * 10) / 10:.1f} s "
+            f"with max_num_queued_reqs {most.requests}, got {bound:g}; {hint}"
+        )
+    return replace(settings, starvation_s=starvation_within(bound, most), promotion_share=math.inf)
+
+
+def _extremes(config: EngineConfig, loaded: _Loaded, settings: Settings) -> Extremes:
+    """The most that can come together in this engine."""
+    if config.max_live_requests is None:
+        raise ConfigError("starvation_bound_s needs max_live_requests, which the server sets to max_num_queued_reqs")
+    pressure, store = build(config.recipe, settings).pressure, loaded.executor.store
+    return Extremes(
+        settings.cost,
+        requests=config.max_live_requests,
+        max_len=loaded.max_len,
+        max_seqs=settings.max_seqs,
+        max_tokens=settings.max_tokens,
+        device_blocks=store.device.num_blocks,
+        host_blocks=store.host.num_blocks if store.host and isinstance(pressure, Swap) else 0,
+        block_size=config.block_size,
+        depth=config.pipeline_depth,
+        moves_beside=pressure.returns_beside,
+    )
 
 
 def profile_model(config: EngineConfig, effort: Effort, on_progress: Progress = lambda what, share: None) -> Profile:
@@ -150,7 +198,12 @@ def _load(config: EngineConfig, on_progress: Progress) -> _Loaded:
     max_len = _max_model_len(config, model)
     blocks = _device_blocks(config, model, max_len)
     store = KVStore(
-        model.config, model.dtype, model.device, device_blocks=blocks, host_blocks=0, block_size=config.block_size
+        model.config,
+        model.dtype,
+        model.device,
+        device_blocks=blocks,
+        host_blocks=_host_blocks(config, model, blocks),
+        block_size=config.block_size,
     )
     executor = LocalExecutor(model, store, threads=config.threads)
     return _Loaded(folder, executor, max_len, profile_key(config.model, model, __version__))
@@ -269,5 +322,41 @@ def _memory_for_kv(config: EngineConfig, model: CausalLM) -> int:
     if model.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(model.device)
         return max(0, int(free - total * (1 - config.gpu_memory_utilization)))
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(_CPU_MOST, int(free * _CPU_SHARE))
+    return min(_CPU_MOST, int(_free_ram() * _CPU_SHARE))
+
+
+def _host_blocks(config: EngineConfig, model: CausalLM, device_blocks: int) -> int:
+    """Blocks of the host pool: what was asked for, if RAM holds it beside all else, or a share of what is free."""
+    block_bytes = PagedKV.bytes_per_block(model.config, config.block_size, model.dtype)
+    free = _free_ram()
+    if model.device.type == "cuda":
+        # torch rounds page-locked memory up to a power of two, and all of it is taken at once.
+        left = max(0, free - _HOST_SPARE)
+        room, beside = 1 << (left.bit_length() - 1) if left else 0, ", and page-locked memory comes in powers of two"
+    else:
+        # The device pool lies in RAM too, and takes none of it until blocks are used.
+        room = max(0, free - device_blocks * block_bytes - _HOST_SPARE)
+        beside = f", {device_blocks * block_bytes / _GIB:.4g} of them for the KV pool"
+    asked = config.swap_space_gib
+    if asked is None:
+        return min(_HOST_MOST, int(free * _HOST_SHARE), room) // block_bytes
+    size = int(asked * _GIB)
+    if size > room:
+        # Rounded towards what works, here and below.
+        most = math.floor(room / _GIB * 10) / 10
+        have = f"the machine has {free / _GIB:.1f} GiB free{beside}"
+        raise ConfigError(f"swap_space_gib must be at most {most:g} ({have}), got {asked:g}")
+    if asked > 0 and size < block_bytes:
+        least = math.ceil(block_bytes / _GIB * 1e6) / 1e6
+        raise ConfigError(f"swap_space_gib must be 0 or at least {least:g}, one KV block, got {asked:g}")
+    return size // block_bytes
+
+
+def _free_ram() -> int:
+    """Bytes of RAM that programs can have; what lies in the page cache is theirs when they ask."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            name, _, amount = line.partition(":")
+            if name == "MemAvailable":
+                return int(amount.split()[0]) << 10
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -7,6 +7,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 METRICS_COMPAT = ("none", "vllm")
+# The recipes that promote who starves, and whose KV makes way for the promoted.
+BOUNDED_RECIPES = ("fastserve", "fastserve-reactive", "fastserve-recompute", "mlfq")
+# Seconds per output token that users accept: FastServe's objective of the normalized latency.
+DEFAULT_SLO_S = 0.3
 
 
 class ConfigError(ValueError):
@@ -29,8 +33,14 @@ class EngineConfig:
     device: auto, cpu, cuda. max_model_len: most tokens of prompt and output together; None: what the model holds.
     block_size: tokens per KV block. kv_cache_gib: size of the KV pool; None: a share of what is free.
     gpu_memory_utilization: that share on CUDA, weights included.
+    swap_space_gib: size of the host pool, to which KV is swapped; 0: none, KV is computed again; None: a share of
+    the RAM that is free.
     recipe: which scheduler. max_num_seqs, max_num_batched_tokens: most requests and tokens in a step.
-    starvation_s: how long `fastserve` lets a request wait before it promotes it.
+    slo_s: seconds per output token that users accept.
+    starvation_s: how long `fastserve` lets a request wait before it promotes it; None: what follows from `slo_s`.
+    starvation_bound_s: no request goes longer without running, from its arrival, or the end of a step that ran it, to
+    the end of the next one that does; None: no bound. max_live_requests: most requests at once, which whoever drives
+    the engine keeps to, and which a bound needs; None: any number.
     pipeline_depth: plans in flight; 2 decides the next step while one runs.
     threads: CPU threads of the model; None: all. seed: from which requests without a seed draw theirs.
     timeline: file to which a trace of who ran when is written, for Perfetto and chrome://tracing.
@@ -46,10 +56,14 @@ class EngineConfig:
     block_size: int = 16
     kv_cache_gib: float | None = None
     gpu_memory_utilization: float = 0.9
+    swap_space_gib: float | None = None
     recipe: str = "fastserve"
     max_num_seqs: int = 128
     max_num_batched_tokens: int = 2048
-    starvation_s: float = 3.0
+    slo_s: float = DEFAULT_SLO_S
+    starvation_s: float | None = None
+    starvation_bound_s: float | None = None
+    max_live_requests: int | None = None
     pipeline_depth: int = 1
     threads: int | None = None
     seed: int = 0
@@ -66,19 +80,54 @@ class EngineConfig:
             ("pipeline_depth", 1, 2),
         ):
             _check(name, getattr(self, name), low, high)
-        for name, low in (("max_model_len", 1), ("threads", 1)):
+        for name, high in (("max_model_len", 1 << 31), ("threads", 1 << 31), ("max_live_requests", 1 << 40)):
             if (value := getattr(self, name)) is not None:
-                _check(name, value, low, 1 << 31)
-        for name, most in (("kv_cache_gib", 1e6), ("starvation_s", 1e9), ("gpu_memory_utilization", 1.0)):
-            value = getattr(self, name)
-            if value is not None and not 0 < value <= most:
-                raise ConfigError(f"{name} must be in (0, {most:g}], got {value}")
+                _check(name, value, 1, high)
+        check_slo(self.slo_s, self.starvation_s)
+        self._check_starvation_bound()
+        check_swap_space("swap_space_gib", self.swap_space_gib)
+        for name, most in (("kv_cache_gib", 1e6), ("gpu_memory_utilization", 1.0)):
+            if (share := getattr(self, name)) is not None:
+                check_above_zero(name, share, most)
         for name, allowed in (
             ("dtype", ("auto", "float32", "bfloat16", "float16")),
             ("device", ("auto", "cpu", "cuda")),
         ):
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
+
+    def _check_starvation_bound(self) -> None:
+        if self.starvation_bound_s is None:
+            return
+        check_above_zero("starvation_bound_s", self.starvation_bound_s, 1e9)
+        if self.starvation_s is not None:
+            raise ConfigError("starvation_s must not be set beside starvation_bound_s, from which it follows")
+        if self.recipe == "fastserve-defer":
+            raise ConfigError("starvation_bound_s cannot be kept by recipe fastserve-defer: newcomers wait for memory")
+        if self.recipe not in BOUNDED_RECIPES:
+            raise ConfigError(
+                f"starvation_bound_s needs recipe {', '.join(BOUNDED_RECIPES)}: "
+                f"{self.recipe!r} does not promote who starves"
+            )
+
+
+def check_above_zero(name: str, value: float, most: float) -> None:
+    """Refuse a value that is not in (0, most]."""
+    if not 0 < value <= most:
+        raise ConfigError(f"{name} must be in (0, {most:g}], got {value}")
+
+
+def check_slo(slo_s: float, starvation_s: float | None) -> None:
+    """Refuse an objective, or a starvation threshold of its own, that is outside its bounds; both in seconds."""
+    check_above_zero("slo_s", slo_s, 1e6)
+    if starvation_s is not None:
+        check_above_zero("starvation_s", starvation_s, 1e9)
+
+
+def check_swap_space(name: str, gib: float | None) -> None:
+    """Refuse a size of the host pool that no machine has. None, which leaves the choice to us, passes."""
+    if gib is not None and not 0 <= gib <= 1e6:
+        raise ConfigError(f"{name} must be in [0, 1e+06], got {gib}")
 
 
 def _check(name: str, value: int, low: int, high: int) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 from skipjoin.core.policy import CostModel, LengthPredictor, Ordering, Policies
-from skipjoin.policies.batching import Greedy
-from skipjoin.policies.ordering import Fcfs, Prioritized, ShortestRemaining, SkipJoinMlfq
-from skipjoin.policies.predictors import MaxTokens
-from skipjoin.policies.pressure import Recompute
+from skipjoin.policies.batching import Greedy, RunToCompletion
+from skipjoin.policies.mlfq import SkipJoinMlfq
+from skipjoin.policies.ordering import Fcfs, FixedKey, Prioritized, ShortestRemaining
+from skipjoin.policies.pressure import Defer, ProactiveSwap, Recompute, Swap
 from skipjoin.policies.reservation import OnDemand, WholeMaximum
 
 
@@ -18,15 +18,18 @@ class Settings:
     """What a recipe is built from.
 
     cost: the profile of model and machine. max_seqs, max_tokens: most requests and tokens in a step.
-    starvation_s: how long a request may go without running before `fastserve` promotes it. predictor: the output
-    lengths that `srpt` believes.
+    starvation_s: how long a request may go without running before `fastserve` and `mlfq` promote it.
+    promotion_share: share of the time that promotions may take. quantum_s: of their first queue; None: the shortest
+    iteration. predictor: the true output lengths, which `srpt` needs.
     """
 
     cost: CostModel
     max_seqs: int = 256
     max_tokens: int = 2048
-    starvation_s: float = 3.0
-    predictor: LengthPredictor = field(default_factory=MaxTokens)
+    starvation_s: float = 30.0
+    promotion_share: float = 0.05
+    quantum_s: float | None = None
+    predictor: LengthPredictor | None = None
 
 
 Recipe = Callable[[Settings], Policies]
@@ -34,16 +37,23 @@ RECIPES: dict[str, Recipe] = {}
 
 
 def recipe(build: Recipe) -> Recipe:
-    """Register a recipe under its function's name."""
-    RECIPES[build.__name__] = build
+    """Register a recipe under its function's name, with hyphens."""
+    RECIPES[build.__name__.replace("_", "-")] = build
     return build
 
 
 def build(name: str, settings: Settings) -> Policies:
-    """The policies of the recipe called `name`. Raises ValueError, naming those that exist, if there is none."""
+    """The policies of the recipe called `name`. Raises ValueError, naming those that exist, if there is none, and where
+    the recipe needs something that the settings lack."""
     if name not in RECIPES:
         raise ValueError(f"recipe must be one of {', '.join(sorted(RECIPES))}, got {name!r}")
     return RECIPES[name](settings)
+
+
+@recipe
+def static(s: Settings) -> Policies:
+    """As FasterTransformer schedules: a batch runs until its last request is done, and only then the next begins."""
+    return Policies(Prioritized(Fcfs), RunToCompletion(s.max_seqs, s.max_tokens), WholeMaximum(), Recompute())
 
 
 @recipe
@@ -66,21 +76,56 @@ def sarathi(s: Settings) -> Policies:
     )
 
 
+def _preemptive(s: Settings, ordering: Callable[[], Ordering]) -> Policies:
+    """What the preemptive systems share, whatever their order."""
+    batcher = Greedy(s.max_seqs, s.max_tokens, chunked=True)
+    return Policies(Prioritized(ordering), batcher, OnDemand(), ProactiveSwap(s.cost))
+
+
+def _mlfq(s: Settings, *, skip_join: bool) -> SkipJoinMlfq:
+    return SkipJoinMlfq(s.cost, starvation_s=s.starvation_s, promotion_share=s.promotion_share, skip_join=skip_join)
+
+
 @recipe
 def fastserve(s: Settings) -> Policies:
-    """Skip-join multi-level feedback queue."""
+    """FastServe: skip-join multi-level feedback queue, KV swapped ahead of need."""
+    return _preemptive(s, lambda: _mlfq(s, skip_join=True))
 
-    def ordering() -> Ordering:
-        return SkipJoinMlfq(s.cost, starvation_s=s.starvation_s)
 
-    return Policies(Prioritized(ordering), Greedy(s.max_seqs, s.max_tokens, chunked=True), OnDemand(), Recompute())
+@recipe
+def fastserve_reactive(s: Settings) -> Policies:
+    """FastServe, KV swapped before the step that is short of blocks."""
+    return replace(fastserve(s), pressure=Swap(s.cost))
+
+
+@recipe
+def fastserve_recompute(s: Settings) -> Policies:
+    """FastServe, KV dropped where blocks are short."""
+    return replace(fastserve(s), pressure=Recompute())
+
+
+@recipe
+def fastserve_defer(s: Settings) -> Policies:
+    """FastServe, newcomers wait where blocks are short."""
+    return replace(fastserve(s), pressure=Defer())
+
+
+@recipe
+def mlfq(s: Settings) -> Policies:
+    """Plain multi-level feedback queue: every request joins the first queue (FastServe section 4.1, strawman)."""
+    return _preemptive(s, lambda: _mlfq(s, skip_join=False))
+
+
+@recipe
+def fixed_priority(s: Settings) -> Policies:
+    """Shortest prompt first, for good (FastServe section 4.1, strawman)."""
+    return _preemptive(s, lambda: FixedKey(lambda request: len(request.prompt)))
 
 
 @recipe
 def srpt(s: Settings) -> Policies:
     """Shortest remaining time first: the oracle of experiments, where the predictor knows the true lengths."""
-
-    def ordering() -> Ordering:
-        return ShortestRemaining(s.cost, s.predictor)
-
-    return Policies(Prioritized(ordering), Greedy(s.max_seqs, s.max_tokens, chunked=True), OnDemand(), Recompute())
+    predictor = s.predictor
+    if predictor is None:
+        raise ValueError("recipe srpt needs a predictor that knows the true output lengths")
+    return _preemptive(s, lambda: ShortestRemaining(s.cost, predictor))

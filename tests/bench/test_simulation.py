@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from skipjoin.bench.results import ResultsFile, load_results
 from skipjoin.bench.simulation import Cell, Extent, run
+from skipjoin.bench.systems import Machine
 from skipjoin.bench.trace import read_trace
 from skipjoin.bench.workload import Replay, with_best_effort
 from skipjoin.config import ConfigError
 from skipjoin.core.events import Event, Finished
 from skipjoin.observe.record import Slo
+from skipjoin.policies.cost import LinearCost
+from skipjoin.policies.starvation import starvation_after
+from skipjoin.profile import FitErrors, Profile, ProfileKey, Transfer, write_profile
 from skipjoin.recipes import RECIPES
 from support.simulated import CELL, SYSTEM, WORKLOAD
 
@@ -147,6 +153,8 @@ def test_a_trace_is_played_as_it_is(tmp_path) -> None:
         ("max_tokens", 0),
         ("decision_s", -1.0),
         ("starvation_s", float("nan")),
+        ("starvation_s", 0.0),
+        ("host_blocks", -1),
         ("dispatch", "random"),
     ],
 )
@@ -158,3 +166,88 @@ def test_settings_out_of_bounds_are_named(field: str, value: object) -> None:
 def test_a_run_without_requests_is_refused() -> None:
     with pytest.raises(ConfigError, match="no request arrives"):
         Cell(SYSTEM, WORKLOAD, Extent(0.001, 1.0, 0)).check()
+
+
+# -- the host pool and the objective ----------------------------------------------------------------------------------
+
+GIB = 1 << 30
+
+
+def settings_of(machine: Machine, **settings: Any) -> dict[str, Any]:
+    """What the record of a system on this machine says."""
+    (system,) = machine.systems("fastserve", **settings)
+    return system.describe()
+
+
+def test_the_record_tells_the_host_pool() -> None:
+    told = replace(SYSTEM, host_blocks=250, block_bytes=GIB // 100).describe()
+    assert (told["host_blocks"], told["swap_gib"]) == (250, 2.5)
+    assert run(CELL)["settings"]["host_blocks"] == 0
+
+
+@pytest.mark.parametrize(
+    ("hardware", "gib"),
+    [
+        ("a100-40gb", 72),
+        ("a100-80gb", 128),
+        ("v100-32gb", 32),
+        ("h100-80gb", 128),
+        ("h200-141gb", 128),
+        ("a100-40gb:tp4pp2", 8 * 72),
+        ("a100-40gb:tp8pp2", 16 * 72),
+    ],
+)
+def test_a_host_pool_is_half_of_the_rams_share(hardware: str, gib: int) -> None:
+    told = settings_of(Machine(hardware=hardware, model="opt-13b", kv_gib=1.0))
+    # A block of 16 tokens of OPT-13B: 4 x 40 layers x 5120 bytes each.
+    block_bytes = 16 * 4 * 40 * 5120
+    assert told["host_blocks"] == gib * GIB // block_bytes
+    assert told["swap_gib"] == pytest.approx(gib, abs=block_bytes / GIB)
+
+
+def test_a_host_pool_is_as_large_as_asked_for() -> None:
+    told = [settings_of(Machine(hardware="a100-40gb", model="opt-13b", swap_gib=gib)) for gib in (0, 8.0)]
+    assert [one["host_blocks"] for one in told] == [0, 8 * GIB // (16 * 4 * 40 * 5120)]
+    for wrong in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(ConfigError, match=r"swap_gib must be in \[0, 1e\+06\], got"):
+            settings_of(Machine(hardware="a100-40gb", model="opt-13b", swap_gib=wrong))
+
+
+def test_the_host_pool_of_a_profile_is_as_large_as_its_kv_pool(tmp_path: Path) -> None:
+    profile = Profile(
+        key=ProfileKey("a/model", "0123", "cpu", "Some CPU", 2, "float32", "torch", 1, 1, "0.1.0"),
+        cost=LinearCost(1e-3, 2e-5),
+        transfer_out=Transfer(7e-5, 6e-6),
+        transfer_in=Transfer(5e-5, 4e-6),
+        unrest=1.0,
+        host_s=0.0,
+        block_size=16,
+        kv_bytes_per_block=65536,
+        weight_bytes=3_000_000,
+        vocab_size=500,
+        max_positions=1024,
+        errors=FitErrors(0.0, 0.0, 1, 0),
+        samples=(),
+        machine={},
+        date="2030-01-02T03:04:05+00:00",
+    )
+    path = tmp_path / "profile.json"
+    write_profile(profile, path)
+    told = settings_of(Machine(hardware=str(path), kv_gib=0.5))
+    assert told["host_blocks"] == told["kv_blocks"] == GIB // 2 // 65536
+    told = settings_of(Machine(hardware=str(path), kv_gib=0.5, swap_gib=0.25))
+    assert told["host_blocks"] == told["kv_blocks"] // 2
+    with pytest.raises(ConfigError, match=r"kv_gib must be in \(0,"):
+        settings_of(Machine(hardware=str(path), kv_gib=float("inf")))
+
+
+def test_the_threshold_of_starvation_follows_the_objective_unless_it_is_set() -> None:
+    machine = Machine(hardware="a100-40gb", model="opt-13b")
+    assert starvation_after(0.3) == settings_of(machine)["starvation_s"] == SYSTEM.starvation_s == 30.0
+    assert settings_of(machine, slo_s=1.5)["starvation_s"] == 150.0
+    assert settings_of(machine, slo_s=1.5, starvation_s=4.0)["starvation_s"] == 4.0
+    for wrong in (0.0, -1.0, float("nan"), 2e6):
+        with pytest.raises(ConfigError, match=r"^slo_s must be in \(0, 1e\+06\], got"):
+            settings_of(machine, slo_s=wrong)
+    with pytest.raises(ConfigError, match=r"^starvation_s must be in \(0,"):
+        settings_of(machine, starvation_s=0.0)

@@ -1,34 +1,27 @@
-"""Abort in each state a request can be in: its blocks come home, and nobody else notices."""
+"""Abort in each state a request can be in: its blocks come home, and nobody else notices.
+
+A state with KV in transit is tried with a move that lands and one that fails, at once and plans later."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
 
 from skipjoin.core.events import Finished
-from skipjoin.core.kv import KVLedger
 from skipjoin.core.request import FinishReason, Request
-from skipjoin.core.step import Direction
-from skipjoin.policies.pressure import Swap
+from skipjoin.core.step import Direction, Move
+from skipjoin.exec.simulated import never
 from support.load import make
+from support.policies import OnCall
 from support.watch import Stepper, World
 
 VICTIM = 1
 
 
-class OnCall(Swap):
-    """Moves beside a step what the test asks for, once."""
-
-    def __init__(self) -> None:
-        self.out: list[Request] = []
-        self.back: list[Request] = []
-
-    def ahead(self, idle: Iterable[Request], kv: KVLedger, now: float) -> tuple[Sequence[Request], Sequence[Request]]:
-        out, self.out = self.out, []
-        back, self.back = self.back, []
-        return out, back
+def always(move: Move) -> bool:
+    return True
 
 
 def token_of(request: Request, position: int) -> int:
@@ -214,6 +207,59 @@ def moving_in_with_two_plans_in_flight() -> Scene:
     raise AssertionError("the victim never came back")
 
 
+def chosen_to_leave_in_flight() -> Scene:
+    """Passed over in the newer plan, to be moved out when the older one is done."""
+    scene = Scene.begin(depth=2, overlap=True)
+    scene.stepper.start()
+    scene.pressure.out = [scene.victim]
+    scene.stepper.start()
+    assert [VICTIM in {piece.request.id for piece in plan.slices} for plan in scene.stepper.core.plans] == [True, False]
+    return scene
+
+
+def moving_out_plans_later() -> Scene:
+    """Others have run meanwhile; the plan that began the move has finished."""
+    scene = moving_out_beside()
+    scene.stepper.late = 4
+    scene.stepper.finish()
+    scene.stepper.late = 0
+    scene.stepper.start()
+    assert scene.stepper.core.kv.is_moving
+    return scene
+
+
+def moving_in_plans_later() -> Scene:
+    scene = moving_in_beside()
+    scene.stepper.late = 4
+    scene.stepper.finish()
+    scene.stepper.late = 0
+    scene.stepper.start()
+    assert scene.stepper.core.kv.is_moving
+    return scene
+
+
+def kept_after_a_failed_move_out() -> Scene:
+    scene = moving_out_beside()
+    scene.stepper.fails = always
+    scene.stepper.finish()
+    scene.stepper.fails = never
+    held = scene.stepper.core.kv.holding(scene.victim)
+    assert held is not None
+    assert held.device
+    assert scene.victim.computed > 0
+    return scene
+
+
+def lost_on_the_way_back() -> Scene:
+    scene = moving_in_beside()
+    scene.stepper.fails = always
+    scene.stepper.finish()
+    scene.stepper.fails = never
+    assert scene.stepper.core.kv.holding(scene.victim) is None
+    assert scene.victim.computed == 0
+    return scene
+
+
 def satisfied() -> Scene:
     """Its last token is being sampled."""
     scene = Scene.begin()
@@ -241,16 +287,28 @@ STATES = [
     moving_in_beside,
     moving_in_before_and_running,
     moving_in_with_two_plans_in_flight,
+    chosen_to_leave_in_flight,
+    moving_out_plans_later,
+    moving_in_plans_later,
+    kept_after_a_failed_move_out,
+    lost_on_the_way_back,
     satisfied,
 ]
 every_state = pytest.mark.parametrize("reach", STATES)
+# How moves end from then on.
+fails_or_not = pytest.mark.parametrize("fails", [never, always])
 
 
 @every_state
-def test_blocks_come_home_and_nobody_else_notices(reach: Callable[[], Scene]) -> None:
+@fails_or_not
+@pytest.mark.parametrize("late", [0, 3])
+def test_blocks_come_home_and_nobody_else_notices(
+    reach: Callable[[], Scene], fails: Callable[[Move], bool], late: int
+) -> None:
     undisturbed = reach()
     undisturbed.stepper.drain()
     scene = reach()
+    scene.stepper.fails, scene.stepper.late = fails, late
     told = list(scene.stepper.tokens.get(VICTIM, []))
     assert scene.stepper.core.abort(VICTIM, scene.stepper.now)
     scene.stepper.drain()
@@ -262,8 +320,12 @@ def test_blocks_come_home_and_nobody_else_notices(reach: Callable[[], Scene]) ->
 
 
 @every_state
-def test_blocks_come_home_as_soon_as_no_plan_holds_them(reach: Callable[[], Scene]) -> None:
+@fails_or_not
+def test_blocks_come_home_as_soon_as_no_plan_holds_them(
+    reach: Callable[[], Scene], fails: Callable[[Move], bool]
+) -> None:
     scene = reach()
+    scene.stepper.fails = fails
     core = scene.stepper.core
     holds = [
         any(piece.request is scene.victim for piece in plan.slices)
@@ -271,6 +333,10 @@ def test_blocks_come_home_as_soon_as_no_plan_holds_them(reach: Callable[[], Scen
         for plan in core.plans
     ]
     core.abort(VICTIM, scene.stepper.now)
+    if core.kv.is_moving and not any(holds):  # the move began with a plan that is done
+        assert core.kv.holding(scene.victim) is not None
+        scene.stepper.drain()
+        return
     for number in range(len(holds)):
         still_held = core.kv.holding(scene.victim) is not None
         assert still_held == any(holds[number:])
@@ -279,13 +345,19 @@ def test_blocks_come_home_as_soon_as_no_plan_holds_them(reach: Callable[[], Scen
 
 
 @every_state
-def test_everybody_may_go_at_once(reach: Callable[[], Scene]) -> None:
+@fails_or_not
+@pytest.mark.parametrize("late", [0, 3])
+def test_everybody_may_go_at_once(reach: Callable[[], Scene], fails: Callable[[Move], bool], late: int) -> None:
     scene = reach()
+    scene.stepper.fails, scene.stepper.late = fails, late
     for number in list(scene.stepper.core.requests):
         scene.stepper.core.abort(number, scene.stepper.now)
     while scene.stepper.core.plans:
         assert scene.stepper.start() is None
         scene.stepper.finish()
+    # What is still on the link is given plans without slices to land.
+    while scene.stepper.core.kv.is_moving:
+        assert not scene.stepper.step().slices
     scene.stepper.core.assert_home()
 
 

@@ -131,9 +131,33 @@ class LedgerMachine(RuleBasedStateMachine):
         with pytest.raises(LedgerError, match="not in transit"):
             self.kv.land(move)
 
+    @rule(request=requests)
+    def fail(self, request: Request) -> None:
+        if request not in self.transit:
+            return
+        move, before = self.transit.pop(request)
+        table = self.kv.slots(request)
+        is_whole = self.kv.fail(move)
+        assert is_whole == (move.direction is Direction.OUT and not before)
+        assert self.kv.is_still(request)
+        with pytest.raises(LedgerError, match="not in transit"):
+            self.kv.fail(move)
+        held = self.kv.holding(request)
+        assert held is not None
+        assert held.host == []
+        if is_whole:
+            assert self.kv.slots(request) == table == move.source
+        else:
+            self.kv.release(request)
+            request.computed = request.planned = 0
+
     @invariant()
     def conserved(self) -> None:
         kv = self.kv
+        for direction in Direction:
+            blocks = sum(len(move.source) for move, _ in self.transit.values() if move.direction is direction)
+            assert kv.blocks_in_transit[direction] == blocks
+        assert kv.is_moving == bool(self.transit)
         kv.check()
         held = [kv.holding(request) for request in kv.holders()]
         assert kv.device_free + sum(len(one.device) for one in held if one) == DEVICE
@@ -204,6 +228,10 @@ def compute_beyond_the_blocks(kv: KVLedger) -> None:
     next(kv.holders()).computed = 100
 
 
+def lose_count_of_transit(kv: KVLedger) -> None:
+    kv.blocks_in_transit[Direction.OUT] += 1
+
+
 def lie_on_both_tiers(kv: KVLedger) -> None:
     held = kv.holding(next(kv.holders()))
     assert held is not None
@@ -223,6 +251,7 @@ def lie_on_both_tiers(kv: KVLedger) -> None:
         lose_a_promise,
         compute_beyond_the_blocks,
         lie_on_both_tiers,
+        lose_count_of_transit,
     ],
 )
 def test_the_check_finds(corrupt: Callable[[KVLedger], None]) -> None:
@@ -265,6 +294,65 @@ def test_a_move_before_the_step_frees_at_once_and_one_beside_it_when_it_lands() 
     assert kv.device_free == 10
     kv.land(move)
     assert kv.device_free == 12
+
+
+def on_host(kv: KVLedger, number: int, tokens: int) -> Request:
+    """A request whose KV has moved out."""
+    request = holding(kv, number, tokens)
+    kv.land(kv.move_out(request, before=True))
+    return request
+
+
+def test_a_failed_move_out_beside_a_step_leaves_the_kv_where_it_was() -> None:
+    kv = KVLedger(DEVICE, HOST, BLOCK)
+    request = holding(kv, 0, 8)
+    table = kv.slots(request)
+    move = kv.move_out(request, before=False)
+    assert (kv.device_free, kv.host_free) == (10, 6)
+    assert kv.blocks_in_transit == {Direction.OUT: 2, Direction.IN: 0}
+    assert kv.fail(move)
+    assert (kv.device_free, kv.host_free, kv.is_moving) == (10, 8, False)
+    assert kv.slots(request) == table
+    assert kv.grow(request, 9).room == 12
+    kv.check()
+
+
+def test_a_failed_move_out_before_a_step_has_lost_the_kv() -> None:
+    """The step may have written where it lay."""
+    kv = KVLedger(DEVICE, HOST, BLOCK)
+    request = holding(kv, 0, 8)
+    move = kv.move_out(request, before=True)
+    assert not kv.fail(move)
+    assert (kv.device_free, kv.host_free, kv.is_moving) == (12, 8, False)
+    kv.release(request)
+    request.computed = 0
+    kv.check()
+
+
+@pytest.mark.parametrize("grows", [False, True])
+def test_a_failed_move_in_has_lost_the_kv(grows: bool) -> None:
+    """Before a step, which may have given it more blocks, as beside one."""
+    kv = KVLedger(DEVICE, HOST, BLOCK)
+    request = on_host(kv, 0, 8)
+    move = kv.move_in(request)
+    assert kv.blocks_in_transit == {Direction.OUT: 0, Direction.IN: 2}
+    if grows:
+        kv.grow(request, 9)
+    assert (kv.device_free, kv.host_free) == (9 if grows else 10, 6)
+    assert not kv.fail(move)
+    assert (kv.host_free, kv.is_moving) == (8, False)
+    kv.release(request)
+    assert (kv.device_free, kv.host_free) == (12, 8)
+    request.computed = 0
+    kv.check()
+
+
+def test_a_move_ends_once_however_it_ends() -> None:
+    kv = KVLedger(DEVICE, HOST, BLOCK)
+    move = kv.move_out(holding(kv, 0, 8), before=False)
+    kv.fail(move)
+    with pytest.raises(LedgerError, match="not in transit"):
+        kv.land(move)
 
 
 def test_a_move_out_takes_computed_blocks_only_and_ends_the_promise() -> None:

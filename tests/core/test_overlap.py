@@ -10,13 +10,10 @@ from hypothesis import strategies as st
 
 from skipjoin.core.events import Finished
 from skipjoin.core.request import FinishReason, Request
-from skipjoin.policies.pressure import Recompute, Swap
-from skipjoin.recipes import RECIPES
 from support.load import load, make
-from support.policies import Chaos
+from support.policies import PRESSURES, SOME_SYSTEMS
 from support.watch import Stepper, World, run
 
-PRESSURES = {"recompute": Recompute, "swap": Swap, "chaos": lambda: Chaos(9)}
 STOP = 0
 
 
@@ -39,7 +36,7 @@ def until_stop(request: Request) -> list[int]:
     return tokens
 
 
-@pytest.mark.parametrize(("recipe", "pressure"), list(product(sorted(RECIPES), sorted(PRESSURES))))
+@pytest.mark.parametrize(("recipe", "pressure"), list(product(SOME_SYSTEMS, sorted(PRESSURES))))
 @pytest.mark.parametrize(("depth", "overlap"), [(1, False), (2, False), (2, True), (3, True), (4, False)])
 def test_output_does_not_depend_on_depth(recipe: str, pressure: str, depth: int, overlap: bool) -> None:
     done = run(World(recipe, depth, overlap, PRESSURES[pressure]), stopping_load(2), sample=stopping)
@@ -49,7 +46,7 @@ def test_output_does_not_depend_on_depth(recipe: str, pressure: str, depth: int,
 @given(seed=st.integers(0, 10**6), blocks=st.integers(26, 80), seats=st.integers(1, 8))
 @settings(max_examples=25)
 def test_output_does_not_depend_on_depth_for_any_load(seed: int, blocks: int, seats: int) -> None:
-    world = World("fastserve", 2, True, Swap, device_blocks=blocks, max_seqs=seats)
+    world = World("fastserve", 2, True, PRESSURES["proactive"], device_blocks=blocks, max_seqs=seats)
     done = run(world, stopping_load(seed), sample=stopping)
     assert done.output == {request.id: until_stop(request) for request in done.requests}
 

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
+from typing import Any
 
 import torch
+from copiers import HarshStore, LateCopier
 
 from skipjoin.core.engine import EngineCore
-from skipjoin.core.events import Event
+from skipjoin.core.events import Event, Preemption
 from skipjoin.core.kv import KVLedger
-from skipjoin.core.policy import Policies, Pressure
+from skipjoin.core.policy import Ordering, Policies, Pressure
 from skipjoin.core.request import Request
 from skipjoin.core.scheduler import Scheduler
-from skipjoin.core.step import Slice
-from skipjoin.exec.kv_store import KVStore
+from skipjoin.core.step import Move, Slice
 from skipjoin.exec.local import LocalExecutor, Sampling
 from skipjoin.model.causal_lm import CausalLM
 from skipjoin.model.loader import random_model
@@ -77,14 +78,26 @@ class Rotating:
     def outranks(self, one: Request, other: Request) -> bool:
         return self._last[one] < self._last[other]
 
+    def next_turns(self, requests: Iterable[Request], now: float) -> list[tuple[Any, Request]]:
+        return [(self._last[request], request) for request in sorted(requests, key=self.rank)]
 
-class Restless(Recompute):
+
+class SwapAll(Recompute):
+    """Who makes way goes to the host, in the middle of a prompt too, whatever that costs."""
+
+    def victims(self, short: int, candidates: Sequence[Request], kv: KVLedger) -> Iterator[tuple[Request, Preemption]]:
+        return ((victim, Preemption.SWAP) for victim, _ in super().victims(short, candidates, kv))
+
+
+class Restless(SwapAll):
     """Moves random idle requests out and in beside every step."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
 
-    def ahead(self, idle: Iterable[Request], kv: KVLedger, now: float) -> tuple[Sequence[Request], Sequence[Request]]:
+    def ahead(
+        self, idle: Sequence[Request], ordering: Ordering, kv: KVLedger, now: float
+    ) -> tuple[Sequence[Request], Sequence[Request]]:
         some = [request for request in idle if self._random.random() < 0.5]
         return some, [request for request in some if not kv.can_move_out(request)]
 
@@ -98,9 +111,16 @@ def engine(
     seats: int = 2,
     chunk: int | None = None,
     depth: int = 1,
+    late: int | None = None,
+    delay_s: float = 0.0,
+    fails: Callable[[Move], bool] = lambda move: False,
 ) -> tuple[EngineCore, LocalExecutor]:
-    """An engine that rotates its requests through `seats` seats. chunk: most tokens per step; None: no cutting."""
-    store = KVStore(
+    """An engine that rotates its requests through `seats` seats. chunk: most tokens per step; None: no cutting.
+
+    late: plans that a `beside` move takes, 1 for the one that begins it; None: a thread copies them. delay_s: how long
+    every copy takes at least. fails: which moves do.
+    """
+    store = HarshStore(
         model.config,
         torch.float32,
         torch.device("cpu"),
@@ -108,12 +128,16 @@ def engine(
         host_blocks=host_blocks,
         block_size=BLOCK_SIZE,
     )
+    store.delay_s, store.fails = delay_s, fails
     store.device.tensor.fill_(torch.nan)  # a slot that is read before it is written shows
+    if store.host is not None:
+        store.host.tensor.fill_(torch.nan)
     batcher = Greedy(seats, chunk or 10_000, chunked=chunk is not None)
     policies = Policies(Rotating(), batcher, OnDemand(), pressure)
     ledger = KVLedger(device_blocks, host_blocks, BLOCK_SIZE)
-    scheduler = Scheduler(policies, ledger, depth=depth, overlap=depth > 1, eviction_limit=10**9)
-    return EngineCore(scheduler), LocalExecutor(model, store)
+    scheduler = Scheduler(policies, ledger, depth=depth, overlap=depth > 1)
+    copier = None if late is None else LateCopier(store, late)
+    return EngineCore(scheduler), LocalExecutor(model, store, copier=copier)
 
 
 def run(core: EngineCore, executor: LocalExecutor, requests: Sequence[Request]) -> list[Event]:

@@ -6,37 +6,117 @@ from collections import Counter
 from functools import cache
 
 import pytest
-from engines import CONFIGS, Restless, engine, mixed_requests, run, tiny_model
+from engines import BLOCK_SIZE, CONFIGS, Restless, SwapAll, engine, mixed_requests, run, tiny_model
 
-from skipjoin.core.events import Moved, Preempted, Preemption
+from skipjoin.core.engine import EngineCore
+from skipjoin.core.events import Event, Moved, MoveFailed, Planned, Preempted, Preemption
 from skipjoin.core.request import Request
-from skipjoin.policies.pressure import Recompute, Swap
+from skipjoin.core.step import Direction, Move
+from skipjoin.exec.local import LocalExecutor
+from skipjoin.policies.pressure import Recompute
 
+
+class Fails:
+    """Says that every second move in these directions does."""
+
+    def __init__(self, *directions: Direction) -> None:
+        self._directions = directions
+        self._seen = 0
+
+    def __call__(self, move: Move) -> bool:
+        self._seen += move.direction in self._directions
+        return move.direction in self._directions and self._seen % 2 == 0
+
+
+OUT, IN = Direction.OUT, Direction.IN
+# No moves are needed here: those that are made are.
+_RESTLESS = dict(pressure=lambda: Restless(5), device_blocks=40, host_blocks=40, seats=2, chunk=5)
+_SWAPPED = dict(pressure=SwapAll, device_blocks=8, host_blocks=60, seats=1)
 # The largest request has 26 tokens: 7 blocks of 4.
 FORCED = {
     "paused at every step": dict(pressure=Recompute, device_blocks=60, seats=1),
     "prompts in chunks of 3": dict(pressure=Recompute, device_blocks=60, seats=2, chunk=3),
     "dropped at every step": dict(pressure=Recompute, device_blocks=8, seats=1),
-    "swapped at every step": dict(pressure=Swap, device_blocks=8, host_blocks=60, seats=1),
-    "swapped, host too small": dict(pressure=Swap, device_blocks=8, host_blocks=6, seats=2),
-    "moved beside every step": dict(pressure=lambda: Restless(5), device_blocks=40, host_blocks=40, seats=2, chunk=5),
+    "swapped at every step": _SWAPPED,
+    "swapped at every step of a prompt": _SWAPPED | dict(chunk=3),
+    "swapped, host too small": dict(pressure=SwapAll, device_blocks=8, host_blocks=6, seats=2),
+    "swapped, copies out fail": _SWAPPED | dict(fails=lambda: Fails(OUT)),
+    "swapped, copies in fail": _SWAPPED | dict(fails=lambda: Fails(IN)),
+    "moved beside every step": _RESTLESS,
+    "moved beside, landing at once": _RESTLESS | dict(late=1),
+    "moved beside, landing late": _RESTLESS | dict(late=5),
+    "moved beside, slowly": _RESTLESS | dict(delay_s=2e-3),
+    "moved beside, full device": _RESTLESS | dict(device_blocks=10, late=3),
+    "moved beside, copies out fail": _RESTLESS | dict(fails=lambda: Fails(OUT)),
+    "moved beside, copies in fail": _RESTLESS | dict(fails=lambda: Fails(IN)),
+    "moved beside, late copies fail": _RESTLESS | dict(late=4, fails=lambda: Fails(OUT, IN)),
     "overlapped": dict(pressure=Recompute, device_blocks=60, seats=3, depth=2),
     "overlapped, dropped": dict(pressure=Recompute, device_blocks=12, seats=2, depth=2),
-    "overlapped, swapped, chunks": dict(pressure=Swap, device_blocks=14, host_blocks=60, seats=2, depth=2, chunk=7),
-    "overlapped, moved beside": dict(
-        pressure=lambda: Restless(6), device_blocks=40, host_blocks=40, seats=2, chunk=5, depth=2
-    ),
+    "overlapped, swapped, chunks": dict(pressure=SwapAll, device_blocks=14, host_blocks=60, seats=2, depth=2, chunk=7),
+    "overlapped, swapped, copies fail": _SWAPPED
+    | dict(device_blocks=14, depth=2, chunk=7, fails=lambda: Fails(OUT, IN)),
+    "overlapped, moved beside": _RESTLESS | dict(depth=2),
+    "overlapped, landing late": _RESTLESS | dict(depth=2, late=5),
+    "overlapped, late copies fail": _RESTLESS | dict(depth=2, late=3, fails=lambda: Fails(OUT, IN)),
 }
+BEFORE = {"moved out before", "moved in before"}
+BESIDE = {"moved out beside", "moved in beside"}
 # What must have happened for the case to show anything.
 EXPECTED = {
-    "paused at every step": Preemption.PAUSE,
-    "dropped at every step": Preemption.DROP,
-    "swapped at every step": Preemption.SWAP,
-    "moved beside every step": Preemption.SWAP,
-    "overlapped, dropped": Preemption.DROP,
-    "overlapped, swapped, chunks": Preemption.SWAP,
-    "overlapped, moved beside": Preemption.SWAP,
+    "paused at every step": {Preemption.PAUSE},
+    "dropped at every step": {Preemption.DROP},
+    "swapped at every step": {Preemption.SWAP} | BEFORE,
+    "swapped at every step of a prompt": {"moved out in mid-prompt"} | BEFORE,
+    "swapped, copies out fail": {"failed out before", Preemption.DROP},
+    "swapped, copies in fail": {"failed in before", Preemption.DROP},
+    "moved beside every step": {Preemption.SWAP, "moved out in mid-prompt"} | BESIDE,
+    "moved beside, landing at once": BESIDE,
+    "moved beside, landing late": {"ran during a move"} | BESIDE,
+    "moved beside, slowly": BESIDE,
+    "moved beside, full device": BEFORE | BESIDE,
+    "moved beside, copies out fail": {"failed out beside"},
+    "moved beside, copies in fail": {"failed in beside", Preemption.DROP},
+    "moved beside, late copies fail": {"failed out beside", "failed in beside", Preemption.DROP},
+    "overlapped, dropped": {Preemption.DROP},
+    "overlapped, swapped, chunks": {Preemption.SWAP} | BEFORE,
+    "overlapped, swapped, copies fail": {"failed out before", "failed in before", Preemption.DROP},
+    "overlapped, moved beside": {Preemption.SWAP} | BESIDE,
+    "overlapped, landing late": {"ran during a move"} | BESIDE,
+    "overlapped, late copies fail": {"failed out beside", "failed in beside", Preemption.DROP},
 }
+# Of each.
+FEWEST = 4
+
+
+def forced(case: str, family: str) -> tuple[EngineCore, LocalExecutor]:
+    """The engine of a case."""
+    options = dict(FORCED[case])
+    fails = options.pop("fails", lambda: lambda move: False)
+    return engine(tiny_model(family), options.pop("pressure")(), fails=fails(), **options)
+
+
+def happened(events: list[Event]) -> Counter[object]:
+    """How often what happened. A move counts as `ran during` if three steps or more ran while it was on its way."""
+    found: Counter[object] = Counter()
+    kinds: dict[int, str] = {}
+    begun: dict[int, int] = {}
+    steps = 0
+    for event in events:
+        if isinstance(event, Preempted):
+            found[event.how] += 1
+        elif isinstance(event, Planned):
+            steps += bool(event.plan.slices)
+            for kind, moves in (("before", event.plan.before), ("beside", event.plan.beside)):
+                for move in moves:
+                    kinds[id(move)], begun[id(move)] = kind, steps
+        elif isinstance(event, Moved | MoveFailed):
+            move = event.move
+            what = "moved" if isinstance(event, Moved) else "failed"
+            found[f"{what} {move.direction.name.lower()} {kinds[id(move)]}"] += 1
+            found["ran during a move"] += steps - begun[id(move)] >= 3
+            is_part = len(move.source) * BLOCK_SIZE < len(move.request.prompt)
+            found["moved out in mid-prompt"] += is_part and move.direction is OUT
+    return found
 
 
 @cache
@@ -56,16 +136,11 @@ def outputs(requests: list[Request]) -> list[list[int]]:
 @pytest.mark.parametrize("family", CONFIGS)
 @pytest.mark.parametrize("case", FORCED)
 def test_tokens_are_those_of_a_request_alone(family: str, case: str) -> None:
-    options = dict(FORCED[case])
-    pressure = options.pop("pressure")()
     requests = mixed_requests()
-    events = run(*engine(tiny_model(family), pressure, **options), requests)
+    events = run(*forced(case, family), requests)
     assert outputs(requests) == outputs_alone(family)
-    happened = Counter(event.how for event in events if isinstance(event, Preempted))
-    if case in EXPECTED:
-        assert happened[EXPECTED[case]] > 5, happened
-    if EXPECTED.get(case) is Preemption.SWAP:
-        assert any(isinstance(event, Moved) for event in events)
+    found = happened(events)
+    assert all(found[what] >= FEWEST for what in EXPECTED.get(case, ())), found
 
 
 @pytest.mark.parametrize("case", FORCED)
@@ -75,10 +150,8 @@ def test_outputs_that_end_by_a_stop_token_are_the_same(case: str) -> None:
     eos = Counter(token for output in alone for token in output[1:-1]).most_common(1)[0][0]
     expected = outputs_alone("llama", eos)
     assert any(len(short) < len(full) for short, full in zip(expected, alone, strict=True))
-    options = dict(FORCED[case])
-    pressure = options.pop("pressure")()
     requests = mixed_requests(eos)
-    run(*engine(tiny_model("llama"), pressure, **options), requests)
+    run(*forced(case, "llama"), requests)
     assert outputs(requests) == expected
 
 
@@ -86,9 +159,7 @@ def test_outputs_that_end_by_a_stop_token_are_the_same(case: str) -> None:
 def test_aborts_disturb_nobody(case: str) -> None:
     alone = outputs_alone("opt")
     for abort_at in (1, 4, 9):
-        options = dict(FORCED[case])
-        pressure = options.pop("pressure")()
-        core, executor = engine(tiny_model("opt"), pressure, **options)
+        core, executor = forced(case, "opt")
         requests = mixed_requests()
         plans = 0
         start_step = core.start_step

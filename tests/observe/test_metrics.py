@@ -18,16 +18,14 @@ from skipjoin.core.step import Direction
 from skipjoin.observe.metrics import ENGINE_METRICS, EngineMetrics, Histogram, Snapshot
 from skipjoin.observe.requests import RequestFacts, RequestLog
 from skipjoin.observe.usage import Usage
-from skipjoin.policies.pressure import Recompute, Swap
-from skipjoin.recipes import RECIPES
+from skipjoin.policies.pressure import Recompute
 from support.load import load, make
-from support.policies import Chaos
+from support.policies import PRESSURES, SYSTEMS, Chaos, SwapAll
 from support.watch import Stepper, World, run
 
-PRESSURES = {"recompute": Recompute, "swap": Swap, "chaos": lambda: Chaos(3)}
 WORLDS = [
     pytest.param(World(recipe, depth, overlap, PRESSURES[name]), id=f"{recipe}-{depth}-{overlap}-{name}")
-    for recipe, (depth, overlap), name in product(sorted(RECIPES), [(1, False), (2, True)], sorted(PRESSURES))
+    for recipe, (depth, overlap), name in product(SYSTEMS, [(1, False), (2, True)], sorted(PRESSURES))
 ]
 BLOCK_BYTES = 1000
 
@@ -108,9 +106,9 @@ def test_what_is_told_at_once_or_bit_by_bit_counts_the_same(world: World) -> Non
     assert all(one == pytest.approx(other) for _, one, other in rows)
 
 
-@pytest.mark.parametrize("pressure", [Recompute, Swap])
+@pytest.mark.parametrize("pressure", [Recompute, SwapAll])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_gauges_follow_the_engine(pressure: type[Recompute] | type[Swap], overlap: bool) -> None:
+def test_gauges_follow_the_engine(pressure: type[Recompute], overlap: bool) -> None:
     world = World("fastserve", 1 + overlap, overlap, pressure, device_blocks=12)
     core = world.core()
     stepper, metrics = Stepper(core), metrics_of(world)
@@ -133,7 +131,7 @@ def test_gauges_follow_the_engine(pressure: type[Recompute] | type[Swap], overla
         swapped += len(on_host)
         if core.plans:
             assert 0 < found.row("kv_cache_usage_perc")[0] <= 1
-    assert (swapped > 0) == (pressure is Swap)
+    assert (swapped > 0) == (pressure is SwapAll)
     assert metrics.snapshot().row("kv_cache_usage_perc") == [0]
 
 

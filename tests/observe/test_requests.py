@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 
 from skipjoin.core.events import Computed, Finished, Preempted, Started, Token
 from skipjoin.observe.requests import RequestFacts, RequestLog
-from skipjoin.policies.pressure import Swap
 from skipjoin.recipes import RECIPES
 from support.load import load, make
-from support.policies import UnitCost
+from support.policies import PRESSURES, UnitCost
 from support.watch import Run, World, run
 
 UNIT = World("fcfs", cost=UnitCost())
@@ -71,9 +70,9 @@ def test_a_gap_that_is_still_open_counts() -> None:
 
 @pytest.mark.parametrize("recipe", sorted(RECIPES))
 @settings(max_examples=10, deadline=None)
-@given(seed=st.integers(0, 1000), depth=st.sampled_from([1, 2]), swap=st.booleans())
-def test_figures_agree_with_the_events(recipe: str, seed: int, depth: int, swap: bool) -> None:
-    world = World(recipe, depth, overlap=depth > 1, pressure=Swap if swap else None)
+@given(seed=st.integers(0, 1000), depth=st.sampled_from([1, 2]), pressure=st.sampled_from([None, *sorted(PRESSURES)]))
+def test_figures_agree_with_the_events(recipe: str, seed: int, depth: int, pressure: str | None) -> None:
+    world = World(recipe, depth, overlap=depth > 1, pressure=PRESSURES[pressure] if pressure else None)
     done = run(world, load(seed, 16))
     facts = facts_of(done)
     assert sorted(facts) == [request.id for request in done.requests]

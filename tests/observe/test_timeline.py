@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from decimal import Decimal
 from itertools import pairwise, product
 from typing import Any
@@ -13,22 +13,16 @@ from typing import Any
 import pytest
 
 from skipjoin.core.events import Computed, Event, Finished, Planned, Preempted, Preemption, Started
-from skipjoin.core.policy import Pressure
 from skipjoin.core.request import FinishReason
 from skipjoin.core.step import Direction
 from skipjoin.observe.timeline import Timeline
-from skipjoin.policies.pressure import Recompute, Swap
-from skipjoin.recipes import RECIPES
 from support.load import load, make
-from support.policies import Chaos
+from support.policies import PRESSURES, SYSTEMS, SwapAll
 from support.watch import Run, Stepper, World, run
 
-PRESSURES: dict[str, Callable[[], Pressure]] = {"recompute": Recompute, "swap": Swap, "chaos": lambda: Chaos(3)}
 WORLDS = [
     pytest.param(World(recipe, depth, overlap, PRESSURES[name]), id=f"{recipe}-{depth}-{overlap}-{name}")
-    for recipe, (depth, overlap), name in product(
-        sorted(RECIPES), [(1, False), (2, False), (2, True)], sorted(PRESSURES)
-    )
+    for recipe, (depth, overlap), name in product(SYSTEMS, [(1, False), (2, False), (2, True)], sorted(PRESSURES))
 ]
 PHASES = {"prefill", "decode"}
 PREEMPTIONS = {how.value for how in Preemption}
@@ -182,7 +176,7 @@ def test_why_requests_left(overlap: bool) -> None:
 
 def test_a_swap_as_it_is_drawn() -> None:
     """A request in its decode makes way for a more important one, and comes back."""
-    world = World("fcfs", pressure=Swap, device_blocks=6, block_size=4, max_seqs=4)
+    world = World("fcfs", pressure=SwapAll, device_blocks=6, block_size=4, max_seqs=4)
     stepper = Stepper(world.core())
     stepper.add(make(0, 16, 6, priority=1))
     stepper.step()

@@ -2,68 +2,114 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable, Sequence
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from skipjoin.core.policy import Batcher, Packing, Refusal
-from skipjoin.policies.batching import Greedy
+from skipjoin.core.request import FinishReason, Request
+from skipjoin.policies.batching import Greedy, RunToCompletion
 from support.load import make
 
-BATCHERS: dict[str, Batcher] = {
-    "whole": Greedy(4, 32, chunked=False),
-    "chunked": Greedy(4, 32, chunked=True),
-    "one seat": Greedy(1, 32, chunked=False),
-    "one token": Greedy(4, 1, chunked=True),
+# Each test makes its own: a batcher may remember its steps.
+BATCHERS: dict[str, Callable[[], Batcher]] = {
+    "whole": lambda: Greedy(4, 32, chunked=False),
+    "chunked": lambda: Greedy(4, 32, chunked=True),
+    "one seat": lambda: Greedy(1, 32, chunked=False),
+    "one token": lambda: Greedy(4, 1, chunked=True),
+    "static": lambda: RunToCompletion(4, 32),
+    "static, one seat": lambda: RunToCompletion(1, 32),
+    "static, one token": lambda: RunToCompletion(4, 1),
 }
 every_batcher = pytest.mark.parametrize("batcher", BATCHERS.values(), ids=BATCHERS.keys())
 
 
-def fill(packing: Packing, pending: list[int]) -> list[int | Refusal]:
-    """The verdict on each request in turn; who gets tokens takes them."""
+def fill(packing: Packing, pending: Sequence[int]) -> list[int | Refusal]:
+    """The verdict on each of so many new requests in turn; who gets tokens takes them."""
+    return run_through(packing, [make(number, tokens) for number, tokens in enumerate(pending)])
+
+
+def run_through(packing: Packing, requests: Sequence[Request]) -> list[int | Refusal]:
+    """The verdict on each of the requests in turn; who gets tokens takes them."""
     verdicts: list[int | Refusal] = []
-    for number, tokens in enumerate(pending):
-        request = make(number, tokens)
-        verdict = packing.offer(request, tokens)
+    for request in requests:
+        verdict = packing.offer(request, request.pending)
         if isinstance(verdict, int):
             packing.take(request, verdict)
+            request.planned += verdict
         verdicts.append(verdict)
     return verdicts
 
 
 @every_batcher
 @given(pending=st.lists(st.integers(1, 100), max_size=12))
-def test_a_verdict_is_a_refusal_or_between_one_and_what_is_pending(batcher: Batcher, pending: list[int]) -> None:
-    for tokens, verdict in zip(pending, fill(batcher.open(0.0), pending), strict=True):
+def test_a_verdict_is_a_refusal_or_between_one_and_what_is_pending(
+    batcher: Callable[[], Batcher], pending: list[int]
+) -> None:
+    for tokens, verdict in zip(pending, fill(batcher().open(0.0), pending), strict=True):
         assert isinstance(verdict, Refusal) or 1 <= verdict <= tokens
 
 
 @every_batcher
 @given(pending=st.lists(st.integers(1, 100), min_size=1, max_size=12))
-def test_the_first_request_is_never_refused(batcher: Batcher, pending: list[int]) -> None:
-    assert isinstance(fill(batcher.open(0.0), pending)[0], int)
+def test_the_first_request_is_never_refused(batcher: Callable[[], Batcher], pending: list[int]) -> None:
+    assert isinstance(fill(batcher().open(0.0), pending)[0], int)
 
 
 @every_batcher
 @given(pending=st.lists(st.integers(1, 100), max_size=12))
-def test_stop_is_final(batcher: Batcher, pending: list[int]) -> None:
-    verdicts = fill(batcher.open(0.0), pending)
+def test_stop_is_final(batcher: Callable[[], Batcher], pending: list[int]) -> None:
+    verdicts = fill(batcher().open(0.0), pending)
     if Refusal.STOP in verdicts:
         assert set(verdicts[verdicts.index(Refusal.STOP) :]) == {Refusal.STOP}
 
 
 @every_batcher
 @given(pending=st.lists(st.integers(1, 100), max_size=12))
-def test_an_offer_that_is_not_taken_costs_nothing(batcher: Batcher, pending: list[int]) -> None:
-    packing = batcher.open(0.0)
-    for tokens in pending:
-        packing.offer(make(0, tokens), tokens)
-    assert fill(packing, pending) == fill(batcher.open(0.0), pending)
+def test_an_offer_that_is_not_taken_costs_nothing(batcher: Callable[[], Batcher], pending: list[int]) -> None:
+    packing = batcher().open(0.0)
+    for number, tokens in enumerate(pending):
+        packing.offer(make(number, tokens), tokens)
+    assert fill(packing, pending) == fill(batcher().open(0.0), pending)
 
 
 @every_batcher
-def test_every_step_begins_empty(batcher: Batcher) -> None:
-    assert fill(batcher.open(0.0), [9] * 9) == fill(batcher.open(1.0), [9] * 9)
+def test_every_step_begins_empty_once_all_requests_are_over(batcher: Callable[[], Batcher]) -> None:
+    same, requests = batcher(), [make(number, 9) for number in range(9)]
+    verdicts = run_through(same.open(0.0), requests)
+    for request in requests:
+        request.finish_reason = FinishReason.STOP
+    assert fill(same.open(1.0), [9] * 9) == verdicts
+
+
+@every_batcher
+@given(seed=st.integers(0, 10**9))
+def test_a_step_that_is_offered_everybody_takes_somebody(batcher: Callable[[], Batcher], seed: int) -> None:
+    """Whatever the order, whoever ends and whose KV is dropped between the steps, nothing comes to a standstill."""
+    draw, same = random.Random(seed), batcher()
+    alive = [make(number, draw.randint(1, 50)) for number in range(8)]
+    while alive:
+        draw.shuffle(alive)
+        packing, taken, closed = same.open(0.0), 0, False
+        for request in alive:
+            if closed and not request.planned:  # as in the scheduler: a closed step is for holders of KV
+                continue
+            (verdict,) = run_through(packing, [request])
+            taken += isinstance(verdict, int)
+            closed = closed or verdict is Refusal.CLOSE
+        assert taken
+        for request in alive:
+            fate = draw.random()
+            if fate < 0.1:
+                request.finish_reason = FinishReason.STOP
+            elif fate < 0.3:
+                request.planned = 0
+            elif request.planned:
+                request.planned = request.known - 1
+        alive = [request for request in alive if request.finish_reason is None]
 
 
 @pytest.mark.parametrize("chunked", [False, True])
@@ -105,6 +151,8 @@ def test_greedy_stops_at_the_last_seat_and_at_the_last_token() -> None:
 
 
 @pytest.mark.parametrize("arguments", [(0, 1), (1, 0), (-1, 1)])
-def test_greedy_refuses_empty_budgets(arguments: tuple[int, int]) -> None:
-    with pytest.raises(ValueError, match="must be at least 1"):
+def test_empty_budgets_are_refused(arguments: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match=r"max_(seqs|tokens) must be at least 1, got (0|-1)"):
         Greedy(*arguments, chunked=True)
+    with pytest.raises(ValueError, match=r"max_(seqs|tokens) must be at least 1, got (0|-1)"):
+        RunToCompletion(*arguments)

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from skipjoin.core.policy import Ordering
 from skipjoin.core.request import Request
 from skipjoin.core.step import Slice
-from skipjoin.policies.ordering import Fcfs, FixedKey, Prioritized, ShortestRemaining, SkipJoinMlfq
+from skipjoin.policies.mlfq import SkipJoinMlfq
+from skipjoin.policies.ordering import Fcfs, FixedKey, Prioritized, ShortestRemaining
 from skipjoin.policies.predictors import MaxTokens
 from support.load import make
 from support.policies import COST
@@ -177,6 +178,41 @@ def test_eviction_never_makes_a_request_matter_more(
     before = life.ordering.rank(victim)
     life.evict(victim, drop=drop)
     assert life.ordering.rank(victim) >= before
+
+
+@every_ordering
+@given(operations=OPERATIONS, chosen=st.integers(0, 2**40), later=st.floats(0, 5))
+@settings(max_examples=25)
+def test_turns_are_of_those_asked_for_in_order_and_change_nothing(
+    build: Callable[[], Ordering], operations: list[tuple[str, int]], chosen: int, later: float
+) -> None:
+    life = Life(build())
+    for operation, number in operations:
+        live_through(life, operation, number)
+    asked = [request for number, request in enumerate(life.live) if chosen >> number & 1]
+    before = {request: life.ordering.rank(request) for request in life.live}
+    turns = life.ordering.next_turns(iter(asked), life.now + later)
+    assert {request.id for _, request in turns} == {request.id for request in asked}
+    assert len(turns) == len(asked)
+    assert all(not other < one for (one, _), (other, _) in pairwise(turns))
+    assert life.ordering.next_turns(reversed(asked), life.now + later) == turns
+    assert {request: life.ordering.rank(request) for request in life.live} == before
+
+
+@pytest.mark.parametrize("name", ["fcfs", "fixed key, many equal", "srpt", "prioritized fcfs", "prioritized srpt"])
+@given(operations=OPERATIONS)
+@settings(max_examples=25)
+def test_where_time_promotes_nobody_turns_are_by_rank_and_equal_between_equals(
+    name: str, operations: list[tuple[str, int]]
+) -> None:
+    life = Life(ORDERINGS[name]())
+    for operation, number in operations:
+        live_through(life, operation, number)
+    ordering = life.ordering
+    turns = ordering.next_turns(life.live, life.now)
+    assert [request for _, request in turns] == sorted(life.live, key=ordering.rank)
+    for (one_turn, one), (other_turn, other) in pairwise(turns):
+        assert (one_turn < other_turn) == ordering.outranks(one, other)
 
 
 @cache

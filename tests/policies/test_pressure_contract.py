@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,12 +13,12 @@ from skipjoin.core.events import Preemption
 from skipjoin.core.kv import KVLedger
 from skipjoin.core.policy import Pressure
 from skipjoin.core.request import Request
-from skipjoin.policies.pressure import Recompute, Swap
+from skipjoin.core.step import Direction
+from skipjoin.policies.pressure import Defer, ProactiveSwap, Recompute, Swap
 from support.load import make
-from support.policies import Chaos
+from support.policies import COST, PRESSURES, Ranks
 
-PRESSURES: dict[str, Pressure] = {"recompute": Recompute(), "swap": Swap(), "chaos": Chaos(0)}
-every_pressure = pytest.mark.parametrize("pressure", PRESSURES.values(), ids=PRESSURES.keys())
+every_pressure = pytest.mark.parametrize("build", PRESSURES.values(), ids=PRESSURES.keys())
 
 
 def holders(kv: KVLedger, sizes: list[int]) -> list[Request]:
@@ -30,46 +33,106 @@ def holders(kv: KVLedger, sizes: list[int]) -> list[Request]:
     return requests
 
 
+def by_number(requests: list[Request]) -> Ranks:
+    """An ordering of the requests by id, which all live there."""
+    ordering = Ranks({request.id: request.id for request in requests})
+    for request in requests:
+        ordering.arrived(request, 0.0)
+    return ordering
+
+
 @every_pressure
 @given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=8), data=st.data())
 def test_victims_free_enough_in_the_order_given_and_no_more_than_needed(
-    pressure: Pressure, sizes: list[int], data: st.DataObject
+    build: Callable[[], Pressure], sizes: list[int], data: st.DataObject
 ) -> None:
     kv = KVLedger(100, 100, 4)
     candidates = holders(kv, sizes)
     short = data.draw(st.integers(1, sum(sizes)))
-    victims = [victim for victim, _ in pressure.victims(short, candidates, kv)]
+    victims = [victim for victim, _ in build().victims(short, candidates, kv)]
     assert victims == candidates[: len(victims)]
     freed = [kv.footprint(victim) for victim in victims]
     assert sum(freed) >= short > sum(freed[:-1])
 
 
 @every_pressure
-@given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=8))
-def test_what_moves_ahead_can_move(pressure: Pressure, sizes: list[int]) -> None:
-    kv = KVLedger(100, 20, 4)
-    idle = holders(kv, sizes)
-    for request in idle[::2]:
-        if kv.can_move_out(request):
+@given(
+    sizes=st.lists(st.integers(1, 9), min_size=1, max_size=8),
+    away=st.integers(0, 2**8),
+    device_blocks=st.sampled_from([72, 100]),
+    steps=st.lists(st.floats(0, 0.1), max_size=4),
+)
+def test_who_moves_ahead_is_asked_once_and_is_where_it_moves_from(
+    build: Callable[[], Pressure], sizes: list[int], away: int, device_blocks: int, steps: list[float]
+) -> None:
+    """Who comes in fits, all of them together."""
+    kv = KVLedger(device_blocks, 40, 4)
+    still = holders(kv, sizes)
+    for number, request in enumerate(still):
+        if away >> number & 1 and kv.can_move_out(request):
             kv.land(kv.move_out(request, before=True))
-    out, back = pressure.ahead(iter(idle), kv, 0.0)
-    assert all(kv.can_move_out(request) for request in out)
-    assert all(kv.can_move_in(request) for request in back)
-    assert not set(out) & set(back)
+    pressure, now = build(), 0.0
+    for step in [0.0, *steps]:
+        now += step
+        out, back = pressure.ahead(still, by_number(still), kv, now)
+        chosen = [*out, *back]
+        assert len(set(chosen)) == len(chosen)
+        assert set(chosen) <= set(still)
+        assert all(kv.footprint_on_host(request) == 0 for request in out)
+        assert all(kv.footprint_on_host(request) > 0 for request in back)
+        if isinstance(pressure, ProactiveSwap):
+            assert sum(kv.footprint_on_host(request) for request in back) <= kv.available
 
 
-def test_recompute_drops_and_moves_nothing_ahead() -> None:
+@every_pressure
+def test_with_all_kv_on_the_host_somebody_is_brought_in_beside_or_may_return_before(
+    build: Callable[[], Pressure],
+) -> None:
+    kv = KVLedger(12, 40, 4)
+    still = holders(kv, [6, 6])
+    for request in still:
+        kv.land(kv.move_out(request, before=True))
+    pressure = build()
+    for now in (0.0, 0.1, 0.2):
+        _, back = pressure.ahead(still, by_number(still), kv, now)
+        assert back or not pressure.returns_beside
+
+
+@pytest.mark.parametrize("pressure", [Recompute(), Defer()])
+def test_those_without_swapping_drop_and_move_nothing_ahead(pressure: Pressure) -> None:
     kv = KVLedger(10, 10, 4)
     requests = holders(kv, [1, 2])
-    assert list(Recompute().victims(3, requests, kv)) == [(r, Preemption.DROP) for r in requests]
-    assert Recompute().ahead(requests, kv, 0.0) == ((), ())
+    assert list(pressure.victims(3, requests, kv)) == [(r, Preemption.DROP) for r in requests]
+    assert pressure.ahead(requests, by_number(requests), kv, 0.0) == ((), ())
+    assert not pressure.returns_beside
+
+
+def test_only_who_defers_lets_newcomers_wait() -> None:
+    evicting = {name: build().evicts_for_newcomers for name, build in PRESSURES.items()}
+    assert evicting == dict.fromkeys(PRESSURES, True) | {"defer": False}
 
 
 def test_swap_keeps_what_is_finished_and_drops_an_unfinished_prefill() -> None:
     kv = KVLedger(10, 10, 4)
     decoding, prefilling = holders(kv, [1, 2])
     prefilling.known = prefilling.computed + 2
-    assert list(Swap().victims(3, [decoding, prefilling], kv)) == [
+    assert list(Swap(COST).victims(3, [decoding, prefilling], kv)) == [
         (decoding, Preemption.SWAP),
         (prefilling, Preemption.DROP),
     ]
+
+
+def test_swap_drops_what_is_computed_again_sooner_than_it_is_moved_out_and_back() -> None:
+    """A block of four tokens takes 4 s to compute, beyond what a step takes anyway, and 2 x 2 s to move."""
+    kv = KVLedger(10, 10, 4)
+    requests = holders(kv, [1])
+    for block, how in ((2.0, Preemption.SWAP), (2.001, Preemption.DROP)):
+        cost = replace(COST, floor=1000.0, prefill_token=1.0, attention_pair=0.0, block=block, transfer_floor=0.0)
+        assert [one for _, one in Swap(cost).victims(1, requests, kv)] == [how]
+
+
+def test_swap_moves_nothing_ahead() -> None:
+    kv = KVLedger(10, 10, 4)
+    requests = holders(kv, [5, 5])
+    assert Swap(COST).ahead(requests, by_number(requests), kv, 0.0) == ((), ())
+    assert kv.blocks_in_transit == {Direction.OUT: 0, Direction.IN: 0}

@@ -5,12 +5,18 @@ Under `UnitCost` a prompt of n tokens takes n seconds, a decode one: queue i has
 
 from __future__ import annotations
 
+import math
+import random
+from itertools import pairwise, product
+from typing import Any
+
 import pytest
 
 from skipjoin.core.request import Request
 from skipjoin.core.step import Slice, StepShape
 from skipjoin.policies.cost import LearningCost, LinearCost
-from skipjoin.policies.ordering import ShortestRemaining, SkipJoinMlfq
+from skipjoin.policies.mlfq import SkipJoinMlfq
+from skipjoin.policies.ordering import ShortestRemaining
 from skipjoin.policies.predictors import MaxTokens
 from support.load import make
 from support.policies import COST, UnitCost
@@ -19,8 +25,8 @@ from support.policies import COST, UnitCost
 class Queues:
     """A skip-join ordering and requests that run in it without an engine."""
 
-    def __init__(self, *, starvation_s: float = 1e6, skip_join: bool = True, levels: int = 16) -> None:
-        self.mlfq = SkipJoinMlfq(UnitCost(), levels=levels, starvation_s=starvation_s, skip_join=skip_join)
+    def __init__(self, *, starvation_s: float = 1e6, promotion_share: float = math.inf, **settings: Any) -> None:
+        self.mlfq = SkipJoinMlfq(UnitCost(), starvation_s=starvation_s, promotion_share=promotion_share, **settings)
         self.now = 0.0
         self._count = 0
 
@@ -40,8 +46,18 @@ class Queues:
         request.known += end == request.known
         return self.mlfq.level(request)
 
+    def drop(self, request: Request) -> None:
+        """Its KV is gone."""
+        request.computed = request.planned = 0
+        self.mlfq.evicted(request, self.now)
+
     def order(self) -> list[Request]:
         return list(self.mlfq.ranked(self.now))
+
+    def promoted(self, *requests: Request) -> list[Request]:
+        """Those of the requests that are in the first queue now."""
+        self.order()
+        return [request for request in requests if self.mlfq.level(request) == 0]
 
 
 @pytest.mark.parametrize(("prompt", "level"), [(1, 0), (2, 1), (3, 2), (4, 2), (5, 3), (8, 3), (9, 4), (32768, 15)])
@@ -176,17 +192,19 @@ def test_a_promotion_lasts_one_quantum_and_returns_with_the_time_used_before() -
 
 def test_a_promoted_request_returns_to_the_tail() -> None:
     queues = Queues(starvation_s=10)
-    request = queues.arrive(4)
+    request = queues.arrive(3)
+    queues.run(request)
     queues.now += 10
-    queues.order()
+    assert queues.promoted(request) == [request]
     other = queues.arrive(4)
-    queues.run(request, most=1)
+    queues.run(request)
     assert queues.order() == [other, request]
 
 
 def test_a_request_may_be_promoted_again_but_only_after_starving_again() -> None:
     queues = Queues(starvation_s=10)
     request = queues.arrive(100)
+    queues.run(request)
     levels = []
     for _ in range(3):
         queues.now += 9
@@ -195,7 +213,7 @@ def test_a_request_may_be_promoted_again_but_only_after_starving_again() -> None
         queues.now += 1
         queues.order()
         levels.append(queues.mlfq.level(request))
-        queues.run(request, most=1)
+        queues.run(request)
     assert levels == [7, 0] * 3
 
 
@@ -215,7 +233,195 @@ def test_requests_that_left_are_not_kept_until_they_would_have_starved() -> None
     assert len(queues.mlfq._watch) < 1000
 
 
-@pytest.mark.parametrize("bad", [{"levels": 0}, {"quantum_s": 0.0}, {"starvation_s": 0.0}])
+# -- the pace of promotions -------------------------------------------------------------------------------------------
+
+
+def test_without_pacing_all_who_starve_are_promoted_at_once() -> None:
+    queues = Queues(starvation_s=10)
+    requests = [queues.arrive(10 + number) for number in range(30)]
+    queues.now = 10.0
+    assert queues.promoted(*requests) == requests
+
+
+@pytest.mark.parametrize("share", [0.05, 0.25, 1.0])
+def test_promotions_take_no_more_than_their_share_of_the_time(share: float) -> None:
+    """A prompt of five tokens keeps the device for five seconds: a share of a quarter lets in one every 20."""
+    queues = Queues(starvation_s=10, promotion_share=share)
+    requests = [queues.arrive(5) for _ in range(8)]
+    queues.now = 10.0
+    seen: list[float] = []
+    for _ in range(1000):
+        for _ in queues.promoted(*requests)[len(seen) :]:
+            seen.append(queues.now)
+        queues.now += 0.5
+    assert len(seen) == min(8, 1 + int(499.5 * share / 5))
+    assert [later - earlier for earlier, later in pairwise(seen)] == pytest.approx([5 / share] * (len(seen) - 1))
+
+
+def test_who_starves_longest_is_promoted_first_and_the_rest_is_not_forgotten() -> None:
+    queues = Queues(starvation_s=10, promotion_share=0.5)
+    requests = []
+    for _ in range(3):
+        requests.append(queues.arrive(4))
+        queues.now += 1.0
+    queues.now = 13.0
+    assert queues.promoted(*requests) == requests[:1]
+    queues.now = 13.0 + 4 / 0.5 - 0.01
+    assert queues.promoted(*requests) == requests[:1]
+    queues.now += 0.01
+    assert queues.promoted(*requests) == requests[:2]
+    queues.now += 8.0
+    assert queues.promoted(*requests) == requests
+
+
+def test_who_ran_while_it_waited_for_its_promotion_does_not_starve() -> None:
+    queues = Queues(starvation_s=10, promotion_share=0.1)
+    first, second = queues.arrive(4), queues.arrive(4)
+    queues.now = 10.0
+    assert queues.promoted(first, second) == [first]
+    queues.now = 40.0
+    queues.run(second, most=1)  # until 41
+    queues.now = 50.5
+    assert queues.promoted(first, second) == [first]
+    queues.now = 51.0
+    assert queues.promoted(first, second) == [first, second]
+
+
+def test_who_was_promoted_computes_again_what_it_lost_and_has_its_quantum_besides() -> None:
+    queues = Queues(starvation_s=10)
+    request, other = queues.arrive(5), queues.arrive(5)
+    assert [queues.run(request) for _ in range(4)] == [3, 3, 3, 4]  # 5 of 8 seconds, and three decodes
+    queues.drop(request)
+    queues.now += 20
+    assert queues.promoted(request) == [request]
+    assert request.known - request.computed == 9
+    # Four chunks of two, the ninth token alone, and then one quantum, which a decode fills.
+    assert [queues.run(request, most=2) for _ in range(4)] == [0] * 4
+    assert queues.run(request, most=2) == 0
+    assert (queues.run(request), queues.mlfq.level(other)) == (4, 0)
+
+
+def test_a_prompt_that_starves_is_computed_whole() -> None:
+    """In chunks, too: it would starve again between any two of them."""
+    queues = Queues(starvation_s=10)
+    request = queues.arrive(9)
+    queues.run(request, most=1)
+    queues.now += 20
+    assert queues.promoted(request) == [request]
+    assert [queues.run(request, most=2) for _ in range(4)] == [0] * 4
+    assert request.known - request.computed == 1
+    assert queues.run(request) == 4
+
+
+def test_who_lost_its_kv_after_the_promotion_does_not_get_more() -> None:
+    """It was counted as it stood; the next promotion comes."""
+    queues = Queues(starvation_s=10)
+    request = queues.arrive(5)
+    queues.run(request)
+    queues.now += 20
+    assert queues.promoted(request) == [request]
+    queues.drop(request)
+    assert queues.run(request, most=2) == 3
+
+
+# -- whose turn is next -----------------------------------------------------------------------------------------------
+
+
+def enst(queues: Queues, live: list[Request], starvation_s: float, last: dict[Request, float]) -> dict[Request, float]:
+    """The estimated next scheduled time of each request, to the letter of section 4.2."""
+    level = queues.mlfq.level
+    quantum = [2.0**k for k in range(16)]
+    batch = queues.mlfq._batch
+    found = {}
+    for i in live:
+        execute = 0.0
+        for j in live:
+            if level(j) < level(i):
+                execute += sum(quantum[k] for k in range(level(j), level(i)))
+        promote = last[i] + starvation_s - queues.now
+        found[i] = min(max(0.0, promote), execute / batch)
+    return found
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("hysteresis_s", [0.25, 5.0])
+def test_turns_are_estimated_as_in_the_paper(seed: int, hysteresis_s: float) -> None:
+    """To within one hysteresis, where promotions are not paced."""
+    draw = random.Random(seed)
+    starvation_s = draw.choice([20.0, 200.0])
+    queues = Queues(starvation_s=starvation_s, hysteresis_s=hysteresis_s)
+    live: list[Request] = []
+    last: dict[Request, float] = {}
+    for _ in range(60):
+        if not live or draw.random() < 0.4:
+            live.append(queues.arrive(draw.choice([1, 1, 2, 5, 9, 40, 300])))
+            last[live[-1]] = queues.now
+        else:
+            runs = draw.choice(live)
+            queues.run(runs)
+            last[runs] = queues.now
+        if draw.random() < 0.1:
+            queues.order()
+        if draw.random() < 0.05:
+            gone = live.pop(draw.randrange(len(live)))
+            queues.mlfq.left(gone, queues.now)
+    expected = enst(queues, live, starvation_s, last)
+    asked = draw.sample(live, len(live) * 3 // 4)
+    turns = queues.mlfq.next_turns(asked, queues.now)
+    assert sorted(request.id for _, request in turns) == sorted(request.id for request in asked)
+    assert [turn for turn, _ in turns] == sorted(turn for turn, _ in turns)
+    for turn, request in turns:
+        assert abs(turn * hysteresis_s - expected[request]) <= hysteresis_s
+    for (at, (one_turn, one)), (after, (other_turn, other)) in product(enumerate(turns), repeat=2):
+        if at < after:
+            assert expected[one] < expected[other] + hysteresis_s
+            if one_turn == other_turn and queues.mlfq.level(one) == queues.mlfq.level(other):
+                assert queues.mlfq.rank(one) < queues.mlfq.rank(other), "in one queue the order is FIFO"
+
+
+def test_a_batch_shares_the_time_of_those_above() -> None:
+    queues = Queues(hysteresis_s=1.0)
+    low = queues.arrive(60)  # the seventh queue, below quanta of 63 seconds
+    above = [queues.arrive(1) for _ in range(8)]
+    assert [turn for turn, _ in queues.mlfq.next_turns([low], 0.0)] == [8 * 63]
+    pieces = [Slice(request, 0, 1, True, False, ()) for request in above]
+    for _ in range(200):  # steps of eight: who runs one token at a time is told of nothing else here
+        queues.mlfq._batch += 0.05 * (len(pieces) - queues.mlfq._batch)
+    assert [turn for turn, _ in queues.mlfq.next_turns([low], 0.0)] == pytest.approx([63], abs=1)
+
+
+def test_a_step_without_slices_says_nothing_about_the_batch() -> None:
+    queues = Queues(hysteresis_s=1.0)
+    low, _ = queues.arrive(60), queues.arrive(1)
+    before = queues.mlfq.next_turns([low], 0.0)
+    for _ in range(10_000):
+        queues.mlfq.ran((), 0.0)
+    assert queues.mlfq.next_turns([low], 0.0) == before
+
+
+def test_paced_promotions_follow_each_other() -> None:
+    """Of those that starve, one in 20 seconds of these: not all have their turn at once."""
+    queues = Queues(starvation_s=10, promotion_share=0.05, hysteresis_s=0.001)
+    requests = [queues.arrive(2000 + number) for number in range(3)]
+    queues.arrive(1)
+    queues.now = 10.0
+    turns = queues.mlfq.next_turns(requests, queues.now)
+    assert [(turn * 0.001, request) for turn, request in turns] == [
+        (pytest.approx(20.0 * number), request) for number, request in enumerate(requests)
+    ]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"levels": 0},
+        {"quantum_s": 0.0},
+        {"starvation_s": 0.0},
+        {"hysteresis_s": 0.0},
+        {"promotion_share": 0.0},
+        {"promotion_share": math.nan},
+    ],
+)
 def test_settings_are_above_zero(bad: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="must be above 0"):
         SkipJoinMlfq(COST, **bad)  # type: ignore[arg-type]

@@ -1,11 +1,15 @@
 """What every recipe keeps, under every pressure and pipeline, on the virtual clock.
 
 `WatchedCore` proves after every call that no block leaks or doubles on either tier, and of every plan that it has an
-effect, that nobody idles while requests wait, and that victims leave for good reason only.
+effect, that nobody idles while requests wait, that victims leave for good reason only, and that work brings tokens.
 """
 
 from __future__ import annotations
 
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from itertools import product
 
@@ -13,62 +17,90 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from skipjoin.core.events import Moved, MoveFailed, Planned, Preempted, Preemption
 from skipjoin.core.policy import Promise
 from skipjoin.core.request import FinishReason, Request
-from skipjoin.policies.pressure import Recompute, Swap
+from skipjoin.core.step import Move
+from skipjoin.policies.predictors import MaxTokens
 from skipjoin.recipes import RECIPES, Settings, build
 from support.load import load, make
-from support.policies import COST, Chaos
+from support.policies import COST, PRESSURES, SYSTEMS
 from support.watch import Run, Stepper, World, run
 
-PRESSURES = {"recompute": Recompute, "swap": Swap, "chaos": lambda: Chaos(1)}
 PIPELINES = [(1, False), (2, False), (2, True)]
 WORLDS = [
     pytest.param(World(recipe, depth, overlap, PRESSURES[name]), id=f"{recipe}-{depth}-{overlap}-{name}")
-    for recipe, (depth, overlap), name in product(sorted(RECIPES), PIPELINES, sorted(PRESSURES))
+    for recipe, (depth, overlap), name in product(SYSTEMS, PIPELINES, sorted(PRESSURES))
 ]
 every_world = pytest.mark.parametrize("world", WORLDS)
-every_seed = pytest.mark.parametrize("seed", [0, 1])
 
 
 @cache
-def served(world: World, seed: int) -> Run:
-    """The world's run of a load: even seeds have one priority, odd ones three."""
-    return run(world, drawn(seed))
+def served(world: World) -> Run:
+    """The world's run of `drawn`."""
+    return run(world, drawn())
 
 
-def drawn(seed: int) -> list[Request]:
-    return load(seed, 20, priorities=(-1, 0, 7) if seed % 2 else (0,))
+def drawn() -> list[Request]:
+    return load(1, 20, priorities=(-1, 0, 7))
 
 
-@every_world
-@every_seed
-def test_all_requests_finish_with_exactly_max_tokens(world: World, seed: int) -> None:
-    for request in served(world, seed).requests:
+def assert_served(done: Run) -> None:
+    """Everybody got its tokens, each of them once and in order."""
+    for request in done.requests:
         assert request.finish_reason is FinishReason.LENGTH
         assert request.output == list(range(len(request.prompt), request.limit))
 
 
-@every_world
-@every_seed
-def test_newcomers_evict_nobody_more_often_than_the_limit(world: World, seed: int) -> None:
-    evictions = served(world, seed).core.newcomer_evictions
-    assert max(evictions.values(), default=0) <= world.eviction_limit
+def assert_evictions_are_paid_for(done: Run) -> None:
+    """Who runs is not evicted for a newcomer more often than it generated tokens; and of two who evict each other,
+    the one that ran meanwhile has generated one."""
+    evictions = done.core.newcomer_evictions
+    count: Counter[int] = Counter()
+    for eviction in evictions:
+        count[eviction.victim] += 1
+        assert count[eviction.victim] <= eviction.tokens[eviction.victim]
+    for at, later in enumerate(evictions):
+        for earlier in evictions[:at]:
+            if later.victim in earlier.newcomers and earlier.victim in later.newcomers:
+                assert later.tokens[later.victim] > earlier.tokens[later.victim]
 
 
 @every_world
-@every_seed
-def test_moves_alone_are_not_planned_for_ever(world: World, seed: int) -> None:
-    """Only proactive moves may stand in a plan of their own, while all that could run is in flight."""
-    alone = [not slices for _, (_, slices, _, _) in served(world, seed).trace]
-    if world.pressure is not PRESSURES["chaos"] or world.depth == 1:
+def test_all_requests_finish_with_exactly_max_tokens(world: World) -> None:
+    assert_served(served(world))
+
+
+@every_world
+def test_evictions_for_newcomers_are_paid_for_by_tokens(world: World) -> None:
+    assert_evictions_are_paid_for(served(world))
+
+
+@every_world
+def test_a_plan_without_slices_only_gives_moves_time(world: World) -> None:
+    """And they need little on a link as fast as this one; where moves are made before steps only, they need none."""
+    done = served(world)
+    alone = [not slices for _, (_, slices, _, _) in done.trace]
+    if world.pressure is PRESSURES["proactive"]:
+        assert sum(alone) < len(alone) / 10
+    elif world.pressure is not PRESSURES["chaos"]:
         assert not any(alone)
-    assert not any(all(alone[at : at + 3]) for at in range(len(alone) - 2))
+    transit: set[int] = set()
+    for event in done.events:
+        match event:
+            case Planned(plan=plan):
+                transit.update(move.request.id for move in (*plan.before, *plan.beside))
+                assert plan.slices or transit
+            case Moved(move=move):
+                transit.remove(move.request.id)
+            case _:
+                pass
+    assert not transit
 
 
 @every_world
 def test_the_same_seed_gives_the_same_trace(world: World) -> None:
-    one, other = served(world, 1), run(world, drawn(1))
+    one, other = served(world), run(world, drawn())
     assert one.trace == other.trace
     assert [type(event) for event in one.events] == [type(event) for event in other.events]
     assert one.end == other.end
@@ -77,61 +109,108 @@ def test_the_same_seed_gives_the_same_trace(world: World) -> None:
 @every_world
 def test_a_later_arrival_never_changes_the_past(world: World) -> None:
     when = 0.4
-    without = served(world, 0).trace
-    with_more = run(world, [*drawn(0), make(99, 50, 9, arrival=when, priority=-5)]).trace
+    without = served(world).trace
+    with_more = run(world, [*drawn(), make(99, 50, 9, arrival=when, priority=-5)]).trace
     past = [entry for entry in without if entry[0] < when]
     assert len(past) > 5
     assert with_more[: len(past)] == past
     assert with_more != without
 
 
+# -- any world, any link ----------------------------------------------------------------------------------------------
+
+
+def failing(seed: int, share: float) -> Callable[[Move], bool]:
+    """Moves that fail at random, `share` of them."""
+    draw = random.Random(seed)
+    return lambda move: draw.random() < share
+
+
 @given(
     recipe=st.sampled_from(sorted(RECIPES)),
     pipeline=st.sampled_from([*PIPELINES, (3, False), (3, True)]),
-    pressure=st.sampled_from(sorted(PRESSURES)),
+    pressure=st.sampled_from([None, *sorted(PRESSURES)]),
     seed=st.integers(0, 10**6),
     device_blocks=st.integers(25, 70),  # the largest request of the load has 100 tokens, 25 blocks
     host_blocks=st.integers(0, 80),
     max_seqs=st.integers(1, 10),
     max_tokens=st.integers(1, 80),
-    limit=st.integers(0, 5),
     starvation_s=st.sampled_from([0.05, 0.3, 100.0]),
+    block_s=st.sampled_from([0.0, 1e-4, 2e-3, 0.02]),  # of the link; a step takes 0.02 s and more
+    fails=st.sampled_from([0.0, 0.0, 0.1, 0.5, 1.0]),
 )
-@settings(max_examples=50)
+@settings(max_examples=80, deadline=None)
 def test_any_world_serves_any_load(
     *,
     recipe: str,
     pipeline: tuple[int, bool],
-    pressure: str,
+    pressure: str | None,
     seed: int,
     device_blocks: int,
     host_blocks: int,
     max_seqs: int,
     max_tokens: int,
-    limit: int,
     starvation_s: float,
+    block_s: float,
+    fails: float,
 ) -> None:
+    """The policies believe in a fast link, so they use it, whatever it is like."""
     world = World(
         recipe,
         *pipeline,
-        PRESSURES[pressure],
+        PRESSURES[pressure] if pressure else None,
         device_blocks=device_blocks,
         host_blocks=host_blocks,
         max_seqs=max_seqs,
         max_tokens=max_tokens,
-        eviction_limit=limit,
         starvation_s=starvation_s,
+        machine=replace(COST, block=block_s, transfer_floor=block_s),
     )
-    done = run(world, load(seed, 12, priorities=(0, seed % 3)))
-    assert all(len(request.output) == request.max_tokens for request in done.requests)
-    assert max(done.core.newcomer_evictions.values(), default=0) <= limit
+    done = run(world, load(seed, 12, priorities=(0, seed % 3)), fails=failing(seed, fails))
+    assert_served(done)
+    assert_evictions_are_paid_for(done)
 
 
-@pytest.mark.parametrize("recipe", sorted(RECIPES))
+@pytest.mark.parametrize("pressure", ["proactive", "chaos"])
+def test_on_a_link_of_a_second_per_block_others_run_meanwhile(pressure: str) -> None:
+    """Every copy takes hundreds of steps, and half of them fail."""
+    slow = replace(COST, block=1.0, transfer_floor=0.0)
+    world = World(pressure=PRESSURES[pressure], device_blocks=20, starvation_s=1e6, machine=slow)
+    done = run(world, [make(number, 16, 8) for number in range(6)], fails=failing(0, 0.5))
+    assert_served(done)
+    moving = meanwhile = 0
+    for event in done.events:
+        match event:
+            case Planned(plan=plan):
+                meanwhile += moving > 0 and len(plan.slices)
+                moving += len(plan.before) + len(plan.beside)
+            case Moved() | MoveFailed():
+                moving -= 1
+            case _:
+                pass
+    assert meanwhile > 5
+
+
+@pytest.mark.parametrize("pressure", ["swap", "proactive", "chaos"])
+@pytest.mark.parametrize("host_blocks", range(6))
+def test_a_full_host_pool_makes_way_for_recomputation(pressure: str, host_blocks: int) -> None:
+    world = World(pressure=PRESSURES[pressure], device_blocks=12, host_blocks=host_blocks)
+    done = run(world, load(3, 20, prompts=(1, 20), outputs=(1, 20)))
+    assert_served(done)
+    ways = Counter(event.how for event in done.events if isinstance(event, Preempted))
+    assert ways[Preemption.DROP] > 0
+    assert (ways[Preemption.SWAP] > 0) == (host_blocks > 0)
+
+
+# -- what the batch is made of ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", [name for name in sorted(RECIPES) if name != "static"])
 @pytest.mark.parametrize("seed", range(3))
 def test_no_seat_stays_empty_while_somebody_could_take_it(recipe: str, seed: int) -> None:
-    """Work conservation, seat by seat: while the step has seats and tokens left, every holder of KV runs unless
-    it lacks a block, and the first in the queue is admitted unless it does not fit."""
+    """Work conservation, seat by seat: while the step has seats and tokens left, every holder of KV on the device runs
+    unless it lacks a block, and the first in the queue is admitted unless it does not fit beside those who matter more
+    and are to come back from the host."""
     world = World(recipe, device_blocks=60)
     policies = world.policies()
     stepper = Stepper(world.core(policies))
@@ -152,13 +231,16 @@ def test_no_seat_stays_empty_while_somebody_could_take_it(recipe: str, seed: int
         evicted = evictions != sum(request.evictions for request in core.requests.values())
         if len(plan.slices) < world.max_seqs and tokens > 0 and not evicted:
             idle = [request for request in core.requests.values() if not request.in_flight]
-            short = [r for r in idle if kv.holding(r) and kv.shortfall(r, r.known) > 0]
-            assert [r for r in idle if kv.holding(r)] == short
+            away = [r for r in idle if (held := kv.holding(r)) and (held.host or held.moving)]
+            short = [r for r in idle if kv.holding(r) and r not in away and kv.shortfall(r, r.known) > 0]
+            assert [r for r in idle if kv.holding(r) and r not in away] == short
             queue = sorted((r for r in idle if not kv.holding(r)), key=policies.ordering.rank)
             if queue and not short and queue[0].pending <= tokens:
                 promise = policies.reservation.admit(queue[0], kv)
+                rank = policies.ordering.rank
+                owed = sum(kv.footprint_on_host(r) for r in away if kv.is_still(r) and rank(r) < rank(queue[0]))
                 if isinstance(promise, Promise):
-                    assert max(promise.now, promise.blocks) + promise.spare > kv.available
+                    assert max(promise.now, promise.blocks) + promise.spare > kv.available - owed
         stepper.finish()
     stepper.drain()
     assert not requests
@@ -166,30 +248,43 @@ def test_no_seat_stays_empty_while_somebody_could_take_it(recipe: str, seed: int
 
 def test_pressure_on_memory_is_real_in_these_worlds() -> None:
     """Otherwise the properties above would hold for want of trying."""
-    for recipe in sorted(RECIPES):
-        world = World(recipe)
-        done = run(world, load(0))
-        evictions = sum(request.evictions for request in done.requests)
-        assert evictions > 0 if recipe != "orca" else evictions == 0
-        swapped = run(World(recipe, pressure=Swap), load(0))
-        moves = sum(bool(before) for _, (_, _, before, _) in swapped.trace)
-        assert moves > 0 if recipe != "orca" else moves == 0
-    chaotic = run(World("fastserve", pressure=PRESSURES["chaos"]), load(0))
-    assert sum(bool(beside) for _, (_, _, _, beside) in chaotic.trace) > 5
+    for recipe in SYSTEMS:
+        is_roomy = recipe in ("static", "orca")
+        for pressure in PRESSURES:
+            done = served(World(recipe, pressure=PRESSURES[pressure]))
+            made_way = [event.how for event in done.events if isinstance(event, Preempted)]
+            before = sum(bool(plan[2]) for _, plan in done.trace)
+            beside = sum(bool(plan[3]) for _, plan in done.trace)
+            if pressure == "chaos":
+                assert beside > 5
+            elif is_roomy:  # what is promised is short, too, to who looks ahead
+                assert before == 0
+                assert (len(made_way) > 0) == (pressure == "proactive")
+            else:
+                # Who keeps what it holds makes way for growth only, and in order of arrival that is rare, too.
+                assert made_way.count(Preemption.DROP) + made_way.count(Preemption.SWAP) > (pressure != "defer")
+                assert before > 0 or pressure != "swap"
+                assert before == 0 or pressure in ("swap", "proactive")
+                assert (beside > 0) == (pressure == "proactive")
 
 
 def test_whole_maximum_never_runs_short() -> None:
-    for seed in range(5):
-        done = run(World("orca"), load(seed, 30))
+    for recipe, seed in product(("static", "orca"), range(3)):
+        done = run(World(recipe), load(seed, 30))
         assert all(request.evictions == 0 for request in done.requests)
 
 
 def test_an_unknown_recipe_is_refused_with_the_names_that_exist() -> None:
-    with pytest.raises(ValueError, match="fastserve, fcfs"):
+    with pytest.raises(ValueError, match="fastserve-recompute, fcfs"):
         build("lifo", Settings(COST))
 
 
 @pytest.mark.parametrize("recipe", sorted(RECIPES))
 def test_each_build_has_policies_of_its_own(recipe: str) -> None:
-    settings_ = Settings(COST)
+    settings_ = Settings(COST, predictor=MaxTokens())
     assert build(recipe, settings_).ordering is not build(recipe, settings_).ordering
+
+
+def test_the_oracle_is_refused_without_true_lengths() -> None:
+    with pytest.raises(ValueError, match="recipe srpt needs a predictor"):
+        build("srpt", Settings(COST))

@@ -15,7 +15,8 @@ import pytest
 from skipjoin.core.events import Finished
 from skipjoin.core.policy import Ordering, Policies
 from skipjoin.policies.batching import Greedy
-from skipjoin.policies.ordering import Fcfs, ShortestRemaining, SkipJoinMlfq
+from skipjoin.policies.mlfq import SkipJoinMlfq
+from skipjoin.policies.ordering import Fcfs, ShortestRemaining
 from skipjoin.policies.predictors import MaxTokens
 from skipjoin.policies.pressure import Recompute
 from skipjoin.policies.reservation import OnDemand

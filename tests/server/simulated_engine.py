@@ -41,7 +41,6 @@ class SimulatedLoop:
             LinearCost(floor=0.01, prefill_token=1e-5),
             config.max_num_seqs,
             config.max_num_batched_tokens,
-            config.starvation_s,
         )
         self.core = EngineCore(Scheduler(build(config.recipe, settings), KVLedger(blocks, 0, BLOCK_SIZE)))
         self._step_s = step_s

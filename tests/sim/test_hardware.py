@@ -78,6 +78,12 @@ def test_a_groups_name_means_that_group(device: Device, tp: int, pp: int) -> Non
     assert parse_hardware(group.name.upper()) == group
 
 
+def test_a_servers_ram_is_shared_by_its_gpus() -> None:
+    """AWS p4d.24xlarge, DGX A100 80GB, DGX-1 with V100s, DGX H100 and DGX H200, as their makers tell."""
+    servers = {"a100-40gb": 1152, "a100-80gb": 2048, "v100-32gb": 512, "h100-80gb": 2048, "h200-141gb": 2048}
+    assert {name: 8 * device.host_memory_bytes / GIB for name, device in DEVICES.items()} == servers
+
+
 @pytest.mark.parametrize("text", ["a100-40gb", "a100-40", "A100-40GB", "A100 40GB", "a100_40", " a100-40gb "])
 def test_spellings_of_one_gpu(text: str) -> None:
     assert parse_hardware(text) == Group(DEVICES["a100-40gb"])

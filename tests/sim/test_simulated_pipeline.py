@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from skipjoin.core.events import Event, Finished, Preempted, Preemption
 from skipjoin.core.request import Request
-from skipjoin.core.step import Direction, Move, Slice, StepPlan
+from skipjoin.core.step import PAUSE_S, Direction, Move, Slice, StepPlan
 from skipjoin.exec.simulated import SimulatedExecutor
 from skipjoin.policies.cost import LinearCost
 from skipjoin.sim.driver import Replica, simulate
@@ -84,12 +84,15 @@ def test_no_plan_overtakes_and_no_stage_does_two_at_once(plans: list[tuple[float
     for gap, one in plans:
         now += gap
         handle, alone = staged.submit(one, now), serial.submit(one, now)
-        seconds = handle.result().seconds
+        result = handle.result()
+        seconds = result.seconds
         busy = max(busy, now) + seconds
-        assert alone.ready_at == busy
-        assert alone.result() == handle.result()
+        # What has only moves beside it waits for them, for a moment.
+        pause = 0.0 if one.slices or one.before else PAUSE_S
+        assert busy <= alone.ready_at <= busy + pause
+        assert replace(alone.result(), landed=()) == replace(result, landed=())
         assert handle.ready_at >= max(now + seconds, before + seconds / stages) - 1e-9
-        assert handle.ready_at <= alone.ready_at + 1e-9
+        assert handle.ready_at <= alone.ready_at + pause + 1e-9
         before = handle.ready_at
 
 

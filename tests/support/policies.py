@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
+from skipjoin.core.events import Preemption
 from skipjoin.core.kv import KVLedger
+from skipjoin.core.policy import Ordering, Pressure
 from skipjoin.core.request import Request
 from skipjoin.core.step import Slice, StepShape
 from skipjoin.policies.cost import LinearCost
-from skipjoin.policies.pressure import Swap
+from skipjoin.policies.pressure import Defer, ProactiveSwap, Recompute, Swap
+from skipjoin.recipes import RECIPES
 
-# A machine on which every term of the cost counts, and copies take a while.
+# A machine on which every term of the cost counts. Moving any KV takes less than to compute it again, and long enough to
+# be done ahead of need.
 COST = LinearCost(
     floor=0.02,
-    prefill_token=1e-4,
+    prefill_token=5e-4,
     attention_pair=1e-7,
     decode=1e-4,
     context_token=1e-7,
-    block=1e-3,
-    transfer_floor=1e-3,
+    block=5e-4,
+    transfer_floor=5e-4,
 )
 
 
@@ -67,15 +72,57 @@ class Ranks:
     def outranks(self, one: Request, other: Request) -> bool:
         return self.numbers[one.id] < self.numbers[other.id]
 
+    def next_turns(self, requests: Iterable[Request], now: float) -> list[tuple[Any, Request]]:
+        return [(self.numbers[request.id], request) for request in sorted(requests, key=self.rank)]
+
+
+class SwapAll(Recompute):
+    """Who makes way goes to the host, in the middle of a prompt too, whatever that costs."""
+
+    def victims(self, short: int, candidates: Sequence[Request], kv: KVLedger) -> Iterator[tuple[Request, Preemption]]:
+        return ((victim, Preemption.SWAP) for victim, _ in super().victims(short, candidates, kv))
+
+
+class OnCall(SwapAll):
+    """Moves beside a step what the test asks for, once."""
+
+    def __init__(self) -> None:
+        self.out: list[Request] = []
+        self.back: list[Request] = []
+
+    def ahead(
+        self, still: Sequence[Request], ordering: Ordering, kv: KVLedger, now: float
+    ) -> tuple[Sequence[Request], Sequence[Request]]:
+        out, self.out = self.out, []
+        back, self.back = self.back, []
+        return out, back
+
 
 class Chaos(Swap):
-    """Swaps at random: any idle holder may leave the device, or come back, beside any step."""
+    """Swaps at random: any holder may leave the device, or come back, beside any step."""
 
     def __init__(self, seed: int, rate: float = 0.3) -> None:
+        super().__init__(COST)
         self._draw = random.Random(seed)
         self._rate = rate
 
-    def ahead(self, idle: Iterable[Request], kv: KVLedger, now: float) -> tuple[Sequence[Request], Sequence[Request]]:
-        chosen = [request for request in idle if self._draw.random() < self._rate]
+    def ahead(
+        self, still: Sequence[Request], ordering: Ordering, kv: KVLedger, now: float
+    ) -> tuple[Sequence[Request], Sequence[Request]]:
+        chosen = [request for request in still if self._draw.random() < self._rate]
         out = [request for request in chosen if kv.can_move_out(request)]
         return out, [request for request in chosen if kv.can_move_in(request)]
+
+
+# The recipes that differ in more than their pressure.
+SYSTEMS = sorted(name for name in RECIPES if not name.startswith("fastserve-"))
+# What one class does for all: batches, prompts in chunks, promotions, and ranks that change at every step.
+SOME_SYSTEMS = ("static", "sarathi", "fastserve", "srpt")
+# Every pressure there is, each run with one of its own.
+PRESSURES: dict[str, Callable[[], Pressure]] = {
+    "recompute": Recompute,
+    "defer": Defer,
+    "swap": lambda: Swap(COST),
+    "proactive": lambda: ProactiveSwap(COST),
+    "chaos": lambda: Chaos(1),
+}

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 
 from skipjoin.bench.workload import Job, Workload
-from skipjoin.config import ConfigError
+from skipjoin.config import DEFAULT_SLO_S, ConfigError
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.events import Event
 from skipjoin.core.kv import KVLedger
@@ -22,6 +22,7 @@ from skipjoin.exec.simulated import SimulatedExecutor
 from skipjoin.observe.record import NO_SLO, Record, Slo, add_usage, summarize
 from skipjoin.observe.requests import RequestFacts, RequestLog
 from skipjoin.observe.usage import Usage
+from skipjoin.policies.starvation import starvation_after
 from skipjoin.recipes import Settings, build
 from skipjoin.sim.dispatch import DISPATCH_RULES, make_dispatch
 from skipjoin.sim.driver import Replica, simulate_cluster
@@ -36,7 +37,8 @@ class System:
     """What is simulated: a recipe on a machine.
 
     model, hardware: names for the record. cost: of steps and transfers. stages: of a pipeline.
-    kv_blocks: of each replica, of block_size tokens and block_bytes. max_model_len: most tokens of prompt and output.
+    kv_blocks, host_blocks: of each replica on either tier, of block_size tokens and block_bytes.
+    max_model_len: most tokens of prompt and output.
     max_tokens: what requests ask for; None: just what they will generate, as load clients do.
     decision_s: host time of each decision. replicas, dispatch: a cluster and its rule.
     """
@@ -49,9 +51,10 @@ class System:
     block_bytes: int
     max_model_len: int
     block_size: int = 16
+    host_blocks: int = 0
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
-    starvation_s: float = 3.0
+    starvation_s: float = starvation_after(DEFAULT_SLO_S)
     max_tokens: int | None = None
     stages: int = 1
     decision_s: float = 0.0
@@ -66,9 +69,12 @@ class System:
             raise ConfigError(f"dispatch must be one of {', '.join(DISPATCH_RULES)}, got {self.dispatch!r}")
         if self.max_tokens is not None and self.max_tokens < 1:
             raise ConfigError(f"max_tokens must be at least 1, got {self.max_tokens}")
-        for name in ("starvation_s", "decision_s"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ConfigError(f"{name} must be at least 0 seconds, got {getattr(self, name)}")
+        if self.host_blocks < 0:
+            raise ConfigError(f"host_blocks must be at least 0, got {self.host_blocks}")
+        if not 0 < self.starvation_s < math.inf:
+            raise ConfigError(f"starvation_s must be above 0 seconds, got {self.starvation_s}")
+        if not 0 <= self.decision_s < math.inf:
+            raise ConfigError(f"decision_s must be at least 0 seconds, got {self.decision_s}")
 
     def describe(self) -> Record:
         """The record's settings: all that decides the figures and is not the workload."""
@@ -78,6 +84,8 @@ class System:
             "block_size": self.block_size,
             "kv_blocks": self.kv_blocks,
             "kv_gib": round(self.kv_blocks * self.block_bytes / 2**30, 3),
+            "host_blocks": self.host_blocks,
+            "swap_gib": round(self.host_blocks * self.block_bytes / 2**30, 3),
             "max_model_len": self.max_model_len,
             "starvation_s": self.starvation_s,
             "max_tokens": self.max_tokens,
@@ -202,9 +210,13 @@ def run(
 
 def _replica(system: System) -> Replica:
     settings = Settings(
-        system.cost, system.max_num_seqs, system.max_num_batched_tokens, system.starvation_s, TrueLengths()
+        system.cost,
+        system.max_num_seqs,
+        system.max_num_batched_tokens,
+        system.starvation_s,
+        predictor=TrueLengths(),
     )
-    kv = KVLedger(system.kv_blocks, 0, system.block_size)
+    kv = KVLedger(system.kv_blocks, system.host_blocks, system.block_size)
     core = EngineCore(Scheduler(build(system.recipe, settings), kv, depth=system.stages))
     executor = SimulatedExecutor(system.cost, _sample, system.stages)
     return Replica(core, executor, decision_s=system.decision_s)

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from skipjoin.bench.simulation import System
-from skipjoin.config import ConfigError, unknown
+from skipjoin.config import DEFAULT_SLO_S, ConfigError, check_above_zero, check_slo, check_swap_space, unknown
+from skipjoin.policies.starvation import starvation_after
 from skipjoin.profile import read_profile
 from skipjoin.recipes import RECIPES
 from skipjoin.sim.hardware import parse_hardware
@@ -15,6 +16,8 @@ from skipjoin.sim.models import model_shape
 from skipjoin.sim.roofline import RooflineCost, kv_blocks
 
 _GIB = 1 << 30
+# Of a server's RAM, what the host pool takes if nothing else is said.
+_SWAP_SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,18 +25,23 @@ class Machine:
     """Hardware with a model on it, as named on a command line.
 
     hardware: of the catalogue, such as a100-40gb:tp8pp2, or a profile's JSON file. model: of the catalogue; None with
-    a profile, which knows its own. kv_gib: size of the KV pool; None: what the GPU's memory leaves.
+    a profile, which knows its own. kv_gib: size of the KV pool; None: what the GPU's memory leaves. swap_gib: size of
+    the host pool; 0: none; None: half of the RAM that comes with the GPUs, or with a profile as much as `kv_gib`.
     """
 
     hardware: str
     model: str | None = None
     kv_gib: float | None = None
+    swap_gib: float | None = None
     block_size: int | None = None
     max_model_len: int | None = None
 
-    def systems(self, recipes: str, **settings: Any) -> list[System]:
+    def systems(
+        self, recipes: str, *, slo_s: float = DEFAULT_SLO_S, starvation_s: float | None = None, **settings: Any
+    ) -> list[System]:
         """A system for each recipe of a comma-separated list. settings: further fields of `System`.
 
+        slo_s: seconds per output token that users accept. starvation_s: None: what follows from `slo_s`.
         Raises `ConfigError` for names that there are not, a model that does not fit, or settings out of bounds.
         """
         names = [name.strip() for name in recipes.split(",")]
@@ -42,6 +50,9 @@ class Machine:
         for name in names:
             if name not in RECIPES:
                 raise unknown("recipe", name, sorted(RECIPES))
+        check_slo(slo_s, starvation_s)
+        check_swap_space("swap_gib", self.swap_gib)
+        settings["starvation_s"] = starvation_after(slo_s) if starvation_s is None else starvation_s
         parts = self._from_profile() if self.hardware.endswith(".json") else self._from_catalogue()
         return [System(recipe=name, **(parts | settings)) for name in names]
 
@@ -51,12 +62,16 @@ class Machine:
             raise ConfigError(f"model must be named for hardware {group.name}")
         shape = model_shape(self.model)
         size = 16 if self.block_size is None else self.block_size
+        blocks = kv_blocks(shape, group, size, self.kv_gib)
+        block_bytes = size * shape.kv_bytes_per_token
+        swap_bytes = group.device.host_memory_bytes * group.gpus * _SWAP_SHARE
         return {
             "model": shape.name,
             "hardware": group.name,
             "cost": RooflineCost(shape, group, block_size=size),
-            "kv_blocks": kv_blocks(shape, group, size, self.kv_gib),
-            "block_bytes": size * shape.kv_bytes_per_token,
+            "kv_blocks": blocks,
+            "host_blocks": self._host_blocks(block_bytes, swap_bytes),
+            "block_bytes": block_bytes,
             "block_size": size,
             "max_model_len": self._context(shape.max_positions),
             "stages": group.pp,
@@ -72,16 +87,21 @@ class Machine:
             )
         if self.kv_gib is None:
             raise ConfigError("kv_gib must be given with a profile, which does not say how large the KV pool is")
+        check_above_zero("kv_gib", self.kv_gib, 1e6)
         return {
             "model": profile.key.model,
             "hardware": profile.key.device,
             "cost": profile.cost,
             "kv_blocks": int(self.kv_gib * _GIB) // profile.kv_bytes_per_block,
+            "host_blocks": self._host_blocks(profile.kv_bytes_per_block, self.kv_gib * _GIB),
             "block_bytes": profile.kv_bytes_per_block,
             "block_size": profile.block_size,
             "max_model_len": self._context(profile.max_positions),
             "decision_s": profile.host_s,
         }
+
+    def _host_blocks(self, block_bytes: int, usual_bytes: float) -> int:
+        return int(usual_bytes if self.swap_gib is None else self.swap_gib * _GIB) // block_bytes
 
     def _context(self, most: int) -> int:
         if self.max_model_len is None:

@@ -28,9 +28,28 @@ MaxNumSeqs = Annotated[int, typer.Option(help="Most requests in a step.")]
 MaxBatchedTokens = Annotated[int, typer.Option("--max-num-batched-tokens", help="Most tokens in a step.")]
 BlockSize = Annotated[int, typer.Option(help="Tokens per KV block.")]
 KvCacheGib = Annotated[float | None, typer.Option(help="Size of the KV pool in GiB (default: a share of free memory).")]
+SwapSpace = Annotated[
+    float | None,
+    typer.Option(
+        "--swap-space",
+        "--kv-offloading-size",
+        metavar="GIB",
+        help="Size of the host pool that KV is swapped to; 0: none (default: a share of free RAM).",
+    ),
+]
 GpuShare = Annotated[float, typer.Option("--gpu-memory-utilization", help="Share of GPU memory to use.")]
+Objective = Annotated[float, typer.Option("--slo", help="Seconds per output token that users accept.")]
 Starvation = Annotated[
-    float, typer.Option("--starvation-s", help="fastserve: seconds without running before a promotion.")
+    float | None,
+    typer.Option("--starvation-s", help="fastserve: seconds without running until a promotion (default: 100 x --slo)."),
+]
+StarvationBound = Annotated[
+    float | None,
+    typer.Option(
+        "--starvation-bound",
+        metavar="SECONDS",
+        help="fastserve: no request goes longer without running; instead of --starvation-s (default: no bound).",
+    ),
 ]
 Depth = Annotated[
     int, typer.Option("--pipeline-depth", help="Plans in flight; 2 decides the next step while one runs.")

@@ -65,6 +65,8 @@ def profile(
             max_model_len=max_model_len,
             block_size=block_size,
             kv_cache_gib=kv_cache_gib,
+            # Transfers are measured between two pools of their own.
+            swap_space_gib=0,
             gpu_memory_utilization=gpu_memory_utilization,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,

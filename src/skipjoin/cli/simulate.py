@@ -11,7 +11,7 @@ import typer
 
 from skipjoin.bench.simulation import Cell, Extent
 from skipjoin.bench.workload import Workload
-from skipjoin.cli.options import plain_errors
+from skipjoin.cli.options import ENGINE, Objective, Starvation, plain_errors
 from skipjoin.cli.workload import (
     AppendOption,
     ArrivalsOption,
@@ -54,6 +54,15 @@ def simulate(
     kv_gib: Annotated[
         float | None, typer.Option(help="Size of the KV pool in GiB (default: what the memory leaves).")
     ] = None,
+    swap_space: Annotated[
+        float | None,
+        typer.Option(
+            "--swap-space",
+            "--kv-offloading-size",
+            metavar="GIB",
+            help="Size of the host pool; 0: none (default: half of the GPUs' share of RAM, or as the KV pool).",
+        ),
+    ] = None,
     recipes: Annotated[str, typer.Option(help=f"Separated by commas: {', '.join(sorted(RECIPES))}.")] = "fastserve",
     lengths: LengthsOption = "sharegpt",
     arrivals: ArrivalsOption = "poisson",
@@ -69,7 +78,8 @@ def simulate(
     max_num_batched_tokens: Annotated[int, typer.Option(help="Most tokens in a step.")] = 2048,
     max_model_len: Annotated[int | None, typer.Option(help="Most tokens of prompt and output.")] = None,
     block_size: Annotated[int | None, typer.Option(help="Tokens per KV block (default: 16).")] = None,
-    starvation_s: Annotated[float, typer.Option(help="fastserve: seconds without running before a promotion.")] = 3.0,
+    slo_s: Objective = ENGINE.slo_s,
+    starvation_s: Starvation = ENGINE.starvation_s,
     max_tokens: Annotated[
         int | None, typer.Option(help="What requests ask for (default: just what they will generate).")
     ] = None,
@@ -114,12 +124,18 @@ def simulate(
             if value is not None and not 0 < value < math.inf:
                 raise ConfigError(f"{name} must be above 0, got {value}")
         machine = Machine(
-            hardware=hardware, model=model, kv_gib=kv_gib, block_size=block_size, max_model_len=max_model_len
+            hardware=hardware,
+            model=model,
+            kv_gib=kv_gib,
+            swap_gib=swap_space,
+            block_size=block_size,
+            max_model_len=max_model_len,
         )
         systems = machine.systems(
             recipes,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
+            slo_s=slo_s,
             starvation_s=starvation_s,
             max_tokens=max_tokens,
             replicas=replicas,

@@ -77,13 +77,13 @@ class EngineCore:
     def finish_step(self, result: StepResult, now: float) -> None:
         """Apply a step's outcome: commit it, append its tokens, end the requests that are done."""
         scheduler = self.scheduler
-        scheduler.commit(result, now)
+        void = scheduler.commit(result, now)
         events, details = scheduler.events, result.details
         for index, ((request, _, _, samples, _, _), token) in enumerate(
             zip(result.plan.slices, result.tokens, strict=True)
         ):
-            # A request that ended while the step ran has no use for the token.
-            if not samples or request.finish_reason is not None:
+            # A request that ended while the step ran has no use for the token; one whose KV was lost gets no token.
+            if not samples or request.finish_reason is not None or request in void:
                 continue
             if token is None:
                 raise ValueError(f"plan {result.plan.id} sampled no token for request {request.id}")

@@ -53,6 +53,13 @@ class Moved(NamedTuple):
     now: float
 
 
+class MoveFailed(NamedTuple):
+    """A move ended without its copy. A request that lost its KV so is preempted (DROP) next."""
+
+    move: Move
+    now: float
+
+
 class Planned(NamedTuple):
     """A step was decided. held: device blocks that are not free. claimed: those, and the ones that are promised."""
 
@@ -86,4 +93,4 @@ class Finished(NamedTuple):
     reason: FinishReason
 
 
-Event = Arrived | Admitted | Started | Preempted | Planned | Computed | Moved | Token | Finished
+Event = Arrived | Admitted | Started | Preempted | Planned | Computed | Moved | MoveFailed | Token | Finished

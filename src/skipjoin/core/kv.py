@@ -52,6 +52,7 @@ class KVLedger:
         self.device_total = device_blocks
         self.host_total = host_blocks
         self.promised_idle = 0  # blocks promised but not held, over all requests
+        self.blocks_in_transit = {Direction.OUT: 0, Direction.IN: 0}
         # Popped from the end, so the lowest block numbers go first.
         self._device_free = list(range(device_blocks - 1, -1, -1))
         self._host_free = list(range(host_blocks - 1, -1, -1))
@@ -101,6 +102,16 @@ class KVLedger:
         held = self._held.get(request)
         return max(held.promised, len(held.device)) if held else 0
 
+    def footprint_on_host(self, request: Request) -> int:
+        """Host blocks that the request holds."""
+        held = self._held.get(request)
+        return len(held.host) if held else 0
+
+    @property
+    def holder_count(self) -> int:
+        """How many requests hold anything."""
+        return len(self._held)
+
     def shortfall(self, request: Request, tokens: int) -> int:
         """Device blocks that must become available before the request can hold `tokens` tokens there."""
         held = self._held.get(request)
@@ -109,6 +120,11 @@ class KVLedger:
         need = self.blocks_for(tokens) - len(held.device)
         own = max(0, held.promised - len(held.device))
         return max(0, need - own - self.available, need - len(self._device_free))
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether any KV is in transit."""
+        return any(self.blocks_in_transit.values())
 
     # -- holding ------------------------------------------------------------------------------------------
 
@@ -164,9 +180,8 @@ class KVLedger:
         held.device = [] if before else source
         if before:
             self._device_free.extend(reversed(source))
-        held.moving = Direction.OUT
         self._refresh(held)
-        return Move(Direction.OUT, request, tuple(source), tuple(held.host))
+        return self._begin(held, Move(Direction.OUT, request, tuple(source), tuple(held.host)))
 
     def can_move_out(self, request: Request) -> bool:
         """Whether the request's KV lies still on the device and the host has room for it."""
@@ -181,9 +196,8 @@ class KVLedger:
         if not self.can_move_in(request):
             raise LedgerError(f"request {request.id} cannot be moved in")
         held.device = [self._device_free.pop() for _ in held.host]
-        held.moving = Direction.IN
         self._refresh(held)
-        return Move(Direction.IN, request, tuple(held.host), tuple(held.device))
+        return self._begin(held, Move(Direction.IN, request, tuple(held.host), tuple(held.device)))
 
     def can_move_in(self, request: Request) -> bool:
         """Whether the request's KV lies still on the host and the device has room for it that nobody is promised."""
@@ -191,18 +205,19 @@ class KVLedger:
         return held is not None and held.moving is None and 0 < len(held.host) <= self.available
 
     def land(self, move: Move) -> None:
-        """The plan that carries the move has committed: lift its fence."""
-        held = self._held[move.request]
-        if held.moving is not move.direction:
-            raise LedgerError(f"request {move.request.id}: a move landed that was not in transit")
+        """The move has ended well: lift its fence."""
+        held = self._end(move)
         if move.direction is Direction.OUT:
-            self._device_free.extend(reversed(held.device))
-            held.device = []
+            self._free_device(held)
         else:
-            self._host_free.extend(reversed(held.host))
-            held.host = []
-        held.moving = None
-        self._refresh(held)
+            self._free_host(held)
+
+    def fail(self, move: Move) -> bool:
+        """The move has ended badly. True: the request's KV is whole, and on the device as before. False: it is lost,
+        and the request is to be released."""
+        held = self._end(move)
+        self._free_host(held)
+        return move.direction is Direction.OUT and bool(held.device)
 
     # -- the proof ----------------------------------------------------------------------------------------
 
@@ -227,8 +242,36 @@ class KVLedger:
                 raise LedgerError(f"request {request.id} has computed more than its blocks carry")
             if held.table != tuple(held.device) or held.room != len(held.device) * self.block_size:
                 raise LedgerError(f"request {request.id} has a stale block table")
+        moving = Counter(dict.fromkeys(Direction, 0))
+        for held in self._held.values():
+            if held.moving is not None:
+                moving[held.moving] += len(held.host)
+        if moving != self.blocks_in_transit:
+            raise LedgerError(f"{self.blocks_in_transit} blocks are counted as in transit, {dict(moving)} are")
         if idle != self.promised_idle:
             raise LedgerError(f"{self.promised_idle} promised blocks are counted as idle, {idle} are")
+
+    def _begin(self, held: Holding, move: Move) -> Move:
+        held.moving = move.direction
+        self.blocks_in_transit[move.direction] += len(move.source)
+        return move
+
+    def _end(self, move: Move) -> Holding:
+        held = self._held[move.request]
+        if held.moving is not move.direction:
+            raise LedgerError(f"request {move.request.id}: a move ended that was not in transit")
+        held.moving = None
+        self.blocks_in_transit[move.direction] -= len(move.source)
+        return held
+
+    def _free_device(self, held: Holding) -> None:
+        self._device_free.extend(reversed(held.device))
+        held.device = []
+        self._refresh(held)
+
+    def _free_host(self, held: Holding) -> None:
+        self._host_free.extend(reversed(held.host))
+        held.host = []
 
     def _set_promise(self, held: Holding, blocks: int) -> None:
         self.promised_idle -= max(0, held.promised - len(held.device))

@@ -70,6 +70,11 @@ class Ordering(Protocol):
         """Whether `one` matters strictly more, so that it may evict `other` to get in. Equals never do."""
         ...
 
+    def next_turns(self, requests: Iterable[Request], now: float) -> list[tuple[Any, Request]]:
+        """These requests in the order in which they are expected to run next, soonest first, each with when: a value
+        that compares with the others', equal where one of two has no reason to go first."""
+        ...
+
 
 class Refusal(Enum):
     """A batcher's no."""
@@ -123,7 +128,21 @@ class Reservation(Protocol):
 
 
 class Pressure(Protocol):
-    """What leaves the device when space is short, and what moves ahead of need."""
+    """What leaves the device when space is short, and what moves ahead of need.
+
+    evicts_for_newcomers: whether who holds KV makes way for a request that holds none and outranks it; otherwise only
+    for those who run and need room to grow. returns_beside: whether KV comes back from the host beside steps only, as
+    `ahead` says, while its request is passed over; otherwise before the step that runs it.
+    """
+
+    @property
+    def evicts_for_newcomers(self) -> bool: ...
+
+    @property
+    def returns_beside(self) -> bool: ...
+
+    def arrived(self, request: Request, now: float) -> None:
+        """The request entered the engine."""
 
     def victims(self, short: int, candidates: Sequence[Request], kv: KVLedger) -> Iterable[tuple[Request, Preemption]]:
         """Who makes way, and how (SWAP or DROP), until `short` blocks are available.
@@ -132,10 +151,14 @@ class Pressure(Protocol):
         """
         ...
 
-    def ahead(self, idle: Iterable[Request], kv: KVLedger, now: float) -> tuple[Sequence[Request], Sequence[Request]]:
-        """Requests to move out and in beside this step.
+    def ahead(
+        self, still: Sequence[Request], ordering: Ordering, kv: KVLedger, now: float
+    ) -> tuple[Sequence[Request], Sequence[Request]]:
+        """Requests to move out and in beside this step, which none of them joins. Asked before the step is filled.
 
-        idle: the holders of KV that this step neither runs nor moves, in no order that matters.
+        still: the holders of KV, on either tier, of which nothing is in transit, in no order that matters. One that a
+        plan in flight runs pauses in this step, and can leave beside a later one. With `returns_beside`, somebody must
+        come in where all KV lies on the host.
         """
         ...
 

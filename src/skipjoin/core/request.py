@@ -50,6 +50,7 @@ class Request:
     limit: int = 0  # known never passes this: prompt + max_tokens
     last_plan: int = NEVER  # id of the last plan it had a slice in
     evictions: int = 0  # times its KV was dropped or swapped out to make room
+    is_fresh: bool = False  # no token was sampled for it since its KV last came to the device
     finish_reason: FinishReason | None = None
 
     def __post_init__(self) -> None:

@@ -6,7 +6,17 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-from skipjoin.core.events import Admitted, Computed, Event, Moved, Planned, Preempted, Preemption, Started
+from skipjoin.core.events import (
+    Admitted,
+    Computed,
+    Event,
+    Moved,
+    MoveFailed,
+    Planned,
+    Preempted,
+    Preemption,
+    Started,
+)
 from skipjoin.core.kv import Holding, KVLedger
 from skipjoin.core.policy import Policies, Refusal, Wait
 from skipjoin.core.request import NEVER, Request
@@ -21,8 +31,6 @@ class Scheduler:
     overlap: whether a request may be in several plans in flight, its input token still being sampled (one device
         that runs plans back to back). Without it such a request keeps its place but cannot be chosen again until
         its plan commits (pipeline stages).
-    eviction_limit: a request that was evicted this often is no longer evicted to let another one in, only when
-        one that already runs needs room to grow; so preemption cannot go on without end.
     """
 
     def __init__(
@@ -32,7 +40,6 @@ class Scheduler:
         *,
         depth: int = 1,
         overlap: bool = False,
-        eviction_limit: int = 4,
     ) -> None:
         if depth < 1:
             raise ValueError(f"depth must be at least 1, got {depth}")
@@ -40,7 +47,6 @@ class Scheduler:
         self.kv = kv
         self.depth = depth
         self.overlap = overlap
-        self.eviction_limit = eviction_limit
         self.events: list[Event] = []  # what happened since the engine core last took them
         self._in_flight: deque[StepPlan] = deque()
         self._next_id = 0
@@ -48,12 +54,21 @@ class Scheduler:
         # last `depth` ones, because a request is chosen once every `depth` plans.
         self._window = depth if not overlap else 1
         self._recent: deque[StepPlan] = deque()
+        # Whether a move failed since the last decision. Nobody then leaves beside the next step: who keeps trying, and
+        # cannot be evicted meanwhile, would hold up those that need its blocks for ever.
+        self._has_failed_move = False
+
+    @property
+    def latest_plan(self) -> int:
+        """A request whose last slice was in this plan or a later one runs."""
+        return self._next_id - self._window
 
     # -- the life of a request ----------------------------------------------------------------------------
 
     def add(self, request: Request, now: float) -> None:
         """Let the request compete for the device."""
         self.policies.ordering.arrived(request, now)
+        self.policies.pressure.arrived(request, now)
 
     def remove(self, request: Request, now: float) -> None:
         """The request is finished or aborted (its finish_reason is set). Its blocks come home now, or when the
@@ -64,16 +79,19 @@ class Scheduler:
     # -- deciding -----------------------------------------------------------------------------------------
 
     def schedule(self, now: float) -> StepPlan | None:
-        """Decide the next step; None when the pipeline is full or nothing can be done."""
+        """Decide the next step; None when the pipeline is full or nothing can be done. Where all that can be done is to
+        wait for moves, the plan is empty."""
         if len(self._in_flight) >= self.depth:
             return None
         step = _Step(self, now)
-        slices = step.fill()
-        before, beside = step.before, step.move_ahead()
+        beside = step.move_ahead()
+        self._has_failed_move = False
+        slices, before = step.fill(), step.before
         step.tell_ordering()
-        if not slices and not before and not beside:
+        # With a plan in flight, its result is what to wait for.
+        if not (slices or before or beside) and (self._in_flight or not self.kv.is_moving):
             return None
-        plan = StepPlan(self._next_id, tuple(slices), tuple(before), tuple(beside))
+        plan = StepPlan(self._next_id, tuple(slices), tuple(before), tuple(beside), tuple(step.absent))
         self._next_id += 1
         self._in_flight.append(plan)
         self._note_pauses(plan, now)
@@ -94,28 +112,58 @@ class Scheduler:
 
     # -- settling -----------------------------------------------------------------------------------------
 
-    def commit(self, result: StepResult, now: float) -> None:
-        """Apply the outcome of the oldest plan in flight: counters, moves, order. Tokens are the engine core's."""
+    def commit(self, result: StepResult, now: float) -> set[Request]:
+        """Apply the outcome of the oldest plan in flight: counters, moves, order. Tokens are the engine core's.
+
+        Returns the requests whose slices count for nothing, because the KV that they read was lost on its way.
+        """
         if not self._in_flight or result.plan is not self._in_flight[0]:
             raise ValueError(f"plan {result.plan.id} is not the oldest in flight")
         plan = self._in_flight.popleft()
         self.events.append(Computed(result, now))
-        gone = False
+        lost = self._settle_moves(result, now)
+        gone = bool(lost)
         for request, start, tokens, samples, _, _ in plan.slices:
             request.computed = start + tokens
             if samples:
                 request.awaited -= 1
+                request.is_fresh = False
             gone = gone or request.finish_reason is not None
-        for move in (*plan.before, *plan.beside):
-            self.kv.land(move)
-            self.events.append(Moved(move, now))
-            self._release_if_finished(move.request)
         alive = plan.slices
         if gone:
-            alive = tuple(piece for piece in plan.slices if piece.request.finish_reason is None)
+            alive = tuple(
+                piece for piece in plan.slices if piece.request.finish_reason is None and piece.request not in lost
+            )
             for piece in plan.slices:
                 self._release_if_finished(piece.request)
         self.policies.ordering.ran(alive, now)
+        for request in lost:
+            self._forget(request, now)
+        for move in (*result.landed, *result.failed):
+            self._release_if_finished(move.request)
+        return lost
+
+    def _settle_moves(self, result: StepResult, now: float) -> set[Request]:
+        """Lift the fences of the moves that ended; whose KV was lost."""
+        lost: set[Request] = set()
+        for move in result.landed:
+            self.kv.land(move)
+            self.events.append(Moved(move, now))
+        for move in result.failed:
+            self._has_failed_move = True
+            self.events.append(MoveFailed(move, now))
+            if not self.kv.fail(move):
+                lost.add(move.request)
+        return lost
+
+    def _forget(self, request: Request, now: float) -> None:
+        """The request's KV was lost on its way: compute it again. No other plan holds it, as it was in transit."""
+        self.kv.release(request)
+        request.computed = request.planned = 0
+        request.last_plan = NEVER
+        if request.finish_reason is None:
+            self.policies.ordering.evicted(request, now)
+            self.events.append(Preempted(request, now, Preemption.DROP))
 
     def _release_if_finished(self, request: Request) -> None:
         if request.finish_reason is not None:
@@ -132,6 +180,8 @@ class _Step:
     def __init__(self, scheduler: Scheduler, now: float) -> None:
         self.now = now
         self.before: list[Move] = []
+        self.absent: list[Request] = []
+        self._taken = 0  # device blocks of those who run
         self._scheduler = scheduler
         self._kv = scheduler.kv
         self._policies = scheduler.policies
@@ -142,12 +192,37 @@ class _Step:
         self._floor: Any = None  # rank below which nobody takes new space, once somebody was evicted
         self._holders: list[Request] | None = None  # best first; sorted when first needed
         self._yielding: set[Request] = set()  # not run in this step, to be evicted once no plan holds them
+        self._owed = 0  # blocks that requests passed over while their KV is on the host need to come back
+        self._first: Request | None = None  # who matters most; known where KV can be on the host
+        self._first_waits = False  # for space, which nobody takes who would come back before this step
+
+    def move_ahead(self) -> list[Move]:
+        """Begin moves beside the step, of requests that then cannot join it."""
+        kv = self._kv
+        if not kv.host_total:
+            return []
+        still = [request for request in kv.holders() if request.finish_reason is None and kv.is_still(request)]
+        out, back = self._policies.pressure.ahead(still, self._ordering, kv, self.now)
+        moves: list[Move] = []
+        for request in () if self._scheduler._has_failed_move else out:
+            if request.in_flight:
+                self._yielding.add(request)
+            elif kv.can_move_out(request):
+                moves.append(kv.move_out(request, before=False))
+                self._evicted.append(request)
+                request.last_plan = NEVER
+                self._events.append(Preempted(request, self.now, Preemption.SWAP))
+        for request in back:
+            if kv.can_move_in(request):
+                moves.append(kv.move_in(request))
+                request.is_fresh = True
+        return moves
 
     def fill(self) -> list[Slice]:
         """Choose the batch, best requests first."""
         slices: list[Slice] = []
         scheduler, kv = self._scheduler, self._kv
-        plan_id, oldest = scheduler._next_id, scheduler._next_id - scheduler._window
+        plan_id, latest = scheduler._next_id, scheduler.latest_plan
         overlap, yielding = scheduler.overlap, self._yielding
         packing = self._policies.batcher.open(self.now)
         offer, take, holding = packing.offer, packing.take, kv.holding
@@ -171,14 +246,16 @@ class _Step:
             if held is None or held.moving is not None or target > held.room:
                 held = self._secure(request, held, target)
                 if held is None:
+                    self._first_waits = self._first_waits or request is self._first
                     continue
             take(request, verdict)
+            self._taken += len(held.table)
             samples = target == end
             slices.append(Slice(request, planned, verdict, samples, target > known, held.table))
             request.planned = target
             if samples:
                 request.awaited += 1
-            if request.last_plan < oldest:
+            if request.last_plan < latest:
                 self._events.append(Started(request, self.now))
             request.last_plan = plan_id
         return slices
@@ -198,9 +275,17 @@ class _Step:
             yield from (request for request in self._holders_ranked() if rank(request) > floor)
 
     def _holders_ranked(self) -> list[Request]:
+        """The holders that this step may run or evict, best first."""
         if self._holders is None:
-            live = (request for request in self._kv.holders() if request.finish_reason is None)
-            self._holders = sorted(live, key=self._ordering.rank)
+            holding, passes_over = self._kv.holding, self._policies.pressure.returns_beside
+            able = []
+            for request in self._kv.holders():
+                held = holding(request)
+                if held is None or held.moving is not None or request.finish_reason is not None:
+                    continue
+                if held.device or not passes_over:
+                    able.append(request)
+            self._holders = sorted(able, key=self._ordering.rank)
         return self._holders
 
     # -- making room --------------------------------------------------------------------------------------
@@ -211,10 +296,18 @@ class _Step:
             if self._is_below_floor(request) or (held := self._admit(request, target)) is None:
                 self._closed = True
             return held
-        if held.moving is not None or self._is_below_floor(request):
+        if held.moving is not None:
+            self._miss(request, len(held.host))
+            return None
+        # Who matters most does not wait for moves beside steps: the space that they need may never be left over.
+        if held.host and self._policies.pressure.returns_beside and request is not self._first:
+            self._owed += len(held.host)
+            self._miss(request, 0)
+            return None
+        if self._is_below_floor(request):
             return None
         if held.host:
-            returned = self._return(request, len(held.host), target)
+            returned = None if self._first_waits else self._return(request, len(held.host), target)
             # Newcomers ranked below would take the space that it waits for, one after the other.
             self._closed = self._closed or returned is None
             return returned
@@ -223,16 +316,28 @@ class _Step:
             return None
         return self._kv.grow(request, target)
 
+    def _miss(self, request: Request, blocks: int) -> None:
+        """The request is passed over because its KV is not on the device. blocks: its own that are in transit."""
+        if request.in_flight:  # its KV arrives just before the slices of a plan that has not committed
+            return
+        if self._taken + self._owed + blocks <= self._kv.device_total:
+            self.absent.append(request)
+        else:
+            # Those who matter more than everybody from here on fill the device.
+            self._closed = True
+
     def _admit(self, request: Request, target: int) -> Holding | None:
         """First blocks for a request that holds none."""
         promise = self._policies.reservation.admit(request, self._kv)
         if isinstance(promise, Wait):
             return None
         need = max(promise.now, promise.blocks, self._kv.blocks_for(target)) + promise.spare
-        if not self._make_room(request, need - self._kv.available, newcomer=True):
+        # Who matters more and is on its way back from the host comes first to what is free.
+        if not self._make_room(request, need - max(0, self._kv.available - self._owed), newcomer=True):
             return None
         self._kv.promise(request, promise.blocks)
         self._events.append(Admitted(request, self.now))
+        request.is_fresh = True
         return self._kv.grow(request, target)
 
     def _return(self, request: Request, blocks: int, target: int) -> Holding | None:
@@ -241,6 +346,7 @@ class _Step:
         if not self._make_room(request, need - self._kv.available, newcomer=True):
             return None
         self.before.append(self._kv.move_in(request))
+        request.is_fresh = True
         return self._kv.grow(request, target)
 
     def _is_below_floor(self, request: Request) -> bool:
@@ -251,6 +357,8 @@ class _Step:
         """Evict until `short` more blocks are available; evicts nobody unless that succeeds."""
         if short <= 0:
             return True
+        if newcomer and not self._policies.pressure.evicts_for_newcomers:
+            return False
         footprint = self._kv.footprint
         candidates = self._evictable(request, newcomer=newcomer)
         still = [victim for victim in candidates if not victim.in_flight]
@@ -268,10 +376,13 @@ class _Step:
         return False
 
     def _evictable(self, request: Request, *, newcomer: bool) -> list[Request]:
-        """Who may be evicted for the request, least important first, once no plan in flight holds them."""
-        ordering, limit = self._ordering, self._scheduler.eviction_limit
+        """Who may be evicted for the request, least important first, once no plan in flight holds them.
+
+        Who runs has generated a token since it got its KV before it makes way for a newcomer: so every eviction of
+        one that runs is paid for by progress, and requests cannot throw each other out in turn for nothing.
+        """
+        ordering, latest = self._ordering, self._scheduler.latest_plan
         own = ordering.rank(request)
-        spared: list[Request] = []
         found: list[Request] = []
         for victim in reversed(self._holders_ranked()):
             if ordering.rank(victim) <= own:
@@ -279,13 +390,13 @@ class _Step:
             held = self._kv.holding(victim)
             if held is None or held.moving is not None or not held.device:
                 continue
-            if newcomer and not ordering.outranks(request, victim):
-                break
-            if victim.evictions >= limit:
-                spared.append(victim)
-            else:
-                found.append(victim)
-        return found if newcomer else found + spared
+            if newcomer:
+                if not ordering.outranks(request, victim):
+                    break
+                if victim.is_fresh and victim.last_plan >= latest:
+                    continue
+            found.append(victim)
+        return found
 
     def _evict(self, victim: Request, how: Preemption) -> None:
         """Take the victim's KV off the device, before the slices run."""
@@ -302,25 +413,6 @@ class _Step:
         victim.evictions += 1
         victim.last_plan = NEVER
         self._events.append(Preempted(victim, self.now, how))
-
-    def move_ahead(self) -> list[Move]:
-        """Moves beside the step, for requests that it neither runs nor moves."""
-        kv = self._kv
-        idle = (
-            request
-            for request in kv.holders()
-            if not request.in_flight and request.finish_reason is None and kv.is_still(request)
-        )
-        out, back = self._policies.pressure.ahead(idle, kv, self.now)
-        moves: list[Move] = []
-        for request in out:
-            if self._kv.can_move_out(request):
-                moves.append(self._kv.move_out(request, before=False))
-                self._evicted.append(request)
-                request.last_plan = NEVER
-                self._events.append(Preempted(request, self.now, Preemption.SWAP))
-        moves.extend(self._kv.move_in(request) for request in back if self._kv.can_move_in(request))
-        return moves
 
     def tell_ordering(self) -> None:
         """Tell the ordering who was evicted, now that nobody iterates over it any more."""

@@ -74,15 +74,20 @@ class StepShape(NamedTuple):
 class StepPlan:
     """One decision. Executors run plans in the order of their ids and change nothing in them.
 
-    before: moves that must land before the slices run. beside: moves that may overlap the slices. Blocks that a
-    move reads stay reserved until the plan commits, except the source of a `before` move out: its copy is taken
-    first, so this very plan may write there.
+    before: moves that must land before the slices run. beside: moves that begin with the slices and land when they
+    do, perhaps many plans later; nothing waits for them. Blocks that a move reads stay reserved until it has landed,
+    except the source of a `before` move out: its copy is taken first, so this very plan may write there.
+
+    A plan without slices gives moves time to land: it ends as soon as one has, or after a moment (`PAUSE_S`).
+
+    absent: requests that would be in this step if their KV were on the device: for whoever counts what swapping costs.
     """
 
     id: int
     slices: tuple[Slice, ...]
     before: tuple[Move, ...] = ()
     beside: tuple[Move, ...] = ()
+    absent: tuple[Request, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +95,12 @@ class StepResult:
     """The outcome of a plan.
 
     tokens: one entry per slice: the sampled token, or None where the slice does not sample.
-    seconds: how long the step took, moves included.
+    seconds: how long the step took, its `before` moves included.
     details: what else the sampler reports (log-probabilities), by index into the plan's slices.
     moving: the part of `seconds` in which the step stood still for its `before` moves.
+    landed, failed: moves that ended since the result before this one, in the order in which they did: all of the
+    plan's `before` moves, and `beside` moves of this plan or of earlier ones. What a failed move would have written
+    is worth nothing, and so are the slices that read it.
     """
 
     plan: StepPlan
@@ -100,3 +108,9 @@ class StepResult:
     seconds: float
     details: Mapping[int, object] = field(default_factory=dict)
     moving: float = 0.0
+    landed: Sequence[Move] = ()
+    failed: Sequence[Move] = ()
+
+
+# Longest that a plan without slices takes, in seconds: requests that arrive meanwhile wait for no copy.
+PAUSE_S = 0.005

@@ -25,6 +25,11 @@ HandleT_co = TypeVar("HandleT_co", bound=Handle, covariant=True)
 class Executor(Protocol[HandleT_co]):
     """Carries out plans in the order in which they are submitted.
 
+    A plan's `before` moves land before its slices run, and those out before those in. Its `beside` moves begin after
+    them, no sooner than its turn comes. Each move is in `landed` or in `failed` of one result, exactly once, whatever
+    plan was the last: a `before` move in its own plan's. What ends without slices to run is asked for with plans that
+    have none.
+
     `submit` may read what the plan's requests know (prompt, output, sampling) at any time until the result is
     there: known tokens never change, and a slice that awaits a token says so.
     """

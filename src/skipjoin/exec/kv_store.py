@@ -9,6 +9,7 @@ import torch
 from skipjoin.core.step import Direction, Move
 from skipjoin.model.config import ModelConfig
 from skipjoin.model.kv_cache import PagedKV
+from skipjoin.model.ops.block_copy import block_copy, runs_of
 
 
 class KVStore:
@@ -31,20 +32,34 @@ class KVStore:
         self.host = None
         if host_blocks:
             self.host = PagedKV(host_blocks, block_size, config, dtype, "cpu", pin=device.type == "cuda")
+            if device.type == "cpu":
+                # Asked for here, since it may have to be compiled first.
+                self._copy_blocks = block_copy()
 
-    def apply(self, moves: Sequence[Move]) -> None:
-        """Copy the moves' blocks. Moves of one plan touch distinct blocks, except that a move in may land where a
-        move out has just left: all moves out go first."""
-        for direction in (Direction.OUT, Direction.IN):
-            chosen = [move for move in moves if move.direction is direction]
-            if chosen:
-                self._copy(direction, chosen)
+    def copy(self, move: Move) -> None:
+        """Copy the blocks of a move; runs of blocks that follow each other on both tiers are one copy.
 
-    def _copy(self, direction: Direction, moves: Sequence[Move]) -> None:
+        On a CPU the calling thread copies, alone and without Python's lock, and returns when all is there. On CUDA
+        the copies are queued on the current stream. Raises ValueError for blocks that the pools do not have.
+        """
         if self.host is None:
             raise ValueError("a plan moves KV blocks, but there is no host pool")
-        device, host = self.device.block_view(), self.host.block_view()
-        source, target = (device, host) if direction is Direction.OUT else (host, device)
-        rows = torch.tensor([block for move in moves for block in move.source], device=source.device)
-        to = torch.tensor([block for move in moves for block in move.target], device=target.device)
-        target.index_copy_(0, to, source.index_select(0, rows).to(target.device))
+        source, target = (self.device, self.host) if move.direction is Direction.OUT else (self.host, self.device)
+        if len(move.source) != len(move.target):
+            raise ValueError(f"a move has {len(move.source)} blocks in source and {len(move.target)} in target")
+        _check("source", move.source, source)
+        _check("target", move.target, target)
+        if self.device.tensor.is_cuda:
+            to, rows = target.block_view(), source.block_view()
+            for first_to, first, count in runs_of(move.target, move.source):
+                to[first_to : first_to + count].copy_(rows[first : first + count], non_blocking=True)
+        else:
+            addresses = target.tensor.data_ptr(), source.tensor.data_ptr()
+            self._copy_blocks(*addresses, source.block_bytes, move.target, move.source)
+
+
+def _check(side: str, blocks: Sequence[int], pool: PagedKV) -> None:
+    """Raise ValueError unless the pool has all the blocks: copies go by address."""
+    if blocks and not 0 <= min(blocks) <= max(blocks) < pool.num_blocks:
+        wrong = next(block for block in blocks if not 0 <= block < pool.num_blocks)
+        raise ValueError(f"{side} of a move must lie in [0, {pool.num_blocks}), got block {wrong}")

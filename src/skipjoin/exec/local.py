@@ -11,8 +11,9 @@ from weakref import WeakKeyDictionary
 import torch
 
 from skipjoin.core.request import Request
-from skipjoin.core.step import Slice, StepPlan, StepResult
+from skipjoin.core.step import PAUSE_S, Direction, Move, Slice, StepPlan, StepResult
 from skipjoin.exec.kv_store import KVStore
+from skipjoin.exec.transfer import Copier, Ended, copier_for, log_failure
 from skipjoin.model.batch import PackedBatch, Segment
 from skipjoin.model.causal_lm import CausalLM
 from skipjoin.model.sampler import Sampled, Sampler, SampleRow, prompt_logprobs
@@ -42,14 +43,19 @@ class LocalHandle:
 
 class LocalExecutor:
     """Runs plans one after the other on a thread of its own, so that the engine decides, and talks to the world,
-    while the model runs.
+    while the model runs. `beside` moves are handed to a copier when their plan's turn comes, not before: they may
+    write where an earlier plan's moves still read.
 
-    Every request's `sampling` is a `Sampling`. threads: CPU threads of the model; None: torch's default.
+    Every request's `sampling` is a `Sampling`. threads: CPU threads of the model; None: torch's default. copier: of
+    `beside` moves; None: the one that suits the store. Without a host pool there is none.
     """
 
-    def __init__(self, model: CausalLM, store: KVStore, *, threads: int | None = None) -> None:
+    def __init__(
+        self, model: CausalLM, store: KVStore, *, threads: int | None = None, copier: Copier | None = None
+    ) -> None:
         self.model = model
         self.store = store
+        self._copier = copier or (copier_for(store) if store.host is not None else None)
         self._sampler = Sampler(model.config.vocab_size)
         # Tokens that the latest plan sampled, for slices of the next one that await them.
         self._sampled: dict[Request, int] = {}
@@ -67,21 +73,48 @@ class LocalExecutor:
         return LocalHandle(self._thread.submit(self._run, plan))
 
     def close(self) -> None:
-        """Wait for the running step and end the thread. Plans that have not begun are cancelled."""
+        """Wait for the running step and the running copy and end the threads. Plans that have not begun are
+        cancelled, and so are moves."""
         self._thread.shutdown(cancel_futures=True)
+        if self._copier is not None:
+            self._copier.close()
 
     # -- on the executor's thread -------------------------------------------------------------------------
 
     def _run(self, plan: StepPlan) -> StepResult:
+        if self._copier is None and (plan.before or plan.beside):
+            raise ValueError(f"plan {plan.id} moves KV blocks, but there is no host pool")
         start = time.perf_counter()
-        self.store.apply(plan.before)
-        moving = time.perf_counter() - start
+        ended = self._move(plan.before)
+        moving = time.perf_counter() - start if plan.before else 0.0
+        if self._copier is not None and plan.beside:
+            self._copier.begin(plan.beside)
         tokens: list[int | None] = [None] * len(plan.slices)
         details: dict[int, object] = {}
         if plan.slices:
             self._compute(plan.slices, tokens, details)
-        self.store.apply(plan.beside)
-        return StepResult(plan, tokens, time.perf_counter() - start, details, moving)
+        seconds = time.perf_counter() - start
+        if self._copier is not None:
+            more = self._copier.landed(0.0 if plan.slices or plan.before else PAUSE_S)
+            ended.landed.extend(more.landed)
+            ended.failed.extend(more.failed)
+        return StepResult(plan, tokens, seconds, details, moving, *ended)
+
+    def _move(self, moves: Sequence[Move]) -> Ended:
+        """Carry out moves, those out first: the others may go where they leave. One that fails costs its own request
+        only."""
+        ended = Ended([], [])
+        for move in sorted(moves, key=lambda move: move.direction is Direction.IN):
+            try:
+                self.store.copy(move)
+            except Exception as error:
+                log_failure(move, error)
+                ended.failed.append(move)
+            else:
+                ended.landed.append(move)
+        if moves and self.model.device.type == "cuda":
+            torch.cuda.current_stream(self.model.device).synchronize()
+        return ended
 
     def _compute(self, slices: Sequence[Slice], tokens: list[int | None], details: dict[int, object]) -> None:
         """Run the slices; fill in the sampled tokens and their details."""

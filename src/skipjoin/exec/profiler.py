@@ -308,7 +308,7 @@ def _measure_transfers(model: CausalLM, block_size: int, deadline: float) -> dic
 
 def _seconds_of(move: Move, store: KVStore, device: torch.device) -> float:
     start = time.perf_counter()
-    store.apply((move,))
+    store.copy(move)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter() - start

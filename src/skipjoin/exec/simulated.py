@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import heapq
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from skipjoin.core.policy import CostModel
 from skipjoin.core.request import Request
-from skipjoin.core.step import Move, StepPlan, StepResult, StepShape
+from skipjoin.core.step import PAUSE_S, Direction, Move, StepPlan, StepResult, StepShape
+
+
+def never(move: Move) -> bool:
+    """Of moves that fail."""
+    return False
 
 
 def position_as_token(request: Request, position: int) -> int:
@@ -32,32 +38,53 @@ class SimulatedHandle:
 class SimulatedExecutor:
     """One device that runs plans back to back, or a pipeline of stages that each do so.
 
-    A plan takes the time of its `before` moves, then the longer of its slices and its `beside` moves. Every stage has
-    an equal share of the layers, hence of all these times, and begins a plan when it is free and the stage before it
-    has handed the plan on; its own part of the moves comes first (FastServe section 4.3). So as many plans run at
-    once as there are stages, and none overtakes another.
+    A plan takes the time of its `before` moves, then that of its slices. Every stage has an equal share of the layers,
+    hence of all these times, and begins a plan when it is free and the stage before it has handed the plan on; its own
+    part of the moves comes first (FastServe section 4.3). So as many plans run at once as there are stages, and none
+    overtakes another. `beside` moves queue for the link, one queue per direction; `before` moves go ahead of them.
 
     cost: seconds of steps, all stages together, and of transfers. sample: the token that a request gets at a
-    position. stages: at least 1.
+    position. stages: at least 1. fails: which moves do.
     """
 
     def __init__(
-        self, cost: CostModel, sample: Callable[[Request, int], int] = position_as_token, stages: int = 1
+        self,
+        cost: CostModel,
+        sample: Callable[[Request, int], int] = position_as_token,
+        stages: int = 1,
+        *,
+        fails: Callable[[Move], bool] = never,
     ) -> None:
         if stages < 1:
             raise ValueError(f"stages must be at least 1, got {stages}")
         self._cost = cost
         self._sample = sample
+        self._fails = fails
         self._free_at = [0.0] * stages
+        self._link_free_at = dict.fromkeys(Direction, 0.0)
+        self._transit: list[tuple[float, int, Move]] = []  # a heap: when it ends, its number, the move
+        self._moves = 0
 
     def submit(self, plan: StepPlan, now: float) -> SimulatedHandle:
+        begin = max(now, self._free_at[0])
         moving = self._transfer(plan.before)
         compute = self._cost.step(StepShape.of(plan.slices)) if plan.slices else 0.0
-        seconds = moving + max(compute, self._transfer(plan.beside))
+        seconds = moving + compute
+        ready_at = self._run(seconds, now)
+        share = 1 / len(self._free_at)
+        # The last stage does what the first one did as much later as it gets the plan.
+        self._begin(plan, begin, begin + moving * share, ready_at - begin - seconds * share)
+        if not (plan.slices or plan.before):
+            ready_at = max(ready_at, min(begin + PAUSE_S, self._transit[0][0] if self._transit else begin))
+        ended = list(plan.before)
+        while self._transit and self._transit[0][0] <= ready_at:
+            ended.append(heapq.heappop(self._transit)[2])
         tokens = tuple(
             self._sample(piece.request, piece.start + piece.tokens) if piece.samples else None for piece in plan.slices
         )
-        return SimulatedHandle(StepResult(plan, tokens, seconds, moving=moving), self._run(seconds, now))
+        failed = [move for move in ended if self._fails(move)]
+        landed = [move for move in ended if move not in failed] if failed else ended
+        return SimulatedHandle(StepResult(plan, tokens, seconds, moving=moving, landed=landed, failed=failed), ready_at)
 
     def _run(self, seconds: float, now: float) -> float:
         """Occupy the stages one after the other; when the last one is done."""
@@ -67,6 +94,19 @@ class SimulatedExecutor:
             self._free_at[stage] = ready_at
         return ready_at
 
-    def _transfer(self, moves: tuple[Move, ...]) -> float:
+    def _begin(self, plan: StepPlan, begin: float, moved: float, lag: float) -> None:
+        """Put the plan's `beside` moves on the link once its `before` moves, which take from `begin` to `moved`, are
+        done. lag: how much later the last stage does what the first one does."""
+        link = self._link_free_at
+        for direction, free_at in link.items():
+            link[direction] = max(free_at, begin) + (moved - begin)
+        if moved > begin:  # all that is left is later by as much, so the heap stays one
+            self._transit = [(at + (moved - begin if at > begin else 0.0), *rest) for at, *rest in self._transit]
+        for move in plan.beside:
+            link[move.direction] += self._cost.transfer(len(move.source)) / len(self._free_at)
+            self._moves += 1
+            heapq.heappush(self._transit, (link[move.direction] + lag, self._moves, move))
+
+    def _transfer(self, moves: Sequence[Move]) -> float:
         blocks = sum(len(move.source) for move in moves)
         return self._cost.transfer(blocks) if blocks else 0.0

@@ -189,4 +189,10 @@ class RequestLog:
                 facts.execution_s += computing
                 facts.swapping_s += moving
                 facts.scheduling_s += host
+        # A plan without slices lasts as long as it waits for moves.
+        missed = result.seconds if result.plan.slices else now - since
+        for request in result.plan.absent:
+            facts = live.get(request)
+            if facts is not None:
+                facts.swapping_s += missed
         self._computed_at = now if live else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from skipjoin.core.events import Arrived, Computed, Event, Finished, Moved, Planned, Preempted, Preemption
+from skipjoin.core.events import Arrived, Computed, Event, Finished, Moved, MoveFailed, Planned, Preempted, Preemption
 from skipjoin.core.request import Request
 from skipjoin.core.step import Direction
 
@@ -70,6 +70,8 @@ class Usage:
                     self._dropped[event.request] = max(tokens, self._dropped.get(event.request, 0))
             elif isinstance(event, Moved):
                 self._move(event)
+            elif isinstance(event, MoveFailed):
+                self._fail(event)
             elif isinstance(event, Arrived):
                 self._live.add(event.request)
             elif isinstance(event, Finished):
@@ -106,6 +108,8 @@ class Usage:
     def _compute(self, event: Computed) -> None:
         self._advance(event.now)
         slices = event.result.plan.slices
+        if not slices:  # moves were waited for
+            return
         self.steps += 1
         self.slices += len(slices)
         live, resident, dropped = self._live, self._resident, self._dropped
@@ -127,6 +131,15 @@ class Usage:
         tokens = self._on_host.pop(move.request, 0)
         # Who came back before a step has computed in it already.
         if move.request in self._live and move.request not in self._resident:
+            self._used += tokens
+            self._resident[move.request] = tokens
+
+    def _fail(self, event: MoveFailed) -> None:
+        """A failed move out beside steps leaves the KV where it was; what else fails is lost, and the request is
+        preempted next."""
+        move = event.move
+        tokens = self._on_host.pop(move.request, 0)
+        if tokens and move.request in self._live:
             self._used += tokens
             self._resident[move.request] = tokens
 

@@ -6,6 +6,12 @@ from skipjoin.core.policy import Packing, Refusal
 from skipjoin.core.request import Request
 
 
+def _check_budgets(max_seqs: int, max_tokens: int) -> None:
+    for name, value in (("max_seqs", max_seqs), ("max_tokens", max_tokens)):
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+
+
 class Greedy:
     """In rank order, until the step has `max_seqs` requests or `max_tokens` tokens.
 
@@ -16,9 +22,7 @@ class Greedy:
     """
 
     def __init__(self, max_seqs: int, max_tokens: int, *, chunked: bool) -> None:
-        for name, value in (("max_seqs", max_seqs), ("max_tokens", max_tokens)):
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+        _check_budgets(max_seqs, max_tokens)
         self.max_seqs = max_seqs
         self.max_tokens = max_tokens
         self.chunked = chunked
@@ -67,3 +71,78 @@ class WholePacking:
         if tokens > 1:
             self._prompts += 1
             self._tokens -= tokens
+
+
+class RunToCompletion:
+    """Static batches, one after the other: job-level scheduling (FastServe sections 2.2 and 6.1), as in
+    FasterTransformer. Who waits forms a batch of up to `max_seqs` requests, and the next batch begins when the last
+    member has ended. Of all batchers it shows the head-of-line blocking worst.
+
+    The batch recruits while its steps take newcomers: their prompts are computed whole, up to `max_tokens` prompt
+    tokens in a step or one longer prompt alone, while those who have theirs decode. Recruiting ends at the last seat,
+    or with a step that runs members and takes no newcomer though it had prompt tokens left: nobody waited, or
+    there was no memory. A driver that asks for a step when nobody can run changes nothing. From then on nobody
+    joins; a member that loses its memory stays one. So the ordering decides who is recruited, and who of the
+    members makes way; a more important request, too, waits for the batch to end.
+
+    With several plans in flight there is still one batch: without overlap its members spread over the plans, as
+    micro-batches in a pipeline of stages.
+
+    Not modelled: FasterTransformer also holds finished answers back until the whole batch has ended, and pads the
+    batch to its longest member. Here an answer leaves when it is complete, and neither padding nor an empty seat
+    costs anything, so this baseline is faster than the system it stands for.
+    """
+
+    def __init__(self, max_seqs: int, max_tokens: int) -> None:
+        _check_budgets(max_seqs, max_tokens)
+        self.max_seqs = max_seqs
+        self.max_tokens = max_tokens
+        self._step = MemberPacking(set(), max_seqs, max_tokens, recruits=True)
+
+    def open(self, now: float) -> Packing:
+        members = {request for request in self._step.members if request.finish_reason is None}
+        recruits = not members or self._step.keeps_recruiting
+        self._step = MemberPacking(members, self.max_seqs, self.max_tokens, recruits=recruits)
+        return self._step
+
+
+class MemberPacking:
+    """One step's batch under `RunToCompletion`.
+
+    members: the requests of the static batch that have not ended, at most `seqs`; those who join are added.
+    recruits: whether newcomers may join.
+    """
+
+    __slots__ = ("_absent", "_cramped", "_joined", "_ran", "_recruits", "_seqs", "_whole", "members")
+
+    def __init__(self, members: set[Request], seqs: int, tokens: int, *, recruits: bool) -> None:
+        self.members = members
+        self._recruits = recruits
+        self._seqs = seqs
+        self._whole = WholePacking(seqs, tokens)
+        # Members whose KV was dropped (all others have tokens planned) and who were not offered in this step.
+        self._absent = {request for request in members if not request.planned}
+        self._ran = self._joined = self._cramped = False
+
+    @property
+    def keeps_recruiting(self) -> bool:
+        """Whether the step after this one may take newcomers, if a member is left."""
+        return self._recruits and (self._joined or self._cramped or not self._ran)
+
+    def offer(self, request: Request, pending: int) -> int | Refusal:
+        if request in self.members:
+            self._absent.discard(request)
+        elif not self._recruits:
+            # Closing the step keeps a long queue from being read, but it would shut out members without KV, too.
+            return Refusal.SKIP if self._absent else Refusal.CLOSE
+        verdict = self._whole.offer(request, pending)
+        self._cramped = self._cramped or not isinstance(verdict, int)
+        return verdict
+
+    def take(self, request: Request, tokens: int) -> None:
+        self._whole.take(request, tokens)
+        self._ran = True
+        if request not in self.members:
+            self.members.add(request)
+            self._joined = True
+            self._recruits = len(self.members) < self._seqs

@@ -1,12 +1,16 @@
-"""Pressures: what leaves the device when space is short."""
+"""Pressures: what leaves the device when space is short, and what moves ahead of need."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from skipjoin.core.events import Preemption
 from skipjoin.core.kv import KVLedger
+from skipjoin.core.policy import CostModel, Ordering
 from skipjoin.core.request import Request
+from skipjoin.core.step import Direction, StepShape
+from skipjoin.policies.arrivals import ArrivalHistory
 
 
 def _until_enough(short: int, candidates: Sequence[Request], kv: KVLedger) -> Iterator[Request]:
@@ -18,20 +22,192 @@ def _until_enough(short: int, candidates: Sequence[Request], kv: KVLedger) -> It
 
 
 class Recompute:
-    """The least important make way, their KV is dropped, and they compute it again when they return."""
+    """The least important make way, their KV is dropped, and they compute it again when they return (FastServe
+    section 4.2, strawman 2)."""
+
+    evicts_for_newcomers = True
+
+    @property
+    def returns_beside(self) -> bool:
+        return False
+
+    def arrived(self, request: Request, now: float) -> None:
+        pass
 
     def victims(self, short: int, candidates: Sequence[Request], kv: KVLedger) -> Iterator[tuple[Request, Preemption]]:
         return ((victim, Preemption.DROP) for victim in _until_enough(short, candidates, kv))
 
-    def ahead(self, idle: Iterable[Request], kv: KVLedger, now: float) -> tuple[Sequence[Request], Sequence[Request]]:
+    def ahead(
+        self, still: Sequence[Request], ordering: Ordering, kv: KVLedger, now: float
+    ) -> tuple[Sequence[Request], Sequence[Request]]:
         return (), ()
 
 
+class Defer(Recompute):
+    """Who holds KV keeps it, and newcomers wait, whatever their rank; only growth makes the least important go
+    (FastServe section 4.2, strawman 1)."""
+
+    evicts_for_newcomers = False
+
+
 class Swap(Recompute):
-    """The least important make way, their KV goes to the host, and comes back when they do. An unfinished prefill
-    is dropped, not swapped; so is whatever the host has no room for."""
+    """The least important make way, their KV goes to the host before the step, and comes back before the step that
+    runs them: reactive swapping (FastServe section 4.2).
+
+    An unfinished prefill is dropped, not swapped; so is what the host has no room for, and what is computed again in
+    less time than it takes to move it out and back.
+
+    cost: of steps and transfers.
+    """
+
+    def __init__(self, cost: CostModel) -> None:
+        self._cost = cost
 
     def victims(self, short: int, candidates: Sequence[Request], kv: KVLedger) -> Iterator[tuple[Request, Preemption]]:
         for victim in _until_enough(short, candidates, kv):
-            finished_prefill = victim.known - victim.computed <= 1
-            yield victim, Preemption.SWAP if finished_prefill else Preemption.DROP
+            yield victim, Preemption.SWAP if self.is_worth_moving(victim, kv) else Preemption.DROP
+
+    def is_worth_moving(self, request: Request, kv: KVLedger) -> bool:
+        """Whether the request has its prompt behind it, and its KV goes and returns faster than it is recomputed."""
+        tokens = request.computed
+        if request.known - tokens > 1:
+            return False
+        again = StepShape(prefill=tokens, attention=tokens * (tokens + 1) // 2)
+        # The recomputation shares its step with others: what a step costs anyway is not its price.
+        price = self._cost.step(again) - self._cost.step(StepShape())
+        return 2 * self._cost.transfer(kv.blocks_for(tokens)) <= price
+
+
+# Share of the device that stays free for the growth of those who run, and most that may stay free in all.
+_GROWTH_SHARE, _MOST_SPARE = 0.01, 0.1
+# How far ahead moves are begun, in steps: what is decided now is on the device by the step after next.
+_LEAD_STEPS = 2
+# A copy is cheap if moving what a request holds takes this share of a step or less.
+_CHEAP_SHARE = 0.05
+# How fast the estimate of a step's time follows the steps.
+_STEP_RATE = 0.1
+
+
+class ProactiveSwap(Swap):
+    """Swapping ahead of need (FastServe section 4.2): KV moves beside the steps of others, in the order in which its
+    requests are expected to run next. Whoever runs last leaves first, while blocks are short; whoever runs soonest
+    comes back first, into free blocks or in place of those who run later.
+
+    Blocks stay free for requests that are still to arrive, as many as the history of arrivals suggests, and for the
+    growth of those who run. Only where that does not suffice is somebody evicted before a step.
+
+    All this spends blocks, those that stay free and those in transit, to save time. Where a copy takes next to no time
+    beside a step, there is none to save, and KV moves before the step that needs it.
+    """
+
+    def __init__(self, cost: CostModel) -> None:
+        super().__init__(cost)
+        self._is_cheap = False  # to move KV
+        self._arrivals = ArrivalHistory()
+        self._new: list[Request] = []  # arrived since the last step
+        self._last: float | None = None
+        self._step_s = 0.0
+
+    @property
+    def returns_beside(self) -> bool:
+        return not self._is_cheap
+
+    def arrived(self, request: Request, now: float) -> None:
+        self._arrivals.note(request, now)
+        self._new.append(request)
+
+    def ahead(
+        self, still: Sequence[Request], ordering: Ordering, kv: KVLedger, now: float
+    ) -> tuple[Sequence[Request], Sequence[Request]]:
+        self._time_step(now, is_idle=not still)
+        spare = self._spare(kv, now)
+        held = kv.device_total - kv.device_free + kv.host_total - kv.host_free
+        self._is_cheap = self._cost.transfer(held // max(1, kv.holder_count)) <= _CHEAP_SHARE * self._step_s
+        if self._is_cheap:
+            return (), ()
+        short = spare - kv.available - kv.blocks_in_transit[Direction.OUT]
+        if not still or (short <= 0 and kv.host_free == kv.host_total):
+            return (), ()
+        exchange = _Exchange(self, kv, spare)
+        return exchange.choose(ordering.next_turns(still, now)) if exchange.is_possible else ((), ())
+
+    def link_room(self, direction: Direction, kv: KVLedger) -> int:
+        """Blocks that may still begin to move that way: no more than the link moves in the time ahead, so that moves
+        do not queue and decisions stay fresh; but always one request."""
+        seconds = self._cost.transfer(1)
+        within = int(_LEAD_STEPS * self._step_s / seconds) if seconds > 0 else kv.device_total
+        return max(1, within) - kv.blocks_in_transit[direction]
+
+    def _time_step(self, now: float, *, is_idle: bool) -> None:
+        if self._last is not None:
+            seconds = now - self._last
+            self._step_s += (_STEP_RATE if self._step_s else 1) * (seconds - self._step_s)
+        # What passes while nobody holds KV is no step.
+        self._last = None if is_idle else now
+
+    def _spare(self, kv: KVLedger, now: float) -> int:
+        """Device blocks to keep free."""
+        tokens = self._arrivals.tokens_within(_LEAD_STEPS * self._step_s, now)
+        new, self._new = self._new, []
+        arrived = sum(kv.blocks_for(request.known) for request in new if request.finish_reason is None)
+        growth = max(1, int(_GROWTH_SHARE * kv.device_total))
+        reserved = min(kv.blocks_for(int(tokens)), int(_MOST_SPARE * kv.device_total))
+        return growth + reserved + arrived
+
+
+class _Exchange:
+    """One choice of who leaves and who comes back."""
+
+    def __init__(self, pressure: ProactiveSwap, kv: KVLedger, spare: int) -> None:
+        self._pressure = pressure
+        self._kv = kv
+        self._free = kv.available - spare  # blocks to come back into
+        self._soon = self._free + kv.blocks_in_transit[Direction.OUT]  # when those on their way out have left
+        self._room = {direction: pressure.link_room(direction, kv) for direction in Direction}
+        self._out: list[Request] = []
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether the link can take anything more, either way."""
+        return max(self._room.values()) > 0
+
+    def choose(self, turns: list[tuple[Any, Request]]) -> tuple[Sequence[Request], Sequence[Request]]:
+        """turns: as `Ordering.next_turns` tells them."""
+        holding = self._kv.holding
+        on_host: list[tuple[Any, Request]] = []
+        on_device: list[tuple[Any, Request]] = []
+        for one in turns:
+            held = holding(one[1])
+            (on_host if held is not None and held.host else on_device).append(one)
+        self._leaving = on_device[::-1]
+        self._at = 0
+        self._make_room(0, None)
+        back: list[Request] = []
+        stands_still = len(on_host) == self._kv.holder_count
+        for turn, request in on_host:
+            blocks = self._kv.footprint_on_host(request)
+            if self._room[Direction.IN] <= 0:
+                break
+            if blocks <= self._free or (stands_still and not back):
+                back.append(request)
+                self._free -= blocks
+                self._room[Direction.IN] -= blocks
+            elif not self._make_room(blocks, turn):
+                break
+            self._soon -= blocks
+        return self._out, back
+
+    def _make_room(self, blocks: int, turn: Any) -> bool:
+        """Let those leave whose turn is last, and later than `turn`, until `blocks` blocks will be free."""
+        leaving, kv = self._leaving, self._kv
+        while self._soon < blocks and self._room[Direction.OUT] > 0 and self._at < len(leaving):
+            theirs, victim = leaving[self._at]
+            # Room that nobody waits for yet is not worth the one that runs next: alone, it would come and go for ever.
+            if self._at == len(leaving) - 1 if turn is None else not turn < theirs:
+                break
+            self._at += 1
+            if self._pressure.is_worth_moving(victim, kv):
+                self._out.append(victim)
+                self._soon += kv.footprint(victim)
+                self._room[Direction.OUT] -= kv.footprint(victim)
+        return self._soon >= blocks

@@ -19,6 +19,13 @@ from skipjoin.server.messages import Ready, Setup
 def load_engine(setup: Setup, on_progress: OnProgress) -> tuple[Loop, Ready]:
     """The engine and its facts."""
     engine = assemble(setup.config, on_progress)
+    if (bound := setup.config.starvation_bound_s) is not None:
+        # Standard output is the engine's way to tell the operator something.
+        print(
+            f"No request goes {bound:g} s without running: who has not run for {engine.info.starvation_s:.4g} s is "
+            f"promoted, with at most {setup.config.max_live_requests} requests in the server",
+            flush=True,
+        )
     pools: dict[str, Any] = {
         "host_blocks": engine.core.kv.host_total,
         "block_bytes": engine.executor.store.device.block_bytes,

@@ -21,6 +21,7 @@ import signal
 import socket
 import sys
 from collections.abc import Coroutine, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,8 @@ class Server:
     """The parts of a running server and the order in which they start and end."""
 
     def __init__(self, engine_config: EngineConfig, config: ServerConfig, engine_command: Sequence[str]) -> None:
-        self._engine_config = engine_config
+        # What the door lets in is all that the engine holds.
+        self._engine_config = replace(engine_config, max_live_requests=config.max_queued_requests)
         self._config = config
         self._progress = ProgressDisplay()
         metrics = Metrics(config.metrics_compat)
@@ -162,7 +164,8 @@ class Server:
         info = self._service.info
         print(
             f"Ready: {self._service.name} at {url} (recipe {info.recipe}, context {info.max_model_len} tokens, "
-            f"{info.device_blocks} KV blocks of {info.block_size}, {info.dtype} on {info.device})\n"
+            f"{info.device_blocks} KV blocks of {info.block_size} and {info.host_blocks} on the host, "
+            f"{info.dtype} on {info.device})\n"
             f"Try: {self._example(url)}",
             flush=True,
         )

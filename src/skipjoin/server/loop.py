@@ -68,8 +68,8 @@ class EngineLoop:
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing to do until a request is added."""
-        return not self.core.requests and not self._in_flight
+        """Whether there is nothing to do until a request is added; KV of requests that ended may still be moving."""
+        return not (self.core.requests or self._in_flight or self.core.kv.is_moving)
 
     def step(self) -> list[Event]:
         """One turn: fill the pipeline, wait for its oldest plan, settle it. What happened, in order."""

@@ -26,7 +26,8 @@ class Device:
 
     flops_per_s: half precision with float32 sums on the matrix units, dense. host_bytes_per_s: the link to the host,
     one direction. peer_bytes_per_s: all links to the other GPUs of the server together, one direction.
-    peer_latency_s: of a small all-reduce, per doubling of the group.
+    host_memory_bytes: the server's RAM, this GPU's share of it. peer_latency_s: of a small all-reduce, per doubling
+    of the group.
     """
 
     name: str
@@ -35,18 +36,22 @@ class Device:
     flops_per_s: float
     host_bytes_per_s: float
     peer_bytes_per_s: float
+    host_memory_bytes: int
     peer_latency_s: float = _ALL_REDUCE_LATENCY_S
 
 
+# RAM of the servers with eight of these GPUs that the cards are usually met in: AWS p4d, DGX A100 80GB, DGX-1, DGX H100
+# and DGX H200.
+_P4D, _DGX_1, _DGX = (gib * GIB // GPUS_PER_SERVER for gib in (1152, 512, 2048))
 # NVIDIA's data sheets of the SXM modules. Memory counts in GiB although the sheets write GB; the NVLink figure of a
 # sheet is both directions together, and its arithmetic, from the H100 on, is with sparsity: both are halved here.
 _DEVICES = (
-    Device("a100-40gb", 40 * GIB, 1555e9, 312e12, _PCIE4, 300e9),
-    Device("a100-80gb", 80 * GIB, 2039e9, 312e12, _PCIE4, 300e9),
-    Device("v100-32gb", 32 * GIB, 900e9, 125e12, _PCIE3, 150e9),
-    Device("h100-80gb", 80 * GIB, 3350e9, 989e12, _PCIE5, 450e9),
+    Device("a100-40gb", 40 * GIB, 1555e9, 312e12, _PCIE4, 300e9, _P4D),
+    Device("a100-80gb", 80 * GIB, 2039e9, 312e12, _PCIE4, 300e9, _DGX),
+    Device("v100-32gb", 32 * GIB, 900e9, 125e12, _PCIE3, 150e9, _DGX_1),
+    Device("h100-80gb", 80 * GIB, 3350e9, 989e12, _PCIE5, 450e9, _DGX),
     # The driver reports 143,771 MiB.
-    Device("h200-141gb", 143_771 << 20, 4800e9, 989e12, _PCIE5, 450e9),
+    Device("h200-141gb", 143_771 << 20, 4800e9, 989e12, _PCIE5, 450e9, _DGX),
 )
 DEVICES: dict[str, Device] = {device.name: device for device in _DEVICES}
 

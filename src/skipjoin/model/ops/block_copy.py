@@ -1,0 +1,52 @@
+"""Copies of blocks between two pools in host memory, by the calling thread alone and without Python's lock."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from ctypes import c_int64, c_void_p
+
+from skipjoin.model.ops.build import load_library
+
+# Called with the addresses of the target and the source pool, the bytes of a block, and the blocks: source[i] goes to
+# target[i]. It trusts its arguments: wrong ones write anywhere.
+BlockCopy = Callable[[int, int, int, Sequence[int], Sequence[int]], None]
+
+
+def runs_of(target: Sequence[int], source: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """(first target, first source, blocks) of each run of blocks that follow each other on both sides."""
+    begin = 0
+    for end in range(1, len(source) + 1):
+        follows = end < len(source) and source[end] == source[end - 1] + 1 and target[end] == target[end - 1] + 1
+        if not follows:
+            yield target[begin], source[begin], end - begin
+            begin = end
+
+
+@functools.cache
+def block_copy() -> BlockCopy:
+    """The fastest copy that this machine has."""
+    library = load_library()
+    return plain_copy if library is None else compiled_copy(library)
+
+
+def compiled_copy(library: ctypes.CDLL) -> BlockCopy:
+    """All blocks in one call, with stores that go past the caches."""
+    call = library.skipjoin_copy_blocks
+    call.argtypes = [c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64]
+    call.restype = None
+
+    def copy(target: int, source: int, block_bytes: int, to: Sequence[int], blocks: Sequence[int]) -> None:
+        # Kept by name: the call reads them by address.
+        targets, sources = array("q", to), array("q", blocks)
+        call(target, source, block_bytes, targets.buffer_info()[0], sources.buffer_info()[0], len(sources))
+
+    return copy
+
+
+def plain_copy(target: int, source: int, block_bytes: int, to: Sequence[int], blocks: Sequence[int]) -> None:
+    """Run after run, where there is no compiled library."""
+    for first_to, first, count in runs_of(to, blocks):
+        ctypes.memmove(target + first_to * block_bytes, source + first * block_bytes, count * block_bytes)

@@ -1,0 +1,73 @@
+"""Stores whose copies fail, take long and spoil what they leave behind, and a copier that lands moves late."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+
+from skipjoin.core.step import Direction, Move
+from skipjoin.exec.kv_store import KVStore
+from skipjoin.exec.transfer import Ended
+
+
+class CopyError(Exception):
+    """A copy that fails because the test wants it to."""
+
+
+class HarshStore(KVStore):
+    """Fills with NaN whatever nobody may read any more: what a copy has left, and what a failed one should have
+    written.
+
+    fails: which moves do. delay_s: how long each copy takes at least.
+    """
+
+    fails: Callable[[Move], bool] = staticmethod(lambda move: False)
+    delay_s = 0.0
+
+    def copy(self, move: Move) -> None:
+        time.sleep(self.delay_s)
+        assert self.host is not None
+        source, target = (self.device, self.host) if move.direction is Direction.OUT else (self.host, self.device)
+        if self.fails(move):
+            target.block_view()[list(move.target)] = torch.nan
+            raise CopyError(f"request {move.request.id}")
+        super().copy(move)
+        source.block_view()[list(move.source)] = torch.nan
+
+
+class LateCopier:
+    """Copies each move when it has been asked `calls` times for what landed since the move began, and not before: the
+    latest moment at which its source must still be there, and its target still untouched.
+
+    most: moves that were on their way at once.
+    """
+
+    def __init__(self, store: KVStore, calls: int) -> None:
+        self._store = store
+        self._calls = calls
+        self._on_way: deque[tuple[int, Move]] = deque()
+        self._asked = 0
+        self.most = 0
+
+    def begin(self, moves: Sequence[Move]) -> None:
+        self._on_way.extend((self._asked + self._calls, move) for move in moves)
+        self.most = max(self.most, len(self._on_way))
+
+    def landed(self, timeout_s: float = 0.0) -> Ended:
+        self._asked += 1
+        ended = Ended([], [])
+        while self._on_way and self._on_way[0][0] <= self._asked:
+            move = self._on_way.popleft()[1]
+            try:
+                self._store.copy(move)
+            except CopyError:
+                ended.failed.append(move)
+            else:
+                ended.landed.append(move)
+        return ended
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,342 @@
+"""Moves of KV blocks: what is copied, what is said of it, and that nothing waits for it."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import pytest
+import torch
+from copiers import CopyError, HarshStore, LateCopier
+from engines import BLOCK_SIZE, CONFIGS, tiny_model
+
+from skipjoin.core.request import Request
+from skipjoin.core.step import PAUSE_S, Direction, Move, Slice, StepPlan, StepResult
+from skipjoin.exec.kv_store import KVStore
+from skipjoin.exec.local import LocalExecutor, Sampling
+from skipjoin.exec.transfer import Copier, Ended, StreamCopier, ThreadCopier
+from skipjoin.model.config import ModelConfig
+from skipjoin.sampling import SamplingParams
+
+StoreT = TypeVar("StoreT", bound=KVStore)
+OUT, IN = Direction.OUT, Direction.IN
+DEVICE_BLOCKS, HOST_BLOCKS = 24, 20
+# Longest that a test waits for what must happen.
+LONG_S = 30.0
+OWNER = Request(0, 0.0, [0], 1)
+
+
+def make_store(kind: type[StoreT] = HarshStore, device: str = "cpu", *, host_blocks: int = HOST_BLOCKS) -> StoreT:
+    """Both pools filled with random numbers."""
+    store = kind(
+        ModelConfig.from_dict(CONFIGS["llama"]),
+        torch.float32,
+        torch.device(device),
+        device_blocks=DEVICE_BLOCKS,
+        host_blocks=host_blocks,
+        block_size=BLOCK_SIZE,
+    )
+    generator = torch.Generator().manual_seed(1)
+    for pool in filter(None, (store.device, store.host)):
+        pool.tensor.copy_(torch.randn(pool.tensor.shape, generator=generator))
+    return store
+
+
+def move(direction: Direction, source: list[int], target: list[int]) -> Move:
+    return Move(direction, OWNER, tuple(source), tuple(target))
+
+
+def pools(store: KVStore) -> dict[Direction, torch.Tensor]:
+    """By the direction that reads them."""
+    assert store.host is not None
+    return {OUT: store.device.block_view(), IN: store.host.block_view()}
+
+
+def wait_for(copier: Copier, count: int) -> Ended:
+    """What ended, when so many moves have."""
+    ended = Ended([], [])
+    give_up = time.perf_counter() + LONG_S
+    while len(ended.landed) + len(ended.failed) < count and time.perf_counter() < give_up:
+        more = copier.landed(0.01)
+        ended.landed.extend(more.landed)
+        ended.failed.extend(more.failed)
+    return ended
+
+
+@pytest.fixture
+def store() -> HarshStore:
+    return make_store()
+
+
+@pytest.fixture
+def copier(store: HarshStore) -> Iterator[ThreadCopier]:
+    made = ThreadCopier(store)
+    yield made
+    made.close()
+
+
+def random_blocks(draw: random.Random, total: int, count: int) -> list[int]:
+    """Some blocks of a pool, one after the other or here and there."""
+    first = draw.randrange(total)
+    return draw.choice([[(first + i) % total for i in range(count)], draw.sample(range(total), count)])
+
+
+def copy_random_moves(store: KVStore, copier: Copier) -> None:
+    """Moves of random blocks, with runs in them, against a copy of the pools on which plain indexing does the same."""
+    draw = random.Random(3)
+    expected = {direction: pool.clone() for direction, pool in pools(store).items()}
+    for _ in range(40):
+        direction = draw.choice([OUT, IN])
+        count = draw.randint(1, HOST_BLOCKS)
+        other = IN if direction is OUT else OUT
+        source, target = (random_blocks(draw, len(expected[pool]), count) for pool in (direction, other))
+        expected[other][target] = expected[direction][source]
+        copier.begin([move(direction, source, target)])
+    assert len(wait_for(copier, 40).landed) == 40
+    for direction, pool in pools(store).items():
+        assert torch.equal(pool, expected[direction])
+
+
+def test_random_moves_carry_what_plain_indexing_does() -> None:
+    store = make_store(KVStore)
+    copier = ThreadCopier(store)
+    copy_random_moves(store, copier)
+    copier.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_random_moves_on_a_stream_carry_what_plain_indexing_does() -> None:
+    store = make_store(KVStore, "cuda")
+    copier = StreamCopier(store)
+    copy_random_moves(store, copier)
+    copier.close()
+
+
+def test_moves_that_cannot_be_are_refused(store: HarshStore) -> None:
+    for wrong, message in (
+        (move(OUT, [DEVICE_BLOCKS], [0]), rf"source of a move must lie in \[0, {DEVICE_BLOCKS}\), got block 24"),
+        (move(OUT, [0], [HOST_BLOCKS]), rf"target of a move must lie in \[0, {HOST_BLOCKS}\), got block 20"),
+        (move(IN, [-1], [0]), r"source of a move .* got block -1"),
+        (move(IN, [1, 2], [0]), "2 blocks in source and 1 in target"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            store.copy(wrong)
+    with pytest.raises(ValueError, match="no host pool"):
+        make_store(KVStore, host_blocks=0).copy(move(OUT, [0], [0]))
+
+
+# -- the copier -----------------------------------------------------------------------------------------------------
+
+
+def test_a_copy_that_fails_is_told_once_and_the_next_ones_land(
+    store: HarshStore, copier: ThreadCopier, caplog: pytest.LogCaptureFixture
+) -> None:
+    moves = [move(OUT, [i], [i]) for i in range(6)]
+    bad = [moves[1], moves[4]]
+    store.fails = lambda one: one in bad
+    with caplog.at_level(logging.ERROR):
+        copier.begin(moves)
+        ended = wait_for(copier, 6)
+    assert ended.landed == [moves[0], moves[2], moves[3], moves[5]]
+    assert ended.failed == bad
+    assert len(caplog.records) == 2
+    assert all("device to host, failed: request 0" in record.message for record in caplog.records)
+    assert copier.landed() == ([], [])
+
+
+def test_landed_waits_only_for_what_is_on_its_way(store: HarshStore, copier: ThreadCopier) -> None:
+    begin = time.perf_counter()
+    assert copier.landed(LONG_S) == ([], [])
+    assert time.perf_counter() - begin < LONG_S / 2
+    store.delay_s = 0.05
+    moves = [move(OUT, [0], [0]), move(OUT, [1], [1])]
+    copier.begin(moves)
+    assert copier.landed() == ([], [])
+    assert copier.landed(LONG_S) == (moves[:1], [])  # the first that lands, not all
+    assert copier.landed(LONG_S) == (moves[1:], [])
+
+
+def test_closing_ends_the_running_copy_and_drops_the_rest(store: HarshStore) -> None:
+    began, may_end = threading.Event(), threading.Event()
+
+    def wait(one: Move) -> bool:
+        began.set()
+        may_end.wait(LONG_S)
+        return False
+
+    store.fails = wait
+    copier = ThreadCopier(store)
+    copier.begin([move(OUT, [i], [i]) for i in range(10)])
+    before = pools(store)[IN].clone()
+    assert began.wait(LONG_S)
+    closing = threading.Thread(target=copier.close)
+    closing.start()
+    may_end.set()
+    closing.join(LONG_S)
+    assert not closing.is_alive()
+    changed = (pools(store)[IN] != before).any(dim=1)
+    assert changed.tolist() == [True] + [False] * (HOST_BLOCKS - 1)
+
+
+# -- the executor ---------------------------------------------------------------------------------------------------
+
+
+class Steps:
+    """An executor and plans for it: one request that decodes in device block 0, others that move."""
+
+    def __init__(self, store: KVStore, copier: Callable[[KVStore], Copier] | None = None) -> None:
+        self.store = store
+        self.executor = LocalExecutor(tiny_model("llama"), store, copier=copier and copier(store))
+        self._request = Request(1, 0.0, [1], 9, sampling=Sampling(SamplingParams(temperature=0), 0, ()))
+        self._plans = 0
+
+    def run(
+        self, before: list[Move] | None = None, beside: list[Move] | None = None, *, slices: bool = True
+    ) -> StepResult:
+        piece = Slice(self._request, 0, 1, True, False, (0,))
+        plan = StepPlan(self._plans, (piece,) * slices, tuple(before or ()), tuple(beside or ()))
+        self._plans += 1
+        result = self.executor.submit(plan, 0.0).result()
+        assert [token is not None for token in result.tokens] == [True] * slices
+        return result
+
+
+@pytest.fixture
+def steps(store: HarshStore) -> Iterator[Steps]:
+    made = Steps(store)
+    yield made
+    made.executor.close()
+
+
+def until_landed(steps: Steps, count: int) -> list[Move]:
+    """What lands in plans without slices, until so many have."""
+    landed: list[Move] = []
+    give_up = time.perf_counter() + LONG_S
+    while len(landed) < count and time.perf_counter() < give_up:
+        landed += steps.run(slices=False).landed
+    return landed
+
+
+def test_a_move_before_has_landed_with_its_plan(store: HarshStore, steps: Steps) -> None:
+    kept = pools(store)[OUT][5].clone()
+    moves = [move(IN, [4], [9]), move(OUT, [5], [7])]
+    result = steps.run(before=moves)
+    assert result.landed == moves[::-1]  # those out first
+    assert result.failed == []
+    assert 0 < result.moving <= result.seconds
+    assert torch.equal(pools(store)[IN][7], kept)
+    assert steps.run().moving == 0
+
+
+def test_a_move_before_that_fails_stops_nothing(
+    store: HarshStore, steps: Steps, caplog: pytest.LogCaptureFixture
+) -> None:
+    bad, good, later = move(OUT, [5], [7]), move(OUT, [6], [8]), move(IN, [9], [5])
+    store.fails = lambda one: one is bad
+    with caplog.at_level(logging.ERROR):
+        result = steps.run(before=[later, bad, good])
+    assert result.landed == [good, later]
+    assert result.failed == [bad]
+    assert len(caplog.records) == 1
+
+
+def test_what_lands_beside_is_told_by_the_next_result(store: HarshStore, steps: Steps) -> None:
+    moves = [move(OUT, [5], [7]), move(IN, [3], [9])]
+    bad = move(OUT, [8], [2])
+    store.fails = lambda one: one is bad
+    first = steps.run(beside=[moves[0], bad, moves[1]])
+    landed, failed = list(first.landed), list(first.failed)
+    give_up = time.perf_counter() + LONG_S
+    while len(landed) + len(failed) < 3 and time.perf_counter() < give_up:
+        result = steps.run()
+        landed += result.landed
+        failed += result.failed
+    assert landed == moves
+    assert failed == [bad]
+
+
+def test_a_move_in_beside_may_write_where_a_move_out_before_has_just_left(store: HarshStore, steps: Steps) -> None:
+    one, two, three = (pools(store)[OUT][block].clone() for block in (3, 4, 5))
+    other, third = pools(store)[IN][8].clone(), pools(store)[IN][9].clone()
+    store.delay_s = 0.01  # so that a copy which does not wait for the one before it comes too early
+    steps.run(before=[move(IN, [9], [3]), move(OUT, [3, 4, 5], [0, 1, 2])], beside=[move(IN, [8], [4])])
+    assert len(until_landed(steps, 1)) == 1
+    assert torch.equal(pools(store)[IN][:3], torch.stack([one, two, three]))
+    assert torch.equal(pools(store)[OUT][3], third)
+    assert torch.equal(pools(store)[OUT][4], other)
+
+
+def test_moves_beside_begin_when_their_plan_does(store: HarshStore, steps: Steps) -> None:
+    """The plan submitted first moves out, slowly, what the next one moves in over."""
+    kept, other = pools(store)[OUT][5].clone(), pools(store)[IN][8].clone()
+    store.delay_s = 0.02
+    first = steps.executor.submit(StepPlan(0, (), (move(OUT, [5], [7]),), ()), 0.0)
+    second = steps.executor.submit(StepPlan(1, (), (), (move(IN, [8], [5]),)), 0.0)
+    landed = len(first.result().landed) + len(second.result().landed)
+    assert landed + len(until_landed(steps, 2 - landed)) == 2
+    assert torch.equal(pools(store)[IN][7], kept)
+    assert torch.equal(pools(store)[OUT][5], other)
+
+
+def test_no_step_waits_for_a_slow_copy(store: HarshStore, steps: Steps) -> None:
+    may_end = threading.Event()
+    store.fails = lambda one: not may_end.wait(LONG_S)
+    moves = [move(OUT, [5], [7]), move(OUT, [6], [8])]
+    results = [steps.run(beside=moves), *(steps.run() for _ in range(20))]
+    assert not any(result.landed or result.failed for result in results)
+    # Steps without slices do, a moment, and only they.
+    begin = time.perf_counter()
+    assert steps.run(slices=False).landed == []
+    assert time.perf_counter() - begin >= PAUSE_S
+    may_end.set()
+    assert until_landed(steps, 2) == moves
+
+
+def test_a_plan_without_slices_ends_when_a_move_has(store: HarshStore) -> None:
+    class Patient(LateCopier):
+        asked_for: list[float] = []  # noqa: RUF012
+
+        def landed(self, timeout_s: float = 0.0) -> Ended:
+            self.asked_for.append(timeout_s)
+            return super().landed(timeout_s)
+
+    steps = Steps(store, lambda store: Patient(store, 2))
+    result = steps.run(beside=[move(OUT, [5], [7])], slices=False)
+    assert (result.landed, result.seconds < PAUSE_S) == ([], True)
+    assert len(steps.run(slices=False).landed) == 1
+    steps.run()
+    steps.run(before=[move(OUT, [5], [7])], slices=False)
+    assert Patient.asked_for == [PAUSE_S, PAUSE_S, 0, 0]
+    steps.executor.close()
+
+
+def test_closing_the_executor_while_it_copies_does_not_hang(store: HarshStore) -> None:
+    store.delay_s = 0.05
+    steps = Steps(store)
+    steps.run(beside=[move(OUT, [i % DEVICE_BLOCKS], [i % HOST_BLOCKS]) for i in range(10_000)])
+    begin = time.perf_counter()
+    steps.executor.close()
+    assert time.perf_counter() - begin < LONG_S
+
+
+def test_without_a_host_pool_there_is_no_thread_and_no_move() -> None:
+    before = set(threading.enumerate())
+    steps = Steps(make_store(KVStore, host_blocks=0))
+    assert steps.run().landed == []
+    with pytest.raises(ValueError, match="plan 1 moves KV blocks, but there is no host pool"):
+        steps.run(beside=[move(OUT, [0], [0])])
+    begun = {thread.name for thread in set(threading.enumerate()) - before}
+    assert not [name for name in begun if name.startswith("skipjoin-copy")]
+    steps.executor.close()
+
+
+def test_an_error_of_the_test_is_the_error_of_the_move(store: HarshStore) -> None:
+    store.fails = lambda one: True
+    with pytest.raises(CopyError, match="request 0"):
+        store.copy(move(OUT, [0], [0]))
+    assert pools(store)[IN][0].isnan().all()

@@ -1,0 +1,48 @@
+"""A server tells how large its host pool is, and refuses to start with one that the machine cannot hold."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+import tiny_model as tiny
+
+SKIPJOIN = Path(sys.executable).with_name("skipjoin")
+
+
+@pytest.fixture(scope="module")
+def command(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Serves a small model with random weights on a free port."""
+    folder = tiny.write_model(tmp_path_factory.mktemp("model"))
+    options = ["--port", "0", "--device", "cpu", "--profile", "off", "--threads", "1", "--kv-cache-gib", "0.01"]
+    return [str(SKIPJOIN), "serve", str(folder), *options]
+
+
+def test_the_start_line_and_the_metrics_tell_the_host_pool(command: list[str]) -> None:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([*command, "--swap-space", "0.02"], text=True, **pipes) as server:
+        try:
+            assert server.stdout is not None
+            ready = server.stdout.readline()
+            words = ready.split()
+            device, host = (int(words[words.index(word) - 1]) for word in ("KV", "on"))
+            # Twice the device pool, to the block.
+            assert host in (2 * device, 2 * device + 1), ready
+            text = httpx.get(f"{ready.split(' at ')[1].split()[0]}/metrics").text
+        finally:
+            server.terminate()
+            server.communicate(timeout=20)
+    (line,) = (line for line in text.splitlines() if line.startswith("skipjoin:cache_config_info"))
+    assert f'num_cpu_blocks="{host}"' in line
+    assert f'num_gpu_blocks="{device}"' in line
+
+
+def test_a_host_pool_larger_than_the_machine_ends_the_start(command: list[str]) -> None:
+    run = subprocess.run([*command, "--swap-space", "500000"], capture_output=True, text=True, timeout=60, check=False)
+    assert run.returncode == 1
+    assert "swap_space_gib must be at most" in run.stderr
+    assert "got 500000" in run.stderr
+    assert "Ready" not in run.stdout

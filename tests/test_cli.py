@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,12 @@ import torch
 import transformers
 from typer.testing import CliRunner
 
+from skipjoin.assembly import assemble
 from skipjoin.bench.results import load_results
 from skipjoin.builtin import builtin_model_path
 from skipjoin.cli import app
-from skipjoin.config import EngineConfig
+from skipjoin.config import BOUNDED_RECIPES, ConfigError, EngineConfig
+from skipjoin.server.engine_handle import EngineStartError
 
 SKIPJOIN = Path(sys.executable).with_name("skipjoin")
 
@@ -159,6 +163,60 @@ def test_simulate_and_its_options_of_memory_and_objective(tmp_path: Path) -> Non
     assert chosen["slo"]["ttft_s"] == 9.0
 
 
+def test_a_bound_on_waiting_counts_the_requests_that_the_server_lets_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    configs: list[EngineConfig] = []
+
+    class Noted:
+        def __init__(self, metrics: object, **_: object) -> None:
+            self.client = None
+
+        async def start(self, config: EngineConfig) -> None:
+            configs.append(config)
+            raise EngineStartError("enough")
+
+        async def stop(self) -> None:
+            pass
+
+    monkeypatch.setattr("skipjoin.server.launch.EngineHandle", Noted)
+    args = ["serve", "--port", "0", "--starvation-bound", "60", "--max-num-queued-reqs", "77"]
+    run = CliRunner().invoke(app, args)
+    assert run.exit_code == 1, run.output
+    (config,) = configs
+    assert (config.starvation_bound_s, config.max_live_requests) == (60.0, 77)
+
+
+BOUNDED = {"threads": 1, "profile": "off", "kv_cache_gib": 0.1, "swap_space_gib": 0.1, "max_model_len": 256}
+
+
+@pytest.mark.parametrize("recipe", BOUNDED_RECIPES)
+def test_a_bound_that_cannot_be_kept_is_refused_with_figures_that_do(recipe: str) -> None:
+    config = EngineConfig(recipe=recipe, starvation_bound_s=3.0, max_live_requests=5000, **BOUNDED)
+    with pytest.raises(ConfigError) as refused:
+        assemble(config)
+    figures = re.fullmatch(
+        r"starvation_bound_s must be at least ([\d.]+) s with max_num_queued_reqs 5000, got 3; "
+        r"it would hold with max_num_queued_reqs <= (\d+)",
+        str(refused.value),
+    )
+    assert figures is not None, refused.value
+    longer = replace(config, starvation_bound_s=float(figures[1]))
+    fewer = replace(config, max_live_requests=int(figures[2]))
+    for works in (longer, fewer):
+        engine = assemble(works)
+        engine.executor.close()
+        assert works.starvation_bound_s is not None
+        assert 0 < engine.info.starvation_s < works.starvation_bound_s
+    with pytest.raises(ConfigError, match="starvation_bound_s must be at least"):
+        assemble(replace(fewer, max_live_requests=int(figures[2]) + 1))
+
+
+def test_a_bound_needs_to_know_how_many_requests_there_can_be() -> None:
+    with pytest.raises(ConfigError, match="starvation_bound_s needs max_live_requests"):
+        assemble(EngineConfig(starvation_bound_s=60.0, **BOUNDED))
+    with pytest.raises(ConfigError, match=r"max_live_requests must be in \[1, "):
+        EngineConfig(max_live_requests=0)
+
+
 SIMULATE = ["simulate", "--model", "opt-13b", "--rates", "1"]
 
 
@@ -168,6 +226,12 @@ SIMULATE = ["simulate", "--model", "opt-13b", "--rates", "1"]
         (["serve", "--swap-space", "-1"], "swap_space_gib must be in [0, 1e+06], got -1"),
         (["serve", "--slo", "0"], "slo_s must be in (0, 1e+06], got 0"),
         (["serve", "--starvation-s", "-2"], "starvation_s must be in (0, 1e+09], got -2"),
+        (["serve", "--starvation-bound", "0"], "starvation_bound_s must be in (0, 1e+09], got 0"),
+        (["serve", "--starvation-bound", "-1"], "starvation_bound_s must be in (0, 1e+09], got -1"),
+        (["serve", "--starvation-bound", "nan"], "starvation_bound_s must be in (0, 1e+09], got nan"),
+        (["serve", "--starvation-bound", "60", "--starvation-s", "5"], "starvation_s must not be set beside"),
+        (["serve", "--starvation-bound", "60", "--recipe", "fcfs"], "starvation_bound_s needs recipe fastserve, "),
+        (["serve", "--starvation-bound", "60", "--recipe", "fastserve-defer"], "newcomers wait for memory"),
         (["generate", "--prompt", "x", "--kv-offloading-size", "nan"], "swap_space_gib must be in [0, 1e+06], got nan"),
         (["generate", "--prompt", "x", "--swap-space", "9e5"], "swap_space_gib must be at most"),
         (["generate", "--prompt", "x", "--slo", "inf"], "slo_s must be in (0, 1e+06], got inf"),
@@ -182,3 +246,19 @@ def test_memory_and_objectives_out_of_bounds_are_named(args: list[str], names: s
     assert names in run.stderr
     assert "Traceback" not in run.output
     assert run.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--recipe", "srpt"], "recipe srpt needs true output lengths: set oracle to max-tokens"),
+        (["--oracle", "tarot"], "oracle must be one of none, max-tokens, got 'tarot'"),
+        (["--quantum-s", "-1"], "quantum_s"),
+        (["--quantum-s", "0"], "quantum_s"),
+        (["--quantum-s", "1", "--starvation-bound", "60"], "quantum_s must not be set beside starvation_bound_s"),
+    ],
+)
+def test_serve_refuses_what_its_scheduler_cannot_use(options: list[str], message: str) -> None:
+    done = skipjoin("serve", "tally", *options)
+    assert done.returncode == 2
+    assert message in done.stderr

@@ -20,6 +20,7 @@ from skipjoin.builtin import MODEL_NAME, builtin_model_path
 from skipjoin.config import ConfigError, EngineConfig
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.kv import KVLedger
+from skipjoin.core.policy import CostModel
 from skipjoin.core.request import Request
 from skipjoin.core.scheduler import Scheduler
 from skipjoin.exec.cases import Limits
@@ -31,6 +32,7 @@ from skipjoin.model.causal_lm import CausalLM
 from skipjoin.model.kv_cache import PagedKV
 from skipjoin.model.loader import load_model, resolve_folder
 from skipjoin.policies.cost import LearningCost, LinearCost
+from skipjoin.policies.predictors import MaxTokens
 from skipjoin.policies.pressure import Swap
 from skipjoin.policies.starvation import Extremes, least_bound, most_requests, starvation_after, starvation_within
 from skipjoin.profile import Profile, ProfileKey, cache_path, cached_profile, read_profile, write_profile
@@ -129,9 +131,17 @@ def assemble(config: EngineConfig, on_progress: Progress = lambda what, share: N
     return Engine(EngineCore(scheduler), executor, info, config.seed)
 
 
+def _plain_settings(config: EngineConfig, cost: CostModel) -> Settings:
+    """What the recipe is built from, as far as it is said."""
+    predictor = MaxTokens() if config.oracle == "max-tokens" else None
+    return Settings(
+        cost, config.max_num_seqs, config.max_num_batched_tokens, quantum_s=config.quantum_s, predictor=predictor
+    )
+
+
 def _settings(config: EngineConfig, loaded: _Loaded, cost: LearningCost) -> Settings:
     """What the recipe is built from. Raises `ConfigError` for a bound on waiting that cannot be kept."""
-    settings = Settings(cost, config.max_num_seqs, config.max_num_batched_tokens)
+    settings = _plain_settings(config, cost)
     if config.starvation_bound_s is None:
         alpha = starvation_after(config.slo_s) if config.starvation_s is None else config.starvation_s
         return replace(settings, starvation_s=alpha)
@@ -245,7 +255,7 @@ def _host_seconds(config: EngineConfig, executor: LocalExecutor, deadline: float
     Writes into KV blocks that nobody holds yet.
     """
     cost = guess_cost(executor.model, config.block_size)
-    policies = build(config.recipe, Settings(cost, config.max_num_seqs, config.max_num_batched_tokens))
+    policies = build(config.recipe, _plain_settings(config, cost))
     kv = KVLedger(executor.store.device.num_blocks, 0, config.block_size)
     core = EngineCore(Scheduler(policies, kv))
     tokens = max(1, min(_HOST_STEPS, core.largest_request - 1))

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 METRICS_COMPAT = ("none", "vllm")
+ORACLES = ("none", "max-tokens")
 # The recipes that promote who starves, and whose KV makes way for the promoted.
 BOUNDED_RECIPES = ("fastserve", "fastserve-reactive", "fastserve-recompute", "mlfq")
 # Seconds per output token that users accept: FastServe's objective of the normalized latency.
@@ -37,6 +38,8 @@ class EngineConfig:
     the RAM that is free.
     recipe: which scheduler. max_num_seqs, max_num_batched_tokens: most requests and tokens in a step.
     slo_s: seconds per output token that users accept.
+    quantum_s: what the first queue of `fastserve` grants a request; None: the shortest iteration. oracle: where recipes
+    that need true output lengths have them from: "max-tokens" where every request runs to its max_tokens.
     starvation_s: how long `fastserve` lets a request wait before it promotes it; None: what follows from `slo_s`.
     starvation_bound_s: no request goes longer without running, from its arrival, or the end of a step that ran it, to
     the end of the next one that does; None: no bound. max_live_requests: most requests at once, which whoever drives
@@ -61,6 +64,8 @@ class EngineConfig:
     max_num_seqs: int = 128
     max_num_batched_tokens: int = 2048
     slo_s: float = DEFAULT_SLO_S
+    quantum_s: float | None = None
+    oracle: str = "none"
     starvation_s: float | None = None
     starvation_bound_s: float | None = None
     max_live_requests: int | None = None
@@ -85,6 +90,9 @@ class EngineConfig:
                 _check(name, value, 1, high)
         check_slo(self.slo_s, self.starvation_s)
         self._check_starvation_bound()
+        self._check_oracle()
+        if self.quantum_s is not None:
+            check_above_zero("quantum_s", self.quantum_s, 1e6)
         check_swap_space("swap_space_gib", self.swap_space_gib)
         for name, most in (("kv_cache_gib", 1e6), ("gpu_memory_utilization", 1.0)):
             if (share := getattr(self, name)) is not None:
@@ -96,12 +104,22 @@ class EngineConfig:
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
 
+    def _check_oracle(self) -> None:
+        if self.oracle not in ORACLES:
+            raise ConfigError(f"oracle must be one of {', '.join(ORACLES)}, got {self.oracle!r}")
+        if self.recipe == "srpt" and self.oracle == "none":
+            raise ConfigError(
+                "recipe srpt needs true output lengths: set oracle to max-tokens if every request runs to max_tokens"
+            )
+
     def _check_starvation_bound(self) -> None:
         if self.starvation_bound_s is None:
             return
         check_above_zero("starvation_bound_s", self.starvation_bound_s, 1e9)
         if self.starvation_s is not None:
             raise ConfigError("starvation_s must not be set beside starvation_bound_s, from which it follows")
+        if self.quantum_s is not None:
+            raise ConfigError("quantum_s must not be set beside starvation_bound_s, which holds for the usual quanta")
         if self.recipe == "fastserve-defer":
             raise ConfigError("starvation_bound_s cannot be kept by recipe fastserve-defer: newcomers wait for memory")
         if self.recipe not in BOUNDED_RECIPES:

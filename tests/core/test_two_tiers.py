@@ -111,30 +111,31 @@ def test_a_request_on_its_way_back_joins_once_it_has_landed() -> None:
 
 
 def test_where_nobody_can_run_plans_without_slices_give_the_move_time() -> None:
-    scene = Scene({0: 1})
+    scene = Scene({0: 2, 1: 1})
     request = scene.add(0)
+    scene.add(1)
     scene.ran()
     scene.stepper.late = 3
     scene.pressure.out = [request]
-    for _ in range(4):
-        plan = scene.stepper.step()
-        assert not plan.slices
-    assert scene.ran() == [0]
+    assert scene.ran() == [1]
+    scene.stepper.core.abort(1, scene.stepper.now)
+    assert [scene.ran() for _ in range(4)] == [[], [], [], [0]]
     scene.stepper.drain()
 
 
 def test_with_a_plan_in_flight_there_is_no_plan_that_only_waits() -> None:
-    scene = Scene({0: 1}, depth=2)
+    scene = Scene({0: 2, 1: 1}, depth=2)
     request = scene.add(0)
+    scene.add(1)
     scene.ran()
-    scene.stepper.late = 1
+    scene.stepper.late = 2
     scene.pressure.out = [request]
-    assert not started(scene.stepper.start()).slices
-    assert scene.stepper.start() is None
-    scene.stepper.finish()
-    assert not started(scene.stepper.start()).slices
-    assert scene.stepper.start() is None
-    scene.stepper.late = 0
+    assert [piece.request.id for piece in started(scene.stepper.start()).slices] == [1]
+    scene.stepper.core.abort(1, scene.stepper.now)
+    for _ in range(2):
+        assert scene.stepper.start() is None
+        scene.stepper.finish()
+        assert not started(scene.stepper.start()).slices
     scene.stepper.drain()
 
 
@@ -168,12 +169,24 @@ def test_who_is_chosen_to_leave_while_a_plan_runs_it_pauses_and_leaves_later() -
 
 def test_what_is_asked_for_and_impossible_is_left() -> None:
     """The host has room for one of the two, and nobody comes back who is there."""
-    scene = Scene({0: 1, 1: 2}, host=3)
+    scene = Scene({0: 1, 1: 2, 2: 3}, host=3)
+    requests = [scene.add(number) for number in range(3)]
+    scene.ran()
+    scene.pressure.out, scene.pressure.back = requests[1:], requests[1:]
+    plan = scene.stepper.step()
+    assert [(move.direction, move.request.id) for move in plan.beside] == [(OUT, 1)]
+    scene.stepper.drain()
+
+
+def test_who_matters_most_does_not_leave_beside_a_step() -> None:
+    """Its turn has come: moved back and forth, it would never run."""
+    scene = Scene({0: 1, 1: 2})
     requests = [scene.add(0), scene.add(1)]
     scene.ran()
-    scene.pressure.out, scene.pressure.back = requests, requests
+    scene.pressure.out = requests
     plan = scene.stepper.step()
-    assert [(move.direction, move.request.id) for move in plan.beside] == [(OUT, 0)]
+    assert [move.request.id for move in plan.beside] == [1]
+    assert [piece.request.id for piece in plan.slices] == [0]
     scene.stepper.drain()
 
 
@@ -317,6 +330,23 @@ def test_before_a_step_or_only_beside_one() -> None:
         scene.stepper.step()
         assert scene.ran() == [0, 1]
         scene.stepper.drain()
+
+
+def test_who_matters_most_comes_back_before_the_step_though_others_wait_for_moves_beside() -> None:
+    """The space that a move beside a step needs may never be left over."""
+    scene = Scene({0: 1, 1: 2, 2: 3}, blocks=8, pressure=OnCallBeside())
+    scene.add(0, 9)
+    away, other = scene.add(1, 9), scene.add(2, 9)
+    scene.ran()
+    scene.swap_out(away)
+    assert scene.ran() == [0, 2]
+    scene.ordering.numbers[1] = 0
+    plan = scene.stepper.step()
+    assert [(move.direction, move.request) for move in plan.before if move.direction is IN] == [(IN, away)]
+    assert away in [piece.request for piece in plan.slices]
+    assert other.evictions == 1, "it makes way"
+    scene.ordering.numbers[2] = -1
+    scene.stepper.drain()
 
 
 def test_newcomers_ranked_below_leave_the_blocks_alone_that_who_is_on_the_host_needs() -> None:

@@ -289,39 +289,37 @@ def test_who_ran_while_it_waited_for_its_promotion_does_not_starve() -> None:
 
 def test_who_was_promoted_computes_again_what_it_lost_and_has_its_quantum_besides() -> None:
     queues = Queues(starvation_s=10)
-    request, other = queues.arrive(5), queues.arrive(5)
+    request = queues.arrive(5)
     assert [queues.run(request) for _ in range(4)] == [3, 3, 3, 4]  # 5 of 8 seconds, and three decodes
     queues.drop(request)
     queues.now += 20
     assert queues.promoted(request) == [request]
-    assert request.known - request.computed == 9
-    # Four chunks of two, the ninth token alone, and then one quantum, which a decode fills.
-    assert [queues.run(request, most=2) for _ in range(4)] == [0] * 4
-    assert queues.run(request, most=2) == 0
-    assert (queues.run(request), queues.mlfq.level(other)) == (4, 0)
-
-
-def test_a_prompt_that_starves_is_computed_whole() -> None:
-    """In chunks, too: it would starve again between any two of them."""
-    queues = Queues(starvation_s=10)
-    request = queues.arrive(9)
-    queues.run(request, most=1)
-    queues.now += 20
-    assert queues.promoted(request) == [request]
-    assert [queues.run(request, most=2) for _ in range(4)] == [0] * 4
-    assert request.known - request.computed == 1
+    # Three chunks of three, the last of which samples, and then one quantum, which a decode fills.
+    assert [queues.run(request, most=3) for _ in range(3)] == [0] * 3
+    assert request.computed == 9
     assert queues.run(request) == 4
 
 
-def test_who_lost_its_kv_after_the_promotion_does_not_get_more() -> None:
-    """It was counted as it stood; the next promotion comes."""
+def test_who_loses_its_kv_after_the_promotion_has_time_for_that_too() -> None:
     queues = Queues(starvation_s=10)
     request = queues.arrive(5)
     queues.run(request)
     queues.now += 20
     assert queues.promoted(request) == [request]
     queues.drop(request)
-    assert queues.run(request, most=2) == 3
+    assert [queues.run(request, most=1) for _ in range(5)] == [0] * 5
+    assert queues.run(request, most=1) == 3, "the sixth token is the one that samples"
+
+
+def test_a_prompt_that_starves_is_computed_whole() -> None:
+    """In chunks of one token, too: it would starve again between any two of them."""
+    queues = Queues(starvation_s=10)
+    request = queues.arrive(9)
+    queues.run(request, most=1)
+    queues.now += 20
+    assert queues.promoted(request) == [request]
+    assert [queues.run(request, most=1) for _ in range(7)] == [0] * 7
+    assert queues.run(request, most=1) == 4
 
 
 # -- whose turn is next -----------------------------------------------------------------------------------------------

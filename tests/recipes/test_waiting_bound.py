@@ -41,9 +41,9 @@ MOST = Extremes(
     depth=1,
     moves_beside=False,
 )
-# Attention makes long KV worth moving on both links, and on the slow one moves take longer than most steps.
+# Attention makes long KV worth moving on both links; on the slow one that takes as long as a step.
 FAST = replace(COST, attention_pair=1e-5, block=1e-5, transfer_floor=1e-5)
-SLOW = replace(COST, attention_pair=1e-4, block=5e-3)
+SLOW = replace(COST, attention_pair=3e-5, block=1.2e-3)
 # The ways in which KV makes way: the recipe, the machine, host blocks, and whether moves go beside steps.
 MODES: dict[str, tuple[str, LinearCost, int, bool]] = {
     "recompute": ("fastserve-recompute", FAST, 0, False),
@@ -203,12 +203,11 @@ def test_without_promotion_a_flood_starves_the_long_one() -> None:
     assert Duel(recipe, most, floods, 1e6).run(3 * bound) > 2 * bound
 
 
-@pytest.mark.parametrize("cost", [FAST, SLOW])
-def test_kv_on_the_host_comes_back_though_those_who_run_leave_no_room_beside_their_steps(cost: LinearCost) -> None:
-    """Two short requests at a time, each soon replaced, always hold a little, and their turns count as no later."""
-    most = replace(MOST, cost=cost, requests=3, host_blocks=20, moves_beside=True)
-
-    def leaves_no_room(sent: int, first: int, draw: random.Random) -> tuple[int, int]:
-        return (56, 8) if sent == 0 else (6, 9)
-
-    assert Duel("fastserve", most, leaves_no_room, 1.0).run(25.0) < 4
+@pytest.mark.parametrize(("blocks", "long", "short"), [(20, (36, 28), (12, 7)), (17, (50, 14), (4, 4))])
+def test_kv_on_the_host_comes_back_though_those_who_run_leave_no_room_beside_their_steps(
+    blocks: int, long: tuple[int, int], short: tuple[int, int]
+) -> None:
+    """Short ones, each soon replaced, always hold a little, and their turns count as no later than the long one's."""
+    cost = replace(COST, attention_pair=3e-5, block=5e-4)
+    most = replace(MOST, cost=cost, requests=3, device_blocks=blocks, host_blocks=20, moves_beside=True)
+    assert Duel("fastserve", most, lambda sent, *_: long if sent == 0 else short, 1.0).run(15.0) < 1.5

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from skipjoin.config import ConfigError, EngineConfig, ServerConfig
+from skipjoin.config import ORACLES, ConfigError, EngineConfig, ServerConfig
 from skipjoin.model.config import ModelError
 from skipjoin.profile import read_profile
 from skipjoin.recipes import RECIPES
@@ -50,6 +50,16 @@ StarvationBound = Annotated[
         metavar="SECONDS",
         help="fastserve: no request goes longer without running; instead of --starvation-s (default: no bound).",
     ),
+]
+Quantum = Annotated[
+    float | None,
+    typer.Option(
+        "--quantum-s", help="fastserve: what the first queue grants, in seconds (default: the shortest step)."
+    ),
+]
+Oracle = Annotated[
+    str,
+    typer.Option(help=f"True output lengths for recipes that need them: {', '.join(ORACLES)}."),
 ]
 Depth = Annotated[
     int, typer.Option("--pipeline-depth", help="Plans in flight; 2 decides the next step while one runs.")

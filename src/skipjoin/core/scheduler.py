@@ -137,8 +137,9 @@ class Scheduler:
             for piece in plan.slices:
                 self._release_if_finished(piece.request)
         self.policies.ordering.ran(alive, now)
-        for request in lost:
-            self._forget(request, now)
+        for move in result.failed:  # in an order that repeats
+            if move.request in lost:
+                self._forget(move.request, now)
         for move in (*result.landed, *result.failed):
             self._release_if_finished(move.request)
         return lost
@@ -194,17 +195,20 @@ class _Step:
         self._yielding: set[Request] = set()  # not run in this step, to be evicted once no plan holds them
         self._owed = 0  # blocks that requests passed over while their KV is on the host need to come back
         self._first: Request | None = None  # who matters most; known where KV can be on the host
-        self._first_waits = False  # for space, which nobody takes who would come back before this step
+        self._first_waits = False  # for space, with plans in flight
 
     def move_ahead(self) -> list[Move]:
         """Begin moves beside the step, of requests that then cannot join it."""
         kv = self._kv
         if not kv.host_total:
             return []
+        self._first = next((one for one in self._ordering.ranked(self.now) if not one.is_satisfied), None)
         still = [request for request in kv.holders() if request.finish_reason is None and kv.is_still(request)]
         out, back = self._policies.pressure.ahead(still, self._ordering, kv, self.now)
         moves: list[Move] = []
         for request in () if self._scheduler._has_failed_move else out:
+            if request is self._first:
+                continue  # its turn has come: it could be moved back and forth and never run
             if request.in_flight:
                 self._yielding.add(request)
             elif kv.can_move_out(request):
@@ -246,7 +250,7 @@ class _Step:
             if held is None or held.moving is not None or target > held.room:
                 held = self._secure(request, held, target)
                 if held is None:
-                    self._first_waits = self._first_waits or request is self._first
+                    self._first_waits = self._first_waits or (request is self._first and scheduler.depth > 1)
                     continue
             take(request, verdict)
             self._taken += len(held.table)
@@ -307,6 +311,8 @@ class _Step:
         if self._is_below_floor(request):
             return None
         if held.host:
+            # Who comes back is spared until the plan commits that runs it: with others in flight there would always be
+            # somebody whom the first may not evict.
             returned = None if self._first_waits else self._return(request, len(held.host), target)
             # Newcomers ranked below would take the space that it waits for, one after the other.
             self._closed = self._closed or returned is None

@@ -101,7 +101,8 @@ class SimulatedExecutor:
         for direction, free_at in link.items():
             link[direction] = max(free_at, begin) + (moved - begin)
         if moved > begin:  # all that is left is later by as much, so the heap stays one
-            self._transit = [(at + (moved - begin if at > begin else 0.0), *rest) for at, *rest in self._transit]
+            late = moved - begin
+            self._transit = [(at + late if at > begin else at, number, move) for at, number, move in self._transit]
         for move in plan.beside:
             link[move.direction] += self._cost.transfer(len(move.source)) / len(self._free_at)
             self._moves += 1

@@ -139,7 +139,8 @@ class Usage:
         preempted next."""
         move = event.move
         tokens = self._on_host.pop(move.request, 0)
-        if tokens and move.request in self._live:
+        # Whose way back before a step failed has computed in it already.
+        if tokens and move.request in self._live and move.request not in self._resident:
             self._used += tokens
             self._resident[move.request] = tokens
 

@@ -112,6 +112,8 @@ class SkipJoinMlfq:
         for piece in slices:
             job = jobs[piece.request]
             job.last = now
+            if job.home is not None and (piece.tokens > 1 or not piece.samples):
+                continue  # a promotion is for a quantum beyond what must be computed again, however that is cut
             if piece.tokens == 1:
                 # Profiled decode time, looked up by context in steps of 64 tokens: it changes slowly.
                 bucket = piece.start >> 6
@@ -225,9 +227,8 @@ class SkipJoinMlfq:
     def _promote(self, request: Request, job: _Job, now: float) -> None:
         """Up to the first queue, for one quantum beyond what was lost and must be computed again."""
         again = self._prefill_seconds(request.pending)
-        extra = again if request.pending > 1 else 0.0
         job.home = (job.level, job.used)
-        self._join(request, job, 0, -extra)
+        self._join(request, job, 0, 0.0)
         self._next_promotion = now + again / self._promotion_share
 
     # -- the profile --------------------------------------------------------------------------------------

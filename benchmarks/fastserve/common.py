@@ -1,0 +1,212 @@
+"""What the figures of FastServe's evaluation share: the setting, running many cells, searches for rates."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from skipjoin.bench.bound import MaximumRate, field_value, maximum_rate, parse_bound
+from skipjoin.bench.simulation import Cell, Extent, System
+from skipjoin.bench.sweep import Grid, Plan, RateSearch, sweep
+from skipjoin.bench.systems import Machine
+from skipjoin.bench.workload import Synthetic, Workload, synthetic
+from skipjoin.observe.record import NO_SLO, Record, Slo
+
+# The setting of section 6.1, and what it does not say: 11 GiB of KV are what the weights of OPT-13B leave of 40 GB less
+# a tenth, and of the 144 GiB of RAM that the servers have for each GPU, 128 GiB are for swapped KV.
+DURATION_S, SEEDS, BATCH_CAP, SWAP_GIB_PER_GPU = 300.0, 3, 256, 128.0
+MEAN_BOUND, TAIL_BOUND = "normalized_latency_s.mean<=0.3", "normalized_latency_s.p95<=0.3"
+MACHINES = {
+    "opt-13b": Machine(model="opt-13b", hardware="a100-40gb", kv_gib=11.0, swap_gib=SWAP_GIB_PER_GPU),
+    # The smallest group that holds it with some KV, and the paper's sixteen GPUs. Their KV is what the weights leave.
+    "opt-66b": Machine(model="opt-66b", hardware="a100-40gb:tp4", swap_gib=4 * SWAP_GIB_PER_GPU),
+    "opt-175b": Machine(model="opt-175b", hardware="a100-40gb:tp8pp2", swap_gib=16 * SWAP_GIB_PER_GPU),
+}
+# The baselines of the paper by what they schedule: `static` for FasterTransformer, `fcfs` for vLLM and FastServe-FCFS
+# alike, which here run on the same engine. `srpt` knows the true lengths and shows what is to be won at most.
+RECIPES = ("static", "fcfs", "fastserve", "srpt")
+# Where a saturated system is watched for its capacity.
+_SATURATED_S = 100.0
+_NOTICE_S = 5.0
+
+Result = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How much of a figure is measured, and where to.
+
+    out: the figure's folder. quick: one seed and every other rate. jobs: processes. duration_s: in which requests
+    arrive.
+    """
+
+    out: Path
+    quick: bool = False
+    jobs: int = 2
+    duration_s: float = DURATION_S
+
+    def seeds(self, full: int = SEEDS) -> tuple[int, ...]:
+        """The seeds of each point; full: how many there are if it is not to be quick."""
+        return tuple(range(1 if self.quick else full))
+
+    def some(self, values: Sequence[float]) -> Sequence[float]:
+        """The values, or every other one with the last."""
+        return values[-1::-2][::-1] if self.quick else values
+
+
+# -- what runs --------------------------------------------------------------------------------------------
+
+
+def system(recipe: str, model: str = "opt-13b", *, batch_cap: int = BATCH_CAP) -> System:
+    """A recipe in the standard setting."""
+    (found,) = MACHINES[model].systems(recipe, max_num_seqs=batch_cap)
+    return found
+
+
+def with_kv_gib(of: System, kv_gib: float) -> System:
+    """The system with another KV pool, also one that is larger than its GPU."""
+    return replace(of, kv_blocks=int(kv_gib * 2**30) // of.block_bytes)
+
+
+def poisson(lengths: str) -> Synthetic:
+    """Lengths by name, arriving at random."""
+    return synthetic(lengths, "poisson")
+
+
+def cells(
+    of: System,
+    workload: Workload,
+    rates: Sequence[float],
+    options: Options,
+    *,
+    seeds: Sequence[int] | None = None,
+    slo: Slo = NO_SLO,
+) -> list[Cell]:
+    """A cell for each rate and seed; seeds: None: all."""
+    return [
+        Cell(of, workload, Extent(rate, options.duration_s, seed), slo)
+        for rate in rates
+        for seed in (options.seeds() if seeds is None else seeds)
+    ]
+
+
+def slim(record: Record) -> Record:
+    """A record without its curves and what only they need."""
+    return {name: value for name, value in record.items() if name not in ("series", "quantiles")}
+
+
+class Kept:
+    """A plan that keeps the records of its cells, in the order of rate and seed."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._records: list[Record] = []
+
+    def first(self) -> Sequence[Cell]:
+        return list(self._plan.first())
+
+    def then(self, cell: Cell, record: Record) -> Sequence[Cell]:
+        self._records.append(slim(record))
+        return list(self._plan.then(cell, record))
+
+    @property
+    def records(self) -> list[Record]:
+        return sorted(self._records, key=lambda record: (record["workload"]["rate_rps"], record["workload"]["seed"]))
+
+
+def grid(found: Sequence[Cell]) -> Kept:
+    """A plan of fixed cells."""
+    return Kept(Grid(found))
+
+
+class Search(Kept):
+    """A search for the largest rate that keeps a bound, by bisection to 2 %; the bound is on the mean over seeds.
+
+    found: one cell per seed, at the rate to start from.
+    """
+
+    def __init__(self, found: Sequence[Cell], bound: str) -> None:
+        self._bound = parse_bound(bound)
+        super().__init__(RateSearch(found, self._bound))
+
+    @property
+    def rate(self) -> MaximumRate | None:
+        """What was found; None: the bound does not hold at the lowest rate that was tried."""
+        return maximum_rate(by_rate(self.records), self._bound)
+
+    def tried(self) -> list[list[float]]:
+        """Rates and the means over seeds that they gave."""
+        return [[rate, mean(some, self._bound.field)] for rate, some in by_rate(self.records).items()]
+
+
+def run_plans(name: str, plans: Sequence[Plan], options: Options) -> None:
+    """Run all plans; how far they are goes to stderr."""
+    sweep(plans, options.jobs, _Notices(name))
+
+
+class _Notices:
+    """Says now and then how many runs are over."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._begun = self._done = 0
+        self._start = self._said = time.monotonic()
+
+    def begun(self, number: int, cell: Cell) -> None:
+        self._begun += 1
+
+    def share(self, number: int, share: float) -> None:
+        pass
+
+    def done(self, number: int, record: Record) -> None:
+        self._done += 1
+        now = time.monotonic()
+        if now - self._said >= _NOTICE_S or self._done == self._begun:
+            self._said = now
+            text = f"{self._name}: {self._done} of {self._begun} runs, {now - self._start:.0f} s"
+            print(text, file=sys.stderr, flush=True)
+
+
+def capacities(name: str, pairs: Sequence[tuple[System, Synthetic]], options: Options) -> list[float]:
+    """Requests per second that each system computes while more wait than it can take: tokens generated per second
+    over the mean output. This is what a load of 1 means."""
+    plans = []
+    for of, workload in pairs:
+        # An engine of these sizes makes fewer than 10,000 tokens per second.
+        limit = max(100, round(10_000 * _SATURATED_S / workload.streams[0].lengths.mean()[1]))
+        plans.append(grid([Cell(of, workload, Extent(1e5, None, 0, limit, _SATURATED_S))]))
+    run_plans(f"{name}, capacity", plans, options)
+    return [
+        plan.records[0]["throughput_tps"] / workload.streams[0].lengths.mean()[1]
+        for plan, (_, workload) in zip(plans, pairs, strict=True)
+    ]
+
+
+# -- what came of it --------------------------------------------------------------------------------------
+
+
+def by_rate(records: Sequence[Record]) -> dict[float, list[Record]]:
+    """Records by arrival rate, ascending."""
+    rates = sorted({record["workload"]["rate_rps"] for record in records})
+    return {rate: [record for record in records if record["workload"]["rate_rps"] == rate] for rate in rates}
+
+
+def mean(records: Sequence[Record], field: str) -> float:
+    """The mean over seeds of a dotted field."""
+    return fmean(field_value(record, field) for record in records)
+
+
+def pick(records: Sequence[Record], **wanted: object) -> list[Record]:
+    """Records by recipe, model, lengths, max_num_seqs, or rate_rps."""
+
+    def has(record: Record) -> bool:
+        places = (record, record["workload"], record["settings"])
+        return all(any(place.get(name) == value for place in places) for name, value in wanted.items())
+
+    return [record for record in records if has(record)]

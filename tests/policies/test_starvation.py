@@ -1,0 +1,91 @@
+"""The arithmetic of a bound on waiting. That it holds is tested in tests/recipes/test_waiting_bound.py."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from skipjoin.policies.cost import LinearCost
+from skipjoin.policies.starvation import Extremes, least_bound, most_requests, starvation_after, starvation_within
+
+# Steps of 0.1 s whatever they do, as the prompt of the longest request is one of them; 10 ms per block moved.
+MOST = Extremes(
+    LinearCost(floor=0.1, prefill_token=0.0, block=0.01),
+    requests=8,
+    max_len=64,
+    max_seqs=4,
+    max_tokens=64,
+    device_blocks=100,
+    host_blocks=0,
+    block_size=4,
+    depth=1,
+    moves_beside=False,
+)
+
+
+def test_the_threshold_follows_the_objective() -> None:
+    assert starvation_after(0.3) == pytest.approx(30.0)
+
+
+def test_the_bound_by_hand() -> None:
+    """A turn is a chunk that may be lost once, a decode, and two steps in which those who are spared sample."""
+    assert MOST.turn_steps == 5
+    assert MOST.stay_s == pytest.approx(8 * 5 * 0.1)
+    assert MOST.around_s == pytest.approx(3 * 0.1)
+    assert least_bound(MOST) == pytest.approx(0.3 + 2 * 4.0)
+    assert starvation_within(20.0, MOST) == pytest.approx(20.0 - 0.3 - 4.0)
+
+
+def test_chunks_and_a_small_device_make_turns_longer() -> None:
+    assert replace(MOST, max_tokens=16).turn_steps == 5 + 2 * 3
+    # 160 tokens lie on the device, and 61 of them are computed per step.
+    assert replace(MOST, device_blocks=40).turn_steps == 5 + 2
+
+
+def test_moves_before_steps_take_the_whole_device_out_and_in() -> None:
+    reactive = replace(MOST, host_blocks=100)
+    assert reactive.stay_s == pytest.approx(8 * 7 * (0.1 + 2.0))
+    assert reactive.around_s == pytest.approx(3 * (0.1 + 2.0))
+
+
+def test_moves_beside_steps_cost_a_share_of_them_and_the_wait_for_the_link() -> None:
+    proactive = replace(MOST, host_blocks=100, moves_beside=True)
+    assert proactive.stay_s == pytest.approx(8 * ((7 + 3) * 0.25 + 6 * 0.16) + 2.0)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"requests": 9},
+        {"max_len": 128},
+        {"max_tokens": 32},
+        {"host_blocks": 1},
+        {"depth": 2},
+        {"cost": LinearCost(floor=0.11, prefill_token=0.0)},
+        {"cost": LinearCost(floor=0.1, prefill_token=1e-3)},
+        {"cost": LinearCost(floor=0.1, prefill_token=0.0, context_token=1e-4)},
+    ],
+)
+def test_what_makes_waits_longer_makes_the_bound_longer(more: dict[str, Any]) -> None:
+    assert least_bound(replace(MOST, **more)) > least_bound(MOST)
+
+
+@pytest.mark.parametrize("bound", [0.5, 1.4, 3.0, 8.0, 8.3])
+def test_the_requests_that_fit_fit_and_one_more_does_not(bound: float) -> None:
+    fits = most_requests(bound, MOST)
+    assert fits == 0 or least_bound(replace(MOST, requests=fits)) <= bound
+    assert fits == MOST.requests or least_bound(replace(MOST, requests=fits + 1)) > bound
+
+
+def test_no_more_requests_than_there_are() -> None:
+    assert most_requests(1e9, MOST) == 8
+    assert most_requests(0.1, MOST) == 0
+
+
+@pytest.mark.parametrize("bound", [8.0, 0.0, -1.0, math.nan])
+def test_a_bound_that_cannot_be_held_is_refused(bound: float) -> None:
+    with pytest.raises(ValueError, match=r"^bound_s must be at least 8.3"):
+        starvation_within(bound, MOST)

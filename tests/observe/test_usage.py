@@ -123,19 +123,20 @@ def test_a_failed_move_moved_no_bytes_and_what_it_lost_is_not_used(direction: Di
 
 
 def test_plans_that_only_wait_are_no_steps() -> None:
+    """The second request's KV is on its way when the first one ends: nobody can run until it lands."""
     pressure = OnCall()
     world = World("fcfs", pressure=lambda: pressure)
     stepper, usage = Stepper(world.core()), usage_of(world)
-    request = make(0, 8, 4)
-    stepper.add(request)
+    leaving = make(1, 8, 4)
+    stepper.add(make(0, 8, 2), leaving)
     stepper.step()
-    stepper.late, pressure.out = 3, [request]
-    for _ in range(4):
-        stepper.step()
+    stepper.late, pressure.out = 3, [leaving]
+    waits = [not stepper.step().slices for _ in range(4)]
+    assert waits == [False, True, True, True]
     stepper.late = 0
     stepper.drain()
     usage.observe(stepper.events)
-    assert (usage.steps, usage.batch_mean) == (4, 1.0)
+    assert (usage.steps, usage.batch_mean) == (5, pytest.approx(6 / 5))
 
 
 def test_steps_and_batches_are_counted() -> None:

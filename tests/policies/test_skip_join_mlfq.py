@@ -258,6 +258,21 @@ def test_promotions_take_no_more_than_their_share_of_the_time(share: float) -> N
     assert [later - earlier for earlier, later in pairwise(seen)] == pytest.approx([5 / share] * (len(seen) - 1))
 
 
+def test_chunks_of_what_is_computed_again_put_the_next_promotion_off() -> None:
+    """A chunk of one token costs a second like any other here; told of were the five seconds of a prompt in one go."""
+    queues = Queues(starvation_s=10, promotion_share=0.5)
+    first, second = queues.arrive(5), queues.arrive(5)
+    queues.now = 10.0
+    assert queues.promoted(first, second) == [first]
+    for _ in range(5):
+        assert queues.run(first, most=1) == (3 if first.known > 5 else 0)
+    # Ten seconds after the first promotion, and two more for each of the four chunks that do not sample.
+    queues.now = 27.9
+    assert queues.promoted(first, second) == []
+    queues.now = 28.0
+    assert queues.promoted(first, second) == [first, second] or queues.promoted(first, second) == [second]
+
+
 def test_who_starves_longest_is_promoted_first_and_the_rest_is_not_forgotten() -> None:
     queues = Queues(starvation_s=10, promotion_share=0.5)
     requests = []

@@ -15,8 +15,8 @@ from skipjoin.policies.cost import LinearCost
 from skipjoin.policies.pressure import Defer, ProactiveSwap, Recompute, Swap
 from skipjoin.recipes import RECIPES
 
-# A machine on which every term of the cost counts. Moving any KV takes less than to compute it again, and long enough to
-# be done ahead of need.
+# A machine on which every term of the cost counts. Moving any KV takes less than to compute it again, and long enough
+# to be done ahead of need.
 COST = LinearCost(
     floor=0.02,
     prefill_token=5e-4,

@@ -194,7 +194,7 @@ class _Step:
         self._holders: list[Request] | None = None  # best first; sorted when first needed
         self._yielding: set[Request] = set()  # not run in this step, to be evicted once no plan holds them
         self._owed = 0  # blocks that requests passed over while their KV is on the host need to come back
-        self._first: Request | None = None  # who matters most; known where KV can be on the host
+        self._first: Request | None = None  # who matters most, where something depends on it
         self._first_waits = False  # for space, with plans in flight
 
     def move_ahead(self) -> list[Move]:
@@ -202,9 +202,11 @@ class _Step:
         kv = self._kv
         if not kv.host_total:
             return []
-        self._first = next((one for one in self._ordering.ranked(self.now) if not one.is_satisfied), None)
         still = [request for request in kv.holders() if request.finish_reason is None and kv.is_still(request)]
-        out, back = self._policies.pressure.ahead(still, self._ordering, kv, self.now)
+        pressure = self._policies.pressure
+        out, back = pressure.ahead(still, self._ordering, kv, self.now)
+        if out or pressure.returns_beside or self._scheduler.depth > 1:
+            self._first = next((one for one in self._ordering.ranked(self.now) if not one.is_satisfied), None)
         moves: list[Move] = []
         for request in () if self._scheduler._has_failed_move else out:
             if request is self._first:

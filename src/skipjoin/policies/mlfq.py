@@ -112,14 +112,18 @@ class SkipJoinMlfq:
         for piece in slices:
             job = jobs[piece.request]
             job.last = now
-            if job.home is not None and (piece.tokens > 1 or not piece.samples):
-                continue  # a promotion is for a quantum beyond what must be computed again, however that is cut
             if piece.tokens == 1:
                 # Profiled decode time, looked up by context in steps of 64 tokens: it changes slowly.
                 bucket = piece.start >> 6
                 seconds = decode_seconds.get(bucket) or self._fill_decode_seconds(bucket)
             else:
                 seconds = self._cost.step(StepShape.of((piece,)))
+            if job.home is not None and (piece.tokens > 1 or not piece.samples):
+                # A promotion is for a quantum beyond what must be computed again, however that is cut. Cut, it takes
+                # longer than the pace of promotions was told.
+                if not piece.samples:
+                    self._next_promotion += seconds / self._promotion_share
+                continue
             job.used += seconds
             if job.used >= quanta[job.level]:
                 self._step_down(piece.request, job)
@@ -239,8 +243,10 @@ class SkipJoinMlfq:
         self._decode_seconds.clear()
         if not self._follows_cost:
             return
-        scale = self._cost.step(StepShape(decodes=1, context=1)) / self._quanta[0]
-        self._quanta = [quantum * scale for quantum in self._quanta]
+        shortest = self._cost.step(StepShape(decodes=1, context=1))
+        scale = shortest / self._quanta[0]
+        # Not scaled: rounding could leave the first a hair longer than the iteration that is to use it up.
+        self._quanta = [shortest * 2**level for level in range(len(self._quanta))]
         for job in self._jobs.values():
             job.used *= scale
             if job.home is not None:

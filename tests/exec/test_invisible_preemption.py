@@ -85,7 +85,7 @@ EXPECTED = {
     "overlapped, late copies fail": {"failed out beside", "failed in beside", Preemption.DROP},
 }
 # Of each.
-FEWEST = 4
+FEWEST = 3
 
 
 def forced(case: str, family: str) -> tuple[EngineCore, LocalExecutor]:

@@ -11,7 +11,7 @@ PORT ?= 8000
 help:
 	@echo "make serve   start an OpenAI-compatible server with the built-in model on $(HOST):$(PORT)"
 	@echo "make test    run all tests"
-	@echo "make check   format, lint, types, core tests and import rules, in under a minute"
+	@echo "make check   format, lint, types, core tests and import rules, in two minutes"
 	@echo "make format  format the code"
 
 $(BIN)/python:

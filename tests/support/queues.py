@@ -1,0 +1,50 @@
+"""FastServe's queues without an engine, on whole seconds."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from skipjoin.core.request import Request
+from skipjoin.core.step import Slice
+from skipjoin.policies.mlfq import SkipJoinMlfq
+from support.load import make
+from support.policies import UnitCost
+
+
+class Queues:
+    """A skip-join ordering and requests that run in it without an engine."""
+
+    def __init__(self, *, starvation_s: float = 1e6, promotion_share: float = math.inf, **settings: Any) -> None:
+        self.mlfq = SkipJoinMlfq(UnitCost(), starvation_s=starvation_s, promotion_share=promotion_share, **settings)
+        self.now = 0.0
+        self._count = 0
+
+    def arrive(self, prompt: int) -> Request:
+        request = make(self._count, prompt, 1000, arrival=self.now)
+        self._count += 1
+        self.mlfq.arrived(request, self.now)
+        return request
+
+    def run(self, request: Request, most: int = 1000) -> int:
+        """One iteration of up to `most` tokens; the level afterwards."""
+        tokens = min(most, request.known - request.computed)
+        start, end = request.computed, request.computed + tokens
+        request.computed = request.planned = end
+        self.now += tokens
+        self.mlfq.ran([Slice(request, start, tokens, end == request.known, False, ())], self.now)
+        request.known += end == request.known
+        return self.mlfq.level(request)
+
+    def drop(self, request: Request) -> None:
+        """Its KV is gone."""
+        request.computed = request.planned = 0
+        self.mlfq.evicted(request, self.now)
+
+    def order(self) -> list[Request]:
+        return list(self.mlfq.ranked(self.now))
+
+    def promoted(self, *requests: Request) -> list[Request]:
+        """Those of the requests that are in the first queue now."""
+        self.order()
+        return [request for request in requests if self.mlfq.level(request) == 0]

@@ -7,11 +7,12 @@ RECIPE ?= fastserve
 HOST ?= 127.0.0.1
 PORT ?= 8000
 
-.PHONY: help serve test check format clean
+.PHONY: help serve test lint check format clean
 help:
 	@echo "make serve   start an OpenAI-compatible server with the built-in model on $(HOST):$(PORT)"
 	@echo "make test    run all tests"
-	@echo "make check   format, lint, types, core tests and import rules, in two minutes"
+	@echo "make lint    format, lint and types"
+	@echo "make check   the same, core tests and import rules, in two minutes"
 	@echo "make format  format the code"
 
 $(BIN)/python:
@@ -35,12 +36,14 @@ serve: $(VENV)/.runtime
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest
 
-check: $(VENV)/.dev
+lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy -p skipjoin.core -p skipjoin.policies -p skipjoin.sim -p skipjoin.observe -p skipjoin.bench \
 		-m skipjoin.recipes -m skipjoin.profile -m skipjoin.config -m skipjoin.sampling -m skipjoin.exec.base \
 		-m skipjoin.exec.simulated
+
+check: lint
 	$(BIN)/python -m pytest -q tests/core tests/policies tests/recipes tests/sim tests/observe tests/test_import_rules.py
 
 format: $(VENV)/.dev

@@ -49,7 +49,7 @@ _HOST_STEPS, _HOST_REQUESTS, _HOST_SHARE = 48, 16, 0.05
 # Share of free memory that the KV pool takes on a CPU, where other programs live beside us, and its most.
 _CPU_SHARE, _CPU_MOST = 0.25, 8 * _GIB
 # The same of the host pool; and the RAM that it must leave to the engine's own needs and to other programs.
-_HOST_SHARE, _HOST_MOST, _HOST_SPARE = 0.25, 4 * _GIB, 1 * _GIB
+_SWAP_SHARE, _SWAP_MOST, _SWAP_SPARE = 0.25, 4 * _GIB, 1 * _GIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,15 +341,15 @@ def _host_blocks(config: EngineConfig, model: CausalLM, device_blocks: int) -> i
     free = _free_ram()
     if model.device.type == "cuda":
         # torch rounds page-locked memory up to a power of two, and all of it is taken at once.
-        left = max(0, free - _HOST_SPARE)
+        left = max(0, free - _SWAP_SPARE)
         room, beside = 1 << (left.bit_length() - 1) if left else 0, ", and page-locked memory comes in powers of two"
     else:
         # The device pool lies in RAM too, and takes none of it until blocks are used.
-        room = max(0, free - device_blocks * block_bytes - _HOST_SPARE)
+        room = max(0, free - device_blocks * block_bytes - _SWAP_SPARE)
         beside = f", {device_blocks * block_bytes / _GIB:.4g} of them for the KV pool"
     asked = config.swap_space_gib
     if asked is None:
-        return min(_HOST_MOST, int(free * _HOST_SHARE), room) // block_bytes
+        return min(_SWAP_MOST, int(free * _SWAP_SHARE), room) // block_bytes
     size = int(asked * _GIB)
     if size > room:
         # Rounded towards what works, here and below.

@@ -153,7 +153,7 @@ def _settings(config: EngineConfig, loaded: _Loaded, cost: LearningCost) -> Sett
             f"starvation_bound_s must be at least {math.ceil(least * 10) / 10:.1f} s "
             f"with max_num_queued_reqs {most.requests}, got {bound:g}; {hint}"
         )
-    return replace(settings, starvation_s=starvation_within(bound, most), promotion_share=math.inf)
+    return replace(settings, starvation_s=starvation_within(bound, most), paced=False)
 
 
 def _extremes(config: EngineConfig, loaded: _Loaded, settings: Settings) -> Extremes:

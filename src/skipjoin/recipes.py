@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -18,19 +19,23 @@ class Settings:
     """What a recipe is built from.
 
     cost: the profile of model and machine. max_seqs, max_tokens: most requests and tokens in a step.
-    starvation_s: how long a request may go without running before `fastserve` and `mlfq` promote it.
-    promotion_share: share of the time that promotions may take. quantum_s: of their first queue; None: the shortest
-    iteration. predictor: the true output lengths, which `srpt` needs.
+    starvation_s: how long a request may go without running before `fastserve` and `mlfq` promote it. paced: whether
+    promotions, and newcomers that make others lose their KV, may take a small share of the time only; where waiting is
+    bounded, nothing may pace them. quantum_s: of the first queue; None: the shortest iteration. predictor: the true
+    output lengths, which `srpt` needs.
     """
 
     cost: CostModel
     max_seqs: int = 256
     max_tokens: int = 2048
     starvation_s: float = 30.0
-    promotion_share: float = 0.05
+    paced: bool = True
     quantum_s: float | None = None
     predictor: LengthPredictor | None = None
 
+
+# Share of the time that each of the two may take.
+_PACE = 0.05
 
 Recipe = Callable[[Settings], Policies]
 RECIPES: dict[str, Recipe] = {}
@@ -79,11 +84,18 @@ def sarathi(s: Settings) -> Policies:
 def _preemptive(s: Settings, ordering: Callable[[], Ordering]) -> Policies:
     """What the preemptive systems share, whatever their order."""
     batcher = Greedy(s.max_seqs, s.max_tokens, chunked=True)
-    return Policies(Prioritized(ordering), batcher, OnDemand(), ProactiveSwap(s.cost))
+    return Policies(Prioritized(ordering), batcher, OnDemand(), ProactiveSwap(s.cost, drop_share=_share(s)))
 
 
 def _mlfq(s: Settings, *, skip_join: bool) -> SkipJoinMlfq:
-    return SkipJoinMlfq(s.cost, starvation_s=s.starvation_s, promotion_share=s.promotion_share, skip_join=skip_join)
+    share = _share(s)
+    return SkipJoinMlfq(
+        s.cost, quantum_s=s.quantum_s, starvation_s=s.starvation_s, promotion_share=share, skip_join=skip_join
+    )
+
+
+def _share(s: Settings) -> float:
+    return _PACE if s.paced else math.inf
 
 
 @recipe
@@ -95,7 +107,7 @@ def fastserve(s: Settings) -> Policies:
 @recipe
 def fastserve_reactive(s: Settings) -> Policies:
     """FastServe, KV swapped before the step that is short of blocks."""
-    return replace(fastserve(s), pressure=Swap(s.cost))
+    return replace(fastserve(s), pressure=Swap(s.cost, drop_share=_share(s)))
 
 
 @recipe

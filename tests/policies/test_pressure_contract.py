@@ -49,7 +49,7 @@ def test_victims_free_enough_in_the_order_given_and_no_more_than_needed(
     kv = KVLedger(100, 100, 4)
     candidates = holders(kv, sizes)
     short = data.draw(st.integers(1, sum(sizes)))
-    victims = [victim for victim, _ in build().victims(short, candidates, kv)]
+    victims = [victim for victim, _ in build().victims(short, candidates, kv, 0.0, None)]
     assert victims == candidates[: len(victims)]
     freed = [kv.footprint(victim) for victim in victims]
     assert sum(freed) >= short > sum(freed[:-1])
@@ -102,13 +102,16 @@ def test_with_all_kv_on_the_host_somebody_is_brought_in_beside_or_may_return_bef
 def test_those_without_swapping_drop_and_move_nothing_ahead(pressure: Pressure) -> None:
     kv = KVLedger(10, 10, 4)
     requests = holders(kv, [1, 2])
-    assert list(pressure.victims(3, requests, kv)) == [(r, Preemption.DROP) for r in requests]
+    assert pressure.victims(3, requests, kv, 0.0, None) == [(r, Preemption.DROP) for r in requests]
     assert pressure.ahead(requests, by_number(requests), kv, 0.0) == ((), ())
     assert not pressure.returns_beside
 
 
 def test_only_who_defers_lets_newcomers_wait() -> None:
-    evicting = {name: build().evicts_for_newcomers for name, build in PRESSURES.items()}
+    kv = KVLedger(10, 10, 4)
+    requests = holders(kv, [1, 2])
+    newcomer = make(9, 1, 1)
+    evicting = {name: bool(build().victims(1, requests, kv, 0.0, newcomer)) for name, build in PRESSURES.items()}
     assert evicting == dict.fromkeys(PRESSURES, True) | {"defer": False}
 
 
@@ -116,7 +119,7 @@ def test_swap_keeps_what_is_finished_and_drops_an_unfinished_prefill() -> None:
     kv = KVLedger(10, 10, 4)
     decoding, prefilling = holders(kv, [1, 2])
     prefilling.known = prefilling.computed + 2
-    assert list(Swap(COST).victims(3, [decoding, prefilling], kv)) == [
+    assert Swap(COST).victims(3, [decoding, prefilling], kv, 0.0, None) == [
         (decoding, Preemption.SWAP),
         (prefilling, Preemption.DROP),
     ]
@@ -128,7 +131,7 @@ def test_swap_drops_what_is_computed_again_sooner_than_it_is_moved_out_and_back(
     requests = holders(kv, [1])
     for block, how in ((2.0, Preemption.SWAP), (2.001, Preemption.DROP)):
         cost = replace(COST, floor=1000.0, prefill_token=1.0, attention_pair=0.0, block=block, transfer_floor=0.0)
-        assert [one for _, one in Swap(cost).victims(1, requests, kv)] == [how]
+        assert [one for _, one in Swap(cost).victims(1, requests, kv, 0.0, None)] == [how]
 
 
 def test_swap_moves_nothing_ahead() -> None:

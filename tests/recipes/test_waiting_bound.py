@@ -7,7 +7,6 @@ that runs it.
 
 from __future__ import annotations
 
-import math
 import random
 from collections import deque
 from collections.abc import Callable
@@ -104,7 +103,7 @@ class Duel:
 
     def __post_init__(self) -> None:
         most = self.most
-        settings = Settings(most.cost, most.max_seqs, most.max_tokens, self.starvation_s, promotion_share=math.inf)
+        settings = Settings(most.cost, most.max_seqs, most.max_tokens, self.starvation_s, paced=False)
         kv = KVLedger(most.device_blocks, most.host_blocks, most.block_size)
         scheduler = Scheduler(build(self.recipe, settings), kv, depth=most.depth, overlap=most.depth > 1)
         self.core = EngineCore(scheduler)

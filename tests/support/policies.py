@@ -79,8 +79,10 @@ class Ranks:
 class SwapAll(Recompute):
     """Who makes way goes to the host, in the middle of a prompt too, whatever that costs."""
 
-    def victims(self, short: int, candidates: Sequence[Request], kv: KVLedger) -> Iterator[tuple[Request, Preemption]]:
-        return ((victim, Preemption.SWAP) for victim, _ in super().victims(short, candidates, kv))
+    def victims(
+        self, short: int, candidates: Sequence[Request], kv: KVLedger, now: float, newcomer: Request | None
+    ) -> Sequence[tuple[Request, Preemption]]:
+        return [(victim, Preemption.SWAP) for victim, _ in super().victims(short, candidates, kv, now, newcomer)]
 
 
 class OnCall(SwapAll):

@@ -130,13 +130,9 @@ class Reservation(Protocol):
 class Pressure(Protocol):
     """What leaves the device when space is short, and what moves ahead of need.
 
-    evicts_for_newcomers: whether who holds KV makes way for a request that holds none and outranks it; otherwise only
-    for those who run and need room to grow. returns_beside: whether KV comes back from the host beside steps only, as
-    `ahead` says, while its request is passed over; otherwise before the step that runs it.
+    returns_beside: whether KV comes back from the host beside steps only, as `ahead` says, while its request is passed
+    over; otherwise before the step that runs it.
     """
-
-    @property
-    def evicts_for_newcomers(self) -> bool: ...
 
     @property
     def returns_beside(self) -> bool: ...
@@ -144,12 +140,19 @@ class Pressure(Protocol):
     def arrived(self, request: Request, now: float) -> None:
         """The request entered the engine."""
 
-    def victims(self, short: int, candidates: Sequence[Request], kv: KVLedger) -> Iterable[tuple[Request, Preemption]]:
+    def victims(
+        self, short: int, candidates: Sequence[Request], kv: KVLedger, now: float, newcomer: Request | None
+    ) -> Sequence[tuple[Request, Preemption]]:
         """Who makes way, and how (SWAP or DROP), until `short` blocks are available.
 
-        candidates: requests that may be evicted, least important first; together they free enough.
+        candidates: requests that may be evicted, least important first; together they free enough. newcomer: who needs
+        the blocks and has no KV on the device: it waits if the answer is empty. None: who needs them runs and grows,
+        and somebody must make way.
         """
         ...
+
+    def dropped(self, tokens: int, now: float) -> None:
+        """KV of that many tokens was dropped for a newcomer."""
 
     def ahead(
         self, still: Sequence[Request], ordering: Ordering, kv: KVLedger, now: float

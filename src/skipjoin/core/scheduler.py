@@ -365,22 +365,20 @@ class _Step:
         """Evict until `short` more blocks are available; evicts nobody unless that succeeds."""
         if short <= 0:
             return True
-        if newcomer and not self._policies.pressure.evicts_for_newcomers:
-            return False
-        footprint = self._kv.footprint
+        footprint, pressure = self._kv.footprint, self._policies.pressure
         candidates = self._evictable(request, newcomer=newcomer)
         still = [victim for victim in candidates if not victim.in_flight]
+        comes = request if newcomer else None
         if sum(map(footprint, still)) >= short:
-            for victim, how in self._policies.pressure.victims(short, still, self._kv):
-                self._evict(victim, how)
-            return True
+            victims = pressure.victims(short, still, self._kv, self.now, comes)
+            dropped = sum(self._evict(victim, how) for victim, how in victims)
+            if newcomer and dropped:
+                pressure.dropped(dropped, self.now)
+            return bool(victims)
         if sum(map(footprint, candidates)) >= short:
             # Plans in flight hold some of them. Whoever runs in every plan could never be evicted, so they pause.
-            for victim in candidates:
-                if short <= 0:
-                    break
-                self._yielding.add(victim)
-                short -= footprint(victim)
+            victims = pressure.victims(short, candidates, self._kv, self.now, comes)
+            self._yielding.update(victim for victim, _ in victims)
         return False
 
     def _evictable(self, request: Request, *, newcomer: bool) -> list[Request]:
@@ -406,8 +404,9 @@ class _Step:
             found.append(victim)
         return found
 
-    def _evict(self, victim: Request, how: Preemption) -> None:
-        """Take the victim's KV off the device, before the slices run."""
+    def _evict(self, victim: Request, how: Preemption) -> int:
+        """Take the victim's KV off the device, before the slices run; of how many tokens it is dropped."""
+        dropped = 0
         rank = self._ordering.rank(victim)
         if self._floor is None or rank < self._floor:
             self._floor = rank
@@ -415,12 +414,13 @@ class _Step:
         if how is Preemption.SWAP and self._kv.can_move_out(victim):
             self.before.append(self._kv.move_out(victim, before=True))
         else:
-            how = Preemption.DROP
+            how, dropped = Preemption.DROP, victim.computed
             self._kv.release(victim)
             victim.computed = victim.planned = 0
         victim.evictions += 1
         victim.last_plan = NEVER
         self._events.append(Preempted(victim, self.now, how))
+        return dropped
 
     def tell_ordering(self) -> None:
         """Tell the ordering who was evicted, now that nobody iterates over it any more."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -25,8 +26,6 @@ class Recompute:
     """The least important make way, their KV is dropped, and they compute it again when they return (FastServe
     section 4.2, strawman 2)."""
 
-    evicts_for_newcomers = True
-
     @property
     def returns_beside(self) -> bool:
         return False
@@ -34,8 +33,13 @@ class Recompute:
     def arrived(self, request: Request, now: float) -> None:
         pass
 
-    def victims(self, short: int, candidates: Sequence[Request], kv: KVLedger) -> Iterator[tuple[Request, Preemption]]:
-        return ((victim, Preemption.DROP) for victim in _until_enough(short, candidates, kv))
+    def victims(
+        self, short: int, candidates: Sequence[Request], kv: KVLedger, now: float, newcomer: Request | None
+    ) -> Sequence[tuple[Request, Preemption]]:
+        return [(victim, Preemption.DROP) for victim in _until_enough(short, candidates, kv)]
+
+    def dropped(self, tokens: int, now: float) -> None:
+        pass
 
     def ahead(
         self, still: Sequence[Request], ordering: Ordering, kv: KVLedger, now: float
@@ -47,7 +51,10 @@ class Defer(Recompute):
     """Who holds KV keeps it, and newcomers wait, whatever their rank; only growth makes the least important go
     (FastServe section 4.2, strawman 1)."""
 
-    evicts_for_newcomers = False
+    def victims(
+        self, short: int, candidates: Sequence[Request], kv: KVLedger, now: float, newcomer: Request | None
+    ) -> Sequence[tuple[Request, Preemption]]:
+        return super().victims(short, candidates, kv, now, newcomer) if newcomer is None else ()
 
 
 class Swap(Recompute):
@@ -55,17 +62,39 @@ class Swap(Recompute):
     runs them: reactive swapping (FastServe section 4.2).
 
     An unfinished prefill is dropped, not swapped; so is what the host has no room for, and what is computed again in
-    less time than it takes to move it out and back.
+    less time than it takes to move it out and back. Dropping for newcomers is paced: with a full host pool above
+    capacity every newcomer would cost somebody its work, and computing that again takes the time to finish anything.
 
-    cost: of steps and transfers.
+    cost: of steps and transfers. drop_share: share of the time that it may take to compute again what newcomers made
+    others lose; who is more important by its `priority` does not wait for that. Infinite: nothing is paced.
     """
 
-    def __init__(self, cost: CostModel) -> None:
+    def __init__(self, cost: CostModel, *, drop_share: float = 0.05) -> None:
+        if not drop_share > 0:
+            raise ValueError(f"drop_share must be above 0, got {drop_share}")
         self._cost = cost
+        self._drop_share = drop_share
+        self._next_drop = -math.inf  # none before, for a newcomer
 
-    def victims(self, short: int, candidates: Sequence[Request], kv: KVLedger) -> Iterator[tuple[Request, Preemption]]:
+    def victims(
+        self, short: int, candidates: Sequence[Request], kv: KVLedger, now: float, newcomer: Request | None
+    ) -> Sequence[tuple[Request, Preemption]]:
+        found = []
+        room, is_free = kv.host_free, newcomer is None or now >= self._next_drop
         for victim in _until_enough(short, candidates, kv):
-            yield victim, Preemption.SWAP if self.is_worth_moving(victim, kv) else Preemption.DROP
+            blocks = kv.blocks_for(victim.computed)
+            if blocks <= room and self.is_worth_moving(victim, kv):
+                room -= blocks
+                found.append((victim, Preemption.SWAP))
+            elif is_free or (newcomer is not None and newcomer.priority < victim.priority):
+                found.append((victim, Preemption.DROP))
+            else:
+                return ()
+        return found
+
+    def dropped(self, tokens: int, now: float) -> None:
+        seconds = self._cost.step(StepShape(prefill=tokens, attention=tokens * (tokens + 1) // 2))
+        self._next_drop = max(now, self._next_drop) + seconds / self._drop_share
 
     def is_worth_moving(self, request: Request, kv: KVLedger) -> bool:
         """Whether the request has its prompt behind it, and its KV goes and returns faster than it is recomputed."""
@@ -100,8 +129,8 @@ class ProactiveSwap(Swap):
     beside a step, there is none to save, and KV moves before the step that needs it.
     """
 
-    def __init__(self, cost: CostModel) -> None:
-        super().__init__(cost)
+    def __init__(self, cost: CostModel, *, drop_share: float = 0.05) -> None:
+        super().__init__(cost, drop_share=drop_share)
         self._is_cheap = False  # to move KV
         self._arrivals = ArrivalHistory()
         self._new: list[Request] = []  # arrived since the last step
@@ -121,8 +150,7 @@ class ProactiveSwap(Swap):
     ) -> tuple[Sequence[Request], Sequence[Request]]:
         self._time_step(now, is_idle=not still)
         spare = self._spare(kv, now)
-        held = kv.device_total - kv.device_free + kv.host_total - kv.host_free
-        self._is_cheap = self._cost.transfer(held // max(1, kv.holder_count)) <= _CHEAP_SHARE * self._step_s
+        self._is_cheap = self._finds_moves_cheap(len(still), kv)
         if self._is_cheap:
             return (), ()
         short = spare - kv.available - kv.blocks_in_transit[Direction.OUT]
@@ -130,6 +158,16 @@ class ProactiveSwap(Swap):
             return (), ()
         exchange = _Exchange(self, kv, spare)
         return exchange.choose(ordering.next_turns(still, now)) if exchange.is_possible else ((), ())
+
+    def _finds_moves_cheap(self, holders: int, kv: KVLedger) -> bool:
+        """Whether moving what a request holds takes next to no time beside a decode of all that is on the device.
+
+        By the profile, not by the time of late steps: moves before steps make those longer, and look cheap for it.
+        """
+        used = kv.device_total - kv.device_free
+        step = StepShape(decodes=max(1, holders), context=used * kv.block_size)
+        held = used + kv.host_total - kv.host_free
+        return self._cost.transfer(held // max(1, kv.holder_count)) <= _CHEAP_SHARE * self._cost.step(step)
 
     def link_room(self, direction: Direction, kv: KVLedger) -> int:
         """Blocks that may still begin to move that way: no more than the link moves in the time ahead, so that moves

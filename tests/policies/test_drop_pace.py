@@ -1,0 +1,108 @@
+"""How often newcomers may make others lose their KV (`Swap`), and what a recipe makes of its settings."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from skipjoin.core.events import Preempted, Preemption
+from skipjoin.core.kv import KVLedger
+from skipjoin.core.request import FinishReason, Request
+from skipjoin.policies.cost import LinearCost
+from skipjoin.policies.mlfq import SkipJoinMlfq
+from skipjoin.policies.ordering import Prioritized
+from skipjoin.policies.pressure import Swap
+from skipjoin.recipes import Settings, build
+from support.load import load, make
+from support.watch import World, run
+
+# A token takes a second to compute; moving takes next to nothing.
+COST = LinearCost(floor=1e-9, prefill_token=1.0, decode=1.0, block=1e-9)
+
+
+def holder(kv: KVLedger, number: int, tokens: int, priority: int = 0) -> Request:
+    """A request with `tokens` computed tokens of KV on the device."""
+    request = make(number, tokens, 10, priority=priority)
+    kv.grow(request, tokens)
+    request.computed = request.planned = tokens
+    request.known += 1
+    return request
+
+
+def ways(pressure: Swap, victim: Request, kv: KVLedger, now: float, newcomer: Request | None) -> list[Preemption]:
+    return [how for _, how in pressure.victims(1, [victim], kv, now, newcomer)]
+
+
+def test_after_a_drop_newcomers_wait_until_it_is_a_small_share_of_the_time() -> None:
+    kv = KVLedger(10, 0, 4)
+    victim, newcomer = holder(kv, 0, 8), make(1, 4, 10)
+    pressure = Swap(COST, drop_share=0.1)
+    assert ways(pressure, victim, kv, 5.0, newcomer) == [Preemption.DROP]
+    assert ways(pressure, victim, kv, 5.0, newcomer) == [Preemption.DROP]  # to ask changes nothing
+    pressure.dropped(8, 5.0)
+    assert ways(pressure, victim, kv, 84.9, newcomer) == []
+    assert ways(pressure, victim, kv, 85.1, newcomer) == [Preemption.DROP]
+    pressure.dropped(8, 85.1)
+    pressure.dropped(8, 85.1)
+    assert ways(pressure, victim, kv, 245.0, newcomer) == []
+    assert ways(pressure, victim, kv, 245.2, newcomer) == [Preemption.DROP]
+
+
+def test_growth_and_more_important_requests_do_not_wait() -> None:
+    kv = KVLedger(10, 0, 4)
+    victim = holder(kv, 0, 8)
+    pressure = Swap(COST)
+    pressure.dropped(8, 0.0)
+    assert ways(pressure, victim, kv, 1.0, None) == [Preemption.DROP]
+    assert ways(pressure, victim, kv, 1.0, make(1, 4, 10, priority=-1)) == [Preemption.DROP]
+    assert ways(pressure, victim, kv, 1.0, make(2, 4, 10, priority=1)) == []
+
+
+def test_moves_are_not_paced_while_the_host_has_room() -> None:
+    kv = KVLedger(10, 3, 4)
+    victims, newcomer = [holder(kv, 0, 8), holder(kv, 1, 4), holder(kv, 2, 8)], make(3, 4, 10)
+    pressure = Swap(COST)
+    pressure.dropped(8, 0.0)
+    first = pressure.victims(3, victims, kv, 1.0, newcomer)
+    assert [(victim.id, how) for victim, how in first] == [(0, Preemption.SWAP), (1, Preemption.SWAP)]
+    assert pressure.victims(4, victims, kv, 1.0, newcomer) == ()
+    grown = pressure.victims(4, victims, kv, 1.0, None)
+    assert [how for _, how in grown] == [Preemption.SWAP, Preemption.SWAP, Preemption.DROP]
+
+
+@pytest.mark.parametrize("share", [0.0, -1.0, math.nan])
+def test_a_share_that_is_none_is_refused(share: float) -> None:
+    with pytest.raises(ValueError, match="drop_share must be above 0"):
+        Swap(COST, drop_share=share)
+
+
+@pytest.mark.parametrize("recipe", ["fastserve", "fastserve-reactive", "mlfq"])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_above_capacity_with_a_full_host_pool_the_pace_saves_work_and_time(recipe: str, depth: int) -> None:
+    drops, ends = {}, {}
+    for paced in (True, False):
+        world = World(recipe, device_blocks=60, host_blocks=30, depth=depth)
+        policies = build(recipe, Settings(world.cost, world.max_seqs, world.max_tokens, paced=paced))
+        requests = load(300, 400, rate=200.0, prompts=(4, 40), outputs=(1, 60))
+        done = run(world, requests, core=world.core(policies))
+        assert all(request.finish_reason is FinishReason.LENGTH for request in requests)
+        drops[paced] = sum(event.how is Preemption.DROP for event in done.events if isinstance(event, Preempted))
+        ends[paced] = done.trace[-1][0]
+    assert drops[True] < 0.5 * drops[False]
+    assert ends[True] < 0.95 * ends[False]
+
+
+@pytest.mark.parametrize("paced", [True, False])
+def test_recipes_take_quantum_and_pace_from_their_settings(paced: bool) -> None:
+    policies = build("fastserve", Settings(COST, quantum_s=0.26, paced=paced))
+    assert isinstance(policies.ordering, Prioritized)
+    request = make(0, 1, 10)
+    policies.ordering.arrived(request, 0.0)
+    band = policies.ordering._bands[0]
+    assert isinstance(band, SkipJoinMlfq)
+    assert band.level(request) == 2  # a second is nearly four quanta
+    kv = KVLedger(10, 0, 4)
+    pressure = policies.pressure
+    pressure.dropped(8, 0.0)
+    assert bool(pressure.victims(1, [holder(kv, 1, 8)], kv, 1.0, request)) is not paced

@@ -10,6 +10,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from skipjoin.bench.bound import parse_bound
@@ -151,7 +152,8 @@ def test_bad_input_is_one_line_that_names_it(options: str, told: str) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_an_interrupt_leaves_what_is_finished(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_who_is_told_to_end_keeps_what_is_finished_and_leaves_no_process(tmp_path: Path, number: int) -> None:
     out = tmp_path / "out.json"
     seeds = ",".join(map(str, range(200)))
     command = [SKIPJOIN, "simulate", *SMALL, "--rates", "40", "--seeds", seeds]
@@ -159,9 +161,13 @@ def test_an_interrupt_leaves_what_is_finished(tmp_path: Path) -> None:
     until = time.monotonic() + 60
     while not out.exists() and time.monotonic() < until:
         time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(number)
     _, errors = process.communicate(timeout=30)
-    assert process.returncode == 130, errors
+    assert process.returncode == 128 + number, errors
     assert "Traceback" not in errors
     assert "runs were finished" in errors
     assert 1 <= len(load_results([out])) < 200
+    assert children
+    _, alive = psutil.wait_procs(children, timeout=10)
+    assert all(child.status() == psutil.STATUS_ZOMBIE for child in alive)  # where no init process takes its end note

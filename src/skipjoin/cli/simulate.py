@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+import signal
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -40,7 +42,7 @@ from skipjoin.cli.workload import (
 from skipjoin.config import ConfigError
 from skipjoin.recipes import RECIPES
 
-_INTERRUPTED = 130
+_INTERRUPTED = 128 + signal.SIGINT
 _START_RPS = 1.0  # where a search for the largest rate begins
 _DURATION_S = 300.0
 
@@ -166,6 +168,8 @@ def simulate(
         if timeline is not None and (len(cells) > 1 or bound):
             raise ConfigError("timeline is for a single run: one recipe, one rate, one seed")
         results = ResultsFile(out, existing=existing_results(overwrite=overwrite, append=append)) if out else None
+        # Told to end as by an interrupt, it takes its processes with it.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         with Report(results, bound) as report:
             plans = [Grid(cells)] if bound is None else [RateSearch(group, bound) for group in _by_system(cells)]
             try:

@@ -18,6 +18,9 @@ from skipjoin.observe.record import Record
 
 # A search ends when its bracket is this narrow, relative to the rate.
 _TOLERANCE = 0.02
+# What the rate is first multiplied or divided by: who starts near is not sent far into overload, which takes longest to
+# simulate. Squared at each step up to the longest.
+_FIRST_STRIDE, _LONGEST_STRIDE = 1.25, 4.0
 # Rates outside this range are not searched.
 _LOWEST_RPS, _HIGHEST_RPS = 1e-4, 1e5
 _TICK_S = 0.2
@@ -49,8 +52,8 @@ class Grid:
 
 
 class RateSearch:
-    """Looks for the largest rate at which the mean over seeds keeps a bound: doubles or halves until it lies between
-    two rates, then halves the interval (on a logarithmic scale) to 2 %.
+    """Looks for the largest rate at which the mean over seeds keeps a bound: steps up or down, in strides that
+    grow, until it lies between two rates, then halves the interval (on a logarithmic scale) to 2 %.
 
     cells: one per seed, all at the rate to start from. A system that keeps the bound at 100,000 requests per second,
     or breaks it at 0.0001 or where no request arrives any more, is given up there.
@@ -62,6 +65,7 @@ class RateSearch:
         self._holds: float | None = None  # the highest rate known to keep it
         self._breaks: float | None = None  # the lowest rate known to break it
         self._values: list[float] = []  # at the present rate
+        self._stride = _FIRST_STRIDE
 
     def first(self) -> Sequence[Cell]:
         return self._cells
@@ -81,11 +85,14 @@ class RateSearch:
         return cells if all(cell.jobs() for cell in cells) else []
 
     def _next(self) -> float | None:
-        if self._breaks is None:
-            assert self._holds is not None
-            return self._holds * 2 if self._holds * 2 <= _HIGHEST_RPS else None
-        if self._holds is None:
-            return self._breaks / 2 if self._breaks / 2 >= _LOWEST_RPS else None
+        if self._breaks is None or self._holds is None:
+            stride, self._stride = self._stride, min(self._stride**2, _LONGEST_STRIDE)
+            if self._breaks is None:
+                assert self._holds is not None
+                following = self._holds * stride
+            else:
+                following = self._breaks / stride
+            return following if _LOWEST_RPS <= following <= _HIGHEST_RPS else None
         if self._breaks <= self._holds * (1 + _TOLERANCE):
             return None
         return float((self._holds * self._breaks) ** 0.5)

@@ -6,6 +6,8 @@ No model runs: every plan is answered at once with fixed tokens. `decide` is Sch
 `engine` is EngineCore.start_step + finish_step + take_events, which adds tokens, stop conditions and events.
 The queue waits either because the batch is full (128 seats) or because the KV pool is (256 seats, no blocks for a
 newcomer). Its prompts are long, so that every recipe ranks it behind the requests that run, and the state is steady.
+`swapping` is another load: OPT-13B on a simulated A100 with 11 GiB of KV and 128 GiB of host memory, ShareGPT's lengths
+at 5.5 requests per second for 100 s, which is above capacity: KV moves all the time, and hundreds hold some.
 Each figure is the median over the steps of a run; printed are median, least and greatest over the repeats.
 """
 
@@ -18,8 +20,12 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
+from skipjoin.bench.simulation import Cell, Extent, run
+from skipjoin.bench.systems import Machine
+from skipjoin.bench.workload import synthetic
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.kv import KVLedger
 from skipjoin.core.request import Request
@@ -35,6 +41,7 @@ from machine import describe_machine
 RUNNING = 128
 WAITING = (0, 100, 1_000, 10_000, 100_000)
 STEPS = 200  # beyond that, fastserve would demote the running requests behind the queue
+SWAPPING = ("fastserve", "fastserve-reactive", "mlfq", "srpt")
 COST = LinearCost(floor=0.02, prefill_token=1e-4, decode=1e-4, context_token=1e-7)
 
 
@@ -68,11 +75,12 @@ def measure(recipe: str, waiting: int, limit: str) -> dict[str, float]:
     commit_seconds = 0.0
     inner = scheduler.commit
 
-    def timed_commit(result: StepResult, now: float) -> None:
+    def timed_commit(result: StepResult, now: float) -> set[Request]:
         nonlocal commit_seconds
         start = time.perf_counter()
-        inner(result, now)
+        lost = inner(result, now)
         commit_seconds = time.perf_counter() - start
+        return lost
 
     scheduler.commit = timed_commit  # type: ignore[method-assign]
     now = 1.0
@@ -93,6 +101,44 @@ def measure(recipe: str, waiting: int, limit: str) -> dict[str, float]:
     return {"decide_us": statistics.median(decide) * 1e6, "engine_us": statistics.median(engine) * 1e6}
 
 
+def measure_swapping(recipe: str) -> dict[str, float]:
+    """Median and 95th percentile of the microseconds per decision while KV moves, and how much goes on."""
+    (system,) = Machine(model="opt-13b", hardware="a100-40gb", kv_gib=11.0, swap_gib=128.0).systems(recipe)
+    schedule, commit = Scheduler.schedule, Scheduler.commit
+    seconds: list[float] = []
+
+    def timed_schedule(self: Scheduler, now: float) -> StepPlan | None:
+        start = time.perf_counter()
+        plan = schedule(self, now)
+        if plan is not None:
+            seconds.append(time.perf_counter() - start)
+        return plan
+
+    def timed_commit(self: Scheduler, result: StepResult, now: float) -> set[Request]:
+        start = time.perf_counter()
+        lost = commit(self, result, now)
+        seconds[-1] += time.perf_counter() - start
+        return lost
+
+    Scheduler.schedule, Scheduler.commit = timed_schedule, timed_commit  # type: ignore[method-assign]
+    try:
+        record = run(Cell(system, synthetic("sharegpt", "poisson"), Extent(5.5, 100.0, 0)))
+    finally:
+        Scheduler.schedule, Scheduler.commit = schedule, commit  # type: ignore[method-assign]
+    return {
+        "decide_us": statistics.median(seconds) * 1e6,
+        "decide_p95_us": statistics.quantiles(seconds, n=20)[-1] * 1e6,
+        "batch_mean": record["batch_mean"],
+        "preemptions_per_step": record["kv"]["preemptions"] / record["steps"],
+        "step_ms": record["duration_s"] / record["steps"] * 1e3,
+    }
+
+
+def summary(values: Sequence[float]) -> dict[str, float]:
+    """Median, least and greatest."""
+    return {"median": round(statistics.median(values), 2), "min": round(min(values), 2), "max": round(max(values), 2)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5)
@@ -104,10 +150,15 @@ def main() -> None:
     for recipe, limit, waiting in itertools.product(args.recipes, ("seats", "memory"), WAITING):
         runs = [measure(recipe, waiting, limit) for _ in range(args.repeats if waiting < 50_000 else 2)]
         row: dict[str, object] = {"recipe": recipe, "limit": limit, "running": RUNNING, "waiting": waiting}
-        for name in ("decide_us", "engine_us"):
-            values = sorted(run[name] for run in runs)
-            summary = (statistics.median(values), values[0], values[-1])
-            row[name] = dict(zip(("median", "min", "max"), (round(value, 1) for value in summary), strict=True))
+        row |= {name: summary([one[name] for one in runs]) for name in runs[0]}
+        rows.append(row)
+        print(row, flush=True)
+    for recipe in args.recipes:
+        if recipe not in SWAPPING:
+            continue
+        runs = [measure_swapping(recipe) for _ in range(args.repeats)]
+        row = {"recipe": recipe, "limit": "swapping"}
+        row |= {name: summary([one[name] for one in runs]) for name in runs[0]}
         rows.append(row)
         print(row, flush=True)
     if args.out:

@@ -92,8 +92,8 @@ def draw_panels(records: Sequence[Record], field: str, limit: float) -> Figure:
             axes.set_ylim(0.02, 20)
             axes.set_xlim(left=0)
             axes.set_title(f"{model}, {dataset}")
-        line[0].set_ylabel(style.field_label(field))
     for axes in panels[-1]:
         axes.set_xlabel("arrival rate (req/s)")
+    figure.supylabel(style.field_label(field), fontsize=9)
     legend_of(figure, panels[0][0])
     return figure

@@ -128,13 +128,40 @@ def _serve(rank: int, tp: int, pp: int, meeting_point: str, connection: Connecti
     with suppress(EOFError):
         while True:
             message = connection.recv_bytes()
-            if message[:1] == b"m":
+            if message == b"c":
+                connection.send_bytes(check_collectives(group))
+            elif message[:1] == b"m":
                 settings = json.loads(message[1:])
                 current = make_rank(group, settings.pop("family"), **settings)
             else:
                 assert current is not None
                 connection.send_bytes(current.run(message[1:]))
     group.close()
+
+
+def check_collectives(group: TorchGroup) -> bytes:
+    """What is wrong with them, in every type that a model can have; nothing if all is well."""
+    shard, wrong = group.shard, []
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        own = torch.full((3, 2), 2.0 + shard.tp_rank, dtype=dtype)
+        total = torch.ones((3, 2), dtype=dtype)
+        group.count_once(total)
+        total += own
+        group.all_reduce(total)
+        sizes = [4 + rank for rank in range(shard.tp_size)]  # ragged
+        gathered = group.gather(torch.full((2, sizes[shard.tp_rank]), float(shard.tp_rank), dtype=dtype), sizes)
+        expected = [float(rank) for rank, size in enumerate(sizes) for _ in range(size)]
+        wrong += [f"{dtype} sum"] * (total.unique().tolist() != [1.0 + sum(range(2, 2 + shard.tp_size))])
+        wrong += [f"{dtype} gather"] * (gathered.tolist() != [expected] * 2)
+        # Two in a row: neither waits for the other side.
+        if not shard.is_last:
+            for number in range(2):
+                group.send(own * 10 + number)
+        if not shard.is_first:
+            for number in range(2):
+                group.receive(total)
+                wrong += [f"{dtype} sent {number}"] * (not torch.equal(total, own * 10 + number))
+    return ", ".join(wrong).encode()
 
 
 class ProcessLink:
@@ -183,6 +210,12 @@ class Processes:
             self.links.append(ProcessLink(process, ours))
         for link in self.links:
             assert link.receive(START_S) == b"ready"
+
+    def check_collectives(self) -> list[bytes]:
+        """See `check_collectives`; of every rank."""
+        for link in self.links:
+            link._connection.send_bytes(b"c")
+        return [link.receive(PLAN_S) for link in self.links]
 
     def executor(self, family: str, **store: Any) -> ShardedExecutor:
         """An executor of a new model. store: see `make_rank`."""

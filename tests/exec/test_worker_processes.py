@@ -13,10 +13,13 @@ import pytest
 from engines import CONFIGS, Restless, SwapAll, engine, make_core, mixed_requests, run
 from rank_links import GROUP_S, LAYERS, Processes, processes
 from test_invisible_preemption import happened
+from torch import distributed
 
 from skipjoin.core.events import Preemption
 from skipjoin.exec.sharded import RankError
 from skipjoin.model.loader import random_model
+from skipjoin.model.parallel import GroupError, Shard
+from skipjoin.model.torch_group import TorchGroup
 from skipjoin.policies.pressure import Recompute
 
 pytestmark = pytest.mark.timeout(240)
@@ -60,6 +63,10 @@ def test_tokens_are_those_of_one_process(ranks: Processes, family: str) -> None:
     assert all(found[what] >= 3 for what in EXPECTED[case]), found
 
 
+def test_the_group_carries_every_type(ranks: Processes) -> None:
+    assert ranks.check_collectives() == [b""] * len(ranks.links)
+
+
 @pytest.mark.parametrize("how", ["overlapped", "late copies fail"])
 def test_tokens_are_those_of_one_process_with_everything_at_once(ranks: Processes, how: str) -> None:
     store: dict = {"device_blocks": 20, "host_blocks": 40}
@@ -99,6 +106,14 @@ def start_requests(processes: Processes, timeout_s: float = 30.0):
 
     step(3)
     return step
+
+
+def test_a_rank_that_nobody_joins_does_not_wait_for_ever(tmp_path: Path) -> None:
+    store = distributed.FileStore(str(tmp_path / "meeting"), 2)
+    begin = time.monotonic()
+    with pytest.raises(GroupError, match=r"rank 0 .* failed in joining the group"):
+        TorchGroup(Shard(tp_size=2), store, timeout_s=1.0)
+    assert time.monotonic() - begin < GROUP_S
 
 
 @pytest.mark.parametrize("layout", ["tp 2", "pp 2"])

@@ -212,7 +212,7 @@ def test_the_refusal_of_a_host_pool_names_a_size_that_works(start: Callable[...,
 def test_page_locked_memory_comes_in_powers_of_two(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(assembly, "_free_ram", lambda: 100 * GIB)
     own = llm.engine.executor.model
-    model: Any = SimpleNamespace(config=own.config, dtype=own.dtype, device=torch.device("cuda"))
+    model: Any = SimpleNamespace(config=own.config, dtype=own.dtype, device=torch.device("cuda"), shard=own.shard)
 
     def blocks(gib: float | None) -> int:
         return assembly._host_blocks(EngineConfig(swap_space_gib=gib), model, 1)

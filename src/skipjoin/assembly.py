@@ -26,8 +26,9 @@ from skipjoin.core.scheduler import Scheduler
 from skipjoin.exec.cases import Limits
 from skipjoin.exec.guess import guess_cost
 from skipjoin.exec.kv_store import KVStore
-from skipjoin.exec.local import LocalExecutor, Sampling
+from skipjoin.exec.local import LocalExecutor
 from skipjoin.exec.profiler import FIRST_START, Effort, measure_profile, profile_key
+from skipjoin.exec.worker import Sampling
 from skipjoin.model.causal_lm import CausalLM
 from skipjoin.model.kv_cache import PagedKV
 from skipjoin.model.loader import load_model, resolve_folder
@@ -214,6 +215,7 @@ def _load(config: EngineConfig, on_progress: Progress) -> _Loaded:
         device_blocks=blocks,
         host_blocks=_host_blocks(config, model, blocks),
         block_size=config.block_size,
+        shard=model.shard,
     )
     executor = LocalExecutor(model, store, threads=config.threads)
     return _Loaded(folder, executor, max_len, profile_key(config.model, model, __version__))
@@ -312,7 +314,7 @@ def _max_model_len(config: EngineConfig, model: CausalLM) -> int:
 
 def _device_blocks(config: EngineConfig, model: CausalLM, max_len: int) -> int:
     """Blocks of the KV pool: what memory allows, and never more than all running requests can fill."""
-    block_bytes = PagedKV.bytes_per_block(model.config, config.block_size, model.dtype)
+    block_bytes = PagedKV.bytes_per_block(model.config, config.block_size, model.dtype, model.shard)
     one_request = -(-max_len // config.block_size)
     if config.kv_cache_gib is not None:
         blocks = int(config.kv_cache_gib * _GIB) // block_bytes
@@ -337,7 +339,7 @@ def _memory_for_kv(config: EngineConfig, model: CausalLM) -> int:
 
 def _host_blocks(config: EngineConfig, model: CausalLM, device_blocks: int) -> int:
     """Blocks of the host pool: what was asked for, if RAM holds it beside all else, or a share of what is free."""
-    block_bytes = PagedKV.bytes_per_block(model.config, config.block_size, model.dtype)
+    block_bytes = PagedKV.bytes_per_block(model.config, config.block_size, model.dtype, model.shard)
     free = _free_ram()
     if model.device.type == "cuda":
         # torch rounds page-locked memory up to a power of two, and all of it is taken at once.

@@ -6,7 +6,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from copiers import HarshStore, LateCopier
@@ -18,7 +18,9 @@ from skipjoin.core.policy import Ordering, Policies, Pressure
 from skipjoin.core.request import Request
 from skipjoin.core.scheduler import Scheduler
 from skipjoin.core.step import Move, Slice
-from skipjoin.exec.local import LocalExecutor, Sampling
+from skipjoin.exec.base import Executor
+from skipjoin.exec.local import LocalExecutor
+from skipjoin.exec.worker import Sampling
 from skipjoin.model.causal_lm import CausalLM
 from skipjoin.model.loader import random_model
 from skipjoin.policies.batching import Greedy
@@ -104,6 +106,49 @@ class Restless(SwapAll):
         return some, [request for request in some if not kv.can_move_out(request)]
 
 
+def make_store(
+    model: CausalLM,
+    device_blocks: int,
+    host_blocks: int = 0,
+    *,
+    delay_s: float = 0.0,
+    fails: Callable[[Move], bool] = lambda move: False,
+) -> HarshStore:
+    """Pools in which a slot that is read before it is written shows. delay_s: how long every copy takes at least.
+    fails: which moves do."""
+    store = HarshStore(
+        model.config,
+        torch.float32,
+        torch.device("cpu"),
+        device_blocks=device_blocks,
+        host_blocks=host_blocks,
+        block_size=BLOCK_SIZE,
+        shard=model.shard,
+    )
+    store.delay_s, store.fails = delay_s, fails
+    store.device.tensor.fill_(torch.nan)
+    if store.host is not None:
+        store.host.tensor.fill_(torch.nan)
+    return store
+
+
+def make_core(
+    pressure: Pressure,
+    *,
+    device_blocks: int,
+    host_blocks: int = 0,
+    seats: int = 2,
+    chunk: int | None = None,
+    depth: int = 1,
+    overlap: bool = False,
+) -> EngineCore:
+    """An engine that rotates its requests through `seats` seats. chunk: most tokens per step; None: no cutting."""
+    batcher = Greedy(seats, chunk or 10_000, chunked=chunk is not None)
+    policies = Policies(Rotating(), batcher, OnDemand(), pressure)
+    ledger = KVLedger(device_blocks, host_blocks, BLOCK_SIZE)
+    return EngineCore(Scheduler(policies, ledger, depth=depth, overlap=overlap))
+
+
 def engine(
     model: CausalLM,
     pressure: Pressure,
@@ -117,32 +162,29 @@ def engine(
     delay_s: float = 0.0,
     fails: Callable[[Move], bool] = lambda move: False,
 ) -> tuple[EngineCore, LocalExecutor]:
-    """An engine that rotates its requests through `seats` seats. chunk: most tokens per step; None: no cutting.
-
-    late: plans that a `beside` move takes, 1 for the one that begins it; None: a thread copies them. delay_s: how long
-    every copy takes at least. fails: which moves do.
-    """
-    store = HarshStore(
-        model.config,
-        torch.float32,
-        torch.device("cpu"),
+    """See `make_core` and `make_store`. late: plans that a `beside` move takes, 1 for the one that begins it; None: a
+    thread copies them."""
+    store = make_store(model, device_blocks, host_blocks, delay_s=delay_s, fails=fails)
+    core = make_core(
+        pressure,
         device_blocks=device_blocks,
         host_blocks=host_blocks,
-        block_size=BLOCK_SIZE,
+        seats=seats,
+        chunk=chunk,
+        depth=depth,
+        overlap=depth > 1,
     )
-    store.delay_s, store.fails = delay_s, fails
-    store.device.tensor.fill_(torch.nan)  # a slot that is read before it is written shows
-    if store.host is not None:
-        store.host.tensor.fill_(torch.nan)
-    batcher = Greedy(seats, chunk or 10_000, chunked=chunk is not None)
-    policies = Policies(Rotating(), batcher, OnDemand(), pressure)
-    ledger = KVLedger(device_blocks, host_blocks, BLOCK_SIZE)
-    scheduler = Scheduler(policies, ledger, depth=depth, overlap=depth > 1)
     copier = None if late is None else LateCopier(store, late)
-    return EngineCore(scheduler), LocalExecutor(model, store, copier=copier)
+    return core, LocalExecutor(model, store, copier=copier)
 
 
-def run(core: EngineCore, executor: LocalExecutor, requests: Sequence[Request]) -> list[Event]:
+class Closable(Executor, Protocol):
+    """An executor that ends."""
+
+    def close(self) -> None: ...
+
+
+def run(core: EngineCore, executor: Closable, requests: Sequence[Request]) -> list[Event]:
     """Run all requests to their end, with the ledger checked after every step."""
     for request in requests:
         core.add(request, 0.0)

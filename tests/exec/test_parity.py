@@ -16,8 +16,9 @@ from skipjoin.core.kv import KVLedger
 from skipjoin.core.request import Request
 from skipjoin.core.scheduler import Scheduler
 from skipjoin.core.step import Move, StepPlan
-from skipjoin.exec.local import LocalExecutor, Sampling
+from skipjoin.exec.local import LocalExecutor
 from skipjoin.exec.simulated import SimulatedExecutor, SimulatedHandle
+from skipjoin.exec.worker import Sampling
 from skipjoin.policies.cost import LinearCost
 from skipjoin.policies.predictors import MaxTokens
 from skipjoin.policies.pressure import Swap

@@ -17,8 +17,9 @@ from engines import BLOCK_SIZE, CONFIGS, tiny_model
 from skipjoin.core.request import Request
 from skipjoin.core.step import PAUSE_S, Direction, Move, Slice, StepPlan, StepResult
 from skipjoin.exec.kv_store import KVStore
-from skipjoin.exec.local import LocalExecutor, Sampling
+from skipjoin.exec.local import LocalExecutor
 from skipjoin.exec.transfer import Copier, Ended, StreamCopier, ThreadCopier
+from skipjoin.exec.worker import Sampling
 from skipjoin.model.config import ModelConfig
 from skipjoin.sampling import SamplingParams
 

@@ -82,13 +82,14 @@ def save_reference(name: str, folder: Path) -> transformers.PreTrainedModel:
 
 def poisoned_kv(model: CausalLM, num_blocks: int, block_size: int) -> PagedKV:
     """A cache full of NaN: whatever reads a slot that was not written shows."""
-    kv = PagedKV(num_blocks, block_size, model.config, model.dtype, model.device)
+    kv = PagedKV(num_blocks, block_size, model.config, model.dtype, model.device, shard=model.shard)
     kv.tensor.fill_(torch.nan)
     return kv
 
 
 class PagedRunner:
-    """Runs sequences of known tokens through a model in random chunks and mixes over scattered blocks."""
+    """Runs sequences of known tokens through a model in random chunks and mixes over scattered blocks. A rank that is
+    not on the last stage gets no logits."""
 
     def __init__(self, model: CausalLM, sequences: list[list[int]], block_size: int, seed: int) -> None:
         self.random = random.Random(seed)
@@ -113,9 +114,10 @@ class PagedRunner:
         ]
         batch = PackedBatch.build(segments, self.block_size, self.model.device)
         logits = self.model.forward(batch, self.kv)
-        for i, part in zip(chosen, logits.split(counts), strict=True):
+        parts = logits.split(counts) if self.model.shard.is_last else [logits] * len(chosen)
+        for i, count, part in zip(chosen, counts, parts, strict=True):
             self.logits[i].append(part)
-            self.done[i] += len(part)
+            self.done[i] += count
 
     def run(self, between: Callable[[], None] = lambda: None) -> list[torch.Tensor]:
         """Logits of all tokens of each sequence."""

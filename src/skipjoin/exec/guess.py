@@ -28,12 +28,13 @@ RATES = {
 
 
 def guess_cost(model: CausalLM, block_size: int) -> LinearCost:
-    """Every step reads the weights once, and meanwhile computes two operations per weight and token."""
-    rates, config = RATES[model.device.type], model.config
-    block_bytes = PagedKV.bytes_per_block(config, block_size, model.dtype)
+    """Every step reads the weights once, and meanwhile computes two operations per weight and token. Of a rank: what
+    its own part of a step costs."""
+    rates, config, shard = RATES[model.device.type], model.config, model.shard
+    block_bytes = PagedKV.bytes_per_block(config, block_size, model.dtype, shard)
     token = 2 * model.weight_bytes / model.dtype.itemsize / rates.arithmetic
     # Two products of head_dim multiply-adds for each pair, head and layer.
-    pair = 4 * config.num_layers * config.num_heads * config.head_dim / rates.arithmetic
+    pair = 4 * len(shard.layers(config)) * len(shard.heads(config)) * config.head_dim / rates.arithmetic
     return LinearCost(
         floor=rates.step_s,
         weights=model.weight_bytes / rates.memory,

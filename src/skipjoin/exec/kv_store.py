@@ -10,12 +10,14 @@ from skipjoin.core.step import Direction, Move
 from skipjoin.model.config import ModelConfig
 from skipjoin.model.kv_cache import PagedKV
 from skipjoin.model.ops.block_copy import block_copy, runs_of
+from skipjoin.model.parallel import WHOLE, Shard
 
 
 class KVStore:
     """KV blocks on both tiers, in the same block-major layout, so that a block moves as one contiguous copy.
 
-    device_blocks, host_blocks: pool sizes; no host pool is allocated for 0. block_size: tokens per block.
+    device_blocks, host_blocks: pool sizes; no host pool is allocated for 0. block_size: tokens per block. shard: the
+    rank whose layers and heads it holds; block numbers are the same on all ranks.
     """
 
     def __init__(
@@ -27,11 +29,13 @@ class KVStore:
         device_blocks: int,
         host_blocks: int,
         block_size: int,
+        shard: Shard = WHOLE,
     ) -> None:
-        self.device = PagedKV(device_blocks, block_size, config, dtype, device)
+        self.device = PagedKV(device_blocks, block_size, config, dtype, device, shard=shard)
         self.host = None
         if host_blocks:
-            self.host = PagedKV(host_blocks, block_size, config, dtype, "cpu", pin=device.type == "cuda")
+            is_cuda = device.type == "cuda"
+            self.host = PagedKV(host_blocks, block_size, config, dtype, "cpu", pin=is_cuda, shard=shard)
             if device.type == "cpu":
                 # Asked for here, since it may have to be compiled first.
                 self._copy_blocks = block_copy()

@@ -24,7 +24,8 @@ from skipjoin.exec.cases import Case, Limits, Pieces, cases
 from skipjoin.exec.fit import cost_errors, fit_cost, fit_times
 from skipjoin.exec.guess import guess_cost
 from skipjoin.exec.kv_store import KVStore
-from skipjoin.exec.local import LocalExecutor, Sampling
+from skipjoin.exec.local import LocalExecutor
+from skipjoin.exec.worker import Sampling
 from skipjoin.machine import cpu_name
 from skipjoin.model.causal_lm import CausalLM
 from skipjoin.model.config import ModelConfig
@@ -99,8 +100,8 @@ def profile_key(name: str, model: CausalLM, version: str) -> ProfileKey:
         threads=torch.get_num_threads(),
         dtype=str(model.dtype).removeprefix("torch."),
         attention=model.attention.name,
-        tp=1,
-        pp=1,
+        tp=model.shard.tp_size,
+        pp=model.shard.pp_size,
         version=version,
     )
 
@@ -275,10 +276,16 @@ def _fit_steps(steps: Sequence[_Measured], guess: LinearCost) -> tuple[LinearCos
 
 def _measure_transfers(model: CausalLM, block_size: int, deadline: float) -> dict[Direction, Transfer]:
     """Seconds of moves between two pools of their own, fitted over several numbers of blocks."""
-    block_bytes = PagedKV.bytes_per_block(model.config, block_size, model.dtype)
+    block_bytes = PagedKV.bytes_per_block(model.config, block_size, model.dtype, model.shard)
     most = max(_TRANSFER_BLOCKS[2], min(_TRANSFER_BLOCKS[-1], _TRANSFER_BYTES // block_bytes))
     store = KVStore(
-        model.config, model.dtype, model.device, device_blocks=most, host_blocks=most, block_size=block_size
+        model.config,
+        model.dtype,
+        model.device,
+        device_blocks=most,
+        host_blocks=most,
+        block_size=block_size,
+        shard=model.shard,
     )
     owner = Request(0, 0.0, [0], 1)
     moves = [

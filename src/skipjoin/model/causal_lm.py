@@ -13,26 +13,31 @@ from skipjoin.model.families.gpt_neox import GPTNeoXDecoder
 from skipjoin.model.families.llama import LlamaDecoder
 from skipjoin.model.families.opt import OPTDecoder
 from skipjoin.model.kv_cache import PagedKV
-from skipjoin.model.layers import Builder, Step, Weights
-from skipjoin.model.ops.base import LayerOps
+from skipjoin.model.layers import Builder, Embedding, Step, Weights
+from skipjoin.model.ops.base import LayerOps, Linear
+from skipjoin.model.parallel import Group, check_shards
 
 
 class Decoder(Protocol):
-    """What a family provides between token ids and the output projection."""
+    """What a family provides between token ids and the output projection. EMBEDDING, OUTPUT: names of the tensors."""
 
-    embedding: torch.Tensor
+    EMBEDDING: str
+    OUTPUT: str
+    embedding: Embedding | None
 
-    def hidden(self, step: Step) -> torch.Tensor: ...
+    def embed(self, batch: PackedBatch) -> torch.Tensor: ...
+
+    def advance(self, x: torch.Tensor, step: Step) -> torch.Tensor: ...
 
     def finish(self, hidden: torch.Tensor) -> torch.Tensor: ...
 
 
 _FAMILIES = {"llama": LlamaDecoder, "opt": OPTDecoder, "gpt_neox": GPTNeoXDecoder}
-_OUTPUT_NAMES = {"gpt_neox": "embed_out.weight"}
 
 
 class CausalLM:
-    """A loaded model: weights on one device, in one type, with the attention back end it runs on."""
+    """A loaded model, or what one rank has of it: weights on one device, in one type, with the attention back end it
+    runs on."""
 
     def __init__(
         self,
@@ -43,32 +48,49 @@ class CausalLM:
         attention: AttentionBackend,
         dtype: torch.dtype,
         device: torch.device,
+        group: Group,
     ) -> None:
-        """weights: in `dtype` and on `device`. Raises `ModelError` if one is missing or of another shape."""
+        """weights: in `dtype` and on `device`. group: this rank and the others.
+
+        Raises `ModelError` if a tensor is missing or of another shape, or if the model cannot be split so.
+        """
         self.config = config
         self.dtype = dtype
         self.device = device
         self.ops = ops
         self.attention = attention
-        builder = Builder(config, weights, ops)
+        self.group = group
+        self.shard = group.shard
+        check_shards(config, self.shard.tp_size, self.shard.pp_size)
+        builder = Builder(config, weights, ops, group)
         self._decoder: Decoder = _FAMILIES[config.family](builder, device)
-        if config.tie_embeddings:
-            output = self._decoder.embedding
-        else:
-            name = _OUTPUT_NAMES.get(config.family, "lm_head.weight")
-            output = weights.take(name, config.vocab_size, config.embed_dim)
-        self._output = builder.finish_linear(output, None)
+        self._vocabulary = self.shard.vocabulary_sizes(config)
+        self._output = self._make_output(builder) if self.shard.is_last else None
         self.weight_bytes = builder.weight_bytes
-        if config.tie_embeddings and getattr(self._output, "weight", None) is output:
-            self.weight_bytes -= output.nbytes  # held once, counted twice
+
+    def _make_output(self, builder: Builder) -> Linear:
+        """The rows of the output projection that this rank has; tied, they are those of its embedding."""
+        config, decoder = self.config, self._decoder
+        held = decoder.embedding if config.tie_embeddings else None
+        if held is not None:
+            rows = held.table
+        else:
+            name = decoder.EMBEDDING if config.tie_embeddings else decoder.OUTPUT
+            own = self.shard.vocabulary(config)
+            rows = builder.weights.take(name, config.vocab_size, config.embed_dim, rows=own)
+        output = builder.finish_linear(rows, None)
+        if held is not None and getattr(output, "weight", None) is rows:
+            builder.weight_bytes -= rows.nbytes  # held once, counted twice
+        return output
 
     @torch.inference_mode()
     def forward(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
         """One step: computes the batch's tokens, writes their keys and values into `kv`.
 
-        Returns float32 logits [batch.num_rows, vocab_size], only of the rows that the batch wants. Raises
-        `ValueError` for a position, block or block size that this model or cache does not have: compiled code
-        would read and write elsewhere. Token ids outside the vocabulary raise `IndexError` on a CPU.
+        Returns float32 logits [batch.num_rows, vocab_size], only of the rows that the batch wants; on a stage that is
+        not the last [0, vocab_size]. Raises `ValueError` for a position, block or block size that this model or cache
+        does not have: compiled code would read and write elsewhere. Token ids outside the vocabulary raise
+        `IndexError` on a CPU. All ranks run the same batches in the same order; one that is gone raises `GroupError`.
         """
         if batch.max_context > self.config.max_positions:
             raise ValueError(f"context of {batch.max_context} tokens, the model has {self.config.max_positions}")
@@ -77,9 +99,20 @@ class CausalLM:
                 f"the batch has block {batch.max_block} of {batch.block_size} tokens, "
                 f"the cache {kv.num_blocks} of {kv.block_size}"
             )
-        hidden = self._decoder.hidden(Step(batch, kv, self.attention))
-        if batch.num_rows == 0:  # a chunk of a prompt, not its end
+        hidden = self._decoder.advance(self._enter(batch), Step(batch, kv, self.attention))
+        if self._output is None:
+            self.group.send(hidden)
+        if self._output is None or batch.num_rows == 0:  # a chunk of a prompt, not its end
             return hidden.new_empty((0, self.config.vocab_size), dtype=torch.float32)
         if batch.logit_rows is not None:
             hidden = hidden[batch.logit_rows]
-        return self._output(self._decoder.finish(hidden)).float()
+        logits = self._output(self._decoder.finish(hidden))
+        return self.group.gather(logits, self._vocabulary).float()
+
+    def _enter(self, batch: PackedBatch) -> torch.Tensor:
+        """[T, hidden] from the tokens, or from the stage before."""
+        if self.shard.is_first:
+            return self._decoder.embed(batch)
+        hidden = torch.empty((batch.num_tokens, self.config.hidden_size), dtype=self.dtype, device=self.device)
+        self.group.receive(hidden)
+        return hidden

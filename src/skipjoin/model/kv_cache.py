@@ -6,12 +6,13 @@ import torch
 
 from skipjoin.model.config import ModelConfig
 from skipjoin.model.large_pages import large_page_bytes
+from skipjoin.model.parallel import WHOLE, Shard
 
 
 class PagedKV:
-    """`num_blocks` blocks of `block_size` tokens.
+    """`num_blocks` blocks of `block_size` tokens, with the layers and key-value heads that a rank has.
 
-    `tensor` is [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim], contiguous: one block of all
+    `tensor` is [num_blocks, layers, 2, kv_heads, block_size, head_dim], contiguous: one block of all
     layers is one run of bytes, so that moving it is one copy; and one head's keys of one block are one run,
     which is the order in which attention reads them. Blocks start as zeros, and nothing clears them on reuse:
     attention must not read slots beyond a sequence's length.
@@ -26,31 +27,33 @@ class PagedKV:
         device: torch.device | str,
         *,
         pin: bool = False,
+        shard: Shard = WHOLE,
     ) -> None:
         """pin: page-locked host memory, for copies that run beside compute (CPU tensors, with CUDA present)."""
         if num_blocks < 1 or block_size < 1:
             raise ValueError(f"need at least one block of one token, got {num_blocks} of {block_size}")
         self.num_blocks = num_blocks
         self.block_size = block_size
-        shape = (num_blocks, config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim)
+        layers, kv_heads = len(shard.layers(config)), len(shard.kv_heads(config))
+        shape = (num_blocks, layers, 2, kv_heads, block_size, config.head_dim)
         if torch.device(device).type == "cpu" and not pin:
-            size = num_blocks * self.bytes_per_block(config, block_size, dtype)
+            size = num_blocks * self.bytes_per_block(config, block_size, dtype, shard)
             self.tensor = large_page_bytes(size).view(dtype).view(shape)
         else:
             self.tensor = torch.zeros(shape, dtype=dtype, device=device, pin_memory=pin)
-        # [num_blocks, block_size, num_kv_heads, head_dim] per layer: kernels go by strides.
+        # [num_blocks, block_size, kv_heads, head_dim] per layer: kernels go by strides.
         self._layers = [
-            (self.tensor[:, i, 0].transpose(1, 2), self.tensor[:, i, 1].transpose(1, 2))
-            for i in range(config.num_layers)
+            (self.tensor[:, i, 0].transpose(1, 2), self.tensor[:, i, 1].transpose(1, 2)) for i in range(layers)
         ]
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block over all layers, keys and values."""
+        """Bytes of one block over all of its layers, keys and values."""
         return self.tensor[0].numel() * self.tensor.element_size()
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of one layer: strided views [num_blocks, block_size, num_kv_heads, head_dim]."""
+        """Keys and values of one layer, numbered from the first that the cache has: strided views
+        [num_blocks, block_size, kv_heads, head_dim]."""
         return self._layers[index]
 
     def block_view(self) -> torch.Tensor:
@@ -58,7 +61,7 @@ class PagedKV:
         return self.tensor.view(self.num_blocks, -1)
 
     @staticmethod
-    def bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
-        """Bytes that one block of `block_size` tokens takes in a cache of this type."""
-        values = config.num_layers * 2 * config.num_kv_heads * block_size * config.head_dim
-        return values * torch.empty((), dtype=dtype).element_size()
+    def bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype, shard: Shard = WHOLE) -> int:
+        """Bytes that one block of `block_size` tokens takes in a rank's cache of this type."""
+        layers, kv_heads = len(shard.layers(config)), len(shard.kv_heads(config))
+        return layers * 2 * kv_heads * block_size * config.head_dim * torch.empty((), dtype=dtype).element_size()

@@ -14,13 +14,17 @@ from skipjoin.model.batch import PackedBatch
 from skipjoin.model.config import ModelConfig
 from skipjoin.model.kv_cache import PagedKV
 from skipjoin.model.ops.base import LayerOps, Linear
+from skipjoin.model.parallel import Group
 
 
 class Weights(Protocol):
     """Named tensors, each taken once, in the model's type and on its device."""
 
-    def take(self, name: str, *shape: int) -> torch.Tensor:
-        """The tensor of that name. Raises `ModelError` if there is none or its shape differs."""
+    def take(self, name: str, *shape: int, rows: range | None = None, columns: range | None = None) -> torch.Tensor:
+        """The tensor of that name, or only these of its rows or columns, contiguous. shape: of the whole.
+
+        Raises `ModelError` if there is none or its shape differs.
+        """
         ...
 
 
@@ -34,32 +38,63 @@ class Step:
 
 
 class Builder:
-    """Makes layers out of a model's weights and counts their bytes."""
+    """Makes layers out of a model's weights, as much of them as `group`'s rank has, and counts their bytes."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, ops: LayerOps) -> None:
+    def __init__(self, config: ModelConfig, weights: Weights, ops: LayerOps, group: Group) -> None:
         self.config = config
         self.weights = weights
         self.ops = ops
+        self.group = group
+        self.shard = group.shard
         self.weight_bytes = 0
 
-    def tensor(self, name: str, *shape: int) -> torch.Tensor:
-        taken = self.weights.take(name, *shape)
+    def tensor(self, name: str, *shape: int, rows: range | None = None) -> torch.Tensor:
+        taken = self.weights.take(name, *shape, rows=rows)
         self.weight_bytes += taken.nbytes
         return taken
 
     def linear(
-        self, names: str | Sequence[str], outs: Sequence[int], inputs: int, bias: bool, *, gated: bool = False
+        self,
+        names: str | Sequence[str],
+        outs: Sequence[int],
+        inputs: int,
+        bias: bool,
+        *,
+        rows: Sequence[range] | None = None,
+        gated: bool = False,
     ) -> Linear:
-        """One product for matrices that share their input: their rows, one below the other."""
+        """One product for matrices that share their input: their rows, one below the other.
+
+        outs: rows of each whole matrix. rows: those that this rank has (column parallel in Megatron's words: the
+        columns of the result); None: all.
+        """
         names = [names] if isinstance(names, str) else names
-        rows = [self.weights.take(f"{n}.weight", o, inputs) for n, o in zip(names, outs, strict=True)]
-        shifts = [self.weights.take(f"{n}.bias", o) for n, o in zip(names, outs, strict=True)] if bias else []
-        return self.finish_linear(_join(rows), _join(shifts) if bias else None, gated=gated)
+        rows = rows or [range(out) for out in outs]
+        parts = list(zip(names, outs, rows, strict=True))
+        weight = [self.weights.take(f"{name}.weight", out, inputs, rows=own) for name, out, own in parts]
+        shifts = [self.weights.take(f"{name}.bias", out, rows=own) for name, out, own in parts] if bias else []
+        return self.finish_linear(_join(weight), _join(shifts) if bias else None, gated=gated)
+
+    def summed_linear(
+        self, name: str, out: int, inputs: int, bias: bool, *, columns: range, reduce: bool = True
+    ) -> Linear:
+        """A product whose input is spread over the ranks of the stage (row parallel in Megatron's words), so that its
+        result is the sum of theirs. The bias is on one of them. reduce: False: the caller adds the ranks' results up.
+        """
+        weight = self.weights.take(f"{name}.weight", out, inputs, columns=columns)
+        shift = self.weights.take(f"{name}.bias", out) if bias and self.shard.tp_rank == 0 else None
+        linear = self.finish_linear(weight, shift)
+        return SummedLinear(linear, self.group) if reduce and self.shard.tp_size > 1 else linear
 
     def finish_linear(self, weight: torch.Tensor, bias: torch.Tensor | None, *, gated: bool = False) -> Linear:
         linear = self.ops.gated_linear(weight, bias) if gated else self.ops.linear(weight, bias)
         self.weight_bytes += linear.weight_bytes
         return linear
+
+    def embedding(self, name: str) -> Embedding:
+        config, own = self.config, self.shard.vocabulary(self.config)
+        table = self.tensor(name, config.vocab_size, config.embed_dim, rows=own)
+        return Embedding(table, own, config.vocab_size, self.group)
 
     def layer_norm(self, name: str) -> LayerNorm:
         width = self.config.hidden_size
@@ -71,6 +106,47 @@ class Builder:
 
 def _join(tensors: list[torch.Tensor]) -> torch.Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+
+
+class SummedLinear:
+    """See `Linear`; of a product that the ranks of a stage add up."""
+
+    def __init__(self, linear: Linear, group: Group) -> None:
+        self._linear, self._group = linear, group
+        self.weight_bytes = linear.weight_bytes
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        product = self._linear(x)
+        self._group.all_reduce(product)
+        return product
+
+    def add_to(self, x: torch.Tensor, total: torch.Tensor) -> None:
+        self._group.count_once(total)
+        self._linear.add_to(x, total)
+        self._group.all_reduce(total)
+
+
+class Embedding:
+    """Rows of tokens. A rank has the rows `own` of a vocabulary and gets those of other tokens from the others.
+
+    Token ids outside the vocabulary raise `IndexError` on a CPU.
+    """
+
+    def __init__(self, table: torch.Tensor, own: range, vocab_size: int, group: Group) -> None:
+        self.table = table
+        self._own, self._vocab_size, self._group = own, vocab_size, group
+
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        """[n] -> [n, width]."""
+        if len(self._own) == self._vocab_size:
+            return F.embedding(ids, self.table)
+        if ids.device.type == "cpu" and not 0 <= int(ids.min()) <= int(ids.max()) < self._vocab_size:
+            raise IndexError(f"token ids must be in [0, {self._vocab_size - 1}]")
+        local = ids - self._own.start
+        foreign = (local < 0) | (local >= len(self._own))
+        found = F.embedding(local.masked_fill_(foreign, 0), self.table).masked_fill_(foreign[:, None], 0)
+        self._group.all_reduce(found)
+        return found
 
 
 class LayerNorm:
@@ -108,11 +184,15 @@ class SelfAttention:
         rotary: Rotary | None = None,
         norms: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
-        """norms: weights [head_dim] of the root-mean-square norms of each query and key head."""
-        config = builder.config
-        self._ops, self._layer, self._qkv, self._output = builder.ops, layer, qkv, output
+        """layer: its number in the whole model. norms: weights [head_dim] of the root-mean-square norms of each query
+        and key head."""
+        config, shard = builder.config, builder.shard
+        self._ops, self._qkv, self._output = builder.ops, qkv, output
+        # The cache holds this rank's layers only.
+        self._layer = layer - shard.layers(config).start
         self._rotary, self._norms, self._eps = rotary, norms, config.norm_eps
-        self._heads, self._kv_heads, self._dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self._heads, self._kv_heads = len(shard.heads(config)), len(shard.kv_heads(config))
+        self._dim = config.head_dim
         self._scale, self._window = config.head_dim**-0.5, config.windows[layer]
 
     def add_to(self, x: torch.Tensor, total: torch.Tensor, step: Step) -> None:

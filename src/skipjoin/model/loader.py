@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -21,12 +22,13 @@ from skipjoin.model.ops.base import LayerOps
 from skipjoin.model.ops.build import load_library
 from skipjoin.model.ops.cpp_ops import CPP_DTYPES, CppOps, check_ops
 from skipjoin.model.ops.torch_ops import TorchOps
+from skipjoin.model.parallel import Alone, Group
 
 _log = logging.getLogger(__name__)
 
 ATTENTION_BACKENDS = ("auto", "torch", "cpp")
 
-# Called with (tensors loaded, tensors in all).
+# Called with (tensors loaded, tensors in the folder); a pipeline stage does not need all of them.
 Progress = Callable[[int, int], None]
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -63,8 +65,10 @@ def load_model(
     device: str = "cpu",
     attention: str = "auto",
     progress: Progress | None = None,
+    group: Group | None = None,
 ) -> CausalLM:
-    """Load a model. dtype: "auto" (as saved), or one of `DTYPES`. attention: "auto", "torch" or "cpp" (CPU).
+    """Load a model. dtype: "auto" (as saved), or one of `DTYPES`. attention: "auto", "torch" or "cpp" (CPU). group: of
+    the rank whose part is to be loaded; None: the whole model.
 
     Raises `ModelError` for anything that keeps the model from running.
     """
@@ -73,7 +77,9 @@ def load_model(
     torch_dtype, torch_device = _dtype(dtype, config), _device(device)
     weights = FolderWeights(folder, config, torch_dtype, torch_device, progress)
     ops, backend = _implementations(attention, torch_dtype, torch_device)
-    return CausalLM(config, weights, ops=ops, attention=backend, dtype=torch_dtype, device=torch_device)
+    return CausalLM(
+        config, weights, ops=ops, attention=backend, dtype=torch_dtype, device=torch_device, group=group or Alone()
+    )
 
 
 def random_model(
@@ -82,14 +88,19 @@ def random_model(
     dtype: str = "float32",
     device: str = "cpu",
     attention: str = "auto",
+    *,
+    group: Group | None = None,
 ) -> CausalLM:
-    """A model of the given shape (a `ModelConfig` or the contents of a config.json) with random weights."""
+    """A model of the given shape (a `ModelConfig` or the contents of a config.json) with random weights. group: of the
+    rank whose part is wanted; None: the whole model."""
     if not isinstance(config, ModelConfig):
         config = ModelConfig.from_dict(config)
     torch_dtype, torch_device = _dtype(dtype, config), _device(device)
     ops, backend = _implementations(attention, torch_dtype, torch_device)
     weights = RandomWeights(seed, torch_dtype, torch_device)
-    return CausalLM(config, weights, ops=ops, attention=backend, dtype=torch_dtype, device=torch_device)
+    return CausalLM(
+        config, weights, ops=ops, attention=backend, dtype=torch_dtype, device=torch_device, group=group or Alone()
+    )
 
 
 def _dtype(name: str, config: ModelConfig) -> torch.dtype:
@@ -158,17 +169,21 @@ class FolderWeights:
         self._files: dict[str, Any] = {}
         self._where = self._locate()
 
-    def take(self, name: str, *shape: int) -> torch.Tensor:
-        """See `Weights.take`."""
+    def take(self, name: str, *shape: int, rows: range | None = None, columns: range | None = None) -> torch.Tensor:
+        """See `Weights.take`. Of a tensor that is wanted in part, no more is read."""
         known = name if name in self._where else name.removeprefix(self._prefix)
         if known not in self._where:
             raise ModelError(f"{self._folder} has no tensor {name!r}")
         try:
-            tensor = self._open(self._where[known]).get_tensor(known)
+            file = self._open(self._where[known])
+            stored = file.get_slice(known)
+            found = tuple(stored.get_shape())
+            if found != shape:
+                raise ModelError(f"{self._folder}: {name} is {found}, config.json means {shape}")
+            wanted = _wanted(shape, rows, columns)
+            tensor = file.get_tensor(known) if wanted is None else stored[wanted].contiguous()
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{self._folder / self._where[known]} cannot be read: {error}") from error
-        if tuple(tensor.shape) != shape:
-            raise ModelError(f"{self._folder}: {name} is {tuple(tensor.shape)}, config.json means {shape}")
         self._taken += 1
         if self._progress is not None:
             self._progress(self._taken, len(self._where))
@@ -205,16 +220,31 @@ class FolderWeights:
         raise ModelError(f"{self._folder} has no .safetensors file")
 
 
+def _wanted(shape: tuple[int, ...], rows: range | None, columns: range | None) -> tuple[slice, ...] | None:
+    """Where these rows and columns lie in a tensor of that shape; None: it is wanted whole."""
+    parts = [range(size) if part is None else part for part, size in zip((rows, columns), shape, strict=False)]
+    if all(len(part) == size for part, size in zip(parts, shape, strict=False)):
+        return None
+    return tuple(slice(part.start, part.stop) for part in parts)
+
+
 class RandomWeights:
-    """Tensors drawn when asked for, small enough that activations stay finite; the same seed, the same model."""
+    """Tensors drawn when asked for, small enough that activations stay finite; the same seed, the same model.
+
+    What a tensor holds follows from the seed and its name, so that every rank has its part of the same model.
+    """
 
     def __init__(self, seed: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._generator = torch.Generator().manual_seed(seed)
+        self._seed = seed
         self._dtype, self._device = dtype, device
 
-    def take(self, name: str, *shape: int) -> torch.Tensor:
+    def take(self, name: str, *shape: int, rows: range | None = None, columns: range | None = None) -> torch.Tensor:
         """See `Weights.take`; every name exists."""
-        drawn = torch.randn(shape, generator=self._generator) * 0.02
+        digest = hashlib.blake2b(f"{self._seed} {name}".encode(), digest_size=4).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+        drawn = torch.randn(shape, generator=generator) * 0.02
         if "norm" in name and name.endswith("weight"):
             drawn += 1
+        if (wanted := _wanted(shape, rows, columns)) is not None:
+            drawn = drawn[wanted].contiguous()
         return drawn.to(device=self._device, dtype=self._dtype)

@@ -12,7 +12,8 @@ from skipjoin.assembly import Engine
 from skipjoin.core.events import Event
 from skipjoin.core.request import Request
 from skipjoin.core.step import StepShape
-from skipjoin.exec.local import LocalHandle, Sampling
+from skipjoin.exec.local import LocalHandle
+from skipjoin.exec.worker import Sampling
 from skipjoin.sampling import ParameterError, SamplingParams
 
 

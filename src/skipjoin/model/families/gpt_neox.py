@@ -3,67 +3,87 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
+from skipjoin.model.batch import PackedBatch
 from skipjoin.model.layers import Builder, Rotary, SelfAttention, Step, activation
 from skipjoin.model.ops.base import Linear
+from skipjoin.model.parallel import scaled
 
 
 class GPTNeoXDecoder:
     """Embedding, layers of attention and MLP, final norm."""
 
-    def __init__(self, builder: Builder, device: torch.device | str) -> None:
-        config = builder.config
-        self.embedding = builder.tensor("gpt_neox.embed_in.weight", config.vocab_size, config.hidden_size)
-        rotary = Rotary(config, device)
-        self._layers = [_Layer(builder, i, rotary) for i in range(config.num_layers)]
-        self._norm = builder.layer_norm("gpt_neox.final_layer_norm")
+    EMBEDDING, OUTPUT = "gpt_neox.embed_in.weight", "embed_out.weight"
 
-    def hidden(self, step: Step) -> torch.Tensor:
-        """The batch's tokens through all layers: [T, hidden], before the final norm."""
-        x = F.embedding(step.batch.token_ids, self.embedding)
+    def __init__(self, builder: Builder, device: torch.device | str) -> None:
+        config, shard = builder.config, builder.shard
+        self.embedding = builder.embedding(self.EMBEDDING) if shard.is_first else None
+        rotary = Rotary(config, device)
+        self._layers = [_Layer(builder, i, rotary) for i in shard.layers(config)]
+        self._norm = builder.layer_norm("gpt_neox.final_layer_norm") if shard.is_last else None
+
+    def embed(self, batch: PackedBatch) -> torch.Tensor:
+        """The batch's tokens as [T, hidden], on the first stage."""
+        return self.embedding(batch.token_ids)
+
+    def advance(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """[T, hidden] through the layers that this rank has; may change `x`."""
         for layer in self._layers:
             layer(x, step)
         return x
 
     def finish(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[rows, hidden] -> what the output projection multiplies."""
+        """[rows, hidden] -> what the output projection multiplies, on the last stage."""
         return self._norm(hidden)
 
 
 class _Layer:
     def __init__(self, builder: Builder, index: int, rotary: Rotary) -> None:
-        config, name = builder.config, f"gpt_neox.layers.{index}"
+        config, shard, name = builder.config, builder.shard, f"gpt_neox.layers.{index}"
         hidden, width = config.hidden_size, config.intermediate_size
+        self._parallel, self._activation, self._group = config.parallel_residual, config.activation, builder.group
+        # Side by side, attention and MLP are parts of one sum over the ranks.
+        apart = not self._parallel
+        heads, columns = shard.query_rows(config), shard.columns(config)
+        output, down = f"{name}.attention.dense", f"{name}.mlp.dense_4h_to_h"
         self._attention = SelfAttention(
             builder,
             index,
             _query_key_value(builder, f"{name}.attention.query_key_value"),
-            builder.linear(f"{name}.attention.dense", (hidden,), hidden, config.output_bias),
+            builder.summed_linear(output, hidden, hidden, config.output_bias, columns=heads, reduce=apart),
             rotary=rotary,
         )
-        self._up = builder.linear(f"{name}.mlp.dense_h_to_4h", (width,), hidden, True)
-        self._down = builder.linear(f"{name}.mlp.dense_4h_to_h", (hidden,), width, True)
+        self._up = builder.linear(f"{name}.mlp.dense_h_to_4h", (width,), hidden, True, rows=(columns,))
+        self._down = builder.summed_linear(down, hidden, width, True, columns=columns, reduce=apart)
         self._attention_norm = builder.layer_norm(f"{name}.input_layernorm")
         self._mlp_norm = builder.layer_norm(f"{name}.post_attention_layernorm")
-        self._parallel, self._activation = config.parallel_residual, config.activation
 
     def __call__(self, x: torch.Tensor, step: Step) -> None:
         """Adds this layer's part to `x` in place."""
         normed = self._attention_norm(x)
-        beside = self._mlp_norm(x) if self._parallel else None
+        if not self._parallel:
+            self._attention.add_to(normed, x, step)
+            self._add_mlp(self._mlp_norm(x), x)
+            return
+        beside = self._mlp_norm(x)
+        self._group.count_once(x)
         self._attention.add_to(normed, x, step)
-        inner = self._up(self._mlp_norm(x) if beside is None else beside)
-        self._down.add_to(activation(self._activation, inner), x)
+        self._add_mlp(beside, x)
+        self._group.all_reduce(x)
+
+    def _add_mlp(self, normed: torch.Tensor, x: torch.Tensor) -> None:
+        self._down.add_to(activation(self._activation, self._up(normed)), x)
 
 
 def _query_key_value(builder: Builder, name: str) -> Linear:
     """The checkpoint keeps each head's query, key and value rows together; attention wants all queries first."""
-    config = builder.config
-    hidden, heads, dim = config.hidden_size, config.num_heads, config.head_dim
-    weight = builder.weights.take(f"{name}.weight", 3 * hidden, hidden)
-    weight = weight.view(heads, 3, dim, hidden).transpose(0, 1).reshape(3 * hidden, hidden)
+    config, heads = builder.config, builder.shard.heads(builder.config)
+    hidden, dim, count = config.hidden_size, config.head_dim, len(heads)
+    own = scaled(heads, 3 * dim)
+    weight = builder.weights.take(f"{name}.weight", 3 * hidden, hidden, rows=own)
+    weight = weight.view(count, 3, dim, hidden).transpose(0, 1).reshape(3 * count * dim, hidden)
     bias = None
     if config.attention_bias:
-        bias = builder.weights.take(f"{name}.bias", 3 * hidden).view(heads, 3, dim).transpose(0, 1).flatten()
+        bias = builder.weights.take(f"{name}.bias", 3 * hidden, rows=own)
+        bias = bias.view(count, 3, dim).transpose(0, 1).flatten()
     return builder.finish_linear(weight, bias)

@@ -3,39 +3,45 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
+from skipjoin.model.batch import PackedBatch
 from skipjoin.model.layers import Builder, Rotary, SelfAttention, Step
 
 
 class LlamaDecoder:
     """Embedding, layers of attention and gated MLP between root-mean-square norms, final norm."""
 
-    def __init__(self, builder: Builder, device: torch.device | str) -> None:
-        config = builder.config
-        self._ops, self._eps = builder.ops, config.norm_eps
-        self.embedding = builder.tensor("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
-        rotary = Rotary(config, device)
-        self._layers = [_Layer(builder, i, rotary) for i in range(config.num_layers)]
-        self._norm = builder.tensor("model.norm.weight", config.hidden_size)
+    EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 
-    def hidden(self, step: Step) -> torch.Tensor:
-        """The batch's tokens through all layers: [T, hidden], before the final norm."""
-        x = F.embedding(step.batch.token_ids, self.embedding)
+    def __init__(self, builder: Builder, device: torch.device | str) -> None:
+        config, shard = builder.config, builder.shard
+        self._ops, self._eps = builder.ops, config.norm_eps
+        self.embedding = builder.embedding(self.EMBEDDING) if shard.is_first else None
+        rotary = Rotary(config, device)
+        self._layers = [_Layer(builder, i, rotary) for i in shard.layers(config)]
+        self._norm = builder.tensor("model.norm.weight", config.hidden_size) if shard.is_last else None
+
+    def embed(self, batch: PackedBatch) -> torch.Tensor:
+        """The batch's tokens as [T, hidden], on the first stage."""
+        return self.embedding(batch.token_ids)
+
+    def advance(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """[T, hidden] through the layers that this rank has; may change `x`."""
         for layer in self._layers:
             layer(x, step)
         return x
 
     def finish(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[rows, hidden] -> what the output projection multiplies."""
+        """[rows, hidden] -> what the output projection multiplies, on the last stage."""
         return self._ops.rms_norm(hidden, self._norm, self._eps)
 
 
 class _Layer:
     def __init__(self, builder: Builder, index: int, rotary: Rotary) -> None:
-        config, name = builder.config, f"model.layers.{index}"
+        config, shard, name = builder.config, builder.shard, f"model.layers.{index}"
         hidden, dim = config.hidden_size, config.head_dim
         q, kv = config.num_heads * dim, config.num_kv_heads * dim
+        own_q, own_kv = shard.query_rows(config), shard.kv_rows(config)
         projections = [f"{name}.self_attn.{p}_proj" for p in "qkv"]
         norms = None
         if config.qk_norm:
@@ -46,15 +52,15 @@ class _Layer:
         self._attention = SelfAttention(
             builder,
             index,
-            builder.linear(projections, (q, kv, kv), hidden, config.attention_bias),
-            builder.linear(f"{name}.self_attn.o_proj", (hidden,), q, config.output_bias),
+            builder.linear(projections, (q, kv, kv), hidden, config.attention_bias, rows=(own_q, own_kv, own_kv)),
+            builder.summed_linear(f"{name}.self_attn.o_proj", hidden, q, config.output_bias, columns=own_q),
             rotary=rotary,
             norms=norms,
         )
-        width = config.intermediate_size
+        width, own = config.intermediate_size, shard.columns(config)
         gate_up = [f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj"]
-        self._gate_up = builder.linear(gate_up, (width, width), hidden, config.mlp_bias, gated=True)
-        self._down = builder.linear(f"{name}.mlp.down_proj", (hidden,), width, config.mlp_bias)
+        self._gate_up = builder.linear(gate_up, (width, width), hidden, config.mlp_bias, rows=(own, own), gated=True)
+        self._down = builder.summed_linear(f"{name}.mlp.down_proj", hidden, width, config.mlp_bias, columns=own)
         self._before_attention = builder.tensor(f"{name}.input_layernorm.weight", hidden)
         self._before_mlp = builder.tensor(f"{name}.post_attention_layernorm.weight", hidden)
         self._ops, self._eps = builder.ops, config.norm_eps

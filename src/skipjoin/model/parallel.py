@@ -1,0 +1,215 @@
+"""Which part of a model one rank has, and what the ranks of a model say to each other while they compute.
+
+Tensor parallelism as in Megatron-LM: every rank of a stage has some heads, some columns of the MLP and some of the
+vocabulary, and the stage adds up what its ranks found. Pipeline parallelism: a stage has some consecutive layers.
+
+No torch here: who only wants to know whether sizes fit a model need not load it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from skipjoin.model.config import ModelConfig, ModelError
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A rank's place: tensor rank `tp_rank` of `tp_size` in stage `pp_rank` of `pp_size`.
+
+    What it owns is a range of consecutive ones of each kind; the ranges of a stage's ranks, or of the stages, follow
+    each other. `check_shards` says which sizes fit a model.
+    """
+
+    tp_rank: int = 0
+    tp_size: int = 1
+    pp_rank: int = 0
+    pp_size: int = 1
+
+    def __post_init__(self) -> None:
+        for kind in ("tp", "pp"):
+            rank, size = getattr(self, f"{kind}_rank"), getattr(self, f"{kind}_size")
+            if size < 1:
+                raise ValueError(f"{kind}_size must be at least 1, got {size}")
+            if not 0 <= rank < size:
+                raise ValueError(f"{kind}_rank must be in [0, {size - 1}], got {rank}")
+
+    @classmethod
+    def of_rank(cls, rank: int, tp_size: int, pp_size: int) -> Shard:
+        """The ranks of a stage are numbered one after the other, stage after stage."""
+        if not 0 <= rank < tp_size * pp_size:
+            raise ValueError(f"rank must be in [0, {tp_size * pp_size - 1}], got {rank}")
+        return cls(rank % tp_size, tp_size, rank // tp_size, pp_size)
+
+    @property
+    def rank(self) -> int:
+        """Among all ranks of the model."""
+        return self.pp_rank * self.tp_size + self.tp_rank
+
+    @property
+    def ranks(self) -> int:
+        """How many the model has."""
+        return self.tp_size * self.pp_size
+
+    @property
+    def is_first(self) -> bool:
+        """Whether its stage embeds tokens."""
+        return self.pp_rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether its stage computes logits."""
+        return self.pp_rank == self.pp_size - 1
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return (
+            f"rank {self.rank} (stage {self.pp_rank} of {self.pp_size}, tensor rank {self.tp_rank} of {self.tp_size})"
+        )
+
+    def heads(self, config: ModelConfig) -> range:
+        """Query heads."""
+        return _part(config.num_heads, self.tp_rank, self.tp_size)
+
+    def kv_heads(self, config: ModelConfig) -> range:
+        """Key-value heads. With more ranks than heads, several ranks have the same one: it costs them the memory that a
+        smaller tp_size would, and models with two key-value heads can use eight devices all the same."""
+        first = self.tp_rank * config.num_kv_heads // self.tp_size
+        return range(first, first + max(1, config.num_kv_heads // self.tp_size))
+
+    def query_rows(self, config: ModelConfig) -> range:
+        """Rows of the query projection, which are the columns of the output projection."""
+        return scaled(self.heads(config), config.head_dim)
+
+    def kv_rows(self, config: ModelConfig) -> range:
+        """Rows of the key projection, and of the value projection."""
+        return scaled(self.kv_heads(config), config.head_dim)
+
+    def columns(self, config: ModelConfig) -> range:
+        """Columns of the MLP between its two projections."""
+        return _part(config.intermediate_size, self.tp_rank, self.tp_size)
+
+    def vocabulary(self, config: ModelConfig) -> range:
+        """Token ids whose embeddings and logits it has; the ranks' shares differ by at most one."""
+        return _part(config.vocab_size, self.tp_rank, self.tp_size)
+
+    def vocabulary_sizes(self, config: ModelConfig) -> list[int]:
+        """Of all ranks of a stage."""
+        return [len(_part(config.vocab_size, rank, self.tp_size)) for rank in range(self.tp_size)]
+
+    def layers(self, config: ModelConfig) -> range:
+        """The stages' shares differ by at most one layer."""
+        return _part(config.num_layers, self.pp_rank, self.pp_size)
+
+
+WHOLE = Shard()
+
+
+def scaled(part: range, size: int) -> range:
+    """The rows of consecutive things that have `size` rows each."""
+    return range(part.start * size, part.stop * size)
+
+
+def _part(total: int, rank: int, size: int) -> range:
+    return range(total * rank // size, total * (rank + 1) // size)
+
+
+def check_shards(config: ModelConfig, tp_size: int, pp_size: int) -> None:
+    """Raise `ModelError` unless the model can be split so: it names the setting, the bound and the nearest sizes that
+    fit. Heads and the MLP's width must divide evenly; layers and the vocabulary need not."""
+    heads, kv_heads, width = config.num_heads, config.num_kv_heads, config.intermediate_size
+    rules: list[tuple[Callable[[int], bool], str]] = [
+        (lambda size: 1 <= size <= heads, f"be in [1, {heads}], the number of the model's attention heads"),
+        (lambda size: heads % size == 0, f"divide the model's {heads} attention heads"),
+        (
+            lambda size: kv_heads % size == 0 or size % kv_heads == 0,
+            f"divide the model's {kv_heads} key-value heads, or be a multiple of them",
+        ),
+        (lambda size: width % size == 0, f"divide the {width} columns of the model's MLP"),
+        (lambda size: size <= config.vocab_size, f"be at most {config.vocab_size}, the model's vocabulary"),
+    ]
+    fitting = [size for size in range(1, heads + 1) if all(fits(size) for fits, _ in rules)]
+    broken = next((rule for fits, rule in rules if not fits(tp_size)), None)
+    if broken is not None:
+        raise ModelError(f"tensor_parallel_size must {broken}, got {tp_size}; {_nearest(tp_size, fitting)}")
+    layers = config.num_layers
+    if not 1 <= pp_size <= layers:
+        bound = f"be in [1, {layers}], the number of the model's layers"
+        nearest = _nearest(pp_size, range(1, layers + 1))
+        raise ModelError(f"pipeline_parallel_size must {bound}, got {pp_size}; {nearest}")
+
+
+def _nearest(size: int, fitting: Sequence[int]) -> str:
+    below, above = [one for one in fitting if one < size][-1:], [one for one in fitting if one > size][:1]
+    return "the nearest that fits is " + " or ".join(map(str, below + above))
+
+
+class Group(Protocol):
+    """How a rank speaks to the others of its model. Each call of one rank is met by the same call of the ranks that it
+    concerns, in the same order. One that cannot be completed raises: the rank then cannot go on.
+
+    shard: this rank's place. waited_s: seconds spent so far in waiting for the stage before.
+    """
+
+    shard: Shard
+    waited_s: float
+
+    def count_once(self, total: torch.Tensor) -> None:
+        """Called before parts are added to a total that all ranks of the stage hold: clears it on all but one of them,
+        so that `all_reduce` counts it once."""
+        ...
+
+    def all_reduce(self, x: torch.Tensor) -> None:
+        """Replace `x` by its sum over the ranks of the stage."""
+        ...
+
+    def gather(self, part: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        """The parts [n, sizes[r]] of the stage's ranks r, side by side, on every one of them."""
+        ...
+
+    def send(self, x: torch.Tensor) -> None:
+        """Hand `x`, which nobody changes any more, to the same tensor rank of the next stage; need not wait for it."""
+        ...
+
+    def receive(self, x: torch.Tensor) -> None:
+        """Fill `x` with what the stage before sent."""
+        ...
+
+    def close(self) -> None:
+        """Leave: whoever waits for this rank gets an error."""
+        ...
+
+
+class GroupError(Exception):
+    """Another rank is gone, or does not answer: the text says who noticed and while doing what."""
+
+
+class Alone:
+    """The group of a rank that has the whole model."""
+
+    shard = WHOLE
+    waited_s = 0.0
+
+    def count_once(self, total: torch.Tensor) -> None:
+        pass
+
+    def all_reduce(self, x: torch.Tensor) -> None:
+        pass
+
+    def gather(self, part: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        return part
+
+    def send(self, x: torch.Tensor) -> None:
+        raise GroupError("there is no next stage")
+
+    def receive(self, x: torch.Tensor) -> None:
+        raise GroupError("there is no stage before")
+
+    def close(self) -> None:
+        pass

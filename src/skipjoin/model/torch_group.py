@@ -1,0 +1,92 @@
+"""The ranks of a model as processes that torch.distributed connects."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from skipjoin.model.parallel import GroupError, Shard
+
+
+class TorchGroup:
+    """See `Group`. One process is one rank, and has one of these at a time.
+
+    Gloo carries tensors in host memory. NCCL is for CUDA; no two devices have run it yet.
+
+    store: where the ranks find each other, the same for all of them and used for nothing else. timeout_s: longest that
+    one call waits for another rank; for the first call, longest until all ranks are there. Raises `GroupError`.
+    """
+
+    def __init__(self, shard: Shard, store: dist.Store, *, backend: str = "gloo", timeout_s: float) -> None:
+        self.shard = shard
+        self.waited_s = 0.0
+        self._sending: tuple[dist.Work, torch.Tensor] | None = None
+        self._stage: dist.ProcessGroup | None = None
+        timeout = timedelta(seconds=timeout_s)
+        with self._told("joining the group"):
+            dist.init_process_group(backend, store=store, rank=shard.rank, world_size=shard.ranks, timeout=timeout)
+            # All ranks make all groups, in the same order.
+            for stage in range(shard.pp_size):
+                first = stage * shard.tp_size
+                made = dist.new_group(list(range(first, first + shard.tp_size)), timeout=timeout)
+                if stage == shard.pp_rank:
+                    self._stage = made
+
+    def count_once(self, total: torch.Tensor) -> None:
+        if self.shard.tp_rank:
+            total.zero_()
+
+    def all_reduce(self, x: torch.Tensor) -> None:
+        if self.shard.tp_size > 1:
+            with self._told("adding up"):
+                dist.all_reduce(x, group=self._stage)
+
+    def gather(self, part: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        if self.shard.tp_size == 1:
+            return part
+        widest = max(sizes)
+        padded = F.pad(part, (0, widest - part.shape[1])).contiguous()
+        parts = [torch.empty_like(padded) for _ in sizes]
+        with self._told("gathering logits"):
+            dist.all_gather(parts, padded, group=self._stage)
+        return torch.cat([one[:, :size] for one, size in zip(parts, sizes, strict=True)], dim=1)
+
+    def send(self, x: torch.Tensor) -> None:
+        """Returns before `x` is there, so that this stage can begin its next plan; the send before it is."""
+        x = x.contiguous()
+        with self._told("sending to the next stage"):
+            self._end_sending()
+            work = dist.isend(x, self.shard.rank + self.shard.tp_size)
+        assert work is not None
+        self._sending = (work, x)
+
+    def receive(self, x: torch.Tensor) -> None:
+        begin = time.perf_counter()
+        with self._told("receiving from the stage before"):
+            dist.recv(x, self.shard.rank - self.shard.tp_size)
+        self.waited_s += time.perf_counter() - begin
+
+    def close(self) -> None:
+        # Connections end with the last reference to their group.
+        self._sending = self._stage = None
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _end_sending(self) -> None:
+        if self._sending is not None:
+            self._sending[0].wait()
+            self._sending = None
+
+    @contextmanager
+    def _told(self, doing: str) -> Iterator[None]:
+        """Turn torch's error into ours, which says where it happened."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise GroupError(f"{self.shard.name} failed in {doing}: {error}") from error

@@ -1,0 +1,241 @@
+"""Links to the ranks of tiny models: threads of this process, or processes that Gloo connects."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from copiers import LateCopier
+from engines import CONFIGS, make_store
+from torch import distributed
+
+from skipjoin.core.step import Direction, Move
+from skipjoin.exec.rank import Rank
+from skipjoin.exec.sharded import RankError, ShardedExecutor
+from skipjoin.exec.worker import Worker
+from skipjoin.model.loader import random_model
+from skipjoin.model.parallel import Group, Shard
+from skipjoin.model.torch_group import TorchGroup
+from support.thread_ranks import Meeting
+
+# Longest that a plan, or the start of the processes, takes, in seconds; and that one rank waits for another.
+PLAN_S = 30.0
+START_S = 90.0
+GROUP_S = 20.0
+# Of three layers, so that two stages have unequal shares.
+LAYERS = 3
+
+
+class EverySecond:
+    """Says that every second move in each of these directions fails; on all ranks the same ones."""
+
+    def __init__(self, directions: Sequence[str]) -> None:
+        self._seen = dict.fromkeys((Direction[name] for name in directions), 0)
+
+    def __call__(self, move: Move) -> bool:
+        if move.direction in self._seen:
+            self._seen[move.direction] += 1
+        return self._seen.get(move.direction, 1) % 2 == 0
+
+
+def make_rank(
+    group: Group,
+    family: str,
+    *,
+    device_blocks: int,
+    host_blocks: int = 0,
+    late: int | None = None,
+    fails: Sequence[str] = (),
+) -> Rank:
+    """A rank of the family's tiny model. See `engines.engine` for the rest; fails: directions."""
+    model = random_model(CONFIGS[family] | {"num_hidden_layers": LAYERS}, seed=3, group=group)
+    store = make_store(model, device_blocks, host_blocks, fails=EverySecond(fails))
+    return Rank(Worker(model, store, copier=None if late is None else LateCopier(store, late)))
+
+
+# -- threads ----------------------------------------------------------------------------------------------------------
+
+
+class ThreadLink:
+    """A rank that runs on a thread. alter: what happens to messages on their way there."""
+
+    def __init__(self, make: Callable[[], Rank], alter: Callable[[bytes], bytes] = lambda message: message) -> None:
+        self._alter = alter
+        self._there: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._back: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, args=(make,), daemon=True)
+        self._thread.start()
+
+    def _serve(self, make: Callable[[], Rank]) -> None:
+        torch.set_num_threads(1)
+        rank = make()
+        while (message := self._there.get()) is not None:
+            self._back.put(rank.run(message))
+        rank.close()
+
+    def send(self, message: bytes) -> None:
+        self._there.put(self._alter(message))
+
+    def is_ready(self) -> bool:
+        return not self._back.empty()
+
+    def receive(self, timeout_s: float) -> bytes:
+        try:
+            return self._back.get(timeout=timeout_s)
+        except queue.Empty:
+            raise TimeoutError from None
+
+    def close(self) -> None:
+        self._there.put(None)
+        self._thread.join(PLAN_S)
+
+
+def thread_executor(
+    tp: int, pp: int, family: str, alter: Callable[[int], Callable[[bytes], bytes]] | None = None, **store: Any
+) -> ShardedExecutor:
+    """An executor over threads. alter: of a rank. store: see `make_rank`."""
+
+    def link(group: Group) -> ThreadLink:
+        altered = alter(group.shard.rank) if alter else lambda message: message
+        return ThreadLink(lambda: make_rank(group, family, **store), altered)
+
+    links = [link(group) for group in Meeting(tp, pp).groups()]
+    return ShardedExecutor(links, tp_size=tp, timeout_s=PLAN_S)
+
+
+# -- processes --------------------------------------------------------------------------------------------------------
+
+
+def _serve(rank: int, tp: int, pp: int, meeting_point: str, connection: Connection) -> None:
+    """What a rank's process does: it makes the models that it is told to, and runs their plans."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    store = distributed.FileStore(meeting_point, tp * pp)
+    group = TorchGroup(Shard.of_rank(rank, tp, pp), store, timeout_s=GROUP_S)
+    current: Rank | None = None
+    connection.send_bytes(b"ready")
+    # Ends when the other side is closed.
+    with suppress(EOFError):
+        while True:
+            message = connection.recv_bytes()
+            if message == b"c":
+                connection.send_bytes(check_collectives(group))
+            elif message[:1] == b"m":
+                settings = json.loads(message[1:])
+                current = make_rank(group, settings.pop("family"), **settings)
+            else:
+                assert current is not None
+                connection.send_bytes(current.run(message[1:]))
+    group.close()
+
+
+def check_collectives(group: TorchGroup) -> bytes:
+    """What is wrong with them, in every type that a model can have; nothing if all is well."""
+    shard, wrong = group.shard, []
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        own = torch.full((3, 2), 2.0 + shard.tp_rank, dtype=dtype)
+        total = torch.ones((3, 2), dtype=dtype)
+        group.count_once(total)
+        total += own
+        group.all_reduce(total)
+        sizes = [4 + rank for rank in range(shard.tp_size)]  # ragged
+        gathered = group.gather(torch.full((2, sizes[shard.tp_rank]), float(shard.tp_rank), dtype=dtype), sizes)
+        expected = [float(rank) for rank, size in enumerate(sizes) for _ in range(size)]
+        wrong += [f"{dtype} sum"] * (total.unique().tolist() != [1.0 + sum(range(2, 2 + shard.tp_size))])
+        wrong += [f"{dtype} gather"] * (gathered.tolist() != [expected] * 2)
+        # Two in a row: neither waits for the other side.
+        if not shard.is_last:
+            for number in range(2):
+                group.send(own * 10 + number)
+        if not shard.is_first:
+            for number in range(2):
+                group.receive(total)
+                wrong += [f"{dtype} sent {number}"] * (not torch.equal(total, own * 10 + number))
+    return ", ".join(wrong).encode()
+
+
+class ProcessLink:
+    """A rank that is a process, over a pipe. Nothing that is sent or received is pickled."""
+
+    def __init__(self, process: multiprocessing.process.BaseProcess, connection: Connection) -> None:
+        self.process, self._connection = process, connection
+
+    def make(self, settings: dict[str, Any]) -> None:
+        self._connection.send_bytes(b"m" + json.dumps(settings).encode())
+
+    def send(self, message: bytes) -> None:
+        with suppress(OSError):
+            self._connection.send_bytes(b"p" + message)
+
+    def is_ready(self) -> bool:
+        return self._connection.poll()
+
+    def receive(self, timeout_s: float) -> bytes:
+        try:
+            if not self._connection.poll(timeout_s):
+                raise TimeoutError
+            return self._connection.recv_bytes()
+        except (EOFError, ConnectionError):
+            raise RankError(f"process {self.process.pid} is gone") from None
+
+    def close(self) -> None:
+        """The process lives on: it may get another model."""
+
+
+class Processes:
+    """The processes of `tp` x `pp` ranks, which can have one model after the other."""
+
+    def __init__(self, tp: int, pp: int, folder: Path) -> None:
+        # One process imports torch; the ranks are forked off it before it has any threads.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["skipjoin.exec.rank", "skipjoin.model.loader", "skipjoin.model.torch_group"])
+        self.tp, self.pp = tp, pp
+        self.links = []
+        for rank in range(tp * pp):
+            ours, theirs = context.Pipe()
+            arguments = (rank, tp, pp, str(folder / "meeting"), theirs)
+            process = context.Process(target=_serve, args=arguments, daemon=True)
+            process.start()
+            theirs.close()
+            self.links.append(ProcessLink(process, ours))
+        for link in self.links:
+            assert link.receive(START_S) == b"ready"
+
+    def check_collectives(self) -> list[bytes]:
+        """See `check_collectives`; of every rank."""
+        for link in self.links:
+            link._connection.send_bytes(b"c")
+        return [link.receive(PLAN_S) for link in self.links]
+
+    def executor(self, family: str, **store: Any) -> ShardedExecutor:
+        """An executor of a new model. store: see `make_rank`."""
+        for link in self.links:
+            link.make({"family": family, **store})
+        return ShardedExecutor(self.links, tp_size=self.tp, timeout_s=PLAN_S)
+
+
+@contextmanager
+def processes(tp: int, pp: int, folder: Path) -> Iterator[Processes]:
+    """Started, and ended whatever happens."""
+    started = Processes(tp, pp, folder)
+    try:
+        yield started
+    finally:
+        for link in started.links:
+            link._connection.close()
+        deadline = time.monotonic() + 5
+        for link in started.links:
+            link.process.join(max(0.0, deadline - time.monotonic()))
+            if link.process.is_alive():
+                link.process.kill()
+                link.process.join()

@@ -1,0 +1,186 @@
+"""Plans as messages: ranks see the plans that were made, in few bytes, and notice when they do not."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+from engines import Restless, SwapAll, engine, make_core, mixed_requests, run, tiny_model
+
+from skipjoin.core.events import Planned
+from skipjoin.core.request import FinishReason, Request
+from skipjoin.core.step import Direction, Move, Slice, StepPlan
+from skipjoin.exec.local import LocalExecutor
+from skipjoin.exec.plan_messages import OutOfStepError, PlanReader, PlanWriter
+from skipjoin.exec.worker import Sampling
+from skipjoin.sampling import SamplingParams
+
+SAMPLING = Sampling(SamplingParams(temperature=0.5, logit_bias={3: 1.5}, stop=("x",)), -(2**63), (2, 7))
+
+
+class Mirrored(LocalExecutor):
+    """Runs each plan as a rank would see it, and checks that it is the one that was made."""
+
+    def __init__(self, local: LocalExecutor) -> None:
+        self._local = local
+        self.writer, self.reader = PlanWriter(), PlanReader()
+        self.sizes: list[int] = []
+        self.most_mirrored = 0
+        self._moves: list[Move] = []
+
+    def submit(self, plan: StepPlan, now: float):
+        message = self.writer.write(plan)
+        self.sizes.append(len(message))
+        read = self.reader.read(message)
+        assert self.reader.checksum == self.writer.checksum
+        self.most_mirrored = max(self.most_mirrored, len(self.reader._requests))
+        check_same(plan, read)
+        self._moves += (*plan.before, *plan.beside)
+        return Back(self, plan, self._local.submit(read, now))
+
+    def moves(self, ended):
+        return [self._moves[number] for number in self.reader.numbers_of(ended)]
+
+    def close(self) -> None:
+        self._local.close()
+
+
+class Back:
+    """The outcome of the mirrored plan, said of the one that was made."""
+
+    def __init__(self, executor: Mirrored, plan: StepPlan, handle) -> None:
+        self._executor, self._plan, self._handle = executor, plan, handle
+
+    def result(self):
+        result = self._handle.result()
+        landed, failed = self._executor.moves(result.landed), self._executor.moves(result.failed)
+        return type(result)(self._plan, result.tokens, result.seconds, result.details, result.moving, landed, failed)
+
+
+def check_same(made: StepPlan, read: StepPlan) -> None:
+    assert read.id == made.id
+    for ours, theirs in zip(read.slices, made.slices, strict=True):
+        assert ours[1:] == theirs[1:]
+        check_same_request(ours.request, theirs.request, ours.start + ours.tokens - ours.awaits)
+    for ours_moves, theirs_moves in ((read.before, made.before), (read.beside, made.beside)):
+        for one, other in zip(ours_moves, theirs_moves, strict=True):
+            assert (one.direction, one.source, one.target) == (other.direction, other.source, other.target)
+            assert one.request.id == other.request.id
+
+
+def check_same_request(ours: Request, theirs: Request, end: int) -> None:
+    assert ours is not theirs
+    assert ours.id == theirs.id
+    assert ours.prompt == theirs.prompt
+    assert ours.sampling == theirs.sampling
+    assert ours.tokens(0, end) == theirs.tokens(0, end)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("pressure", [SwapAll, lambda: Restless(3)])
+def test_ranks_see_the_plans_that_were_made(pressure: Callable, depth: int) -> None:
+    model = tiny_model("llama")
+    options = dict(device_blocks=14, host_blocks=60, seats=2, chunk=7)
+    core, local = engine(model, pressure(), depth=depth, **options)
+    executor = Mirrored(local)
+    requests = mixed_requests()
+    events = run(core, executor, requests)  # type: ignore[arg-type]
+    alone = mixed_requests()
+    run(*engine(model, SwapAll(), device_blocks=60), alone)
+    assert [request.output for request in requests] == [request.output for request in alone]
+    plans = [event.plan for event in events if isinstance(event, Planned)]
+    assert any(plan.before or plan.beside for plan in plans)
+    assert any(piece.awaits for plan in plans for piece in plan.slices) == (depth > 1)
+
+
+def test_ranks_forget_who_ended() -> None:
+    executor = Mirrored(engine(tiny_model("llama"), SwapAll(), device_blocks=60)[1])
+    core = make_core(SwapAll(), device_blocks=60, seats=4)
+    draw = random.Random(0)
+    sampling = Sampling(SamplingParams(temperature=0), 0, ())
+    for number in range(120):
+        core.add(Request(number % 4, 0.0, [draw.randrange(90)], 2, sampling=sampling), 0.0)
+        if number % 4 == 3:
+            core.abort(number % 4, 0.0)
+            while core.requests:  # ids are in use again from here on
+                plan = core.start_step(0.0)
+                assert plan is not None
+                core.finish_step(executor.submit(plan, 0.0).result(), 0.0)
+    executor.close()
+    assert executor.most_mirrored < 20
+
+
+def request_of(number: int, prompt: int = 5) -> Request:
+    return Request(number, 0.0, list(range(prompt)), 50, sampling=SAMPLING)
+
+
+def test_a_decode_takes_few_bytes_whatever_its_context() -> None:
+    writer, requests = PlanWriter(), [request_of(number, 3000) for number in range(64)]
+    tables = [tuple(range(i * 200, i * 200 + 188)) for i in range(64)]
+    first = writer.write(
+        StepPlan(0, tuple(Slice(r, 0, 3000, True, False, t) for r, t in zip(requests, tables, strict=True)))
+    )
+    assert len(first) > 64 * 3000
+    for request in requests:
+        request.output.append(7)
+    tables = [(*table, 20000 + i) for i, table in enumerate(tables)]  # each grows by a block
+    slices = tuple(Slice(r, 3000, 1, True, False, t) for r, t in zip(requests, tables, strict=True))
+    assert len(writer.write(StepPlan(1, slices))) < 64 * 24
+
+
+def test_a_table_that_shrinks_changes_or_stays() -> None:
+    writer, reader, request = PlanWriter(), PlanReader(), request_of(0)
+    for number, table in enumerate([(1, 2, 3), (1, 2, 3), (1, 2), (1, 2, 9), (4, 5, 6, 7), (5,)]):
+        plan = StepPlan(number, (Slice(request, 0, 1, False, False, table),))
+        assert reader.read(writer.write(plan)).slices[0].blocks == table
+
+
+def test_moves_are_numbered_over_all_plans_and_may_repeat() -> None:
+    writer, reader, request = PlanWriter(), PlanReader(), request_of(0)
+    move = Move(Direction.OUT, request, (3,), (4,))
+    back = Move(Direction.IN, request, (4,), (3,))
+    first = reader.read(writer.write(StepPlan(0, (), before=(move,), beside=(back,))))
+    assert reader.numbers_of([*first.beside, *first.before]) == [1, 0]
+    again = reader.read(writer.write(StepPlan(1, (), beside=(move,))))
+    assert reader.numbers_of(again.beside) == [2]
+    request.finish_reason = FinishReason.ABORT
+    reader.read(writer.write(StepPlan(2, ())))
+    assert not reader._requests
+
+
+def messages(count: int) -> list[bytes]:
+    writer, request = PlanWriter(), request_of(0)
+    return [
+        writer.write(StepPlan(number, (Slice(request, number, 1, False, False, (0, 1)),))) for number in range(count)
+    ]
+
+
+@pytest.mark.parametrize(
+    "alter",
+    [
+        lambda sent: [sent[0], sent[2]],
+        lambda sent: [sent[0], sent[0]],
+        lambda sent: [sent[1], sent[0]],
+        lambda sent: [sent[0], sent[1][:-1] + b"\x05"],
+        lambda sent: [sent[0], b"\x00" + sent[1][1:]],
+        lambda sent: [sent[0], sent[1][:-1]],
+    ],
+    ids=["missed", "repeated", "reordered", "changed", "checksum changed", "cut"],
+)
+def test_a_rank_that_is_out_of_step_notices(alter: Callable) -> None:
+    reader, sent = PlanReader(), alter(messages(3))
+    with pytest.raises(OutOfStepError, match=r"checksum of all plans up to this one is [0-9a-f]{16} here"):
+        read_all(reader, sent)
+
+
+def read_all(reader: PlanReader, sent: list[bytes]) -> None:
+    for message in sent:
+        reader.read(message)
+
+
+def test_the_checksum_is_of_everything_before_too() -> None:
+    one, other = PlanWriter(), PlanWriter()
+    one.write(StepPlan(0, ()))
+    other.write(StepPlan(1, ()))
+    assert one.write(StepPlan(2, ())) != other.write(StepPlan(2, ()))

@@ -1,0 +1,154 @@
+"""Models on several processes: every request gets the tokens that one process gives it, whatever is forced."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+from engines import CONFIGS, Restless, SwapAll, engine, make_core, mixed_requests, run
+from rank_links import GROUP_S, LAYERS, Processes, processes
+from test_invisible_preemption import happened
+from torch import distributed
+
+from skipjoin.core.events import Preemption
+from skipjoin.exec.sharded import RankError
+from skipjoin.model.loader import random_model
+from skipjoin.model.parallel import GroupError, Shard
+from skipjoin.model.torch_group import TorchGroup
+from skipjoin.policies.pressure import Recompute
+
+pytestmark = pytest.mark.timeout(240)
+LAYOUTS = {"tp 2": (2, 1), "pp 2": (1, 2), "tp 2 x pp 2": (2, 2)}
+# By layout, how requests are made to leave the device. With stages as many plans are in flight as there are stages.
+SWAPPED = dict(pressure=SwapAll, device_blocks=14, host_blocks=60, seats=3, chunk=7)
+MOVED = dict(pressure=lambda: Restless(5), device_blocks=20, host_blocks=40, seats=3, chunk=9)
+FORCED = {"swapped": SWAPPED, "moved beside": MOVED}
+EXPECTED = {
+    "swapped": {"moved out before", "moved in before"},
+    "moved beside": {"moved out beside", "moved in beside"},
+}
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
+    with processes(*LAYOUTS[request.param], tmp_path_factory.mktemp("ranks")) as started:
+        yield started
+
+
+@cache
+def outputs_of_one_process(family: str) -> list[list[int]]:
+    model = random_model(CONFIGS[family] | {"num_hidden_layers": LAYERS}, seed=3)
+    requests = mixed_requests()
+    run(*engine(model, Recompute(), device_blocks=60, seats=4), requests)
+    return [request.output for request in requests]
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_tokens_are_those_of_one_process(ranks: Processes, family: str) -> None:
+    # The families take turns at what is forced: every layout has both.
+    case = list(FORCED)[(list(CONFIGS).index(family) + ranks.tp) % 2]
+    options = dict(FORCED[case])
+    core = make_core(options.pop("pressure")(), **options, depth=ranks.pp)
+    executor = ranks.executor(family, device_blocks=options["device_blocks"], host_blocks=options["host_blocks"])
+    requests = mixed_requests()
+    events = run(core, executor, requests)
+    assert [request.output for request in requests] == outputs_of_one_process(family)
+    found = happened(events)
+    assert found[Preemption.SWAP] >= 3
+    assert all(found[what] >= 3 for what in EXPECTED[case]), found
+
+
+def test_the_group_carries_every_type(ranks: Processes) -> None:
+    assert ranks.check_collectives() == [b""] * len(ranks.links)
+
+
+@pytest.mark.parametrize("how", ["overlapped", "late copies fail"])
+def test_tokens_are_those_of_one_process_with_everything_at_once(ranks: Processes, how: str) -> None:
+    store: dict = {"device_blocks": 20, "host_blocks": 40}
+    depth, overlap = ranks.pp, False
+    if how == "overlapped":
+        depth, overlap = 2, ranks.pp == 1
+    else:
+        store |= {"late": 3, "fails": ["OUT", "IN"]}
+    core = make_core(Restless(5), **_only_blocks(store), seats=3, chunk=9, depth=depth, overlap=overlap)
+    requests = mixed_requests()
+    found = happened(run(core, ranks.executor("qwen2", **store), requests))
+    assert [request.output for request in requests] == outputs_of_one_process("qwen2")
+    expected = {"failed out beside", "failed in beside"} if store.get("fails") else {"moved out beside"}
+    assert all(found[what] >= 3 for what in expected), found
+
+
+def _only_blocks(store: dict) -> dict:
+    return {name: store[name] for name in ("device_blocks", "host_blocks")}
+
+
+# -- ranks that go wrong: each test has processes of its own ----------------------------------------------------------
+
+
+def start_requests(processes: Processes, timeout_s: float = 30.0):
+    """An engine in the middle of its work; what runs its next plans."""
+    executor = processes.executor("llama", device_blocks=60)
+    executor._timeout_s = timeout_s
+    core = make_core(Recompute(), device_blocks=60, seats=4)
+    for request in mixed_requests():
+        core.add(request, 0.0)
+
+    def step(count: int) -> None:
+        for _ in range(count):
+            plan = core.start_step(0.0)
+            assert plan is not None
+            core.finish_step(executor.submit(plan, 0.0).result(), 0.0)
+
+    step(3)
+    return step
+
+
+def test_a_rank_that_nobody_joins_does_not_wait_for_ever(tmp_path: Path) -> None:
+    store = distributed.FileStore(str(tmp_path / "meeting"), 2)
+    begin = time.monotonic()
+    with pytest.raises(GroupError, match=r"rank 0 .* failed in joining the group"):
+        TorchGroup(Shard(tp_size=2), store, timeout_s=1.0)
+    assert time.monotonic() - begin < GROUP_S
+
+
+@pytest.mark.parametrize("layout", ["tp 2", "pp 2"])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_dies_is_noticed_at_once(tmp_path: Path, layout: str, victim: int) -> None:
+    with processes(*LAYOUTS[layout], tmp_path) as started:
+        step = start_requests(started)
+        os.kill(started.links[victim].process.pid or 0, signal.SIGKILL)
+        begin = time.monotonic()
+        with pytest.raises(RankError, match=rf"process \d+ is gone|rank {1 - victim} .* cannot go on: GroupError"):
+            step(3)
+        assert time.monotonic() - begin < GROUP_S / 2
+
+
+def test_a_rank_that_hangs_is_not_waited_for_longer_than_said(tmp_path: Path) -> None:
+    with processes(2, 1, tmp_path) as started:
+        step = start_requests(started, timeout_s=1.0)
+        os.kill(started.links[1].process.pid or 0, signal.SIGSTOP)
+        begin = time.monotonic()
+        with pytest.raises(RankError, match=r"rank 0 .* did not answer within 1 s"):
+            step(1)
+        assert time.monotonic() - begin < 3
+        os.kill(started.links[1].process.pid or 0, signal.SIGKILL)
+
+
+def test_a_rank_that_gets_another_plan_says_so_and_keeps_nobody_waiting(tmp_path: Path) -> None:
+    with processes(2, 1, tmp_path) as started:
+        step = start_requests(started)
+        link = started.links[1]
+        send = link.send
+        link.send = lambda message: send(message[:-1] + bytes([message[-1] ^ 1]))  # type: ignore[method-assign]
+        begin = time.monotonic()
+        with pytest.raises(RankError, match=r"rank 1 .* cannot go on: OutOfStepError: the checksum of all plans"):
+            step(1)
+        # The other one, which was in the middle of a step, noticed, and computes nothing any more.
+        started.links[0].send(b"whatever comes")
+        assert b"GroupError" in started.links[0].receive(GROUP_S)
+        assert time.monotonic() - begin < GROUP_S / 2

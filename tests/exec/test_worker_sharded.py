@@ -1,0 +1,329 @@
+"""The executor over ranks: whatever is forced, aborted or reported, it is as if one rank had run it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+from functools import cache
+from typing import ClassVar
+
+import msgspec
+import pytest
+import torch
+from engines import BLOCK_SIZE, CONFIGS, Restless, SwapAll, engine, make_core, mixed_requests, run
+from rank_links import LAYERS, thread_executor
+from test_invisible_preemption import happened
+
+from skipjoin.core.events import Event, Preemption, Token
+from skipjoin.core.request import Request
+from skipjoin.core.step import Direction, Move, Slice, StepPlan
+from skipjoin.exec.kv_store import KVStore
+from skipjoin.exec.messages import Done, Failed
+from skipjoin.exec.plan_messages import OutOfStepError, PlanReader
+from skipjoin.exec.sharded import RankError, ShardedExecutor
+from skipjoin.exec.worker import Sampling, Worker
+from skipjoin.model.loader import random_model
+from skipjoin.model.parallel import Shard
+from skipjoin.policies.pressure import Recompute
+from skipjoin.sampling import SamplingParams
+
+LAYOUTS = ((2, 1), (1, 2), (2, 2), (1, 3))
+_RESTLESS = dict(pressure=lambda: Restless(5), device_blocks=40, host_blocks=40, seats=2, chunk=5)
+_SWAPPED = dict(pressure=SwapAll, device_blocks=16, host_blocks=60, seats=2)
+FORCED = {
+    "dropped": dict(pressure=Recompute, device_blocks=16, seats=3),
+    "swapped": _SWAPPED,
+    "swapped, copies fail": _SWAPPED | dict(fails=["OUT", "IN"], chunk=7),
+    "moved beside": _RESTLESS,
+    "moved beside, landing late": _RESTLESS | dict(late=4),
+    "moved beside, late copies fail": _RESTLESS | dict(late=3, fails=["OUT", "IN"]),
+}
+EXPECTED = {
+    "dropped": {Preemption.DROP},
+    "swapped": {"moved out before", "moved in before"},
+    "swapped, copies fail": {"failed out before", "failed in before", Preemption.DROP},
+    "moved beside": {"moved out beside", "moved in beside"},
+    "moved beside, landing late": {"moved out beside", "moved in beside"},
+    "moved beside, late copies fail": {"failed out beside", "failed in beside", Preemption.DROP},
+}
+
+
+def one_model(family: str):
+    return random_model(CONFIGS[family] | {"num_hidden_layers": LAYERS}, seed=3)
+
+
+@cache
+def outputs_alone(family: str, eos: int | None = None) -> list[list[int]]:
+    requests = mixed_requests(eos)
+    run(*engine(one_model(family), Recompute(), device_blocks=60, seats=4), requests)
+    return outputs(requests)
+
+
+def outputs(requests: list[Request]) -> list[list[int]]:
+    return [request.output for request in requests]
+
+
+def sharded(case: str, family: str, tp: int, pp: int, *, overlap: bool = False):
+    """The engine of a case over threads."""
+    options = dict(FORCED[case])
+    store = {name: options.pop(name) for name in ("late", "fails") if name in options}
+    store |= {name: options[name] for name in ("device_blocks", "host_blocks") if name in options}
+    depth = 2 if overlap else pp
+    core = make_core(options.pop("pressure")(), **options, depth=depth, overlap=overlap)
+    return core, thread_executor(tp, pp, family, **store)
+
+
+@pytest.mark.parametrize("case", FORCED)
+@pytest.mark.parametrize(("tp", "pp"), LAYOUTS)
+def test_tokens_are_those_of_one_rank(case: str, tp: int, pp: int) -> None:
+    family = list(CONFIGS)[(list(FORCED).index(case) + tp + 3 * pp) % len(CONFIGS)]
+    requests = mixed_requests()
+    found = happened(run(*sharded(case, family, tp, pp), requests))
+    assert outputs(requests) == outputs_alone(family)
+    assert all(found[what] >= 3 for what in EXPECTED[case]), found
+
+
+@pytest.mark.parametrize("case", FORCED)
+def test_tokens_are_those_of_one_rank_where_slices_await_tokens(case: str) -> None:
+    requests = mixed_requests()
+    run(*sharded(case, "qwen3", 2, 1, overlap=True), requests)
+    assert outputs(requests) == outputs_alone("qwen3")
+
+
+@pytest.mark.parametrize(("tp", "pp", "overlap"), [(2, 1, True), (2, 2, False)])
+def test_outputs_that_end_by_a_stop_token_and_aborts(tp: int, pp: int, overlap: bool) -> None:
+    alone = outputs_alone("llama")
+    eos = Counter(token for output in alone for token in output[1:-1]).most_common(1)[0][0]
+    expected = outputs_alone("llama", eos)
+    assert any(len(short) < len(full) for short, full in zip(expected, alone, strict=True))
+    core, executor = sharded("moved beside", "llama", tp, pp, overlap=overlap)
+    requests = mixed_requests(eos)
+    start_step, plans = core.start_step, 0
+
+    def start_and_abort(now: float):
+        nonlocal plans
+        plans += 1
+        if plans == 6:
+            core.abort(1, now)
+        return start_step(now)
+
+    core.start_step = start_and_abort  # type: ignore[method-assign]
+    run(core, executor, requests)
+    assert [o for i, o in enumerate(outputs(requests)) if i != 1] == [o for i, o in enumerate(expected) if i != 1]
+
+
+def details(events: list[Event]) -> dict[tuple[int, int], object]:
+    """By request and number of the token."""
+    seen: Counter[int] = Counter()
+    found = {}
+    for event in events:
+        if isinstance(event, Token):
+            found[event.request.id, seen[event.request.id]] = event.detail
+            seen[event.request.id] += 1
+    return found
+
+
+def test_log_probabilities_arrive() -> None:
+    def scored() -> list[Request]:
+        params = SamplingParams(temperature=0, logprobs=2, prompt_logprobs=1)
+        return [Request(i, 0.0, [3, 1, 4, 1, 5], 4, sampling=Sampling(params, i, ())) for i in range(2)]
+
+    expected = details(run(*engine(one_model("opt"), Recompute(), device_blocks=60), scored()))
+    assert len(expected) == 8
+    assert all(expected.values())
+    core, executor = sharded("dropped", "opt", 2, 2)
+    found = details(run(core, executor, scored()))
+    assert found.keys() == expected.keys()
+    for key, ours in found.items():
+        theirs = expected[key]
+        assert [one.token for one in (ours.chosen, *ours.prompt)] == [
+            one.token for one in (theirs.chosen, *theirs.prompt)
+        ]
+        assert [one.logprob for one in (ours.chosen, *ours.prompt[1:])] == pytest.approx(
+            [one.logprob for one in (theirs.chosen, *theirs.prompt[1:])], abs=1e-5
+        )
+
+
+def test_stages_refuse_slices_that_await_a_token() -> None:
+    core, executor = sharded("dropped", "llama", 1, 2, overlap=True)
+    with pytest.raises(RankError, match=r"request \d+ awaits a token that only the last of 2 stages samples"):
+        run(core, executor, mixed_requests())
+    executor.close()
+
+
+def test_a_rank_that_gets_other_plans_computes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    def alter(rank: int):
+        return (lambda message: message[:-1] + bytes([message[-1] ^ 1])) if rank == 1 else (lambda message: message)
+
+    executor = thread_executor(2, 1, "llama", alter, device_blocks=20)
+    core = make_core(Recompute(), device_blocks=20)
+    with caplog.at_level(logging.ERROR), pytest.raises(RankError, match=r"rank 1 .*: OutOfStepError: the checksum"):
+        run(core, executor, mixed_requests())
+    assert "rank 1 (stage 0 of 1, tensor rank 1 of 2) cannot go on" in caplog.text
+    executor.close()
+
+
+class LaterStage:
+    """The group of a second stage whose first one takes a while. at_receive: called when it begins to wait."""
+
+    WAIT_S = 0.2
+
+    def __init__(self, at_receive: Callable[[], None]) -> None:
+        self.shard = Shard(pp_rank=1, pp_size=2)
+        self.waited_s = 7.0
+        self._at_receive = at_receive
+
+    def receive(self, x: torch.Tensor) -> None:
+        self._at_receive()
+        time.sleep(self.WAIT_S)
+        self.waited_s += self.WAIT_S
+        x.fill_(0.5)
+
+    def gather(self, part: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+        return part
+
+
+def test_a_later_stage_moves_while_it_waits_and_its_seconds_are_without_waiting() -> None:
+    copied: list[int] = []
+    group = LaterStage(lambda: copied.append(len(store.copies)))
+    model = random_model(CONFIGS["llama"], group=group)  # type: ignore[arg-type]
+
+    class Store(KVStore):
+        copies: ClassVar[list[Move]] = []
+
+        def copy(self, move: Move) -> None:
+            super().copy(move)
+            self.copies.append(move)
+
+    pools = dict(device_blocks=4, host_blocks=4, block_size=BLOCK_SIZE)
+    store = Store(model.config, model.dtype, model.device, shard=model.shard, **pools)  # type: ignore[arg-type]
+    worker = Worker(model, store)
+    result = worker.run(StepPlan(0, (Slice(REQUEST, 0, 2, True, False, (1,)),), before=(MOVES[0],)))
+    worker.close()
+    assert copied == [1]
+    assert list(result.landed) == [MOVES[0]]
+    assert result.tokens[0] is not None
+    assert 0 < result.seconds < LaterStage.WAIT_S
+
+
+# -- one result out of many answers -----------------------------------------------------------------------------------
+
+
+class ScriptedLink:
+    """A rank that answers what the test says: values of `Done` by name, or something else to answer."""
+
+    def __init__(self, *script: object) -> None:
+        self.script = list(script)
+        self._reader = PlanReader()
+        self._plans: list[tuple[int, bytes]] = []
+
+    def send(self, message: bytes) -> None:
+        plan = self._reader.read(message)
+        self._plans.append((plan.id, self._reader.checksum))
+
+    def is_ready(self) -> bool:
+        return bool(self.script)
+
+    def receive(self, timeout_s: float) -> bytes:
+        if not self.script:
+            time.sleep(timeout_s)
+            raise TimeoutError
+        said = self.script.pop(0)
+        plan, checksum = self._plans.pop(0)
+        if isinstance(said, Exception):
+            raise said
+        if isinstance(said, dict):
+            values = dict(plan=plan, checksum=checksum, tokens=[], seconds=0.0, moving=0.0, landed=[], failed=[])
+            said = Done(**(values | said))
+        return msgspec.msgpack.encode(said)
+
+    def close(self) -> None:
+        pass
+
+
+REQUEST = Request(0, 0.0, [1, 2], 5, sampling=Sampling(SamplingParams(), 0, ()))
+MOVES = tuple(Move(Direction.OUT, REQUEST, (number,), (number,)) for number in range(3))
+PLAN = StepPlan(4, (Slice(REQUEST, 0, 2, True, False, (0,)),))
+
+
+def executor_of(*links: ScriptedLink, tp_size: int = 1) -> ShardedExecutor:
+    return ShardedExecutor(links, tp_size=tp_size, timeout_s=0.5)
+
+
+def test_the_last_stage_samples_and_seconds_add_up_over_stages() -> None:
+    links = [
+        ScriptedLink({"seconds": 0.2, "moving": 0.01}),
+        ScriptedLink({"seconds": 0.3, "moving": 0.02}),
+        ScriptedLink({"seconds": 0.4, "tokens": [9], "moving": 0.03}),
+        ScriptedLink({"seconds": 0.1, "tokens": [9]}),
+    ]
+    result = executor_of(*links, tp_size=2).submit(PLAN, 0.0).result()
+    assert result.plan is PLAN
+    assert list(result.tokens) == [9]
+    assert result.seconds == pytest.approx(0.7)
+    assert result.moving == pytest.approx(0.05)
+
+
+def test_a_move_has_landed_when_it_has_everywhere_and_fails_if_it_does_anywhere() -> None:
+    links = [
+        ScriptedLink({"landed": [0, 2]}, {}, {"landed": [1]}),
+        ScriptedLink({"landed": [0]}, {"landed": [1]}, {"failed": [2]}),
+    ]
+    executor = executor_of(*links)
+    handles = [executor.submit(StepPlan(0, (), beside=MOVES), 0.0)]
+    handles += [executor.submit(StepPlan(number, ()), 0.0) for number in (1, 2)]
+    assert all(handle.done() for handle in handles)
+    assert [list(handle.result().landed) for handle in handles] == [[MOVES[0]], [], [MOVES[1]]]
+    assert [list(handle.result().failed) for handle in handles] == [[], [], [MOVES[2]]]
+
+
+def test_results_come_in_order_and_wait_for_all_ranks() -> None:
+    slow = ScriptedLink()
+    executor = executor_of(ScriptedLink({}, {"tokens": [1]}), slow)
+    first, second = executor.submit(PLAN, 0.0), executor.submit(PLAN, 0.0)
+    assert not first.done()
+    slow.script += [{"tokens": [5]}, {"tokens": [6]}]
+    assert list(second.result().tokens) == [6]
+    assert first.done()
+    assert list(first.result().tokens) == [5]
+
+
+GONE, HUNG = RankError("process 7 is gone"), None
+LOST, BROKEN = Failed("GroupError: nobody there", True), Failed("ValueError: bad", False)
+
+
+@pytest.mark.parametrize(
+    ("answers", "message"),
+    [
+        (({"tokens": [1]}, {"tokens": [2]}), "sampled different tokens"),
+        (({"tokens": [1]}, {"tokens": [1], "plan": 5}), r"rank 1 .* answers plan 5 where 4 was asked"),
+        (({"tokens": [1]}, {"tokens": [1], "checksum": b"12345678"}), r"rank 1 .* or other plans"),
+        (({"tokens": [1]}, HUNG), r"rank 1 .* did not answer within 0.5 s"),
+        (({"tokens": [1]}, GONE), "process 7 is gone"),
+        ((HUNG, GONE), "process 7 is gone"),
+        ((HUNG, BROKEN), r"rank 1 .* cannot go on: ValueError: bad"),
+        ((LOST, GONE), "process 7 is gone"),
+        ((LOST, BROKEN), r"rank 1 .* cannot go on: ValueError: bad"),
+        ((BROKEN, LOST), r"rank 0 .* cannot go on: ValueError: bad"),
+        (([{"tokens": [1]}, BROKEN], LOST), r"rank 0 .* cannot go on: ValueError: bad"),
+        (([{"tokens": [1]}, GONE], LOST), "process 7 is gone"),
+        ((LOST, HUNG), r"rank 0 .* cannot go on: GroupError"),
+        ((LOST, LOST), r"rank 0 .* cannot go on: GroupError"),
+    ],
+)
+def test_what_goes_wrong_is_told_and_stays_wrong(answers: tuple, message: str) -> None:
+    scripts = [said if isinstance(said, list) else [said, {"tokens": [1]}] for said in answers]
+    links = [ScriptedLink(*script) if script[0] is not HUNG else ScriptedLink() for script in scripts]
+    executor = executor_of(*links, tp_size=2)
+    first, second = executor.submit(PLAN, 0.0), executor.submit(PLAN, 0.0)
+    for handle in (first, second):
+        with pytest.raises((RankError, OutOfStepError), match=message):
+            handle.result()
+        assert handle.done()
+
+
+def test_ranks_that_make_no_stages_are_refused() -> None:
+    with pytest.raises(ValueError, match="3 ranks cannot form stages of tp_size 2"):
+        executor_of(*[ScriptedLink() for _ in range(3)], tp_size=2)

@@ -1,0 +1,130 @@
+"""Every family on several ranks: the logits that one rank computes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from model_zoo import CONFIGS, VOCAB, PagedRunner, save_reference
+
+from skipjoin.model.batch import PackedBatch, Segment
+from skipjoin.model.config import ModelConfig
+from skipjoin.model.kv_cache import PagedKV
+from skipjoin.model.loader import load_model, random_model
+from skipjoin.model.parallel import Alone
+from support.thread_ranks import Meeting, ThreadGroup, on_ranks
+
+LENGTHS = (1, 5, 18)
+# Tensor ranks and stages. With 2 key-value heads, 4 tensor ranks share them two by two.
+LAYOUTS = ((2, 1), (4, 1), (1, 2), (2, 2))
+
+
+@pytest.fixture(scope="module", params=sorted(CONFIGS))
+def saved(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    save_reference(request.param, folder)
+    return folder
+
+
+def sequences(seed: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, VOCAB, (n,), generator=generator).tolist() for n in LENGTHS]
+
+
+def logits(model) -> list[torch.Tensor]:
+    return PagedRunner(model, sequences(3), 4, seed=2).run()
+
+
+@pytest.mark.parametrize("attention", ["torch", "auto"])
+def test_logits_are_those_of_one_rank(saved, attention):
+    expected = logits(load_model(saved, dtype="float32", attention=attention))
+    for tp, pp in LAYOUTS:
+
+        def work(group):
+            return logits(load_model(saved, dtype="float32", attention=attention, group=group))
+
+        found = on_ranks(tp, pp, work)
+        for rank in range(tp * (pp - 1), tp * pp):
+            for ours, theirs in zip(found[rank], expected, strict=True):
+                torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-5)
+        assert all(len(one) == 0 for rank in range(tp * (pp - 1)) for one in found[rank])
+        # All ranks that sample do so from the same numbers.
+        for rank in range(tp * (pp - 1), tp * pp):
+            assert all(torch.equal(a, b) for a, b in zip(found[rank], found[-1], strict=True))
+
+
+def test_half_types_stay_close(saved):
+    expected = logits(load_model(saved, dtype="bfloat16"))[-1]
+    found = on_ranks(2, 2, lambda group: logits(load_model(saved, dtype="bfloat16", group=group)))[-1][-1]
+    assert (found - expected).norm() / expected.norm() < 0.05
+
+
+def raw(name: str, **changes) -> dict:
+    config = CONFIGS[name]()
+    return config.to_dict() | {"architectures": [type(config).__name__.replace("Config", "ForCausalLM")]} | changes
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gpt-neox", "opt"])
+@pytest.mark.parametrize(("layers", "stages"), [(3, 2), (5, 3)])
+def test_layers_that_do_not_divide_and_random_weights(name, layers, stages):
+    changed = raw(name, num_hidden_layers=layers, layer_types=None)
+    expected = logits(random_model(changed, seed=4))
+    found = on_ranks(1, stages, lambda group: logits(random_model(changed, seed=4, group=group)))
+    for ours, theirs in zip(found[-1], expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-5)
+
+
+# Sums over the ranks for the embedding and for each of two layers; GPT-NeoX adds attention and MLP up together.
+@pytest.mark.parametrize(("name", "sums"), [("llama", 5), ("opt", 5), ("gpt-neox", 3), ("gpt-neox-serial", 5)])
+def test_ranks_speak_as_little_as_they_can(name, sums):
+    def calls(group: ThreadGroup) -> dict[str, int]:
+        model = random_model(raw(name), group=group)
+        kv = PagedKV(4, 4, model.config, model.dtype, "cpu", shard=model.shard)
+        model.forward(PackedBatch.build([Segment([1, 2, 3], 0, [0])], 4), kv)
+        return group.calls
+
+    assert on_ranks(2, 1, calls)[1] == {"all_reduce": sums, "gather": 1, "send": 0, "receive": 0}
+    first, second = on_ranks(1, 2, calls)
+    assert (first["send"], first["receive"], second["send"], second["receive"]) == (1, 0, 0, 1)
+
+
+def test_a_rank_alone_says_nothing(monkeypatch):
+    model = random_model(raw("llama"))
+    for name in ("count_once", "all_reduce", "send", "receive"):
+        monkeypatch.setattr(Alone, name, None)
+    assert all(len(one) for one in logits(model))
+
+
+def test_tokens_outside_the_vocabulary_are_refused_on_every_rank():
+    def work(group):
+        model = random_model(raw("llama"), group=group)
+        kv = PagedKV(4, 4, model.config, model.dtype, "cpu", shard=model.shard)
+        with pytest.raises(IndexError, match=r"token ids must be in \[0, 100\]"):
+            model.forward(PackedBatch.build([Segment([1, VOCAB], 0, [0])], 4), kv)
+
+    on_ranks(2, 1, work)
+
+
+def test_a_rank_that_fails_does_not_keep_the_others_waiting():
+    def work(group):
+        if group.shard.rank == 1:
+            raise ZeroDivisionError
+        return logits(random_model(raw("llama"), group=group))
+
+    with pytest.raises(ZeroDivisionError):
+        on_ranks(2, 1, work)
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2)])
+def test_a_rank_holds_the_kv_of_its_heads_and_layers(tp, pp):
+    config = ModelConfig.from_dict(raw("llama"))  # 2 layers, 2 key-value heads of 16
+    for group in Meeting(tp, pp).groups():
+        kv = PagedKV(3, 4, config, torch.bfloat16, "cpu", shard=group.shard)
+        assert kv.tensor.shape == (3, 2 // pp, 2, max(1, 2 // tp), 4, 16)
+        assert kv.block_bytes == PagedKV.bytes_per_block(config, 4, torch.bfloat16, group.shard)
+
+
+def test_weights_are_counted_per_rank():
+    whole = random_model(raw("llama"), attention="torch")
+    ranks = on_ranks(2, 2, lambda group: random_model(raw("llama"), attention="torch", group=group).weight_bytes)
+    norms = 4 * 64 * (2 * 2 + 1)  # float32, on both ranks of a stage
+    assert sum(ranks) == whole.weight_bytes + norms

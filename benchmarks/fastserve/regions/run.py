@@ -107,7 +107,9 @@ def _map(axes: Axes, values: list[list[float]], colours: LinearSegmentedColormap
             tie = 1 / TIE <= ratio <= TIE
             colour = "#CCCCCC" if tie else colours(norm(min(STRONGEST, max(1 / STRONGEST, ratio))))
             axes.fill_between([column - 0.5, column + 0.5], row - 0.5, row + 0.5, color=colour, lw=0)
-            axes.annotate(f"{ratio:.2g}", (column, row), ha="center", va="center", fontsize=6)
+            axes.annotate(
+                f"{ratio:.0f}" if ratio >= 10 else f"{ratio:.2g}", (column, row), ha="center", va="center", fontsize=6
+            )
     axes.set(xlim=(-0.5, len(values[0]) - 0.5), ylim=(-0.5, len(values) - 0.5))
 
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 from skipjoin.core.policy import CostModel, LengthPredictor, Ordering, Policies
 from skipjoin.policies.batching import Greedy, RunToCompletion
-from skipjoin.policies.mlfq import SkipJoinMlfq
+from skipjoin.policies.mlfq import PROMOTION_SHARE, SkipJoinMlfq
 from skipjoin.policies.ordering import Fcfs, FixedKey, Prioritized, ShortestRemaining
-from skipjoin.policies.pressure import Defer, ProactiveSwap, Recompute, Swap
+from skipjoin.policies.pressure import DROP_SHARE, Defer, ProactiveSwap, Recompute, Swap
 from skipjoin.policies.reservation import OnDemand, WholeMaximum
 
 
@@ -33,9 +33,6 @@ class Settings:
     quantum_s: float | None = None
     predictor: LengthPredictor | None = None
 
-
-# Share of the time that each of the two may take.
-_PACE = 0.05
 
 Recipe = Callable[[Settings], Policies]
 RECIPES: dict[str, Recipe] = {}
@@ -84,18 +81,18 @@ def sarathi(s: Settings) -> Policies:
 def _preemptive(s: Settings, ordering: Callable[[], Ordering]) -> Policies:
     """What the preemptive systems share, whatever their order."""
     batcher = Greedy(s.max_seqs, s.max_tokens, chunked=True)
-    return Policies(Prioritized(ordering), batcher, OnDemand(), ProactiveSwap(s.cost, drop_share=_share(s)))
+    return Policies(Prioritized(ordering), batcher, OnDemand(), ProactiveSwap(s.cost, drop_share=_drop_share(s)))
 
 
 def _mlfq(s: Settings, *, skip_join: bool) -> SkipJoinMlfq:
-    share = _share(s)
+    share = PROMOTION_SHARE if s.paced else math.inf
     return SkipJoinMlfq(
         s.cost, quantum_s=s.quantum_s, starvation_s=s.starvation_s, promotion_share=share, skip_join=skip_join
     )
 
 
-def _share(s: Settings) -> float:
-    return _PACE if s.paced else math.inf
+def _drop_share(s: Settings) -> float:
+    return DROP_SHARE if s.paced else math.inf
 
 
 @recipe
@@ -107,7 +104,7 @@ def fastserve(s: Settings) -> Policies:
 @recipe
 def fastserve_reactive(s: Settings) -> Policies:
     """FastServe, KV swapped before the step that is short of blocks."""
-    return replace(fastserve(s), pressure=Swap(s.cost, drop_share=_share(s)))
+    return replace(fastserve(s), pressure=Swap(s.cost, drop_share=_drop_share(s)))
 
 
 @recipe

@@ -31,6 +31,8 @@ class _Job:
     home: tuple[int, float] | None = None
 
 
+# Share of the time that promoted requests may take.
+PROMOTION_SHARE = 0.05
 # How fast the estimate of the batch size follows the steps.
 _BATCH_RATE = 0.05
 
@@ -62,7 +64,7 @@ class SkipJoinMlfq:
         quantum_s: float | None = None,
         starvation_s: float = 3.0,
         hysteresis_s: float = 0.25,
-        promotion_share: float = 0.05,
+        promotion_share: float = PROMOTION_SHARE,
         skip_join: bool = True,
     ) -> None:
         self._follows_cost = quantum_s is None

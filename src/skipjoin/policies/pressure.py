@@ -13,6 +13,9 @@ from skipjoin.core.request import Request
 from skipjoin.core.step import Direction, StepShape
 from skipjoin.policies.arrivals import ArrivalHistory
 
+# Share of the time that computing again what newcomers made others lose may take.
+DROP_SHARE = 0.05
+
 
 def _until_enough(short: int, candidates: Sequence[Request], kv: KVLedger) -> Iterator[Request]:
     for victim in candidates:
@@ -69,7 +72,7 @@ class Swap(Recompute):
     others lose; who is more important by its `priority` does not wait for that. Infinite: nothing is paced.
     """
 
-    def __init__(self, cost: CostModel, *, drop_share: float = 0.05) -> None:
+    def __init__(self, cost: CostModel, *, drop_share: float = DROP_SHARE) -> None:
         if not drop_share > 0:
             raise ValueError(f"drop_share must be above 0, got {drop_share}")
         self._cost = cost
@@ -129,7 +132,7 @@ class ProactiveSwap(Swap):
     beside a step, there is none to save, and KV moves before the step that needs it.
     """
 
-    def __init__(self, cost: CostModel, *, drop_share: float = 0.05) -> None:
+    def __init__(self, cost: CostModel, *, drop_share: float = DROP_SHARE) -> None:
         super().__init__(cost, drop_share=drop_share)
         self._is_cheap = False  # to move KV
         self._arrivals = ArrivalHistory()

@@ -266,8 +266,10 @@ def serve_engine(load: Load) -> int:
         metrics = EngineMetrics(
             device_blocks=ready.device_blocks, block_size=ready.block_size, block_bytes=ready.block_bytes
         )
-        server.run(loop, metrics, recorder)
-        loop.close()
+        try:
+            server.run(loop, metrics, recorder)
+        finally:
+            loop.close()
         socket.close(linger=0)
     except (ConfigError, ModelError) as error:  # a setting or a model that cannot be used: its text says it all
         server.send(Failed(str(error)))

@@ -16,7 +16,7 @@ from engines import BLOCK_SIZE, CONFIGS, Restless, SwapAll, engine, make_core, m
 from rank_links import LAYERS, thread_executor
 from test_invisible_preemption import happened
 
-from skipjoin.core.events import Event, Preemption, Token
+from skipjoin.core.events import Computed, Event, Planned, Preemption, Token
 from skipjoin.core.request import Request
 from skipjoin.core.step import Direction, Move, Slice, StepPlan
 from skipjoin.exec.kv_store import KVStore
@@ -65,13 +65,13 @@ def outputs(requests: list[Request]) -> list[list[int]]:
     return [request.output for request in requests]
 
 
-def sharded(case: str, family: str, tp: int, pp: int, *, overlap: bool = False):
-    """The engine of a case over threads."""
+def sharded(case: str, family: str, tp: int, pp: int, *, overlap: bool = False, stages: int = 1):
+    """The engine of a case over threads. stages: see `make_core`."""
     options = dict(FORCED[case])
     store = {name: options.pop(name) for name in ("late", "fails") if name in options}
     store |= {name: options[name] for name in ("device_blocks", "host_blocks") if name in options}
     depth = 2 if overlap else pp
-    core = make_core(options.pop("pressure")(), **options, depth=depth, overlap=overlap)
+    core = make_core(options.pop("pressure")(), **options, depth=depth, overlap=overlap, stages=stages)
     return core, thread_executor(tp, pp, family, **store)
 
 
@@ -90,6 +90,35 @@ def test_tokens_are_those_of_one_rank_where_slices_await_tokens(case: str) -> No
     requests = mixed_requests()
     run(*sharded(case, "qwen3", 2, 1, overlap=True), requests)
     assert outputs(requests) == outputs_alone("qwen3")
+
+
+@pytest.mark.parametrize("case", FORCED)
+@pytest.mark.parametrize("pp", [2, 3])
+def test_tokens_are_those_of_one_rank_where_stages_share_the_work(case: str, pp: int) -> None:
+    requests = mixed_requests()
+    events = run(*sharded(case, "qwen2", 1, pp, stages=pp), requests)
+    assert outputs(requests) == outputs_alone("qwen2")
+    found = happened(events)
+    assert all(found[what] >= 3 for what in EXPECTED[case]), found
+    if "chunk" in FORCED[case]:
+        assert chunks_in_flight_together(events) >= 3
+
+
+def chunks_in_flight_together(events: list[Event]) -> int:
+    """Slices that were planned while the chunk before them was in flight."""
+    flying: list[StepPlan] = []
+    count = 0
+    for event in events:
+        match event:
+            case Planned(plan=plan):
+                before = [piece.request for other in flying for piece in other.slices]
+                count += sum(piece.request in before for piece in plan.slices)
+                flying.append(plan)
+            case Computed(result=result):
+                flying.remove(result.plan)
+            case _:
+                pass
+    return count
 
 
 @pytest.mark.parametrize(("tp", "pp", "overlap"), [(2, 1, True), (2, 2, False)])

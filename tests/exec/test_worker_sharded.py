@@ -18,7 +18,7 @@ from test_invisible_preemption import happened
 
 from skipjoin.core.events import Computed, Event, Planned, Preemption, Token
 from skipjoin.core.request import Request
-from skipjoin.core.step import Direction, Move, Slice, StepPlan
+from skipjoin.core.step import Direction, Move, Slice, StageTime, StepPlan
 from skipjoin.exec.kv_store import KVStore
 from skipjoin.exec.messages import Done, Failed
 from skipjoin.exec.plan_messages import OutOfStepError, PlanReader
@@ -264,7 +264,9 @@ class ScriptedLink:
         if isinstance(said, Exception):
             raise said
         if isinstance(said, dict):
-            values = dict(plan=plan, checksum=checksum, tokens=[], seconds=0.0, moving=0.0, landed=[], failed=[])
+            values = dict(
+                plan=plan, checksum=checksum, tokens=[], seconds=0.0, idle=0.0, moving=0.0, landed=[], failed=[]
+            )
             said = Done(**(values | said))
         return msgspec.msgpack.encode(said)
 
@@ -283,16 +285,42 @@ def executor_of(*links: ScriptedLink, tp_size: int = 1) -> ShardedExecutor:
 
 def test_the_last_stage_samples_and_seconds_add_up_over_stages() -> None:
     links = [
-        ScriptedLink({"seconds": 0.2, "moving": 0.01}),
-        ScriptedLink({"seconds": 0.3, "moving": 0.02}),
-        ScriptedLink({"seconds": 0.4, "tokens": [9], "moving": 0.03}),
-        ScriptedLink({"seconds": 0.1, "tokens": [9]}),
+        ScriptedLink({"seconds": 0.2, "idle": 0.6, "moving": 0.01}),
+        ScriptedLink({"seconds": 0.3, "idle": 0.5, "moving": 0.02}),
+        ScriptedLink({"seconds": 0.4, "idle": 0.0, "tokens": [9], "moving": 0.03}),
+        ScriptedLink({"seconds": 0.1, "idle": 0.3, "tokens": [9]}),
     ]
     result = executor_of(*links, tp_size=2).submit(PLAN, 0.0).result()
     assert result.plan is PLAN
     assert list(result.tokens) == [9]
     assert result.seconds == pytest.approx(0.7)
     assert result.moving == pytest.approx(0.05)
+    assert list(result.stages) == [StageTime(0.3, 0.5), StageTime(0.4, 0.0)]
+
+
+def test_one_stage_tells_no_times_of_stages() -> None:
+    links = [ScriptedLink({"seconds": 0.2, "tokens": [9]}) for _ in range(2)]
+    assert executor_of(*links, tp_size=2).submit(PLAN, 0.0).result().stages == ()
+
+
+def test_stages_tell_how_long_they_worked_and_waited() -> None:
+    """Busy and idle seconds of a stage are all of its time: together they span what passed between two plans."""
+    requests = mixed_requests()
+    begin = time.perf_counter()
+    events = run(*sharded("dropped", "llama", 1, 2, stages=2), requests)
+    passed = time.perf_counter() - begin
+    results = [event.result for event in events if isinstance(event, Computed)]
+    assert all(len(result.stages) == 2 for result in results)
+    assert [stage.idle for stage in results[0].stages] == [0.0, 0.0]
+    for result in results:
+        assert sum(stage.busy for stage in result.stages) == pytest.approx(result.seconds)
+        assert all(stage.busy > 0 and stage.idle >= 0 for stage in result.stages)
+    for number in range(2):
+        spent = sum(result.stages[number].busy + result.stages[number].idle for result in results)
+        assert 0 < spent < passed
+    # With both stages at work, neither waits all the time that the other works.
+    idle = sum(stage.idle for result in results for stage in result.stages)
+    assert idle < 2 * passed
 
 
 def test_a_move_has_landed_when_it_has_everywhere_and_fails_if_it_does_anywhere() -> None:

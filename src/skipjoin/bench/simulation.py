@@ -215,6 +215,7 @@ def _replica(system: System) -> Replica:
         system.max_num_batched_tokens,
         system.starvation_s,
         predictor=TrueLengths(),
+        stages=system.stages,
     )
     kv = KVLedger(system.kv_blocks, system.host_blocks, system.block_size)
     core = EngineCore(Scheduler(build(system.recipe, settings), kv, depth=system.stages))

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 from engines import BLOCK_SIZE, CONFIGS, tiny_model
+from rank_links import thread_executor
 
-from skipjoin.core.step import StepPlan, StepShape
+from skipjoin.core.request import Request
+from skipjoin.core.step import Direction, Move, Slice, StageTime, StepPlan, StepShape
 from skipjoin.exec.cases import Limits, cases
 from skipjoin.exec.guess import guess_cost
 from skipjoin.exec.kv_store import KVStore
 from skipjoin.exec.local import LocalExecutor, LocalHandle
 from skipjoin.exec.profiler import Effort, measure_profile, profile_key, shape_hash
+from skipjoin.exec.sharded import ShardedExecutor
+from skipjoin.exec.subject import SAMPLING, Facts, RankedSubject
 from skipjoin.model.config import ModelConfig
 from skipjoin.policies.cost import STEP_TERMS, LinearCost
 
@@ -143,3 +148,75 @@ def test_a_guess_is_a_positive_cost_that_grows_with_everything(family: str) -> N
     cost = guess_cost(tiny_model(family), BLOCK_SIZE)
     assert all(getattr(cost, name) > 0 for name in (*STEP_TERMS, "block", "transfer_floor"))
     assert guess_cost(tiny_model(family), 2 * BLOCK_SIZE).block == pytest.approx(2 * cost.block)
+
+
+# -- on ranks ---------------------------------------------------------------------------------------------------------
+
+
+class Shown(ShardedExecutor):
+    """Ranks whose times are as `SHOWN` has them, the first stage thrice as long as the second, and twice as long in
+    plans that run while not all stages are busy. Moves take a second per block."""
+
+    plans: list[StepPlan]
+
+    def submit(self, plan: StepPlan, now: float):
+        self.plans.append(plan)
+        handle = super().submit(plan, now)
+        result = handle.result()
+        slow = 1.0 if len(self.plans) % 3 == 2 else 2.0
+        seconds = SHOWN.step(StepShape.of(plan.slices)) * slow
+        stages = (StageTime(0.75 * seconds, 0.0), StageTime(0.25 * seconds, 0.0))
+        moving = float(sum(len(move.source) for move in plan.before))
+        return _Told(replace(result, seconds=seconds, stages=stages, moving=moving))
+
+
+@pytest.mark.parametrize("host_blocks", [0, 20])
+def test_a_pipeline_is_measured_with_all_stages_busy(host_blocks: int) -> None:
+    blocks = LIMITS.kv_tokens // BLOCK_SIZE
+    executor = thread_executor(1, 2, "llama", device_blocks=blocks, host_blocks=host_blocks)
+    executor.__class__ = Shown
+    assert isinstance(executor, Shown)
+    executor.plans = []
+    model = tiny_model("llama")
+    facts = Facts(model.config, model.device, 1000, BLOCK_SIZE, blocks, 64, guess_cost(model, BLOCK_SIZE))
+    subject = RankedSubject(executor, facts, stages=2, host_blocks=host_blocks)
+    touched = subject.touch(blocks, LIMITS.positions)
+    written = {block for plan in executor.plans for piece in plan.slices for block in piece.blocks}
+    assert (touched, written) == (blocks, set(range(blocks)))
+    executor.plans.clear()
+    plan = StepPlan(0, (Slice(Request(0, 0.0, [1, 2], 1, sampling=SAMPLING), 0, 2, True, False, (0,)),))
+    seconds = SHOWN.step(StepShape.of(plan.slices))
+    assert subject.run(plan) == pytest.approx((0.75 * seconds, 0.25 * seconds))
+    assert executor.plans == [plan] * 3
+    mover = subject.mover(256)
+    if host_blocks:
+        assert mover is not None
+        most, seconds_of = mover
+        assert most == host_blocks
+        assert seconds_of(Move(Direction.OUT, plan.slices[0].request, (0, 1, 2), (2, 1, 0))) == 3.0
+    else:
+        assert mover is None
+    executor.close()
+
+
+def test_a_profile_of_a_pipeline_knows_the_shares_of_its_stages() -> None:
+    blocks = LIMITS.kv_tokens // BLOCK_SIZE
+    executor = thread_executor(1, 2, "llama", device_blocks=blocks)
+    model = tiny_model("llama")
+    facts = Facts(model.config, model.device, 1000, BLOCK_SIZE, blocks, 64, guess_cost(model, BLOCK_SIZE))
+
+    class Even(RankedSubject):
+        def run(self, plan: StepPlan) -> tuple[float, ...]:
+            seconds = SHOWN.step(StepShape.of(plan.slices))
+            return (0.75 * seconds, 0.25 * seconds)
+
+    key = replace(profile_key("some/model", model, "1.2.3"), pp=2)
+    subject = Even(executor, facts, stages=2, host_blocks=0)
+    profile = measure_profile(
+        subject, key, LIMITS, Effort(30.0, 0.05), host_s=0.0, on_progress=lambda what, share: None
+    )
+    executor.close()
+    assert profile.stage_shares == pytest.approx((0.75, 0.25))
+    assert profile.cost.step(StepShape(prefill=64)) == pytest.approx(SHOWN.step(StepShape(prefill=64)), rel=1e-3)
+    assert (profile.weight_bytes, profile.kv_bytes_per_block) == (1000, 64)
+    assert profile.cost.block == facts.guess.block

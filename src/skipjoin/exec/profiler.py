@@ -22,17 +22,13 @@ from skipjoin.core.request import Request
 from skipjoin.core.step import Direction, Move, Slice, StepPlan, StepShape
 from skipjoin.exec.cases import Case, Limits, Pieces, cases
 from skipjoin.exec.fit import cost_errors, fit_cost, fit_times
-from skipjoin.exec.guess import guess_cost
-from skipjoin.exec.kv_store import KVStore
 from skipjoin.exec.local import LocalExecutor
-from skipjoin.exec.worker import Sampling
+from skipjoin.exec.subject import SAMPLING, LocalSubject, Subject
 from skipjoin.machine import cpu_name
 from skipjoin.model.causal_lm import CausalLM
 from skipjoin.model.config import ModelConfig
-from skipjoin.model.kv_cache import PagedKV
 from skipjoin.policies.cost import LinearCost, scaled
 from skipjoin.profile import FitErrors, Profile, ProfileKey, Sample, Transfer
-from skipjoin.sampling import SamplingParams
 
 # Called with (what is being done, share done between 0 and 1).
 OnProgress = Callable[[str, float], None]
@@ -53,9 +49,8 @@ _FEWEST_SHAPES = 8
 _HICCUP = 3.0
 # KV that steps read while they are measured: more than caches hold, so that it comes from memory.
 _KV_BYTES = 256 << 20
-# Sizes of transfers, and of the pools that they run between.
+# Sizes of transfers.
 _TRANSFER_BLOCKS = tuple(2**power for power in range(9))
-_TRANSFER_BYTES = 64 << 20
 # The transfer by which the slower direction is told.
 _COMPARED_BLOCKS = 16
 
@@ -81,11 +76,12 @@ THOROUGH_PRECISION = 0.03
 
 
 class _Measured(NamedTuple):
-    """What a step takes: the lower quartile of `runs` runs, and their mean."""
+    """What a step takes: the lower quartile of `runs` runs, their mean, and the share of it that each stage has."""
 
     shape: StepShape
     seconds: float
     mean: float
+    shares: tuple[float, ...]
     runs: int
     held_out: bool
 
@@ -113,7 +109,7 @@ def shape_hash(config: ModelConfig) -> str:
 
 
 def measure_profile(
-    executor: LocalExecutor,
+    executor: LocalExecutor | Subject,
     key: ProfileKey,
     limits: Limits,
     effort: Effort,
@@ -124,13 +120,15 @@ def measure_profile(
     """Measure steps and transfers, and fit a cost model to them.
 
     Writes into KV blocks that nobody holds yet: call it before the first request. limits: of the engine's steps.
-    host_s: what the engine adds to each, for the profile to keep.
+    host_s: what the engine adds to each, for the profile to keep. Of a pipeline, steps and transfers are the sums over
+    its stages, each measured while the others are busy. Without a host pool there, transfers are guessed.
     """
     began = time.perf_counter()
-    model, block_size = executor.model, executor.store.device.block_size
-    transfers = _measure_transfers(model, block_size, began + effort.seconds * _TRANSFER_SHARE)
-    steps = _measure_steps(executor, limits, began + effort.seconds, effort.precision, on_progress)
-    fit, errors = _fit_steps(steps, guess_cost(model, block_size))
+    subject = LocalSubject(executor) if isinstance(executor, LocalExecutor) else executor
+    facts = subject.facts
+    transfers = _measure_transfers(subject, began + effort.seconds * _TRANSFER_SHARE)
+    steps = _measure_steps(subject, limits, began + effort.seconds, effort.precision, on_progress)
+    fit, errors = _fit_steps(steps, facts.guess)
     # The quiet times tell what steps cost beside each other; on average they will meet what these runs met.
     unrest = statistics.median(step.mean / step.seconds for step in steps)
     slower = max(transfers.values(), key=lambda transfer: transfer.floor + transfer.block * _COMPARED_BLOCKS)
@@ -141,14 +139,15 @@ def measure_profile(
         transfer_in=transfers[Direction.IN],
         unrest=unrest,
         host_s=host_s,
-        block_size=block_size,
-        kv_bytes_per_block=executor.store.device.block_bytes,
-        weight_bytes=model.weight_bytes,
-        vocab_size=model.config.vocab_size,
-        max_positions=model.config.max_positions,
+        block_size=facts.block_size,
+        kv_bytes_per_block=facts.block_bytes,
+        weight_bytes=facts.weight_bytes,
+        vocab_size=facts.config.vocab_size,
+        max_positions=facts.config.max_positions,
+        stage_shares=tuple(np.mean([step.shares for step in steps], axis=0).tolist()),
         errors=errors,
         samples=tuple(Sample(*step.shape, step.seconds, step.runs, step.held_out) for step in steps),
-        machine=_machine(model.device),
+        machine=_machine(facts.device),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
     )
 
@@ -190,35 +189,41 @@ class _Clock:
 
 
 def _measure_steps(
-    executor: LocalExecutor, limits: Limits, deadline: float, precision: float, on_progress: OnProgress
+    subject: Subject, limits: Limits, deadline: float, precision: float, on_progress: OnProgress
 ) -> list[_Measured]:
     """The times of as many steps as there is time for; at least the smallest one.
 
     Steps take turns, so that a slow spell of the machine hits all of them.
     """
-    block_size, used = executor.store.device.block_size, _used_blocks(executor, limits)
+    block_size, used = subject.facts.block_size, _used_blocks(subject, limits)
     plans = [(case, _plan(case.pieces, block_size, used)) for case in cases(limits, _PER_KIND)]
     times: dict[Case, list[float]] = {case: [] for case, _ in plans}
+    stages: dict[Case, list[tuple[float, ...]]] = {case: [] for case, _ in plans}
     clock, has_run = _Clock(deadline), True
     while has_run and _imprecision(times.values()) > precision:
         has_run = False
         for case, plan in plans:
             tokens, runs = sum(piece.tokens for piece in plan.slices), times[case]
             if clock.allows(tokens, runs):
-                runs.append(executor.submit(plan, 0.0).result().seconds)
+                stages[case].append(subject.run(plan))
+                runs.append(sum(stages[case][-1]))
                 clock.note(tokens, runs)
                 has_run = True
                 on_progress("measuring step costs", min(1.0, clock.share))
     on_progress("measuring step costs", 1.0)
     # The first run is a warm-up, and counts only where there was no time for another. Others who use the machine
     # only ever add time, so the step's own is nearer to the lower quartile than to the median.
-    counted = [(case, plan, times[case][1:] or times[case]) for case, plan in plans if times[case]]
+    counted = [(case, plan, stages[case][1:] or stages[case]) for case, plan in plans if times[case]]
     return [_measured(StepShape.of(plan.slices), runs, case.held_out) for case, plan, runs in counted]
 
 
-def _measured(shape: StepShape, runs: Sequence[float], held_out: bool) -> _Measured:
+def _measured(shape: StepShape, stages: Sequence[tuple[float, ...]], held_out: bool) -> _Measured:
+    """stages: seconds of each stage, per run."""
+    runs = np.sum(stages, axis=1)
     quiet, middle = np.quantile(runs, (0.25, 0.5)).tolist()
-    return _Measured(shape, quiet, float(np.minimum(runs, _HICCUP * middle).mean()), len(runs), held_out)
+    parts = np.median(stages, axis=0)
+    shares = tuple((parts / parts.sum()).tolist())
+    return _Measured(shape, quiet, float(np.minimum(runs, _HICCUP * middle).mean()), shares, len(runs), held_out)
 
 
 def _imprecision(times: Iterable[Sequence[float]]) -> float:
@@ -235,24 +240,21 @@ def _spread(runs: Sequence[float]) -> float:
     return spread
 
 
-def _used_blocks(executor: LocalExecutor, limits: Limits) -> int:
-    """How many of the pool's first blocks the steps use; written, since memory that never was is one page of zeros,
-    which is read faster than any other."""
-    kv = executor.store.device
-    used = min(kv.num_blocks, max(_KV_BYTES // kv.block_bytes, -(-limits.positions // kv.block_size)))
-    kv.tensor[:used].fill_(0.01)
-    return used
+def _used_blocks(subject: Subject, limits: Limits) -> int:
+    """How many of the pool's first blocks the steps use, written once."""
+    facts = subject.facts
+    used = min(facts.num_blocks, max(_KV_BYTES // facts.block_bytes, -(-limits.positions // facts.block_size)))
+    return subject.touch(used, min(limits.tokens, limits.positions))
 
 
 def _plan(pieces: Pieces, block_size: int, used: int) -> StepPlan:
     """A step with slices of (start, tokens), each in blocks of its own as far as `used` blocks go."""
-    sampling = Sampling(SamplingParams(temperature=0), 0, ())
     slices, next_block = [], 0
     for number, (start, tokens) in enumerate(pieces):
         blocks = -(-(start + tokens) // block_size)
         table = tuple((next_block + index) % used for index in range(blocks))
         next_block += blocks
-        request = Request(number, 0.0, [number % 2] * (start + tokens), 1, sampling=sampling)
+        request = Request(number, 0.0, [number % 2] * (start + tokens), 1, sampling=SAMPLING)
         slices.append(Slice(request, start, tokens, True, False, table))
     return StepPlan(0, tuple(slices))
 
@@ -274,20 +276,14 @@ def _fit_steps(steps: Sequence[_Measured], guess: LinearCost) -> tuple[LinearCos
 # -- transfers ------------------------------------------------------------------------------------------------------
 
 
-def _measure_transfers(model: CausalLM, block_size: int, deadline: float) -> dict[Direction, Transfer]:
-    """Seconds of moves between two pools of their own, fitted over several numbers of blocks."""
-    block_bytes = PagedKV.bytes_per_block(model.config, block_size, model.dtype, model.shard)
-    most = max(_TRANSFER_BLOCKS[2], min(_TRANSFER_BLOCKS[-1], _TRANSFER_BYTES // block_bytes))
-    store = KVStore(
-        model.config,
-        model.dtype,
-        model.device,
-        device_blocks=most,
-        host_blocks=most,
-        block_size=block_size,
-        shard=model.shard,
-    )
-    owner = Request(0, 0.0, [0], 1)
+def _measure_transfers(subject: Subject, deadline: float) -> dict[Direction, Transfer]:
+    """Seconds of moves between two pools, fitted over several numbers of blocks."""
+    mover = subject.mover(_TRANSFER_BLOCKS[-1])
+    if mover is None:
+        guess = subject.facts.guess
+        return dict.fromkeys(Direction, Transfer(guess.transfer_floor, guess.block))
+    most, seconds_of = mover
+    owner = Request(0, 0.0, [0], 1, sampling=SAMPLING)
     moves = [
         Move(direction, owner, tuple(range(count)), tuple(reversed(range(count))))
         for count in _TRANSFER_BLOCKS
@@ -299,7 +295,7 @@ def _measure_transfers(model: CausalLM, block_size: int, deadline: float) -> dic
         if turn > 1 and time.perf_counter() > deadline:
             break
         for move in moves:
-            times[move].append(_seconds_of(move, store, model.device))
+            times[move].append(seconds_of(move))
     found = {}
     for direction in Direction:
         runs = [
@@ -311,14 +307,6 @@ def _measure_transfers(model: CausalLM, block_size: int, deadline: float) -> dic
         floor, block = fit_times(features, np.array([seconds for _, seconds in runs])).tolist()
         found[direction] = Transfer(floor, block)
     return found
-
-
-def _seconds_of(move: Move, store: KVStore, device: torch.device) -> float:
-    start = time.perf_counter()
-    store.copy(move)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - start
 
 
 # -- the machine ----------------------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from random_model import VOCAB, make_model
-
 from skipjoin.exec.local import LocalExecutor
 from skipjoin.exec.part import make_store
 from skipjoin.exec.rank_actor import RankModel

@@ -60,13 +60,15 @@ from skipjoin.recipes import Settings, build
 from skipjoin.sampling import SamplingParams
 from skipjoin.sim.driver import Replica, simulate
 
-STAGES, MAX_SEQS, MAX_TOKENS = 2, 256, 1024
+STAGES, MAX_SEQS, MAX_TOKENS = 2, 256, 512
 # More of the machine's time than this to other programs disturbs a run, which is then made again, up to so many times.
 MOST_OTHERS, TRIES = 0.03, 4
 # How many requests, and least and most tokens of their prompts and outputs.
-LOADS = {"long": (32, (16, 256), (8, 48)), "short": (64, (8, 16), (16, 48))}
+LOADS = {"long": (48, (16, 256), (8, 48)), "short": (64, (4, 8), (16, 48))}
 MOST_REQUESTS, LONGEST = 64, 304
 SYSTEMS = [f"{recipe} {how}" for recipe in ("fastserve", "fcfs") for how in ("even", "greedy")]
+# Of no machine: for runs in which times do not matter.
+WARM = LinearCost(floor=1e-3, prefill_token=1e-3, decode=1e-3)
 T = TypeVar("T")
 FIELDS = ("tokens_per_s", "bubbles")
 
@@ -159,19 +161,35 @@ def outcome(load: list[Request], seconds: float, use: StageUse, steps: int) -> d
     }
 
 
-def profile_of(subject: RankedSubject, dtype: str, seconds: float) -> Profile:
+def host_seconds(executor: Executor, cost: CostModel) -> float:
+    """What deciding, messages and hand-overs add to a step of a batch that goes round alone; the median."""
+    core, times = core_of("fcfs greedy", cost, 1), []
+    for request in requests("short")[: MOST_REQUESTS // STAGES]:
+        core.add(request, 0.0)
+    for _ in range(16):
+        begin = time.perf_counter()
+        plan = core.scheduler.schedule(begin)
+        assert plan is not None
+        result = executor.submit(plan, begin).result()
+        core.finish_step(result, begin)
+        times.append(time.perf_counter() - begin - result.seconds)
+    return statistics.median(times)
+
+
+def profile_of(subject: RankedSubject, executor: Executor, dtype: str, seconds: float) -> Profile:
     """Of the pipeline as it is now."""
+    host_s = host_seconds(executor, WARM)
     key = ProfileKey("random", "-", "cpu", "-", 1, dtype, "-", 1, STAGES, "-")
     limits = Limits(MAX_TOKENS, MOST_REQUESTS, LONGEST, DEVICE_BLOCKS * BLOCK_SIZE)
     return measure_profile(
-        subject, key, limits, Effort(seconds, 0.02), host_s=0.0, on_progress=lambda what, share: None
+        subject, key, limits, Effort(seconds, 0.02), host_s=host_s, on_progress=lambda what, share: None
     )
 
 
 def pair(number: int, profile: Profile, executors: dict[int, Executor]) -> dict[str, Any]:
     """Everything once, in reversed order every other time. executors: by their stages."""
     cost, row = profile.cost, {"pair": number, "shares": [round(share, 3) for share in profile.stage_shares]}
-    row["fit_error"] = round(profile.errors.median, 4)
+    row |= {"fit_error": round(profile.errors.median, 4), "host_s": round(profile.host_s, 5)}
     for load in LOADS:
         order = [("one process", 1), *((system, STAGES) for system in SYSTEMS)]
         for system, stages in order if number % 2 == 0 else reversed(order):
@@ -228,12 +246,11 @@ def main() -> None:
     subject = RankedSubject(pipeline, facts, stages=STAGES, host_blocks=0)
     model, store = make_worker(args.dtype)
     single = LocalExecutor(model, store, threads=1)
-    warm = LinearCost(floor=1e-3, prefill_token=1e-3, decode=1e-3)
     for executor, stages in ((pipeline, STAGES), (single, 1)):
-        serve(core_of(SYSTEMS[0], warm, stages), executor, requests("short"), warm)
+        serve(core_of(SYSTEMS[0], WARM, stages), executor, requests("short"), WARM)
     rows = json.loads(args.out.read_text())["rows"] if args.out and args.out.exists() else []
     for number in range(len(rows), len(rows) + args.pairs):
-        profile, others = undisturbed(lambda: profile_of(subject, args.dtype, args.profile_seconds))
+        profile, others = undisturbed(lambda: profile_of(subject, pipeline, args.dtype, args.profile_seconds))
         rows.append(pair(number, profile, {1: single, STAGES: pipeline}) | {"others": others})
         print(json.dumps(rows[-1]), flush=True)
     summary = summarize(rows)

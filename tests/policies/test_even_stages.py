@@ -19,7 +19,7 @@ from skipjoin.policies.cost import LinearCost
 from skipjoin.policies.stages import EvenStages
 from skipjoin.recipes import RECIPES
 from support.load import load, make
-from support.policies import COST
+from support.policies import COST, SwapAll
 from support.watch import Stepper, World
 
 ROOMY = World(device_blocks=4000, host_blocks=0, max_seqs=200, max_tokens=4096)
@@ -204,6 +204,30 @@ def test_nobody_is_left_over_for_long(recipe: str, stages: int, seed: int, conte
         else:
             stepper.now += 0.01
     core.assert_home()
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("recipe", ["fastserve-reactive", "fastserve-recompute", "fcfs"])
+def test_who_lost_its_kv_comes_back_beside_plans_that_have_their_share(recipe: str, stages: int) -> None:
+    """The least important one, whether from the host or from its prompt on, as soon as there is space."""
+    world = World(recipe, stages, stages=stages, device_blocks=60, pressure=SwapAll if recipe == "fcfs" else None)
+    stepper = Stepper(replace(world, starvation_s=1e6, max_seqs=20).core())
+    last = make(0, 60, 30, priority=1)
+    stepper.add(last, *(make(number, 4, 60) for number in range(1, 7)))
+    while not last.output:
+        fill(stepper)
+        stepper.finish()
+    stepper.add(make(9, 160, 2))
+    while 9 in stepper.core.requests:
+        fill(stepper)
+        stepper.finish()
+    assert last.evictions == 1
+    for _ in range(4 * stages):
+        fill(stepper)
+        stepper.finish()
+    assert last.last_plan > 0, "it has not come back"
+    assert len(stepper.core.requests) == 7
+    stepper.drain()
 
 
 @given(seed=st.integers(0, 10**6), stages=st.integers(2, 4), recipe=st.sampled_from(sorted(set(RECIPES) - {"static"})))

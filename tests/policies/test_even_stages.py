@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skipjoin.core.policy import CostModel, Outlook
+from skipjoin.core.policy import CostModel, Outlook, Refusal
 from skipjoin.core.request import Request
 from skipjoin.core.step import Slice, StepPlan, StepShape
 from skipjoin.policies.batching import Greedy
@@ -259,6 +259,20 @@ def test_a_plan_has_its_share_or_everybody(seed: int, stages: int, recipe: str) 
 def make_slice(request: Request) -> Slice:
     """All that the request has to compute."""
     return Slice(request, request.planned, request.pending, True, False, ())
+
+
+def test_who_was_not_looked_at_is_left_over_only_behind_somebody_who_matters_more() -> None:
+    """Others have to make way for it, which they did not offer: its turn may not come again soon."""
+    batcher = EvenStages(Greedy(9, 64, chunked=True), COST, 2, most_seqs=18, most_tokens=128, cuts=True)
+    seen, other = [make(number, 1, 9) for number in range(4)], make(9, 1, 9)
+    flying = StepPlan(0, ())
+    packing = batcher.open(0.0, Outlook((flying,), [(request, 1) for request in seen]))
+    for request in seen[:2]:
+        assert packing.offer(request, 1) == 1
+        packing.take(request, 1)
+    assert packing.offer(other, 1) == 1, "the share is full, but nobody was left over"
+    assert packing.offer(seen[2], 1) is Refusal.STOP
+    assert packing.offer(other, 1) is Refusal.STOP
 
 
 def test_looking_ahead_costs_what_could_run_not_the_length_of_the_queue() -> None:

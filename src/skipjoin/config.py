@@ -166,6 +166,7 @@ class ServerConfig:
     shutdown_timeout_s: how long running requests may take to finish after SIGTERM.
     max_body_bytes, max_header_bytes: larger requests are refused.
     metrics_compat: "vllm" tells metrics under vLLM's names, too.
+    replicas: engines behind this server.
     """
 
     host: str = "127.0.0.1"
@@ -180,9 +181,11 @@ class ServerConfig:
     max_body_bytes: int = 4 << 20
     max_header_bytes: int = 64 << 10
     metrics_compat: str = "none"
+    replicas: int = 1
 
     def __post_init__(self) -> None:
         _check("port", self.port, 0, 65535)
+        _check("replicas", self.replicas, 1, 4096)
         for name in ("max_queued_requests", "max_queued_tokens", "max_body_bytes", "max_header_bytes"):
             _check(name, getattr(self, name), 1, 1 << 40)
         if self.metrics_compat not in METRICS_COMPAT:

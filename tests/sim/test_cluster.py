@@ -11,7 +11,7 @@ from skipjoin.core.events import Arrived, Event, Finished
 from skipjoin.core.request import Request
 from skipjoin.exec.simulated import SimulatedExecutor
 from skipjoin.policies.predictors import MaxTokens
-from skipjoin.sim.dispatch import DISPATCH_RULES, Dispatch, LeastWork, RoundRobin, make_dispatch
+from skipjoin.policies.dispatch import DISPATCH_RULES, Dispatch, LeastWork, RoundRobin, make_dispatch
 from skipjoin.sim.driver import Replica, simulate, simulate_cluster
 from support.load import load, make
 from support.watch import World

@@ -26,12 +26,13 @@ def load_engine(setup: Setup, on_progress: OnProgress) -> tuple[Loop, Ready]:
             f"promoted, with at most {setup.config.max_live_requests} requests in the server",
             flush=True,
         )
-    pools: dict[str, Any] = {
+    others: dict[str, Any] = {
         "host_blocks": engine.core.kv.host_total,
         "block_bytes": engine.executor.store.device.block_bytes,
+        "cost": engine.info.cost.current,
     }
-    facts = {name: getattr(engine.info, name) for name in Ready.__struct_fields__ if name not in pools}
-    return EngineLoop(engine), Ready(**facts, **pools)
+    facts = {name: getattr(engine.info, name) for name in Ready.__struct_fields__ if name not in others}
+    return EngineLoop(engine), Ready(**facts, **others)
 
 
 if __name__ == "__main__":

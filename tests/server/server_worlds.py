@@ -19,16 +19,18 @@ import tiny_model as tiny
 from skipjoin.config import ServerConfig
 from skipjoin.core.request import FinishReason
 from skipjoin.model.tokenizer import load_tokenizer
+from skipjoin.policies.cost import LinearCost
 from skipjoin.sampling import Scored, TokenDetail
 from skipjoin.server.app import build_app
 from skipjoin.server.auth import Guard
-from skipjoin.server.engine_client import EngineClient
-from skipjoin.server.messages import Abort, Add, Ready, Shutdown, Step
+from skipjoin.server.engine_client import EngineClient, Replica
+from skipjoin.server.messages import Abort, Add, FromEngine, Ready, Shutdown, Step
 from skipjoin.server.metrics import Metrics
 from skipjoin.server.service import Service
 
 HERE = Path(__file__).parent
 BLOCKS = 4096
+COST = LinearCost(floor=0.01, prefill_token=1e-5, decode=1e-3)
 
 # -- in this process --------------------------------------------------------------------------------------------
 
@@ -40,11 +42,21 @@ class ScriptedEngine:
     """
 
     def __init__(self, metrics: Metrics) -> None:
-        self.client = EngineClient(self.send, metrics)
+        self.client = EngineClient(metrics)
+        self.replica: Replica | None = None
         self.live: dict[int, tuple[Add, int]] = {}
         self.added: list[Add] = []
         self.aborted: list[int] = []
         self.paused = False
+
+    def join(self, ready: Ready) -> None:
+        """It takes requests from now on."""
+        self.replica = self.client.join(ready, self.send)
+
+    def tell(self, message: FromEngine) -> None:
+        """It says something."""
+        assert self.replica is not None
+        self.client.receive(self.replica, message)
 
     def send(self, message: Add | Abort | Shutdown) -> None:
         if isinstance(message, Add):
@@ -80,13 +92,13 @@ class ScriptedEngine:
                 reason = FinishReason.STOP if token in stops else FinishReason.LENGTH
                 ended.append((request_id, reason.value))
                 del self.live[request_id]
-        self.client.receive(Step(ids, tokens, details, ended, started))
+        self.tell(Step(ids, tokens, details, ended, started))
 
     def end_all(self, reason: FinishReason) -> None:
         """Everything that is there ends without a token."""
         ended = [(request_id, reason.value) for request_id in self.live]
         self.live.clear()
-        self.client.receive(Step(ended=ended))
+        self.tell(Step(ended=ended))
 
 
 def _detail(add: Add, token: int, *, first: bool) -> TokenDetail:
@@ -107,8 +119,8 @@ class Api:
         self.metrics = Metrics(config.metrics_compat)
         self.engine = ScriptedEngine(self.metrics)
         self.service = Service(config, self.engine.client, self.metrics)
-        ready = Ready("tiny", str(folder), tiny.CONTEXT, tiny.VOCAB, BLOCKS, 0, 16, 1024, "fcfs", "none", "none")
-        self.engine.client.receive(ready)
+        ready = Ready("tiny", str(folder), tiny.CONTEXT, tiny.VOCAB, BLOCKS, 0, 16, 1024, "fcfs", "none", "none", COST)
+        self.engine.join(ready)
         self.service.open(ready, load_tokenizer(folder))
         self.app: Guard = build_app(self.service)
         transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)

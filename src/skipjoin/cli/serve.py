@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -33,7 +33,10 @@ from skipjoin.cli.options import (
     check_profile_file,
     plain_errors,
 )
-from skipjoin.config import METRICS_COMPAT, EngineConfig, ServerConfig
+from skipjoin.config import METRICS_COMPAT, ConfigError, EngineConfig, ServerConfig
+
+if TYPE_CHECKING:
+    from skipjoin.server.launch import MakeEngines
 
 
 def serve(
@@ -82,12 +85,17 @@ def serve(
     timeline: Annotated[
         str | None, typer.Option(metavar="FILE", help="Write a trace for Perfetto and chrome://tracing.")
     ] = ENGINE.timeline,
+    replicas: Annotated[
+        int,
+        typer.Option(help="Engines behind this server, by Ray Serve; each has the model, and the KV pool, of its own."),
+    ] = SERVER.replicas,
     shutdown_timeout: Annotated[
         float, typer.Option(help="Seconds that running requests get after SIGTERM.")
     ] = SERVER.shutdown_timeout_s,
 ) -> None:
     """Serve MODEL over the OpenAI API."""
-    from skipjoin.server.launch import run_server  # noqa: PLC0415
+    from skipjoin.server.launch import one_engine, run_server  # noqa: PLC0415
+    from skipjoin.server.replicas import ReplicaSet  # noqa: PLC0415
 
     with plain_errors():
         check_profile_file(profile)
@@ -126,5 +134,11 @@ def serve(
             default_deadline_s=default_deadline_s,
             shutdown_timeout_s=shutdown_timeout,
             metrics_compat=metrics_compat,
+            replicas=replicas,
         )
-        raise typer.Exit(run_server(engine, server))
+        make_engines: MakeEngines = one_engine
+        if replicas > 1:
+            if timeline is not None:
+                raise ConfigError(f"timeline is written by one engine: replicas must be 1 with it, got {replicas}")
+            make_engines = ReplicaSet
+        raise typer.Exit(run_server(engine, server, make_engines=make_engines))

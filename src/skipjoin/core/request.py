@@ -29,8 +29,8 @@ class Request:
 
     id: unique and increasing with arrival. arrival, deadline: seconds on the driver's clock.
     max_tokens: most tokens to generate, at least 1. stop_tokens end the output once min_tokens are generated.
-    priority: lower is earlier. output: generated so far; a request may come with tokens, generated elsewhere, and goes on
-    after them. sampling: what the executor's sampler reads; the core never looks inside.
+    priority: lower is earlier. sampling: what the executor's sampler reads; the core never looks inside.
+    output: generated so far; a request may come with tokens from elsewhere, after which it goes on.
     """
 
     id: int

@@ -28,7 +28,7 @@ class Metric(NamedTuple):
     """One line of the table.
 
     label, values: its label, if it has one, and all values of that. buckets: upper bounds of a histogram, ascending.
-    in_vllm: whether vLLM has it, under the same name and with the same meaning. is_share: of several engines' values the
+    in_vllm: whether vLLM has it, under the same name and with the same meaning. is_share: of several engines the
     mean counts, not the sum.
     """
 

@@ -18,9 +18,10 @@ class RequestFacts:
     """One request in figures; times in seconds on its observer's clock, None for what has not happened.
 
     output_limit: most tokens that it may generate. earlier_tokens: those that it came with, generated elsewhere: its
-    first token was elsewhere, too, and the times that began before it came are not told. started: when it first ran. ended: when it was over, with
-    `reason` as in `FinishReason`, or a word of the observer's own. execution_s: in steps that computed for it;
-    swapping_s: in which those steps stood still for KV; scheduling_s: what the host added to those steps.
+    first token was elsewhere, too, and the times that began before it came are not told. started: when it first ran.
+    ended: when it was over, with `reason` as in `FinishReason`, or a word of the observer's own.
+    execution_s: in steps that computed for it; swapping_s: in which those steps stood still for KV; scheduling_s: what
+    the host added to those steps.
 
     Durations of a request that is not over take `now` for its end: its age so far, never left out.
     """
@@ -105,8 +106,8 @@ class RequestLog:
     """Folds core events into `RequestFacts`.
 
     on_end: called with the facts of every request that ends, which are then forgotten here.
-    on_first: called with the facts of a request that got its first token here, be it that it came with others. on_gap: called for every other token with
-    the seconds since the request's token before.
+    on_first: called with the facts of a request that got its first token here, though it may have come with others.
+    on_gap: called for every other token with the seconds since the request's token before.
     """
 
     def __init__(

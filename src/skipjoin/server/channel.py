@@ -25,6 +25,7 @@ class Channel:
         self._loop = asyncio.get_running_loop()
         self._fd = signal_of(socket)
         self._loop.add_reader(self._fd, self.read)
+        self._loop.call_soon(self.read)  # a socket signals news only from when it was found empty
 
     @property
     def closed(self) -> bool:

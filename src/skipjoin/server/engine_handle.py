@@ -6,7 +6,6 @@ import asyncio
 import logging
 import os
 import signal
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,14 +16,11 @@ import zmq
 from skipjoin.config import EngineConfig
 from skipjoin.server.channel import Channel
 from skipjoin.server.engine_client import EngineClient, Replica
+from skipjoin.server.engine_program import ENGINE_COMMAND, THREAD_WAITING, describe_end
 from skipjoin.server.messages import Failed, FromEngine, Progress, Ready, Setup, Shutdown, ToEngine
 
 logger = logging.getLogger(__name__)
 
-ENGINE_COMMAND = (sys.executable, "-m", "skipjoin.server.engine_process")
-# How long OpenMP's threads spin for more work before they sleep. Its default, milliseconds, makes steps many times
-# slower as soon as anything else wants a core, this process included; who knows better sets the variable.
-_THREAD_WAITING = {"GOMP_SPINCOUNT": "2000"}
 # What an engine may take to end when told to, before it is killed.
 STOP_S = 5.0
 
@@ -34,7 +30,7 @@ class EngineStartError(RuntimeError):
 
 
 class EngineHandle:
-    """One engine process. `client` is the way to use it.
+    """One engine process, a child of this one. client: the way to use it.
 
     command: what to run. on_progress: called while it starts with what is being done and the share done.
     """
@@ -77,7 +73,7 @@ class EngineHandle:
         self._process = await asyncio.create_subprocess_exec(
             *self._command,
             stdin=asyncio.subprocess.PIPE,
-            env={**_THREAD_WAITING, **os.environ},
+            env={**THREAD_WAITING, **os.environ},
             stdout=2,  # what libraries print is for the operator
             # Out of the terminal's group, so that Ctrl-C does not end it before its requests are done.
             start_new_session=True,
@@ -135,12 +131,6 @@ class EngineHandle:
         self.client.died()
         self.died.set()
         if self._ready is not None and not self._ready.done():
-            self._ready.set_exception(EngineStartError(self._failure or _describe(code)))
+            self._ready.set_exception(EngineStartError(self._failure or describe_end(code)))
         elif self._failure is not None:
             logger.error("the engine failed: %s", self._failure)
-
-
-def _describe(code: int) -> str:
-    if code < 0:
-        return f"the engine process was killed by {signal.Signals(-code).name}"
-    return f"the engine process ended with exit code {code}"

@@ -26,6 +26,7 @@ from skipjoin.model.config import ModelError
 from skipjoin.observe.metrics import EngineMetrics
 from skipjoin.observe.timeline import Timeline
 from skipjoin.sampling import ParameterError, SamplingParams, TokenDetail
+from skipjoin.server.engine_program import ORPHANED
 from skipjoin.server.link import NoAnswerError, knock
 from skipjoin.server.messages import (
     Abort,
@@ -48,8 +49,6 @@ HEARTBEAT_S = 1.0
 # A turn of the loop that is shorter ran no step.
 SPIN_S = 2e-4
 _PR_SET_PDEATHSIG = 1
-# The exit code of an engine whose API process is gone.
-ORPHANED = 3
 
 
 class Loop(Protocol):
@@ -159,9 +158,7 @@ class EngineServer:
     parent: process id of who started this one. is_linked: whether the API process is there.
     """
 
-    def __init__(
-        self, socket: zmq.Socket[bytes], parent: int, is_linked: Callable[[], bool] = lambda: True
-    ) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], parent: int, is_linked: Callable[[], bool] = lambda: True) -> None:
         self._socket = socket
         self._parent = parent
         self._is_linked = is_linked
@@ -305,9 +302,7 @@ def serve_engine(load: Load) -> int:
         context.destroy(linger=0)
 
 
-def _connect(
-    context: zmq.Context[zmq.Socket[bytes]], setup: Setup
-) -> tuple[zmq.Socket[bytes], Callable[[], bool]]:
+def _connect(context: zmq.Context[zmq.Socket[bytes]], setup: Setup) -> tuple[zmq.Socket[bytes], Callable[[], bool]]:
     """The socket to the API process, and whether that is there. Raises `NoAnswerError`."""
     if isinstance(setup.at, Key):
         return knock(context, setup.at)

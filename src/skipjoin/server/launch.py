@@ -32,7 +32,8 @@ from skipjoin.model.config import ModelError
 from skipjoin.model.tokenizer import Tokenizer, load_tokenizer
 from skipjoin.server.app import build_app
 from skipjoin.server.engine_client import EngineClient
-from skipjoin.server.engine_handle import ENGINE_COMMAND, EngineHandle, EngineStartError
+from skipjoin.server.engine_handle import EngineHandle, EngineStartError
+from skipjoin.server.engine_program import ENGINE_COMMAND
 from skipjoin.server.errors import unavailable
 from skipjoin.server.http import HttpServer, listen
 from skipjoin.server.messages import Ready
@@ -100,17 +101,7 @@ def run_server(
         _say(_explain(error, server_config))
         return EXIT_SETTING
     with listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(engine_config, server_config, engine_command, make_engines, listener))
-
-
-async def _serve(
-    engine_config: EngineConfig,
-    config: ServerConfig,
-    command: Sequence[str],
-    make_engines: MakeEngines,
-    listener: socket.socket,
-) -> int:
-    return await Server(engine_config, config, command, make_engines).run(listener)
+        return runner.run(Server(engine_config, server_config, engine_command, make_engines).run(listener))
 
 
 def _explain(error: OSError, config: ServerConfig) -> str:
@@ -210,7 +201,8 @@ class Server:
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         info = self._service.info
         print(
-            f"Ready: {self._service.name} at {url} ({self._count()}recipe {info.recipe}, context {info.max_model_len} tokens, "
+            f"Ready: {self._service.name} at {url} ({self._count()}recipe {info.recipe}, "
+            f"context {info.max_model_len} tokens, "
             f"{info.device_blocks} KV blocks of {info.block_size} and {info.host_blocks} on the host, "
             f"{info.dtype} on {info.device})\n"
             f"Try: {self._example(url)}",

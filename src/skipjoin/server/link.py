@@ -1,9 +1,9 @@
 """Sockets to engines that run anywhere in a cluster: TCP, encrypted, and open to nobody but this server's own engines.
 
 An engine knocks at the `Door`, and gets a socket of its own: a `Link`. CurveZMQ encrypts and authenticates either side
-by keys that are made at every start; engines get theirs with their setup. A link that breaks is over: nobody connects
-to it again, so an engine that was given up cannot come back with tokens that another engine generates by now. Its end
-shows within milliseconds where a process ended, and within `SILENCE_S` where a machine or the network did.
+by keys that are made at every start; engines get theirs with their setup. A link that breaks is over: its socket is
+closed, and its engine ends. So an engine that was given up cannot come back with tokens that another one generates by
+now. The end shows within milliseconds where a process ended, and within `SILENCE_S` where a machine or the network did.
 
 CurveZMQ, and not plain TCP with a challenge: prompts cross the network, and ZeroMQ's own thread keeps sending while the
 engine computes, so that the loop is the same for both kinds of sockets.
@@ -27,8 +27,8 @@ SILENCE_S = 10.0
 _HEARTBEAT_S = 1.0
 # What an engine has to come in after it knocked, and waits for an answer to its knock.
 KNOCK_S = 10.0
-# A connection's end is told before its socket knows of it.
-_AFTERMATH_S = 0.02
+# A connection's end is told a moment before its socket knows of it: when to look.
+_AFTERMATH_S = (0.002, 0.02, 0.2, 2.0)
 # What an engine's only connection ends with.
 _ENDS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 _ENDS |= zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -59,6 +59,7 @@ class Door:
         self._loop = asyncio.get_running_loop()
         self._fd = signal_of(self._socket)
         self._loop.add_reader(self._fd, self._answer)
+        self._loop.call_soon(self._answer)
         self.key = Key(
             f"tcp://{host}", port, self._public.decode(), self._engines_public.decode(), self._engines_secret.decode()
         )
@@ -89,27 +90,28 @@ class Door:
             except zmq.Again:
                 return
             socket = self._context.socket(zmq.PAIR)
-            link = Link(socket, port=self._bind(socket), on_end=self._links.discard)
+            port = self._bind(socket)
+            link = Link(socket, on_end=self._links.discard)
             self._links.add(link)
             self._on_link(link)
-            self._socket.send(b"%d" % link.port, zmq.NOBLOCK)
+            self._socket.send(b"%d" % port, zmq.NOBLOCK)
 
 
 class Link:
     """One engine's socket. Whoever gets it sets `on_message` and `on_lost`: what the engine says, and that it is gone,
     after all that it has said."""
 
-    def __init__(self, socket: zmq.Socket[bytes], *, port: int, on_end: Callable[[Link], None]) -> None:
-        self.port = port
+    def __init__(self, socket: zmq.Socket[bytes], *, on_end: Callable[[Link], None]) -> None:
         self.on_message: Callable[[FromEngine], None] = lambda message: None
         self.on_lost: Callable[[], None] = lambda: None
         self._on_end = on_end
         self._socket = socket
         self._monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
-        self._channel = Channel(socket, lambda message: self.on_message(message))
+        self._channel = Channel(socket, self._receive)
         self._loop = asyncio.get_running_loop()
         self._fd = signal_of(self._monitor)
         self._loop.add_reader(self._fd, self._look)
+        self._loop.call_soon(self._look)  # a socket signals news only from when it was found empty
         self._is_in = False
         self._timer = self._loop.call_later(KNOCK_S, self._lose)
 
@@ -129,6 +131,9 @@ class Link:
         self._channel.close()
         self._on_end(self)
 
+    def _receive(self, message: FromEngine) -> None:
+        self.on_message(message)
+
     def _look(self) -> None:
         """Something happened to a connection."""
         while not self._channel.closed:
@@ -137,14 +142,13 @@ class Link:
             except zmq.Again:
                 return
             if int.from_bytes(event[:2], "little") == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                if not self._is_in:
-                    self._is_in = True
-                    self._timer.cancel()
-                    # One engine, once.
-                    self._socket.unbind(self._socket.getsockopt(zmq.LAST_ENDPOINT))
+                self._is_in = True
+                self._timer.cancel()
             elif self._is_in:
                 # Perhaps a stranger that was turned away: the engine's own end leaves nobody to send to.
-                self._loop.call_later(_AFTERMATH_S, self._check)
+                self._check()
+                for delay in _AFTERMATH_S:
+                    self._loop.call_later(delay, self._check)
 
     def _check(self) -> None:
         if not self._channel.closed and not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLOUT:

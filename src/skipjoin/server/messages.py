@@ -84,7 +84,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready", array_like=True):
     """The engine takes requests; what there is to know about it.
 
     folder: where the tokenizer lies. max_model_len: most tokens of prompt and output together. device_blocks,
-    host_blocks: KV blocks of block_size tokens and block_bytes bytes on each tier. cost: what steps cost, as of the start.
+    host_blocks: KV blocks of block_size tokens and block_bytes bytes on each tier. cost: of steps, at the start.
     """
 
     model: str

@@ -1,4 +1,4 @@
-"""What the API process holds of a sequence: where its outputs go, and all that another engine needs to go on with it."""
+"""What the API process holds of a sequence: where its outputs go, and all that another engine needs to go on."""
 
 from __future__ import annotations
 

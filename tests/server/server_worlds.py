@@ -36,13 +36,13 @@ COST = LinearCost(floor=0.01, prefill_token=1e-5, decode=1e-3)
 
 
 class ScriptedEngine:
-    """Stands where the engine process would: the n-th token repeats the n-th of the prompt, each loop turn a step.
+    """Stands where an engine process would: the n-th token repeats the n-th of the prompt, each loop turn a step.
 
     paused: nothing happens until `step` is called.
     """
 
-    def __init__(self, metrics: Metrics) -> None:
-        self.client = EngineClient(metrics)
+    def __init__(self, client: EngineClient) -> None:
+        self.client = client
         self.replica: Replica | None = None
         self.live: dict[int, tuple[Add, int]] = {}
         self.added: list[Add] = []
@@ -60,7 +60,7 @@ class ScriptedEngine:
 
     def send(self, message: Add | Abort | Shutdown) -> None:
         if isinstance(message, Add):
-            self.live[message.id] = (message, 0)
+            self.live[message.id] = (message, len(message.output))
             self.added.append(message)
             if len(self.live) == 1:
                 asyncio.get_running_loop().call_soon(self._turn)
@@ -68,6 +68,12 @@ class ScriptedEngine:
             self.aborted.extend(message.ids)
             for request_id in message.ids:
                 self.live.pop(request_id, None)
+
+    def die(self) -> None:
+        """It is gone, with all that it had."""
+        assert self.replica is not None
+        self.live.clear()
+        self.client.lose(self.replica)
 
     def _turn(self) -> None:
         if not self.paused:
@@ -82,7 +88,7 @@ class ScriptedEngine:
             token = add.prompt[count % len(add.prompt)]
             if add.params.logprobs is not None:
                 details[len(ids)] = _detail(add, token, first=count == 0)
-            if count == 0:
+            if count == len(add.output):
                 started.append(request_id)
             ids.append(request_id)
             tokens.append(token)
@@ -113,14 +119,18 @@ def _detail(add: Add, token: int, *, first: bool) -> TokenDetail:
 
 
 class Api:
-    """An application over a scripted engine, and an HTTP client that calls it directly."""
+    """An application over scripted engines, and an HTTP client that calls it directly. engine: the first of them."""
 
     def __init__(self, folder: Path, config: ServerConfig) -> None:
         self.metrics = Metrics(config.metrics_compat)
-        self.engine = ScriptedEngine(self.metrics)
-        self.service = Service(config, self.engine.client, self.metrics)
+        self.client = EngineClient(self.metrics, wanted=config.replicas)
+        self.engines = [ScriptedEngine(self.client) for _ in range(config.replicas)]
+        self.engine = self.engines[0]
+        self.service = Service(config, self.client, self.metrics)
         ready = Ready("tiny", str(folder), tiny.CONTEXT, tiny.VOCAB, BLOCKS, 0, 16, 1024, "fcfs", "none", "none", COST)
-        self.engine.join(ready)
+        self.ready = ready
+        for engine in self.engines:
+            engine.join(ready)
         self.service.open(ready, load_tokenizer(folder))
         self.app: Guard = build_app(self.service)
         transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)

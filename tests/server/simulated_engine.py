@@ -11,6 +11,7 @@ import math
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from tiny_model import EOS, VOCAB
 
@@ -20,6 +21,7 @@ from skipjoin.core.kv import KVLedger
 from skipjoin.core.request import Request
 from skipjoin.core.scheduler import Scheduler
 from skipjoin.core.step import StepResult
+from skipjoin.model.config import ModelError
 from skipjoin.policies.cost import LinearCost
 from skipjoin.recipes import Settings, build
 from skipjoin.sampling import SamplingParams, Scored, TokenDetail
@@ -117,6 +119,8 @@ def main() -> int:
     folder, step_s, blocks, context = sys.argv[1], float(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
 
     def load(setup: Setup, on_progress: OnProgress) -> tuple[SimulatedLoop, Ready]:
+        if not Path(folder).is_dir():
+            raise ModelError(f"there is no folder {folder}")
         on_progress("pretending to load", 1.0)
         config = setup.config
         ready = Ready("tiny", folder, context, VOCAB, blocks, 0, BLOCK_SIZE, 1024, config.recipe, "none", "none", COST)

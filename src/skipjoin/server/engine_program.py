@@ -9,7 +9,7 @@ ENGINE_COMMAND = (sys.executable, "-m", "skipjoin.server.engine_process")
 # How long OpenMP's threads spin for more work before they sleep. Its default, milliseconds, makes steps many times
 # slower as soon as anything else wants a core, the API process included; who knows better sets the variable.
 THREAD_WAITING = {"GOMP_SPINCOUNT": "2000"}
-# The exit code of an engine whose API process is gone, where that is not its parent.
+# The exit code of an engine that nobody answers: its API process is gone.
 ORPHANED = 3
 
 

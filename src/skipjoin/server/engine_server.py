@@ -162,6 +162,7 @@ class EngineServer:
         self._socket = socket
         self._parent = parent
         self._is_linked = is_linked
+        self._is_cut = False
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
         self._told: Stats | None = None
@@ -169,14 +170,22 @@ class EngineServer:
         self._stopping = False
 
     def send(self, message: FromEngine) -> None:
-        """Queue a message to the API process; never blocks."""
-        self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
+        """Queue a message to the API process; never blocks. What nobody is there to take is lost."""
+        try:
+            self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            self._is_cut = True
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the API process is gone, or has given this one up."""
+        return self._is_cut or not self._is_linked()
 
     def run(self, loop: Loop, metrics: EngineMetrics, recorder: Recorder | None = None) -> None:
         """Serve until told to stop, or the parent or the API process is gone. metrics, recorder: told all that
         happens."""
         digest = Digest()
-        while not self._stopping and os.getppid() == self._parent and self._is_linked():
+        while not self._stopping and os.getppid() == self._parent and not self.is_alone:
             # Messages are taken between steps; only an idle engine waits for one.
             self._read_inbox(loop, wait=loop.idle)
             begin = time.monotonic()
@@ -254,8 +263,8 @@ def die_with_parent(parent: int) -> None:
 
 
 def serve_engine(load: Load) -> int:
-    """Be the engine process, to its end: 0 if told to end, 1 if the engine could not start or failed, `ORPHANED` if the
-    API process on the other side of a link is gone.
+    """Be the engine process, to its end: 0 if told to end, 1 if the engine could not start or failed, or its link is
+    over, `ORPHANED` if nobody answers at the API process's door.
 
     The setup is read from standard input; `load` makes the loop from it.
     """
@@ -283,7 +292,9 @@ def serve_engine(load: Load) -> int:
             device_blocks=ready.device_blocks, block_size=ready.block_size, block_bytes=ready.block_bytes
         )
         server.run(loop, metrics, recorder)
-        code = 0 if is_linked() else ORPHANED
+        if server.is_alone:
+            print("the engine ends: its link to the API process is over", file=sys.stderr, flush=True)
+        code = int(server.is_alone)
         loop.close()
         socket.close(linger=0)
         return code

@@ -25,8 +25,9 @@ from skipjoin.server.messages import FromEngine, Key, ToEngine
 # computes.
 SILENCE_S = 10.0
 _HEARTBEAT_S = 1.0
-# What an engine has to come in after it knocked, and waits for an answer to its knock.
-KNOCK_S = 10.0
+# What an engine has to come in after it knocked, and waits for an answer to its knock. Who does not answer for so long
+# is taken to be gone for good.
+KNOCK_S = 30.0
 # A connection's end is told a moment before its socket knows of it: when to look.
 _AFTERMATH_S = (0.002, 0.02, 0.2, 2.0)
 # What an engine's only connection ends with.

@@ -5,17 +5,16 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
-import torch
 
-from skipjoin import LLM, SamplingParams, assembly
+from skipjoin import LLM, SamplingParams, assembly, pools
 from skipjoin.assembly import EngineInfo
 from skipjoin.config import ConfigError, EngineConfig
 from skipjoin.core.events import Preempted, Preemption
+from skipjoin.exec import part
 from skipjoin.model.config import ModelError
 from skipjoin.sampling import ParameterError
 
@@ -169,7 +168,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Callable[..., EngineInfo]:
     """`start(free_gib, **settings)`: the facts of an engine on a machine with that much free RAM."""
 
     def started(free_gib: float, **settings: Any) -> EngineInfo:
-        monkeypatch.setattr(assembly, "_free_ram", lambda: int(free_gib * GIB))
+        monkeypatch.setattr(part, "free_ram", lambda: int(free_gib * GIB))
         engine = assembly.assemble(EngineConfig(threads=1, device="cpu", profile="off", **settings))
         engine.executor.close()
         host = engine.executor.store.host
@@ -209,13 +208,11 @@ def test_the_refusal_of_a_host_pool_names_a_size_that_works(start: Callable[...,
         start(1, kv_cache_gib=0.7, swap_space_gib=0.5)
 
 
-def test_page_locked_memory_comes_in_powers_of_two(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(assembly, "_free_ram", lambda: 100 * GIB)
-    own = llm.engine.executor.model
-    model: Any = SimpleNamespace(config=own.config, dtype=own.dtype, device=torch.device("cuda"), shard=own.shard)
+def test_page_locked_memory_comes_in_powers_of_two(llm: LLM) -> None:
+    parts = [llm.engine.executor.parts[0]._replace(device_kind="cuda")]
 
     def blocks(gib: float | None) -> int:
-        return assembly._host_blocks(EngineConfig(swap_space_gib=gib), model, 1)
+        return pools.host_blocks(EngineConfig(swap_space_gib=gib), parts, [part.Room(0, 100 * GIB)], 1)
 
     assert [blocks(gib) for gib in (None, 64)] == [4 * GIB // BLOCK_BYTES, 64 * GIB // BLOCK_BYTES]
     with pytest.raises(ConfigError, match=r"at most 64 \(.*powers of two\), got 70"):

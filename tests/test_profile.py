@@ -181,7 +181,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[ProfileKey]:
     """The keys of which an engine measured a profile; it gets `PROFILE` with that key."""
     keys: list[ProfileKey] = []
 
-    def measure(executor: object, key: ProfileKey, *rest: object, **named: object) -> Profile:
+    def measure(executor: object, config: object, key: ProfileKey, *rest: object, **named: object) -> Profile:
         keys.append(key)
         return dataclasses.replace(PROFILE, key=key)
 

@@ -68,14 +68,14 @@ def start(folder: Path, recipe: str, profile: Path) -> Engine:
 def real_run(engine: Engine, jobs: list[Job], cost: LinearCost) -> tuple[Record, float]:
     """Send the jobs when they are due, and wait for all. What came of it, and how long steps took over `cost`."""
     loop = EngineLoop(engine)
-    info, kv = engine.info, engine.executor.store.device
+    info = engine.info
     ended: list[RequestFacts] = []
     log = RequestLog(ended.append)
     taken_s = expected_s = 0.0
     usage = Usage(
         device_blocks=info.device_blocks,
         block_size=info.block_size,
-        block_bytes=kv.tensor.nbytes // info.device_blocks,
+        block_bytes=info.block_bytes,
     )
     begin = loop.clock()
     left = deque(enumerate(jobs))

@@ -45,6 +45,12 @@ class EngineConfig:
     the end of the next one that does; None: no bound. max_live_requests: most requests at once, which whoever drives
     the engine keeps to, and which a bound needs; None: any number.
     pipeline_depth: plans in flight; 2 decides the next step while one runs.
+    tensor_parallel_size, pipeline_parallel_size: ranks that share each layer, and stages of consecutive layers; their
+    product is the number of ranks, and each stage has a plan of its own in flight.
+    distributed_executor_backend: "ray" runs ranks as processes that Ray places; "auto" does so if there are several.
+    ray_address: host:port of the cluster to place them on; None: one of our own on this machine.
+    max_restarts: how often within ten minutes all ranks are started anew, after one was lost, before the engine gives
+    up.
     threads: CPU threads of the model; None: all. seed: from which requests without a seed draw theirs.
     timeline: file to which a trace of who ran when is written, for Perfetto and chrome://tracing.
     profile: what steps cost: "auto" takes the cached profile of this model on this machine, or measures one at first;
@@ -70,6 +76,11 @@ class EngineConfig:
     starvation_bound_s: float | None = None
     max_live_requests: int | None = None
     pipeline_depth: int = 1
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    distributed_executor_backend: str = "auto"
+    ray_address: str | None = None
+    max_restarts: int = 5
     threads: int | None = None
     seed: int = 0
     timeline: str | None = None
@@ -83,6 +94,9 @@ class EngineConfig:
             ("max_num_seqs", 1, 65536),
             ("max_num_batched_tokens", 1, 1 << 20),
             ("pipeline_depth", 1, 2),
+            ("tensor_parallel_size", 1, 1024),
+            ("pipeline_parallel_size", 1, 1024),
+            ("max_restarts", 0, 1000),
         ):
             _check(name, getattr(self, name), low, high)
         for name, high in (("max_model_len", 1 << 31), ("threads", 1 << 31), ("max_live_requests", 1 << 40)):
@@ -100,9 +114,37 @@ class EngineConfig:
         for name, allowed in (
             ("dtype", ("auto", "float32", "bfloat16", "float16")),
             ("device", ("auto", "cpu", "cuda")),
+            ("distributed_executor_backend", ("auto", "ray")),
         ):
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
+        self._check_ranks()
+
+    @property
+    def ranks(self) -> int:
+        """Processes, or threads of one, that have a part of the model each."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether the model runs on ranks of their own, outside of the engine's process."""
+        return self.ranks > 1 or self.distributed_executor_backend == "ray"
+
+    @property
+    def plans_in_flight(self) -> int:
+        """At most: one per stage, or what `pipeline_depth` says of a single one."""
+        return max(self.pipeline_parallel_size, self.pipeline_depth)
+
+    def _check_ranks(self) -> None:
+        if self.pipeline_parallel_size > 1 and self.pipeline_depth > 1:
+            raise ConfigError(
+                "pipeline_depth must not be set beside pipeline_parallel_size: every stage has one plan in flight"
+            )
+        if self.ray_address is not None and not self.is_distributed:
+            raise ConfigError(
+                "ray_address is for several ranks: set tensor_parallel_size, pipeline_parallel_size or "
+                "distributed_executor_backend ray"
+            )
 
     def _check_oracle(self) -> None:
         if self.oracle not in ORACLES:

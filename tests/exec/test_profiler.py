@@ -13,6 +13,7 @@ from skipjoin.exec.cases import Limits, cases
 from skipjoin.exec.guess import guess_cost
 from skipjoin.exec.kv_store import KVStore
 from skipjoin.exec.local import LocalExecutor, LocalHandle
+from skipjoin.exec.part import part_of
 from skipjoin.exec.profiler import Effort, measure_profile, profile_key, shape_hash
 from skipjoin.model.config import ModelConfig
 from skipjoin.policies.cost import STEP_TERMS, LinearCost
@@ -65,10 +66,16 @@ def executor() -> Iterator[Watched]:
 
 def test_the_profile_says_what_steps_took_and_how_well_it_knows(executor: Watched) -> None:
     executor.first_run_factor = 50.0  # a warm-up, which must not count
-    key = profile_key("some/model", executor.model, "1.2.3")
+    key = profile_key("some/model", executor.model.config, executor.parts, "1.2.3")
     shares: list[float] = []
     profile = measure_profile(
-        executor, key, LIMITS, Effort(60.0, 0.05), host_s=1e-4, on_progress=lambda what, share: shares.append(share)
+        executor,
+        executor.model.config,
+        key,
+        LIMITS,
+        Effort(60.0, 0.05),
+        host_s=1e-4,
+        on_progress=lambda what, share: shares.append(share),
     )
     for name in STEP_TERMS:
         assert getattr(profile.cost, name) == pytest.approx(getattr(SHOWN, name), rel=1e-3)
@@ -87,9 +94,15 @@ def test_the_profile_says_what_steps_took_and_how_well_it_knows(executor: Watche
 
 
 def test_transfers_are_measured_both_ways_and_the_cost_is_the_slower(executor: Watched) -> None:
-    key = profile_key("some/model", executor.model, "1.2.3")
+    key = profile_key("some/model", executor.model.config, executor.parts, "1.2.3")
     profile = measure_profile(
-        executor, key, LIMITS, Effort(1.0, 1.0), host_s=1e-4, on_progress=lambda what, share: None
+        executor,
+        executor.model.config,
+        key,
+        LIMITS,
+        Effort(1.0, 1.0),
+        host_s=1e-4,
+        on_progress=lambda what, share: None,
     )
     both = [profile.transfer_out.floor + 16 * profile.transfer_out.block]
     both.append(profile.transfer_in.floor + 16 * profile.transfer_in.block)
@@ -98,15 +111,21 @@ def test_transfers_are_measured_both_ways_and_the_cost_is_the_slower(executor: W
 
 
 def test_without_time_the_guess_is_scaled_by_what_little_was_measured(executor: Watched) -> None:
-    key = profile_key("some/model", executor.model, "1.2.3")
+    key = profile_key("some/model", executor.model.config, executor.parts, "1.2.3")
     profile = measure_profile(
-        executor, key, LIMITS, Effort(1e-9, 0.0), host_s=1e-4, on_progress=lambda what, share: None
+        executor,
+        executor.model.config,
+        key,
+        LIMITS,
+        Effort(1e-9, 0.0),
+        host_s=1e-4,
+        on_progress=lambda what, share: None,
     )
     assert [StepShape.of(plan.slices) for plan in executor.plans] == [StepShape(decodes=1, context=1)]
     assert profile.errors.held_out == 0
     smallest = StepShape(decodes=1, context=1)
     assert profile.cost.step(smallest) == pytest.approx(SHOWN.step(smallest))
-    guess = guess_cost(executor.model, BLOCK_SIZE)
+    guess = guess_cost(executor.parts, BLOCK_SIZE)
     scale = SHOWN.step(smallest) / guess.step(smallest)
     assert profile.cost.prefill_token == pytest.approx(scale * guess.prefill_token)
 
@@ -115,9 +134,15 @@ def test_a_step_too_long_for_the_time_left_is_not_begun(executor: Watched, monke
     """Of a model that takes half a second per token, prompts are not measured in two seconds."""
     slow = LinearCost(floor=0.01, prefill_token=0.5, decode=0.5)
     monkeypatch.setattr("test_profiler.SHOWN", slow)
-    key = profile_key("some/model", executor.model, "1.2.3")
+    key = profile_key("some/model", executor.model.config, executor.parts, "1.2.3")
     profile = measure_profile(
-        executor, key, LIMITS, Effort(2.0, 0.3), host_s=1e-4, on_progress=lambda what, share: None
+        executor,
+        executor.model.config,
+        key,
+        LIMITS,
+        Effort(2.0, 0.3),
+        host_s=1e-4,
+        on_progress=lambda what, share: None,
     )
     assert executor.plans
     assert {sum(piece.tokens for piece in plan.slices) for plan in executor.plans} == {1}
@@ -133,13 +158,25 @@ def test_the_key_is_the_same_for_models_of_one_shape() -> None:
 
 def test_the_key_holds_no_path(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("a-model")
-    key = profile_key(str(folder), tiny_model("llama"), "1.2.3")
-    assert key.model == folder.name
-    assert profile_key("org/name", tiny_model("llama"), "1.2.3").model == "org/name"
+    model = tiny_model("llama")
+    known = model.config, [part_of(model, BLOCK_SIZE, 1)], "1.2.3"
+    assert profile_key(str(folder), *known).model == folder.name
+    assert profile_key("org/name", *known).model == "org/name"
 
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_a_guess_is_a_positive_cost_that_grows_with_everything(family: str) -> None:
-    cost = guess_cost(tiny_model(family), BLOCK_SIZE)
+    model = tiny_model(family)
+    part = part_of(model, BLOCK_SIZE, 1)
+    cost = guess_cost([part], BLOCK_SIZE)
     assert all(getattr(cost, name) > 0 for name in (*STEP_TERMS, "block", "transfer_floor"))
-    assert guess_cost(tiny_model(family), 2 * BLOCK_SIZE).block == pytest.approx(2 * cost.block)
+    assert guess_cost([part_of(model, 2 * BLOCK_SIZE, 1)], 2 * BLOCK_SIZE).block == pytest.approx(2 * cost.block)
+
+
+def test_a_guess_for_several_ranks_adds_up_the_stages_not_the_ranks_of_one() -> None:
+    part = part_of(tiny_model("llama"), BLOCK_SIZE, 1)
+    one = guess_cost([part], BLOCK_SIZE)
+    assert guess_cost([part, part], BLOCK_SIZE) == one
+    two = guess_cost([part, part, part._replace(stage=1), part._replace(stage=1)], BLOCK_SIZE)
+    assert two.decode == pytest.approx(2 * one.decode)
+    assert two.floor == pytest.approx(2 * one.floor)

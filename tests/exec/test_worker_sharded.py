@@ -159,7 +159,10 @@ def test_a_rank_that_gets_other_plans_computes_nothing(caplog: pytest.LogCapture
 
     executor = thread_executor(2, 1, "llama", alter, device_blocks=20)
     core = make_core(Recompute(), device_blocks=20)
-    with caplog.at_level(logging.ERROR), pytest.raises(RankError, match=r"rank 1 .*: OutOfStepError: the checksum"):
+    with (
+        caplog.at_level(logging.ERROR),
+        pytest.raises(OutOfStepError, match=r"rank 1 .*: OutOfStepError: the checksum"),
+    ):
         run(core, executor, mixed_requests())
     assert "rank 1 (stage 0 of 1, tensor rank 1 of 2) cannot go on" in caplog.text
     executor.close()

@@ -13,6 +13,7 @@ import psutil
 from server_worlds import HERE
 
 from skipjoin.config import EngineConfig
+from skipjoin.exec.keeper import Needs
 from skipjoin.server.engine_client import EngineClient
 from skipjoin.server.metrics import Metrics
 from skipjoin.server.replica import EngineReplica
@@ -31,7 +32,7 @@ class LocalKeeper:
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._is_over = threading.Event()
 
-    def deploy(self, kind: type, arguments: tuple[Any, ...], *, replicas: int, cpus: int, gpus: int) -> None:
+    def deploy(self, kind: type, arguments: tuple[Any, ...], *, replicas: int, needs: Needs) -> None:
         self._arguments = arguments
         self._count = replicas
         self._thread.start()
@@ -79,10 +80,9 @@ class LocalReplicas(ReplicaSet):
         self.metrics = metrics
         self.keeper = LocalKeeper()
 
-    def _enter(self, config: EngineConfig, cpus: int) -> int:
+    def _enter(self, needs: Needs) -> None:
         self._cluster = LocalCluster()  # type: ignore[assignment]
         self._keeper = self.keeper  # type: ignore[assignment]
-        return 0
 
     @property
     def engines(self) -> list[psutil.Process]:

@@ -116,6 +116,13 @@ class WatchedCore(EngineCore):
         self.kv.check()
         return found
 
+    def restart(self, now: float) -> None:
+        self.plans.clear()
+        super().restart(now)
+        self.kv.check()
+        assert list(self.kv.holders()) == []
+        assert not any(one.planned or one.computed or one.awaited for one in self.requests.values())
+
     def assert_home(self) -> None:
         """Every block of both tiers is free, and nobody is promised any."""
         kv = self.kv
@@ -309,6 +316,12 @@ class Stepper:
         assert plan is not None
         self.finish()
         return plan
+
+    def restart(self) -> None:
+        """The executor loses all that it has, and what it was at."""
+        self._transit.clear()
+        self.core.restart(self.now)
+        self._take()
 
     def drain(self, most: int = 10_000) -> None:
         """Keep the pipeline full until every request has ended; all blocks must be home then."""

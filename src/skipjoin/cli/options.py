@@ -64,6 +64,21 @@ Oracle = Annotated[
 Depth = Annotated[
     int, typer.Option("--pipeline-depth", help="Plans in flight; 2 decides the next step while one runs.")
 ]
+TensorParallel = Annotated[int, typer.Option("--tensor-parallel-size", "-tp", help="Ranks that share each layer.")]
+PipelineParallel = Annotated[
+    int, typer.Option("--pipeline-parallel-size", "-pp", help="Stages of consecutive layers, one after the other.")
+]
+Backend = Annotated[
+    str,
+    typer.Option(help="auto, or ray: ranks are processes that Ray places, as they are anyway if there are several."),
+]
+RayAddress = Annotated[
+    str | None,
+    typer.Option(metavar="HOST:PORT", help="Ray cluster for the ranks (default: one of its own on this machine)."),
+]
+MaxRestarts = Annotated[
+    int, typer.Option(help="How often within ten minutes lost ranks are started anew before the engine gives up.")
+]
 Profile = Annotated[
     str,
     typer.Option(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -10,6 +11,7 @@ from skipjoin.cli.options import (
     ENGINE,
     SERVER,
     Attention,
+    Backend,
     BlockSize,
     Depth,
     Device,
@@ -19,16 +21,20 @@ from skipjoin.cli.options import (
     MaxBatchedTokens,
     MaxModelLen,
     MaxNumSeqs,
+    MaxRestarts,
     Model,
     Objective,
     Oracle,
+    PipelineParallel,
     Profile,
     Quantum,
+    RayAddress,
     Recipe,
     Seed,
     Starvation,
     StarvationBound,
     SwapSpace,
+    TensorParallel,
     Threads,
     check_profile_file,
     plain_errors,
@@ -67,6 +73,11 @@ def serve(
     starvation_s: Starvation = ENGINE.starvation_s,
     starvation_bound_s: StarvationBound = ENGINE.starvation_bound_s,
     pipeline_depth: Depth = ENGINE.pipeline_depth,
+    tensor_parallel_size: TensorParallel = ENGINE.tensor_parallel_size,
+    pipeline_parallel_size: PipelineParallel = ENGINE.pipeline_parallel_size,
+    distributed_executor_backend: Backend = ENGINE.distributed_executor_backend,
+    ray_address: RayAddress = ENGINE.ray_address,
+    max_restarts: MaxRestarts = ENGINE.max_restarts,
     threads: Threads = ENGINE.threads,
     profile: Profile = ENGINE.profile,
     seed: Seed = ENGINE.seed,
@@ -118,6 +129,12 @@ def serve(
             starvation_s=starvation_s,
             starvation_bound_s=starvation_bound_s,
             pipeline_depth=pipeline_depth,
+            tensor_parallel_size=tensor_parallel_size,
+            pipeline_parallel_size=pipeline_parallel_size,
+            distributed_executor_backend=distributed_executor_backend,
+            # Replicas are placed by it, and an engine's ranks where its replica is.
+            ray_address=ray_address if replicas == 1 else None,
+            max_restarts=max_restarts,
             threads=threads,
             profile=profile,
             seed=seed,
@@ -140,5 +157,5 @@ def serve(
         if replicas > 1:
             if timeline is not None:
                 raise ConfigError(f"timeline is written by one engine: replicas must be 1 with it, got {replicas}")
-            make_engines = ReplicaSet
+            make_engines = partial(ReplicaSet, address=ray_address)
         raise typer.Exit(run_server(engine, server, make_engines=make_engines))

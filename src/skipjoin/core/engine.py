@@ -95,6 +95,11 @@ class EngineCore:
             elif known >= request.limit:
                 self._finish(request, FinishReason.LENGTH, now)
 
+    def restart(self, now: float) -> None:
+        """The executor was started anew and has nothing of what it had: requests go on from the tokens that they have
+        now, and results of plans from before must not come any more."""
+        self.scheduler.restart(now)
+
     def take_events(self) -> list[Event]:
         """What happened since the last call, in order."""
         events = self.scheduler.events

@@ -93,4 +93,14 @@ class Finished(NamedTuple):
     reason: FinishReason
 
 
-Event = Arrived | Admitted | Started | Preempted | Planned | Computed | Moved | MoveFailed | Token | Finished
+class Restarted(NamedTuple):
+    """All KV on both tiers is lost, and so are these plans, which will have no result. Who held any is preempted (DROP)
+    next; all requests go on from the tokens that are known."""
+
+    plans: tuple[StepPlan, ...]
+    now: float
+
+
+Event = (
+    Arrived | Admitted | Started | Preempted | Planned | Computed | Moved | MoveFailed | Token | Finished | Restarted
+)

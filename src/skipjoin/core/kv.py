@@ -52,11 +52,11 @@ class KVLedger:
         self.device_total = device_blocks
         self.host_total = host_blocks
         self.promised_idle = 0  # blocks promised but not held, over all requests
-        self.blocks_in_transit = {Direction.OUT: 0, Direction.IN: 0}
-        # Popped from the end, so the lowest block numbers go first.
-        self._device_free = list(range(device_blocks - 1, -1, -1))
-        self._host_free = list(range(host_blocks - 1, -1, -1))
+        self.blocks_in_transit = dict.fromkeys(Direction, 0)
+        self._device_free: list[int] = []
+        self._host_free: list[int] = []
         self._held: dict[Request, Holding] = {}
+        self.clear()
 
     # -- questions ----------------------------------------------------------------------------------------
 
@@ -160,6 +160,15 @@ class KVLedger:
         self.promised_idle -= max(0, held.promised - len(held.device))
         self._device_free.extend(reversed(held.device))
         self._host_free.extend(reversed(held.host))
+
+    def clear(self) -> None:
+        """Begin again with nothing held, promised or in transit: all that lay on either tier is lost."""
+        self.promised_idle = 0
+        self.blocks_in_transit = dict.fromkeys(Direction, 0)
+        # Popped from the end, so the lowest block numbers go first.
+        self._device_free = list(range(self.device_total - 1, -1, -1))
+        self._host_free = list(range(self.host_total - 1, -1, -1))
+        self._held = {}
 
     # -- moving -------------------------------------------------------------------------------------------
 

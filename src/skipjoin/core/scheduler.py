@@ -13,6 +13,7 @@ from skipjoin.core.events import (
     Planned,
     Preempted,
     Preemption,
+    Restarted,
 )
 from skipjoin.core.kv import KVLedger
 from skipjoin.core.policy import Policies
@@ -144,6 +145,19 @@ class Scheduler:
             self._release_if_finished(move.request)
         return lost
 
+    def restart(self, now: float) -> None:
+        """The executor was started anew: its KV, and the plans in flight, are lost. Who had computed tokens computes
+        them again."""
+        self.events.append(Restarted(tuple(self._in_flight), now))
+        holders = [request for request in self.kv.holders() if request.finish_reason is None]
+        self.kv.clear()
+        self._in_flight.clear()
+        self._recent.clear()
+        self._has_failed_move = False
+        for request in holders:
+            request.awaited = 0
+            self._drop(request, now)
+
     def _settle_moves(self, result: StepResult, now: float) -> set[Request]:
         """Lift the fences of the moves that ended; whose KV was lost."""
         lost: set[Request] = set()
@@ -161,10 +175,15 @@ class Scheduler:
         """The request's KV was lost on its way: compute it again. No other plan holds it, as it was in transit."""
         self.kv.release(request)
         request.computed = request.planned = 0
-        request.last_plan = NEVER
         if request.finish_reason is None:
-            self.policies.ordering.evicted(request, now)
-            self.events.append(Preempted(request, now, Preemption.DROP))
+            self._drop(request, now)
+
+    def _drop(self, request: Request, now: float) -> None:
+        """The request has no KV any more, though nobody needed the room."""
+        request.computed = request.planned = 0
+        request.last_plan = NEVER
+        self.policies.ordering.evicted(request, now)
+        self.events.append(Preempted(request, now, Preemption.DROP))
 
     def _release_if_finished(self, request: Request) -> None:
         if request.finish_reason is not None:

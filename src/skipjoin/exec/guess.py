@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from skipjoin.model.causal_lm import CausalLM
-from skipjoin.model.kv_cache import PagedKV
+from skipjoin.exec.part import Part, by_stage
 from skipjoin.policies.cost import LinearCost
 
 
@@ -27,21 +28,25 @@ RATES = {
 }
 
 
-def guess_cost(model: CausalLM, block_size: int) -> LinearCost:
-    """Every step reads the weights once, and meanwhile computes two operations per weight and token. Of a rank: what
-    its own part of a step costs."""
-    rates, config, shard = RATES[model.device.type], model.config, model.shard
-    block_bytes = PagedKV.bytes_per_block(config, block_size, model.dtype, shard)
-    token = 2 * model.weight_bytes / model.dtype.itemsize / rates.arithmetic
-    # Two products of head_dim multiply-adds for each pair, head and layer.
-    pair = 4 * len(shard.layers(config)) * len(shard.heads(config)) * config.head_dim / rates.arithmetic
+def guess_cost(parts: Sequence[Part], block_size: int) -> LinearCost:
+    """Every step reads the weights once, and meanwhile computes two operations per weight and token. parts: of all
+    ranks; those of a stage work at the same time, and stages one after the other."""
+    stages = [_guess(stage[0], block_size) for stage in by_stage(parts)]
+    return LinearCost(*(sum(terms) for terms in zip(*map(dataclasses.astuple, stages), strict=True)))
+
+
+def _guess(part: Part, block_size: int) -> LinearCost:
+    """What its own part of a step costs a rank."""
+    rates = RATES[part.device_kind]
+    token = 2 * part.weight_bytes / part.itemsize / rates.arithmetic
     return LinearCost(
         floor=rates.step_s,
-        weights=model.weight_bytes / rates.memory,
+        weights=part.weight_bytes / rates.memory,
         prefill_token=token,
-        attention_pair=pair,
+        # Two products of head_dim multiply-adds for each pair, head and layer.
+        attention_pair=4 * part.attention_width / rates.arithmetic,
         decode=token,
-        context_token=block_bytes / block_size / rates.memory,
-        block=block_bytes / rates.link,
+        context_token=part.block_bytes / block_size / rates.memory,
+        block=part.block_bytes / rates.link,
         transfer_floor=1e-4,
     )

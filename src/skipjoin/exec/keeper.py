@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 from skipjoin.exec.cluster import ClusterError, import_ray
 
@@ -22,6 +22,23 @@ _END_S = 5.0
 _TRIES = 3
 
 
+class Needs(NamedTuple):
+    """What a replica takes of the cluster.
+
+    cpus: of its engine, on one node. device: auto, cpu or cuda; with a GPU the engine takes one. ranks: processes that
+    the engine places itself, each with a CPU, and it is they that take GPUs; 0: it has the model in its own process.
+    """
+
+    cpus: int
+    device: str
+    ranks: int = 0
+
+    @property
+    def all_cpus(self) -> int:
+        """CPUs of the replica and its ranks together."""
+        return 1 + self.ranks if self.ranks else self.cpus
+
+
 class Keeper:
     """Keeps replicas alive in the cluster that this process has entered. All calls block, and come from one thread.
 
@@ -33,19 +50,19 @@ class Keeper:
         self.name = name
         self._is_alone = is_alone
 
-    def deploy(self, kind: type, arguments: Sequence[Any], *, replicas: int, cpus: int, gpus: int) -> None:
+    def deploy(self, kind: type, arguments: Sequence[Any], *, replicas: int, needs: Needs) -> None:
         """Let there be replicas of a class, made with these arguments. It has `check_health`, which raises if it is
-        sick. cpus, gpus: of each, on one node. Raises `ClusterError` if the nodes have too few."""
+        sick. Raises `ClusterError` if the cluster has too few CPUs or GPUs."""
         serve = _import_serve()
         nodes = [node["Resources"] for node in import_ray().nodes() if node["Alive"]]
-        check_room(replicas, {"CPU": cpus, "GPU": gpus}, nodes)
+        gpus = check_room(replicas, needs, nodes)
         quiet = serve.schema.LoggingConfig(log_level="ERROR", enable_access_log=False)
         serve.start(proxy_location="Disabled", logging_config=quiet)
         deployment = serve.deployment(
             kind,
             name="replica",
             num_replicas=replicas,
-            ray_actor_options={"num_cpus": cpus, "num_gpus": gpus},
+            ray_actor_options={"num_cpus": 1 if needs.ranks else needs.cpus, "num_gpus": gpus},
             health_check_period_s=_HEALTH_S,
             health_check_timeout_s=_HEALTH_TIMEOUT_S,
             graceful_shutdown_timeout_s=_END_S,
@@ -83,23 +100,23 @@ def delete(name: str) -> None:
     _import_serve().delete(name, _blocking=False)
 
 
-def gpus_for(device: str) -> int:
-    """GPUs that an engine on `device` (auto, cpu, cuda) takes in the cluster that this process has entered."""
-    has_some = any(node["Resources"].get("GPU", 0) >= 1 for node in import_ray().nodes() if node["Alive"])
-    return int(device == "cuda" or (device == "auto" and has_some))
-
-
-def check_room(replicas: int, each: Mapping[str, int], nodes: Sequence[Mapping[str, float]]) -> None:
-    """Refuse more replicas than the cluster can hold. each: what one takes, by resource. nodes: what each has. Raises
-    `ClusterError`."""
-    room = sum(min(int(node.get(name, 0) // much) for name, much in each.items() if much) for node in nodes)
+def check_room(replicas: int, needs: Needs, nodes: Sequence[Mapping[str, float]]) -> int:
+    """Refuse more replicas than the cluster can hold, whoever uses it now. nodes: the resources of each. GPUs that
+    each engine's own process takes. Raises `ClusterError`."""
+    wants_gpus = needs.device == "cuda" or (needs.device == "auto" and any(node.get("GPU", 0) >= 1 for node in nodes))
+    each = {"CPU": needs.all_cpus} | ({"GPU": needs.ranks or 1} if wants_gpus else {})
+    if needs.ranks:  # they need not be where the engine is
+        places: Sequence[Mapping[str, float]] = [{name: sum(node.get(name, 0) for node in nodes) for name in each}]
+    else:
+        places = nodes
+    room = sum(min(int(place.get(name, 0) // much) for name, much in each.items()) for place in places)
     if replicas > room:
-        takes = " and ".join(f"{much} {name}" for name, much in each.items() if much)
-        have = ", ".join(f"{sum(node.get(name, 0) for node in nodes):g} {name}" for name, much in each.items() if much)
+        takes = " and ".join(f"{much} {name}" for name, much in each.items())
+        have = "; ".join(", ".join(f"{node.get(name, 0):g} {name}" for name in each) for node in nodes)
         raise ClusterError(
-            f"replicas must be at most {room}: each takes {takes} of one node, and the cluster's nodes "
-            f"({len(nodes)}) have {have} in all; got {replicas}"
+            f"replicas must be at most {room}: each takes {takes}, and the cluster's nodes have {have}; got {replicas}"
         )
+    return int(wants_gpus and not needs.ranks)
 
 
 def _import_serve() -> Any:

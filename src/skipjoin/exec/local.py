@@ -6,11 +6,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from skipjoin.core.step import StepPlan, StepResult
+from skipjoin.core.step import Direction, StepPlan, StepResult
 from skipjoin.exec.kv_store import KVStore
+from skipjoin.exec.part import measure_transfers, part_of, touch
 from skipjoin.exec.transfer import Copier
 from skipjoin.exec.worker import Worker
 from skipjoin.model.causal_lm import CausalLM
+from skipjoin.profile import Transfer
 
 
 class LocalHandle:
@@ -40,16 +42,39 @@ class LocalExecutor:
         self.model = model
         self.store = store
         self._worker = Worker(model, store, copier=copier)
+        threads = threads or torch.get_num_threads()
         self._thread = ThreadPoolExecutor(
             max_workers=1,
             thread_name_prefix="skipjoin-model",
             # OpenMP keeps its thread count per calling thread.
             initializer=torch.set_num_threads,
-            initargs=(threads or torch.get_num_threads(),),
+            initargs=(threads,),
         )
+        self.parts = (part_of(model, store.device.block_size, threads),)
+
+    @property
+    def pools(self) -> tuple[int, int, int]:
+        """See `ModelExecutor`."""
+        store = self.store
+        return store.device.num_blocks, store.host.num_blocks if store.host else 0, store.device.block_size
+
+    def touch(self, blocks: int) -> None:
+        """See `ModelExecutor`."""
+        touch(self.store.device, blocks)
+
+    def transfers(self, seconds: float) -> dict[Direction, Transfer]:
+        """See `ModelExecutor`."""
+        return measure_transfers(self.model, self.store.device.block_size, seconds)
 
     def submit(self, plan: StepPlan, now: float) -> LocalHandle:
         return LocalHandle(self._thread.submit(self._worker.run, plan))
+
+    def check(self) -> None:
+        """See `ModelExecutor`."""
+
+    def restart(self, reason: Exception) -> None:
+        """The one rank is this process."""
+        raise reason
 
     def close(self) -> None:
         """Wait for the running step and the running copy and end the threads. Plans that have not begun are

@@ -84,10 +84,12 @@ class Done(msgspec.Struct, frozen=True, tag="done", array_like=True, gc=False):
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed", array_like=True, gc=False):
-    """The rank cannot go on. lost_peer: only because another one did not."""
+    """The rank cannot go on. lost_peer: only because another one did not. out_of_step: it got other plans than the
+    others, so that nothing it computes can be trusted."""
 
     text: str
     lost_peer: bool
+    out_of_step: bool = False
 
 
 FromRank = Done | Failed

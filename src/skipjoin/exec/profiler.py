@@ -19,19 +19,16 @@ import numpy as np
 import torch
 
 from skipjoin.core.request import Request
-from skipjoin.core.step import Direction, Move, Slice, StepPlan, StepShape
+from skipjoin.core.step import Direction, Slice, StepPlan, StepShape
 from skipjoin.exec.cases import Case, Limits, Pieces, cases
-from skipjoin.exec.fit import cost_errors, fit_cost, fit_times
+from skipjoin.exec.fit import cost_errors, fit_cost
 from skipjoin.exec.guess import guess_cost
-from skipjoin.exec.kv_store import KVStore
-from skipjoin.exec.local import LocalExecutor
+from skipjoin.exec.part import ModelExecutor, Part, by_stage
 from skipjoin.exec.worker import Sampling
 from skipjoin.machine import cpu_name
-from skipjoin.model.causal_lm import CausalLM
 from skipjoin.model.config import ModelConfig
-from skipjoin.model.kv_cache import PagedKV
 from skipjoin.policies.cost import LinearCost, scaled
-from skipjoin.profile import FitErrors, Profile, ProfileKey, Sample, Transfer
+from skipjoin.profile import FitErrors, Profile, ProfileKey, Sample
 from skipjoin.sampling import SamplingParams
 
 # Called with (what is being done, share done between 0 and 1).
@@ -53,14 +50,9 @@ _FEWEST_SHAPES = 8
 _HICCUP = 3.0
 # KV that steps read while they are measured: more than caches hold, so that it comes from memory.
 _KV_BYTES = 256 << 20
-# Sizes of transfers, and of the pools that they run between.
-_TRANSFER_BLOCKS = tuple(2**power for power in range(9))
-_TRANSFER_BYTES = 64 << 20
 # The transfer by which the slower direction is told.
 _COMPARED_BLOCKS = 16
-
-_TRANSFER_RUNS = 12
-# Of the time; the first two runs of each are made however long they take.
+# Of the time, for measuring transfers.
 _TRANSFER_SHARE = 0.1
 
 # Attributes of a model that its steps' times do not depend on.
@@ -90,18 +82,19 @@ class _Measured(NamedTuple):
     held_out: bool
 
 
-def profile_key(name: str, model: CausalLM, version: str) -> ProfileKey:
-    """Of this model in this process. name: for people; of a folder its last part is kept."""
+def profile_key(name: str, config: ModelConfig, parts: Sequence[Part], version: str) -> ProfileKey:
+    """Of this model on these ranks. name: for people; of a folder its last part is kept."""
+    part, stages = parts[0], by_stage(parts)
     return ProfileKey(
         model=Path(name).resolve().name if Path(name).is_dir() else name,
-        shape=shape_hash(model.config),
-        device_kind=model.device.type,
-        device=_device_name(model.device),
-        threads=torch.get_num_threads(),
-        dtype=str(model.dtype).removeprefix("torch."),
-        attention=model.attention.name,
-        tp=model.shard.tp_size,
-        pp=model.shard.pp_size,
+        shape=shape_hash(config),
+        device_kind=part.device_kind,
+        device=part.device,
+        threads=part.threads,
+        dtype=part.dtype,
+        attention=part.attention,
+        tp=len(stages[0]),
+        pp=len(stages),
         version=version,
     )
 
@@ -113,7 +106,8 @@ def shape_hash(config: ModelConfig) -> str:
 
 
 def measure_profile(
-    executor: LocalExecutor,
+    executor: ModelExecutor,
+    config: ModelConfig,
     key: ProfileKey,
     limits: Limits,
     effort: Effort,
@@ -127,10 +121,10 @@ def measure_profile(
     host_s: what the engine adds to each, for the profile to keep.
     """
     began = time.perf_counter()
-    model, block_size = executor.model, executor.store.device.block_size
-    transfers = _measure_transfers(model, block_size, began + effort.seconds * _TRANSFER_SHARE)
+    parts, block_size = executor.parts, executor.pools[-1]
+    transfers = executor.transfers(effort.seconds * _TRANSFER_SHARE)
     steps = _measure_steps(executor, limits, began + effort.seconds, effort.precision, on_progress)
-    fit, errors = _fit_steps(steps, guess_cost(model, block_size))
+    fit, errors = _fit_steps(steps, guess_cost(parts, block_size))
     # The quiet times tell what steps cost beside each other; on average they will meet what these runs met.
     unrest = statistics.median(step.mean / step.seconds for step in steps)
     slower = max(transfers.values(), key=lambda transfer: transfer.floor + transfer.block * _COMPARED_BLOCKS)
@@ -142,13 +136,13 @@ def measure_profile(
         unrest=unrest,
         host_s=host_s,
         block_size=block_size,
-        kv_bytes_per_block=executor.store.device.block_bytes,
-        weight_bytes=model.weight_bytes,
-        vocab_size=model.config.vocab_size,
-        max_positions=model.config.max_positions,
+        kv_bytes_per_block=sum(part.block_bytes for part in parts),
+        weight_bytes=sum(part.weight_bytes for part in parts),
+        vocab_size=config.vocab_size,
+        max_positions=config.max_positions,
         errors=errors,
         samples=tuple(Sample(*step.shape, step.seconds, step.runs, step.held_out) for step in steps),
-        machine=_machine(model.device),
+        machine=_machine(parts[0].device_kind),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
     )
 
@@ -190,13 +184,14 @@ class _Clock:
 
 
 def _measure_steps(
-    executor: LocalExecutor, limits: Limits, deadline: float, precision: float, on_progress: OnProgress
+    executor: ModelExecutor, limits: Limits, deadline: float, precision: float, on_progress: OnProgress
 ) -> list[_Measured]:
     """The times of as many steps as there is time for; at least the smallest one.
 
     Steps take turns, so that a slow spell of the machine hits all of them.
     """
-    block_size, used = executor.store.device.block_size, _used_blocks(executor, limits)
+    block_size, used = executor.pools[-1], _used_blocks(executor, limits)
+    executor.touch(used)
     plans = [(case, _plan(case.pieces, block_size, used)) for case in cases(limits, _PER_KIND)]
     times: dict[Case, list[float]] = {case: [] for case, _ in plans}
     clock, has_run = _Clock(deadline), True
@@ -235,13 +230,11 @@ def _spread(runs: Sequence[float]) -> float:
     return spread
 
 
-def _used_blocks(executor: LocalExecutor, limits: Limits) -> int:
-    """How many of the pool's first blocks the steps use; written, since memory that never was is one page of zeros,
-    which is read faster than any other."""
-    kv = executor.store.device
-    used = min(kv.num_blocks, max(_KV_BYTES // kv.block_bytes, -(-limits.positions // kv.block_size)))
-    kv.tensor[:used].fill_(0.01)
-    return used
+def _used_blocks(executor: ModelExecutor, limits: Limits) -> int:
+    """How many of the pool's first blocks the steps use."""
+    blocks, _, block_size = executor.pools
+    block_bytes = sum(part.block_bytes for part in executor.parts)
+    return min(blocks, max(_KV_BYTES // block_bytes, -(-limits.positions // block_size)))
 
 
 def _plan(pieces: Pieces, block_size: int, used: int) -> StepPlan:
@@ -271,64 +264,10 @@ def _fit_steps(steps: Sequence[_Measured], guess: LinearCost) -> tuple[LinearCos
     return cost, FitErrors(median, p95, len(fitted), len(held_out))
 
 
-# -- transfers ------------------------------------------------------------------------------------------------------
-
-
-def _measure_transfers(model: CausalLM, block_size: int, deadline: float) -> dict[Direction, Transfer]:
-    """Seconds of moves between two pools of their own, fitted over several numbers of blocks."""
-    block_bytes = PagedKV.bytes_per_block(model.config, block_size, model.dtype, model.shard)
-    most = max(_TRANSFER_BLOCKS[2], min(_TRANSFER_BLOCKS[-1], _TRANSFER_BYTES // block_bytes))
-    store = KVStore(
-        model.config,
-        model.dtype,
-        model.device,
-        device_blocks=most,
-        host_blocks=most,
-        block_size=block_size,
-        shard=model.shard,
-    )
-    owner = Request(0, 0.0, [0], 1)
-    moves = [
-        Move(direction, owner, tuple(range(count)), tuple(reversed(range(count))))
-        for count in _TRANSFER_BLOCKS
-        if count <= most
-        for direction in Direction
-    ]
-    times: dict[Move, list[float]] = {move: [] for move in moves}
-    for turn in range(_TRANSFER_RUNS):
-        if turn > 1 and time.perf_counter() > deadline:
-            break
-        for move in moves:
-            times[move].append(_seconds_of(move, store, model.device))
-    found = {}
-    for direction in Direction:
-        runs = [
-            (len(move.source), float(np.quantile(times[move][1:], 0.25)))
-            for move in moves
-            if move.direction is direction
-        ]
-        features = np.array([(1.0, count) for count, _ in runs])
-        floor, block = fit_times(features, np.array([seconds for _, seconds in runs])).tolist()
-        found[direction] = Transfer(floor, block)
-    return found
-
-
-def _seconds_of(move: Move, store: KVStore, device: torch.device) -> float:
-    start = time.perf_counter()
-    store.copy(move)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - start
-
-
 # -- the machine ----------------------------------------------------------------------------------------------------
 
 
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
-
-
-def _machine(device: torch.device) -> dict[str, str]:
+def _machine(device_kind: str) -> dict[str, str]:
     """What a reader of a profile wants to know besides its key; no names and no paths."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     described = {
@@ -338,6 +277,6 @@ def _machine(device: torch.device) -> dict[str, str]:
         "python": platform.python_version(),
         "torch": torch.__version__,
     }
-    if device.type == "cuda":
-        described["gpu_memory_gib"] = f"{torch.cuda.get_device_properties(device).total_memory / 2**30:.1f}"
+    if device_kind == "cuda":
+        described["gpu_memory_gib"] = f"{torch.cuda.get_device_properties(0).total_memory / 2**30:.1f}"
     return described

@@ -8,7 +8,7 @@ import msgspec
 
 from skipjoin.core.step import StepPlan, StepResult
 from skipjoin.exec.messages import Done, Failed, FromRank
-from skipjoin.exec.plan_messages import PlanReader
+from skipjoin.exec.plan_messages import OutOfStepError, PlanReader
 from skipjoin.exec.worker import Worker
 from skipjoin.model.parallel import GroupError
 
@@ -62,5 +62,7 @@ class Rank:
         group = self._worker.model.group
         _log.error("%s cannot go on: %s", group.shard.name, error, exc_info=error)
         group.close()
-        self._failure = Failed(f"{type(error).__name__}: {error}", isinstance(error, GroupError))
+        self._failure = Failed(
+            f"{type(error).__name__}: {error}", isinstance(error, GroupError), isinstance(error, OutOfStepError)
+        )
         return self._failure

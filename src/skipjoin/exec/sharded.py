@@ -106,6 +106,12 @@ class ShardedExecutor:
             link.send(message)
         return handle
 
+    def check(self) -> None:
+        """Raise `RankError` if a rank is gone while no plan is on its way."""
+        for link in () if self._pending else self._links:
+            if link.is_ready():
+                raise RankError(f"a rank says something unasked: {link.receive(0.0)[:80]!r}")
+
     def close(self) -> None:
         """Let all ranks end."""
         for link in self._links:
@@ -167,10 +173,10 @@ class ShardedExecutor:
             missing.popleft()
         return [answers[rank] for rank in range(len(self._links))]
 
-    def _cause(self, failure: Failed, rank: int, answered: Container[int]) -> RankError:
+    def _cause(self, failure: Failed, rank: int, answered: Container[int]) -> Exception:
         """What to say of a failure: where it is one that followed from another rank's, that one's, which may be the
         answer to a later plan."""
-        told = RankError(f"{self._shards[rank].name} cannot go on: {failure.text}")
+        told = self._error(rank, failure)
         if not failure.lost_peer:
             return told
         deadline = time.monotonic() + _GRACE_S
@@ -186,8 +192,12 @@ class ShardedExecutor:
                     break
                 owed -= 1
             if isinstance(answer, Failed) and not answer.lost_peer:
-                return RankError(f"{self._shards[other].name} cannot go on: {answer.text}")
+                return self._error(other, answer)
         return told
+
+    def _error(self, rank: int, failure: Failed) -> Exception:
+        kind = OutOfStepError if failure.out_of_step else RankError
+        return kind(f"{self._shards[rank].name} cannot go on: {failure.text}")
 
     def _ended(self, answers: Sequence[Done]) -> tuple[list[Move], list[Move]]:
         """Moves that have ended on every rank now: those that landed everywhere, and the others."""

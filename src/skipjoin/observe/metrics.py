@@ -15,6 +15,7 @@ from skipjoin.core.events import (
     Moved,
     Planned,
     Preempted,
+    Restarted,
     Started,
     Token,
 )
@@ -66,6 +67,7 @@ ENGINE_METRICS = (
     Metric("request_success_total", "counter", "Requests that ended, by why.", "finished_reason", _REASONS),
     Metric("deadline_dropped_total", "counter", "Requests given up because their time ran out.", in_vllm=False),
     Metric("engine_steps_total", "counter", "Steps.", in_vllm=False),
+    Metric("engine_restarts_total", "counter", "Times all ranks were started anew.", in_vllm=False),
     Metric(
         "swap_out_bytes_total",
         "counter",
@@ -194,6 +196,7 @@ class EngineMetrics:
         self._generated = row("generation_tokens_total")
         self._success = row("request_success_total")
         self._late = row("deadline_dropped_total")
+        self._restarts = row("engine_restarts_total")
         self._swapped = {
             Direction.OUT: row("swap_out_bytes_total"),
             Direction.IN: row("swap_in_bytes_total"),
@@ -231,6 +234,8 @@ class EngineMetrics:
                 self._on_host.discard(event.request)  # its KV comes back before it runs
             elif isinstance(event, Preempted):
                 self._running.discard(event.request)
+            elif isinstance(event, Restarted):
+                self._restart()
             elif isinstance(event, Finished):
                 self._forget(event.request)
         self._log.observe(events)
@@ -272,6 +277,11 @@ class EngineMetrics:
         for proactive, moves in enumerate((plan.before, plan.beside)):
             for move in moves:
                 self._swapped[move.direction][proactive] += len(move.source) * self._block_bytes
+
+    def _restart(self) -> None:
+        self._restarts[0] += 1
+        self._in_flight = self._held = 0
+        self._on_host.clear()
 
     def _move(self, move: Move) -> None:
         if move.direction is Direction.IN:

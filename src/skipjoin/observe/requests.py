@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from skipjoin.core.events import Arrived, Computed, Event, Finished, Planned, Preempted, Started, Token
+from skipjoin.core.events import Arrived, Computed, Event, Finished, Planned, Preempted, Restarted, Started, Token
 from skipjoin.core.request import FinishReason, Request
 
 # Below this, a difference of two times is rounding.
@@ -156,6 +156,9 @@ class RequestLog:
                 live[event.request].preemptions += 1
             elif isinstance(event, Finished):
                 self._finish(event)
+            elif isinstance(event, Restarted):
+                self._planned.clear()
+                self._computed_at = None
 
     def _arrive(self, request: Request) -> None:
         self._live[request] = RequestFacts(

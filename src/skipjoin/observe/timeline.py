@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TextIO
 
-from skipjoin.core.events import Arrived, Computed, Event, Finished, Planned, Preempted, Started, Token
+from skipjoin.core.events import Arrived, Computed, Event, Finished, Planned, Preempted, Restarted, Started, Token
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.core.step import Direction, Move, Slice, StepPlan, StepResult
 
@@ -161,6 +161,8 @@ class Timeline:
                 self._at(event.now)  # time begins with it
             elif isinstance(event, Finished):
                 self._finish(event)
+            elif isinstance(event, Restarted):
+                self._restart(event)
 
     def flush(self) -> None:
         """Write what is held back; spans that go on come later."""
@@ -186,6 +188,18 @@ class Timeline:
         for piece in event.plan.slices:
             self._seats[piece.request].plans += 1
         self._show(at, held=event.held, claimed=event.claimed)
+
+    def _restart(self, event: Restarted) -> None:
+        """Everybody leaves, and what the plans in flight would have computed is not drawn."""
+        at = self._at(event.now)
+        while self._in_flight:
+            self._settle(self._in_flight.popleft().plan)
+        for request, seat in self._seats.items():
+            self._vacate(request, seat, "lost in a restart")
+        self._running.clear()
+        self._step_end = at
+        self._trace.span(_STEPS, "restart", at, at, {"plans": len(event.plans)})
+        self._show(at, held=0, claimed=0)
 
     def _compute(self, event: Computed) -> None:
         result = event.result

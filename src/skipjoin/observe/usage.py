@@ -66,7 +66,8 @@ class Usage:
                 if event.how is Preemption.SWAP:
                     self._on_host[event.request] = self._leave(event.request)
                 elif event.how is Preemption.DROP:
-                    tokens = self._leave(event.request)
+                    # KV on the host is dropped only with all else there is.
+                    tokens = max(self._leave(event.request), self._on_host.pop(event.request, 0))
                     self._dropped[event.request] = max(tokens, self._dropped.get(event.request, 0))
             elif isinstance(event, Moved):
                 self._move(event)

@@ -8,7 +8,6 @@ It ends when told to, when the engine fails, and when its parent is gone, howeve
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 from skipjoin.assembly import assemble
 from skipjoin.server.engine_server import Loop, OnProgress, serve_engine
@@ -26,13 +25,8 @@ def load_engine(setup: Setup, on_progress: OnProgress) -> tuple[Loop, Ready]:
             f"promoted, with at most {setup.config.max_live_requests} requests in the server",
             flush=True,
         )
-    others: dict[str, Any] = {
-        "host_blocks": engine.core.kv.host_total,
-        "block_bytes": engine.executor.store.device.block_bytes,
-        "cost": engine.info.cost.current,
-    }
-    facts = {name: getattr(engine.info, name) for name in Ready.__struct_fields__ if name not in others}
-    return EngineLoop(engine), Ready(**facts, **others)
+    facts = {name: getattr(engine.info, name) for name in Ready.__struct_fields__}
+    return EngineLoop(engine), Ready(**facts | {"cost": engine.info.cost.current})
 
 
 if __name__ == "__main__":

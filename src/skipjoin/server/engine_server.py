@@ -291,11 +291,13 @@ def serve_engine(load: Load) -> int:
         metrics = EngineMetrics(
             device_blocks=ready.device_blocks, block_size=ready.block_size, block_bytes=ready.block_bytes
         )
-        server.run(loop, metrics, recorder)
+        try:
+            server.run(loop, metrics, recorder)
+        finally:
+            loop.close()
         if server.is_alone:
             print("the engine ends: its link to the API process is over", file=sys.stderr, flush=True)
         code = int(server.is_alone)
-        loop.close()
         socket.close(linger=0)
         return code
     except (ConfigError, ModelError) as error:  # a setting or a model that cannot be used: its text says it all

@@ -12,7 +12,8 @@ from skipjoin.assembly import Engine
 from skipjoin.core.events import Event
 from skipjoin.core.request import Request
 from skipjoin.core.step import StepShape
-from skipjoin.exec.local import LocalHandle
+from skipjoin.exec.base import Handle
+from skipjoin.exec.sharded import RankError
 from skipjoin.exec.worker import Sampling
 from skipjoin.sampling import ParameterError, SamplingParams
 
@@ -28,7 +29,7 @@ class EngineLoop:
         self.core = engine.core
         self.clock = time.monotonic
         self._cost = engine.info.cost
-        self._in_flight: deque[LocalHandle] = deque()
+        self._in_flight: deque[Handle] = deque()
         self._seeds = random.Random(engine.seed)
 
     def add(
@@ -77,7 +78,22 @@ class EngineLoop:
         return not (self.core.requests or self._in_flight or self.core.kv.is_moving)
 
     def step(self) -> list[Event]:
-        """One turn: fill the pipeline, wait for its oldest plan, settle it. What happened, in order."""
+        """One turn: fill the pipeline, wait for its oldest plan, settle it. What happened, in order.
+
+        Where a rank is lost, all are started anew, and requests go on from the tokens that are known. Raises
+        `RankError` if that cannot be, and `OutOfStepError`.
+        """
+        try:
+            if self.idle:
+                self.engine.executor.check()
+            self._turn()
+        except RankError as error:
+            self._in_flight.clear()
+            self.core.restart(self.clock())
+            self.engine.executor.restart(error)
+        return self.core.take_events()
+
+    def _turn(self) -> None:
         while (plan := self.core.start_step(self.clock())) is not None:
             self._in_flight.append(self.engine.executor.submit(plan, self.clock()))
         if self._in_flight:
@@ -85,7 +101,6 @@ class EngineLoop:
             if result.plan.slices:
                 self._cost.learn(StepShape.of(result.plan.slices), result.seconds - result.moving)
             self.core.finish_step(result, self.clock())
-        return self.core.take_events()
 
     def close(self) -> None:
         """Let the running step end and stop the executor."""

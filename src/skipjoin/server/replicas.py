@@ -21,7 +21,7 @@ import msgspec
 
 from skipjoin.config import EngineConfig
 from skipjoin.exec.cluster import Cluster, ClusterError
-from skipjoin.exec.keeper import Keeper, gpus_for
+from skipjoin.exec.keeper import Keeper, Needs
 from skipjoin.server.engine_client import EngineClient, Replica
 from skipjoin.server.engine_handle import EngineStartError
 from skipjoin.server.link import Door, Link
@@ -42,14 +42,22 @@ class ReplicaSet:
     """The engines of a `client`, as many as it wants.
 
     command: the program that is the engine process. on_progress: called while they start with what is being done and
-    the share done.
+    the share done. address: host:port of the cluster to place them on; None: one of our own on this machine.
     """
 
-    def __init__(self, client: EngineClient, command: Sequence[str], on_progress: Callable[[str, float], None]) -> None:
+    def __init__(
+        self,
+        client: EngineClient,
+        command: Sequence[str],
+        on_progress: Callable[[str, float], None],
+        *,
+        address: str | None = None,
+    ) -> None:
         self.died = asyncio.Event()
         self._client = client
         self._command = tuple(command)
         self._on_progress = on_progress
+        self._address = address
         # Ray is called from one thread of its own. Its processes end with the thread that started them.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="skipjoin-ray")
         self._cluster: Cluster | None = None
@@ -60,11 +68,6 @@ class ReplicaSet:
         self._life: asyncio.Task[None] | None = None
         self._failures = 0  # starts that failed since one succeeded
         self._is_ending = False
-
-    @staticmethod
-    def _address(config: EngineConfig) -> str | None:
-        address: str | None = getattr(config, "ray_address", None)
-        return address
 
     async def start(self, config: EngineConfig) -> Ready:
         """Start all, and wait until they take requests. Raises `EngineStartError`, also if one of them cannot."""
@@ -93,17 +96,18 @@ class ReplicaSet:
     async def _in_thread(self, work: Callable[..., ResultT], *args: Any) -> ResultT:
         return await asyncio.get_running_loop().run_in_executor(self._thread, partial(work, *args))
 
-    def _enter(self, config: EngineConfig, cpus: int) -> int:
-        """Enter the cluster; GPUs for each replica. Raises `ClusterError`."""
-        address = self._address(config)
-        self._cluster = Cluster.start(cpus * self._client.wanted) if address is None else Cluster.join(address)
-        self._keeper = Keeper(f"skipjoin-{secrets.token_hex(4)}", is_alone=address is None)
-        return gpus_for(config.device)
+    def _enter(self, needs: Needs) -> None:
+        """Enter the cluster. Raises `ClusterError`."""
+        if self._address is None:
+            self._cluster = Cluster.start(needs.all_cpus * self._client.wanted)
+        else:
+            self._cluster = Cluster.join(self._address)
+        self._keeper = Keeper(f"skipjoin-{secrets.token_hex(4)}", is_alone=self._address is None)
 
-    def _deploy(self, setup: bytes, cpus: int, gpus: int) -> None:
+    def _deploy(self, setup: bytes, needs: Needs) -> None:
         assert self._keeper is not None
         arguments = (self._command, setup, self._keeper.name)
-        self._keeper.deploy(EngineReplica, arguments, replicas=self._client.wanted, cpus=cpus, gpus=gpus)
+        self._keeper.deploy(EngineReplica, arguments, replicas=self._client.wanted, needs=needs)
 
     def _trouble(self) -> str | None:
         return None if self._keeper is None else self._keeper.trouble()
@@ -120,14 +124,16 @@ class ReplicaSet:
         """Start everything, and look after it while engines are missing."""
         try:
             config = self._divide(config)
-            cpus = config.threads or 1
+            needs = Needs(config.threads or 1, config.device, config.ranks if config.is_distributed else 0)
             self._on_progress("starting Ray", 0.0)
-            gpus = await self._in_thread(self._enter, config, cpus)
+            await self._in_thread(self._enter, needs)
             _take_signals_back()
             assert self._cluster is not None
             self._door = Door(self._cluster.ip, self._admit)
+            if config.is_distributed:  # its ranks find their places in the same cluster
+                config = replace(config, ray_address=self._cluster.address)
             setup = msgspec.json.encode(Setup(config, self._door.key, 0))
-            await self._in_thread(self._deploy, setup, cpus, gpus)
+            await self._in_thread(self._deploy, setup, needs)
             self._on_progress("starting Ray", 1.0)
         except (ClusterError, OSError) as error:
             self._fail_start(str(error))
@@ -146,9 +152,9 @@ class ReplicaSet:
 
     def _divide(self, config: EngineConfig) -> EngineConfig:
         """Share this machine's cores between the engines, if they all run here and nobody has said how."""
-        if config.threads is not None or self._address(config) is not None:
+        if config.threads is not None or self._address is not None:
             return config
-        return replace(config, threads=max(1, (os.cpu_count() or 1) // self._client.wanted))
+        return replace(config, threads=max(1, (os.cpu_count() or 1) // (self._client.wanted * config.ranks)))
 
     def _fail_start(self, reason: str) -> None:
         if self._started is not None and not self._started.done():

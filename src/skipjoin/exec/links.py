@@ -1,0 +1,142 @@
+"""Connections between an engine and its ranks: TCP, only with who knows the secret, and known to be broken in seconds.
+
+Messages go as they are, with their length before them; nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import struct
+import sys
+import time
+from contextlib import suppress
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+
+from skipjoin.exec.sharded import RankError
+
+# Host and port.
+Address = tuple[str, int]
+
+# After so many seconds without a sign of life from the other machine a connection is broken. The other process may be
+# busy: its kernel answers.
+_SILENCE_S = 4
+# Longest that a stranger who connects, and then says nothing, holds up the others.
+_GREETING_S = 2.0
+_NUMBER = struct.Struct("<I")
+
+
+class Door:
+    """Where the ranks of an engine connect to it, once each.
+
+    ip: of the interface that they can reach.
+    """
+
+    def __init__(self, ip: str) -> None:
+        self._listener = socket.create_server((ip, 0), family=socket.AF_INET6 if ":" in ip else socket.AF_INET)
+        self.address: Address = self._listener.getsockname()[:2]
+        self.secret = secrets.token_bytes(32)
+
+    def admit(self, ranks: int, timeout_s: float) -> list[TcpLink]:
+        """The links to all ranks, in the order of their numbers. Strangers are turned away. Raises `RankError` if not
+        all are there in time."""
+        links: dict[int, TcpLink] = {}
+        deadline = time.monotonic() + timeout_s
+        try:
+            while len(links) < ranks:
+                self._listener.settimeout(max(1e-3, deadline - time.monotonic()))
+                accepted, _ = self._listener.accept()
+                with suppress(AuthenticationError, OSError, EOFError, struct.error):
+                    connection, number = self._greet(accepted)
+                    links[number] = TcpLink(connection, number)
+        except TimeoutError:
+            for link in links.values():
+                link.close()
+            missing = min(set(range(ranks)) - set(links))
+            raise RankError(f"rank {missing} did not connect within {timeout_s:g} s") from None
+        return [links[number] for number in range(ranks)]
+
+    def close(self) -> None:
+        """Nobody else gets in."""
+        self._listener.close()
+
+    def _greet(self, accepted: socket.socket) -> tuple[Connection, int]:
+        """Let somebody prove that it knows the secret; which rank it is."""
+        _limit(accepted, _GREETING_S)
+        connection = _prepared(accepted)
+        try:
+            deliver_challenge(connection, self.secret)
+            answer_challenge(connection, self.secret)
+            (number,) = _NUMBER.unpack(connection.recv_bytes(_NUMBER.size))
+        except BaseException:
+            connection.close()
+            raise
+        _limit(connection, 0.0)
+        return connection, number
+
+
+def knock(address: Address, secret: bytes, rank: int) -> Connection:
+    """A rank's connection to its engine. Raises OSError and `AuthenticationError`."""
+    connection = _prepared(socket.create_connection(address, _SILENCE_S))
+    answer_challenge(connection, secret)
+    deliver_challenge(connection, secret)
+    connection.send_bytes(_NUMBER.pack(rank))
+    return connection
+
+
+class TcpLink:
+    """See `Link`."""
+
+    def __init__(self, connection: Connection, rank: int) -> None:
+        self._connection = connection
+        self._rank = rank
+
+    def send(self, message: bytes) -> None:
+        with suppress(OSError):
+            self._connection.send_bytes(message)
+
+    def is_ready(self) -> bool:
+        try:
+            return self._connection.poll()
+        except OSError:  # `receive` says so
+            return True
+
+    def receive(self, timeout_s: float) -> bytes:
+        try:
+            if not self._connection.poll(timeout_s):
+                raise TimeoutError
+            return self._connection.recv_bytes()
+        except (EOFError, OSError) as error:
+            if isinstance(error, TimeoutError) and error.errno is None:
+                raise
+            raise RankError(f"rank {self._rank} is gone: its connection broke") from error
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+def _prepared(plain: socket.socket) -> Connection:
+    """A connection that sends at once and breaks when the other machine is silent."""
+    plain.settimeout(None)
+    plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    plain.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if sys.platform == "linux":
+        for option, value in (
+            (socket.TCP_KEEPIDLE, 1),
+            (socket.TCP_KEEPINTVL, 1),
+            (socket.TCP_KEEPCNT, _SILENCE_S - 1),
+            (socket.TCP_USER_TIMEOUT, 1000 * _SILENCE_S),
+        ):
+            plain.setsockopt(socket.IPPROTO_TCP, option, value)
+    return Connection(plain.detach())
+
+
+def _limit(connection: socket.socket | Connection, seconds: float) -> None:
+    """How long a read may take; 0: for ever."""
+    own = socket.socket(fileno=connection.fileno())
+    try:
+        whole = int(seconds)
+        own.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", whole, int((seconds - whole) * 1e6)))
+    finally:
+        own.detach()

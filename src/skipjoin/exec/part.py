@@ -1,0 +1,195 @@
+"""What one rank has of a model and may use of its machine: facts that can travel, and what is measured on the spot."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from skipjoin.core.request import Request
+from skipjoin.core.step import Direction, Move
+from skipjoin.exec.base import Executor, Handle
+from skipjoin.exec.fit import fit_times
+from skipjoin.exec.kv_store import KVStore
+from skipjoin.machine import cpu_name
+from skipjoin.model.causal_lm import CausalLM
+from skipjoin.model.kv_cache import PagedKV
+from skipjoin.profile import Transfer
+
+# Sizes of the transfers that are measured, and of the pools that they run between.
+_TRANSFER_BLOCKS = tuple(2**power for power in range(9))
+_TRANSFER_BYTES = 64 << 20
+# Runs of each; the first two are made however long they take.
+_TRANSFER_RUNS = 12
+
+
+class Part(NamedTuple):
+    """A rank's part of a model. stage: its pipeline stage.
+
+    weight_bytes: of its weights. block_bytes: of one KV block of its layers and heads. attention_width: query heads of
+    all its layers times their dimension. itemsize: bytes of a weight. device_kind: cpu or cuda. device: model name of
+    CPU or GPU. attention: the attention back end. threads: CPU threads of the model.
+    """
+
+    stage: int
+    weight_bytes: int
+    block_bytes: int
+    attention_width: int
+    dtype: str
+    itemsize: int
+    device_kind: str
+    device: str
+    attention: str
+    threads: int
+
+
+class Room(NamedTuple):
+    """Bytes that a rank's KV pools may take, its weights being loaded. device: of its device's memory. ram: of its
+    machine's. Where the device is a CPU both are the same memory."""
+
+    device: int
+    ram: int
+
+
+class ModelExecutor(Executor[Handle], Protocol):
+    """An executor that runs a model, on one rank or on several."""
+
+    @property
+    def parts(self) -> Sequence[Part]:
+        """Of all ranks, in the order of their numbers."""
+        ...
+
+    @property
+    def pools(self) -> tuple[int, int, int]:
+        """KV blocks on the device and on the host, and tokens per block."""
+        ...
+
+    def touch(self, blocks: int) -> None:
+        """See `touch`; on all ranks."""
+        ...
+
+    def transfers(self, seconds: float) -> dict[Direction, Transfer]:
+        """What moves take. seconds: how long to measure, at most about."""
+        ...
+
+    def check(self) -> None:
+        """Raise `RankError` if a rank was lost while there was nothing to do."""
+
+    def restart(self, reason: Exception) -> None:
+        """After a `RankError`: begin anew, with nothing in the pools and no plan on its way. reason: what happened.
+        Raises `RankError` where that cannot be done."""
+        ...
+
+    def close(self) -> None:
+        """Wait for what runs and end."""
+        ...
+
+
+def part_of(model: CausalLM, block_size: int, threads: int) -> Part:
+    """The facts of a model, or of what this rank has of it."""
+    config, shard = model.config, model.shard
+    return Part(
+        stage=shard.pp_rank,
+        weight_bytes=model.weight_bytes,
+        block_bytes=PagedKV.bytes_per_block(config, block_size, model.dtype, shard),
+        attention_width=len(shard.layers(config)) * len(shard.heads(config)) * config.head_dim,
+        dtype=str(model.dtype).removeprefix("torch."),
+        itemsize=model.dtype.itemsize,
+        device_kind=model.device.type,
+        device=torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else cpu_name(),
+        attention=model.attention.name,
+        threads=threads,
+    )
+
+
+def room_of(model: CausalLM, gpu_share: float, ranks_here: int = 1) -> Room:
+    """What this rank's pools may take. gpu_share: of a GPU's memory, weights included. ranks_here: on this machine,
+    which share its RAM."""
+    ram = free_ram() // ranks_here
+    if model.device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(model.device)
+        return Room(max(0, int(free - total * (1 - gpu_share))), ram)
+    return Room(ram, ram)
+
+
+def free_ram() -> int:
+    """Bytes of RAM that programs can have; what lies in the page cache is theirs when they ask."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            name, _, amount = line.partition(":")
+            if name == "MemAvailable":
+                return int(amount.split()[0]) << 10
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def make_store(model: CausalLM, device_blocks: int, host_blocks: int, block_size: int) -> KVStore:
+    """The pools of this rank."""
+    return KVStore(
+        model.config,
+        model.dtype,
+        model.device,
+        device_blocks=device_blocks,
+        host_blocks=host_blocks,
+        block_size=block_size,
+        shard=model.shard,
+    )
+
+
+def touch(kv: PagedKV, blocks: int) -> None:
+    """Write the pool's first blocks: memory that never was written is one page of zeros, which is read faster than any
+    other."""
+    kv.tensor[:blocks].fill_(0.01)
+
+
+def measure_transfers(model: CausalLM, block_size: int, seconds: float) -> dict[Direction, Transfer]:
+    """Seconds of moves between two pools of their own, fitted over several numbers of blocks."""
+    deadline = time.perf_counter() + seconds
+    block_bytes = PagedKV.bytes_per_block(model.config, block_size, model.dtype, model.shard)
+    most = max(_TRANSFER_BLOCKS[2], min(_TRANSFER_BLOCKS[-1], _TRANSFER_BYTES // block_bytes))
+    store = make_store(model, most, most, block_size)
+    owner = Request(0, 0.0, [0], 1)
+    moves = [
+        Move(direction, owner, tuple(range(count)), tuple(reversed(range(count))))
+        for count in _TRANSFER_BLOCKS
+        if count <= most
+        for direction in Direction
+    ]
+    times: dict[Move, list[float]] = {move: [] for move in moves}
+    for turn in range(_TRANSFER_RUNS):
+        if turn > 1 and time.perf_counter() > deadline:
+            break
+        for move in moves:
+            times[move].append(_seconds_of(move, store, model.device))
+    found = {}
+    for direction in Direction:
+        runs = [
+            (len(move.source), float(np.quantile(times[move][1:], 0.25)))
+            for move in moves
+            if move.direction is direction
+        ]
+        features = np.array([(1.0, count) for count, _ in runs])
+        floor, block = fit_times(features, np.array([seconds for _, seconds in runs])).tolist()
+        found[direction] = Transfer(floor, block)
+    return found
+
+
+def _seconds_of(move: Move, store: KVStore, device: torch.device) -> float:
+    start = time.perf_counter()
+    store.copy(move)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
+
+
+def by_stage(parts: Sequence[Part]) -> list[list[Part]]:
+    """The ranks of each stage."""
+    stages: list[list[Part]] = [[] for _ in range(parts[-1].stage + 1)]
+    for part in parts:
+        stages[part.stage].append(part)
+    return stages

@@ -1,0 +1,145 @@
+"""The executor is started anew: plans in flight and all KV are lost, and not one token is lost, repeated or changed."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+from itertools import product
+
+import pytest
+
+from skipjoin.core.events import Preempted, Preemption, Restarted
+from skipjoin.core.kv import KVLedger
+from skipjoin.core.policy import Policies
+from skipjoin.core.request import FinishReason
+from skipjoin.core.scheduler import Scheduler
+from skipjoin.core.step import StepResult
+from skipjoin.observe.metrics import EngineMetrics
+from skipjoin.observe.timeline import Timeline
+from skipjoin.observe.usage import Usage
+from skipjoin.policies.batching import Greedy
+from skipjoin.policies.reservation import OnDemand
+from support.load import load, make
+from support.policies import PRESSURES, SYSTEMS, OnCall, Ranks
+from support.watch import Stepper, WatchedCore, World
+
+WORLDS = [
+    pytest.param(World(recipe, depth, overlap, PRESSURES[name]), id=f"{recipe}-{depth}-{overlap}-{name}")
+    for recipe, (depth, overlap), name in product(SYSTEMS, [(1, False), (2, True), (3, False)], sorted(PRESSURES))
+]
+
+
+def disturbed(world: World, chance: float) -> Stepper:
+    """The world's run of a load, with a restart in place of so many of its steps' ends."""
+    draw = random.Random(5)
+    stepper = Stepper(world.core())
+    todo = load(3, 12, priorities=(-1, 0, 7))
+    for _ in range(100_000):
+        while todo and draw.random() < 0.5:
+            stepper.add(todo.pop(0))
+        stepper.late = draw.choice((0, 1, 4))
+        while draw.random() < 0.8 and stepper.start() is not None:
+            pass
+        if draw.random() < chance:
+            stepper.restart()
+        elif stepper.core.plans:
+            stepper.finish()
+        if not (todo or stepper.core.requests or stepper.core.plans):
+            break
+    return stepper
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_everybody_gets_the_same_tokens_whenever_all_is_lost(world: World) -> None:
+    stepper = disturbed(world, 0.05)
+    stepper.core.assert_home()
+    restarts = [event for event in stepper.events if isinstance(event, Restarted)]
+    assert len(restarts) >= 3
+    assert any(event.plans for event in restarts)
+    for request in load(3, 12, priorities=(-1, 0, 7)):
+        assert stepper.tokens[request.id] == list(range(len(request.prompt), request.limit))
+
+
+@pytest.mark.parametrize("world", WORLDS[::7])
+def test_observers_follow(world: World) -> None:
+    stepper = disturbed(world, 0.05)
+    restarts = sum(isinstance(event, Restarted) for event in stepper.events)
+    pool = {"device_blocks": world.device_blocks, "block_size": world.block_size, "block_bytes": 8}
+    metrics, usage, file = EngineMetrics(**pool), Usage(**pool), io.StringIO()
+    timeline = Timeline(file)
+    for watcher in (metrics, usage, timeline):
+        watcher.observe(stepper.events)
+    timeline.close()
+    row = metrics.snapshot().row
+    assert row("engine_restarts_total") == [restarts]
+    for gauge in ("num_requests_running", "num_requests_waiting", "num_requests_swapped", "kv_cache_usage_perc"):
+        assert row(gauge) == [0]
+    assert usage.kv()["recomputed_tokens"] > 0
+    assert usage.series()["kv_used"][-1] <= 1
+    drawn = [entry for entry in json.loads(file.getvalue()) if entry["name"] == "restart"]
+    assert len(drawn) == restarts
+    spans = [entry for entry in json.loads(file.getvalue()) if entry["name"] == "decode"]
+    assert sum(span["args"]["generated"] for span in spans) <= sum(map(len, stepper.tokens.values()))
+
+
+def test_what_lay_on_the_host_or_was_on_its_way_is_lost_too() -> None:
+    pressure = OnCall()
+    policies = Policies(Ranks({0: 0, 1: 1, 2: 2}), Greedy(8, 1000, chunked=True), OnDemand(0.0), pressure)
+    core = WatchedCore(Scheduler(policies, KVLedger(20, 20, 4)))
+    stepper = Stepper(core)
+    requests = [make(number, 8, 6) for number in range(3)]
+    stepper.add(*requests)
+    stepper.step()
+    stepper.late = 3
+    pressure.out = requests[1:]
+    stepper.step()
+    assert core.kv.is_moving
+    stepper.start()
+    stepper.restart()
+    lost = [event for event in stepper.events if isinstance(event, Preempted)][-3:]
+    assert sorted(event.request.id for event in lost) == [0, 1, 2]
+    assert {event.how for event in lost} == {Preemption.DROP}
+    stepper.drain()
+    assert [stepper.tokens[number] for number in range(3)] == [list(range(8, 14))] * 3
+
+
+def test_who_was_given_up_while_a_plan_held_it_leaves_nothing() -> None:
+    stepper = Stepper(World().core())
+    request, other = make(0, 8, 6), make(1, 8, 6)
+    stepper.add(request, other)
+    stepper.start()
+    assert stepper.core.abort(0, stepper.now)
+    stepper.restart()
+    assert list(stepper.core.kv.holders()) == []
+    stepper.drain()
+    assert request.finish_reason is FinishReason.ABORT
+    assert stepper.tokens == {1: list(range(8, 14))}
+
+
+def test_results_of_before_are_refused() -> None:
+    stepper = Stepper(World().core())
+    stepper.add(make(0, 8, 6))
+    plan = stepper.start()
+    assert plan is not None
+    core = stepper.core
+    core.restart(0.0)
+    with pytest.raises(ValueError, match="not the oldest in flight"):
+        core.scheduler.commit(StepResult(plan, [8], 0.01), 0.0)
+
+
+def test_a_ledger_that_is_cleared_hands_out_the_same_blocks_again() -> None:
+    kv = KVLedger(6, 6, 4)
+    one, two = make(0, 8), make(1, 8)
+    for request in (one, two):
+        kv.grow(request, 8)
+        request.computed = 8
+    first = kv.slots(one)
+    kv.promise(two, 4)
+    kv.move_out(two, before=False)
+    kv.clear()
+    one.computed = two.computed = 0
+    kv.check()
+    assert (kv.device_free, kv.host_free, kv.available, kv.is_moving) == (6, 6, 6, False)
+    kv.grow(two, 8)
+    assert kv.slots(two) == first

@@ -176,11 +176,20 @@ class ServerProcess:
         assert ready.startswith("Ready"), (ready, self.errors)
         self.url = ready.split(" at ")[1].split()[0]
         self.api = psutil.Process(self.process.pid)
-        (self.engine,) = [child for child in self.api.children() if "python" in child.name()]
+        self.engine = self.engines()[0]
 
     def _read_errors(self) -> None:
         assert self.process.stderr is not None
         self.errors.extend(self.process.stderr)
+
+    def engines(self) -> list[psutil.Process]:
+        """The engine processes that run, oldest first."""
+        found = []
+        for child in self.api.children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if child.status() != psutil.STATUS_ZOMBIE and "engine" in " ".join(child.cmdline()[1:3]):
+                    found.append((child.create_time(), child.pid, child))
+        return [child for _, _, child in sorted(found)]
 
     def metric(self, name: str) -> float:
         """The value of a metric without labels."""
@@ -199,6 +208,7 @@ class ServerProcess:
 
     def stop(self) -> None:
         """End it, whatever state it is in, and see that nothing is left."""
+        started = self.api.children(recursive=True) if self.process.poll() is None else [self.engine]
         if self.process.poll() is None:
             self.process.terminate()
         try:
@@ -210,8 +220,8 @@ class ServerProcess:
         for stream in (self.process.stdout, self.process.stderr):
             assert stream is not None
             stream.close()
-        psutil.wait_procs([self.engine], timeout=5)
-        assert not self.engine.is_running()
+        _, left = psutil.wait_procs(started, timeout=15)
+        assert not left
 
 
 StartServer = Callable[..., ServerProcess]

@@ -56,7 +56,7 @@ class Keeper:
         serve = _import_serve()
         nodes = [node["Resources"] for node in import_ray().nodes() if node["Alive"]]
         gpus = check_room(replicas, needs, nodes)
-        quiet = serve.schema.LoggingConfig(log_level="ERROR", enable_access_log=False)
+        quiet = {"log_level": "ERROR", "enable_access_log": False}
         serve.start(proxy_location="Disabled", logging_config=quiet)
         deployment = serve.deployment(
             kind,
@@ -123,7 +123,6 @@ def _import_serve() -> Any:
     import_ray()
     try:
         from ray import serve  # noqa: PLC0415 (an optional back end)
-        from ray.serve import schema  # noqa: F401, PLC0415
     except ImportError as error:
         raise ClusterError(f"replicas need Ray Serve ({error}): pip install 'skipjoin[distributed]'") from error
     logging.getLogger("ray.serve").setLevel(logging.ERROR)  # it tells of every start

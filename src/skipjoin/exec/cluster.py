@@ -13,6 +13,8 @@ import shutil
 import socket
 import sys
 import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -50,9 +52,10 @@ class Cluster:
     address: by which other processes of this machine join. ip: this machine's, as the cluster knows it.
     """
 
-    def __init__(self, address: str, ip: str, folder: Path | None) -> None:
+    def __init__(self, address: str, ip: str, folder: Path | None, before: dict[str, str | None] | None = None) -> None:
         self.address, self.ip = address, ip
         self._folder = folder
+        self._before = before or {}  # what the environment said of tokens
 
     @classmethod
     def start(cls, cpus: int) -> Cluster:
@@ -63,8 +66,11 @@ class Cluster:
         _sweep()
         folder = Path(tempfile.mkdtemp(prefix=f"{_FOLDER}{os.getpid()}-"))
         # Known to all processes that this one starts, which is how they may join.
-        os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        before = {name: os.environ.get(name) for name in token}
+        os.environ |= token
         ray = import_ray()
+        _read_token_again()
         try:
             found = ray.init(
                 address="local",
@@ -77,9 +83,10 @@ class Cluster:
                 _temp_dir=str(folder),
             )
         except Exception as error:
+            _restore(before)
             shutil.rmtree(folder, ignore_errors=True)
             raise ClusterError(f"Ray does not start on this machine: {_first_line(error)}") from error
-        return cls(found.address_info["address"], LOCAL_IP, folder)
+        return cls(found.address_info["address"], LOCAL_IP, folder, before)
 
     @classmethod
     def join(cls, address: str) -> Cluster:
@@ -93,6 +100,7 @@ class Cluster:
         except OSError as error:
             raise ClusterError(f"ray_address {address}: nobody answers there ({error.strerror or error})") from error
         ray = import_ray()
+        _read_token_again()
         try:
             ray.init(address=address, log_to_driver=False, logging_level="error")
         except Exception as error:
@@ -102,6 +110,7 @@ class Cluster:
     def close(self) -> None:
         """Leave. What this process started in the cluster ends, and so does a cluster of our own."""
         import_ray().shutdown()
+        _restore(self._before)
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -115,6 +124,23 @@ def import_ray() -> ModuleType:
     except ImportError as error:
         raise ClusterError("several ranks or replicas need Ray: pip install 'skipjoin[distributed]'") from error
     return ray
+
+
+def _read_token_again() -> None:
+    """Ray reads its token once in a process, which may use one cluster after the other."""
+    with suppress(ImportError, AttributeError):  # not of its public interface; a first cluster does not need it
+        from ray._raylet import AuthenticationTokenLoader, Config  # noqa: PLC0415 (see `import_ray`)
+
+        Config.initialize("")  # whether there is to be a token
+        AuthenticationTokenLoader.instance().reset_cache()
+
+
+def _restore(variables: Mapping[str, str | None]) -> None:
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 def _first_line(error: Exception) -> str:

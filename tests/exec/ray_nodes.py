@@ -1,0 +1,121 @@
+"""A Ray cluster of several nodes on this machine, owned by a process of its own: what the tests do to it, and what they
+have in their environment, does not meet.
+
+python ray_nodes.py FOLDER: one command per line of standard input, one JSON object per line of standard output.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+# What a process needs in its environment to join.
+Joins = dict[str, str]
+# A node of its own for the head, which has no CPUs: it can be neither used nor lost.
+_HEAD_IP = "127.0.0.10"
+_STORE_BYTES = 80 << 20
+_END_S = 20.0
+
+
+class Nodes:
+    """The cluster as its tests hold it. address: by which it is joined, with `environment`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.environment: Joins = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16)}
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, str(folder)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env={**os.environ, **self.environment, "RAY_USAGE_STATS_ENABLED": "0"},
+        )
+        self.address: str = self._answer()["address"]
+
+    def add(self, cpus: int) -> str:
+        """The name of one more node, which has so many CPUs."""
+        name: str = self._ask({"add": cpus})["name"]
+        return name
+
+    def lose(self, name: str) -> None:
+        """End a node's processes, hard."""
+        self._ask({"lose": name})
+
+    def processes(self) -> list[psutil.Process]:
+        """All that run on its nodes."""
+        return [found for found in psutil.Process(self._process.pid).children(recursive=True) if found.is_running()]
+
+    def close(self) -> None:
+        """End all nodes."""
+        everything = self.processes()
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_S)
+        self._process.kill()
+        self._process.wait()
+        self._process.stdout.close()
+        _, left = psutil.wait_procs(everything, timeout=_END_S / 2)
+        for process in left:
+            process.kill()
+
+    def _ask(self, command: dict[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(command) + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, "the cluster's process has ended"
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+@contextmanager
+def nodes(folder: Path) -> Iterator[Nodes]:
+    """Started, and ended whatever happens."""
+    started = Nodes(folder)
+    try:
+        yield started
+    finally:
+        started.close()
+
+
+def _serve(folder: str) -> None:
+    """What the cluster's process does, until its standard input ends."""
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is no answer
+    from ray.cluster_utils import Cluster  # noqa: PLC0415 (an optional dependency)
+
+    shared = {"object_store_memory": _STORE_BYTES, "include_dashboard": False, "temp_dir": folder}
+    cluster = Cluster(initialize_head=True, head_node_args={**shared, "num_cpus": 0, "node_ip_address": _HEAD_IP})
+    print(json.dumps({"address": cluster.address}), file=out, flush=True)
+    started: dict[str, Any] = {}
+    for line in sys.stdin:
+        command = json.loads(line)
+        if "add" in command:
+            ip = f"127.0.0.{11 + len(started)}"
+            node = cluster.add_node(num_cpus=command["add"], node_ip_address=ip, **shared)
+            started[node.node_id] = node
+            answer = {"name": node.node_id}
+        else:
+            cluster.remove_node(started[command["lose"]], allow_graceful=False)
+            answer = {}
+        print(json.dumps(answer), file=out, flush=True)
+    cluster.shutdown()
+
+
+if __name__ == "__main__":
+    _serve(sys.argv[1])

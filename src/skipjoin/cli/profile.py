@@ -23,6 +23,9 @@ from skipjoin.cli.options import (
     MaxModelLen,
     MaxNumSeqs,
     Model,
+    PipelineParallel,
+    RayAddress,
+    TensorParallel,
     Threads,
     plain_errors,
 )
@@ -50,6 +53,9 @@ def profile(
     block_size: BlockSize = ENGINE.block_size,
     kv_cache_gib: KvCacheGib = ENGINE.kv_cache_gib,
     gpu_memory_utilization: GpuShare = ENGINE.gpu_memory_utilization,
+    tensor_parallel_size: TensorParallel = ENGINE.tensor_parallel_size,
+    pipeline_parallel_size: PipelineParallel = ENGINE.pipeline_parallel_size,
+    ray_address: RayAddress = ENGINE.ray_address,
 ) -> None:
     """Measure what steps and transfers of MODEL cost here, for the server and the simulator."""
     from skipjoin.exec.profiler import THOROUGH_PRECISION, Effort  # noqa: PLC0415
@@ -71,6 +77,9 @@ def profile(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             threads=threads,
+            tensor_parallel_size=tensor_parallel_size,
+            pipeline_parallel_size=pipeline_parallel_size,
+            ray_address=ray_address,
         )
         found = _measure(config, Effort(seconds, THOROUGH_PRECISION))
         path = out or cache_path(found.key)

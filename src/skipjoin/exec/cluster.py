@@ -2,7 +2,7 @@
 processes and says when they are gone; tokens and plans do not go through it.
 
 A cluster of our own lives and dies with this process, however it ends. Ray's processes listen on all interfaces, but
-they talk only to those who know a token, which is made anew for every such cluster.
+they talk only to those who know a token, which every process that starts one makes anew.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,15 +45,16 @@ class ClusterError(Exception):
 
 
 class Cluster:
-    """A connection to Ray; one at a time in a process. `start` and `join` make it.
+    """A connection to Ray; `start` and `join` make it. A program that uses Ray already has one, and keeps it.
 
-    address: by which other processes of this machine join. ip: this machine's, as the cluster knows it.
+    address: by which other processes of this machine join. ip: this machine's, as the cluster knows it. folder: of the
+    files of a cluster of our own. is_ours: whether to end it with `close`.
     """
 
-    def __init__(self, address: str, ip: str, folder: Path | None, before: dict[str, str | None] | None = None) -> None:
+    def __init__(self, address: str, ip: str, folder: Path | None = None, *, is_ours: bool = True) -> None:
         self.address, self.ip = address, ip
         self._folder = folder
-        self._before = before or {}  # what the environment said of tokens
+        self._is_ours = is_ours
 
     @classmethod
     def start(cls, cpus: int) -> Cluster:
@@ -63,14 +62,13 @@ class Cluster:
 
         They are a count and nothing else, and may be more than the machine has. Raises `ClusterError`.
         """
+        if (used := _used()) is not None:
+            return used
         _sweep()
         folder = Path(tempfile.mkdtemp(prefix=f"{_FOLDER}{os.getpid()}-"))
-        # Known to all processes that this one starts, which is how they may join.
-        token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-        before = {name: os.environ.get(name) for name in token}
-        os.environ |= token
+        # Known to all processes that this one starts, which is how they may join. Ray reads it once.
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
         ray = import_ray()
-        _read_token_again()
         try:
             found = ray.init(
                 address="local",
@@ -83,10 +81,9 @@ class Cluster:
                 _temp_dir=str(folder),
             )
         except Exception as error:
-            _restore(before)
             shutil.rmtree(folder, ignore_errors=True)
             raise ClusterError(f"Ray does not start on this machine: {_first_line(error)}") from error
-        return cls(found.address_info["address"], LOCAL_IP, folder, before)
+        return cls(found.address_info["address"], LOCAL_IP, folder)
 
     @classmethod
     def join(cls, address: str) -> Cluster:
@@ -94,23 +91,27 @@ class Cluster:
         host, _, port = address.rpartition(":")
         if not (host and port.isdecimal() and 0 < int(port) < 65536):
             raise ClusterError(f"ray_address must be host:port of a running Ray cluster, got {address!r}")
+        if (used := _used()) is not None:
+            if used.address != address:
+                raise ClusterError(f"ray_address {address}: this process uses Ray at {used.address} already")
+            return used
         try:
             # Ray itself would try for minutes.
             socket.create_connection((host.strip("[]"), int(port)), _ANSWER_S).close()
         except OSError as error:
             raise ClusterError(f"ray_address {address}: nobody answers there ({error.strerror or error})") from error
         ray = import_ray()
-        _read_token_again()
         try:
             ray.init(address=address, log_to_driver=False, logging_level="error")
         except Exception as error:
             raise ClusterError(f"ray_address {address} cannot be joined: {_first_line(error)}") from error
-        return cls(address, ray.util.get_node_ip_address(), None)
+        return cls(address, ray.util.get_node_ip_address())
 
     def close(self) -> None:
         """Leave. What this process started in the cluster ends, and so does a cluster of our own."""
+        if not self._is_ours:
+            return
         import_ray().shutdown()
-        _restore(self._before)
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -126,21 +127,12 @@ def import_ray() -> ModuleType:
     return ray
 
 
-def _read_token_again() -> None:
-    """Ray reads its token once in a process, which may use one cluster after the other."""
-    with suppress(ImportError, AttributeError):  # not of its public interface; a first cluster does not need it
-        from ray._raylet import AuthenticationTokenLoader, Config  # noqa: PLC0415 (see `import_ray`)
-
-        Config.initialize("")  # whether there is to be a token
-        AuthenticationTokenLoader.instance().reset_cache()
-
-
-def _restore(variables: Mapping[str, str | None]) -> None:
-    for name, value in variables.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
+def _used() -> Cluster | None:
+    """The cluster that this process uses already."""
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        return None
+    return Cluster(ray.get_runtime_context().gcs_address, ray.util.get_node_ip_address(), is_ours=False)
 
 
 def _first_line(error: Exception) -> str:

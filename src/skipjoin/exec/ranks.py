@@ -260,10 +260,10 @@ class RankedExecutor:
         began, blocks = time.monotonic(), self.pools[:2]
         while True:
             _log.warning("the ranks are started anew: %s", reason)
-            self._count(reason)
             if self._group is not None:
                 self._group.close()
                 self._group = None
+            self._count(reason)
             try:
                 self._group = RankGroup(
                     self._cluster,

@@ -85,8 +85,8 @@ class EngineLoop:
             self._turn()
         except RankError as error:
             self._in_flight.clear()
-            self.engine.executor.restart(error)
             self.core.restart(self.clock())
+            self.engine.executor.restart(error)
         return self.core.take_events()
 
     def _turn(self) -> None:

@@ -1,0 +1,260 @@
+"""Models on ranks that Ray places: the same tokens as in one process, whatever is killed, and nothing left behind.
+
+All of it runs on one cluster on this machine, which pytest's own process starts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+
+from skipjoin.assembly import Engine, assemble
+from skipjoin.config import ConfigError, EngineConfig
+from skipjoin.core.events import Finished, Preempted, Restarted, Token
+from skipjoin.core.step import StepPlan
+from skipjoin.exec.cluster import Cluster
+from skipjoin.exec.plan_messages import OutOfStepError
+from skipjoin.exec.sharded import RankError
+from skipjoin.model.config import ModelError
+from skipjoin.observe.metrics import EngineMetrics
+from skipjoin.sampling import SamplingParams
+from skipjoin.server.loop import EngineLoop
+
+pytestmark = pytest.mark.ray
+pytest.importorskip("ray")
+
+RANKS = 4
+# A KV pool in which four of the requests fit, and a host pool for as many.
+PRESSED = {"kv_cache_gib": 80 * 65536 / 2**30, "swap_space_gib": 60 * 65536 / 2**30, "max_model_len": 256}
+Outputs = dict[int, list[int]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[Cluster]:
+    started = Cluster.start(RANKS)
+    yield started
+    started.close()
+
+
+def config(tp: int, pp: int, **settings: Any) -> EngineConfig:
+    common = {"dtype": "float32", "profile": "off", "threads": 1, "seed": 4, **PRESSED, **settings}
+    return EngineConfig(tensor_parallel_size=tp, pipeline_parallel_size=pp, **common)
+
+
+def ranks() -> list[psutil.Process]:
+    """Processes of ranks, whoever started them."""
+    return [one for one in psutil.Process().children(recursive=True) if "RankActor" in one.name()]
+
+
+def wait_until_gone(seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while ranks():
+        assert time.monotonic() < deadline, ranks()
+        time.sleep(0.05)
+
+
+class Session:
+    """An engine with twelve requests, greedy and seeded in turn, whose prompts are as long as their outputs."""
+
+    def __init__(self, engine: Engine, tokens: int = 60) -> None:
+        self.loop = EngineLoop(engine)
+        self.events: list[Any] = []
+        self.outputs: Outputs = {}
+        self.metrics = EngineMetrics(
+            device_blocks=engine.info.device_blocks, block_size=16, block_bytes=engine.info.block_bytes
+        )
+        for number in range(12):
+            params = SamplingParams(
+                max_tokens=tokens,
+                ignore_eos=True,
+                logprobs=1 if number == 3 else None,
+                **({"temperature": 0.9, "seed": number} if number % 2 else {"temperature": 0.0}),
+            )
+            self.loop.add(number, [5 + (number * 31 + place * 7) % 500 for place in range(60)], params)
+
+    def step(self) -> None:
+        events = self.loop.step()
+        self.metrics.observe(events)
+        self.events += events
+        for event in events:
+            if isinstance(event, Token):
+                self.outputs.setdefault(event.request.id, []).append(event.token)
+
+    def run(self) -> Outputs:
+        while not self.loop.idle:
+            self.step()
+        kv = self.loop.core.kv
+        kv.check()
+        assert kv.device_free == kv.device_total
+        assert kv.host_free == kv.host_total
+        return self.outputs
+
+    def count(self, kind: type) -> int:
+        return sum(isinstance(event, kind) for event in self.events)
+
+
+@pytest.fixture(scope="module")
+def expected() -> Outputs:
+    """What one process says."""
+    engine = assemble(config(1, 1, recipe="fcfs"))
+    try:
+        return Session(engine).run()
+    finally:
+        engine.executor.close()
+
+
+@pytest.mark.parametrize(
+    ("tp", "pp", "recipe", "kills"), [(2, 1, "fastserve", 2), (1, 2, "mlfq", 1), (2, 2, "fastserve", 1)]
+)
+def test_the_same_tokens_whatever_is_killed(tp: int, pp: int, recipe: str, kills: int, expected: Outputs) -> None:
+    """With memory for a third of the requests, so that they are swapped and dropped besides."""
+    engine = assemble(config(tp, pp, recipe=recipe, starvation_s=0.2))
+    try:
+        assert len(ranks()) == tp * pp
+        session = Session(engine)
+        for kill in range(kills):
+            while len(session.events) < 200 * (kill + 1):
+                session.step()
+            ranks()[-1 - kill].kill()
+        assert session.run() == expected
+        assert session.count(Restarted) == kills
+        assert session.count(Finished) == 12
+        assert session.count(Preempted) > 12
+        row = session.metrics.snapshot().row
+        assert row("engine_restarts_total") == [kills]
+        assert row("generation_tokens_total") == [12 * 60]
+        if pp == 1:  # elsewhere dropping may be cheaper
+            assert row("swap_out_bytes_total") != [0, 0]
+    finally:
+        engine.executor.close()
+    wait_until_gone()
+
+
+def test_one_rank_of_its_own_may_die_as_well_at_work_and_idle(expected: Outputs) -> None:
+    engine = assemble(config(1, 1, distributed_executor_backend="ray", pipeline_depth=2))
+    try:
+        session = Session(engine)
+        while len(session.events) < 300:
+            session.step()
+        ranks()[0].kill()
+        assert session.run() == expected
+        assert session.count(Restarted) == 1
+        ranks()[0].kill()
+        deadline = time.monotonic() + 10
+        while session.count(Restarted) < 2 and time.monotonic() < deadline:
+            session.step()  # nothing to do, and it notices all the same
+        again = Session(engine)
+        assert again.run() == expected
+        assert again.count(Restarted) == 0
+    finally:
+        engine.executor.close()
+    wait_until_gone()
+
+
+def test_restarts_end(expected: Outputs) -> None:
+    """The second death within ten minutes is one too many; what was generated until then stands."""
+    engine = assemble(config(2, 1, max_restarts=1))
+    try:
+        session = Session(engine)
+        while not session.outputs:
+            session.step()
+        ranks()[1].kill()
+        while session.count(Restarted) < 1:
+            session.step()
+        while len(session.outputs) < 3:
+            session.step()
+        ranks()[0].kill()
+        with pytest.raises(RankError, match=r"rank \d.*max_restarts 1 within 10 minutes is reached"):
+            session.run()
+        for number, tokens in session.outputs.items():
+            assert tokens == expected[number][: len(tokens)]
+        with pytest.raises(RankError, match="there are no ranks"):
+            session.loop.step()
+    finally:
+        engine.executor.close()
+    wait_until_gone()
+
+
+def test_a_rank_that_is_out_of_step_stops_the_engine_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan that changed on its way is no death of a rank: nothing is started anew, and no token comes of it."""
+    engine = assemble(config(2, 1))
+    try:
+        session = Session(engine)
+        session.step()
+        link = engine.executor._live.executor._links[1]
+        send = link.send
+        monkeypatch.setattr(link, "send", lambda message: send(message[:-1] + bytes([message[-1] ^ 1])))
+        before = {number: list(tokens) for number, tokens in session.outputs.items()}
+        with pytest.raises(OutOfStepError, match=r"rank 1 .*checksum of all plans"):
+            session.run()
+        assert session.outputs == before
+    finally:
+        engine.executor.close()
+    wait_until_gone()
+
+
+def test_a_profile_of_ranks_is_theirs() -> None:
+    engine = assemble(config(1, 2, profile="off"))
+    try:
+        assert [part.stage for part in engine.executor.parts] == [0, 1]
+        whole = assemble(config(1, 1))
+        assert sum(part.block_bytes for part in engine.executor.parts) == whole.info.block_bytes
+        assert (engine.info.device_blocks, engine.info.host_blocks) == (80, 60) == whole.executor.pools[:2]
+        engine.executor.touch(4)
+        transfers = engine.executor.transfers(0.05)
+        assert all(transfer.block > 0 for transfer in transfers.values())
+        assert engine.executor.submit(StepPlan(0, ()), 0.0).result().tokens == []
+        whole.executor.close()
+    finally:
+        engine.executor.close()
+    wait_until_gone()
+
+
+REFUSED = [
+    (
+        {"tensor_parallel_size": 3},
+        ModelError,
+        r"tensor_parallel_size must divide .* attention heads, got 3; the nearest",
+    ),
+    ({"pipeline_parallel_size": 64}, ModelError, r"pipeline_parallel_size must be in \[1, \d+\], .*got 64"),
+    (
+        {"tensor_parallel_size": 4, "pipeline_parallel_size": 2},
+        ConfigError,
+        r"4 x pipeline_parallel_size 2 needs 2 times 4 CPUs",
+    ),
+    ({"tensor_parallel_size": 2, "ray_address": "nowhere"}, ConfigError, "ray_address must be host:port"),
+    ({"tensor_parallel_size": 2, "ray_address": "127.0.0.1:1"}, ConfigError, "this process uses Ray at 127"),
+    (
+        {"tensor_parallel_size": 2, "swap_space_gib": 1e5},
+        ConfigError,
+        r"swap_space_gib must be at most .* \(a rank can have",
+    ),
+    ({"tensor_parallel_size": 2, "kv_cache_gib": 1e-4}, ConfigError, "set kv_cache_gib to at least"),
+]
+
+
+@pytest.mark.parametrize(("settings", "kind", "message"), REFUSED)
+def test_what_cannot_be_is_refused_and_leaves_nothing(settings: dict[str, Any], kind: type, message: str) -> None:
+    with pytest.raises(kind, match=message):
+        assemble(dataclasses.replace(config(1, 1), **settings))
+    wait_until_gone()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"tensor_parallel_size": 0}, r"tensor_parallel_size must be in \[1, 1024\], got 0"),
+        ({"max_restarts": -1}, r"max_restarts must be in \[0, 1000\], got -1"),
+        ({"distributed_executor_backend": "mp"}, "distributed_executor_backend must be one of auto, ray, got 'mp'"),
+        ({"ray_address": "127.0.0.1:6379"}, "ray_address is for several ranks"),
+        ({"pipeline_parallel_size": 2, "pipeline_depth": 2}, "pipeline_depth must not be set beside"),
+    ],
+)
+def test_settings_that_contradict_themselves(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig(**settings)

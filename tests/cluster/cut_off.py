@@ -269,7 +269,7 @@ class Rehearsal:
         found = []
         for process in psutil.process_iter():
             with suppress(psutil.Error, OSError):
-                if "RankActor" in process.cmdline()[0] and os.readlink(f"/proc/{process.pid}/ns/net") == network:
+                if "RankActor" in process.name() and os.readlink(f"/proc/{process.pid}/ns/net") == network:
                     found.append(process)
         return found
 

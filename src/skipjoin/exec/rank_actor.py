@@ -122,10 +122,11 @@ class RankActor:
         model = self._loaded
         try:
             self._store = make_store(model, device_blocks, host_blocks, self._block_size)
-        except (RuntimeError, MemoryError) as error:  # torch's is a RuntimeError on CPU and CUDA alike
+        except (RuntimeError, OSError) as error:  # torch's, and that of mapped memory
             gib = PagedKV.bytes_per_block(model.config, self._block_size, model.dtype, model.shard) / (1 << 30)
             pools = f"{device_blocks * gib:.4g} GiB and, on the host, {host_blocks * gib:.4g} GiB"
-            raise RankError(f"{model.shard.name} cannot have {pools} of KV: {str(error).splitlines()[0]}") from None
+            why = str(error).partition("\n")[0]
+            raise RankError(f"{model.shard.name} cannot have {pools} of KV: {why}") from None
 
     def serve(self, address: Address, secret: bytes) -> None:
         """Carry out plans until the engine hangs up; then this process ends. address, secret: of the engine's door."""

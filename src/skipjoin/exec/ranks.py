@@ -162,7 +162,7 @@ class RankGroup:
             if time.monotonic() >= deadline:
                 break
             time.sleep(_WATCH_S)
-        have = ", ".join(f"{node.has.get(kind, 0.0):g}" for node in nodes)
+        have = ", ".join(f"{amount:g}" for amount in sorted((node.has.get(kind, 0.0) for node in nodes), reverse=True))
         lost = f"; {_ips(cut_off)} cannot be reached" if cut_off else ""
         raise ClusterError(
             f"{self._wish()} needs {self._sizes.pp} times {self._sizes.tp} {kind}s on one node, "

@@ -16,16 +16,18 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 VOCAB = 8192
 
 
-def make_model(folder: Path, dtype: torch.dtype) -> None:
-    """Write the model, and a tokenizer of one word per id, into a folder."""
+def make_model(
+    folder: Path, dtype: torch.dtype, *, layers: int = 12, hidden: int = 768, intermediate: int = 2048
+) -> None:
+    """Write the model, and a tokenizer of one word per id, into a folder. Heads are 64 wide."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCAB,
-        hidden_size=768,
-        num_hidden_layers=12,
-        num_attention_heads=12,
-        num_key_value_heads=12,
-        intermediate_size=2048,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=hidden // 64,
+        intermediate_size=intermediate,
         max_position_embeddings=1024,
         bos_token_id=1,
         eos_token_id=2,

@@ -47,6 +47,7 @@ PROFILE = Profile(
     weight_bytes=3_000_000,
     vocab_size=500,
     max_positions=1024,
+    stage_shares=(1.0,),
     errors=FitErrors(0.04, 0.12, 1, 1),
     samples=(Sample(0, 0, 1, 1, 1.1e-3, 7, False), Sample(64, 2080, 0, 0, 2.3e-3, 5, True)),
     machine={"cpu": "Some CPU", "cores": "2"},
@@ -74,6 +75,7 @@ def test_what_is_written_is_read(
         PROFILE,
         key=dataclasses.replace(KEY, model=name),
         cost=LinearCost(*terms),
+        stage_shares=(1.0,),
         errors=FitErrors(*errors, 1, 1),
     )
     write_profile(profile, path)
@@ -92,8 +94,8 @@ def damaged(change: Callable[[dict[str, Any]], object]) -> str:
     [
         ("", "is not JSON"),
         ("[" * 100_000, "is not JSON"),
-        ("[]", "format must be 2, got None"),
-        (damaged(lambda raw: raw.update(format=1)), "format must be 2, got 1"),
+        ("[]", f"format must be {FORMAT}, got None"),
+        (damaged(lambda raw: raw.update(format=1)), f"format must be {FORMAT}, got 1"),
         (damaged(lambda raw: raw.pop("cost")), "cost is missing"),
         (damaged(lambda raw: raw["cost"].pop("decode")), "cost.decode is missing"),
         (damaged(lambda raw: raw["cost"].update(decode=-1e-9)), "cost.decode must be finite and at least 0"),
@@ -104,6 +106,7 @@ def damaged(change: Callable[[dict[str, Any]], object]) -> str:
         (damaged(lambda raw: raw.update(cost=3)), "cost must be an object, got 3"),
         (damaged(lambda raw: raw["transfer_in"].update(block=float("inf"))), "transfer_in.block must be finite"),
         (damaged(lambda raw: raw.update(block_size=0)), "block_size must be at least 1, got 0"),
+        (damaged(lambda raw: raw.update(stage_shares=[0.5, 0.5])), "stage_shares must be 1 numbers above 0, got [0.5"),
         (damaged(lambda raw: raw.update(block_size=1.5)), "block_size must be a value of type int"),
         (damaged(lambda raw: raw.update(block_size=True)), "block_size must be a value of type int"),
         (damaged(lambda raw: raw["samples"][1].update(seconds=None)), "samples[1].seconds must be"),

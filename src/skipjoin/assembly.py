@@ -147,7 +147,12 @@ def _plain_settings(config: EngineConfig, cost: CostModel) -> Settings:
     """What the recipe is built from, as far as it is said."""
     predictor = MaxTokens() if config.oracle == "max-tokens" else None
     return Settings(
-        cost, config.max_num_seqs, config.max_num_batched_tokens, quantum_s=config.quantum_s, predictor=predictor
+        cost,
+        config.max_num_seqs,
+        config.max_num_batched_tokens,
+        quantum_s=config.quantum_s,
+        predictor=predictor,
+        stages=config.pipeline_parallel_size,
     )
 
 
@@ -185,6 +190,7 @@ def _extremes(config: EngineConfig, loaded: _Loaded, settings: Settings) -> Extr
         block_size=block_size,
         depth=config.plans_in_flight,
         moves_beside=pressure.returns_beside,
+        stages=config.pipeline_parallel_size,
     )
 
 

@@ -19,7 +19,7 @@ from skipjoin.config import ConfigError
 from skipjoin.policies.cost import LinearCost
 
 # Rises when a file of before cannot be read any more.
-FORMAT = 2
+FORMAT = 3
 # Names the folder of cached profiles in place of the user's cache.
 CACHE_VARIABLE = "SKIPJOIN_PROFILE_CACHE"
 
@@ -97,6 +97,7 @@ class Profile:
     cost: transfers of `block_size` tokens per block, in the slower direction; transfer_out, transfer_in: both.
     unrest: mean time of a step over its undisturbed time, which the fit is made of; `cost` has it in it.
     host_s: what the engine adds to a step between one and the next.
+    stage_shares: of each pipeline stage in a step, one for each; a single 1 without stages.
     kv_bytes_per_block, weight_bytes: over all devices. vocab_size, max_positions: of the model. machine: a
     description for people. date: ISO 8601, UTC.
     """
@@ -112,6 +113,7 @@ class Profile:
     weight_bytes: int
     vocab_size: int
     max_positions: int
+    stage_shares: tuple[float, ...]
     errors: FitErrors
     samples: tuple[Sample, ...]
     machine: dict[str, str]
@@ -179,6 +181,8 @@ def _check(profile: Profile) -> None:
     for name in ("block_size", "kv_bytes_per_block", "weight_bytes", "vocab_size", "max_positions"):
         if getattr(profile, name) < 1:
             raise ValueError(f"{name} must be at least 1, got {getattr(profile, name)}")
+    if len(profile.stage_shares) != profile.key.pp or not all(share > 0 for share in profile.stage_shares):
+        raise ValueError(f"stage_shares must be {profile.key.pp} numbers above 0, got {list(profile.stage_shares)}")
 
 
 # -- from JSON to dataclasses: every field must be there, of its type; no number is negative or not finite ---------

@@ -6,12 +6,13 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from skipjoin.core.policy import CostModel, LengthPredictor, Ordering, Policies
+from skipjoin.core.policy import Batcher, CostModel, LengthPredictor, Ordering, Policies
 from skipjoin.policies.batching import Greedy, RunToCompletion
 from skipjoin.policies.mlfq import PROMOTION_SHARE, SkipJoinMlfq
 from skipjoin.policies.ordering import Fcfs, FixedKey, Prioritized, ShortestRemaining
 from skipjoin.policies.pressure import DROP_SHARE, Defer, ProactiveSwap, Recompute, Swap
 from skipjoin.policies.reservation import OnDemand, WholeMaximum
+from skipjoin.policies.stages import EvenStages
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +23,8 @@ class Settings:
     starvation_s: how long a request may go without running before `fastserve` and `mlfq` promote it. paced: whether
     promotions, and newcomers that make others lose their KV, may take a small share of the time only; where waiting is
     bounded, nothing may pace them. quantum_s: of the first queue; None: the shortest iteration. predictor: the true
-    output lengths, which `srpt` needs.
+    output lengths, which `srpt` needs. stages: of a pipeline, between which batches are shared out; as many plans must
+    be in flight, without overlap.
     """
 
     cost: CostModel
@@ -32,6 +34,7 @@ class Settings:
     paced: bool = True
     quantum_s: float | None = None
     predictor: LengthPredictor | None = None
+    stages: int = 1
 
 
 Recipe = Callable[[Settings], Policies]
@@ -52,35 +55,50 @@ def build(name: str, settings: Settings) -> Policies:
     return RECIPES[name](settings)
 
 
+def _greedy(s: Settings, max_tokens: int, *, chunked: bool) -> Batcher:
+    batcher = Greedy(s.max_seqs, max_tokens, chunked=chunked)
+    if s.stages == 1:
+        return batcher
+    seqs, tokens = s.stages * s.max_seqs, s.stages * max_tokens
+    return EvenStages(batcher, s.cost, s.stages, most_seqs=seqs, most_tokens=tokens, cuts=chunked)
+
+
+def _static(s: Settings) -> Batcher:
+    batcher = RunToCompletion(s.max_seqs, s.max_tokens)
+    if s.stages == 1:
+        return batcher
+    # One batch for all stages, and who is held back while it recruits would wait for its end.
+    tokens = s.stages * s.max_tokens
+    return EvenStages(batcher, s.cost, s.stages, most_seqs=s.max_seqs, most_tokens=tokens, cuts=False, holds_back=False)
+
+
 @recipe
 def static(s: Settings) -> Policies:
     """As FasterTransformer schedules: a batch runs until its last request is done, and only then the next begins."""
-    return Policies(Prioritized(Fcfs), RunToCompletion(s.max_seqs, s.max_tokens), WholeMaximum(), Recompute())
+    return Policies(Prioritized(Fcfs), _static(s), WholeMaximum(), Recompute())
 
 
 @recipe
 def orca(s: Settings) -> Policies:
     """Iteration-level batching; every request owns its maximum of KV from the start."""
-    return Policies(Prioritized(Fcfs), Greedy(s.max_seqs, s.max_tokens, chunked=False), WholeMaximum(), Recompute())
+    return Policies(Prioritized(Fcfs), _greedy(s, s.max_tokens, chunked=False), WholeMaximum(), Recompute())
 
 
 @recipe
 def fcfs(s: Settings) -> Policies:
     """As vLLM schedules: first come, first served, KV on demand, recomputation under pressure."""
-    return Policies(Prioritized(Fcfs), Greedy(s.max_seqs, s.max_tokens, chunked=False), OnDemand(), Recompute())
+    return Policies(Prioritized(Fcfs), _greedy(s, s.max_tokens, chunked=False), OnDemand(), Recompute())
 
 
 @recipe
 def sarathi(s: Settings) -> Policies:
     """First come, first served with prompts cut into chunks that share steps with decodes."""
-    return Policies(
-        Prioritized(Fcfs), Greedy(s.max_seqs, min(512, s.max_tokens), chunked=True), OnDemand(), Recompute()
-    )
+    return Policies(Prioritized(Fcfs), _greedy(s, min(512, s.max_tokens), chunked=True), OnDemand(), Recompute())
 
 
 def _preemptive(s: Settings, ordering: Callable[[], Ordering]) -> Policies:
     """What the preemptive systems share, whatever their order."""
-    batcher = Greedy(s.max_seqs, s.max_tokens, chunked=True)
+    batcher = _greedy(s, s.max_tokens, chunked=True)
     return Policies(Prioritized(ordering), batcher, OnDemand(), ProactiveSwap(s.cost, drop_share=_drop_share(s)))
 
 

@@ -226,6 +226,7 @@ def test_the_host_pool_of_a_profile_is_as_large_as_its_kv_pool(tmp_path: Path) -
         weight_bytes=3_000_000,
         vocab_size=500,
         max_positions=1024,
+        stage_shares=(1.0,),
         errors=FitErrors(0.0, 0.0, 1, 0),
         samples=(),
         machine={},

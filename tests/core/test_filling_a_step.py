@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from skipjoin.core.kv import KVLedger
-from skipjoin.core.policy import Batcher, Policies, Refusal, Reservation
+from skipjoin.core.policy import NO_OUTLOOK, Batcher, Outlook, Policies, Refusal, Reservation
 from skipjoin.core.request import Request
 from skipjoin.core.scheduler import Scheduler
 from skipjoin.policies.batching import Greedy
@@ -20,7 +20,7 @@ class Verdicts:
     def __init__(self, verdicts: dict[int, Refusal]) -> None:
         self.verdicts = verdicts
 
-    def open(self, now: float) -> Verdicts:
+    def open(self, now: float, outlook: Outlook = NO_OUTLOOK) -> Verdicts:
         return self
 
     def offer(self, request: Request, pending: int) -> int | Refusal:

@@ -14,7 +14,7 @@ from copiers import HarshStore, LateCopier
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.events import Event, Preemption
 from skipjoin.core.kv import KVLedger
-from skipjoin.core.policy import Ordering, Policies, Pressure
+from skipjoin.core.policy import Batcher, Ordering, Policies, Pressure
 from skipjoin.core.request import Request
 from skipjoin.core.scheduler import Scheduler
 from skipjoin.core.step import Move, Slice
@@ -24,8 +24,10 @@ from skipjoin.exec.worker import Sampling
 from skipjoin.model.causal_lm import CausalLM
 from skipjoin.model.loader import random_model
 from skipjoin.policies.batching import Greedy
+from skipjoin.policies.cost import LinearCost
 from skipjoin.policies.pressure import Recompute
 from skipjoin.policies.reservation import OnDemand
+from skipjoin.policies.stages import EvenStages
 from skipjoin.sampling import SamplingParams
 
 VOCAB = 97
@@ -141,9 +143,15 @@ def make_core(
     chunk: int | None = None,
     depth: int = 1,
     overlap: bool = False,
+    stages: int = 1,
 ) -> EngineCore:
-    """An engine that rotates its requests through `seats` seats. chunk: most tokens per step; None: no cutting."""
-    batcher = Greedy(seats, chunk or 10_000, chunked=chunk is not None)
+    """An engine that rotates its requests through `seats` seats. chunk: most tokens per step; None: no cutting. stages:
+    between which batches are shared out, prompts in pieces of two tokens and more."""
+    tokens = chunk or 10_000
+    batcher: Batcher = Greedy(seats, tokens, chunked=chunk is not None)
+    if stages > 1:
+        cost, cuts = LinearCost(floor=2.0, prefill_token=1.0, decode=0.5), chunk is not None
+        batcher = EvenStages(batcher, cost, stages, most_seqs=seats * stages, most_tokens=tokens * stages, cuts=cuts)
     policies = Policies(Rotating(), batcher, OnDemand(), pressure)
     ledger = KVLedger(device_blocks, host_blocks, BLOCK_SIZE)
     return EngineCore(Scheduler(policies, ledger, depth=depth, overlap=overlap))

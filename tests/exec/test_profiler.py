@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from engines import BLOCK_SIZE, CONFIGS, tiny_model
+from rank_links import thread_executor
 
-from skipjoin.core.step import StepPlan, StepShape
+from skipjoin.core.step import Direction, StageTime, StepPlan, StepShape
 from skipjoin.exec.cases import Limits, cases
 from skipjoin.exec.guess import guess_cost
 from skipjoin.exec.kv_store import KVStore
 from skipjoin.exec.local import LocalExecutor, LocalHandle
-from skipjoin.exec.part import part_of
+from skipjoin.exec.part import Part, part_of
 from skipjoin.exec.profiler import Effort, measure_profile, profile_key, shape_hash
+from skipjoin.exec.sharded import ShardedExecutor
 from skipjoin.model.config import ModelConfig
 from skipjoin.policies.cost import STEP_TERMS, LinearCost
+from skipjoin.profile import Transfer
 
 LIMITS = Limits(tokens=64, requests=8, positions=128, kv_tokens=64 * BLOCK_SIZE)
 # What the clock is made to show for steps.
@@ -180,3 +185,55 @@ def test_a_guess_for_several_ranks_adds_up_the_stages_not_the_ranks_of_one() -> 
     two = guess_cost([part, part, part._replace(stage=1), part._replace(stage=1)], BLOCK_SIZE)
     assert two.decode == pytest.approx(2 * one.decode)
     assert two.floor == pytest.approx(2 * one.floor)
+
+
+# -- on ranks ---------------------------------------------------------------------------------------------------------
+
+
+class Shown(ShardedExecutor):
+    """Ranks whose times are as `SHOWN` has them, the first stage thrice as long as the second, and twice as long in
+    plans that run while not all stages are busy."""
+
+    plans: list[StepPlan]
+    pools = (LIMITS.kv_tokens // BLOCK_SIZE, 0, BLOCK_SIZE)
+    touched = 0
+
+    @property
+    def parts(self) -> list[Part]:
+        part = part_of(tiny_model("llama"), BLOCK_SIZE, 1)
+        return [part._replace(stage=stage, weight_bytes=500, block_bytes=32) for stage in range(2)]
+
+    def touch(self, blocks: int) -> None:
+        self.touched = blocks
+
+    def transfers(self, seconds: float) -> dict[Direction, Transfer]:
+        return {Direction.OUT: Transfer(1e-5, 2e-6), Direction.IN: Transfer(1e-5, 3e-6)}
+
+    def submit(self, plan: StepPlan, now: float) -> Any:
+        self.plans.append(plan)
+        result = super().submit(plan, now).result()
+        slow = 1.0 if len(self.plans) % 3 == 2 else 2.0
+        seconds = SHOWN.step(StepShape.of(plan.slices)) * slow
+        stages = (StageTime(0.75 * seconds, 0.0), StageTime(0.25 * seconds, 0.0))
+        return _Told(replace(result, seconds=seconds, stages=stages))
+
+
+def test_a_pipeline_is_measured_with_all_stages_busy_and_its_profile_knows_their_shares() -> None:
+    executor = thread_executor(1, 2, "llama", device_blocks=Shown.pools[0])
+    executor.__class__ = Shown
+    assert isinstance(executor, Shown)
+    executor.plans = []
+    model = tiny_model("llama")
+    key = profile_key("some/model", model.config, executor.parts, "1.2.3")
+    assert (key.tp, key.pp) == (1, 2)
+    effort = Effort(30.0, 0.05)
+    shown: dict[str, Any] = {"host_s": 0.0, "on_progress": lambda what, share: None}
+    profile = measure_profile(executor, model.config, key, LIMITS, effort, **shown)
+    executor.close()
+    assert executor.touched == Shown.pools[0]
+    thrice = [executor.plans[number : number + 3] for number in range(0, len(executor.plans), 3)]
+    assert all(one is two is three for one, two, three in thrice)
+    assert profile.stage_shares == pytest.approx((0.75, 0.25))
+    assert profile.cost.step(StepShape(prefill=64)) == pytest.approx(SHOWN.step(StepShape(prefill=64)), rel=1e-3)
+    assert (profile.weight_bytes, profile.kv_bytes_per_block) == (1000, 64)
+    assert profile.cost.block == 3e-6

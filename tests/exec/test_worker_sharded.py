@@ -16,9 +16,9 @@ from engines import BLOCK_SIZE, CONFIGS, Restless, SwapAll, engine, make_core, m
 from rank_links import LAYERS, thread_executor
 from test_invisible_preemption import happened
 
-from skipjoin.core.events import Event, Preemption, Token
+from skipjoin.core.events import Computed, Event, Planned, Preemption, Token
 from skipjoin.core.request import Request
-from skipjoin.core.step import Direction, Move, Slice, StepPlan
+from skipjoin.core.step import Direction, Move, Slice, StageTime, StepPlan
 from skipjoin.exec.kv_store import KVStore
 from skipjoin.exec.messages import Done, Failed
 from skipjoin.exec.plan_messages import OutOfStepError, PlanReader
@@ -65,13 +65,13 @@ def outputs(requests: list[Request]) -> list[list[int]]:
     return [request.output for request in requests]
 
 
-def sharded(case: str, family: str, tp: int, pp: int, *, overlap: bool = False):
-    """The engine of a case over threads."""
+def sharded(case: str, family: str, tp: int, pp: int, *, overlap: bool = False, stages: int = 1):
+    """The engine of a case over threads. stages: see `make_core`."""
     options = dict(FORCED[case])
     store = {name: options.pop(name) for name in ("late", "fails") if name in options}
     store |= {name: options[name] for name in ("device_blocks", "host_blocks") if name in options}
     depth = 2 if overlap else pp
-    core = make_core(options.pop("pressure")(), **options, depth=depth, overlap=overlap)
+    core = make_core(options.pop("pressure")(), **options, depth=depth, overlap=overlap, stages=stages)
     return core, thread_executor(tp, pp, family, **store)
 
 
@@ -90,6 +90,35 @@ def test_tokens_are_those_of_one_rank_where_slices_await_tokens(case: str) -> No
     requests = mixed_requests()
     run(*sharded(case, "qwen3", 2, 1, overlap=True), requests)
     assert outputs(requests) == outputs_alone("qwen3")
+
+
+@pytest.mark.parametrize("case", FORCED)
+@pytest.mark.parametrize("pp", [2, 3])
+def test_tokens_are_those_of_one_rank_where_stages_share_the_work(case: str, pp: int) -> None:
+    requests = mixed_requests()
+    events = run(*sharded(case, "qwen2", 1, pp, stages=pp), requests)
+    assert outputs(requests) == outputs_alone("qwen2")
+    found = happened(events)
+    assert all(found[what] >= 3 for what in EXPECTED[case]), found
+    if "chunk" in FORCED[case]:
+        assert chunks_in_flight_together(events) >= 3
+
+
+def chunks_in_flight_together(events: list[Event]) -> int:
+    """Slices that were planned while the chunk before them was in flight."""
+    flying: list[StepPlan] = []
+    count = 0
+    for event in events:
+        match event:
+            case Planned(plan=plan):
+                before = [piece.request for other in flying for piece in other.slices]
+                count += sum(piece.request in before for piece in plan.slices)
+                flying.append(plan)
+            case Computed(result=result):
+                flying.remove(result.plan)
+            case _:
+                pass
+    return count
 
 
 @pytest.mark.parametrize(("tp", "pp", "overlap"), [(2, 1, True), (2, 2, False)])
@@ -238,7 +267,9 @@ class ScriptedLink:
         if isinstance(said, Exception):
             raise said
         if isinstance(said, dict):
-            values = dict(plan=plan, checksum=checksum, tokens=[], seconds=0.0, moving=0.0, landed=[], failed=[])
+            values = dict(
+                plan=plan, checksum=checksum, tokens=[], seconds=0.0, idle=0.0, moving=0.0, landed=[], failed=[]
+            )
             said = Done(**(values | said))
         return msgspec.msgpack.encode(said)
 
@@ -257,16 +288,42 @@ def executor_of(*links: ScriptedLink, tp_size: int = 1) -> ShardedExecutor:
 
 def test_the_last_stage_samples_and_seconds_add_up_over_stages() -> None:
     links = [
-        ScriptedLink({"seconds": 0.2, "moving": 0.01}),
-        ScriptedLink({"seconds": 0.3, "moving": 0.02}),
-        ScriptedLink({"seconds": 0.4, "tokens": [9], "moving": 0.03}),
-        ScriptedLink({"seconds": 0.1, "tokens": [9]}),
+        ScriptedLink({"seconds": 0.2, "idle": 0.6, "moving": 0.01}),
+        ScriptedLink({"seconds": 0.3, "idle": 0.5, "moving": 0.02}),
+        ScriptedLink({"seconds": 0.4, "idle": 0.0, "tokens": [9], "moving": 0.03}),
+        ScriptedLink({"seconds": 0.1, "idle": 0.3, "tokens": [9]}),
     ]
     result = executor_of(*links, tp_size=2).submit(PLAN, 0.0).result()
     assert result.plan is PLAN
     assert list(result.tokens) == [9]
     assert result.seconds == pytest.approx(0.7)
     assert result.moving == pytest.approx(0.05)
+    assert list(result.stages) == [StageTime(0.3, 0.5), StageTime(0.4, 0.0)]
+
+
+def test_one_stage_tells_no_times_of_stages() -> None:
+    links = [ScriptedLink({"seconds": 0.2, "tokens": [9]}) for _ in range(2)]
+    assert executor_of(*links, tp_size=2).submit(PLAN, 0.0).result().stages == ()
+
+
+def test_stages_tell_how_long_they_worked_and_waited() -> None:
+    """Busy and idle seconds of a stage are all of its time: together they span what passed between two plans."""
+    requests = mixed_requests()
+    begin = time.perf_counter()
+    events = run(*sharded("dropped", "llama", 1, 2, stages=2), requests)
+    passed = time.perf_counter() - begin
+    results = [event.result for event in events if isinstance(event, Computed)]
+    assert all(len(result.stages) == 2 for result in results)
+    assert [stage.idle for stage in results[0].stages] == [0.0, 0.0]
+    for result in results:
+        assert sum(stage.busy for stage in result.stages) == pytest.approx(result.seconds)
+        assert all(stage.busy > 0 and stage.idle >= 0 for stage in result.stages)
+    for number in range(2):
+        spent = sum(result.stages[number].busy + result.stages[number].idle for result in results)
+        assert 0 < spent < passed
+    # With both stages at work, neither waits all the time that the other works.
+    idle = sum(stage.idle for result in results for stage in result.stages)
+    assert idle < 2 * passed
 
 
 def test_a_move_has_landed_when_it_has_everywhere_and_fails_if_it_does_anywhere() -> None:

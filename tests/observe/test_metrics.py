@@ -17,6 +17,7 @@ from skipjoin.core.request import FinishReason
 from skipjoin.core.step import Direction
 from skipjoin.observe.metrics import ENGINE_METRICS, EngineMetrics, Histogram, Snapshot
 from skipjoin.observe.requests import RequestFacts, RequestLog
+from skipjoin.observe.stages import StageUse
 from skipjoin.observe.usage import Usage
 from skipjoin.policies.pressure import Recompute
 from support.load import load, make
@@ -105,6 +106,21 @@ def test_what_is_told_at_once_or_bit_by_bit_counts_the_same(world: World) -> Non
         parts.observe([event])
     rows = zip(ENGINE_METRICS, whole.snapshot().rows, parts.snapshot().rows, strict=True)
     assert all(one == pytest.approx(other) for _, one, other in rows)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_time_of_pipeline_stages(stages: int) -> None:
+    world = World("fastserve", depth=2, stages=stages)
+    done = run(world, load(5, 20))
+    metrics, use = metrics_of(world), StageUse()
+    metrics.observe(done.events)
+    use.observe(done.events)
+    found = metrics.snapshot()
+    busy, idle = found.row("stage_busy_seconds_total"), found.row("stage_idle_seconds_total")
+    assert (busy, idle) == ([sum(use.busy)], [sum(use.idle)])
+    steps = [event.result for event in done.events if isinstance(event, Computed)]
+    assert busy[0] == pytest.approx(sum(result.seconds for result in steps) if stages > 1 else 0.0)
+    assert (idle[0] > 0) == (stages > 1)
 
 
 @pytest.mark.parametrize("pressure", [Recompute, SwapAll])

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import random
 from collections import Counter, defaultdict
 from collections.abc import Iterable
+from dataclasses import replace
 from decimal import Decimal
 from itertools import pairwise, product
 from typing import Any
@@ -14,15 +16,21 @@ import pytest
 
 from skipjoin.core.events import Computed, Event, Finished, Planned, Preempted, Preemption, Started
 from skipjoin.core.request import FinishReason
-from skipjoin.core.step import Direction
+from skipjoin.core.step import Direction, StageTime
+from skipjoin.exec.simulated import SimulatedExecutor
+from skipjoin.observe.stages import StageUse
 from skipjoin.observe.timeline import Timeline
+from skipjoin.sim.driver import Replica, simulate
 from support.load import load, make
-from support.policies import PRESSURES, SOME_SYSTEMS, SwapAll
+from support.policies import PRESSURES, SOME_SYSTEMS, SwapAll, UnitCost
 from support.watch import Run, Stepper, World, run
 
+PIPELINES = [(1, False, 1), (2, False, 1), (2, True, 1), (2, False, 2)]
 WORLDS = [
-    pytest.param(World(recipe, depth, overlap, PRESSURES[name]), id=f"{recipe}-{depth}-{overlap}-{name}")
-    for recipe, (depth, overlap), name in product(SOME_SYSTEMS, [(1, False), (2, False), (2, True)], sorted(PRESSURES))
+    pytest.param(
+        World(recipe, depth, overlap, PRESSURES[name], stages=stages), id=f"{recipe}-{depth}-{overlap}-{stages}-{name}"
+    )
+    for recipe, (depth, overlap, stages), name in product(SOME_SYSTEMS, PIPELINES, sorted(PRESSURES))
 ]
 PHASES = {"prefill", "decode"}
 PREEMPTIONS = {how.value for how in Preemption}
@@ -146,6 +154,76 @@ def test_a_request_is_drawn_while_steps_ran_it(world: World) -> None:
     # Coalesced: a run of steps is one span, however many tokens it brought.
     breaks = sum(isinstance(event, Preempted | Finished) for event in done.events)
     assert len(drawn_spans) <= 2 * breaks
+
+
+def stage_spans(entries: list[dict[str, Any]], number: int) -> list[tuple[str, float, float, int]]:
+    """Name, begin and end in seconds, and plan, in the lane of a stage."""
+    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in entries if e["name"] == "thread_name"}
+    return [
+        (span["name"], float(span["ts"]) / 1e6, float(span["ts"] + span["dur"]) / 1e6, span["args"]["plan"])
+        for span in spans(entries)
+        if names[span["pid"], span["tid"]] == f"Stage {number}"
+    ]
+
+
+def test_every_stage_has_a_lane_with_its_parts_of_steps_and_its_bubbles() -> None:
+    """Where the executor is exact, so are they: two requests, then nobody for a second, then one."""
+    core = World("fcfs", 2, cost=UnitCost(), stages=2).core()
+    events: list[Event] = []
+    requests = [make(0, 4, 2), make(1, 8, 2), make(2, 4, 1, arrival=20.0)]
+    executor = SimulatedExecutor(UnitCost(), stages=2)
+    simulate(Replica(core, executor), requests, on_events=events.extend)
+    entries = drawn(events)
+    first, second = stage_spans(entries, 0), stage_spans(entries, 1)
+    for number, found in enumerate((first, second)):
+        parts = [span for span in found if span[0] == "part"]
+        times = [event.result.stages[number] for event in events if isinstance(event, Computed)]
+        assert [end - begin for _, begin, end, _ in parts] == pytest.approx([time.busy for time in times])
+        assert [plan for *_, plan in parts] == list(range(len(parts)))
+        # What follows the rest is no bubble.
+        bubbles = sum(end - begin for name, begin, end, _ in found if name == "bubble")
+        assert bubbles == pytest.approx(sum(time.idle for time in times[:-1]))
+    # No part begins on the second stage before it has ended on the first.
+    ended = {plan: end for name, _, end, plan in first if name == "part"}
+    assert all(begin >= ended[plan] - 1e-9 for name, begin, _, plan in second if name == "part")
+    use = StageUse()
+    use.observe(events)
+    assert (len(use.busy), sum(use.busy)) == (2, pytest.approx(4 + 8 + 2 + 4))
+    assert use.idle == pytest.approx(
+        [sum(end - begin for name, begin, end, _ in found if name == "bubble") for found in (first, second)]
+    )
+    assert use.bubble_share == pytest.approx(sum(use.idle) / (sum(use.idle) + 18))
+
+
+def test_without_stages_there_are_no_lanes_of_them() -> None:
+    done = run(World(depth=2), load(5, 10))
+    assert not [name for name in lanes(drawn(done.events)) if name.startswith("Stage")]
+    use = StageUse()
+    use.observe(done.events)
+    assert (use.busy, use.idle, use.bubble_share) == ([], [], 0.0)
+
+
+def test_parts_whose_times_do_not_fit_together_do_not_overlap() -> None:
+    """Clocks of ranks run at their own pace, and the driver may look late."""
+    stepper = Stepper(World("fcfs", 2, stages=2).core())
+    stepper.add(*(make(number, 8, 30) for number in range(6)))
+    draw = random.Random(3)
+    events: list[Event] = []
+    for _ in range(60):
+        while stepper.start() is not None:
+            pass
+        stepper.finish()
+    for event in stepper.events:
+        if isinstance(event, Computed):
+            stages = tuple(StageTime(draw.uniform(0, 0.02), draw.uniform(0, 0.02)) for _ in range(2))
+            events.append(event._replace(result=replace(event.result, stages=stages)))
+        else:
+            events.append(event)
+    found = lanes(drawn(events))
+    for name in ("Stage 0", "Stage 1"):
+        assert len(found[name]) >= 60
+        assert all(begin <= end for begin, end in found[name])
+        assert all(one[1] <= other[0] for one, other in pairwise(found[name]))
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from skipjoin.core.policy import Batcher, Packing, Refusal
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.policies.batching import Greedy, RunToCompletion
+from skipjoin.policies.stages import EvenStages
 from support.load import make
+from support.policies import COST
 
 # Each test makes its own: a batcher may remember its steps.
 BATCHERS: dict[str, Callable[[], Batcher]] = {
@@ -23,6 +25,10 @@ BATCHERS: dict[str, Callable[[], Batcher]] = {
     "static": lambda: RunToCompletion(4, 32),
     "static, one seat": lambda: RunToCompletion(1, 32),
     "static, one token": lambda: RunToCompletion(4, 1),
+    "stages": lambda: EvenStages(Greedy(4, 32, chunked=True), COST, 2, most_seqs=8, most_tokens=64, cuts=True),
+    "stages, static": lambda: EvenStages(
+        RunToCompletion(4, 32), COST, 2, most_seqs=4, most_tokens=64, cuts=False, holds_back=False
+    ),
 }
 every_batcher = pytest.mark.parametrize("batcher", BATCHERS.values(), ids=BATCHERS.keys())
 

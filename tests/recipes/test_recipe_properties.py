@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from itertools import product
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -27,10 +28,18 @@ from support.load import load, make
 from support.policies import COST, PRESSURES, SYSTEMS
 from support.watch import Run, Stepper, World, run
 
-PIPELINES = [(1, False), (2, False), (2, True)]
+# Plans in flight, whether they overlap, and stages that share the work.
+PIPELINES = [(1, False, 1), (2, False, 1), (2, True, 1), (2, False, 2), (3, False, 3)]
+
+
+def world_of(recipe: str, pipeline: tuple[int, bool, int], pressure: str | None, **settings: Any) -> World:
+    depth, overlap, stages = pipeline
+    return World(recipe, depth, overlap, PRESSURES[pressure] if pressure else None, stages=stages, **settings)
+
+
 WORLDS = [
-    pytest.param(World(recipe, depth, overlap, PRESSURES[name]), id=f"{recipe}-{depth}-{overlap}-{name}")
-    for recipe, (depth, overlap), name in product(SYSTEMS, PIPELINES, sorted(PRESSURES))
+    pytest.param(world_of(recipe, pipeline, name), id=f"{recipe}-{'-'.join(map(str, pipeline))}-{name}")
+    for recipe, pipeline, name in product(SYSTEMS, PIPELINES, sorted(PRESSURES))
 ]
 every_world = pytest.mark.parametrize("world", WORLDS)
 
@@ -128,7 +137,7 @@ def failing(seed: int, share: float) -> Callable[[Move], bool]:
 
 @given(
     recipe=st.sampled_from(sorted(RECIPES)),
-    pipeline=st.sampled_from([*PIPELINES, (3, False), (3, True)]),
+    pipeline=st.sampled_from([*PIPELINES, (3, False, 1), (3, True, 1), (4, False, 4)]),
     pressure=st.sampled_from([None, *sorted(PRESSURES)]),
     seed=st.integers(0, 10**6),
     device_blocks=st.integers(25, 70),  # the largest request of the load has 100 tokens, 25 blocks
@@ -143,7 +152,7 @@ def failing(seed: int, share: float) -> Callable[[Move], bool]:
 def test_any_world_serves_any_load(
     *,
     recipe: str,
-    pipeline: tuple[int, bool],
+    pipeline: tuple[int, bool, int],
     pressure: str | None,
     seed: int,
     device_blocks: int,
@@ -155,10 +164,10 @@ def test_any_world_serves_any_load(
     fails: float,
 ) -> None:
     """The policies believe in a fast link, so they use it, whatever it is like."""
-    world = World(
+    world = world_of(
         recipe,
-        *pipeline,
-        PRESSURES[pressure] if pressure else None,
+        pipeline,
+        pressure,
         device_blocks=device_blocks,
         host_blocks=host_blocks,
         max_seqs=max_seqs,

@@ -103,12 +103,14 @@ class Duel:
 
     def __post_init__(self) -> None:
         most = self.most
-        settings = Settings(most.cost, most.max_seqs, most.max_tokens, self.starvation_s, paced=False)
+        settings = Settings(
+            most.cost, most.max_seqs, most.max_tokens, self.starvation_s, paced=False, stages=most.stages
+        )
         kv = KVLedger(most.device_blocks, most.host_blocks, most.block_size)
-        scheduler = Scheduler(build(self.recipe, settings), kv, depth=most.depth, overlap=most.depth > 1)
+        scheduler = Scheduler(build(self.recipe, settings), kv, depth=most.depth, overlap=most.depth > most.stages)
         self.core = EngineCore(scheduler)
         self.longest = self.now = 0.0
-        self._executor = SimulatedExecutor(most.cost)
+        self._executor = SimulatedExecutor(most.cost, stages=most.stages)
         self._flying: deque[SimulatedHandle] = deque()
         self._since: dict[Request, float] = {}
         self._sent = 0
@@ -151,16 +153,20 @@ class Duel:
         self._since = {request: since for request, since in self._since.items() if request.finish_reason is None}
 
 
-def extremes(mode: str, depth: int, requests: int, seats: int) -> tuple[str, Extremes]:
+def extremes(mode: str, depth: int, requests: int, seats: int, stages: int = 1) -> tuple[str, Extremes]:
     recipe, cost, host_blocks, beside = MODES[mode]
-    most = replace(MOST, cost=cost, host_blocks=host_blocks, moves_beside=beside)
+    most = replace(MOST, cost=cost, host_blocks=host_blocks, moves_beside=beside, stages=stages)
     return recipe, replace(most, depth=depth, requests=requests, max_seqs=seats)
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+# Plans in flight, and stages that share the work.
+pipelines = pytest.mark.parametrize(("depth", "stages"), [(1, 1), (2, 1), (2, 2)])
+
+
+@pipelines
 @pytest.mark.parametrize("mode", MODES)
-def test_no_wait_exceeds_the_least_bound(mode: str, depth: int) -> None:
-    recipe, most = extremes(mode, depth, requests=4, seats=2)
+def test_no_wait_exceeds_the_least_bound(mode: str, depth: int, stages: int) -> None:
+    recipe, most = extremes(mode, depth, 4, 2, stages)
     bound = least_bound(most)
     for seed, adversary in enumerate(ADVERSARIES):
         duel = Duel(recipe, most, adversary, starvation_within(bound, most), seed)
@@ -168,11 +174,11 @@ def test_no_wait_exceeds_the_least_bound(mode: str, depth: int) -> None:
         assert longest <= bound, f"{adversary.__name__}: a wait takes {longest / bound:.0%} of the bound"
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pipelines
 @pytest.mark.parametrize("mode", MODES)
-def test_a_promoted_request_runs_within_the_stay_that_the_bound_allows_for(mode: str, depth: int) -> None:
+def test_a_promoted_request_runs_within_the_stay_that_the_bound_allows_for(mode: str, depth: int, stages: int) -> None:
     """A threshold below what the bound asks for provokes many more promotions in the time of a test."""
-    recipe, most = extremes(mode, depth, requests=6, seats=1)
+    recipe, most = extremes(mode, depth, 6, 1, stages)
     for seed, adversary in enumerate(ADVERSARIES):
         alpha = 0.15 * most.stay_s
         longest = Duel(recipe, most, adversary, alpha, seed).run(1.5 * most.stay_s)

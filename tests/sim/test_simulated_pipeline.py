@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from skipjoin.core.events import Event, Finished, Preempted, Preemption
 from skipjoin.core.request import Request
-from skipjoin.core.step import PAUSE_S, Direction, Move, Slice, StepPlan
+from skipjoin.core.step import PAUSE_S, Direction, Move, Slice, StageTime, StepPlan
 from skipjoin.exec.simulated import SimulatedExecutor
 from skipjoin.policies.cost import LinearCost
 from skipjoin.sim.driver import Replica, simulate
@@ -90,7 +90,8 @@ def test_no_plan_overtakes_and_no_stage_does_two_at_once(plans: list[tuple[float
         # What has only moves beside it waits for them, for a moment.
         pause = 0.0 if one.slices or one.before else PAUSE_S
         assert busy <= alone.ready_at <= busy + pause
-        assert replace(alone.result(), landed=()) == replace(result, landed=())
+        assert replace(alone.result(), landed=()) == replace(result, landed=(), stages=())
+        assert sum(stage.busy for stage in result.stages) == pytest.approx(seconds if stages > 1 else 0.0)
         assert handle.ready_at >= max(now + seconds, before + seconds / stages) - 1e-9
         assert handle.ready_at <= alone.ready_at + pause + 1e-9
         before = handle.ready_at
@@ -124,6 +125,45 @@ def test_every_request_ends_whatever_the_stages(recipe: str, stages: int) -> Non
     assert done.output == run_in_stages(World(recipe), 1, load(stages, 40)).output
 
 
-def test_there_is_at_least_one_stage() -> None:
-    with pytest.raises(ValueError, match="stages must be at least 1, got 0"):
-        SimulatedExecutor(COST, stages=0)
+def test_stages_tell_how_long_they_worked_and_waited() -> None:
+    executor = SimulatedExecutor(COST, stages=2)
+    results = [executor.submit(plan(*of), 3.0).result() for of in ((0, 14), (1, 2), (2, 14))]
+    # As above, in a pipeline that begins at 3.
+    assert [list(result.stages) for result in results] == [
+        [StageTime(4.0, 0.0), StageTime(4.0, 0.0)],
+        [StageTime(1.0, 0.0), StageTime(1.0, 0.0)],
+        [StageTime(4.0, 0.0), StageTime(4.0, 0.0)],
+    ]
+    late = executor.submit(plan(3, 2, before=8), 20.0)
+    # Its plans before ended at 12 and 16. Half of the 2 s of moves and of the 2 s of work are a stage's.
+    assert list(late.result().stages) == [StageTime(2.0, 8.0), StageTime(2.0, 6.0)]
+    assert SimulatedExecutor(COST).submit(plan(0, 6), 0.0).result().stages == ()
+
+
+def test_stages_of_unequal_shares_wait_for_the_longest() -> None:
+    executor = SimulatedExecutor(COST, stages=(3.0, 1.0))
+    handles = [executor.submit(plan(number, 6), 0.0) for number in range(3)]
+    assert [handle.ready_at for handle in handles] == [4.0, 7.0, 10.0]
+    assert [list(handle.result().stages) for handle in handles] == [
+        [StageTime(3.0, 0.0), StageTime(1.0, 0.0)],
+        [StageTime(3.0, 0.0), StageTime(1.0, 2.0)],
+        [StageTime(3.0, 0.0), StageTime(1.0, 2.0)],
+    ]
+    # Blocks lie in layers, of which all stages have as many.
+    assert executor.submit(plan(3, 0, before=8), 100.0).result().stages == (StageTime(1.0, 91.0), StageTime(1.0, 91.0))
+
+
+def test_handing_on_takes_time_in_which_stages_do_not_work() -> None:
+    executor = SimulatedExecutor(COST, stages=2, handoff_s=0.5)
+    handles = [executor.submit(plan(number, 6), 0.0) for number in range(2)]
+    assert [handle.ready_at for handle in handles] == [5.0, 7.0]
+    with pytest.raises(ValueError, match="handoff_s must be a finite number of seconds, at least 0, got -1"):
+        SimulatedExecutor(COST, stages=2, handoff_s=-1)
+
+
+@pytest.mark.parametrize(
+    ("stages", "message"), [(0, "stages must be at least 1, got 0"), ((), "shares above 0"), ((1.0, 0.0), "above 0")]
+)
+def test_there_is_at_least_one_stage(stages: int | tuple[float, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SimulatedExecutor(COST, stages=stages)

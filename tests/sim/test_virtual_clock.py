@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from skipjoin.core.events import Arrived, Event, Finished, Token
-from skipjoin.core.policy import Refusal
+from skipjoin.core.policy import NO_OUTLOOK, Outlook, Refusal
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.core.step import Direction, Move, Slice, StepPlan
 from skipjoin.exec.simulated import SimulatedExecutor
@@ -102,7 +102,7 @@ def test_a_run_can_be_cut_short() -> None:
 class Refusing:
     """A batcher that never takes anybody."""
 
-    def open(self, now: float) -> Refusing:
+    def open(self, now: float, outlook: Outlook = NO_OUTLOOK) -> Refusing:
         return self
 
     def offer(self, request: Request, pending: int) -> Refusal:

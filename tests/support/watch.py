@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 from skipjoin.core.engine import EngineCore
@@ -29,6 +30,7 @@ class World:
     """Everything that decides a run, apart from the requests.
 
     pressure: None keeps the recipe's own. The pools are small, so that loads of `support.load` press on them.
+    stages: of a pipeline; more than one go with as many plans in flight.
     cost: what the policies believe. machine: what steps and transfers really take, None: just that.
     """
 
@@ -42,12 +44,20 @@ class World:
     max_seqs: int = 6
     max_tokens: int = 64
     starvation_s: float = 0.3
+    stages: int = 1
     cost: CostModel = COST
     machine: CostModel | None = None
 
     def policies(self) -> Policies:
         """The recipe's policies, with this world's pressure."""
-        settings = Settings(self.cost, self.max_seqs, self.max_tokens, self.starvation_s, predictor=MaxTokens())
+        settings = Settings(
+            self.cost,
+            self.max_seqs,
+            self.max_tokens,
+            self.starvation_s,
+            predictor=MaxTokens(),
+            stages=self.stages,
+        )
         policies = build(self.recipe, settings)
         return policies if self.pressure is None else replace(policies, pressure=self.pressure())
 
@@ -167,7 +177,10 @@ class WatchedCore(EngineCore):
                 assert flying[0].samples
                 assert self.scheduler.depth > 2 or any(m is flying[0] for m in self.plans[-1].slices)
             if not self.scheduler.overlap:
-                assert all(mine.request is not piece.request for flying in self.plans for mine in flying.slices)
+                # Only chunks of one prompt may be in flight together, none of which samples but the last.
+                mine = [m for flying in self.plans for m in flying.slices if m.request is piece.request]
+                assert not any(m.samples for m in mine), "a request in flight whose next token must be known first"
+                assert all(a.start + a.tokens == b.start for a, b in pairwise([*mine, piece]))
         assert len(set(blocks)) == len(blocks), "two slices share a block"
 
     def _check_evictions(self, plan: StepPlan, before: dict[Request, _State]) -> None:
@@ -263,7 +276,7 @@ def run(
     todo = list(requests)
     core = core or world.core()
     events: list[Event] = []
-    executor = SimulatedExecutor(world.machine or world.cost, sample, fails=fails)
+    executor = SimulatedExecutor(world.machine or world.cost, sample, world.stages, fails=fails)
     end = simulate(Replica(core, executor), todo, on_events=events.extend)
     core.assert_home()
     return Run(core, todo, end, events)

@@ -36,7 +36,8 @@ _STOP = frozenset([_END])
 class System:
     """What is simulated: a recipe on a machine.
 
-    model, hardware: names for the record. cost: of steps and transfers. stages: of a pipeline.
+    model, hardware: names for the record. cost: of steps and transfers. stages: of a pipeline; stage_shares: of each in
+    the computing of a step, empty where all are equal.
     kv_blocks, host_blocks: of each replica on either tier, of block_size tokens and block_bytes.
     max_model_len: most tokens of prompt and output.
     max_tokens: what requests ask for; None: just what they will generate, as load clients do.
@@ -57,6 +58,7 @@ class System:
     starvation_s: float = starvation_after(DEFAULT_SLO_S)
     max_tokens: int | None = None
     stages: int = 1
+    stage_shares: tuple[float, ...] = ()
     decision_s: float = 0.0
     replicas: int = 1
     dispatch: str = "round-robin"
@@ -69,6 +71,8 @@ class System:
             raise ConfigError(f"dispatch must be one of {', '.join(DISPATCH_RULES)}, got {self.dispatch!r}")
         if self.max_tokens is not None and self.max_tokens < 1:
             raise ConfigError(f"max_tokens must be at least 1, got {self.max_tokens}")
+        if len(self.stage_shares) not in (0, self.stages):
+            raise ConfigError(f"stage_shares must be empty or {self.stages}, got {len(self.stage_shares)}")
         if self.host_blocks < 0:
             raise ConfigError(f"host_blocks must be at least 0, got {self.host_blocks}")
         if not 0 < self.starvation_s < math.inf:
@@ -90,6 +94,7 @@ class System:
             "starvation_s": self.starvation_s,
             "max_tokens": self.max_tokens,
             "stages": self.stages,
+            "stage_shares": [round(share, 4) for share in self.stage_shares] or None,
             "decision_s": self.decision_s,
             "replicas": self.replicas,
             "dispatch": self.dispatch if self.replicas > 1 else None,
@@ -215,10 +220,11 @@ def _replica(system: System) -> Replica:
         system.max_num_batched_tokens,
         system.starvation_s,
         predictor=TrueLengths(),
+        stages=system.stages,
     )
     kv = KVLedger(system.kv_blocks, system.host_blocks, system.block_size)
     core = EngineCore(Scheduler(build(system.recipe, settings), kv, depth=system.stages))
-    executor = SimulatedExecutor(system.cost, _sample, system.stages)
+    executor = SimulatedExecutor(system.cost, _sample, system.stage_shares or system.stages)
     return Replica(core, executor, decision_s=system.decision_s)
 
 

@@ -97,6 +97,8 @@ class Machine:
             "block_bytes": profile.kv_bytes_per_block,
             "block_size": profile.block_size,
             "max_model_len": self._context(profile.max_positions),
+            "stages": profile.key.pp,
+            "stage_shares": profile.stage_shares if profile.key.pp > 1 else (),
             "decision_s": profile.host_s,
         }
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from skipjoin.core.events import Admitted, Event, Preempted, Preemption, Started
 from skipjoin.core.kv import Holding, KVLedger
-from skipjoin.core.policy import Policies, Refusal, Wait
+from skipjoin.core.policy import Outlook, Policies, Refusal, Wait
 from skipjoin.core.request import NEVER, Request
-from skipjoin.core.step import Move, Slice
+from skipjoin.core.step import Move, Slice, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +19,7 @@ class Situation:
 
     now: seconds on the driver's clock. plan_id: of the plan that it becomes. latest: a request whose last slice was in
     this plan or a later one runs. depth, overlap: the scheduler's. may_leave: whether KV may leave beside the step.
+    in_flight: the plans that have not committed, oldest first.
     """
 
     now: float
@@ -27,6 +28,7 @@ class Situation:
     depth: int
     overlap: bool
     may_leave: bool
+    in_flight: Sequence[StepPlan]
 
 
 class Decision:
@@ -86,14 +88,14 @@ class Decision:
         at, kv = self._at, self._kv
         plan_id, latest = at.plan_id, at.latest
         overlap, yielding = at.overlap, self._yielding
-        packing = self._policies.batcher.open(self._at.now)
+        packing = self._policies.batcher.open(at.now, Outlook(at.in_flight, self._could_run()))
         offer, take, holding = packing.offer, packing.take, kv.holding
         for request in self._candidates():
             planned = request.planned
             known = request.known
             end = known + request.awaited
-            # Nothing to do: all it may generate is on its way, or a plan in flight holds it.
-            if end >= request.limit or (planned > request.computed and not overlap):
+            # Nothing to do: all it may generate is on its way, or a token that must be known first.
+            if end >= request.limit or (request.awaited and not overlap):
                 continue
             held = holding(request)
             if (held is None and self._closed) or request in yielding:
@@ -132,9 +134,39 @@ class Decision:
                 last = request
                 break
         if last is not None:
-            rank = self._ordering.rank
-            floor = rank(last)
-            yield from (request for request in self._holders_ranked() if rank(request) > floor)
+            yield from self._holders_after(last)
+
+    def _holders_after(self, last: Request) -> Iterator[Request]:
+        rank = self._ordering.rank
+        floor = rank(last)
+        return (request for request in self._holders_ranked() if rank(request) > floor)
+
+    def _could_run(self) -> Iterator[tuple[Request, int]]:
+        """See `Outlook.idle`."""
+        kv, reservation, overlap, yielding = self._kv, self._policies.reservation, self._at.overlap, self._yielding
+        room, passes_over, holding = kv.available, self._policies.pressure.returns_beside, kv.holding
+        for request in self._ordering.ranked(self._at.now):
+            end = request.known + request.awaited
+            if end >= request.limit or (request.awaited and not overlap) or request in yielding:
+                continue
+            held = holding(request)
+            if held is None:
+                promise = reservation.admit(request, kv)
+                if isinstance(promise, Wait) or (need := max(promise.now, promise.blocks)) + promise.spare > room:
+                    break
+                room -= need
+            elif held.moving is not None or (held.host and (passes_over or len(held.host) > room)):
+                continue
+            else:
+                room -= len(held.host)
+            yield request, end - request.planned
+        else:
+            return
+        for holder in self._holders_after(request):
+            held, end = holding(holder), holder.known + holder.awaited
+            can_run = end < holder.limit and (overlap or not holder.awaited) and holder not in yielding
+            if can_run and held is not None and held.device:
+                yield holder, end - holder.planned
 
     def _holders_ranked(self) -> list[Request]:
         """The holders that this step may run or evict, best first."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from skipjoin.core.events import Preemption
 from skipjoin.core.kv import KVLedger
 from skipjoin.core.request import Request
-from skipjoin.core.step import Slice, StepShape
+from skipjoin.core.step import Slice, StepPlan, StepShape
 
 
 class CostModel(Protocol):
@@ -88,17 +88,34 @@ class Packing(Protocol):
     """One step's batch while it is being filled."""
 
     def offer(self, request: Request, pending: int) -> int | Refusal:
-        """How many of the request's `pending` tokens to compute in this step, at least 1, or a refusal."""
+        """How many of the request's `pending` tokens to compute in this step, at least 1, or a refusal. What is offered
+        and not taken changes nothing."""
         ...
 
     def take(self, request: Request, tokens: int) -> None:
         """The request has space and joins the batch with that many tokens."""
 
 
+class Outlook(NamedTuple):
+    """What a batcher may look at before a step is filled.
+
+    in_flight: the plans that have not committed, oldest first. idle: who could run, best first, each with the tokens
+    that it has to compute; of those that hold no KV on the device, who finds free blocks. Made while it is read, which
+    costs what is read of it; to be read once, before anybody is offered. Who is offered, and has space in the end, may
+    differ.
+    """
+
+    in_flight: Sequence[StepPlan] = ()
+    idle: Iterable[tuple[Request, int]] = ()
+
+
+NO_OUTLOOK = Outlook()
+
+
 class Batcher(Protocol):
     """Which of the ordered requests run together, and how many tokens of each."""
 
-    def open(self, now: float) -> Packing:
+    def open(self, now: float, outlook: Outlook = NO_OUTLOOK) -> Packing:
         """Begin a step's batch."""
         ...
 

@@ -26,9 +26,9 @@ class Scheduler:
 
     policies: what makes this a particular serving system. kv: the ledger, which the scheduler alone changes.
     depth: plans that may be in flight at once, at least 1.
-    overlap: whether a request may be in several plans in flight, its input token still being sampled (one device
-        that runs plans back to back). Without it such a request keeps its place but cannot be chosen again until
-        its plan commits (pipeline stages).
+    overlap: whether a request may be chosen while its input token is still being sampled (one device that runs plans
+        back to back). Without it such a request keeps its place but cannot be chosen again until its plan commits
+        (pipeline stages). Chunks of a prompt wait for no token: they may follow each other through the stages.
     """
 
     def __init__(
@@ -82,7 +82,13 @@ class Scheduler:
         if len(self._in_flight) >= self.depth:
             return None
         situation = Situation(
-            now, self._next_id, self.latest_plan, self.depth, self.overlap, may_leave=not self._has_failed_move
+            now,
+            self._next_id,
+            self.latest_plan,
+            self.depth,
+            self.overlap,
+            may_leave=not self._has_failed_move,
+            in_flight=self._in_flight,
         )
         self._has_failed_move = False
         decision = Decision(self.policies, self.kv, self.events, situation)

@@ -90,17 +90,30 @@ class StepPlan:
     absent: tuple[Request, ...] = ()
 
 
+class StageTime(NamedTuple):
+    """One pipeline stage's part in a step.
+
+    busy: seconds that it worked, its `before` moves included. idle: seconds that it had stood still by then since it
+    ended the step before, for want of a plan or of what the stage before computes; 0 in its first step.
+    """
+
+    busy: float
+    idle: float
+
+
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """The outcome of a plan.
 
     tokens: one entry per slice: the sampled token, or None where the slice does not sample.
-    seconds: how long the step took, its `before` moves included.
+    seconds: how long the step took, its `before` moves included; in a pipeline, all stages one after the other.
     details: what else the sampler reports (log-probabilities), by index into the plan's slices.
     moving: the part of `seconds` in which the step stood still for its `before` moves.
     landed, failed: moves that ended since the result before this one, in the order in which they did: all of the
     plan's `before` moves, and `beside` moves of this plan or of earlier ones. What a failed move would have written
     is worth nothing, and so are the slices that read it.
+    stages: of a pipeline, from the first to the last; their busy seconds add up to `seconds`. Empty where one stage
+    does it all.
     """
 
     plan: StepPlan
@@ -110,6 +123,7 @@ class StepResult:
     moving: float = 0.0
     landed: Sequence[Move] = ()
     failed: Sequence[Move] = ()
+    stages: Sequence[StageTime] = ()
 
 
 # Longest that a plan without slices takes, in seconds: requests that arrive meanwhile wait for no copy.

@@ -30,6 +30,11 @@ class Executor(Protocol[HandleT_co]):
     plan was the last: a `before` move in its own plan's. What ends without slices to run is asked for with plans that
     have none.
 
+    In a pipeline every stage has its part of each plan, begins it when the stage before has handed it on, and ends it
+    before it begins the next: as many plans can be under way as there are stages. `seconds` and `moving` of a result
+    are then the sums over the stages, which is what cost models tell and learn; its `stages` say how long each stage
+    worked, and how long it had to wait.
+
     `submit` may read what the plan's requests know (prompt, output, sampling) at any time until the result is
     there: known tokens never change, and a slice that awaits a token says so.
     """

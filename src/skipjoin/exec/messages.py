@@ -71,12 +71,14 @@ class PlanMessage(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 class Done(msgspec.Struct, frozen=True, tag="done", array_like=True, gc=False):
     """A rank's part of a step. plan: its id. checksum: of all plans so far. tokens: empty on a rank that does not
-    sample. details: on one of those that do. See `StepResult` for the rest; landed, failed: numbers of moves."""
+    sample. details: on one of those that do. idle: see `StageTime`. See `StepResult` for the rest; landed, failed:
+    numbers of moves."""
 
     plan: int
     checksum: bytes
     tokens: list[int | None]
     seconds: float
+    idle: float
     moving: float
     landed: list[int]
     failed: list[int]

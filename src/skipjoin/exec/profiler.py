@@ -73,11 +73,12 @@ THOROUGH_PRECISION = 0.03
 
 
 class _Measured(NamedTuple):
-    """What a step takes: the lower quartile of `runs` runs, and their mean."""
+    """What a step takes: the lower quartile of `runs` runs, their mean, and the share of it that each stage has."""
 
     shape: StepShape
     seconds: float
     mean: float
+    shares: tuple[float, ...]
     runs: int
     held_out: bool
 
@@ -118,7 +119,8 @@ def measure_profile(
     """Measure steps and transfers, and fit a cost model to them.
 
     Writes into KV blocks that nobody holds yet: call it before the first request. limits: of the engine's steps.
-    host_s: what the engine adds to each, for the profile to keep.
+    host_s: what the engine adds to each, for the profile to keep. Of a pipeline, steps and transfers are the sums over
+    its stages, each measured while the others are busy.
     """
     began = time.perf_counter()
     parts, block_size = executor.parts, executor.pools[-1]
@@ -140,6 +142,7 @@ def measure_profile(
         weight_bytes=sum(part.weight_bytes for part in parts),
         vocab_size=config.vocab_size,
         max_positions=config.max_positions,
+        stage_shares=tuple(np.mean([step.shares for step in steps], axis=0).tolist()),
         errors=errors,
         samples=tuple(Sample(*step.shape, step.seconds, step.runs, step.held_out) for step in steps),
         machine=_machine(parts[0].device_kind),
@@ -194,26 +197,41 @@ def _measure_steps(
     executor.touch(used)
     plans = [(case, _plan(case.pieces, block_size, used)) for case in cases(limits, _PER_KIND)]
     times: dict[Case, list[float]] = {case: [] for case, _ in plans}
+    stages: dict[Case, list[tuple[float, ...]]] = {case: [] for case, _ in plans}
     clock, has_run = _Clock(deadline), True
     while has_run and _imprecision(times.values()) > precision:
         has_run = False
         for case, plan in plans:
             tokens, runs = sum(piece.tokens for piece in plan.slices), times[case]
             if clock.allows(tokens, runs):
-                runs.append(executor.submit(plan, 0.0).result().seconds)
+                stages[case].append(_run(executor, plan))
+                runs.append(sum(stages[case][-1]))
                 clock.note(tokens, runs)
                 has_run = True
                 on_progress("measuring step costs", min(1.0, clock.share))
     on_progress("measuring step costs", 1.0)
     # The first run is a warm-up, and counts only where there was no time for another. Others who use the machine
     # only ever add time, so the step's own is nearer to the lower quartile than to the median.
-    counted = [(case, plan, times[case][1:] or times[case]) for case, plan in plans if times[case]]
+    counted = [(case, plan, stages[case][1:] or stages[case]) for case, plan in plans if times[case]]
     return [_measured(StepShape.of(plan.slices), runs, case.held_out) for case, plan, runs in counted]
 
 
-def _measured(shape: StepShape, runs: Sequence[float], held_out: bool) -> _Measured:
+def _run(executor: ModelExecutor, plan: StepPlan) -> tuple[float, ...]:
+    """Seconds that each stage takes for the plan."""
+    others = executor.parts[-1].stage
+    # While the middle one of so many is on any stage, the others keep all other stages busy.
+    handles = [executor.submit(plan, 0.0) for _ in range(2 * others + 1)]
+    result = [handle.result() for handle in handles][others]
+    return tuple(stage.busy for stage in result.stages) or (result.seconds,)
+
+
+def _measured(shape: StepShape, stages: Sequence[tuple[float, ...]], held_out: bool) -> _Measured:
+    """stages: seconds of each stage, per run."""
+    runs = np.sum(stages, axis=1)
     quiet, middle = np.quantile(runs, (0.25, 0.5)).tolist()
-    return _Measured(shape, quiet, float(np.minimum(runs, _HICCUP * middle).mean()), len(runs), held_out)
+    parts = np.median(stages, axis=0)
+    shares = tuple((parts / parts.sum()).tolist())
+    return _Measured(shape, quiet, float(np.minimum(runs, _HICCUP * middle).mean()), shares, len(runs), held_out)
 
 
 def _imprecision(times: Iterable[Sequence[float]]) -> float:

@@ -52,6 +52,7 @@ class Rank:
             plans.checksum,
             list(result.tokens) if shard.is_last else [],
             result.seconds,
+            sum(stage.idle for stage in result.stages),
             result.moving,
             plans.numbers_of(result.landed),
             plans.numbers_of(result.failed),

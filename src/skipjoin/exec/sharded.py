@@ -10,7 +10,7 @@ from typing import Protocol
 
 import msgspec
 
-from skipjoin.core.step import Move, StepPlan, StepResult
+from skipjoin.core.step import Move, StageTime, StepPlan, StepResult
 from skipjoin.exec.messages import Done, Failed, FromRank
 from skipjoin.exec.plan_messages import OutOfStepError, PlanWriter
 from skipjoin.model.parallel import Shard
@@ -79,7 +79,7 @@ class ShardedExecutor:
     the result is asked for.
 
     With pipeline stages as many plans must be in flight as there are stages, and none may hold a slice that awaits a
-    token: `Scheduler(depth=stages, overlap=False)`. A step's seconds are those of all its stages, one after the other.
+    token: `Scheduler(depth=stages, overlap=False)`.
     """
 
     def __init__(self, links: Sequence[Link], *, tp_size: int, timeout_s: float) -> None:
@@ -143,14 +143,21 @@ class ShardedExecutor:
         sampling = [answer for shard, answer in zip(self._shards, answers, strict=True) if shard.is_last]
         if any(answer.tokens != sampling[0].tokens for answer in sampling):
             raise OutOfStepError(f"plan {plan.id}: the ranks of the last stage sampled different tokens")
-        seconds = moving = 0.0
         size = self._shards[0].tp_size
-        for first in range(0, len(answers), size):
-            stage = answers[first : first + size]
-            seconds += max(answer.seconds for answer in stage)
-            moving += max(answer.moving for answer in stage)
+        stages = [answers[first : first + size] for first in range(0, len(answers), size)]
+        # The ranks of a stage wait for each other: the slowest one's time is the stage's.
+        times = [StageTime(max(one.seconds for one in stage), min(one.idle for one in stage)) for stage in stages]
         landed, failed = self._ended(answers)
-        handle.outcome = StepResult(plan, sampling[0].tokens, seconds, sampling[0].details, moving, landed, failed)
+        handle.outcome = StepResult(
+            plan,
+            sampling[0].tokens,
+            sum(time.busy for time in times),
+            sampling[0].details,
+            sum(max(one.moving for one in stage) for stage in stages),
+            landed,
+            failed,
+            tuple(times) if len(times) > 1 else (),
+        )
 
     def _answers(self) -> list[Done]:
         """Of all ranks, to the oldest plan."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from skipjoin.core.policy import CostModel
 from skipjoin.core.request import Request
-from skipjoin.core.step import PAUSE_S, Direction, Move, StepPlan, StepResult, StepShape
+from skipjoin.core.step import PAUSE_S, Direction, Move, StageTime, StepPlan, StepResult, StepShape
 
 
 def never(move: Move) -> bool:
@@ -19,6 +20,18 @@ def never(move: Move) -> bool:
 def position_as_token(request: Request, position: int) -> int:
     """A sampler for when only lengths matter."""
     return position
+
+
+def stage_shares(stages: int | Sequence[float]) -> tuple[float, ...]:
+    """The share that each stage has of the computing of a step, from their number or from what they are in proportion
+    to. Raises ValueError."""
+    if isinstance(stages, int):
+        if stages < 1:
+            raise ValueError(f"stages must be at least 1, got {stages}")
+        stages = (1.0,) * stages
+    if not stages or not all(0 < share < math.inf for share in stages):
+        raise ValueError(f"stages must be a number or shares above 0, got {stages}")
+    return tuple(share / sum(stages) for share in stages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,29 +51,35 @@ class SimulatedHandle:
 class SimulatedExecutor:
     """One device that runs plans back to back, or a pipeline of stages that each do so.
 
-    A plan takes the time of its `before` moves, then that of its slices. Every stage has an equal share of the layers,
-    hence of all these times, and begins a plan when it is free and the stage before it has handed the plan on; its own
-    part of the moves comes first (FastServe section 4.3). So as many plans run at once as there are stages, and none
+    A plan takes the time of its `before` moves, then that of its slices. Every stage has its share of the layers, hence
+    of all these times, and begins a plan when it is free and the stage before it has handed the plan on; its own part
+    of the moves comes first (FastServe section 4.3). So as many plans run at once as there are stages, and none
     overtakes another. `beside` moves queue for the link, one queue per direction; `before` moves go ahead of them.
 
     cost: seconds of steps, all stages together, and of transfers. sample: the token that a request gets at a
-    position. stages: at least 1. fails: which moves do.
+    position. stages: how many there are, all equal; or the share of the computing of a step that each of them has.
+    fails: which moves do. handoff_s: seconds from the end of a stage's part to when the next stage, or the driver, has
+    what came of it.
     """
 
     def __init__(
         self,
         cost: CostModel,
         sample: Callable[[Request, int], int] = position_as_token,
-        stages: int = 1,
+        stages: int | Sequence[float] = 1,
         *,
         fails: Callable[[Move], bool] = never,
+        handoff_s: float = 0.0,
     ) -> None:
-        if stages < 1:
-            raise ValueError(f"stages must be at least 1, got {stages}")
+        self._shares = stage_shares(stages)
+        if not 0 <= handoff_s < math.inf:
+            raise ValueError(f"handoff_s must be a finite number of seconds, at least 0, got {handoff_s}")
         self._cost = cost
         self._sample = sample
         self._fails = fails
-        self._free_at = [0.0] * stages
+        self._handoff_s = handoff_s
+        self._free_at = [0.0] * len(self._shares)
+        self._has_run = False
         self._link_free_at = dict.fromkeys(Direction, 0.0)
         self._transit: list[tuple[float, int, Move]] = []  # a heap: when it ends, its number, the move
         self._moves = 0
@@ -70,10 +89,11 @@ class SimulatedExecutor:
         moving = self._transfer(plan.before)
         compute = self._cost.step(StepShape.of(plan.slices)) if plan.slices else 0.0
         seconds = moving + compute
-        ready_at = self._run(seconds, now)
-        share = 1 / len(self._free_at)
+        parts = [moving / len(self._shares) + compute * share for share in self._shares]
+        ready_at, stages = self._run(parts, now)
         # The last stage does what the first one did as much later as it gets the plan.
-        self._begin(plan, begin, begin + moving * share, ready_at - begin - seconds * share)
+        self._begin(plan, begin, begin + moving / len(parts), ready_at - parts[-1] - begin)
+        ready_at += self._handoff_s if len(parts) > 1 else 0.0
         if not (plan.slices or plan.before):
             ready_at = max(ready_at, min(begin + PAUSE_S, self._transit[0][0] if self._transit else begin))
         ended = list(plan.before)
@@ -84,15 +104,18 @@ class SimulatedExecutor:
         )
         failed = [move for move in ended if self._fails(move)]
         landed = [move for move in ended if move not in failed] if failed else ended
-        return SimulatedHandle(StepResult(plan, tokens, seconds, moving=moving, landed=landed, failed=failed), ready_at)
+        result = StepResult(plan, tokens, seconds, moving=moving, landed=landed, failed=failed, stages=stages)
+        return SimulatedHandle(result, ready_at)
 
-    def _run(self, seconds: float, now: float) -> float:
-        """Occupy the stages one after the other; when the last one is done."""
-        ready_at = now
-        for stage, free_at in enumerate(self._free_at):
-            ready_at = max(ready_at, free_at) + seconds / len(self._free_at)
-            self._free_at[stage] = ready_at
-        return ready_at
+    def _run(self, parts: Sequence[float], now: float) -> tuple[float, tuple[StageTime, ...]]:
+        """Occupy the stages one after the other, each for its part; when the last one is done, and how it went."""
+        ready_at, times = now, []
+        for stage, (free_at, seconds) in enumerate(zip(self._free_at, parts, strict=True)):
+            begin = max(ready_at + (self._handoff_s if stage else 0.0), free_at)
+            times.append(StageTime(seconds, begin - free_at if self._has_run else 0.0))
+            ready_at = self._free_at[stage] = begin + seconds
+        self._has_run = True
+        return ready_at, tuple(times) if len(parts) > 1 else ()
 
     def _begin(self, plan: StepPlan, begin: float, moved: float, lag: float) -> None:
         """Put the plan's `beside` moves on the link once its `before` moves, which take from `begin` to `moved`, are
@@ -104,7 +127,7 @@ class SimulatedExecutor:
             late = moved - begin
             self._transit = [(at + late if at > begin else at, number, move) for at, number, move in self._transit]
         for move in plan.beside:
-            link[move.direction] += self._cost.transfer(len(move.source)) / len(self._free_at)
+            link[move.direction] += self._cost.transfer(len(move.source)) / len(self._shares)
             self._moves += 1
             heapq.heappush(self._transit, (link[move.direction] + lag, self._moves, move))
 

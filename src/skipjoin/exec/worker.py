@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from skipjoin.core.request import Request
-from skipjoin.core.step import PAUSE_S, Direction, Move, Slice, StepPlan, StepResult
+from skipjoin.core.step import PAUSE_S, Direction, Move, Slice, StageTime, StepPlan, StepResult
 from skipjoin.exec.kv_store import KVStore
 from skipjoin.exec.transfer import Copier, Ended, copier_for, log_failure
 from skipjoin.model.batch import PackedBatch, Segment
@@ -50,14 +50,17 @@ class Worker:
         self._sampled: dict[Request, int] = {}
         # Scores of prompt tokens, until the request's first generated token carries them away.
         self._prompt_scores: WeakKeyDictionary[Request, list[Scored]] = WeakKeyDictionary()
+        self._ended: float | None = None  # when the plan before was done
 
     def run(self, plan: StepPlan) -> StepResult:
         """Carry out a plan. The result has tokens if this rank samples; its seconds are those in which this rank did
-        not wait for the stage before. Raises ValueError for a plan that cannot be carried out here, and `GroupError`.
+        not wait for the stage before, and its `stages`, if there are several, are this rank's own time alone. Raises
+        ValueError for a plan that cannot be carried out here, and `GroupError`.
         """
         if self._copier is None and (plan.before or plan.beside):
             raise ValueError(f"plan {plan.id} moves KV blocks, but there is no host pool")
-        start, waited = time.perf_counter(), self.model.group.waited_s
+        group = self.model.group
+        start, waited = time.perf_counter(), group.waited_s
         ended = self._move(plan.before)
         moving = time.perf_counter() - start if plan.before else 0.0
         if self._copier is not None and plan.beside:
@@ -66,12 +69,16 @@ class Worker:
         details: dict[int, object] = {}
         if plan.slices:
             self._compute(plan.slices, tokens, details)
-        seconds = time.perf_counter() - start - (self.model.group.waited_s - waited)
+        end, waited = time.perf_counter(), group.waited_s - waited
+        seconds = end - start - waited
+        idle = waited + start - self._ended if self._ended is not None else 0.0
+        self._ended = end
         if self._copier is not None:
             more = self._copier.landed(0.0 if plan.slices or plan.before else PAUSE_S)
             ended.landed.extend(more.landed)
             ended.failed.extend(more.failed)
-        return StepResult(plan, tokens, seconds, details, moving, *ended)
+        stages = (StageTime(seconds, idle),) if group.shard.pp_size > 1 else ()
+        return StepResult(plan, tokens, seconds, details, moving, *ended, stages=stages)
 
     def close(self) -> None:
         """Wait for the running copy; moves that have not begun are dropped. Nothing may be called afterwards."""

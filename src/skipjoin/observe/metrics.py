@@ -22,6 +22,7 @@ from skipjoin.core.events import (
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.core.step import Direction, Move
 from skipjoin.observe.requests import RequestFacts, RequestLog
+from skipjoin.observe.stages import StageUse
 from skipjoin.observe.usage import Usage
 
 
@@ -83,6 +84,15 @@ ENGINE_METRICS = (
         in_vllm=False,
     ),
     Metric("swap_stall_seconds_total", "counter", "Time that steps stood still for copies of KV.", in_vllm=False),
+    Metric(
+        "stage_busy_seconds_total", "counter", "Time that pipeline stages worked, all stages together.", in_vllm=False
+    ),
+    Metric(
+        "stage_idle_seconds_total",
+        "counter",
+        "Time that pipeline stages stood still between steps while there were requests, all stages together.",
+        in_vllm=False,
+    ),
     Metric("recomputed_tokens_total", "counter", "Tokens computed again after their KV was dropped.", in_vllm=False),
     Metric("time_to_first_token_seconds", "histogram", "From arrival to the first token.", buckets=_SECONDS),
     Metric("inter_token_latency_seconds", "histogram", "Between tokens of one request.", buckets=_TOKEN_SECONDS),
@@ -168,6 +178,7 @@ class EngineMetrics:
         self._gaps: list[float] = []  # between tokens, of the events at hand
         self._log = RequestLog(self._ended, on_first=self._got_first, on_gap=self._gaps.append)
         self._usage = Usage(device_blocks=device_blocks, block_size=block_size, block_bytes=block_bytes)
+        self._stages = StageUse()
         self._live: set[Request] = set()
         self._running: set[Request] = set()
         self._on_host: set[Request] = set()
@@ -224,6 +235,7 @@ class EngineMetrics:
                 self._forget(event.request)
         self._log.observe(events)
         self._usage.observe(events)
+        self._stages.observe(events)
         if gaps := self._gaps:
             self._generated[0] += len(gaps)
             # The tokens of a step come together, and so did most of the tokens before them.
@@ -238,6 +250,8 @@ class EngineMetrics:
         row("num_preemptions_total")[0] = self._usage.preemptions
         row("engine_steps_total")[0] = self._usage.steps
         row("recomputed_tokens_total")[0] = self._usage.recomputed_tokens
+        row("stage_busy_seconds_total")[0] = sum(self._stages.busy)
+        row("stage_idle_seconds_total")[0] = sum(self._stages.idle)
         row("num_requests_running")[0] = running
         row("num_requests_waiting")[0] = live - running
         row("num_requests_swapped")[0] = len(self._on_host)

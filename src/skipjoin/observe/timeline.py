@@ -12,13 +12,15 @@ from typing import Any, NamedTuple, TextIO
 from skipjoin.core.events import Arrived, Computed, Event, Finished, Planned, Preempted, Restarted, Started, Token
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.core.step import Direction, Move, Slice, StepPlan, StepResult
+from skipjoin.observe.stages import Rests
 
 # Process and thread, in the format's words; viewers show them as groups and lanes. A thread 0 is no lane to some, and
 # some want thread ids that no two processes share.
 Lane = tuple[int, int]
-_ENGINE, _BATCH = 1, 2
+_ENGINE, _BATCH, _PIPELINE = 1, 2, 3
 _STEPS, _OUT, _IN = (_ENGINE, 1), (_ENGINE, 2), (_ENGINE, 3)
 _FIRST_SLOT = 4
+_FIRST_STAGE = 1 << 20  # more slots than there will ever be
 # Events that are written together, so that the file on the disk always ends between two of them.
 _CHUNK = 256
 
@@ -98,7 +100,7 @@ class _Seat:
 
 
 class _Flight(NamedTuple):
-    """A plan in flight, and who had to make way until it was decided."""
+    """A plan in flight, and who had to make way until it was decided, at that time."""
 
     plan: StepPlan
     decided: int
@@ -111,6 +113,9 @@ class Timeline:
     Lanes: one per batch slot, where a request takes the lowest that is free, with a span for each phase that it went
     through without a break; one for steps; one per direction of copies, where the moves of a plan share its time by
     their blocks. Things are shown when they ran, which with several plans in flight is later than they were decided.
+    With pipeline stages one lane for each, with its part of every step, and a bubble where it stood still for want of
+    one while there were requests. Stages tell how long things took, not when: each part is shown as early as the part
+    before it in its lane and the decision allow, and no later than the next stage begins.
     Counters tell the requests that run and wait, and the KV blocks that are held (not free) and claimed (held or
     promised).
 
@@ -130,6 +135,8 @@ class Timeline:
         self._in_flight: deque[_Flight] = deque()
         self._preempted: list[Preempted] = []  # since the last plan
         self._step_end = 0
+        self._rests = Rests()
+        self._stage_ends: list[int] = []  # of the last part in each stage's lane
         self._live = 0
         self._running: set[Request] = set()
         self._shown: dict[str, int] = {}
@@ -142,12 +149,13 @@ class Timeline:
     def observe(self, events: Iterable[Event]) -> None:
         """Take what happened, in order."""
         for event in events:
+            after_rest = self._rests.observe(event)
             if isinstance(event, Token):
                 span = self._seats[event.request].span
                 assert span is not None
                 span.generated += 1
             elif isinstance(event, Computed):
-                self._compute(event)
+                self._compute(event, after_rest)
             elif isinstance(event, Planned):
                 self._plan(event)
             elif isinstance(event, Started):
@@ -201,7 +209,7 @@ class Timeline:
         self._trace.span(_STEPS, "restart", at, at, {"plans": len(event.plans)})
         self._show(at, held=0, claimed=0)
 
-    def _compute(self, event: Computed) -> None:
+    def _compute(self, event: Computed, after_rest: bool) -> None:
         result = event.result
         flight = self._in_flight.popleft()
         end = self._at(event.now)
@@ -223,6 +231,33 @@ class Timeline:
         batch = {"plan": flight.plan.id, "requests": len(flight.plan.slices), "prefill": prefill, "decodes": decodes}
         self._trace.span(_STEPS, "step", begin, end, batch)
         self._copies(result, begin, end)
+        if result.stages:
+            self._draw_stages(result, flight.decided, end, after_rest)
+
+    def _draw_stages(self, result: StepResult, decided: int, end: int, after_rest: bool) -> None:
+        """Each stage's part of the step that ended at `end`, and the bubbles before it. after_rest: what came before
+        was no bubble, there was nothing to do."""
+        if not self._stage_ends:
+            self._trace.group(_PIPELINE, "Pipeline")
+            for number in range(len(result.stages)):
+                self._trace.lane(_lane_of_stage(number), f"Stage {number}")
+        ends = self._stage_ends or [decided] * len(result.stages)
+        parts: list[tuple[int, int, int]] = []
+        # From the last stage back, because where that ended is known.
+        latest = end
+        for busy, idle in reversed(result.stages):
+            last = ends[len(result.stages) - 1 - len(parts)]
+            duration = round(busy * 1e9)
+            wanted = max(last + round(idle * 1e9), decided) if self._stage_ends else end
+            begin = max(last, min(wanted, latest - duration))
+            parts.append((last, begin, min(begin + duration, latest)))
+            latest = begin
+        for number, (last, begin, stop) in enumerate(reversed(parts)):
+            lane, args = _lane_of_stage(number), {"plan": result.plan.id, "requests": len(result.plan.slices)}
+            if begin > last and not after_rest:
+                self._trace.span(lane, "bubble", last, begin, {"plan": result.plan.id})
+            self._trace.span(lane, "part", begin, stop, args)
+        self._stage_ends = [stop for _, _, stop in reversed(parts)]
 
     def _settle(self, plan: StepPlan) -> None:
         """Let those go that left while the plan ran, if no other plan holds them."""
@@ -324,6 +359,10 @@ class Timeline:
 
 def _lane_of(slot: int) -> Lane:
     return _BATCH, _FIRST_SLOT + slot
+
+
+def _lane_of_stage(number: int) -> Lane:
+    return _PIPELINE, _FIRST_STAGE + number
 
 
 def _blocks(moves: Sequence[Move]) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from skipjoin.core.policy import Packing, Refusal
+from skipjoin.core.policy import NO_OUTLOOK, Outlook, Packing, Refusal
 from skipjoin.core.request import Request
 
 
@@ -27,7 +27,7 @@ class Greedy:
         self.max_tokens = max_tokens
         self.chunked = chunked
 
-    def open(self, now: float) -> Packing:
+    def open(self, now: float, outlook: Outlook = NO_OUTLOOK) -> Packing:
         kind = ChunkedPacking if self.chunked else WholePacking
         return kind(self.max_seqs, self.max_tokens)
 
@@ -99,7 +99,7 @@ class RunToCompletion:
         self.max_tokens = max_tokens
         self._step = MemberPacking(set(), max_seqs, max_tokens, recruits=True)
 
-    def open(self, now: float) -> Packing:
+    def open(self, now: float, outlook: Outlook = NO_OUTLOOK) -> Packing:
         members = {request for request in self._step.members if request.finish_reason is None}
         recruits = not members or self._step.keeps_recruiting
         self._step = MemberPacking(members, self.max_seqs, self.max_tokens, recruits=recruits)
@@ -120,7 +120,7 @@ class MemberPacking:
         self._recruits = recruits
         self._seqs = seqs
         self._whole = WholePacking(seqs, tokens)
-        # Members whose KV was dropped (all others have tokens planned) and who were not offered in this step.
+        # Members whose KV was dropped (all others have tokens planned) and who have not come back in this step.
         self._absent = {request for request in members if not request.planned}
         self._ran = self._joined = self._cramped = False
 
@@ -130,9 +130,7 @@ class MemberPacking:
         return self._recruits and (self._joined or self._cramped or not self._ran)
 
     def offer(self, request: Request, pending: int) -> int | Refusal:
-        if request in self.members:
-            self._absent.discard(request)
-        elif not self._recruits:
+        if request not in self.members and not self._recruits:
             # Closing the step keeps a long queue from being read, but it would shut out members without KV, too.
             return Refusal.SKIP if self._absent else Refusal.CLOSE
         verdict = self._whole.offer(request, pending)
@@ -142,6 +140,7 @@ class MemberPacking:
     def take(self, request: Request, tokens: int) -> None:
         self._whole.take(request, tokens)
         self._ran = True
+        self._absent.discard(request)
         if request not in self.members:
             self.members.add(request)
             self._joined = True

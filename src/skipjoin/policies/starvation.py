@@ -29,7 +29,8 @@ class Extremes:
 
     cost: what steps and moves take. requests: live at once. max_len: tokens of a request, at most what the device
     holds. max_seqs, max_tokens: of a step. device_blocks, host_blocks: KV blocks of block_size tokens; no
-    host_blocks where KV never moves. depth: plans in flight. moves_beside: whether KV moves beside steps, too.
+    host_blocks where KV never moves. depth: plans in flight. moves_beside: whether KV moves beside steps, too. stages:
+    between which steps are shared out (`EvenStages`); then as many plans are in flight.
     """
 
     cost: CostModel
@@ -42,6 +43,7 @@ class Extremes:
     block_size: int
     depth: int
     moves_beside: bool
+    stages: int = 1
 
     @property
     def blocks(self) -> int:
@@ -66,7 +68,7 @@ class Extremes:
             prefill = max(1, self.max_tokens - self.max_seqs + 1)
             spared = -(-self.device_blocks * self.block_size // prefill)
         moves = 2 if self.host_blocks else 0
-        return 2 * chunks + spared + moves + 2 * self.depth + 2 * (self.depth - 1)
+        return self.stages * (2 * chunks + spared + moves + 2 * self.depth + 2 * (self.depth - 1))
 
     @property
     def stay_s(self) -> float:
@@ -120,6 +122,10 @@ def least_bound(most: Extremes) -> float:
     what was on the device at first and the moves of the longest request, in and out and in again. The head may be in
     transit: the link holds two steps' time and one request more, and a landing is seen at a step's end. Once it is
     the head it does not leave.
+
+    Where steps are shared out between stages, what a step does for the head or for those who are spared takes up to
+    `stages` plans: a prompt's tokens of one step are cut into as many chunks, and who could run is in one of as many
+    plans that follow each other.
 
     Where newcomers wait for memory until somebody ends (`Defer`), there is no bound: nobody makes way for the head.
     """

@@ -1,0 +1,63 @@
+"""How busy the stages of a pipeline are, folded from core events."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+from skipjoin.core.events import Arrived, Computed, Event, Finished, Planned, Restarted
+
+
+class Rests:
+    """Which plans found the engine at rest: no request was there since the plan before. What stages waited until such a
+    plan is no bubble."""
+
+    def __init__(self) -> None:
+        self._live = 0
+        self._has_rested = True
+        self._in_flight: deque[bool] = deque()
+
+    def observe(self, event: Event) -> bool:
+        """Take what happened, in order. Of a plan that was computed: whether it found the engine at rest."""
+        if isinstance(event, Planned):
+            self._in_flight.append(self._has_rested and not self._in_flight)
+            self._has_rested = False
+        elif isinstance(event, Computed):
+            return self._in_flight.popleft()
+        elif isinstance(event, Arrived):
+            self._live += 1
+        elif isinstance(event, Finished):
+            self._live -= 1
+            self._has_rested = self._has_rested or not self._live
+        elif isinstance(event, Restarted):
+            self._in_flight.clear()
+            self._has_rested = True
+        return False
+
+
+class StageUse:
+    """Seconds that each stage worked (`busy`), and that it stood still while there were requests (`idle`), from its
+    first step to its last; both are empty where there is one stage only."""
+
+    def __init__(self) -> None:
+        self.busy: list[float] = []
+        self.idle: list[float] = []
+        self._rests = Rests()
+
+    def observe(self, events: Iterable[Event]) -> None:
+        """Take what happened, in order."""
+        for event in events:
+            after_rest = self._rests.observe(event)
+            if isinstance(event, Computed) and event.result.stages:
+                stages = event.result.stages
+                if not self.busy:
+                    self.busy, self.idle = [0.0] * len(stages), [0.0] * len(stages)
+                for number, (busy, idle) in enumerate(stages):
+                    self.busy[number] += busy
+                    self.idle[number] += 0.0 if after_rest else idle
+
+    @property
+    def bubble_share(self) -> float:
+        """Share of the stages' time that they stood still, 0 to 1; 0 before any step."""
+        busy, idle = sum(self.busy), sum(self.idle)
+        return idle / (busy + idle) if idle else 0.0

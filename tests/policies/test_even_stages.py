@@ -1,0 +1,318 @@
+"""Pipeline stages: the plans in flight share the work, every stage has one, and nobody waits for the sake of that."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from skipjoin.core.policy import CostModel, Outlook, Refusal
+from skipjoin.core.request import Request
+from skipjoin.core.step import Slice, StepPlan, StepShape
+from skipjoin.policies.batching import Greedy
+from skipjoin.policies.cost import LinearCost
+from skipjoin.policies.stages import EvenStages
+from skipjoin.recipes import RECIPES
+from support.load import load, make
+from support.policies import COST, SwapAll
+from support.watch import Stepper, World
+
+ROOMY = World(device_blocks=4000, host_blocks=0, max_seqs=200, max_tokens=4096)
+CUTTING = sorted(set(RECIPES) - {"static", "orca", "fcfs"})
+# In it decodes cost something beside prompts, and hide behind the weights alone, as on real machines.
+HIDING = replace(COST, weights=0.03, decode=4e-4)
+
+
+def staged(recipe: str, stages: int, **settings: object) -> Stepper:
+    return Stepper(replace(ROOMY, recipe=recipe, depth=stages, stages=stages, **settings).core())  # type: ignore[arg-type]
+
+
+def fill(stepper: Stepper) -> list[StepPlan]:
+    """Start plans until there are no more; those in flight."""
+    while stepper.start() is not None:
+        pass
+    return list(stepper.core.plans)
+
+
+def added(cost: CostModel, plan: StepPlan) -> float:
+    """Seconds that the plan's slices add to a step in which nothing hides behind the weights."""
+    beside, shape = StepShape(prefill=1 << 16), StepShape.of(plan.slices)
+    together = StepShape(*(one + other for one, other in zip(beside, shape, strict=True)))
+    return cost.step(together) - cost.step(beside)
+
+
+def largest(cost: CostModel, plans: list[StepPlan]) -> float:
+    """The same of the largest slice of them."""
+    return max(added(cost, StepPlan(0, (piece,))) for plan in plans for piece in plan.slices)
+
+
+# -- running requests -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", sorted(RECIPES))
+@given(stages=st.integers(2, 5), more=st.integers(0, 20), seed=st.integers(0, 10**6))
+@settings(max_examples=3, deadline=None)
+def test_running_requests_spread_over_all_stages(recipe: str, stages: int, more: int, seed: int) -> None:
+    """From the second round on, however the prompts were spread: no plan is empty, nobody is in two, and the longest is
+    no longer than the mean by more than a slice."""
+    stepper = staged(recipe, stages, cost=HIDING)
+    stepper.add(*load(seed, stages + more, rate=1e9, prompts=(1, 60), outputs=(40, 40)))
+    while any(not request.output for request in stepper.core.requests.values()):
+        fill(stepper)
+        stepper.finish()
+    for number in range(6 * stages):
+        plans = fill(stepper)
+        if number >= 3 * stages:
+            assert len(plans) == stages
+            ran = Counter(piece.request.id for plan in plans for piece in plan.slices)
+            assert set(ran.values()) == {1}
+            assert len(ran) == stages + more, "somebody idles"
+            loads = [added(HIDING, plan) for plan in plans]
+            slice_s = largest(HIDING, plans)
+            assert max(loads) <= sum(loads) / stages + slice_s + 1e-6
+            costs = [HIDING.step(StepShape.of(plan.slices)) for plan in plans]
+            assert max(costs) - min(costs) <= stages * slice_s + 1e-6
+        stepper.finish()
+
+
+def test_when_some_end_the_others_are_dealt_again() -> None:
+    """Those of one plan all end at once; the other plan's requests fill its place."""
+    stepper = staged("fcfs", 2)
+    stepper.add(*(make(number, 8, 40) for number in range(12)))
+    while not all(request.output for request in stepper.core.requests.values()):
+        fill(stepper)
+        stepper.finish()
+    first, second = fill(stepper)
+    assert (len(first.slices), len(second.slices)) == (6, 6)
+    for piece in first.slices:
+        stepper.core.abort(piece.request.id, stepper.now)
+    sizes = []
+    for _ in range(4):
+        sizes.append([len(plan.slices) for plan in fill(stepper)])
+        stepper.finish()
+    assert sizes[-1] == [3, 3]
+    assert sizes[-2] == [3, 3]
+
+
+def test_where_slices_cost_nothing_their_number_is_shared() -> None:
+    stepper = staged("fcfs", 3, cost=LinearCost(floor=0.02, prefill_token=0.0))
+    stepper.add(*(make(number, 8, 9) for number in range(9)))
+    assert [len(plan.slices) for plan in fill(stepper)] == [3, 3, 3]
+
+
+# -- prompts ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", CUTTING)
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_a_lone_long_prompt_is_cut_so_that_its_chunks_follow_each_other(recipe: str, stages: int) -> None:
+    """And the next chunk begins when the one before it has left the first stage, not the last."""
+    stepper = staged(recipe, stages)
+    stepper.add(make(0, 500, 3))
+    plans = fill(stepper)
+    pieces = [piece for plan in plans for piece in plan.slices]
+    assert len(plans) == len(pieces) == stages
+    assert all(one.start + one.tokens == other.start for one, other in pairwise(pieces))
+    assert [piece.samples for piece in pieces] == [False] * (stages - 1) + [True]
+    costs = [COST.step(StepShape.of(plan.slices)) for plan in plans]
+    assert max(costs) - min(costs) <= 4 * stages * COST.prefill_token
+    assert pieces[0].tokens > pieces[-1].tokens, "later chunks read more context"
+    stepper.drain()
+    assert stepper.tokens == {0: [500, 501, 502]}
+
+
+def test_a_prompt_is_not_cut_finer_than_pays() -> None:
+    """Below 40 tokens a step of this machine costs its fixed part most of all."""
+    for tokens, chunks in ((79, [79]), (80, [40, 40]), (130, [44, 44, 42])):
+        stepper = staged("sarathi", 3)
+        stepper.add(make(0, tokens, 1))
+        assert [plan.slices[0].tokens for plan in fill(stepper)] == chunks
+
+
+def test_a_prompt_makes_up_for_what_decodes_leave() -> None:
+    """Cut where the plan that it joins is as long as the other one."""
+    stepper = staged("sarathi", 2, cost=HIDING)
+    stepper.add(*(make(number, 8, 40) for number in range(40)))
+    while not all(request.output for request in stepper.core.requests.values()):
+        fill(stepper)
+        stepper.finish()
+    stepper.add(make(99, 400, 9))
+    fill(stepper)
+    stepper.finish()
+    plans = fill(stepper)
+    loads = [added(HIDING, plan) for plan in plans]
+    assert all(any(piece.request.id == 99 for piece in plan.slices) for plan in plans)
+    assert max(loads) - min(loads) < 0.15 * max(loads)
+
+
+def test_prompts_that_are_not_cut_still_leave_nobody_without_a_plan() -> None:
+    for recipe in ("fcfs", "orca"):
+        stepper = staged(recipe, 3)
+        stepper.add(make(0, 2, 9), make(1, 2, 9), make(2, 2, 9), make(3, 2000, 9))
+        assert [[piece.request.id for piece in plan.slices] for plan in fill(stepper)] == [[0, 1], [2], [3]]
+
+
+def test_prompts_of_a_static_batch_are_not_held_back_while_it_recruits() -> None:
+    stepper = staged("static", 2, max_seqs=6)
+    stepper.add(*(make(number, 30, 6) for number in range(6)))
+    assert [len(plan.slices) for plan in fill(stepper)] == [6]
+    stepper.finish()
+    assert [len(plan.slices) for plan in fill(stepper)] == [3, 3]
+    stepper.drain()
+
+
+# -- nobody waits for it ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", sorted(set(RECIPES) - {"static"}))
+@given(
+    stages=st.integers(2, 4),
+    seed=st.integers(0, 10**6),
+    context=st.sampled_from([0.0, 1e-7, 1e-3]),
+    seats=st.booleans(),
+)
+@settings(max_examples=4, deadline=None)
+def test_nobody_is_left_over_for_long(recipe: str, stages: int, seed: int, context: float, seats: bool) -> None:
+    """While seats and tokens are left, who holds KV and could run is passed over in at most `stages` - 1 plans in a
+    row, however fast contexts become dear. And no stage is without a plan while somebody could run."""
+    stepper = staged(
+        recipe, stages, cost=replace(COST, context_token=context), starvation_s=1e6, max_seqs=7 if seats else 200
+    )
+    core, most = stepper.core, (7 if seats else 200)
+    waits: Counter[Request] = Counter()
+    arriving = load(seed, 24, rate=40.0)
+    while arriving or core.requests:
+        while arriving and arriving[0].arrival <= stepper.now:
+            stepper.add(arriving.pop(0))
+        while True:
+            idle = [r for r in core.requests.values() if r.planned and not r.awaited and not r.is_satisfied]
+            plan = stepper.start()
+            if plan is None:
+                assert not idle or len(core.plans) == stages
+                break
+            ran = {piece.request for piece in plan.slices}
+            full = len(ran) == most or sum(piece.tokens for piece in plan.slices) >= 512
+            waits = Counter({r: waits[r] + 1 for r in idle if r not in ran and not full})
+            assert max(waits.values(), default=0) < stages
+        if core.plans:
+            stepper.finish()
+        else:
+            stepper.now += 0.01
+    core.assert_home()
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("recipe", ["fastserve-reactive", "fastserve-recompute", "fcfs"])
+def test_who_lost_its_kv_comes_back_beside_plans_that_have_their_share(recipe: str, stages: int) -> None:
+    """The least important one, whether from the host or from its prompt on, as soon as there is space."""
+    world = World(recipe, stages, stages=stages, device_blocks=60, pressure=SwapAll if recipe == "fcfs" else None)
+    stepper = Stepper(replace(world, starvation_s=1e6, max_seqs=20).core())
+    last = make(0, 60, 30, priority=1)
+    stepper.add(last, *(make(number, 4, 60) for number in range(1, 7)))
+    while not last.output:
+        fill(stepper)
+        stepper.finish()
+    stepper.add(make(9, 160, 2))
+    while 9 in stepper.core.requests:
+        fill(stepper)
+        stepper.finish()
+    assert last.evictions == 1
+    for _ in range(4 * stages):
+        fill(stepper)
+        stepper.finish()
+    assert last.last_plan > 0, "it has not come back"
+    assert len(stepper.core.requests) == 7
+    stepper.drain()
+
+
+@given(seed=st.integers(0, 10**6), stages=st.integers(2, 4), recipe=st.sampled_from(sorted(set(RECIPES) - {"static"})))
+@settings(max_examples=25, deadline=None)
+def test_a_plan_has_its_share_or_everybody(seed: int, stages: int, recipe: str) -> None:
+    """For any load without pressure: at least the mean of the plans in flight, itself and who is left over, or all that
+    could run, or enough that every free stage gets somebody; at most the mean and one slice."""
+    stepper = staged(recipe, stages)
+    core, arriving = stepper.core, load(seed, 30, rate=100.0, prompts=(1, 300), outputs=(1, 60))
+    while arriving or core.requests:
+        while arriving and arriving[0].arrival <= stepper.now:
+            stepper.add(arriving.pop(0))
+        while (plan := stepper.start()) is not None:
+            left = [r for r in core.requests.values() if not r.awaited and r.pending and not r.is_satisfied]
+            free = stages - len(core.plans)
+            own = added(COST, plan)
+            others = sum(added(COST, other) for other in core.plans if other is not plan)
+            rest = sum(added(COST, StepPlan(0, (make_slice(r),))) for r in left)
+            share = min((others + own + rest) / stages, (own + rest) / (free + 1))
+            assert own <= share + largest(COST, [plan]) + 1e-6
+            if sum(piece.tokens for piece in plan.slices) < 512:
+                assert not left or own >= share - 1e-6 or len(left) <= free
+        if core.plans:
+            stepper.finish()
+        else:
+            stepper.now += 0.01
+
+
+def make_slice(request: Request) -> Slice:
+    """All that the request has to compute."""
+    return Slice(request, request.planned, request.pending, True, False, ())
+
+
+def test_who_was_not_looked_at_is_left_over_only_behind_somebody_who_matters_more() -> None:
+    """Others have to make way for it, which they did not offer: its turn may not come again soon."""
+    batcher = EvenStages(Greedy(9, 64, chunked=True), COST, 2, most_seqs=18, most_tokens=128, cuts=True)
+    seen, other = [make(number, 1, 9) for number in range(4)], make(9, 1, 9)
+    flying = StepPlan(0, ())
+    packing = batcher.open(0.0, Outlook((flying,), [(request, 1) for request in seen]))
+    for request in seen[:2]:
+        assert packing.offer(request, 1) == 1
+        packing.take(request, 1)
+    assert packing.offer(other, 1) == 1, "the share is full, but nobody was left over"
+    assert packing.offer(seen[2], 1) is Refusal.STOP
+    assert packing.offer(other, 1) is Refusal.STOP
+
+
+def test_looking_ahead_costs_what_could_run_not_the_length_of_the_queue() -> None:
+    read = 0
+
+    def idle():
+        nonlocal read
+        for number in range(100_000):
+            read += 1
+            yield make(number, 8, 1), 8
+
+    batcher = EvenStages(Greedy(4, 64, chunked=True), COST, 2, most_seqs=8, most_tokens=128, cuts=True)
+    batcher.open(0.0, Outlook((), idle()))
+    assert read <= 9
+
+
+@pytest.mark.parametrize("name", ["stages", "most_seqs", "most_tokens"])
+def test_settings_below_one_are_refused(name: str) -> None:
+    values = {"stages": 2, "most_seqs": 8, "most_tokens": 8} | {name: 0}
+    stages = values.pop("stages")
+    with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
+        EvenStages(Greedy(4, 64, chunked=True), COST, stages, **values, cuts=True)
+
+
+def test_loads_follow_the_cost_model() -> None:
+    """A revision of the profile is seen at the next step."""
+
+    class Revised:
+        revision = 0
+        cost = LinearCost(floor=0.02, prefill_token=1e-3, decode=1e-3)
+
+        def step(self, shape: StepShape) -> float:
+            return self.cost.step(shape)
+
+        def transfer(self, blocks: int) -> float:
+            return 0.0
+
+    cost = Revised()
+    batcher = EvenStages(Greedy(99, 999, chunked=True), cost, 2, most_seqs=99, most_tokens=999, cuts=True)
+    request = make(0, 100, 1)
+    assert batcher.open(0.0, Outlook((), [(request, 100)])).offer(request, 100) in (50, 51)
+    cost.cost, cost.revision = LinearCost(floor=math.nextafter(1.0, 0), prefill_token=1e-3), 1
+    assert batcher.open(0.0, Outlook((), [(request, 100)])).offer(request, 100) == 100

@@ -1,5 +1,8 @@
 """A model over two machines, one of which is cut off while requests stream: `make test-cluster`.
 
+python cut_off.py [forgets]: Ray takes the machine for alive all the time, as it does for a minute; or it soon gives it
+up, and does not take it back when it is there again.
+
 The machines are network namespaces of this one, joined by a cable that can be pulled. The first has Ray's head, the
 server and room for the whole model; the second has one stage of it at first. Needs root, util-linux and iproute2. The
 exit code is 0 if all is well, 1 if not, 77 where something is missing.
@@ -35,6 +38,13 @@ RAY = f"{HERE}:{RAY_PORT}"
 NOTICE_S, REBUILD_S, STALE_S = 8.0, 10.0, 10.0
 # Longest that anything else may take to start, and to end when told to.
 START_S, END_S = 90.0, 20.0
+# With these settings Ray gives a machine up after some six seconds, by default after a minute or more.
+FORGETS = {
+    "RAY_health_check_initial_delay_ms": "1000",
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "1000",
+    "RAY_health_check_failure_threshold": "3",
+}
 # So many characters of each stream are there when the cable is pulled.
 BEGUN = 40
 # Prompts that the built-in model answers at length, greedy and seeded.
@@ -60,16 +70,18 @@ sys.stdin.read()
 
 def main() -> int:
     """The exit code."""
-    if sys.argv[1:] == ["inside"]:
-        return Rehearsal(Path(os.environ["SKIPJOIN_REHEARSAL"])).run()
+    forgets = sys.argv[1:2] == ["forgets"]
+    if sys.argv[-1] == "inside":
+        return Rehearsal(Path(os.environ["SKIPJOIN_REHEARSAL"]), forgets).run()
     if lacks := _lacks():
         print(f"skipped: {lacks}")
         return SKIPPED
     folder = Path(tempfile.mkdtemp(prefix="skipjoin-cut-off-"))
     shared = set(Path("/dev/shm").iterdir())
     try:
-        inside = [*_namespaces(), sys.executable, __file__, "inside"]
-        code = subprocess.run(inside, env={**os.environ, **_environment(folder)}, check=False).returncode
+        inside = [*_namespaces(), sys.executable, __file__, *sys.argv[1:], "inside"]
+        environment = os.environ | _environment(folder) | (FORGETS if forgets else {})
+        code = subprocess.run(inside, env=environment, check=False).returncode
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     if left := _left(folder, shared):
@@ -123,10 +135,10 @@ def _left(folder: Path, shared: set[Path]) -> list[str]:
 
 
 class Rehearsal:
-    """All that happens inside. folder: for everybody's files."""
+    """All that happens inside. folder: for everybody's files. forgets: whether Ray gives the second machine up."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, forgets: bool) -> None:
+        self.folder, self.forgets = folder, forgets
         self.began = time.monotonic()
         self.url = f"http://{HERE}:{HTTP_PORT}"
 
@@ -134,8 +146,8 @@ class Rehearsal:
         """The exit code."""
         try:
             self._lay_cable()
-            with self._cluster(), self._server() as server:
-                self._rehearse(server)
+            with self._cluster() as second, self._server() as server:
+                self._rehearse(server, second)
         except Exception as error:
             self.say(f"FAILED: {type(error).__name__}: {error}")
             for log in sorted(self.folder.glob("*.log")):
@@ -150,16 +162,19 @@ class Rehearsal:
 
     # -- what happens -----------------------------------------------------------------------------------------
 
-    def _rehearse(self, server: Process) -> None:
+    def _rehearse(self, server: Process, second: Process) -> None:
         undisturbed = self._stream_all()
         self.say(f"{len(BODIES)} streams, undisturbed: {sum(map(len, undisturbed))} characters")
         assert len(self._ranks(THERE)) == 1, f"the second machine should have one rank: {self._ranks(THERE)}"
         self._cut_in_mid_stream(server, undisturbed)
         self._plug(True)
         self.say("the cable is back")
+        if self.forgets:
+            _until(lambda: not second.runs(), START_S, "Ray on the second machine ends")
+            self.say("Ray on the second machine has ended: it was given up")
         assert self._stream_all() == undisturbed, "with the cable back, streams differ"
         self.say("with the cable back, streams are the same")
-
+        assert second.runs() != self.forgets
         starts = len(server.lines("started anew"))
         self._plug(False)
         assert self._stream_all() == undisturbed, "without the second machine, streams differ"
@@ -226,17 +241,18 @@ class Rehearsal:
         return ["nsenter", f"--net=/proc/{self._there.pid}/ns/net"]
 
     @contextmanager
-    def _cluster(self) -> Iterator[None]:
-        """Ray on both machines."""
+    def _cluster(self) -> Iterator[Process]:
+        """Ray on both machines; that on the second."""
         shared = ["--object-store-memory", str(80 << 20), "--block"]
         head = ["--head", "--port", str(RAY_PORT), "--num-cpus", "2", "--include-dashboard=false"]
         joins = ["--address", RAY, "--num-cpus", "1"]
         start = [_program("ray"), "start", "--node-ip-address"]
         own = [*start, HERE, "--temp-dir", str(self.folder / "a"), *head, *shared]
         other = [*self._over_there(), *start, THERE, "--temp-dir", str(self.folder / "b"), *joins, *shared]
-        with self._process("first", own, "Ray runtime started"), self._process("second", other, "Ray runtime started"):
+        started = "Ray runtime started"
+        with self._process("first", own, started), self._process("second", other, started) as second:
             self.say("Ray runs on both")
-            yield
+            yield second
 
     @contextmanager
     def _server(self) -> Iterator[Process]:

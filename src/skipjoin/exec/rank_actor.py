@@ -9,13 +9,13 @@ import platform
 import socket
 import struct
 from datetime import timedelta
+from importlib.metadata import version
 from multiprocessing import AuthenticationError
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from skipjoin import __version__
 from skipjoin.core.step import Direction
 from skipjoin.exec.cluster import import_ray
 from skipjoin.exec.kv_store import KVStore
@@ -59,7 +59,7 @@ class Place(NamedTuple):
 def versions() -> dict[str, str]:
     """What must be the same on all nodes."""
     return {
-        "Skipjoin": __version__,
+        "Skipjoin": version("skipjoin"),
         "Python": platform.python_version(),
         "torch": torch.__version__,
         "Ray": import_ray().__version__,

@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,6 +33,7 @@ from skipjoin.profile import (
     Transfer,
     cache_path,
     cached_profile,
+    one_at_a_time,
     read_profile,
     write_profile,
 )
@@ -309,6 +313,34 @@ def test_a_profile_that_cannot_be_read_is_one_line_and_exit_code_2(command: str,
     assert run.exit_code == 2
     assert "cannot be read" in run.stderr
     assert "Traceback" not in run.output
+
+
+MEASURER = """
+import sys, time
+from test_profile import KEY
+from skipjoin.profile import cached_profile, one_at_a_time, write_profile, cache_path
+from test_profile import PROFILE
+with one_at_a_time(KEY):
+    if cached_profile(KEY) is None:
+        print("measured")
+        time.sleep(0.5)
+        write_profile(PROFILE, cache_path(KEY))
+"""
+
+
+def test_of_engines_that_start_together_one_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)]))
+    engines = [subprocess.Popen([sys.executable, "-c", MEASURER], stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    assert sorted(engine.communicate(timeout=60)[0] for engine in engines) == ["", "", "measured\n"]
+    assert [engine.returncode for engine in engines] == [0, 0, 0]
+
+
+def test_without_a_cache_nobody_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "file" / "cache"))
+    with one_at_a_time(KEY):
+        assert cached_profile(KEY) is None
 
 
 @pytest.mark.parametrize("seconds", ["0", "nan", "-5"])

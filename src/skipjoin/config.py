@@ -121,10 +121,14 @@ class EngineConfig:
         self._check_ranks()
 
     @property
+    def ranks(self) -> int:
+        """Processes, or threads of one, that have a part of the model each."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
     def is_distributed(self) -> bool:
         """Whether the model runs on ranks of their own, outside of the engine's process."""
-        ranks = self.tensor_parallel_size * self.pipeline_parallel_size
-        return ranks > 1 or self.distributed_executor_backend == "ray"
+        return self.ranks > 1 or self.distributed_executor_backend == "ray"
 
     @property
     def plans_in_flight(self) -> int:
@@ -204,6 +208,7 @@ class ServerConfig:
     shutdown_timeout_s: how long running requests may take to finish after SIGTERM.
     max_body_bytes, max_header_bytes: larger requests are refused.
     metrics_compat: "vllm" tells metrics under vLLM's names, too.
+    replicas: engines behind this server.
     """
 
     host: str = "127.0.0.1"
@@ -218,9 +223,11 @@ class ServerConfig:
     max_body_bytes: int = 4 << 20
     max_header_bytes: int = 64 << 10
     metrics_compat: str = "none"
+    replicas: int = 1
 
     def __post_init__(self) -> None:
         _check("port", self.port, 0, 65535)
+        _check("replicas", self.replicas, 1, 4096)
         for name in ("max_queued_requests", "max_queued_tokens", "max_body_bytes", "max_header_bytes"):
             _check(name, getattr(self, name), 1, 1 << 40)
         if self.metrics_compat not in METRICS_COMPAT:

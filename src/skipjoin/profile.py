@@ -11,12 +11,19 @@ import sys
 import tempfile
 import types
 import typing
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from skipjoin.config import ConfigError
 from skipjoin.policies.cost import LinearCost
+
+try:
+    import fcntl
+except ImportError:  # not on Windows
+    fcntl = None  # type: ignore[assignment]
 
 # Rises when a file of before cannot be read any more.
 FORMAT = 3
@@ -131,6 +138,24 @@ def cache_path(key: ProfileKey) -> Path:
     if folder is None:
         folder = os.path.join(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "skipjoin", "profiles")
     return Path(folder) / f"{key.digest}.json"
+
+
+@contextmanager
+def one_at_a_time(key: ProfileKey) -> Iterator[None]:
+    """Of the processes of this machine one at a time is inside, for each key. So engines that start together measure
+    once, and undisturbed: the others find what the first has written. Where files cannot be locked, nobody waits."""
+    path = cache_path(key).with_suffix(".lock")
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = path.open("w")
+    except OSError as error:
+        _log.warning("the profile may be measured by several engines at once: %s", error.strerror)
+        yield
+        return
+    with lock:
+        if fcntl is not None:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def cached_profile(key: ProfileKey) -> Profile | None:

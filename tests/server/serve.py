@@ -7,12 +7,14 @@ python serve.py model FOLDER [SETTING=VALUE ...]
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from skipjoin.config import EngineConfig, ServerConfig
-from skipjoin.server.engine_handle import ENGINE_COMMAND
-from skipjoin.server.launch import run_server
+from skipjoin.server.engine_program import ENGINE_COMMAND
+from skipjoin.server.launch import MakeEngines, one_engine, run_server
+from skipjoin.server.replicas import ReplicaSet
 
 _READ = {
     "port": int,
@@ -21,6 +23,7 @@ _READ = {
     "max_body_bytes": int,
     "metrics_compat": str,
     "timeline": str,
+    "replicas": int,
     "api_keys": lambda value: (value,),
 }
 
@@ -37,12 +40,17 @@ def main() -> int:
     kind, folder, *rest = sys.argv[1:]
     if kind == "model":
         engine = EngineConfig(model=folder, kv_cache_gib=0.01, threads=1)
-        return run_server(engine, ServerConfig(**_settings(rest)), engine_command=ENGINE_COMMAND)
+        return _run(engine, ServerConfig(**_settings(rest)), ENGINE_COMMAND)
     settings = _settings(rest[3:])
     simulated = str(Path(__file__).parent / "simulated_engine.py")
     command = (sys.executable, simulated, folder, *rest[:3])
     engine = EngineConfig(timeline=settings.pop("timeline", None))
-    return run_server(engine, ServerConfig(**settings), engine_command=command)
+    return _run(engine, ServerConfig(**settings), command)
+
+
+def _run(engine: EngineConfig, config: ServerConfig, command: Sequence[str]) -> int:
+    make_engines: MakeEngines = ReplicaSet if config.replicas > 1 else one_engine
+    return run_server(engine, config, engine_command=command, make_engines=make_engines)
 
 
 if __name__ == "__main__":

@@ -19,36 +19,48 @@ import tiny_model as tiny
 from skipjoin.config import ServerConfig
 from skipjoin.core.request import FinishReason
 from skipjoin.model.tokenizer import load_tokenizer
+from skipjoin.policies.cost import LinearCost
 from skipjoin.sampling import Scored, TokenDetail
 from skipjoin.server.app import build_app
 from skipjoin.server.auth import Guard
-from skipjoin.server.engine_client import EngineClient
-from skipjoin.server.messages import Abort, Add, Ready, Shutdown, Step
+from skipjoin.server.engine_client import EngineClient, Replica
+from skipjoin.server.messages import Abort, Add, FromEngine, Ready, Shutdown, Step
 from skipjoin.server.metrics import Metrics
 from skipjoin.server.service import Service
 
 HERE = Path(__file__).parent
 BLOCKS = 4096
+COST = LinearCost(floor=0.01, prefill_token=1e-5, decode=1e-3)
 
 # -- in this process --------------------------------------------------------------------------------------------
 
 
 class ScriptedEngine:
-    """Stands where the engine process would: the n-th token repeats the n-th of the prompt, each loop turn a step.
+    """Stands where an engine process would: the n-th token repeats the n-th of the prompt, each loop turn a step.
 
     paused: nothing happens until `step` is called.
     """
 
-    def __init__(self, metrics: Metrics) -> None:
-        self.client = EngineClient(self.send, metrics)
+    def __init__(self, client: EngineClient) -> None:
+        self.client = client
+        self.replica: Replica | None = None
         self.live: dict[int, tuple[Add, int]] = {}
         self.added: list[Add] = []
         self.aborted: list[int] = []
         self.paused = False
 
+    def join(self, ready: Ready) -> None:
+        """It takes requests from now on."""
+        self.replica = self.client.join(ready, self.send)
+
+    def tell(self, message: FromEngine) -> None:
+        """It says something."""
+        assert self.replica is not None
+        self.client.receive(self.replica, message)
+
     def send(self, message: Add | Abort | Shutdown) -> None:
         if isinstance(message, Add):
-            self.live[message.id] = (message, 0)
+            self.live[message.id] = (message, len(message.output))
             self.added.append(message)
             if len(self.live) == 1:
                 asyncio.get_running_loop().call_soon(self._turn)
@@ -56,6 +68,12 @@ class ScriptedEngine:
             self.aborted.extend(message.ids)
             for request_id in message.ids:
                 self.live.pop(request_id, None)
+
+    def die(self) -> None:
+        """It is gone, with all that it had."""
+        assert self.replica is not None
+        self.live.clear()
+        self.client.lose(self.replica)
 
     def _turn(self) -> None:
         if not self.paused:
@@ -70,7 +88,7 @@ class ScriptedEngine:
             token = add.prompt[count % len(add.prompt)]
             if add.params.logprobs is not None:
                 details[len(ids)] = _detail(add, token, first=count == 0)
-            if count == 0:
+            if count == len(add.output):
                 started.append(request_id)
             ids.append(request_id)
             tokens.append(token)
@@ -80,13 +98,13 @@ class ScriptedEngine:
                 reason = FinishReason.STOP if token in stops else FinishReason.LENGTH
                 ended.append((request_id, reason.value))
                 del self.live[request_id]
-        self.client.receive(Step(ids, tokens, details, ended, started))
+        self.tell(Step(ids, tokens, details, ended, started))
 
     def end_all(self, reason: FinishReason) -> None:
         """Everything that is there ends without a token."""
         ended = [(request_id, reason.value) for request_id in self.live]
         self.live.clear()
-        self.client.receive(Step(ended=ended))
+        self.tell(Step(ended=ended))
 
 
 def _detail(add: Add, token: int, *, first: bool) -> TokenDetail:
@@ -101,14 +119,18 @@ def _detail(add: Add, token: int, *, first: bool) -> TokenDetail:
 
 
 class Api:
-    """An application over a scripted engine, and an HTTP client that calls it directly."""
+    """An application over scripted engines, and an HTTP client that calls it directly. engine: the first of them."""
 
     def __init__(self, folder: Path, config: ServerConfig) -> None:
         self.metrics = Metrics(config.metrics_compat)
-        self.engine = ScriptedEngine(self.metrics)
-        self.service = Service(config, self.engine.client, self.metrics)
-        ready = Ready("tiny", str(folder), tiny.CONTEXT, tiny.VOCAB, BLOCKS, 0, 16, 1024, "fcfs", "none", "none")
-        self.engine.client.receive(ready)
+        self.client = EngineClient(self.metrics, wanted=config.replicas)
+        self.engines = [ScriptedEngine(self.client) for _ in range(config.replicas)]
+        self.engine = self.engines[0]
+        self.service = Service(config, self.client, self.metrics)
+        ready = Ready("tiny", str(folder), tiny.CONTEXT, tiny.VOCAB, BLOCKS, 0, 16, 1024, "fcfs", "none", "none", COST)
+        self.ready = ready
+        for engine in self.engines:
+            engine.join(ready)
         self.service.open(ready, load_tokenizer(folder))
         self.app: Guard = build_app(self.service)
         transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
@@ -154,11 +176,20 @@ class ServerProcess:
         assert ready.startswith("Ready"), (ready, self.errors)
         self.url = ready.split(" at ")[1].split()[0]
         self.api = psutil.Process(self.process.pid)
-        (self.engine,) = [child for child in self.api.children() if "python" in child.name()]
+        self.engine = self.engines()[0]
 
     def _read_errors(self) -> None:
         assert self.process.stderr is not None
         self.errors.extend(self.process.stderr)
+
+    def engines(self) -> list[psutil.Process]:
+        """The engine processes that run, oldest first."""
+        found = []
+        for child in self.api.children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if child.status() != psutil.STATUS_ZOMBIE and "engine" in " ".join(child.cmdline()[1:3]):
+                    found.append((child.create_time(), child.pid, child))
+        return [child for _, _, child in sorted(found)]
 
     def metric(self, name: str) -> float:
         """The value of a metric without labels."""
@@ -177,6 +208,7 @@ class ServerProcess:
 
     def stop(self) -> None:
         """End it, whatever state it is in, and see that nothing is left."""
+        started = self.api.children(recursive=True) if self.process.poll() is None else [self.engine]
         if self.process.poll() is None:
             self.process.terminate()
         try:
@@ -188,8 +220,8 @@ class ServerProcess:
         for stream in (self.process.stdout, self.process.stderr):
             assert stream is not None
             stream.close()
-        psutil.wait_procs([self.engine], timeout=5)
-        assert not self.engine.is_running()
+        _, left = psutil.wait_procs(started, timeout=15)
+        assert not left
 
 
 StartServer = Callable[..., ServerProcess]

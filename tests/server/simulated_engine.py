@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 import sys
 import time
+from collections.abc import Sequence
+from pathlib import Path
 
 from tiny_model import EOS, VOCAB
 
@@ -19,6 +21,7 @@ from skipjoin.core.kv import KVLedger
 from skipjoin.core.request import Request
 from skipjoin.core.scheduler import Scheduler
 from skipjoin.core.step import StepResult
+from skipjoin.model.config import ModelError
 from skipjoin.policies.cost import LinearCost
 from skipjoin.recipes import Settings, build
 from skipjoin.sampling import SamplingParams, Scored, TokenDetail
@@ -26,6 +29,7 @@ from skipjoin.server.engine_server import OnProgress, serve_engine
 from skipjoin.server.messages import Ready, Setup
 
 BLOCK_SIZE = 16
+COST = LinearCost(floor=0.01, prefill_token=1e-5)
 
 
 def _alternatives(count: int | None) -> tuple[tuple[int, float], ...]:
@@ -38,7 +42,7 @@ class SimulatedLoop:
     def __init__(self, setup: Setup, step_s: float, blocks: int, context: int) -> None:
         config = setup.config
         settings = Settings(
-            LinearCost(floor=0.01, prefill_token=1e-5),
+            COST,
             config.max_num_seqs,
             config.max_num_batched_tokens,
         )
@@ -54,12 +58,14 @@ class SimulatedLoop:
         *,
         priority: int = 0,
         deadline_s: float | None = None,
+        output: Sequence[int] = (),
+        age_s: float = 0.0,
     ) -> None:
         now = time.monotonic()
         eos = frozenset() if params.ignore_eos else frozenset([EOS])
         request = Request(
             request_id,
-            now,
+            now - age_s,
             prompt,
             params.max_tokens or self._context - len(prompt),
             min_tokens=params.min_tokens,
@@ -67,6 +73,7 @@ class SimulatedLoop:
             priority=priority,
             deadline=math.inf if deadline_s is None else now + deadline_s,
             sampling=params,
+            output=list(output),
         )
         self.core.add(request, now)
 
@@ -112,9 +119,11 @@ def main() -> int:
     folder, step_s, blocks, context = sys.argv[1], float(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
 
     def load(setup: Setup, on_progress: OnProgress) -> tuple[SimulatedLoop, Ready]:
+        if not Path(folder).is_dir():
+            raise ModelError(f"there is no folder {folder}")
         on_progress("pretending to load", 1.0)
         config = setup.config
-        ready = Ready("tiny", folder, context, VOCAB, blocks, 0, BLOCK_SIZE, 1024, config.recipe, "none", "none")
+        ready = Ready("tiny", folder, context, VOCAB, blocks, 0, BLOCK_SIZE, 1024, config.recipe, "none", "none", COST)
         return SimulatedLoop(setup, step_s, blocks, context), ready
 
     return serve_engine(load)

@@ -238,7 +238,7 @@ async def test_refusal_by_the_engine_is_400(api: Api) -> None:
     await until(lambda: api.engine.live)
     (request_id,) = api.engine.live
     api.engine.live.clear()
-    api.engine.client.receive(Refused(request_id, "max_tokens", "it cannot fit"))
+    api.engine.tell(Refused(request_id, "max_tokens", "it cannot fit"))
     assert error_of(await task, 400)["param"] == "max_tokens"
 
 
@@ -549,7 +549,7 @@ async def test_tokenize_and_detokenize(api: Api) -> None:
 
 async def test_before_the_engine_is_ready_it_says_so() -> None:
     metrics = Metrics()
-    service = Service(ServerConfig(), EngineClient(lambda message: None, metrics), metrics)
+    service = Service(ServerConfig(), EngineClient(metrics), metrics)
     transport = httpx.ASGITransport(build_app(service))
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
         for path in ("/health", "/ready", "/v1/models", "/load"):

@@ -46,7 +46,7 @@ def server(tokenizer_folder: Path) -> Iterator[ServerProcess]:
 def published() -> dict[str, Any]:
     """The schema that the server publishes."""
     metrics = Metrics()
-    service = Service(ServerConfig(), EngineClient(lambda message: None, metrics), metrics)
+    service = Service(ServerConfig(), EngineClient(metrics), metrics)
     document: dict[str, Any] = build_app(service).app.openapi()  # type: ignore[attr-defined]
     service.close()
     return document

@@ -88,7 +88,7 @@ async def test_the_same_number_under_both_names(make_api: MakeApi) -> None:
     snapshot.row("request_success_total")[1] = 3
     snapshot.row("time_to_first_token_seconds")[:] = [2, *[0] * 14, 1, 400.5]
     async with make_api(metrics_compat="vllm", served_model_name="org/x") as api:
-        api.engine.client.receive(told(snapshot))
+        api.engine.tell(told(snapshot))
         found = numbers((await api.http.get("/metrics")).text)
     for prefix, labels in (("skipjoin", ()), ("vllm", (("model_name", "org/x"),))):
         assert found[f"{prefix}:generation_tokens_total", labels] == 11
@@ -110,14 +110,14 @@ async def test_a_dead_engine_leaves_its_counts(api: Api) -> None:
     snapshot.row("num_requests_running")[0] = 4
     snapshot.row("kv_cache_usage_perc")[0] = 0.5
     snapshot.row("engine_steps_total")[0] = 9
-    api.engine.client.receive(told(snapshot))
+    api.engine.tell(told(snapshot))
     before = numbers((await api.http.get("/metrics")).text)
     assert before["skipjoin:num_requests_running", ()] == 4
     assert (await api.http.get("/load")).json()["running"] == 4
     api.engine.client.died()
     after = numbers((await api.http.get("/metrics")).text)
     changed = {name for (name, _), value in after.items() if before[name, _] != value}
-    assert changed == {"skipjoin:num_requests_running", "skipjoin:kv_cache_usage_perc"}
+    assert changed == {f"skipjoin:{name}" for name in ("num_requests_running", "kv_cache_usage_perc", "replicas_alive")}
     assert after["skipjoin:engine_steps_total", ()] == 9
 
 

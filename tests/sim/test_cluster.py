@@ -8,10 +8,11 @@ from itertools import cycle
 import pytest
 
 from skipjoin.core.events import Arrived, Event, Finished
+from skipjoin.core.policy import LengthPredictor
 from skipjoin.core.request import Request
 from skipjoin.exec.simulated import SimulatedExecutor
+from skipjoin.policies.dispatch import DISPATCH_RULES, Dispatch, LeastWork, RoundRobin, make_dispatch
 from skipjoin.policies.predictors import MaxTokens
-from skipjoin.sim.dispatch import DISPATCH_RULES, Dispatch, LeastWork, RoundRobin, make_dispatch
 from skipjoin.sim.driver import Replica, simulate, simulate_cluster
 from support.load import load, make
 from support.watch import World
@@ -32,6 +33,13 @@ def cluster(requests: list[Request], dispatch: Dispatch, replicas: int) -> tuple
     for core in cores:
         core.assert_home()
     return story, end
+
+
+def least_work_of(replicas: int, predictor: LengthPredictor | None = None) -> LeastWork:
+    rule = LeastWork(predictor or MaxTokens())
+    for replica in range(replicas):
+        rule.join(replica, WORLD.cost)
+    return rule
 
 
 def places(story: Story) -> dict[int, int]:
@@ -72,15 +80,15 @@ def test_round_robin_takes_turns() -> None:
 def test_least_work_goes_where_least_is_left() -> None:
     # The long one keeps its replica busy: all short ones go to the other.
     requests = [make(0, 8, 100)] + [make(number, 4, 4, arrival=0.001 * number) for number in range(1, 9)]
-    story, _ = cluster(requests, LeastWork(2, WORLD.cost, MaxTokens()), 2)
+    story, _ = cluster(requests, least_work_of(2), 2)
     assert Counter(places(story).values()) == {0: 1, 1: 8}
 
 
 def test_work_that_is_done_no_longer_counts() -> None:
-    dispatch = LeastWork(2, WORLD.cost, MaxTokens())
+    dispatch = least_work_of(2)
     story, _ = cluster(load(4, 50), dispatch, 2)
     assert len(places(story)) == 50
-    assert dispatch._work == pytest.approx([0.0, 0.0], abs=1e-9)
+    assert [dispatch.work(replica) for replica in (0, 1)] == pytest.approx([0.0, 0.0], abs=1e-9)
     assert not dispatch._left
 
 

@@ -22,9 +22,9 @@ from skipjoin.exec.simulated import SimulatedExecutor
 from skipjoin.observe.record import NO_SLO, Record, Slo, add_usage, summarize
 from skipjoin.observe.requests import RequestFacts, RequestLog
 from skipjoin.observe.usage import Usage
+from skipjoin.policies.dispatch import DISPATCH_RULES, make_dispatch
 from skipjoin.policies.starvation import starvation_after
 from skipjoin.recipes import Settings, build
-from skipjoin.sim.dispatch import DISPATCH_RULES, make_dispatch
 from skipjoin.sim.driver import Replica, simulate_cluster
 
 # Lengths are all that matters of tokens: one ends a request at its true length, where it asked for more.

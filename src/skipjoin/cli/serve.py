@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from functools import partial
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -38,7 +39,10 @@ from skipjoin.cli.options import (
     check_profile_file,
     plain_errors,
 )
-from skipjoin.config import METRICS_COMPAT, EngineConfig, ServerConfig
+from skipjoin.config import METRICS_COMPAT, ConfigError, EngineConfig, ServerConfig
+
+if TYPE_CHECKING:
+    from skipjoin.server.launch import MakeEngines
 
 
 def serve(
@@ -92,12 +96,17 @@ def serve(
     timeline: Annotated[
         str | None, typer.Option(metavar="FILE", help="Write a trace for Perfetto and chrome://tracing.")
     ] = ENGINE.timeline,
+    replicas: Annotated[
+        int,
+        typer.Option(help="Engines behind this server, by Ray Serve; each has the model, and the KV pool, of its own."),
+    ] = SERVER.replicas,
     shutdown_timeout: Annotated[
         float, typer.Option(help="Seconds that running requests get after SIGTERM.")
     ] = SERVER.shutdown_timeout_s,
 ) -> None:
     """Serve MODEL over the OpenAI API."""
-    from skipjoin.server.launch import run_server  # noqa: PLC0415
+    from skipjoin.server.launch import one_engine, run_server  # noqa: PLC0415
+    from skipjoin.server.replicas import ReplicaSet  # noqa: PLC0415
 
     with plain_errors():
         check_profile_file(profile)
@@ -123,7 +132,8 @@ def serve(
             tensor_parallel_size=tensor_parallel_size,
             pipeline_parallel_size=pipeline_parallel_size,
             distributed_executor_backend=distributed_executor_backend,
-            ray_address=ray_address,
+            # Replicas are placed by it, and an engine's ranks where its replica is.
+            ray_address=ray_address if replicas == 1 else None,
             max_restarts=max_restarts,
             threads=threads,
             profile=profile,
@@ -141,5 +151,11 @@ def serve(
             default_deadline_s=default_deadline_s,
             shutdown_timeout_s=shutdown_timeout,
             metrics_compat=metrics_compat,
+            replicas=replicas,
         )
-        raise typer.Exit(run_server(engine, server))
+        make_engines: MakeEngines = one_engine
+        if replicas > 1:
+            if timeline is not None:
+                raise ConfigError(f"timeline is written by one engine: replicas must be 1 with it, got {replicas}")
+            make_engines = partial(ReplicaSet, address=ray_address)
+        raise typer.Exit(run_server(engine, server, make_engines=make_engines))

@@ -89,7 +89,9 @@ def simulate(
         float | None, typer.Option(help="Host milliseconds that each decision takes (default: 0, or the profile's).")
     ] = None,
     replicas: Annotated[int, typer.Option(help="Copies of the system behind one dispatcher.")] = 1,
-    dispatch: Annotated[str, typer.Option(help="round-robin or least-work.")] = "round-robin",
+    dispatch: Annotated[
+        str, typer.Option(help="round-robin, least-work (lengths are learnt) or least-work-oracle.")
+    ] = "round-robin",
     find_max_rate: Annotated[
         str | None,
         typer.Option(help="Search the largest rate with, for example, 'normalized_latency_s.mean<=0.3'."),

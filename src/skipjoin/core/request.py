@@ -30,6 +30,7 @@ class Request:
     id: unique and increasing with arrival. arrival, deadline: seconds on the driver's clock.
     max_tokens: most tokens to generate, at least 1. stop_tokens end the output once min_tokens are generated.
     priority: lower is earlier. sampling: what the executor's sampler reads; the core never looks inside.
+    output: generated so far; a request may come with tokens from elsewhere, after which it goes on.
     """
 
     id: int
@@ -43,6 +44,7 @@ class Request:
     sampling: object = None
 
     output: list[int] = field(default_factory=list)
+    brought: int = 0  # tokens of its output that it came with
     known: int = 0
     computed: int = 0
     planned: int = 0  # computed, once every plan in flight has committed
@@ -58,8 +60,11 @@ class Request:
             raise ValueError(f"request {self.id}: the prompt is empty")
         if self.max_tokens < 1:
             raise ValueError(f"request {self.id}: max_tokens must be at least 1, got {self.max_tokens}")
-        self.known = len(self.prompt)
-        self.limit = self.known + self.max_tokens
+        if len(self.output) >= self.max_tokens:
+            raise ValueError(f"request {self.id}: all of its {self.max_tokens} tokens are generated already")
+        self.brought = len(self.output)
+        self.known = len(self.prompt) + self.brought
+        self.limit = len(self.prompt) + self.max_tokens
 
     @property
     def pending(self) -> int:

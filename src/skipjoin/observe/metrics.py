@@ -30,7 +30,8 @@ class Metric(NamedTuple):
     """One line of the table.
 
     label, values: its label, if it has one, and all values of that. buckets: upper bounds of a histogram, ascending.
-    in_vllm: whether vLLM has it, under the same name and with the same meaning.
+    in_vllm: whether vLLM has it, under the same name and with the same meaning. is_share: of several engines the
+    mean counts, not the sum.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Metric(NamedTuple):
     values: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
     in_vllm: bool = True
+    is_share: bool = False
 
     def zero(self) -> list[float]:
         """Its numbers before anything happened: one per label value; of a histogram the counts of its buckets and
@@ -59,7 +61,7 @@ ENGINE_METRICS = (
     Metric("num_requests_running", "gauge", "Requests in the running batch."),
     Metric("num_requests_waiting", "gauge", "Requests that are not running, preempted ones included."),
     Metric("num_requests_swapped", "gauge", "Waiting requests whose KV is on the host.", in_vllm=False),
-    Metric("kv_cache_usage_perc", "gauge", "Share of the device's KV blocks that are not free, 0 to 1."),
+    Metric("kv_cache_usage_perc", "gauge", "Share of the device's KV blocks that are not free, 0 to 1.", is_share=True),
     Metric("num_preemptions_total", "counter", "Times a request had to make way."),
     Metric("prompt_tokens_total", "counter", "Prompt tokens of requests that got their first token."),
     Metric("generation_tokens_total", "counter", "Tokens generated."),
@@ -124,6 +126,10 @@ DOOR_METRICS = (
         in_vllm=False,
     ),
     Metric("request_params_n", "histogram", "Choices that a request asks for.", buckets=(1.0, 2.0, 4.0, 8.0, 16.0)),
+    Metric("replicas", "gauge", "Engines that there should be.", in_vllm=False),
+    Metric("replicas_alive", "gauge", "Engines that take requests.", in_vllm=False),
+    Metric("replica_restarts_total", "counter", "Engines that were started in place of one that died.", in_vllm=False),
+    Metric("requests_moved_total", "counter", "Times a request's engine died under it.", in_vllm=False),
 )
 """What only the process that speaks to clients knows."""
 
@@ -148,6 +154,16 @@ class Snapshot(NamedTuple):
         """The same of an engine that is gone: nothing runs, what was counted stays."""
         pairs = zip(ENGINE_METRICS, self.rows, strict=True)
         return Snapshot([metric.zero() if metric.kind == "gauge" else row for metric, row in pairs])
+
+
+def merged(live: Sequence[Snapshot], *, gone: Snapshot | None = None) -> Snapshot:
+    """Of several engines together. gone: what those counted that are there no more."""
+    everybody = [*live, *([gone] if gone is not None else [])]
+    rows = []
+    for index, metric in enumerate(ENGINE_METRICS):
+        row = [sum(numbers) for numbers in zip(*(snapshot.rows[index] for snapshot in everybody), strict=True)]
+        rows.append([number / max(1, len(live)) for number in row] if metric.is_share else row)
+    return Snapshot(rows)
 
 
 class Histogram:
@@ -295,8 +311,10 @@ class EngineMetrics:
     # -- requests -----------------------------------------------------------------------------------------
 
     def _got_first(self, facts: RequestFacts) -> None:
-        assert facts.first_token is not None
         self._generated[0] += 1
+        if facts.earlier_tokens:  # another engine has counted what follows
+            return
+        assert facts.first_token is not None
         self._prompt_tokens[0] += facts.prompt_tokens
         self._ttft.observe(facts.ttft(facts.first_token))
 
@@ -306,16 +324,18 @@ class EngineMetrics:
         now = facts.ended
         self._success[_REASONS.index(facts.reason)] += 1
         self._late[0] += facts.reason == FinishReason.DEADLINE.value
+        self._e2e.observe(facts.jct(now))
+        self._prompt_length.observe(facts.prompt_tokens)
+        self._output_length.observe(facts.output_tokens)
+        self._output_limit.observe(facts.output_limit)
+        if facts.earlier_tokens:  # no engine saw all of the others
+            return
         for histogram, value in (
-            (self._e2e, facts.jct(now)),
             (self._queue, facts.queue(now)),
             (self._prefill, facts.prefill(now)),
             (self._decode, facts.decode()),
             (self._inference, facts.inference()),
             (self._tpot, facts.tpot(now)),
-            (self._prompt_length, facts.prompt_tokens),
-            (self._output_length, facts.output_tokens),
-            (self._output_limit, facts.output_limit),
         ):
             if value is not None:
                 histogram.observe(value)

@@ -17,9 +17,11 @@ COMPLETE = (FinishReason.STOP.value, FinishReason.LENGTH.value)
 class RequestFacts:
     """One request in figures; times in seconds on its observer's clock, None for what has not happened.
 
-    output_limit: most tokens that it may generate. started: when it first ran. ended: when it was over, with
-    `reason` as in `FinishReason`, or a word of the observer's own. execution_s: in steps that computed for it;
-    swapping_s: in which those steps stood still for KV; scheduling_s: what the host added to those steps.
+    output_limit: most tokens that it may generate. earlier_tokens: those that it came with, generated elsewhere: its
+    first token was elsewhere, too, and the times that began before it came are not told. started: when it first ran.
+    ended: when it was over, with `reason` as in `FinishReason`, or a word of the observer's own.
+    execution_s: in steps that computed for it; swapping_s: in which those steps stood still for KV; scheduling_s: what
+    the host added to those steps.
 
     Durations of a request that is not over take `now` for its end: its age so far, never left out.
     """
@@ -30,6 +32,7 @@ class RequestFacts:
     output_limit: int
     stream: str = "default"
     output_tokens: int = 0
+    earlier_tokens: int = 0
     started: float | None = None
     first_token: float | None = None
     last_token: float | None = None
@@ -103,8 +106,8 @@ class RequestLog:
     """Folds core events into `RequestFacts`.
 
     on_end: called with the facts of every request that ends, which are then forgotten here.
-    on_first: called with the facts of a request that got its first token. on_gap: called for every other token with
-    the seconds since the request's token before.
+    on_first: called with the facts of a request that got its first token here, though it may have come with others.
+    on_gap: called for every other token with the seconds since the request's token before.
     """
 
     def __init__(
@@ -159,11 +162,16 @@ class RequestLog:
 
     def _arrive(self, request: Request) -> None:
         self._live[request] = RequestFacts(
-            request.id, request.arrival, len(request.prompt), request.limit - len(request.prompt)
+            request.id,
+            request.arrival,
+            len(request.prompt),
+            request.limit - len(request.prompt),
+            earlier_tokens=request.brought,
         )
 
     def _begin(self, facts: RequestFacts, now: float) -> None:
-        facts.first_token = now
+        if not facts.earlier_tokens:
+            facts.first_token = now
         if self._on_first is not None:
             self._on_first(facts)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from skipjoin.core.request import Request
 
 
@@ -11,3 +13,50 @@ class MaxTokens:
 
     def predict(self, request: Request) -> int:
         return request.max_tokens
+
+
+# Buckets of lengths, half an octave wide, up to 2 ** 20 tokens.
+_BUCKETS = 41
+# Weight that older lengths keep when another one is learnt: the last 500 or so count.
+_KEPT = 0.998
+# What is expected before anything was learnt, with the weight of one request: answers of chats are about as long.
+_FIRST_GUESS = 128
+
+
+class LearntLength:
+    """The mean length of the requests that ended of late, among those that were longer than this one is by now, each
+    cut at what this one may generate at most. So the expectation grows with a request that goes on, as it must where
+    lengths are skewed: who has generated much is likely to generate much more.
+    """
+
+    def __init__(self) -> None:
+        self._weights = [0.0] * _BUCKETS
+        self._tokens = [0.0] * _BUCKETS  # the weighted sum of lengths
+        self._add(_FIRST_GUESS)
+
+    def learn(self, request: Request) -> None:
+        """A request came to its own end: it has generated all that it was to generate."""
+        for bucket in range(_BUCKETS):
+            self._weights[bucket] *= _KEPT
+            self._tokens[bucket] *= _KEPT
+        self._add(max(1, len(request.output)))
+
+    def predict(self, request: Request) -> int:
+        generated, most = len(request.output), request.max_tokens
+        weight = total = 0.0
+        for bucket in range(_bucket(max(1, generated)), _BUCKETS):
+            if (share := self._weights[bucket]) > 0 and (mean := self._tokens[bucket] / share) > generated:
+                weight += share
+                total += share * min(mean, most)
+        # Longer than anything seen of late: as much again.
+        expected = round(total / weight) if weight else 2 * generated
+        return min(most, max(expected, generated + 1))
+
+    def _add(self, length: int) -> None:
+        bucket = _bucket(length)
+        self._weights[bucket] += 1.0
+        self._tokens[bucket] += length
+
+
+def _bucket(length: int) -> int:
+    return min(_BUCKETS - 1, int(2 * math.log2(length)))

@@ -57,16 +57,16 @@ def _json(content: Any) -> Response:
 
 def _add_health(app: FastAPI, service: Service) -> None:
     async def health() -> Response:
-        """200 while the engine is up."""
+        """200 while an engine is up."""
         service.check_alive()
-        return _json({"status": "ok"})
+        return _json({"status": "ok", **service.count_replicas()})
 
     async def ready() -> Response:
         """200 while work is taken."""
         service.check_alive()
         if service.phase is not Phase.OPEN:
             raise unavailable(f"the server is {service.phase.value}", "not_ready")
-        return _json({"status": "ready"})
+        return _json({"status": "ready", **service.count_replicas()})
 
     async def live() -> Response:
         """200 while this process answers."""
@@ -89,9 +89,8 @@ def _add_health(app: FastAPI, service: Service) -> None:
     async def show_load() -> Response:
         """How busy the server is."""
         service.check_alive()
-        stats, admission = service.client.stats, service.admission
-        usage = stats.blocks_used / service.info.device_blocks
-        return _json(Load(admission.requests, stats.running, stats.waiting, admission.tokens, usage))
+        load, admission = service.client.load(), service.admission
+        return _json(Load(admission.requests, load.running, load.waiting, admission.tokens, load.usage))
 
 
 def _add_models(app: FastAPI, service: Service) -> None:

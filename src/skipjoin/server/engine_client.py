@@ -1,96 +1,166 @@
-"""The API process's view of the engine: requests out, tokens in, and what happens when it dies.
+"""The API process's view of the engines: requests out, tokens in, and what happens when one of them dies.
 
-`EngineClient` knows no transport: `send` takes what goes to the engine, `receive` gets what comes from it. The real
-transport is `EngineHandle` in `engine_handle`; tests put a scripted engine in its place.
+`EngineClient` knows no transport: `join` takes what sends to an engine, `receive` gets what comes from it. The real
+transports are `EngineHandle` and `ReplicaSet`; tests put scripted engines in their place.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import math
+import random
+import time
 from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
 
-from skipjoin.core.request import FinishReason
-from skipjoin.observe.metrics import Snapshot
+from skipjoin.core.request import FinishReason, Request
+from skipjoin.observe.metrics import Snapshot, merged
+from skipjoin.policies.dispatch import least_work
 from skipjoin.sampling import SamplingParams
-from skipjoin.server.errors import ApiError, bad_request, engine_dead
-from skipjoin.server.messages import Abort, Add, FromEngine, Ready, Refused, Stats, Step, ToEngine
+from skipjoin.server.errors import ApiError, bad_request, engine_dead, unavailable
+from skipjoin.server.messages import Abort, FromEngine, Ready, Refused, Stats, Step, ToEngine
 from skipjoin.server.metrics import Metrics
 from skipjoin.server.outputs import Output
+from skipjoin.server.sequences import Mailbox, Sequence
+
+# How long a sequence waits for an engine while there is none.
+PATIENCE_S = 60.0
 
 
-class Mailbox:
-    """Where the sequences of one HTTP request put their outputs, and where its handler waits for them."""
+class Replica:
+    """An engine that takes requests.
 
-    __slots__ = ("_error", "_items", "_waiter")
+    send: takes messages to it; must not block or raise. stats: what it told last. sequences: those that it has, by id.
+    """
 
-    def __init__(self) -> None:
-        self._items: list[Output] = []
-        self._waiter: asyncio.Future[None] | None = None
-        self._error: Exception | None = None
+    __slots__ = ("info", "number", "send", "sequences", "stats")
 
-    async def get(self) -> list[Output]:
-        """All that came since the last call; waits while that is nothing. Raises what `fail` was given, after
-        what came before it."""
-        if not self._items and self._error is None:
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        if self._items:
-            items, self._items = self._items, []
-            return items
-        assert self._error is not None
-        raise self._error
-
-    def put(self, output: Output) -> None:
-        """Add an output and wake the handler."""
-        self._items.append(output)
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    def fail(self, error: Exception) -> None:
-        """Nothing more will come: `get` raises the first error that it is told."""
-        if self._error is None:
-            self._error = error
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+    def __init__(self, number: int, info: Ready, send: Callable[[ToEngine], None]) -> None:
+        self.number = number
+        self.info = info
+        self.send = send
+        self.stats = Stats(0, Snapshot.zero())
+        self.sequences: dict[int, Sequence] = {}
 
 
-class Sequence:
-    """One request at the engine, from `submit` until it is over."""
+class Load(NamedTuple):
+    """How busy the engines are together. usage: share of their KV blocks that are not free."""
 
-    __slots__ = ("id", "index", "mailbox", "on_end", "on_start")
-
-    def __init__(self, request_id: int, mailbox: Mailbox, index: int) -> None:
-        self.id = request_id
-        self.mailbox = mailbox
-        self.index = index
-        self.on_start: Callable[[], None] | None = None
-        self.on_end: Callable[[], None] | None = None
+    running: int
+    waiting: int
+    usage: float
 
 
 class EngineClient:
-    """Submits requests, hands out their tokens, fails them when the engine dies.
+    """Submits requests to the engine with the least work, hands out their tokens, moves them when their engine dies.
 
-    send: takes messages to the engine; must not block. info: set once the engine is ready.
+    A sequence goes on at another engine with its prompt and the tokens that it has: what its client sees is what it
+    would have seen. While no engine is there it waits, for at most `patience_s` seconds; after that, and once there
+    will never be one (`died`), it fails.
+
+    wanted: engines that there should be. seed: from which requests without a seed draw theirs. clock: seconds,
+    monotonic.
     """
 
-    def __init__(self, send: Callable[[ToEngine], None], metrics: Metrics) -> None:
-        self._send = send
+    def __init__(
+        self,
+        metrics: Metrics,
+        *,
+        wanted: int = 1,
+        seed: int = 0,
+        patience_s: float = PATIENCE_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._metrics = metrics
-        self._sequences: dict[int, Sequence] = {}
+        self._seeds = random.Random(seed)
+        self._patience_s = patience_s
+        self._clock = clock
+        self._replicas: dict[int, Replica] = {}
+        self._places: dict[int, Replica | None] = {}  # of each sequence, by id; None: it waits for an engine
+        self._waiting: dict[int, Sequence] = {}
+        self._dispatch = least_work()
+        self._gone = Snapshot.zero()  # what engines counted that are gone
+        self._joined = 0
         # Ids are ours alone: whatever ids clients choose, two requests never meet.
         self._ids = itertools.count(1)
-        self.info: Ready | None = None
-        self.stats = Stats(0, Snapshot.zero())
+        self.wanted = wanted
         self.dead = False
+        self._tell_replicas()
 
     @property
     def active(self) -> int:
-        """Sequences at the engine."""
-        return len(self._sequences)
+        """Sequences that are not over."""
+        return len(self._places)
+
+    @property
+    def alive(self) -> int:
+        """Engines that take requests."""
+        return len(self._replicas)
+
+    def load(self) -> Load:
+        """How busy the engines are, by what they told last."""
+        replicas = self._replicas.values()
+        stats = [replica.stats for replica in replicas]
+        blocks = sum(replica.info.device_blocks for replica in replicas)
+        return Load(
+            sum(one.running for one in stats),
+            sum(one.waiting for one in stats),
+            sum(one.blocks_used for one in stats) / blocks if blocks else 0.0,
+        )
+
+    # -- engines ------------------------------------------------------------------------------------------
+
+    def join(self, info: Ready, send: Callable[[ToEngine], None]) -> Replica:
+        """An engine takes requests from now on, those first that wait for one."""
+        number = next(number for number in itertools.count() if number not in self._replicas)
+        replica = self._replicas[number] = Replica(number, info, send)
+        self._dispatch.join(number, info.cost)
+        self._joined += 1
+        self._tell_replicas()
+        waiting, self._waiting = self._waiting, {}
+        for sequence in waiting.values():
+            assert sequence.patience is not None
+            sequence.patience.cancel()
+            self._place(sequence)
+        return replica
+
+    def lose(self, replica: Replica) -> int:
+        """An engine is gone: its sequences go on elsewhere. How many they are."""
+        if self._replicas.get(replica.number) is not replica:
+            return 0
+        del self._replicas[replica.number]
+        self._dispatch.leave(replica.number)
+        self._gone = merged([self._gone, replica.stats.metrics.at_rest()])
+        orphans, replica.sequences = replica.sequences, {}
+        self._metrics.moved(len(orphans))
+        self._tell_replicas()
+        self._tell_numbers()
+        for sequence in orphans.values():
+            self._place(sequence)
+        return len(orphans)
+
+    def died(self) -> None:
+        """There is no engine and never will be."""
+        self.dead = True
+        self.fail_all(engine_dead())
+        for replica in list(self._replicas.values()):
+            self.lose(replica)
+
+    def receive(self, replica: Replica, message: FromEngine) -> None:
+        """Take a message from an engine. What comes from one that was lost counts for nothing."""
+        if isinstance(message, Step):
+            self._deliver(replica, message)
+        elif isinstance(message, Stats):
+            if self._replicas.get(replica.number) is replica:
+                replica.stats = message
+                self._tell_numbers()
+        elif isinstance(message, Refused) and (sequence := replica.sequences.get(message.id)) is not None:
+            sequence.mailbox.fail(bad_request(message.text, message.param))
+            self._close(sequence, FinishReason.ABORT)
+
+    # -- sequences ----------------------------------------------------------------------------------------
 
     def submit(
         self,
@@ -106,56 +176,72 @@ class EngineClient:
     ) -> Sequence:
         """Start a sequence whose outputs go to `mailbox` as number `index`.
 
-        on_start: called when it first runs, if it does. on_end: called once when it is over, however that comes.
-        Raises the error for clients if the engine is dead.
+        on_start: called when it first runs, if it does, and again if it must start anew. on_end: called once when it is
+        over, however that comes. Raises the error for clients if no engine is there.
         """
         if self.dead:
             raise engine_dead()
-        sequence = Sequence(next(self._ids), mailbox, index)
+        if not self._replicas:
+            raise no_replica()
+        if params.seed is None:
+            params = replace(params, seed=self._seeds.getrandbits(63))
+        now = self._clock()
+        info = next(iter(self._replicas.values())).info
+        request = Request(
+            next(self._ids),
+            now,
+            prompt,
+            params.max_tokens or max(1, info.max_model_len - len(prompt)),
+            priority=priority,
+            deadline=math.inf if deadline_s is None else now + deadline_s,
+        )
+        sequence = Sequence(request, params, mailbox, index)
         sequence.on_start, sequence.on_end = on_start, on_end
-        self._sequences[sequence.id] = sequence
-        self._send(Add(sequence.id, prompt, params, priority, deadline_s))
+        self._place(sequence)
         return sequence
 
     def abort(self, sequences: list[Sequence]) -> None:
         """Give up those of the sequences that are not over; nothing more comes from them."""
-        ids = [sequence.id for sequence in sequences if sequence.id in self._sequences]
-        if ids:
-            for request_id in ids:
-                self._close(self._sequences[request_id])
-            if not self.dead:
-                self._send(Abort(ids))
+        self._end(sequences, FinishReason.ABORT)
+
+    def complete(self, sequence: Sequence) -> None:
+        """The sequence has all that its client wants, though its engine would go on."""
+        self._end([sequence], FinishReason.STOP)
 
     def fail_all(self, error: ApiError) -> None:
         """Give up everything: each waiting handler gets the error."""
-        sequences = list(self._sequences.values())
+        held = [replica.sequences for replica in self._replicas.values()]
+        sequences = [sequence for some in (*held, self._waiting) for sequence in some.values()]
         for sequence in sequences:
             sequence.mailbox.fail(error)
         self.abort(sequences)
 
-    def died(self) -> None:
-        """The engine process is gone."""
-        self.dead = True
-        self.stats = Stats(0, self.stats.metrics.at_rest())
-        self._metrics.engine(self.stats.metrics)
-        self.fail_all(engine_dead())
+    # -- inside -------------------------------------------------------------------------------------------
 
-    def receive(self, message: FromEngine) -> None:
-        """Take a message from the engine."""
-        if isinstance(message, Step):
-            self._deliver(message)
-        elif isinstance(message, Stats):
-            self.stats = message
-            self._metrics.engine(message.metrics)
-        elif isinstance(message, Refused):
-            if (sequence := self._sequences.get(message.id)) is not None:
-                sequence.mailbox.fail(bad_request(message.text, message.param))
-                self._close(sequence)
-        elif isinstance(message, Ready):
-            self.info = message
+    def _place(self, sequence: Sequence) -> None:
+        """Send the sequence to the engine with the least work, or let it wait for one."""
+        request, now = sequence.request, self._clock()
+        left = None if request.deadline == math.inf else max(0.0, request.deadline - now)
+        if not self._replicas:
+            wait = self._patience_s if left is None else min(left, self._patience_s)
+            sequence.patience = asyncio.get_running_loop().call_later(wait, self._lose_patience, sequence)
+            self._waiting[sequence.id] = sequence
+            self._places[sequence.id] = None
+            return
+        replica = self._replicas[self._dispatch.choose(request)]
+        replica.sequences[sequence.id] = sequence
+        self._places[sequence.id] = replica
+        replica.send(sequence.message(left, now - request.arrival))
 
-    def _deliver(self, step: Step) -> None:
-        sequences, details = self._sequences, step.details
+    def _lose_patience(self, sequence: Sequence) -> None:
+        if sequence.request.deadline <= self._clock():
+            sequence.mailbox.put(Output(sequence.index, None, None, FinishReason.DEADLINE))
+        else:
+            sequence.mailbox.fail(no_replica())
+        self._close(sequence, FinishReason.ABORT)
+
+    def _deliver(self, replica: Replica, step: Step) -> None:
+        sequences, details, generated = replica.sequences, step.details, self._dispatch.generated
         for request_id in step.started:
             if (sequence := sequences.get(request_id)) is not None and sequence.on_start is not None:
                 sequence.on_start()
@@ -164,17 +250,50 @@ class EngineClient:
             sequence = sequences.get(request_id)
             if sequence is None:  # aborted while the step ran
                 continue
+            request = sequence.request
+            request.output.append(token)
+            generated(request)
             reason = ended.pop(request_id, None) if ended else None
             detail = details.get(position) if details else None
             sequence.mailbox.put(Output(sequence.index, token, detail, reason))
             if reason is not None:
-                self._close(sequence)
+                self._close(sequence, reason)
         for request_id, reason in ended.items():
             if (sequence := sequences.get(request_id)) is not None:
                 sequence.mailbox.put(Output(sequence.index, None, None, reason))
-                self._close(sequence)
+                self._close(sequence, reason)
 
-    def _close(self, sequence: Sequence) -> None:
-        del self._sequences[sequence.id]
+    def _end(self, sequences: list[Sequence], reason: FinishReason) -> None:
+        gone: dict[Replica, list[int]] = {}
+        for sequence in sequences:
+            if sequence.id in self._places and (replica := self._close(sequence, reason)) is not None:
+                gone.setdefault(replica, []).append(sequence.id)
+        if not self.dead:
+            for replica, ids in gone.items():
+                replica.send(Abort(ids))
+
+    def _close(self, sequence: Sequence, reason: FinishReason) -> Replica | None:
+        """The sequence is over; which engine had it."""
+        replica = self._places.pop(sequence.id)
+        if replica is None:
+            del self._waiting[sequence.id]
+            assert sequence.patience is not None
+            sequence.patience.cancel()
+        else:
+            del replica.sequences[sequence.id]
+            self._dispatch.ended(sequence.request, reason)
         if sequence.on_end is not None:
             sequence.on_end()
+        return replica
+
+    def _tell_replicas(self) -> None:
+        self._metrics.replicas(self.wanted, self.alive, max(0, self._joined - self.wanted))
+
+    def _tell_numbers(self) -> None:
+        live = [replica.stats.metrics for replica in self._replicas.values()]
+        self._metrics.engine(merged(live, gone=self._gone))
+
+
+def no_replica() -> ApiError:
+    """503 while every engine is being started again."""
+    return unavailable("no replica of the engine is alive; they are being started again", "no_replica")

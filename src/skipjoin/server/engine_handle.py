@@ -6,7 +6,6 @@ import asyncio
 import logging
 import os
 import signal
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,16 +14,13 @@ import msgspec
 import zmq
 
 from skipjoin.config import EngineConfig
-from skipjoin.server.engine_client import EngineClient
+from skipjoin.server.channel import Channel
+from skipjoin.server.engine_client import EngineClient, Replica
+from skipjoin.server.engine_program import ENGINE_COMMAND, THREAD_WAITING, describe_end
 from skipjoin.server.messages import Failed, FromEngine, Progress, Ready, Setup, Shutdown, ToEngine
-from skipjoin.server.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
-ENGINE_COMMAND = (sys.executable, "-m", "skipjoin.server.engine_process")
-# How long OpenMP's threads spin for more work before they sleep. Its default, milliseconds, makes steps many times
-# slower as soon as anything else wants a core, this process included; who knows better sets the variable.
-_THREAD_WAITING = {"GOMP_SPINCOUNT": "2000"}
 # What an engine may take to end when told to, before it is killed.
 STOP_S = 5.0
 
@@ -34,29 +30,27 @@ class EngineStartError(RuntimeError):
 
 
 class EngineHandle:
-    """One engine process. `client` is the way to use it.
+    """One engine process, a child of this one. client: the way to use it.
 
     command: what to run. on_progress: called while it starts with what is being done and the share done.
     """
 
     def __init__(
         self,
-        metrics: Metrics,
+        client: EngineClient,
         *,
         command: Sequence[str] = ENGINE_COMMAND,
         on_progress: Callable[[str, float], None] = lambda what, share: None,
     ) -> None:
-        self.client = EngineClient(self._send, metrics)
+        self.client = client
         self.died = asyncio.Event()
         self._command = command
         self._on_progress = on_progress
-        self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(FromEngine)
         # Only this user may enter the socket's folder.
         self._folder = tempfile.TemporaryDirectory(prefix="skipjoin-")
         self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.PAIR)
-        self._socket.set_hwm(0)  # what is on its way is bounded by the queue's limits
+        self._channel: Channel | None = None
+        self._replica: Replica | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._watcher: asyncio.Task[None] | None = None
         self._ready: asyncio.Future[Ready] | None = None
@@ -71,13 +65,15 @@ class EngineHandle:
         """Start the process and wait until it takes requests. Raises `EngineStartError`."""
         loop = asyncio.get_running_loop()
         endpoint = f"ipc://{Path(self._folder.name) / 'engine'}"
-        self._socket.bind(endpoint)
+        zmq_socket = self._context.socket(zmq.PAIR)
+        zmq_socket.set_hwm(0)  # what is on its way is bounded by the queue's limits
+        zmq_socket.bind(endpoint)
+        self._channel = Channel(zmq_socket, self._receive)
         self._ready = loop.create_future()
-        loop.add_reader(self._signal(), self._read)
         self._process = await asyncio.create_subprocess_exec(
             *self._command,
             stdin=asyncio.subprocess.PIPE,
-            env={**_THREAD_WAITING, **os.environ},
+            env={**THREAD_WAITING, **os.environ},
             stdout=2,  # what libraries print is for the operator
             # Out of the terminal's group, so that Ctrl-C does not end it before its requests are done.
             start_new_session=True,
@@ -101,8 +97,8 @@ class EngineHandle:
                 await process.wait()
         if self._watcher is not None:
             await self._watcher
-            asyncio.get_running_loop().remove_reader(self._signal())
-        self._socket.close(linger=0)
+        if self._channel is not None:
+            self._channel.close()
         self._context.term()
         self._folder.cleanup()
 
@@ -111,50 +107,30 @@ class EngineHandle:
         if self._process is not None and self._process.returncode is None:
             self._process.send_signal(signal.SIGKILL)
 
-    def _signal(self) -> int:
-        """The file descriptor that becomes readable when the socket has news."""
-        return int(self._socket.getsockopt(zmq.FD))
-
     def _send(self, message: ToEngine) -> None:
-        self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
-        # The socket signals news only once, and sending may have taken the signal.
-        asyncio.get_running_loop().call_soon(self._read)
-
-    def _read(self) -> None:
-        """Take all messages that are there."""
-        while not self._socket.closed:
-            try:
-                frame = self._socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            try:
-                self._receive(self._decoder.decode(frame))
-            except Exception:
-                logger.exception("a message from the engine was not handled")
+        assert self._channel is not None
+        self._channel.send(message)  # what an engine that is gone does not take, `_watch` sees to
 
     def _receive(self, message: FromEngine) -> None:
         if isinstance(message, Progress):
             self._on_progress(message.what, message.share)
         elif isinstance(message, Failed):
             self._failure = message.text
-        else:
-            self.client.receive(message)
-            if isinstance(message, Ready) and self._ready is not None and not self._ready.done():
+        elif isinstance(message, Ready):
+            self._replica = self.client.join(message, self._send)
+            if self._ready is not None and not self._ready.done():
                 self._ready.set_result(message)
+        elif self._replica is not None:
+            self.client.receive(self._replica, message)
 
     async def _watch(self, process: asyncio.subprocess.Process) -> None:
         """Wait for the process to end, and tell everybody."""
         code = await process.wait()
-        self._read()  # its last words
+        assert self._channel is not None
+        self._channel.read()  # its last words
         self.client.died()
         self.died.set()
         if self._ready is not None and not self._ready.done():
-            self._ready.set_exception(EngineStartError(self._failure or _describe(code)))
+            self._ready.set_exception(EngineStartError(self._failure or describe_end(code)))
         elif self._failure is not None:
             logger.error("the engine failed: %s", self._failure)
-
-
-def _describe(code: int) -> str:
-    if code < 0:
-        return f"the engine process was killed by {signal.Signals(-code).name}"
-    return f"the engine process ended with exit code {code}"

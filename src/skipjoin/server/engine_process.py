@@ -25,7 +25,8 @@ def load_engine(setup: Setup, on_progress: OnProgress) -> tuple[Loop, Ready]:
             f"promoted, with at most {setup.config.max_live_requests} requests in the server",
             flush=True,
         )
-    return EngineLoop(engine), Ready(**{name: getattr(engine.info, name) for name in Ready.__struct_fields__})
+    facts = {name: getattr(engine.info, name) for name in Ready.__struct_fields__}
+    return EngineLoop(engine), Ready(**facts | {"cost": engine.info.cost.current})
 
 
 if __name__ == "__main__":

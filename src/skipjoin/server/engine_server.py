@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
@@ -26,11 +26,14 @@ from skipjoin.model.config import ModelError
 from skipjoin.observe.metrics import EngineMetrics
 from skipjoin.observe.timeline import Timeline
 from skipjoin.sampling import ParameterError, SamplingParams, TokenDetail
+from skipjoin.server.engine_program import ORPHANED
+from skipjoin.server.link import NoAnswerError, knock
 from skipjoin.server.messages import (
     Abort,
     Add,
     Failed,
     FromEngine,
+    Key,
     Progress,
     Ready,
     Refused,
@@ -61,6 +64,8 @@ class Loop(Protocol):
         *,
         priority: int = 0,
         deadline_s: float | None = None,
+        output: Sequence[int] = (),
+        age_s: float = 0.0,
     ) -> None: ...
     def abort(self, request_id: int) -> bool: ...
     @property
@@ -148,11 +153,16 @@ class Recorder:
 
 
 class EngineServer:
-    """Moves messages between the socket and the loop; owns neither's content."""
+    """Moves messages between the socket and the loop; owns neither's content.
 
-    def __init__(self, socket: zmq.Socket[bytes], parent: int) -> None:
+    parent: process id of who started this one. is_linked: whether the API process is there.
+    """
+
+    def __init__(self, socket: zmq.Socket[bytes], parent: int, is_linked: Callable[[], bool] = lambda: True) -> None:
         self._socket = socket
         self._parent = parent
+        self._is_linked = is_linked
+        self._is_cut = False
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
         self._told: Stats | None = None
@@ -160,13 +170,22 @@ class EngineServer:
         self._stopping = False
 
     def send(self, message: FromEngine) -> None:
-        """Queue a message to the API process; never blocks."""
-        self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
+        """Queue a message to the API process; never blocks. What nobody is there to take is lost."""
+        try:
+            self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            self._is_cut = True
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the API process is gone, or has given this one up."""
+        return self._is_cut or not self._is_linked()
 
     def run(self, loop: Loop, metrics: EngineMetrics, recorder: Recorder | None = None) -> None:
-        """Serve until told to stop or the parent is gone. metrics, recorder: told all that happens."""
+        """Serve until told to stop, or the parent or the API process is gone. metrics, recorder: told all that
+        happens."""
         digest = Digest()
-        while not self._stopping and os.getppid() == self._parent:
+        while not self._stopping and os.getppid() == self._parent and not self.is_alone:
             # Messages are taken between steps; only an idle engine waits for one.
             self._read_inbox(loop, wait=loop.idle)
             begin = time.monotonic()
@@ -215,6 +234,8 @@ class EngineServer:
                 message.params,
                 priority=message.priority,
                 deadline_s=message.deadline_s,
+                output=message.output,
+                age_s=message.age_s,
             )
         except ParameterError as error:
             self.send(Refused(message.id, error.param, str(error)))
@@ -238,11 +259,12 @@ def die_with_parent(parent: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
-        sys.exit("the API process is gone")
+        sys.exit("the process that started the engine is gone")
 
 
 def serve_engine(load: Load) -> int:
-    """Be the engine process, to its end: 0 if told to end, 1 if the engine could not start or failed.
+    """Be the engine process, to its end: 0 if told to end, 1 if the engine could not start or failed, or its link is
+    over, `ORPHANED` if nobody answers at the API process's door.
 
     The setup is read from standard input; `load` makes the loop from it.
     """
@@ -252,17 +274,20 @@ def serve_engine(load: Load) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     context = zmq.Context()
-    socket = context.socket(zmq.PAIR)
-    # Without a high-water mark a send never blocks; what is in flight is bounded by the requests admitted.
-    socket.set_hwm(0)
-    socket.connect(setup.endpoint)
-    server = EngineServer(socket, setup.parent)
+    try:
+        socket, is_linked = _connect(context, setup)
+    except NoAnswerError as error:
+        print(f"the engine ends: {error}", file=sys.stderr, flush=True)
+        return ORPHANED
+    server = EngineServer(socket, setup.parent, is_linked)
     recorder: Recorder | None = None
     try:
         if setup.config.timeline is not None:
             recorder = Recorder(setup.config.timeline)
         loop, ready = load(setup, lambda what, share: server.send(Progress(what, share)))
         server.send(ready)
+        if setup.ready_fd is not None:
+            os.write(setup.ready_fd, b".")
         metrics = EngineMetrics(
             device_blocks=ready.device_blocks, block_size=ready.block_size, block_bytes=ready.block_bytes
         )
@@ -270,7 +295,11 @@ def serve_engine(load: Load) -> int:
             server.run(loop, metrics, recorder)
         finally:
             loop.close()
+        if server.is_alone:
+            print("the engine ends: its link to the API process is over", file=sys.stderr, flush=True)
+        code = int(server.is_alone)
         socket.close(linger=0)
+        return code
     except (ConfigError, ModelError) as error:  # a setting or a model that cannot be used: its text says it all
         server.send(Failed(str(error)))
         socket.close(linger=1000)
@@ -283,5 +312,15 @@ def serve_engine(load: Load) -> int:
     finally:
         if recorder is not None:
             recorder.close()
-        context.term()
-    return 0
+        context.destroy(linger=0)
+
+
+def _connect(context: zmq.Context[zmq.Socket[bytes]], setup: Setup) -> tuple[zmq.Socket[bytes], Callable[[], bool]]:
+    """The socket to the API process, and whether that is there. Raises `NoAnswerError`."""
+    if isinstance(setup.at, Key):
+        return knock(context, setup.at)
+    socket = context.socket(zmq.PAIR)
+    # Without a high-water mark a send never blocks; what is in flight is bounded by the requests admitted.
+    socket.set_hwm(0)
+    socket.connect(setup.at)
+    return socket, lambda: True  # it is the parent, too

@@ -14,12 +14,13 @@ from starlette.types import Receive, Scope, Send
 
 from skipjoin.core.request import FinishReason
 from skipjoin.sampling import SamplingParams
-from skipjoin.server.engine_client import EngineClient, Mailbox
-from skipjoin.server.engine_client import Sequence as EngineSequence
+from skipjoin.server.engine_client import EngineClient
 from skipjoin.server.errors import ApiError, deadline_exceeded, unavailable
 from skipjoin.server.limits import Place
 from skipjoin.server.outputs import Choice
 from skipjoin.server.responses import Usage
+from skipjoin.server.sequences import Mailbox
+from skipjoin.server.sequences import Sequence as EngineSequence
 from skipjoin.server.service import Service, remaining, seed_of
 
 logger = logging.getLogger(__name__)
@@ -108,7 +109,7 @@ class Run:
             if choice.finish_reason is not None:
                 self.open -= 1
                 if output.reason is None:
-                    self._client.abort([self._sequences[index]])
+                    self._client.complete(self._sequences[index])
         return news
 
     def usage(self) -> Usage:

@@ -20,10 +20,10 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import uvloop
 
@@ -31,9 +31,12 @@ from skipjoin.config import EngineConfig, ServerConfig
 from skipjoin.model.config import ModelError
 from skipjoin.model.tokenizer import Tokenizer, load_tokenizer
 from skipjoin.server.app import build_app
-from skipjoin.server.engine_handle import ENGINE_COMMAND, EngineHandle, EngineStartError
+from skipjoin.server.engine_client import EngineClient
+from skipjoin.server.engine_handle import EngineHandle, EngineStartError
+from skipjoin.server.engine_program import ENGINE_COMMAND
 from skipjoin.server.errors import unavailable
 from skipjoin.server.http import HttpServer, listen
+from skipjoin.server.messages import Ready
 from skipjoin.server.metrics import Metrics
 from skipjoin.server.progress import ProgressDisplay
 from skipjoin.server.service import Service
@@ -43,9 +46,41 @@ DEATH_GRACE_S = 10.0
 # How often the drain looks whether all requests are done.
 _POLL_S = 0.05
 
+OnProgress = Callable[[str, float], None]
+
+
+class Engines(Protocol):
+    """What this server's sequences run on: one engine process, or several. died: set when there is none any more."""
+
+    died: asyncio.Event
+
+    async def start(self, config: EngineConfig) -> Ready:
+        """Start, and wait until requests are taken. Raises `EngineStartError`."""
+        ...
+
+    async def stop(self) -> None:
+        """End everything and release what belongs to it."""
+
+    def kill(self) -> None:
+        """End everything now, with whatever it does; `stop` follows."""
+
+
+# Makes the engines around a client, which is how they are used; on_progress: called with what is being done while they
+# start, and the share done.
+MakeEngines = Callable[[EngineClient, Sequence[str], OnProgress], Engines]
+
+
+def one_engine(client: EngineClient, command: Sequence[str], on_progress: OnProgress) -> Engines:
+    """A child process."""
+    return EngineHandle(client, command=command, on_progress=on_progress)
+
 
 def run_server(
-    engine_config: EngineConfig, server_config: ServerConfig, *, engine_command: Sequence[str] = ENGINE_COMMAND
+    engine_config: EngineConfig,
+    server_config: ServerConfig,
+    *,
+    engine_command: Sequence[str] = ENGINE_COMMAND,
+    make_engines: MakeEngines = one_engine,
 ) -> int:
     """Serve until told to end; the exit code. engine_command: the program that is the engine process."""
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -66,7 +101,7 @@ def run_server(
         _say(_explain(error, server_config))
         return EXIT_SETTING
     with listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(Server(engine_config, server_config, engine_command).run(listener))
+        return runner.run(Server(engine_config, server_config, engine_command, make_engines).run(listener))
 
 
 def _explain(error: OSError, config: ServerConfig) -> str:
@@ -82,14 +117,17 @@ def _say(text: str) -> None:
 class Server:
     """The parts of a running server and the order in which they start and end."""
 
-    def __init__(self, engine_config: EngineConfig, config: ServerConfig, engine_command: Sequence[str]) -> None:
-        # What the door lets in is all that the engine holds.
+    def __init__(
+        self, engine_config: EngineConfig, config: ServerConfig, command: Sequence[str], make_engines: MakeEngines
+    ) -> None:
+        # What the door lets in is all that an engine holds, and any one may come to hold it.
         self._engine_config = replace(engine_config, max_live_requests=config.max_queued_requests)
         self._config = config
         self._progress = ProgressDisplay()
         metrics = Metrics(config.metrics_compat)
-        self._engine = EngineHandle(metrics, command=engine_command, on_progress=self._progress.update)
-        self._service = Service(config, self._engine.client, metrics)
+        client = EngineClient(metrics, wanted=config.replicas, seed=engine_config.seed)
+        self._engine = make_engines(client, command, self._progress.update)
+        self._service = Service(config, client, metrics)
         self._http = HttpServer(build_app(self._service), max_header_bytes=config.max_header_bytes)
         self._signals = 0
         self._told = asyncio.Event()  # to end
@@ -163,12 +201,17 @@ class Server:
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         info = self._service.info
         print(
-            f"Ready: {self._service.name} at {url} (recipe {info.recipe}, context {info.max_model_len} tokens, "
+            f"Ready: {self._service.name} at {url} ({self._count()}recipe {info.recipe}, "
+            f"context {info.max_model_len} tokens, "
             f"{info.device_blocks} KV blocks of {info.block_size} and {info.host_blocks} on the host, "
             f"{info.dtype} on {info.device})\n"
             f"Try: {self._example(url)}",
             flush=True,
         )
+
+    def _count(self) -> str:
+        replicas = self._config.replicas
+        return f"{replicas} replicas, each with " if replicas > 1 else ""
 
     def _example(self, url: str) -> str:
         """A command that shows that it works."""

@@ -40,8 +40,11 @@ class EngineLoop:
         *,
         priority: int = 0,
         deadline_s: float | None = None,
+        output: Sequence[int] = (),
+        age_s: float = 0.0,
     ) -> None:
-        """Take a request. deadline_s: seconds from now after which it is given up.
+        """Take a request. deadline_s: seconds from now after which it is given up. output: what another engine has
+        generated of it, after which it goes on. age_s: seconds since it first arrived anywhere.
 
         Raises `ParameterError` for a prompt that is empty, too long or has unknown token ids, and for max_tokens
         beyond the context; `RequestTooLargeError` if the KV pool cannot hold it.
@@ -53,7 +56,7 @@ class EngineLoop:
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
         request = Request(
             request_id,
-            now,
+            now - age_s,
             prompt,
             self._max_tokens(prompt, params),
             min_tokens=params.min_tokens,
@@ -61,6 +64,7 @@ class EngineLoop:
             priority=priority,
             deadline=now + deadline_s if deadline_s is not None else math.inf,
             sampling=Sampling(params, seed, eos),
+            output=list(output),
         )
         self.core.add(request, now)
 

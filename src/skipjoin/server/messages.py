@@ -9,31 +9,52 @@ import msgspec
 
 from skipjoin.config import EngineConfig
 from skipjoin.observe.metrics import Snapshot
+from skipjoin.policies.cost import LinearCost
 from skipjoin.sampling import SamplingParams, TokenDetail
+
+
+class Key(msgspec.Struct, frozen=True):
+    """What opens the API process's door to an engine: see `link`. host, port: where it is. server: its public key;
+    public, secret: the engines' pair, all three in Z85."""
+
+    host: str
+    port: int
+    server: str
+    public: str
+    secret: str
 
 
 class Setup(msgspec.Struct, frozen=True):
     """The engine process's whole input, as JSON on its standard input.
 
-    endpoint: the socket's address. parent: process id of the API process; the engine ends when it is gone.
+    at: the address of the API process's socket on this machine, or the key to its door. parent: process id of who
+    started the engine; it ends when that is gone. ready_fd: a file descriptor that gets a byte once the engine takes
+    requests.
     """
 
     config: EngineConfig
-    endpoint: str
+    at: str | Key
     parent: int
+    ready_fd: int | None = None
 
 
 # -- to the engine --------------------------------------------------------------------------------------------
 
 
 class Add(msgspec.Struct, frozen=True, tag="add", array_like=True):
-    """A request. id: unique for the life of the engine. deadline_s: seconds from its arrival at the engine."""
+    """A request. id: unique for the life of the engine. deadline_s: seconds from its arrival at the engine.
+
+    output: what another engine has generated of it; this one goes on after that. age_s: seconds since it arrived at the
+    first engine.
+    """
 
     id: int
     prompt: list[int]
     params: SamplingParams
     priority: int = 0
     deadline_s: float | None = None
+    output: list[int] = []
+    age_s: float = 0.0
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort", array_like=True):
@@ -63,7 +84,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready", array_like=True):
     """The engine takes requests; what there is to know about it.
 
     folder: where the tokenizer lies. max_model_len: most tokens of prompt and output together. device_blocks,
-    host_blocks: KV blocks of block_size tokens and block_bytes bytes on each tier.
+    host_blocks: KV blocks of block_size tokens and block_bytes bytes on each tier. cost: of steps, at the start.
     """
 
     model: str
@@ -77,6 +98,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready", array_like=True):
     recipe: str
     dtype: str
     device: str
+    cost: LinearCost
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed", array_like=True):

@@ -25,9 +25,13 @@ class Metrics(Collector):
         self._in_vllm = compat == "vllm"
         self._engine = Snapshot.zero()
         self._door = [metric.zero() for metric in DOOR_METRICS]
-        rejected, choices = DOOR_METRICS
+        rows = {metric.name: (metric, row) for metric, row in zip(DOOR_METRICS, self._door, strict=True)}
+        rejected, self._refusals = rows["admission_rejected_total"]
         self._rejected = dict(zip(rejected.values, range(len(rejected.values)), strict=True))
-        self._choices = Histogram(choices.buckets, self._door[1])
+        choices, row = rows["request_params_n"]
+        self._choices = Histogram(choices.buckets, row)
+        self._replicas = [rows[f"replica{name}"][1] for name in ("s", "s_alive", "_restarts_total")]
+        self._moved = rows["requests_moved_total"][1]
         self._model = ""
         self._config: dict[str, str] | None = None
         self._registry = CollectorRegistry()
@@ -35,7 +39,7 @@ class Metrics(Collector):
 
     def rejected(self, reason: str) -> None:
         """A request was refused; reason: a label value of `admission_rejected_total`."""
-        self._door[0][self._rejected[reason]] += 1
+        self._refusals[self._rejected[reason]] += 1
 
     def choices(self, n: int) -> None:
         """A prompt was accepted, to be continued `n` times."""
@@ -52,8 +56,17 @@ class Metrics(Collector):
         }
 
     def engine(self, snapshot: Snapshot) -> None:
-        """The engine told its numbers."""
+        """What all engines together count."""
         self._engine = snapshot
+
+    def replicas(self, wanted: int, alive: int, restarts: int) -> None:
+        """How many engines there should be, how many there are, and how many took the place of one that died."""
+        for row, number in zip(self._replicas, (wanted, alive, restarts), strict=True):
+            row[0] = number
+
+    def moved(self, requests: int) -> None:
+        """So many requests lost their engine."""
+        self._moved[0] += requests
 
     def collect(self) -> Iterator[Family]:
         """All metrics as of now, for the registry."""

@@ -17,7 +17,7 @@ from skipjoin.config import ServerConfig
 from skipjoin.model.config import ModelError
 from skipjoin.model.tokenizer import Tokenizer
 from skipjoin.sampling import SEED_MIN, ParameterError, SamplingParams
-from skipjoin.server.engine_client import EngineClient
+from skipjoin.server.engine_client import EngineClient, no_replica
 from skipjoin.server.errors import (
     bad_request,
     deadline_exceeded,
@@ -98,10 +98,17 @@ class Service:
         return self._tokenizer
 
     def check_alive(self) -> None:
-        """503 unless the engine is up."""
+        """503 unless an engine is up."""
         if self.client.dead:
             raise engine_dead()
         _ = self.info
+        if not self.client.alive:
+            raise no_replica()
+
+    def count_replicas(self) -> dict[str, int]:
+        """How many engines are up of how many; nothing where one is all that there should be."""
+        client = self.client
+        return {"replicas_alive": client.alive, "replicas": client.wanted} if client.wanted > 1 else {}
 
     def check_open(self) -> None:
         """503 unless work is taken."""

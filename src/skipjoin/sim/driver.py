@@ -11,7 +11,7 @@ from skipjoin.core.engine import EngineCore
 from skipjoin.core.events import Event
 from skipjoin.core.request import Request
 from skipjoin.exec.simulated import SimulatedExecutor, SimulatedHandle
-from skipjoin.sim.dispatch import Dispatch
+from skipjoin.policies.dispatch import Dispatch
 
 
 class StalledError(RuntimeError):

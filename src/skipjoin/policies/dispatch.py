@@ -1,0 +1,166 @@
+"""Dispatch rules: which replica takes a request. The simulator and the server share them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from skipjoin.core.events import Event, Finished, Token
+from skipjoin.core.policy import CostModel, LengthPredictor
+from skipjoin.core.request import FinishReason, Request
+from skipjoin.core.step import StepShape
+from skipjoin.policies.predictors import LearntLength
+
+# Work is compared between busy replicas: a token is priced as its share of a step of this many decodes, a prompt as
+# what it adds to that step.
+_TYPICAL_BATCH = 32
+# Who ended so has generated what it was to generate.
+_OWN_ENDS = (FinishReason.STOP, FinishReason.LENGTH)
+
+
+class Dispatch(Protocol):
+    """Chooses a replica for each request as it arrives."""
+
+    def choose(self, request: Request) -> int:
+        """The number of the replica that takes the request."""
+        ...
+
+    def observe(self, replica: int, events: Sequence[Event]) -> None:
+        """What happened on a replica."""
+
+
+class RoundRobin:
+    """One replica after the other, from 0."""
+
+    def __init__(self, replicas: int) -> None:
+        self._replicas = replicas
+        self._next = 0
+
+    def choose(self, request: Request) -> int:
+        chosen = self._next
+        self._next = (chosen + 1) % self._replicas
+        return chosen
+
+    def observe(self, replica: int, events: Sequence[Event]) -> None:
+        pass
+
+
+class _Prices:
+    """What work costs on one replica, in seconds. cost: as its engine told it."""
+
+    __slots__ = ("_batch_s", "_cost", "token_s")
+
+    def __init__(self, cost: CostModel) -> None:
+        self._cost = cost
+        self._batch_s = cost.step(StepShape(decodes=_TYPICAL_BATCH, context=_TYPICAL_BATCH))
+        self.token_s = self._batch_s / _TYPICAL_BATCH
+
+    def prefill_s(self, tokens: int) -> float:
+        pairs = tokens * (tokens + 1) // 2
+        return self._cost.step(StepShape(tokens, pairs, _TYPICAL_BATCH, _TYPICAL_BATCH)) - self._batch_s
+
+
+class _Left:
+    """What a request still has to do. prefill_s: seconds of its prompt, 0 once computed. tokens: that it is expected to
+    generate, each of token_s seconds."""
+
+    __slots__ = ("prefill_s", "replica", "token_s", "tokens")
+
+    def __init__(self, replica: int, prefill_s: float, token_s: float, tokens: int) -> None:
+        self.replica = replica
+        self.prefill_s = prefill_s
+        self.token_s = token_s
+        self.tokens = tokens
+
+
+class LeastWork:
+    """The replica with the least estimated work left, in seconds: prompts to compute and tokens to generate; among
+    equals the first. Replicas may come and go.
+
+    predictor: how many tokens a request will generate; asked again when a request has passed that. learn: told of
+    every request that came to its own end.
+    """
+
+    def __init__(
+        self, predictor: LengthPredictor, *, learn: Callable[[Request], object] = lambda request: None
+    ) -> None:
+        self._predictor = predictor
+        self._learn = learn
+        self._prices: dict[int, _Prices] = {}
+        self._work: dict[int, float] = {}
+        self._left: dict[Request, _Left] = {}
+
+    def join(self, replica: int, cost: CostModel) -> None:
+        """A replica takes requests from now on; it has none yet. cost: prices its work."""
+        self._prices[replica] = _Prices(cost)
+        self._work[replica] = 0.0
+
+    def leave(self, replica: int) -> None:
+        """A replica takes no more requests, and has none any more."""
+        del self._prices[replica], self._work[replica]
+        self._left = {request: left for request, left in self._left.items() if left.replica != replica}
+
+    def work(self, replica: int) -> float:
+        """Seconds of estimated work that a replica has left."""
+        return self._work[replica]
+
+    def choose(self, request: Request) -> int:
+        chosen = min(self._work, key=lambda replica: (self._work[replica], replica))
+        prices, generated = self._prices[chosen], len(request.output)
+        # Tokens that it brings along are computed with its prompt.
+        left = _Left(
+            chosen,
+            prices.prefill_s(len(request.prompt) + generated),
+            prices.token_s,
+            max(1, self._predictor.predict(request) - generated),
+        )
+        self._left[request] = left
+        self._work[chosen] += left.prefill_s + left.tokens * left.token_s
+        return chosen
+
+    def generated(self, request: Request) -> None:
+        """The request got a token; its `output` has it."""
+        left = self._left[request]
+        change = left.prefill_s + left.token_s
+        left.prefill_s = 0.0
+        left.tokens -= 1
+        if left.tokens == 0:  # longer than predicted, unless it ends now
+            left.tokens = max(1, self._predictor.predict(request) - len(request.output))
+            change -= left.tokens * left.token_s
+        self._work[left.replica] -= change
+
+    def ended(self, request: Request, reason: FinishReason) -> None:
+        """The request is over."""
+        left = self._left.pop(request)
+        self._work[left.replica] -= left.prefill_s + left.tokens * left.token_s
+        if reason in _OWN_ENDS:
+            self._learn(request)
+
+    def observe(self, replica: int, events: Sequence[Event]) -> None:
+        for event in events:
+            if isinstance(event, Token):
+                self.generated(event.request)
+            elif isinstance(event, Finished):
+                self.ended(event.request, event.reason)
+
+
+DISPATCH_RULES = ("round-robin", "least-work", "least-work-oracle")
+
+
+def make_dispatch(name: str, replicas: int, cost: CostModel, oracle: LengthPredictor) -> Dispatch:
+    """The rule called `name`, one of `DISPATCH_RULES`: `least-work` learns lengths from requests that ended, as the
+    server does, `least-work-oracle` has them from the oracle. Raises ValueError for another name."""
+    if name == "round-robin":
+        return RoundRobin(replicas)
+    if name not in DISPATCH_RULES:
+        raise ValueError(f"dispatch must be one of {', '.join(DISPATCH_RULES)}, got {name!r}")
+    rule = least_work() if name == "least-work" else LeastWork(oracle)
+    for replica in range(replicas):
+        rule.join(replica, cost)
+    return rule
+
+
+def least_work() -> LeastWork:
+    """Least work by lengths that are learnt from the requests that ended."""
+    lengths = LearntLength()
+    return LeastWork(lengths, learn=lengths.learn)

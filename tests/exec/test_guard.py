@@ -1,0 +1,56 @@
+"""A guard ends what its process leaves behind, and nothing else."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc")
+
+# It starts two processes that are nobody's children, one of which writes into the folder, and tells their ids.
+PROGRAM = """
+import pathlib, subprocess, sys
+from skipjoin.exec.guard import Guard
+
+def detach(log):
+    code = "import subprocess, sys; p = subprocess.Popen(['sleep', '60'], stdout=open(sys.argv[1], 'w')); print(p.pid)"
+    made = subprocess.run([sys.executable, "-c", code, log], stdout=subprocess.PIPE, text=True, start_new_session=True)
+    return made.stdout.strip()
+
+folder = pathlib.Path(sys.argv[1])
+guard = Guard(folder)
+print(detach(str(folder / "log")), detach("/dev/null"), flush=True)
+log = open(folder / "own", "w")
+sys.stdin.readline()
+guard.close()
+print("it has not ended itself", flush=True)
+"""
+
+
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_who_writes_into_the_folder_ends_with_the_process(tmp_path: Path, is_killed: bool) -> None:
+    folder = tmp_path / "cluster"
+    folder.mkdir()
+    command = [sys.executable, "-c", PROGRAM, str(folder)]
+    parent = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    inside, outside = (psutil.Process(int(number)) for number in parent.stdout.readline().split())
+    guards = psutil.Process(parent.pid).children()
+    try:
+        assert len(guards) == 1
+        assert inside.is_running()
+        if is_killed:
+            parent.kill()
+        last, _ = parent.communicate("\n")
+        assert last == ("" if is_killed else "it has not ended itself\n")
+        _, left = psutil.wait_procs([*guards, inside], timeout=5)
+        assert not left
+        assert not folder.exists()
+        assert outside.is_running()
+        assert outside.status() != psutil.STATUS_ZOMBIE
+    finally:
+        outside.kill()

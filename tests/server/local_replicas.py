@@ -1,0 +1,112 @@
+"""A replica set without Ray: real engine processes over real links, and a keeper that starts them again."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+from server_worlds import HERE
+
+from skipjoin.config import EngineConfig
+from skipjoin.exec.keeper import Needs
+from skipjoin.server.engine_client import EngineClient
+from skipjoin.server.metrics import Metrics
+from skipjoin.server.replica import EngineReplica
+from skipjoin.server.replicas import ReplicaSet
+
+
+class LocalKeeper:
+    """`skipjoin.exec.keeper.Keeper` on this machine, in this process. It starts again who ends, unless `rests`."""
+
+    name = "tests"
+
+    def __init__(self) -> None:
+        self.replicas: list[EngineReplica] = []
+        self.rests = False
+        self._arguments: tuple[Any, ...] = ()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._is_over = threading.Event()
+
+    def deploy(self, kind: type, arguments: tuple[Any, ...], *, replicas: int, needs: Needs) -> None:
+        self._arguments = arguments
+        self._count = replicas
+        self._thread.start()
+
+    def trouble(self) -> str | None:
+        return None
+
+    def close(self) -> None:
+        self._is_over.set()
+        self._thread.join()
+        for replica in self.replicas:
+            replica.__del__()
+
+    def _watch(self) -> None:
+        # One thread starts all engines, because they end with it.
+        while not self._is_over.wait(0.02):
+            if self.rests:
+                continue
+            for replica in list(self.replicas):
+                with contextlib.suppress(RuntimeError):
+                    replica.check_health()
+                    continue
+                self.replicas.remove(replica)
+            if len(self.replicas) < self._count:
+                with contextlib.suppress(RuntimeError):  # an engine that does not start is tried again
+                    self.replicas.append(EngineReplica(*self._arguments))
+
+
+class LocalCluster:
+    """`skipjoin.exec.cluster.Cluster` of nothing."""
+
+    ip = "127.0.0.1"
+
+    def close(self) -> None:
+        pass
+
+
+class LocalReplicas(ReplicaSet):
+    """Engines are processes of this machine, children of this process."""
+
+    def __init__(self, client: EngineClient, metrics: Metrics, command: tuple[str, ...]) -> None:
+        super().__init__(client, command, lambda what, share: self.progress.append(what))
+        self.progress: list[str] = []
+        self.client = client
+        self.metrics = metrics
+        self.keeper = LocalKeeper()
+
+    def _enter(self, needs: Needs) -> None:
+        self._cluster = LocalCluster()  # type: ignore[assignment]
+        self._keeper = self.keeper  # type: ignore[assignment]
+
+    @property
+    def engines(self) -> list[psutil.Process]:
+        """The engine processes that live, oldest first."""
+        children = psutil.Process().children()
+        alive = [child for child in children if child.status() != psutil.STATUS_ZOMBIE]
+        return sorted(
+            (child for child in alive if "simulated_engine" in str(child.cmdline())), key=psutil.Process.create_time
+        )
+
+
+@contextlib.asynccontextmanager
+async def local_replicas(
+    folder: Path, replicas: int, step_s: float = 0.002, **settings: Any
+) -> AsyncIterator[LocalReplicas]:
+    """So many simulated engines behind a client; gone afterwards."""
+    command = (sys.executable, str(HERE / "simulated_engine.py"), str(folder), str(step_s), "4096", "512")
+    metrics = Metrics()
+    found = LocalReplicas(EngineClient(metrics, wanted=replicas, **settings), metrics, command)
+    try:
+        await found.start(EngineConfig(threads=1))
+        yield found
+    finally:
+        engines = found.engines
+        await found.stop()
+        _, alive = psutil.wait_procs(engines, timeout=5)
+        assert not alive

@@ -1,0 +1,131 @@
+"""A request that another engine began: its tokens, their scores and its end are those of an engine that did it all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+
+from skipjoin.assembly import assemble
+from skipjoin.config import EngineConfig
+from skipjoin.core.events import Event, Finished, Token
+from skipjoin.core.request import Request
+from skipjoin.observe.metrics import EngineMetrics, Snapshot, merged
+from skipjoin.sampling import SamplingParams, TokenDetail
+from skipjoin.server.loop import EngineLoop
+
+PROMPT = list(range(40, 60))
+PARAMS: list[dict[str, Any]] = [
+    {"temperature": 0, "max_tokens": 12, "ignore_eos": True, "logprobs": 3},
+    {"temperature": 1.3, "seed": 11, "max_tokens": 12, "ignore_eos": True, "logprobs": 1},
+    {"temperature": 0.8, "seed": -5, "max_tokens": 12, "min_tokens": 9, "presence_penalty": 1.5, "top_p": 0.9},
+    {
+        "temperature": 0,
+        "max_tokens": 12,
+        "ignore_eos": True,
+        "frequency_penalty": 0.7,
+        "repetition_penalty": 1.4,
+        "logit_bias": {7: 3.0},
+    },
+]
+
+
+class Outcome(NamedTuple):
+    """What came of a request."""
+
+    tokens: list[int]
+    details: list[TokenDetail]
+    reason: str
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[EngineLoop]:
+    """One real engine; those that begin a request and those that go on with it are alike."""
+    loop = EngineLoop(assemble(EngineConfig(profile="off", kv_cache_gib=0.02, swap_space_gib=0, threads=1)))
+    yield loop
+    loop.close()
+
+
+def run(loop: EngineLoop, params: SamplingParams, output: list[int], events: list[Event] | None = None) -> Outcome:
+    """events: gets all that happens."""
+    loop.add(len(events or ()) + 1, PROMPT, params, output=output, age_s=1.5 if output else 0.0)
+    tokens: list[int] = []
+    details: list[TokenDetail] = []
+    while True:
+        for event in (new := loop.step()):
+            if isinstance(event, Token):
+                tokens.append(event.token)
+                details.append(event.detail)  # type: ignore[arg-type]
+            elif isinstance(event, Finished):
+                reason = event.reason.value
+        if events is not None:
+            events.extend(new)
+        if not loop.core.requests:
+            return Outcome(tokens, details, reason)
+
+
+@pytest.mark.parametrize("fields", PARAMS, ids=[str(number) for number in range(len(PARAMS))])
+def test_from_every_token_on_it_is_the_same(engine: EngineLoop, fields: dict[str, Any]) -> None:
+    params = SamplingParams(**fields)
+    whole = run(engine, params, [])
+    assert len(whole.tokens) > 8
+    for known in range(1, len(whole.tokens)):
+        rest = run(engine, params, whole.tokens[:known])
+        assert rest.tokens == whole.tokens[known:]
+        assert rest.reason == whole.reason
+        if params.logprobs is not None:
+            for ours, theirs in zip(rest.details, whole.details[known:], strict=True):
+                assert ours.chosen.token == theirs.chosen.token
+                assert ours.chosen.logprob == pytest.approx(theirs.chosen.logprob, abs=1e-4)
+                assert [token for token, _ in ours.chosen.top] == [token for token, _ in theirs.chosen.top]
+
+
+def test_a_stop_token_counts_only_after_min_tokens_in_all(engine: EngineLoop) -> None:
+    """Those that came along count, too."""
+    greedy = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
+    tokens = run(engine, SamplingParams(**greedy), []).tokens
+    params = SamplingParams(**greedy, min_tokens=6, stop_token_ids=(tokens[7],))
+    whole = run(engine, params, [])
+    assert whole.reason in ("stop", "length")
+    for known in range(1, len(whole.tokens)):
+        assert run(engine, params, whole.tokens[:known]) == (
+            whole.tokens[known:],
+            whole.details[known:],
+            whole.reason,
+        )
+
+
+def test_it_is_counted_once(engine: EngineLoop) -> None:
+    """One engine dies after four of nine tokens, another one goes on: together they count what one would have."""
+
+    def counted(parts: list[list[Event]]) -> Snapshot:
+        snapshots = []
+        for part in parts:
+            metrics = EngineMetrics(device_blocks=10, block_size=16, block_bytes=1)
+            metrics.observe(part)
+            snapshots.append(metrics.snapshot())
+        return merged(snapshots[-1:], gone=snapshots[0].at_rest() if len(parts) > 1 else None)
+
+    params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+    alone: list[Event] = []
+    tokens = run(engine, params, [], alone).tokens
+    fourth = [index for index, event in enumerate(alone) if isinstance(event, Token)][3]
+    after: list[Event] = []
+    run(engine, params, tokens[:4], after)
+    one, two = counted([alone]), counted([alone[: fourth + 1], after])
+    for name in ("prompt_tokens_total", "generation_tokens_total", "request_success_total"):
+        assert two.row(name) == one.row(name)
+    for name in ("request_prompt_tokens", "request_generation_tokens", "request_params_max_tokens"):
+        assert two.row(name) == one.row(name)
+    for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds"):
+        assert sum(two.row(name)[:-1]) == sum(one.row(name)[:-1]) == 1
+    assert two.row("e2e_request_latency_seconds")[-1] >= 1.5  # since its first arrival
+    for name in ("request_queue_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds"):
+        assert sum(two.row(name)) == 0  # no engine saw all of it
+    assert sum(two.row("inter_token_latency_seconds")[:-1]) == 7  # all gaps but the one between the engines
+
+
+def test_what_is_complete_is_refused() -> None:
+    with pytest.raises(ValueError, match="generated already"):
+        Request(1, 0.0, [1], 2, output=[5, 6])

@@ -1,0 +1,356 @@
+"""Engines die and come back under requests: what clients see is what they would have seen."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import httpx
+import pytest
+from server_worlds import BLOCKS, COST, Api, MakeApi, ScriptedEngine
+from tiny_model import EOS
+
+from skipjoin.core.request import FinishReason
+from skipjoin.sampling import SamplingParams
+from skipjoin.server.engine_client import EngineClient
+from skipjoin.server.errors import ApiError
+from skipjoin.server.messages import Ready, Refused, Step
+from skipjoin.server.metrics import Metrics
+from skipjoin.server.outputs import Output
+from skipjoin.server.sequences import Mailbox, Sequence
+
+pytestmark = pytest.mark.anyio
+
+READY = Ready("tiny", "", 512, 300, BLOCKS, 0, 16, 1024, "fcfs", "none", "none", COST)
+PROMPT = [7, 8, 9, 10]
+
+
+class Clock:
+    """A clock that moves when told to."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class World:
+    """A client over paused engines."""
+
+    def __init__(self, engines: int = 2, **settings: Any) -> None:
+        self.clock = Clock()
+        self.metrics = Metrics()
+        self.client = EngineClient(self.metrics, wanted=engines, clock=self.clock, **settings)
+        self.engines = [self.new_engine() for _ in range(engines)]
+        self.mailbox = Mailbox()
+        self.ended: list[int] = []
+
+    def new_engine(self) -> ScriptedEngine:
+        engine = ScriptedEngine(self.client)
+        engine.paused = True
+        engine.join(READY)
+        return engine
+
+    def submit(self, index: int = 0, prompt: list[int] = PROMPT, **options: Any) -> Sequence:
+        params = options.pop("params", None) or SamplingParams(max_tokens=options.pop("max_tokens", 10))
+        on_end: Callable[[], None] = lambda: self.ended.append(index)  # noqa: E731
+        return self.client.submit(self.mailbox, index, prompt, params, on_end=on_end, **options)
+
+    def home(self) -> ScriptedEngine:
+        """The engine that has the only request."""
+        (engine,) = [engine for engine in self.engines if engine.live]
+        return engine
+
+    def taken(self) -> list[Output]:
+        """All that came by now."""
+        items, self.mailbox._items = self.mailbox._items, []
+        return items
+
+
+async def test_at_whichever_token_the_engine_dies_the_output_is_the_same() -> None:
+    """Before the first token, after each one, and twice in a row."""
+    for tokens in range(10):
+        for deaths in (1, 2):
+            world = World(engines=3)
+            world.submit(max_tokens=10)
+            for _ in range(tokens):
+                world.home().step()
+            for _ in range(deaths):
+                world.home().die()
+            assert world.client.alive == 3 - deaths
+            home = world.home()
+            (add,) = home.added
+            assert add.output == [PROMPT[n % 4] for n in range(tokens)]
+            while home.live:
+                home.step()
+            outputs = world.taken()
+            assert [output.token for output in outputs] == [PROMPT[n % 4] for n in range(10)]
+            assert [output.reason for output in outputs] == [None] * 9 + [FinishReason.LENGTH]
+            assert world.ended == [0]
+            assert world.client.active == 0
+
+
+async def test_an_engine_that_dies_after_the_last_token_is_not_asked_again() -> None:
+    world = World()
+    world.submit(max_tokens=3)
+    home = world.home()
+    for _ in range(3):
+        home.step()
+    home.die()
+    assert not any(engine.live for engine in world.engines)
+    assert [output.reason for output in world.taken()] == [None, None, FinishReason.LENGTH]
+    assert world.ended == [0]
+
+
+async def test_what_goes_along() -> None:
+    """Seed, priority, what is left of the deadline, the age; prompt scores only while they were not told."""
+    world = World()
+    params = SamplingParams(max_tokens=9, logprobs=1, prompt_logprobs=2)
+    world.submit(params=params, priority=-3, deadline_s=30.0)
+    first = world.home()
+    world.clock.now += 4.0
+    first.die()
+    second = world.home()
+    second.step()
+    world.clock.now += 5.0
+    world.engines.append(world.new_engine())
+    second.die()
+    begun, anew, further = first.added[0], second.added[0], world.home().added[0]
+    assert begun.params.seed is not None
+    assert begun.params.seed == anew.params.seed == further.params.seed
+    assert (anew.priority, further.priority) == (-3, -3)
+    assert (begun.deadline_s, anew.deadline_s, further.deadline_s) == (30.0, 26.0, 21.0)
+    assert (begun.age_s, anew.age_s, further.age_s) == (0.0, 4.0, 9.0)
+    assert anew.params == begun.params
+    assert (further.params.prompt_logprobs, further.params.logprobs) == (None, 1)
+    assert further.output == PROMPT[:1]
+
+
+async def test_seeds_are_drawn_once_and_the_same_every_time() -> None:
+    def seeds() -> list[int | None]:
+        world = World(engines=1, seed=5)
+        for index in range(3):
+            world.submit(index)
+        world.submit(3, params=SamplingParams(seed=77))
+        return [add.params.seed for add in world.engines[0].added]
+
+    assert seeds() == seeds()
+    assert len(set(seeds())) == 4
+    assert seeds()[3] == 77
+
+
+async def test_words_of_a_dead_engine_count_for_nothing() -> None:
+    world = World()
+    sequence = world.submit()
+    first = world.home()
+    first.die()
+    first.tell(Step([sequence.id], [99], {}, [(sequence.id, "length")], []))
+    first.tell(Refused(sequence.id, None, "no"))
+    assert world.taken() == []
+    world.home().step()
+    assert [output.token for output in world.taken()] == PROMPT[:1]
+
+
+async def test_a_request_that_is_given_up_does_not_move() -> None:
+    world = World()
+    sequence = world.submit()
+    first = world.home()
+    world.client.abort([sequence])
+    assert first.aborted == [sequence.id]
+    first.die()
+    assert not any(engine.live for engine in world.engines)
+    assert world.client.active == 0
+
+
+async def test_who_waits_for_an_engine_takes_the_first_that_comes() -> None:
+    world = World()
+    for index in range(4):
+        world.submit(index)
+    for engine in world.engines:
+        engine.step()
+    for engine in list(world.engines):
+        engine.die()
+    assert (world.client.alive, world.client.active) == (0, 4)
+    with pytest.raises(ApiError, match="no replica") as refused:
+        world.submit(9)
+    assert refused.value.status == 503
+    late = world.new_engine()
+    assert sorted(add.id for add in late.added) == [1, 2, 3, 4]
+    while late.live:
+        late.step()
+    outputs = world.taken()
+    by_index = {index: [output.token for output in outputs if output.choice == index] for index in range(4)}
+    assert by_index == {index: [PROMPT[n % 4] for n in range(10)] for index in range(4)}
+
+
+async def test_an_engine_that_comes_and_dies_while_others_wait() -> None:
+    world = World(engines=1)
+    world.submit()
+    world.engines[0].step()
+    world.engines[0].die()
+    world.new_engine().die()
+    last = world.new_engine()
+    assert last.added[0].output == PROMPT[:1]
+    assert world.client.active == 1
+
+
+async def test_who_is_given_up_while_it_waits_is_gone() -> None:
+    world = World(engines=1)
+    sequence = world.submit()
+    world.engines[0].die()
+    world.client.abort([sequence])
+    assert world.ended == [0]
+    assert world.new_engine().added == []
+
+
+async def test_patience_has_an_end() -> None:
+    world = World(engines=1, patience_s=0.01)
+    world.submit()
+    world.engines[0].die()
+    with pytest.raises(ApiError, match="no replica"):
+        await world.mailbox.get()
+    assert world.ended == [0]
+    assert world.new_engine().added == []
+
+
+async def test_a_deadline_passes_while_waiting() -> None:
+    world = World(engines=1)
+    world.submit(deadline_s=0.02)
+    world.engines[0].die()
+    world.clock.now += 0.02
+    (output,) = await world.mailbox.get()
+    assert output.reason is FinishReason.DEADLINE
+    assert world.client.active == 0
+
+
+async def test_when_there_will_never_be_an_engine_everybody_fails() -> None:
+    world = World()
+    for index in range(3):
+        world.submit(index)
+    world.engines[0].die()
+    world.client.died()
+    with pytest.raises(ApiError, match="the engine has stopped"):
+        await world.mailbox.get()
+    assert sorted(world.ended) == [0, 1, 2]
+    assert (world.client.active, world.client.alive) == (0, 0)
+    with pytest.raises(ApiError, match="the engine has stopped"):
+        world.submit()
+
+
+async def test_work_goes_where_least_is_left() -> None:
+    world = World()
+    world.submit(0, max_tokens=400)
+    long, short = world.engines if world.engines[0].live else world.engines[::-1]
+    for index in range(1, 5):
+        world.submit(index, max_tokens=10)
+    assert (len(long.live), len(short.live)) == (1, 4)
+    short.die()
+    newcomer = world.new_engine()
+    world.submit(5, max_tokens=10)
+    assert len(newcomer.live) == 1  # it is idle
+    assert len(long.live) == 5
+
+
+# -- over HTTP --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def two(make_api: MakeApi) -> AsyncIterator[Api]:
+    async with make_api(replicas=2) as api:
+        yield api
+        assert api.is_clean()
+
+
+def shown(response: httpx.Response) -> list[Any]:
+    """The choices of every event, or of the whole answer, without ids and times."""
+    if "data: " not in response.text:
+        body = response.json()
+        return [body["choices"], body["usage"]]
+    events = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
+    assert response.text.rstrip().endswith("[DONE]")
+    return [event["choices"] for event in events]
+
+
+BODIES: list[dict[str, Any]] = [
+    {"max_tokens": 12},
+    {"max_tokens": 12, "stream": True},
+    {"max_tokens": 12, "stream": True, "n": 3, "seed": 4},
+    {"max_tokens": 30, "stop": "fab", "include_stop_str_in_output": True},
+    {"max_tokens": 30, "stream": True, "stop": ["efabcd", "zz"]},
+    {"max_tokens": 8, "logprobs": 2, "echo": True},
+    {"max_tokens": 8, "logprobs": 2, "stream": True},
+    {"max_tokens": 9, "min_tokens": 5, "prompt": [5, 6, EOS]},
+    {"max_tokens": 5, "prompt": ["abc", "wxyz"]},
+]
+
+
+@pytest.mark.parametrize("body", BODIES, ids=[str(number) for number in range(len(BODIES))])
+async def test_clients_notice_nothing(two: Api, body: dict[str, Any]) -> None:
+    """Each answer is compared with the undisturbed one: engines die in turn, every few tokens."""
+    undisturbed = shown(await two.complete(**body))
+    for every in (1, 2, 3):
+        for engine in two.engines:
+            engine.paused = True
+        task = asyncio.create_task(two.complete(**body))
+        while not any(engine.live for engine in two.engines):
+            await asyncio.sleep(0)
+        steps = 0
+        while not task.done():
+            for engine in two.engines:
+                if engine.live:
+                    engine.step()
+                    await asyncio.sleep(0)
+            steps += 1
+            if steps % every == 0:
+                victim = two.engines[steps // every % 2]
+                victim.die()
+                victim.join(two.ready)
+            await asyncio.sleep(0)
+        answer = await task
+        assert answer.status_code == 200
+        assert shown(answer) == undisturbed
+        for engine in two.engines:
+            engine.paused = False
+
+
+async def test_health_and_readiness_count_replicas(two: Api) -> None:
+    async def both() -> list[tuple[int, Any]]:
+        answers = [await two.http.get(f"/{path}") for path in ("health", "ready")]
+        return [(answer.status_code, answer.json()) for answer in answers]
+
+    def counted(status: str, alive: int) -> tuple[int, dict[str, Any]]:
+        return 200, {"status": status, "replicas_alive": alive, "replicas": 2}
+
+    assert await both() == [counted("ok", 2), counted("ready", 2)]
+    two.engines[0].die()
+    assert await both() == [counted("ok", 1), counted("ready", 1)]
+    two.engines[1].die()
+    for status, body in await both():
+        assert status == 503
+        assert body["error"]["code"] == "no_replica"
+    refused = await two.complete()
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_replica")
+    assert (await two.http.get("/live")).status_code == 200
+    two.engines[1].join(two.ready)
+    assert await both() == [counted("ok", 1), counted("ready", 1)]
+    assert (await two.complete()).status_code == 200
+    assert (await two.http.get("/v1/models")).json()["data"][0]["id"] == "tiny"
+
+
+async def test_a_client_that_leaves_takes_its_request_from_wherever_it_is(two: Api) -> None:
+    for engine in two.engines:
+        engine.paused = True
+    task = asyncio.create_task(two.complete(max_tokens=50, n=4))
+    while sum(len(engine.live) for engine in two.engines) < 4:
+        await asyncio.sleep(0)
+    assert all(engine.live for engine in two.engines)  # the choices of one request are spread
+    for engine in two.engines:
+        engine.step()
+    two.engines[0].die()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert not two.engines[1].live

@@ -1,0 +1,263 @@
+"""Engine processes over encrypted links: they are killed, stopped and turned away; nothing is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+from local_replicas import LocalReplicas, local_replicas
+from server_worlds import HERE
+
+from skipjoin.config import EngineConfig
+from skipjoin.sampling import SamplingParams
+from skipjoin.server import link
+from skipjoin.server.engine_handle import EngineStartError
+from skipjoin.server.engine_program import ORPHANED
+from skipjoin.server.errors import ApiError
+from skipjoin.server.link import Door, Link, NoAnswerError, knock
+from skipjoin.server.messages import Add, Key, Setup
+from skipjoin.server.sequences import Mailbox
+
+pytestmark = pytest.mark.anyio
+
+PROMPT = [65, 66, 67, 68, 69]
+
+
+async def generate(replicas: LocalReplicas, tokens: int, **fields: Any) -> list[int]:
+    """One request's tokens, to its end."""
+    mailbox, found = Mailbox(), []
+    params = SamplingParams(max_tokens=tokens, ignore_eos=True, **fields)
+    replicas.client.submit(mailbox, 0, PROMPT, params)
+    while True:
+        for output in await mailbox.get():
+            if output.token is not None:
+                found.append(output.token)
+            if output.reason is not None:
+                return found
+
+
+async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        await asyncio.sleep(0.01)
+
+
+def expected(tokens: int) -> list[int]:
+    return [PROMPT[n % len(PROMPT)] for n in range(tokens)]
+
+
+async def test_streams_outlive_their_engines(tokenizer_folder: Path) -> None:
+    """Engines are killed at random moments while requests run, once all together."""
+    draw = random.Random(3)
+    async with local_replicas(tokenizer_folder, 2, step_s=0.005) as replicas:
+        is_over = asyncio.Event()
+
+        async def user(number: int) -> int:
+            count = 0
+            while not is_over.is_set():
+                tokens = 50 + 37 * number + count
+                assert await generate(replicas, tokens) == expected(tokens)
+                count += 1
+            return count
+
+        users = [asyncio.create_task(user(number)) for number in range(10)]
+        for kill in range(4):
+            await asyncio.sleep(draw.uniform(0.05, 0.3))
+            victims = replicas.engines
+            for victim in victims if kill == 2 else victims[:1]:
+                victim.kill()
+            await until(lambda: replicas.client.alive < 2)
+            await until(lambda: replicas.client.alive == 2, 20.0)
+        is_over.set()
+        assert min(await asyncio.wait_for(asyncio.gather(*users), 60)) >= 1
+        assert replicas.client.active == 0
+        numbers = dict(
+            line.split()
+            for line in replicas.metrics.render().decode().splitlines()
+            if line[:9] == "skipjoin:" and "{" not in line
+        )
+        assert float(numbers["skipjoin:replica_restarts_total"]) == 5
+        assert float(numbers["skipjoin:requests_moved_total"]) >= 10
+
+
+async def test_death_is_known_at_once_and_others_go_on(tokenizer_folder: Path) -> None:
+    async with local_replicas(tokenizer_folder, 2) as replicas:
+        replicas.keeper.rests = True
+        request = asyncio.create_task(generate(replicas, 400))
+        await until(lambda: replicas.client.load().running == 1)
+        begin = time.monotonic()
+        for engine in replicas.engines[:1]:
+            engine.kill()
+        await until(lambda: replicas.client.alive == 1, 2.0)
+        assert time.monotonic() - begin < 1.0
+        assert await request == expected(400)
+        assert not replicas.died.is_set()
+
+
+async def test_slow_is_not_dead(tokenizer_folder: Path) -> None:
+    async with local_replicas(tokenizer_folder, 2) as replicas:
+        request = asyncio.create_task(generate(replicas, 200))
+        await until(lambda: replicas.client.load().running == 1)
+        for engine in replicas.engines:
+            engine.suspend()
+        await asyncio.sleep(1.5)
+        assert (replicas.client.alive, request.done()) == (2, False)
+        for engine in replicas.engines:
+            engine.resume()
+        assert await request == expected(200)
+        assert len(replicas.engines) == 2
+
+
+async def test_an_engine_that_was_given_up_ends(tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that is silent for long is taken for dead; when it speaks again nobody listens."""
+    monkeypatch.setattr(link, "SILENCE_S", 1.0)
+    async with local_replicas(tokenizer_folder, 2) as replicas:
+        first = replicas.engines[0]
+        requests = [asyncio.create_task(generate(replicas, 400)) for _ in range(4)]
+        await until(lambda: replicas.client.load().running == 4)
+        first.suspend()
+        await until(lambda: replicas.client.alive == 1, 5.0)
+        assert await asyncio.gather(*requests) == [expected(400)] * 4
+        first.resume()
+        await until(lambda: not first.is_running() or first not in replicas.engines, 5.0)
+        await until(lambda: replicas.client.alive == 2)
+
+
+async def test_one_that_cannot_start_is_told(tmp_path: Path) -> None:
+    with pytest.raises(EngineStartError, match="there is no folder"):
+        async with local_replicas(tmp_path / "nowhere", 2):
+            pass
+
+
+async def test_when_nobody_comes_back_the_server_ends(tokenizer_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tokenizer_folder, folder)
+    async with local_replicas(folder, 2) as replicas:
+        request = asyncio.create_task(generate(replicas, 500))
+        await until(lambda: replicas.client.load().running == 1)
+        shutil.rmtree(folder)
+        for engine in replicas.engines:
+            engine.kill()
+        await asyncio.wait_for(replicas.died.wait(), 20)
+        with pytest.raises(ApiError, match="the engine has stopped"):
+            await request
+        assert replicas.client.dead
+
+
+async def test_while_one_lives_failed_starts_end_nothing(tokenizer_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tokenizer_folder, folder)
+    async with local_replicas(folder, 2) as replicas:
+        shutil.rmtree(folder)
+        replicas.engines[0].kill()
+        await until(lambda: replicas._failures >= 4)
+        assert (replicas.client.alive, replicas.died.is_set()) == (1, False)
+        assert await generate(replicas, 20) == expected(20)
+        shutil.copytree(tokenizer_folder, folder)
+        await until(lambda: replicas.client.alive == 2)
+
+
+async def test_progress_of_all_is_told(tokenizer_folder: Path) -> None:
+    async with local_replicas(tokenizer_folder, 2) as replicas:
+        assert {"replica 1: pretending to load", "replica 2: pretending to load"} <= set(replicas.progress)
+
+
+# -- the door ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link, "KNOCK_S", 0.5)
+
+
+def try_to_knock(key: Key) -> None:
+    context = zmq.Context()
+    try:
+        knock(context, key)
+    finally:
+        context.destroy(linger=0)
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_strangers_are_not_let_in() -> None:
+    links: list[Link] = []
+    door = Door("127.0.0.1", links.append)
+    public, secret = (part.decode() for part in zmq.curve_keypair())
+    other, _ = (part.decode() for part in zmq.curve_keypair())
+    strangers = [
+        msgspec.structs.replace(door.key, public=public, secret=secret),
+        msgspec.structs.replace(door.key, server=other),  # and engines talk to nobody else
+    ]
+    for key in strangers:
+        with pytest.raises(NoAnswerError):
+            await asyncio.to_thread(try_to_knock, key)
+    plain = zmq.Context()
+    socket = plain.socket(zmq.REQ)
+    socket.connect(f"{door.key.host}:{door.key.port}")
+    socket.send(b"")
+    assert not await asyncio.to_thread(socket.poll, 500)
+    plain.destroy(linger=0)
+    assert links == []
+    door.close()
+
+
+async def test_who_knocks_and_does_not_come_in_is_forgotten(impatient: None) -> None:
+    lost: list[Link] = []
+
+    def admit(one: Link) -> None:
+        one.on_lost = lambda: lost.append(one)
+
+    door = Door("127.0.0.1", admit)
+    monitor_only = zmq.Context()
+    socket = monitor_only.socket(zmq.REQ)
+    link._lock(socket, door.key)
+    socket.connect(f"{door.key.host}:{door.key.port}")
+    socket.send(b"")
+    await until(lambda: len(lost) == 1, 3.0)
+    monitor_only.destroy(linger=0)
+    door.close()
+
+
+async def test_what_crosses_the_network_cannot_be_read() -> None:
+    """Either end refuses to speak without encryption, and both speak."""
+    links: list[Link] = []
+    door = Door("127.0.0.1", links.append)
+    context = zmq.Context()
+    socket, _ = await asyncio.to_thread(knock, context, door.key)
+    ends = [socket, links[0]._socket, door._socket]
+    assert [end.getsockopt(zmq.MECHANISM) for end in ends] == [zmq.CURVE] * 3
+    await until(lambda: links[0]._is_in)
+    links[0].send(Add(1, list(b"words"), SamplingParams()))
+    assert await asyncio.to_thread(socket.poll, 3000)
+    assert b"words" in socket.recv()
+    context.destroy(linger=0)
+    door.close()
+
+
+async def test_an_engine_without_an_api_process_ends(tokenizer_folder: Path) -> None:
+    """Nobody answers at the door: it says so with its exit code."""
+    door = Door("127.0.0.1", lambda one: None)
+    door.close()
+    program = (
+        "import sys; import skipjoin.server.link as link; link.KNOCK_S = 0.3\n"
+        f"sys.path.insert(0, {str(HERE)!r}); sys.argv = ['x', {str(tokenizer_folder)!r}, '0', '99', '99']\n"
+        "import simulated_engine; sys.exit(simulated_engine.main())\n"
+    )
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", program, stdin=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    _, errors = await process.communicate(msgspec.json.encode(Setup(EngineConfig(), door.key, os.getpid())))
+    assert process.returncode == ORPHANED
+    assert b"nobody answers" in errors

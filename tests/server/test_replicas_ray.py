@@ -1,0 +1,209 @@
+"""Replicas that Ray Serve keeps: engines and replicas are killed under streams, the server under everything."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from server_worlds import ServerProcess
+
+from skipjoin.exec.cluster import ClusterError
+from skipjoin.exec.keeper import Needs, check_room
+
+needs_ray = pytest.mark.ray
+CHAT = {
+    "messages": [{"role": "user", "content": "Count from 3 to 90"}],
+    "max_tokens": 300,
+    "temperature": 0,
+    "logprobs": True,
+    "top_logprobs": 2,
+    "stream": True,
+}
+SEEDED = CHAT | {"temperature": 1.1, "seed": 9, "n": 2, "min_tokens": 200, "max_tokens": 250}
+
+
+class Reader(threading.Thread):
+    """A streamed chat, read as it comes. events: how many came; tokens share events as it happens."""
+
+    def __init__(self, url: str, body: dict[str, Any]) -> None:
+        super().__init__(daemon=True)
+        self.events = 0
+        self._choices: dict[int, list[Any]] = {}
+        self._last = ""
+        self._url, self._body = url, body
+        self.start()
+
+    def run(self) -> None:
+        with httpx.stream("POST", f"{self._url}/v1/chat/completions", json=self._body, timeout=60) as response:
+            for line in response.iter_lines():
+                if line.startswith("data: {"):
+                    self._take(json.loads(line[6:]))
+                self._last = line or self._last
+
+    def _take(self, event: Any) -> None:
+        (choice,) = event["choices"]
+        self.events += 1
+        seen = self._choices.setdefault(choice["index"], ["", [], None])
+        seen[0] += choice["delta"].get("content", "")
+        for token in (choice["logprobs"] or {"content": []})["content"]:
+            seen[1].append(
+                (token["token"], round(token["logprob"], 2), [top["token"] for top in token["top_logprobs"]])
+            )
+        seen[2] = choice["finish_reason"]
+
+    def end(self) -> dict[int, list[Any]]:
+        """Text, tokens with scores, and reason of every choice, once all is over."""
+        self.join(60)
+        assert not self.is_alive()
+        assert self._last == "data: [DONE]", self._last
+        return self._choices
+
+
+def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def alive(server: ServerProcess) -> int:
+    answer = httpx.get(f"{server.url}/health")
+    return int(answer.json()["replicas_alive"]) if answer.status_code == 200 else 0
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    """The built-in model, twice. Its engines are slowed down by having to share what this machine has."""
+    pytest.importorskip("ray")
+    pytest.importorskip("grpc")
+    found = ServerProcess(["model", "tally", "replicas=2"])
+    yield found
+    found.stop()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(server: ServerProcess) -> list[dict[int, list[Any]]]:
+    return [Reader(server.url, body).end() for body in (CHAT, SEEDED)]
+
+
+@needs_ray
+@pytest.mark.parametrize("what", ["engines", "replica"])
+def test_streams_are_the_same_whatever_is_killed(
+    server: ServerProcess, undisturbed: list[dict[int, list[Any]]], what: str
+) -> None:
+    until(lambda: alive(server) == 2)
+    moved = server.metric("requests_moved_total")
+    readers = [Reader(server.url, body) for body in (CHAT, SEEDED, CHAT, SEEDED)]
+    until(lambda: all(reader.events > 5 for reader in readers))
+    (one, other) = server.engines()
+    if what == "engines":
+        one.kill()
+        until(lambda: alive(server) == 1, 5.0)
+        other.kill()  # now nobody is there, and all wait for the first that comes back
+    else:
+        one.parent().kill()  # Serve's replica takes its engine along
+    ends = [reader.end() for reader in readers]
+    assert ends == [undisturbed[0], undisturbed[1]] * 2
+    assert server.metric("requests_moved_total") > moved
+    until(lambda: alive(server) == 2)
+    assert server.metric("replica_restarts_total") > 0
+    server.wait_idle()
+
+
+@needs_ray
+def test_sigterm_drains_and_leaves_nothing(server: ServerProcess) -> None:
+    until(lambda: alive(server) == 2)
+    readers = [Reader(server.url, CHAT) for _ in range(2)]
+    until(lambda: all(reader.events for reader in readers))
+    processes = server.api.children(recursive=True)
+    assert len(processes) > 5
+    server.process.terminate()
+    for reader in readers:
+        reader.end()
+    assert server.process.wait(30) == 0
+    _, left = psutil.wait_procs(processes, timeout=10)
+    assert not left
+
+
+@needs_ray
+def test_kill_9_of_the_api_process_leaves_nothing(tokenizer_folder: Any) -> None:
+    pytest.importorskip("ray")
+    pytest.importorskip("grpc")
+    options = ["simulated", str(tokenizer_folder), "0.01", "4096", "512", "replicas=2"]
+    server = ServerProcess(options)
+    processes = server.api.children(recursive=True)
+    engines = server.engines()
+    assert len(engines) == 2
+    server.process.kill()
+    _, left = psutil.wait_procs([*engines, *processes], timeout=10)
+    assert not left
+    server.stop()
+
+
+# -- without Ray ------------------------------------------------------------------------------------------------
+
+
+def test_without_ray_it_says_what_to_install() -> None:
+    hide = "import sys; sys.modules['ray'] = None\n"
+    program = hide + "from skipjoin.cli import app; app(['serve', 'tally', '--replicas', '2', '--port', '0'])"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 1
+    assert "pip install 'skipjoin[distributed]'" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--replicas", "0"], ["replicas", "[1, "]),
+        (["--replicas", "2", "--timeline", "t.json"], ["timeline", "replicas must be 1"]),
+        (["--replicas", "2", "--ray-address", "127.0.0.1:1"], ["ray_address", "nobody answers"]),
+        (["--replicas", "2", "--ray-address", "here"], ["ray_address", "host:port"]),
+    ],
+)
+def test_bad_input_is_told_before_anything_is_loaded(options: list[str], words: list[str]) -> None:
+    command = [sys.executable, "-c", "from skipjoin.cli import app; app()", "serve", "tally", "--port", "0", *options]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode in (1, 2)
+    assert all(word in result.stderr for word in words), result.stderr
+    assert "loading" not in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+CPU = {"CPU": 4.0}
+
+
+def test_there_must_be_room() -> None:
+    assert check_room(4, Needs(2, "cpu"), [CPU, CPU]) == 0
+    with pytest.raises(ClusterError, match=r"replicas must be at most 2: each takes 3 CPU.*4 CPU; 4 CPU; got 3"):
+        check_room(3, Needs(3, "cpu"), [CPU, CPU])
+    mixed = [CPU | {"GPU": 2.0}, CPU]
+    assert check_room(2, Needs(1, "auto"), mixed) == 1
+    with pytest.raises(ClusterError, match="at most 2: each takes 1 CPU and 1 GPU"):
+        check_room(3, Needs(1, "auto"), mixed)
+    assert check_room(8, Needs(1, "cpu"), mixed) == 0
+    with pytest.raises(ClusterError, match="at most 0"):
+        check_room(1, Needs(1, "cuda"), [CPU])
+    # Ranks lie where there is room, each with a CPU, and a GPU of its own.
+    assert check_room(2, Needs(1, "cpu", ranks=3), [CPU, CPU]) == 0
+    assert check_room(1, Needs(1, "auto", ranks=2), mixed) == 0
+    with pytest.raises(ClusterError, match="at most 1: each takes 3 CPU and 2 GPU"):
+        check_room(2, Needs(1, "auto", ranks=2), mixed)
+
+
+def test_the_environment_is_left_alone() -> None:
+    """Importing what starts replicas neither imports Ray nor sets anything."""
+    code = (
+        "import os, sys; before = dict(os.environ); import skipjoin.server.replicas\n"
+        "assert before == dict(os.environ); sys.exit('ray' in sys.modules or 'torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False, env=dict(os.environ)).returncode == 0

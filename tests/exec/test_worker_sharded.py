@@ -369,6 +369,7 @@ LOST, BROKEN = Failed("GroupError: nobody there", True), Failed("ValueError: bad
         ((BROKEN, LOST), r"rank 0 .* cannot go on: ValueError: bad"),
         (([{"tokens": [1]}, BROKEN], LOST), r"rank 0 .* cannot go on: ValueError: bad"),
         (([{"tokens": [1]}, GONE], LOST), "process 7 is gone"),
+        (([{"tokens": [1]}, GONE], HUNG), "process 7 is gone"),
         ((LOST, HUNG), r"rank 0 .* cannot go on: GroupError"),
         ((LOST, LOST), r"rank 0 .* cannot go on: GroupError"),
     ],

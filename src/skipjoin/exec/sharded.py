@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -91,6 +91,8 @@ class ShardedExecutor:
         self._writer = PlanWriter()
         self._decoder = msgspec.msgpack.Decoder(FromRank)
         self._pending: deque[ShardedHandle] = deque()
+        # Of each rank, answers that were taken off its link before their turn.
+        self._early: list[deque[bytes]] = [deque() for _ in links]
         self._on_way: dict[int, _OnWay] = {}
         self._moves = 0
         self._failure: Exception | None = None
@@ -121,7 +123,9 @@ class ShardedExecutor:
         """Take answers until the handle has its outcome, or cannot get one; whether that is so. wait: for answers that
         are not there yet, and raise what keeps the outcome away."""
         while handle.outcome is None and self._failure is None:
-            if not (wait or all(link.is_ready() for link in self._links)):
+            if not (
+                wait or all(early or link.is_ready() for early, link in zip(self._early, self._links, strict=True))
+            ):
                 return False
             try:
                 self._settle_next()
@@ -167,18 +171,31 @@ class ShardedExecutor:
         while missing:
             rank, left = missing[0], deadline - time.monotonic()
             try:
-                answer = self._decoder.decode(self._links[rank].receive(max(0.0, min(left, _LOOK_S))))
+                answer = self._receive(rank, max(0.0, min(left, _LOOK_S)))
             except TimeoutError:
                 if left <= 0:
                     name = self._shards[min(missing)].name
                     raise RankError(f"{name} did not answer within {self._timeout_s:g} s") from None
                 missing.rotate(-1)  # one of the others may say why
+                self._look_at(answers)
                 continue
             if isinstance(answer, Failed):
                 raise self._cause(answer, rank, answers)
             answers[rank] = answer
             missing.popleft()
         return [answers[rank] for rank in range(len(self._links))]
+
+    def _receive(self, rank: int, timeout_s: float) -> FromRank:
+        """The next answer of a rank. Raises as `Link.receive` does."""
+        early = self._early[rank]
+        return self._decoder.decode(early.popleft() if early else self._links[rank].receive(timeout_s))
+
+    def _look_at(self, ranks: Iterable[int]) -> None:
+        """Raise `RankError` if one of these is gone. They have answered, but what they computed may be lost on its way
+        to those who have not, and who would wait for it long."""
+        for rank in ranks:
+            if self._links[rank].is_ready():
+                self._early[rank].append(self._links[rank].receive(0.0))
 
     def _cause(self, failure: Failed, rank: int, answered: Container[int]) -> Exception:
         """What to say of a failure: where it is one that followed from another rank's, that one's, which may be the
@@ -187,12 +204,12 @@ class ShardedExecutor:
         if not failure.lost_peer:
             return told
         deadline = time.monotonic() + _GRACE_S
-        for other, link in enumerate(self._links):
+        for other in range(len(self._links)):
             answer: FromRank | None = None
             owed = 0 if other == rank else len(self._pending) - (other in answered)
             while owed and not isinstance(answer, Failed):
                 try:
-                    answer = self._decoder.decode(link.receive(max(0.0, deadline - time.monotonic())))
+                    answer = self._receive(other, max(0.0, deadline - time.monotonic()))
                 except RankError as gone:
                     return gone
                 except TimeoutError:

@@ -16,6 +16,7 @@ from test_invisible_preemption import happened
 from torch import distributed
 
 from skipjoin.core.events import Preemption
+from skipjoin.exec.plan_messages import OutOfStepError
 from skipjoin.exec.sharded import RankError
 from skipjoin.model.loader import random_model
 from skipjoin.model.parallel import GroupError, Shard
@@ -146,7 +147,7 @@ def test_a_rank_that_gets_another_plan_says_so_and_keeps_nobody_waiting(tmp_path
         send = link.send
         link.send = lambda message: send(message[:-1] + bytes([message[-1] ^ 1]))  # type: ignore[method-assign]
         begin = time.monotonic()
-        with pytest.raises(RankError, match=r"rank 1 .* cannot go on: OutOfStepError: the checksum of all plans"):
+        with pytest.raises(OutOfStepError, match=r"rank 1 .* cannot go on: OutOfStepError: the checksum of all plans"):
             step(1)
         # The other one, which was in the middle of a step, noticed, and computes nothing any more.
         started.links[0].send(b"whatever comes")

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skipjoin.core.policy import CostModel, Outlook
+from skipjoin.core.policy import CostModel, Outlook, Refusal
 from skipjoin.core.request import Request
 from skipjoin.core.step import Slice, StepPlan, StepShape
 from skipjoin.policies.batching import Greedy
@@ -19,7 +19,7 @@ from skipjoin.policies.cost import LinearCost
 from skipjoin.policies.stages import EvenStages
 from skipjoin.recipes import RECIPES
 from support.load import load, make
-from support.policies import COST
+from support.policies import COST, SwapAll
 from support.watch import Stepper, World
 
 ROOMY = World(device_blocks=4000, host_blocks=0, max_seqs=200, max_tokens=4096)
@@ -206,6 +206,30 @@ def test_nobody_is_left_over_for_long(recipe: str, stages: int, seed: int, conte
     core.assert_home()
 
 
+@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("recipe", ["fastserve-reactive", "fastserve-recompute", "fcfs"])
+def test_who_lost_its_kv_comes_back_beside_plans_that_have_their_share(recipe: str, stages: int) -> None:
+    """The least important one, whether from the host or from its prompt on, as soon as there is space."""
+    world = World(recipe, stages, stages=stages, device_blocks=60, pressure=SwapAll if recipe == "fcfs" else None)
+    stepper = Stepper(replace(world, starvation_s=1e6, max_seqs=20).core())
+    last = make(0, 60, 30, priority=1)
+    stepper.add(last, *(make(number, 4, 60) for number in range(1, 7)))
+    while not last.output:
+        fill(stepper)
+        stepper.finish()
+    stepper.add(make(9, 160, 2))
+    while 9 in stepper.core.requests:
+        fill(stepper)
+        stepper.finish()
+    assert last.evictions == 1
+    for _ in range(4 * stages):
+        fill(stepper)
+        stepper.finish()
+    assert last.last_plan > 0, "it has not come back"
+    assert len(stepper.core.requests) == 7
+    stepper.drain()
+
+
 @given(seed=st.integers(0, 10**6), stages=st.integers(2, 4), recipe=st.sampled_from(sorted(set(RECIPES) - {"static"})))
 @settings(max_examples=25, deadline=None)
 def test_a_plan_has_its_share_or_everybody(seed: int, stages: int, recipe: str) -> None:
@@ -235,6 +259,20 @@ def test_a_plan_has_its_share_or_everybody(seed: int, stages: int, recipe: str) 
 def make_slice(request: Request) -> Slice:
     """All that the request has to compute."""
     return Slice(request, request.planned, request.pending, True, False, ())
+
+
+def test_who_was_not_looked_at_is_left_over_only_behind_somebody_who_matters_more() -> None:
+    """Others have to make way for it, which they did not offer: its turn may not come again soon."""
+    batcher = EvenStages(Greedy(9, 64, chunked=True), COST, 2, most_seqs=18, most_tokens=128, cuts=True)
+    seen, other = [make(number, 1, 9) for number in range(4)], make(9, 1, 9)
+    flying = StepPlan(0, ())
+    packing = batcher.open(0.0, Outlook((flying,), [(request, 1) for request in seen]))
+    for request in seen[:2]:
+        assert packing.offer(request, 1) == 1
+        packing.take(request, 1)
+    assert packing.offer(other, 1) == 1, "the share is full, but nobody was left over"
+    assert packing.offer(seen[2], 1) is Refusal.STOP
+    assert packing.offer(other, 1) is Refusal.STOP
 
 
 def test_looking_ahead_costs_what_could_run_not_the_length_of_the_queue() -> None:

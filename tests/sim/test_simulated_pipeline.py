@@ -153,14 +153,6 @@ def test_stages_of_unequal_shares_wait_for_the_longest() -> None:
     assert executor.submit(plan(3, 0, before=8), 100.0).result().stages == (StageTime(1.0, 91.0), StageTime(1.0, 91.0))
 
 
-def test_handing_on_takes_time_in_which_stages_do_not_work() -> None:
-    executor = SimulatedExecutor(COST, stages=2, handoff_s=0.5)
-    handles = [executor.submit(plan(number, 6), 0.0) for number in range(2)]
-    assert [handle.ready_at for handle in handles] == [5.0, 7.0]
-    with pytest.raises(ValueError, match="handoff_s must be a finite number of seconds, at least 0, got -1"):
-        SimulatedExecutor(COST, stages=2, handoff_s=-1)
-
-
 @pytest.mark.parametrize(
     ("stages", "message"), [(0, "stages must be at least 1, got 0"), ((), "shares above 0"), ((1.0, 0.0), "above 0")]
 )

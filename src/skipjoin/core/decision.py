@@ -143,33 +143,30 @@ class Decision:
 
     def _could_run(self) -> Iterator[tuple[Request, int]]:
         """See `Outlook.idle`."""
-        kv, reservation = self._kv, self._policies.reservation
-        room = kv.available
+        kv, reservation, overlap, yielding = self._kv, self._policies.reservation, self._at.overlap, self._yielding
+        room, passes_over, holding = kv.available, self._policies.pressure.returns_beside, kv.holding
         for request in self._ordering.ranked(self._at.now):
-            if not (pending := self._to_compute(request)):
+            end = request.known + request.awaited
+            if end >= request.limit or (request.awaited and not overlap) or request in yielding:
                 continue
-            held = kv.holding(request)
+            held = holding(request)
             if held is None:
                 promise = reservation.admit(request, kv)
                 if isinstance(promise, Wait) or (need := max(promise.now, promise.blocks)) + promise.spare > room:
                     break
                 room -= need
-            elif held.moving is not None or held.host:
+            elif held.moving is not None or (held.host and (passes_over or len(held.host) > room)):
                 continue
-            yield request, pending
+            else:
+                room -= len(held.host)
+            yield request, end - request.planned
         else:
             return
         for holder in self._holders_after(request):
-            held = kv.holding(holder)
-            if held is not None and held.device and (pending := self._to_compute(holder)):
-                yield holder, pending
-
-    def _to_compute(self, request: Request) -> int:
-        """The tokens that the request has to compute; 0 if it cannot run now."""
-        end = request.known + request.awaited
-        if end >= request.limit or (request.awaited and not self._at.overlap) or request in self._yielding:
-            return 0
-        return end - request.planned
+            held, end = holding(holder), holder.known + holder.awaited
+            can_run = end < holder.limit and (overlap or not holder.awaited) and holder not in yielding
+            if can_run and held is not None and held.device:
+                yield holder, end - holder.planned
 
     def _holders_ranked(self) -> list[Request]:
         """The holders that this step may run or evict, best first."""

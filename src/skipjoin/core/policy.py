@@ -100,8 +100,9 @@ class Outlook(NamedTuple):
     """What a batcher may look at before a step is filled.
 
     in_flight: the plans that have not committed, oldest first. idle: who could run, best first, each with the tokens
-    that it has to compute; of those that hold no KV yet, who finds free blocks. Made while it is read, which costs what
-    is read of it, and to be read once, before anybody is offered: who is offered, and has space in the end, may differ.
+    that it has to compute; of those that hold no KV on the device, who finds free blocks. Made while it is read, which
+    costs what is read of it; to be read once, before anybody is offered. Who is offered, and has space in the end, may
+    differ.
     """
 
     in_flight: Sequence[StepPlan] = ()

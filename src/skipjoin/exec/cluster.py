@@ -104,7 +104,10 @@ class Cluster:
         try:
             ray.init(address=address, log_to_driver=False, logging_level="error")
         except Exception as error:
-            raise ClusterError(f"ray_address {address} cannot be joined: {_first_line(error)}") from error
+            raise ClusterError(
+                f"ray_address {address} cannot be joined: {_first_line(error)} (is it a Ray cluster? does one of its "
+                "nodes run on this machine? if it wants a token, are RAY_AUTH_MODE=token and RAY_AUTH_TOKEN set?)"
+            ) from error
         return cls(address, ray.util.get_node_ip_address())
 
     def close(self) -> None:

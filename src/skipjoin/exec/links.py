@@ -5,10 +5,13 @@ Messages go as they are, with their length before them; nothing is pickled.
 
 from __future__ import annotations
 
+import os
 import secrets
+import select
 import socket
 import struct
 import sys
+import threading
 import time
 from contextlib import suppress
 from multiprocessing import AuthenticationError
@@ -24,6 +27,8 @@ Address = tuple[str, int]
 _SILENCE_S = 4
 # Longest that a stranger who connects, and then says nothing, holds up the others.
 _GREETING_S = 2.0
+# So long a process that has lost its connection may take to end.
+_GRACE_S = 2.0
 _NUMBER = struct.Struct("<I")
 
 
@@ -83,6 +88,22 @@ def knock(address: Address, secret: bytes, rank: int) -> Connection:
     deliver_challenge(connection, secret)
     connection.send_bytes(_NUMBER.pack(rank))
     return connection
+
+
+def end_with(connection: Connection) -> None:
+    """When the connection breaks, end this process, if it does not end by itself within `_GRACE_S`: it may wait for
+    others that are gone as well."""
+    if sys.platform != "linux":
+        return
+
+    def watch() -> None:
+        broken = select.poll()
+        broken.register(connection.fileno(), select.POLLRDHUP)
+        broken.poll()
+        time.sleep(_GRACE_S)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 class TcpLink:

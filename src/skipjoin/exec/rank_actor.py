@@ -9,6 +9,7 @@ import platform
 import socket
 import struct
 from datetime import timedelta
+from importlib.metadata import version
 from multiprocessing import AuthenticationError
 from typing import NamedTuple
 
@@ -18,11 +19,13 @@ import torch.distributed as dist
 from skipjoin.core.step import Direction
 from skipjoin.exec.cluster import import_ray
 from skipjoin.exec.kv_store import KVStore
-from skipjoin.exec.links import Address, knock
+from skipjoin.exec.links import Address, end_with, knock
 from skipjoin.exec.part import Part, Room, make_store, measure_transfers, part_of, room_of, touch
 from skipjoin.exec.rank import Rank
+from skipjoin.exec.sharded import RankError
 from skipjoin.exec.worker import Worker
 from skipjoin.model.causal_lm import CausalLM
+from skipjoin.model.kv_cache import PagedKV
 from skipjoin.model.loader import load_model
 from skipjoin.model.parallel import Alone, Group, Shard
 from skipjoin.model.torch_group import TorchGroup
@@ -55,7 +58,12 @@ class Place(NamedTuple):
 
 def versions() -> dict[str, str]:
     """What must be the same on all nodes."""
-    return {"Python": platform.python_version(), "torch": torch.__version__, "Ray": import_ray().__version__}
+    return {
+        "Skipjoin": version("skipjoin"),
+        "Python": platform.python_version(),
+        "torch": torch.__version__,
+        "Ray": import_ray().__version__,
+    }
 
 
 class RankActor:
@@ -109,8 +117,16 @@ class RankActor:
         return self._share
 
     def make_pools(self, device_blocks: int, host_blocks: int) -> None:
-        """Take the memory of the KV pools."""
-        self._store = make_store(self._loaded, device_blocks, host_blocks, self._block_size)
+        """Take the memory of the KV pools. Raises `RankError` where the system refuses it. On a CPU it may promise more
+        than it has, and end the process when that is used."""
+        model = self._loaded
+        try:
+            self._store = make_store(model, device_blocks, host_blocks, self._block_size)
+        except (RuntimeError, OSError) as error:  # torch's, and that of mapped memory
+            gib = PagedKV.bytes_per_block(model.config, self._block_size, model.dtype, model.shard) / (1 << 30)
+            pools = f"{device_blocks * gib:.4g} GiB and, on the host, {host_blocks * gib:.4g} GiB"
+            why = str(error).partition("\n")[0]
+            raise RankError(f"{model.shard.name} cannot have {pools} of KV: {why}") from None
 
     def serve(self, address: Address, secret: bytes) -> None:
         """Carry out plans until the engine hangs up; then this process ends. address, secret: of the engine's door."""
@@ -119,6 +135,7 @@ class RankActor:
         rank = Rank(Worker(self._loaded, self._store))
         with contextlib.suppress(EOFError, OSError, AuthenticationError):
             connection = knock(address, secret, self._loaded.shard.rank)
+            end_with(connection)
             while True:
                 connection.send_bytes(rank.run(connection.recv_bytes()))
         rank.close()

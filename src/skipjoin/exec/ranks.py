@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from skipjoin.core.step import Direction, StepPlan
 from skipjoin.exec.cluster import Cluster, ClusterError, import_ray
 from skipjoin.exec.links import Door
+from skipjoin.exec.nodes import Node, away_from, known_nodes, silent
 from skipjoin.exec.part import Part, Room, by_stage
 from skipjoin.exec.rank_actor import Place, RankActor, RankModel, versions
 from skipjoin.exec.sharded import RankError, ShardedExecutor, ShardedHandle
@@ -25,10 +26,10 @@ OnProgress = Callable[[str, float], None]
 # From what the ranks have: KV blocks on the device and on the host.
 PoolsFor = Callable[[Sequence[Part], Sequence[Room]], tuple[int, int]]
 
-# Longest waits, in seconds: for a place in the cluster, for a process to start, for a connection, for a plan.
-_PLACE_S, _START_S, _CONNECT_S, _PLAN_S = 30.0, 120.0, 30.0, 120.0
-# How often progress is asked for.
-_LOOK_S = 0.1
+# Longest waits, in seconds: for a place in the cluster, for a rank to do as it is asked, for a connection, for a plan.
+_PLACE_S, _START_S, _CONNECT_S, _PLAN_S = 30.0, 120.0, 10.0, 120.0
+# How often progress is asked for, and whether the nodes still answer that are waited for.
+_LOOK_S, _WATCH_S = 0.1, 1.0
 # `max_restarts` counts those of this many seconds. Between two tries that follow each other passes a moment, in which
 # Ray learns what is gone.
 _WINDOW_S, _BREATH_S = 600.0, 1.0
@@ -47,18 +48,29 @@ class GroupSizes(NamedTuple):
 
 class RankGroup:
     """One generation of ranks: they start together and end together. Raises `RankError`, `ClusterError`, `ModelError`
-    from its making, and leaves nothing behind then."""
+    from its making, and leaves nothing behind then.
+
+    patience_s: how long it may be that the cluster has too few nodes, before that is an error.
+    """
 
     def __init__(
-        self, cluster: Cluster, model: RankModel, sizes: GroupSizes, pools_for: PoolsFor, on_progress: OnProgress
+        self,
+        cluster: Cluster,
+        model: RankModel,
+        sizes: GroupSizes,
+        pools_for: PoolsFor,
+        on_progress: OnProgress,
+        *,
+        patience_s: float = 0.0,
     ) -> None:
         self._ray = import_ray()
         self._sizes = sizes
         self._placed: Any = None
+        self._nodes: list[Node] = []  # that have a rank
         self._actors: list[Any] = []
         self._executor: ShardedExecutor | None = None
         try:
-            self._start(cluster, model, pools_for, on_progress)
+            self._start(cluster, model, pools_for, on_progress, patience_s)
         except BaseException:
             self.close()
             raise
@@ -85,10 +97,12 @@ class RankGroup:
 
     # -- starting -----------------------------------------------------------------------------------------
 
-    def _start(self, cluster: Cluster, model: RankModel, pools_for: PoolsFor, on_progress: OnProgress) -> None:
+    def _start(
+        self, cluster: Cluster, model: RankModel, pools_for: PoolsFor, on_progress: OnProgress, patience_s: float
+    ) -> None:
         sizes = self._sizes
         on_progress("placing ranks", 0.0)
-        self._place(model.device)
+        self._place(model.device, patience_s)
         places: list[Place] = self.ask("place")
         self._check_versions(places)
         meeting = self._answers([self._actors[0].open_store.remote()])[0] if sizes.ranks > 1 else None
@@ -111,32 +125,49 @@ class RankGroup:
             door.close()
         self._executor = ShardedExecutor(links, tp_size=sizes.tp, timeout_s=_PLAN_S)
 
-    def _place(self, device: str) -> None:
+    def _place(self, device: str, patience_s: float) -> None:
         """Start the processes, those of a stage on one node."""
         ray, sizes = self._ray, self._sizes
-        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        gpus = int(device == "cuda" or (device == "auto" and any(node.get("GPU") for node in nodes)))
-        self._check_room(nodes, "GPU" if gpus else "CPU")
-        stage = {"CPU": float(sizes.tp)} | ({"GPU": float(sizes.tp)} if gpus else {})
-        self._placed = ray.util.placement_group([stage] * sizes.pp, strategy="PACK")
+        nodes, cut_off, kind = self._room(device, patience_s)
+        stage = {"CPU": float(sizes.tp), kind: float(sizes.tp)}
+        self._placed = ray.util.placement_group(
+            [stage] * sizes.pp,
+            strategy="PACK",
+            bundle_label_selector=[away_from(cut_off)] * sizes.pp if cut_off else None,
+        )
         if not self._placed.wait(_PLACE_S):
-            raise RankError(f"the cluster has no free {'GPUs' if gpus else 'CPUs'} for {self._wish()} now")
-        actor = ray.remote(num_cpus=1, num_gpus=gpus, max_concurrency=2)(RankActor)
+            raise RankError(f"the cluster has no free {kind}s for {self._wish()} now")
+        chosen = set(ray.util.placement_group_table(self._placed)["bundles_to_node_id"].values())
+        self._nodes = [node for node in nodes if node.name in chosen]
+        actor = ray.remote(num_cpus=1, num_gpus=int(kind == "GPU"), max_concurrency=2)(RankActor)
         for rank in range(sizes.ranks):
             strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
                 self._placed, placement_group_bundle_index=rank // sizes.tp
             )
             self._actors.append(actor.options(scheduling_strategy=strategy).remote())
 
-    def _check_room(self, nodes: Sequence[dict[str, float]], kind: str) -> None:
-        """Refuse more ranks than the cluster has `kind` for, whoever uses them now."""
-        stages = sum(int(node.get(kind, 0.0)) // self._sizes.tp for node in nodes)
-        if stages < self._sizes.pp:
-            have = ", ".join(f"{node.get(kind, 0.0):g}" for node in nodes)
-            raise ClusterError(
-                f"{self._wish()} needs {self._sizes.pp} times {self._sizes.tp} {kind}s on one node, "
-                f"the cluster's nodes have {have}"
+    def _room(self, device: str, patience_s: float) -> tuple[list[Node], list[Node], str]:
+        """The nodes that answer, those that do not though Ray takes them for alive, and what ranks need of them. Raises
+        `ClusterError` if there are too few, whoever uses them now."""
+        deadline = time.monotonic() + patience_s
+        while True:
+            known = known_nodes()
+            cut_off = silent(known)
+            nodes = [node for node in known if node not in cut_off]
+            kind = (
+                "GPU" if device == "cuda" or (device == "auto" and any("GPU" in node.has for node in nodes)) else "CPU"
             )
+            if sum(int(node.has.get(kind, 0.0)) // self._sizes.tp for node in nodes) >= self._sizes.pp:
+                return nodes, cut_off, kind
+            if time.monotonic() >= deadline:
+                break
+            time.sleep(_WATCH_S)
+        have = ", ".join(f"{amount:g}" for amount in sorted((node.has.get(kind, 0.0) for node in nodes), reverse=True))
+        lost = f"; {_ips(cut_off)} cannot be reached" if cut_off else ""
+        raise ClusterError(
+            f"{self._wish()} needs {self._sizes.pp} times {self._sizes.tp} {kind}s on one node, "
+            f"the cluster's nodes have {have}{lost}"
+        )
 
     def _wish(self) -> str:
         return f"tensor_parallel_size {self._sizes.tp} x pipeline_parallel_size {self._sizes.pp}"
@@ -156,20 +187,30 @@ class RankGroup:
             on_progress("loading weights", min(self.ask("progress")) if waiting else 1.0)
 
     def _answers(self, asked: Sequence[Any]) -> list[Any]:
-        """What ranks answer. Raises `ModelError` as it is, and anything else as `RankError`."""
+        """What ranks answer. Raises `ModelError` and `RankError` as they are, and anything else as `RankError`."""
         errors = self._ray.exceptions
+        deadline = time.monotonic() + _START_S
         try:
-            return list(self._ray.get(list(asked), timeout=_START_S))
+            while True:
+                try:
+                    return list(self._ray.get(list(asked), timeout=_WATCH_S))
+                except errors.GetTimeoutError as late:
+                    if cut_off := silent(self._nodes):
+                        raise RankError(f"a rank is gone: {_ips(cut_off)} cannot be reached") from late
+                    if time.monotonic() > deadline:
+                        raise RankError(f"a rank did not answer within {_START_S:g} s") from late
         except errors.RayTaskError as failed:
             cause = failed.cause
-            if isinstance(cause, ModelError):
+            if isinstance(cause, ModelError | RankError):
                 raise cause from None
             raise RankError(f"a rank cannot start: {type(cause).__name__}: {cause}") from failed
-        except errors.GetTimeoutError as late:
-            raise RankError(f"a rank did not answer within {_START_S:g} s") from late
         except errors.RayError as gone:
             lines = str(gone).strip().splitlines()
             raise RankError(f"a rank is gone: {lines[0] if lines else type(gone).__name__}") from gone
+
+
+def _ips(nodes: Sequence[Node]) -> str:
+    return ", ".join(f"node {node.ip}" for node in nodes)
 
 
 class RankedExecutor:
@@ -225,7 +266,12 @@ class RankedExecutor:
             self._count(reason)
             try:
                 self._group = RankGroup(
-                    self._cluster, self._model, self._sizes, lambda parts, rooms: blocks, self._on_progress
+                    self._cluster,
+                    self._model,
+                    self._sizes,
+                    lambda parts, rooms: blocks,
+                    self._on_progress,
+                    patience_s=_PLACE_S,
                 )
             except (RankError, ClusterError, ModelError) as error:
                 reason = error

@@ -58,8 +58,7 @@ class SimulatedExecutor:
 
     cost: seconds of steps, all stages together, and of transfers. sample: the token that a request gets at a
     position. stages: how many there are, all equal; or the share of the computing of a step that each of them has.
-    fails: which moves do. handoff_s: seconds from the end of a stage's part to when the next stage, or the driver, has
-    what came of it.
+    fails: which moves do.
     """
 
     def __init__(
@@ -69,15 +68,11 @@ class SimulatedExecutor:
         stages: int | Sequence[float] = 1,
         *,
         fails: Callable[[Move], bool] = never,
-        handoff_s: float = 0.0,
     ) -> None:
         self._shares = stage_shares(stages)
-        if not 0 <= handoff_s < math.inf:
-            raise ValueError(f"handoff_s must be a finite number of seconds, at least 0, got {handoff_s}")
         self._cost = cost
         self._sample = sample
         self._fails = fails
-        self._handoff_s = handoff_s
         self._free_at = [0.0] * len(self._shares)
         self._has_run = False
         self._link_free_at = dict.fromkeys(Direction, 0.0)
@@ -93,7 +88,6 @@ class SimulatedExecutor:
         ready_at, stages = self._run(parts, now)
         # The last stage does what the first one did as much later as it gets the plan.
         self._begin(plan, begin, begin + moving / len(parts), ready_at - parts[-1] - begin)
-        ready_at += self._handoff_s if len(parts) > 1 else 0.0
         if not (plan.slices or plan.before):
             ready_at = max(ready_at, min(begin + PAUSE_S, self._transit[0][0] if self._transit else begin))
         ended = list(plan.before)
@@ -111,7 +105,7 @@ class SimulatedExecutor:
         """Occupy the stages one after the other, each for its part; when the last one is done, and how it went."""
         ready_at, times = now, []
         for stage, (free_at, seconds) in enumerate(zip(self._free_at, parts, strict=True)):
-            begin = max(ready_at + (self._handoff_s if stage else 0.0), free_at)
+            begin = max(ready_at, free_at)
             times.append(StageTime(seconds, begin - free_at if self._has_run else 0.0))
             ready_at = self._free_at[stage] = begin + seconds
         self._has_run = True

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from skipjoin.core.policy import NO_OUTLOOK, Batcher, CostModel, Outlook, Packing, Refusal
 from skipjoin.core.request import Request
-from skipjoin.core.step import Slice, StepShape
+from skipjoin.core.step import StepShape
 
 # What a further token, pair or request costs is told beside a prefill of so many tokens: there no work hides behind the
 # reading of the weights, so that a batch of decodes counts for what it adds to the plan that it joins.
@@ -41,10 +41,6 @@ class _Loads:
         if tokens == 1:
             return _SLICE_S + self._decode + self._context * (start + 1)
         return _SLICE_S + self._token * tokens + self._pair * (tokens * start + tokens * (tokens + 1) / 2)
-
-    def of_all(self, slices: Sequence[Slice]) -> float:
-        """Of a plan."""
-        return sum(self.of(piece.start, piece.tokens) for piece in slices)
 
     def reaching(self, start: int, load: float) -> int:
         """The fewest tokens from `start` on that are at least the load."""
@@ -96,12 +92,13 @@ class EvenStages:
     def open(self, now: float, outlook: Outlook = NO_OUTLOOK) -> Packing:
         if self._loads.revision != self._cost.revision:
             self._loads = _Loads(self._cost)
-        known, loads = self._flying, self._loads
+        known, last = self._flying, self._last
+        # A plan that is not known is the one that came of the last batch.
         self._flying = {
-            plan.id: known[plan.id] if plan.id in known else loads.of_all(plan.slices) for plan in outlook.in_flight
+            plan.id: known.get(plan.id, last.load if last is not None else 0.0) for plan in outlook.in_flight
         }
-        passed = self._last.passed_over() if self._last is not None else {}
-        self._last = EvenPacking(self, self.batcher.open(now), loads, tuple(self._flying.values()), passed)
+        passed = last.passed_over() if last is not None else {}
+        self._last = EvenPacking(self, self.batcher.open(now), self._loads, tuple(self._flying.values()), passed)
         self._last.look_at(outlook)
         return self._last
 
@@ -110,7 +107,7 @@ class EvenPacking:
     """One step's batch under `EvenStages`.
 
     inner: the batch of the batcher that limits it. flying: loads of the plans in flight. passed: how often in a row
-    requests were left over.
+    requests were left over. load: of the batch so far.
     """
 
     def __init__(
@@ -122,16 +119,17 @@ class EvenPacking:
         self._flying = sum(flying)
         self._more = max(0, rules.stages - len(flying) - 1)  # plans that could follow at once
         self._passed = passed
-        self._idle: dict[Request, int] = {}  # who could run and is not in the batch, with the slices that it is worth
+        # Who could run and is not in the batch: tokens, their load, and the slices that they are worth.
+        self._idle: dict[Request, tuple[int, float, int]] = {}
         self._slices = 0  # of them together
         self._sought = 0.0  # load of all who could run, those in the batch too
-        self._share = self._load = 0.0
+        self._share = self.load = 0.0
         self._overdue: set[Request] = set()
         self._is_full = False
 
     def look_at(self, outlook: Outlook) -> None:
         """Learn what there is to share."""
-        rules, loads, offer = self._rules, self._loads, self._inner.offer
+        rules, loads, offer, load_of = self._rules, self._loads, self._inner.offer, self._loads.of
         seats, tokens = rules.most_seqs, rules.most_tokens
         for plan in outlook.in_flight:
             seats -= len(plan.slices)
@@ -150,10 +148,12 @@ class EvenPacking:
                     count = min(count, tokens)
                     slices = max(1, count // loads.least_chunk)
                 tokens -= count
-            self._idle[request] = slices
+            load = load_of(request.planned, count)
+            self._idle[request] = count, load, slices
             self._slices += slices
-            self._sought += loads.of(request.planned, count)
-        self._overdue = {request for request in self._idle if self._passed.get(request, 0) >= rules.stages - 1}
+            self._sought += load
+        most = rules.stages - 1
+        self._overdue = {request for request, times in self._passed.items() if times >= most and request in self._idle}
         self._share = self._share_of(self._sought)
 
     def passed_over(self) -> dict[Request, int]:
@@ -161,7 +161,8 @@ class EvenPacking:
         return {request: self._passed.get(request, 0) + 1 for request in self._idle} if self._is_full else {}
 
     def offer(self, request: Request, pending: int) -> int | Refusal:
-        if self._load and not self._is_urgent(request) and self._has_enough():
+        load = self.load
+        if load and (load >= self._share or self._slices <= self._more) and not self._is_urgent(request):
             self._is_full = True
             return Refusal.SKIP if self._overdue or not self._rules.holds_back else Refusal.STOP
         verdict = self._inner.offer(request, pending)
@@ -171,29 +172,32 @@ class EvenPacking:
 
     def take(self, request: Request, tokens: int) -> None:
         self._inner.take(request, tokens)
-        load = self._loads.of(request.planned, tokens)
-        self._load += load
-        if request in self._idle:
-            self._slices -= self._idle.pop(request)
+        seen = self._idle.pop(request, None)
+        if seen is not None:
+            count, load, slices = seen
+            self._slices -= slices
             self._overdue.discard(request)
+            if count != tokens:
+                load = self._loads.of(request.planned, tokens)
         else:
+            load = self._loads.of(request.planned, tokens)
             self._sought += load
             self._share = self._share_of(self._sought)
+        self.load += load
 
     def _share_of(self, sought: float) -> float:
         return min((self._flying + sought) / self._rules.stages, sought / (self._more + 1))
 
-    def _has_enough(self) -> bool:
-        return self._load >= self._share or self._slices <= self._more
-
     def _is_urgent(self, request: Request) -> bool:
-        """Whether the request is not to be left over."""
-        return request in self._overdue or not (self._rules.holds_back or request.planned)
+        """Whether the request is not to be left over: nor is who was not looked at, as others have to make way for it.
+        While somebody who matters more was left over, that one can wait."""
+        is_unseen = request not in self._idle and not self._is_full
+        return is_unseen or request in self._overdue or not (self._rules.holds_back or request.planned)
 
     def _fit(self, request: Request, pending: int, most: int) -> int:
         """How many of the prompt's tokens make the share full; `most` if that leaves too little to be worth a slice."""
         loads, share = self._loads, self._share
         if request not in self._idle:  # it takes its memory from others
             share = self._share_of(self._sought + loads.of(request.planned, pending))
-        tokens = max(loads.least_chunk, loads.reaching(request.planned, share - self._load))
+        tokens = max(loads.least_chunk, loads.reaching(request.planned, share - self.load))
         return most if tokens >= most or pending - tokens < loads.least_chunk else tokens

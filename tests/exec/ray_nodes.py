@@ -1,0 +1,148 @@
+"""A Ray cluster of several nodes on this machine, owned by a process of its own: what the tests do to it, and what they
+have in their environment, does not meet.
+
+python ray_nodes.py FOLDER: one command per line of standard input, one JSON object per line of standard output.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+from ray._raylet import Config
+
+# A node of its own for the head, which has no CPUs: it can be neither used nor lost.
+_HEAD_IP = "127.0.0.10"
+_STORE_BYTES = 80 << 20
+_END_S = 20.0
+
+
+class Nodes:
+    """The cluster as its tests hold it. address: by which this process and its children join it."""
+
+    def __init__(self, folder: Path) -> None:
+        # Ray reads the token once in a process, which may have used a cluster before.
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        os.environ["RAY_AUTH_MODE"] = "token"
+        Config.initialize("")  # whoever imported Ray before may not have said that there is one
+        self.cpus: dict[str, int] = {}
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, str(folder)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env={**os.environ, "RAY_USAGE_STATS_ENABLED": "0"},
+        )
+        self.address: str = self._answer()["address"]
+
+    def add(self, cpus: int) -> str:
+        """The name of one more node, which has so many CPUs."""
+        name: str = self._ask({"add": cpus})["name"]
+        self.cpus[name] = cpus
+        return name
+
+    def lose(self, name: str) -> None:
+        """End a node's processes, hard."""
+        self._ask({"lose": name})
+        del self.cpus[name]
+
+    def have(self, *cpus: int) -> None:
+        """Let it be nodes with so many CPUs, and no others."""
+        wanted = list(cpus)
+        for name, has in list(self.cpus.items()):
+            if has in wanted:
+                wanted.remove(has)
+            else:
+                self.lose(name)
+        for more in wanted:
+            self.add(more)
+
+    def processes(self, name: str = "") -> list[psutil.Process]:
+        """Those that run on its nodes and have this in their names."""
+        children = psutil.Process(self._process.pid).children(recursive=True)
+        return [child for child in children if child.is_running() and name in child.name()]
+
+    def close(self) -> None:
+        """End all nodes."""
+        everything = self.processes()
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_S)
+        self._process.kill()
+        self._process.wait()
+        self._process.stdout.close()
+        _, left = psutil.wait_procs(everything, timeout=_END_S / 2)
+        for process in left:
+            process.kill()
+
+    def _ask(self, command: dict[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(command) + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, "the cluster's process has ended"
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+@contextmanager
+def nodes() -> Iterator[Nodes]:
+    """Started, and ended whatever happens."""
+    # A short name: sockets lie in it.
+    with tempfile.TemporaryDirectory(prefix="sj-nodes-", ignore_cleanup_errors=True) as folder:
+        started = Nodes(Path(folder))
+        try:
+            yield started
+        finally:
+            started.close()
+
+
+def _serve(folder: str) -> None:
+    """What the cluster's process does, until its standard input ends."""
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is no answer
+    from ray.cluster_utils import Cluster  # noqa: PLC0415 (which prints when it is imported)
+
+    shared = {"object_store_memory": _STORE_BYTES, "include_dashboard": False, "temp_dir": folder}
+    cluster = Cluster(initialize_head=True, head_node_args={**shared, "num_cpus": 0, "node_ip_address": _HEAD_IP})
+    print(json.dumps({"address": cluster.address}), file=out, flush=True)
+    started: dict[str, Any] = {}
+    for line in sys.stdin:
+        command = json.loads(line)
+        if "add" in command:
+            ip = f"127.0.0.{11 + len(started)}"
+            node = cluster.add_node(num_cpus=command["add"], node_ip_address=ip, **shared)
+            started[node.node_id] = node
+            answer = {"name": node.node_id}
+        else:
+            lost = started[command["lose"]]
+            (raylet,) = lost.all_processes["raylet"]
+            # Its ranks would find out by themselves, but some tokens later.
+            children = psutil.Process(raylet.process.pid).children(recursive=True)
+            cluster.remove_node(lost, allow_graceful=False)
+            for child in children:
+                with suppress(psutil.NoSuchProcess):
+                    child.kill()
+            answer = {}
+        print(json.dumps(answer), file=out, flush=True)
+    cluster.shutdown()
+
+
+if __name__ == "__main__":
+    _serve(sys.argv[1])

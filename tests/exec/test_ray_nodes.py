@@ -1,0 +1,275 @@
+"""A model over the nodes of a cluster that runs already: where ranks go, what is refused, and nodes that are lost."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from support.leftovers import Mark
+
+pytest.importorskip("ray")
+
+import ray
+from ray_nodes import Nodes, nodes
+from test_ranks_on_ray import Outputs, Session, config
+
+from skipjoin.assembly import Engine, assemble
+from skipjoin.config import ConfigError
+from skipjoin.core.events import Restarted
+from skipjoin.exec import ranks
+from skipjoin.exec.links import Door
+from skipjoin.exec.nodes import Node, away_from, silent
+from skipjoin.exec.sharded import RankError
+from skipjoin.model.config import ModelError
+
+pytestmark = pytest.mark.ray
+
+REBUILD_S = 10.0
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Nodes]:
+    with nodes() as started:
+        yield started
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """After each test no rank runs, and what ran on the nodes before runs on."""
+    yield
+    assert not ray.is_initialized()
+    if "cluster" in request.fixturenames:
+        cluster: Nodes = request.getfixturevalue("cluster")
+        deadline = time.monotonic() + 10
+        while left := cluster.processes("RankActor"):
+            assert time.monotonic() < deadline, left
+            time.sleep(0.05)
+        assert len(cluster.processes("raylet")) == 1 + len(cluster.cpus)
+
+
+@pytest.fixture(scope="module")
+def expected() -> Outputs:
+    """What one process says."""
+    engine = assemble(config(1, 1, recipe="fcfs"))
+    try:
+        return Session(engine).run()
+    finally:
+        engine.executor.close()
+
+
+def start(cluster: Nodes, tp: int, pp: int, **settings: Any) -> Engine:
+    return assemble(config(tp, pp, ray_address=cluster.address, **settings))
+
+
+def places(engine: Engine) -> list[str]:
+    """Names of the nodes that have ranks, for each rank."""
+    return [place.node for place in engine.executor._live.ask("place")]
+
+
+def test_stages_go_to_two_nodes(cluster: Nodes, expected: Outputs) -> None:
+    cluster.have(1, 1)
+    engine = start(cluster, 1, 2)
+    try:
+        assert sorted(places(engine)) == sorted(cluster.cpus)
+        assert Session(engine).run() == expected
+    finally:
+        engine.executor.close()
+
+
+def test_the_ranks_of_a_stage_share_a_node(cluster: Nodes, expected: Outputs) -> None:
+    cluster.have(1, 1)
+    told: list[str] = []
+    with pytest.raises(
+        ConfigError, match=r"size 2 x .* needs 1 times 2 CPUs on one node, the cluster's nodes have 1, 1, 0"
+    ):
+        assemble(config(2, 1, ray_address=cluster.address), lambda what, share: told.append(what))
+    assert told == ["joining Ray", "placing ranks"]
+
+    large = cluster.add(2)
+    engine = start(cluster, 2, 1)
+    try:
+        assert places(engine) == [large, large]
+        assert Session(engine).run() == expected
+    finally:
+        engine.executor.close()
+
+
+# -- nodes that are lost ----------------------------------------------------------------------------------------------
+
+
+def test_other_nodes_take_the_places_of_lost_ones(
+    cluster: Nodes, expected: Outputs, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that is there, and then one that comes later."""
+    cluster.have(1, 1)
+    engine = start(cluster, 1, 2, max_restarts=2)
+    adding = threading.Timer(2.0, lambda: cluster.add(1))
+    try:
+        first, second = places(engine)
+        session = Session(engine)
+        while len(session.events) < 200:
+            session.step()
+        third = cluster.add(1)
+        cluster.lose(second)
+        while not session.count(Restarted):
+            session.step()
+        assert sorted(places(engine)) == sorted((first, third))
+        noticed, back = (record.created for record in caplog.records if record.name == ranks.__name__)
+        assert back - noticed < REBUILD_S
+
+        cluster.lose(first)
+        adding.start()
+        assert session.run() == expected
+        assert session.count(Restarted) == 2
+        assert sorted(places(engine)) == sorted(cluster.cpus)
+    finally:
+        engine.executor.close()
+    adding.join()
+
+
+def test_an_engine_gives_up_where_no_node_takes_the_place(
+    cluster: Nodes, expected: Outputs, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(ranks, "_PLACE_S", 1.0)
+    cluster.have(1, 1)
+    engine = start(cluster, 1, 2, max_restarts=2)
+    try:
+        session = Session(engine)
+        while len(session.events) < 200:
+            session.step()
+        cluster.lose(places(engine)[0])
+        with pytest.raises(RankError, match=r"needs 2 times 1 CPUs .*have 1, 0; .* max_restarts 2 within 10 minutes"):
+            session.run()
+        for number, tokens in session.outputs.items():
+            assert tokens == expected[number][: len(tokens)]
+    finally:
+        engine.executor.close()
+    assert sum("started anew" in record.message for record in caplog.records) == 3
+
+
+def test_ranks_go_where_the_engine_can_reach(cluster: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray takes a node that is cut off for alive, for a minute or so."""
+    cluster.have(1, 1, 1)
+    cut_off = next(iter(cluster.cpus))
+    monkeypatch.setattr(ranks, "silent", lambda nodes: [node for node in nodes if node.name == cut_off])
+    engine = start(cluster, 1, 2)
+    try:
+        assert sorted(places(engine)) == sorted(set(cluster.cpus) - {cut_off})
+    finally:
+        engine.executor.close()
+    with pytest.raises(ConfigError, match=r"needs 3 times 1 CPUs .*; node 127\.0\.0\.\d+ cannot be reached"):
+        start(cluster, 1, 3)
+
+
+def test_a_node_that_is_cut_off_holds_up_no_start(cluster: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster.have(1, 1)
+    answers = iter([[]])  # to the first question: all can be reached
+    monkeypatch.setattr(ranks, "silent", lambda nodes: next(answers, nodes[:1]))
+    with pytest.raises(ConfigError, match=r"a rank is gone: node 127\.0\.0\.\d+ cannot be reached"):
+        start(cluster, 1, 2)
+
+
+def test_who_takes_no_connection_is_silent() -> None:
+    def node(name: str, port: int) -> Node:
+        return Node(name, "127.0.0.1", port, {})
+
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+        ports = one.getsockname()[1], other.getsockname()[1]
+        found = [node("one", ports[0]), node("other", ports[1])]
+        assert silent(found) == silent([]) == []
+        other.close()
+        assert silent(found) == found[1:]
+    assert away_from(found) == {"ray.io/node-id": "!in(one,other)"}
+    assert away_from([]) == {}
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+def test_nodes_must_have_the_same_versions(cluster: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster.have(1, 1)
+    ours = ranks.versions()
+    assert set(ours) == {"Skipjoin", "Python", "torch", "Ray"}
+    monkeypatch.setattr(ranks, "versions", lambda: {**ours, "torch": "1.0"})
+    with pytest.raises(ConfigError, match=r"node 127\.0\.0\.\d+ has torch .*, this one has 1\.0: it must"):
+        start(cluster, 1, 2)
+
+
+def test_a_rank_that_has_too_little_memory_is_named(cluster: Nodes) -> None:
+    cluster.have(1, 1)
+    with pytest.raises(
+        ConfigError, match=r"rank \d \(stage \d of 2.*\) cannot have 5e\+04 GiB and, on the host, .* of KV"
+    ):
+        start(cluster, 1, 2, kv_cache_gib=1e5, swap_space_gib=0, max_model_len=None)
+
+
+def test_more_ranks_than_the_cluster_has(cluster: Nodes) -> None:
+    cluster.have(1, 1)
+    with pytest.raises(ConfigError, match=r"pipeline_parallel_size 3 needs 3 times 1 CPUs on one node"):
+        start(cluster, 1, 3)
+
+
+def test_sizes_that_do_not_divide_are_known_before_the_cluster_is_joined() -> None:
+    with pytest.raises(ModelError, match="tensor_parallel_size must divide"):
+        assemble(config(3, 1, ray_address="127.0.0.1:1"))
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "no.such.host.invalid:6379"])
+def test_an_address_where_nobody_answers(address: str) -> None:
+    with pytest.raises(ConfigError, match=f"ray_address {address}: nobody answers there"):
+        assemble(config(1, 2, ray_address=address))
+
+
+def test_an_address_where_something_else_answers() -> None:
+    """In a process of its own, which waits less than others for an answer."""
+    code = """
+import sys
+from skipjoin.exec.cluster import Cluster, ClusterError
+try:
+    Cluster.join(sys.argv[1])
+except ClusterError as error:
+    print(error)
+"""
+    mark = Mark()
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        shorter = {"RAY_NUM_REDIS_GET_RETRIES": "1", "RAY_py_gcs_connect_timeout_s": "1"}
+        result = subprocess.run(
+            [sys.executable, "-c", code, address],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env={**mark.environment, **shorter},
+            check=True,
+        )
+    assert result.stdout.startswith(f"ray_address {address} cannot be joined: "), result
+    mark.seconds_until_gone(5.0)
+
+
+# -- ends -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_process_ends_with_its_connection_whatever_it_does() -> None:
+    code = """
+import sys, time
+from skipjoin.exec.links import end_with, knock
+connection = knock((sys.argv[1], int(sys.argv[2])), bytes.fromhex(sys.argv[3]), 0)
+end_with(connection)
+time.sleep(60)
+"""
+    door = Door("127.0.0.1")
+    words = [door.address[0], str(door.address[1]), door.secret.hex()]
+    with subprocess.Popen([sys.executable, "-c", code, *words]) as process:
+        (link,) = door.admit(1, 30.0)
+        door.close()
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(1.0)
+        link.close()
+        assert process.wait(10) == 1

@@ -1,0 +1,122 @@
+"""A server whose model has a rank of its own on Ray: however it ends, nothing is left."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from support.leftovers import Mark
+
+pytest.importorskip("ray")
+
+pytestmark = pytest.mark.ray
+GONE_S = 10.0
+SERVE = "import sys; from skipjoin.cli import app; sys.argv[0] = 'skipjoin'; app()"
+
+
+class Server:
+    """`skipjoin serve` with one rank in a process that Ray places, and what belongs to it."""
+
+    def __init__(self, *options: str) -> None:
+        self.mark = Mark()
+        ray = ["--distributed-executor-backend", "ray", "--threads", "1", "--profile", "off"]
+        self.popen = subprocess.Popen(
+            [sys.executable, "-c", SERVE, "serve", "tally", "--port", "0", *ray, *options],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=self.mark.environment,
+        )
+        assert self.popen.stdout is not None
+        self.url = ""
+        for line in self.popen.stdout:
+            if line.startswith("Ready"):
+                self.url = line.split(" at ")[1].split()[0]
+                break
+        assert self.url
+        (self.engine,) = [one for one in self.mark.processes() if "engine_process" in " ".join(one.cmdline())]
+        (self.rank,) = self.mark.processes("RankActor")
+        assert self.mark.processes("raylet")
+        (self.folder,) = Path(tempfile.gettempdir()).glob(f"skipjoin-ray-{self.engine.pid}-*")
+
+    def complete(self) -> None:
+        """Have it work for a while, and drop the answer."""
+        body = {"prompt": "abc", "max_tokens": 900, "ignore_eos": True}
+        threading.Thread(target=_post, args=(f"{self.url}/v1/completions", body), daemon=True).start()
+
+    def code(self) -> int:
+        """With which it ends."""
+        return self.popen.wait(30)
+
+    def close(self) -> None:
+        self.popen.kill()
+        self.popen.wait()
+        assert self.popen.stdout is not None
+        self.popen.stdout.close()
+        self.mark.seconds_until_gone(GONE_S)
+
+
+def _post(url: str, body: dict[str, Any]) -> None:
+    try:
+        httpx.post(url, json=body, timeout=60)
+    except httpx.HTTPError:
+        return
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Server]]:
+    started: list[Server] = []
+
+    def start(*options: str) -> Server:
+        started.append(Server(*options))
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.close()
+
+
+def test_nothing_is_left_of_a_server_that_is_told_to_end(serve: Callable[..., Server]) -> None:
+    server = serve()
+    server.popen.terminate()
+    assert server.code() == 0
+    server.mark.seconds_until_gone(GONE_S)
+    assert not server.folder.exists()
+
+
+def test_nothing_is_left_of_a_server_that_is_killed(serve: Callable[..., Server]) -> None:
+    """What stays on the disk then is removed by the next one."""
+    server = serve()
+    server.complete()
+    server.popen.kill()
+    server.mark.seconds_until_gone(GONE_S)
+    assert server.folder.exists()
+
+    engine_killed = serve()
+    assert not server.folder.exists()
+    engine_killed.complete()
+    engine_killed.engine.kill()
+    assert engine_killed.code() == 1
+    engine_killed.mark.seconds_until_gone(GONE_S)
+
+
+def test_nothing_is_left_of_an_engine_that_fails(serve: Callable[..., Server]) -> None:
+    server = serve("--max-restarts", "0")
+    server.complete()
+    server.rank.kill()
+    psutil.wait_procs([server.engine], timeout=GONE_S)
+    assert not server.engine.is_running()
+    assert not server.folder.exists()
+    assert httpx.get(f"{server.url}/health").status_code == 503
+    server.popen.terminate()  # does not wait for the grace time
+    assert server.code() == 1
+    server.mark.seconds_until_gone(GONE_S)

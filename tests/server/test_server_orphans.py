@@ -94,19 +94,20 @@ def test_nothing_is_left_of_a_server_that_is_told_to_end(serve: Callable[..., Se
 
 
 def test_nothing_is_left_of_a_server_that_is_killed(serve: Callable[..., Server]) -> None:
-    """What stays on the disk then is removed by the next one."""
     server = serve()
     server.complete()
     server.popen.kill()
     server.mark.seconds_until_gone(GONE_S)
-    assert server.folder.exists()
-
-    engine_killed = serve()
     assert not server.folder.exists()
-    engine_killed.complete()
-    engine_killed.engine.kill()
-    assert engine_killed.code() == 1
-    engine_killed.mark.seconds_until_gone(GONE_S)
+
+
+def test_nothing_is_left_of_an_engine_that_is_killed(serve: Callable[..., Server]) -> None:
+    server = serve()
+    server.complete()
+    server.engine.kill()
+    assert server.code() == 1
+    server.mark.seconds_until_gone(GONE_S)
+    assert not server.folder.exists()
 
 
 def test_nothing_is_left_of_an_engine_that_fails(serve: Callable[..., Server]) -> None:

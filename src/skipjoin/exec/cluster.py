@@ -16,6 +16,8 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from skipjoin.exec.guard import Guard
+
 if TYPE_CHECKING:
     from types import ModuleType
 
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 LOCAL_IP = "127.0.0.2" if sys.platform == "linux" else "127.0.0.1"
 # Ray wants at least so much for the objects that processes share; we share none.
 _OBJECT_BYTES = 80 << 20
-# What names the folder of a cluster's files: this, and the process it belongs to.
+# Begins the name of a cluster's folder of files; the process that it belongs to follows.
 _FOLDER = "skipjoin-ray-"
 # Longest that a cluster's address may take to answer, in seconds.
 _ANSWER_S = 3.0
@@ -53,8 +55,8 @@ class Cluster:
 
     def __init__(self, address: str, ip: str, folder: Path | None = None, *, is_ours: bool = True) -> None:
         self.address, self.ip = address, ip
-        self._folder = folder
         self._is_ours = is_ours
+        self._guard = Guard(folder) if folder is not None else None
 
     @classmethod
     def start(cls, cpus: int) -> Cluster:
@@ -64,7 +66,6 @@ class Cluster:
         """
         if (used := _used()) is not None:
             return used
-        _sweep()
         folder = Path(tempfile.mkdtemp(prefix=f"{_FOLDER}{os.getpid()}-"))
         # Known to all processes that this one starts, which is how they may join. Ray reads it once.
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
@@ -115,8 +116,8 @@ class Cluster:
         if not self._is_ours:
             return
         import_ray().shutdown()
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        if self._guard is not None:
+            self._guard.close()
 
 
 def import_ray() -> ModuleType:
@@ -141,11 +142,3 @@ def _used() -> Cluster | None:
 def _first_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
-
-
-def _sweep() -> None:
-    """Remove what clusters left on the disk whose processes were killed."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*-*"):
-        owner = folder.name.removeprefix(_FOLDER).split("-")[0]
-        if owner.isdecimal() and not Path("/proc", owner).exists() and Path("/proc").is_dir():
-            shutil.rmtree(folder, ignore_errors=True)

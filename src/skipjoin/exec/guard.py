@@ -28,6 +28,7 @@ class Guard:
     """From now on, on Linux, no process that writes into the folder outlives this one."""
 
     def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._process: subprocess.Popen[bytes] | None = None
         if Path("/proc/self/fd").exists():
             self._process = subprocess.Popen(
@@ -41,6 +42,7 @@ class Guard:
         """Do now what is to be done at the end."""
         if self._process is not None:
             self._process.communicate()
+        shutil.rmtree(self._folder, ignore_errors=True)  # where there is nobody to do it
 
 
 def _writers(folder: str) -> Iterator[int]:

@@ -21,7 +21,6 @@ import msgspec
 
 from skipjoin.config import EngineConfig
 from skipjoin.exec.cluster import Cluster, ClusterError
-from skipjoin.exec.guard import Guard
 from skipjoin.exec.keeper import Keeper, Needs
 from skipjoin.server.engine_client import EngineClient, Replica
 from skipjoin.server.engine_handle import EngineStartError
@@ -62,7 +61,6 @@ class ReplicaSet:
         # Ray is called from one thread of its own. Its processes end with the thread that started them.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="skipjoin-ray")
         self._cluster: Cluster | None = None
-        self._guard: Guard | None = None
         self._door: Door | None = None
         self._numbers: dict[Link, int] = {}
         self._started: asyncio.Future[Ready] | None = None
@@ -102,8 +100,6 @@ class ReplicaSet:
         """Enter the cluster. Raises `ClusterError`."""
         if self._address is None:
             self._cluster = Cluster.start(needs.all_cpus * self._client.wanted)
-            if (folder := self._cluster._folder) is not None:
-                self._guard = Guard(folder)
         else:
             self._cluster = Cluster.join(self._address)
         self._keeper = Keeper(f"skipjoin-{secrets.token_hex(4)}", is_alone=self._address is None)
@@ -121,8 +117,6 @@ class ReplicaSet:
             self._keeper.close()
         if self._cluster is not None:
             self._cluster.close()
-        if self._guard is not None:
-            self._guard.close()
 
     # -- life ---------------------------------------------------------------------------------------------
 

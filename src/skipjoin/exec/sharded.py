@@ -188,7 +188,8 @@ class ShardedExecutor:
     def _receive(self, rank: int, timeout_s: float) -> FromRank:
         """The next answer of a rank. Raises as `Link.receive` does."""
         early = self._early[rank]
-        return self._decoder.decode(early.popleft() if early else self._links[rank].receive(timeout_s))
+        answer: FromRank = self._decoder.decode(early.popleft() if early else self._links[rank].receive(timeout_s))
+        return answer
 
     def _look_at(self, ranks: Iterable[int]) -> None:
         """Raise `RankError` if one of these is gone. They have answered, but what they computed may be lost on its way

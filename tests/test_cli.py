@@ -118,7 +118,7 @@ def test_serve_and_its_options_of_memory_and_objective(
     options: list[str], meant: tuple[float | None, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     configs: list[EngineConfig] = []
-    monkeypatch.setattr("skipjoin.server.launch.run_server", lambda engine, server: configs.append(engine) or 0)
+    monkeypatch.setattr("skipjoin.server.launch.run_server", lambda engine, server, **rest: configs.append(engine) or 0)
     run = CliRunner().invoke(app, ["serve", *options])
     assert run.exit_code == 0, run.output
     (config,) = configs

@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 
-from support.leftovers import Mark
-
 pytest.importorskip("ray")
 
 import ray
@@ -227,32 +225,6 @@ def test_sizes_that_do_not_divide_are_known_before_the_cluster_is_joined() -> No
 def test_an_address_where_nobody_answers(address: str) -> None:
     with pytest.raises(ConfigError, match=f"ray_address {address}: nobody answers there"):
         assemble(config(1, 2, ray_address=address))
-
-
-def test_an_address_where_something_else_answers() -> None:
-    """In a process of its own, which waits less than others for an answer."""
-    code = """
-import sys
-from skipjoin.exec.cluster import Cluster, ClusterError
-try:
-    Cluster.join(sys.argv[1])
-except ClusterError as error:
-    print(error)
-"""
-    mark = Mark()
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        address = f"127.0.0.1:{other.getsockname()[1]}"
-        shorter = {"RAY_NUM_REDIS_GET_RETRIES": "1", "RAY_py_gcs_connect_timeout_s": "1"}
-        result = subprocess.run(
-            [sys.executable, "-c", code, address],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            env={**mark.environment, **shorter},
-            check=True,
-        )
-    assert result.stdout.startswith(f"ray_address {address} cannot be joined: "), result
-    mark.seconds_until_gone(5.0)
 
 
 # -- ends -------------------------------------------------------------------------------------------------------------

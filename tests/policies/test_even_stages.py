@@ -231,7 +231,7 @@ def test_who_lost_its_kv_comes_back_beside_plans_that_have_their_share(recipe: s
 
 
 @given(seed=st.integers(0, 10**6), stages=st.integers(2, 4), recipe=st.sampled_from(sorted(set(RECIPES) - {"static"})))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_a_plan_has_its_share_or_everybody(seed: int, stages: int, recipe: str) -> None:
     """For any load without pressure: at least the mean of the plans in flight, itself and who is left over, or all that
     could run, or enough that every free stage gets somebody; at most the mean and one slice."""

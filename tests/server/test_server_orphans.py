@@ -105,6 +105,8 @@ def test_nothing_is_left_of_an_engine_that_is_killed(serve: Callable[..., Server
     server = serve()
     server.complete()
     server.engine.kill()
+    psutil.wait_procs([server.engine], timeout=GONE_S)
+    server.popen.terminate()  # does not wait for the grace time
     assert server.code() == 1
     server.mark.seconds_until_gone(GONE_S)
     assert not server.folder.exists()

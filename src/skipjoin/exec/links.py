@@ -82,10 +82,13 @@ class Door:
 
 
 def knock(address: Address, secret: bytes, rank: int) -> Connection:
-    """A rank's connection to its engine. Raises OSError and `AuthenticationError`."""
+    """A rank's connection to its engine. Raises OSError, and `RankError` if it is turned away."""
     connection = _prepared(socket.create_connection(address, _SILENCE_S))
-    answer_challenge(connection, secret)
-    deliver_challenge(connection, secret)
+    try:
+        answer_challenge(connection, secret)
+        deliver_challenge(connection, secret)
+    except AuthenticationError as error:
+        raise RankError(f"rank {rank} was turned away: {error}") from error
     connection.send_bytes(_NUMBER.pack(rank))
     return connection
 

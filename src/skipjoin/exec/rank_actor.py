@@ -10,7 +10,6 @@ import socket
 import struct
 from datetime import timedelta
 from importlib.metadata import version
-from multiprocessing import AuthenticationError
 from typing import NamedTuple
 
 import torch
@@ -133,7 +132,7 @@ class RankActor:
         assert self._store is not None
         torch.set_num_threads(self._threads)  # they are counted per thread, and this is another one
         rank = Rank(Worker(self._loaded, self._store))
-        with contextlib.suppress(EOFError, OSError, AuthenticationError):
+        with contextlib.suppress(EOFError, OSError, RankError):
             connection = knock(address, secret, self._loaded.shard.rank)
             end_with(connection)
             while True:

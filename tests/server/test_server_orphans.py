@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -105,7 +106,9 @@ def test_nothing_is_left_of_an_engine_that_is_killed(serve: Callable[..., Server
     server = serve()
     server.complete()
     server.engine.kill()
-    psutil.wait_procs([server.engine], timeout=GONE_S)
+    deadline = time.monotonic() + GONE_S
+    while httpx.get(f"{server.url}/health").status_code != 503 and time.monotonic() < deadline:
+        time.sleep(0.05)
     server.popen.terminate()  # does not wait for the grace time
     assert server.code() == 1
     server.mark.seconds_until_gone(GONE_S)

@@ -39,7 +39,7 @@ from skipjoin.policies.predictors import MaxTokens
 from skipjoin.policies.pressure import Swap
 from skipjoin.policies.starvation import Extremes, least_bound, most_requests, starvation_after, starvation_within
 from skipjoin.pools import device_blocks, host_blocks
-from skipjoin.profile import Profile, ProfileKey, cache_path, cached_profile, read_profile, write_profile
+from skipjoin.profile import Profile, ProfileKey, cache_path, cached_profile, one_at_a_time, read_profile, write_profile
 from skipjoin.recipes import RECIPES, Settings, build
 from skipjoin.sampling import SamplingParams
 
@@ -277,10 +277,11 @@ def _start_cost(config: EngineConfig, loaded: _Loaded, on_progress: Progress) ->
     if config.profile == "off":
         return guess_cost(loaded.executor.parts, config.block_size)
     if config.profile == "auto":
-        profile = cached_profile(loaded.key)
-        if profile is None:
-            profile = _measure(config, loaded, FIRST_START, on_progress)
-            _cache(profile)
+        with one_at_a_time(loaded.key):
+            profile = cached_profile(loaded.key)
+            if profile is None:
+                profile = _measure(config, loaded, FIRST_START, on_progress)
+                _cache(profile)
     else:
         profile = read_profile(Path(config.profile))
         _check_profile(profile, loaded.key, config.profile)

@@ -180,7 +180,6 @@ class Scheduler:
     def _forget(self, request: Request, now: float) -> None:
         """The request's KV was lost on its way: compute it again. No other plan holds it, as it was in transit."""
         self.kv.release(request)
-        request.computed = request.planned = 0
         if request.finish_reason is None:
             self._drop(request, now)
 

@@ -62,7 +62,8 @@ class Cluster:
     def start(cls, cpus: int) -> Cluster:
         """A cluster of our own on this machine: nothing outside may use it. cpus: how many processes may ask for one.
 
-        They are a count and nothing else, and may be more than the machine has. Raises `ClusterError`.
+        They are a count and nothing else, and may be more than the machine has. A process that uses Ray already goes
+        on with what it uses, as it is. Raises `ClusterError`.
         """
         if (used := _used()) is not None:
             return used

@@ -128,13 +128,11 @@ class TcpLink:
 
     def receive(self, timeout_s: float) -> bytes:
         try:
-            if not self._connection.poll(timeout_s):
-                raise TimeoutError
-            return self._connection.recv_bytes()
+            if self._connection.poll(timeout_s):
+                return self._connection.recv_bytes()
         except (EOFError, OSError) as error:
-            if isinstance(error, TimeoutError) and error.errno is None:
-                raise
             raise RankError(f"rank {self._rank} is gone: its connection broke") from error
+        raise TimeoutError
 
     def close(self) -> None:
         self._connection.close()

@@ -13,7 +13,7 @@ from skipjoin.core.step import Direction, StepPlan
 from skipjoin.exec.cluster import Cluster, ClusterError, import_ray
 from skipjoin.exec.links import Door
 from skipjoin.exec.nodes import Node, away_from, known_nodes, silent
-from skipjoin.exec.part import Part, Room, by_stage
+from skipjoin.exec.part import Part, Room
 from skipjoin.exec.rank_actor import Place, RankActor, RankModel, versions
 from skipjoin.exec.sharded import RankError, ShardedExecutor, ShardedHandle
 from skipjoin.model.config import ModelError
@@ -287,17 +287,15 @@ class RankedExecutor:
     def transfers(self, seconds: float) -> dict[Direction, Transfer]:
         """See `ModelExecutor`. The ranks of a stage copy at the same time, stages one after the other."""
         found: list[dict[Direction, Transfer]] = self._live.ask("transfers", seconds)
-        total = {}
-        for direction in Direction:
-            floor = block = 0.0
-            first = 0
-            for stage in by_stage(self.parts):
-                of_stage = [found[rank][direction] for rank in range(first, first + len(stage))]
-                floor += max(transfer.floor for transfer in of_stage)
-                block += max(transfer.block for transfer in of_stage)
-                first += len(stage)
-            total[direction] = Transfer(floor, block)
-        return total
+        size = self._sizes.tp
+        stages = [found[first : first + size] for first in range(0, len(found), size)]
+        return {
+            direction: Transfer(
+                sum(max(one[direction].floor for one in stage) for stage in stages),
+                sum(max(one[direction].block for one in stage) for stage in stages),
+            )
+            for direction in Direction
+        }
 
     def close(self) -> None:
         """End the ranks, and the cluster if it is ours."""

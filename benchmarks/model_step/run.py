@@ -134,10 +134,10 @@ def measure(model: CausalLM, decodes: int, prefill: int, repeats: int) -> dict[s
     logits = model.forward(batch, kv)
     parts = Parts(model, batch, kv)
     names: dict[str, Callable[[], Any]] = {
-        "step": lambda: sampler.sample(model.forward(PackedBatch.build(work, BLOCK), kv), rows),
+        "step": lambda: sampler.sample(model.forward(PackedBatch.build(work, BLOCK), kv), rows).report.read(),
         "build": lambda: PackedBatch.build(work, BLOCK),
         "forward": lambda: model.forward(batch, kv),
-        "sample": lambda: sampler.sample(logits, rows),
+        "sample": lambda: sampler.sample(logits, rows).report.read(),
         "linears": parts.linears,
         "attention": parts.attention,
         "norms": parts.norms,

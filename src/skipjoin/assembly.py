@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,6 +24,7 @@ from skipjoin.core.request import Request
 from skipjoin.core.scheduler import Scheduler
 from skipjoin.exec.cases import Limits
 from skipjoin.exec.cluster import ClusterError
+from skipjoin.exec.graphs import record_graphs
 from skipjoin.exec.guess import guess_cost
 from skipjoin.exec.local import LocalExecutor
 from skipjoin.exec.part import ModelExecutor, Part, Room, make_store, part_of, room_of
@@ -118,9 +120,9 @@ def _engine(config: EngineConfig, loaded: _Loaded, on_progress: Progress) -> Eng
     scheduler = Scheduler(
         build(config.recipe, settings),
         KVLedger(blocks, host_blocks, block_size),
-        depth=config.plans_in_flight,
+        depth=config.plans_in_flight(executor.parts[0].device_kind),
         # Which token a stage samples, the stage that embeds it learns with the next plan.
-        overlap=config.pipeline_depth > 1,
+        overlap=config.pipeline_parallel_size == 1,
     )
     part = executor.parts[0]
     info = EngineInfo(
@@ -188,7 +190,7 @@ def _extremes(config: EngineConfig, loaded: _Loaded, settings: Settings) -> Extr
         device_blocks=blocks,
         host_blocks=host_blocks if isinstance(pressure, Swap) else 0,
         block_size=block_size,
-        depth=config.plans_in_flight,
+        depth=config.plans_in_flight(loaded.executor.parts[0].device_kind),
         moves_beside=pressure.returns_beside,
         stages=config.pipeline_parallel_size,
     )
@@ -238,7 +240,13 @@ def _load_here(config: EngineConfig, folder: Path, max_len: int, on_progress: Pr
     )
     parts = (part_of(model, config.block_size, torch.get_num_threads()),)
     blocks, host_blocks = _pools(config, parts, (room_of(model, config.gpu_memory_utilization),), max_len)
-    return LocalExecutor(model, make_store(model, blocks, host_blocks, config.block_size), threads=config.threads)
+    store = make_store(model, blocks, host_blocks, config.block_size)
+    graphs = None
+    if model.attention.name == "triton" and not config.enforce_eager:
+        graphs = record_graphs(
+            model, store.device, config.max_num_seqs, max_len, partial(on_progress, "recording decode steps")
+        )
+    return LocalExecutor(model, store, threads=config.threads, graphs=graphs)
 
 
 def _load_ranks(config: EngineConfig, folder: Path, max_len: int, on_progress: Progress) -> RankedExecutor:

@@ -44,7 +44,9 @@ class EngineConfig:
     starvation_bound_s: no request goes longer without running, from its arrival, or the end of a step that ran it, to
     the end of the next one that does; None: no bound. max_live_requests: most requests at once, which whoever drives
     the engine keeps to, and which a bound needs; None: any number.
-    pipeline_depth: plans in flight; 2 decides the next step while one runs.
+    pipeline_depth: plans in flight; 2 decides the next step while one runs, and queues it behind that one on a GPU;
+    None: 2 on a GPU, 1 on a CPU, whose cores the model needs.
+    enforce_eager: launch a decode step's kernels one by one, rather than as a recorded CUDA graph.
     tensor_parallel_size, pipeline_parallel_size: ranks that share each layer, and stages of consecutive layers; their
     product is the number of ranks, and each stage has a plan of its own in flight.
     distributed_executor_backend: "ray" runs ranks as processes that Ray places; "auto" does so if there are several.
@@ -75,7 +77,8 @@ class EngineConfig:
     starvation_s: float | None = None
     starvation_bound_s: float | None = None
     max_live_requests: int | None = None
-    pipeline_depth: int = 1
+    pipeline_depth: int | None = None
+    enforce_eager: bool = False
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     distributed_executor_backend: str = "auto"
@@ -93,13 +96,17 @@ class EngineConfig:
             ("block_size", 1, 1024),
             ("max_num_seqs", 1, 65536),
             ("max_num_batched_tokens", 1, 1 << 20),
-            ("pipeline_depth", 1, 2),
             ("tensor_parallel_size", 1, 1024),
             ("pipeline_parallel_size", 1, 1024),
             ("max_restarts", 0, 1000),
         ):
             _check(name, getattr(self, name), low, high)
-        for name, high in (("max_model_len", 1 << 31), ("threads", 1 << 31), ("max_live_requests", 1 << 40)):
+        for name, high in (
+            ("max_model_len", 1 << 31),
+            ("threads", 1 << 31),
+            ("max_live_requests", 1 << 40),
+            ("pipeline_depth", 2),
+        ):
             if (value := getattr(self, name)) is not None:
                 _check(name, value, 1, high)
         check_slo(self.slo_s, self.starvation_s)
@@ -130,13 +137,14 @@ class EngineConfig:
         """Whether the model runs on ranks of their own, outside of the engine's process."""
         return self.ranks > 1 or self.distributed_executor_backend == "ray"
 
-    @property
-    def plans_in_flight(self) -> int:
-        """At most: one per stage, or what `pipeline_depth` says of a single one."""
-        return max(self.pipeline_parallel_size, self.pipeline_depth)
+    def plans_in_flight(self, device: str) -> int:
+        """At most: one per stage, or what `pipeline_depth` says of a single one. device: cpu or cuda."""
+        if self.pipeline_parallel_size > 1:
+            return self.pipeline_parallel_size
+        return self.pipeline_depth or (2 if device == "cuda" else 1)
 
     def _check_ranks(self) -> None:
-        if self.pipeline_parallel_size > 1 and self.pipeline_depth > 1:
+        if self.pipeline_parallel_size > 1 and self.pipeline_depth is not None:
             raise ConfigError(
                 "pipeline_depth must not be set beside pipeline_parallel_size: every stage has one plan in flight"
             )

@@ -19,7 +19,7 @@ def row(*, seed=0, prompt=(1, 2, 3), output=(), eos=(2,), **params) -> SampleRow
 
 
 def draw(logits: torch.Tensor, rows: list[SampleRow]) -> list[int]:
-    return [s.token for s in Sampler(logits.shape[-1]).sample(logits.expand(len(rows), -1), rows)]
+    return [s.token for s in Sampler(logits.shape[-1]).sample(logits.expand(len(rows), -1), rows).report.read()]
 
 
 def naive_distribution(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
@@ -97,10 +97,10 @@ def test_batch_independence():
     ]
     logits = torch.randn(36, VOCAB, generator=torch.Generator().manual_seed(2)) * 2
     rows = [row(seed=i, output=list(range(i % 5)), **kinds[i % len(kinds)]) for i in range(36)]
-    together = Sampler(VOCAB).sample(logits, rows)
-    alone = [Sampler(VOCAB).sample(logits[i : i + 1], rows[i : i + 1])[0] for i in range(36)]
+    together = Sampler(VOCAB).sample(logits, rows).report.read()
+    alone = [Sampler(VOCAB).sample(logits[i : i + 1], rows[i : i + 1]).report.read()[0] for i in range(36)]
     order = torch.randperm(36, generator=torch.Generator().manual_seed(3)).tolist()
-    shuffled = Sampler(VOCAB).sample(logits[order], [rows[i] for i in order])
+    shuffled = Sampler(VOCAB).sample(logits[order], [rows[i] for i in order]).report.read()
     assert [s.token for s in together] == [s.token for s in alone]
     assert [s.token for s in shuffled] == [together[i].token for i in order]
 
@@ -118,10 +118,10 @@ def test_greedy_and_input_kept():
     logits = torch.randn(5, VOCAB)
     before = logits.clone()
     rows = [row(temperature=0)] * 4 + [row(temperature=0, logit_bias={9: 100.0})]
-    tokens = [s.token for s in Sampler(VOCAB).sample(logits, rows)]
+    tokens = [s.token for s in Sampler(VOCAB).sample(logits, rows).report.read()]
     assert tokens == [*logits[:4].argmax(-1).tolist(), 9]
     assert torch.equal(logits, before)
-    assert Sampler(VOCAB).sample(logits[:0], []) == []
+    assert Sampler(VOCAB).sample(logits[:0], []).report.read() == []
 
 
 @pytest.mark.parametrize("temperature", [0, 1e-4])
@@ -162,7 +162,7 @@ def test_min_tokens_bans_endings_until_reached():
 
 def test_logprobs_are_of_the_raw_logits():
     rows = [row(temperature=0, logprobs=3), row(logprobs=0, logit_bias={4: 100.0}, temperature=0.1), row()]
-    sampled = Sampler(VOCAB).sample(LOGITS.expand(3, -1), rows)
+    sampled = Sampler(VOCAB).sample(LOGITS.expand(3, -1), rows).report.read()
     expected = LOGITS.log_softmax(-1)
     best = expected.topk(3)
     assert sampled[0].logprob == pytest.approx(float(expected.max()))
@@ -177,12 +177,12 @@ def test_prompt_logprobs():
     logits = torch.randn(4, VOCAB)
     targets = [3, 999, int(logits[2].argmax()), 0]
     expected = logits.log_softmax(-1)
-    for i, got in enumerate(prompt_logprobs(logits, targets, 2)):
+    for i, got in enumerate(prompt_logprobs(logits, targets, 2).read()):
         assert got.logprob == pytest.approx(float(expected[i, targets[i]]))
         assert got.rank == 1 + int((logits[i] > logits[i, targets[i]]).sum())
         assert [token for token, _ in got.top] == logits[i].topk(2).indices.tolist()
-    assert prompt_logprobs(logits, targets, 0)[0].top == ()
-    assert prompt_logprobs(logits[:0], [], 1) == []
+    assert prompt_logprobs(logits, targets, 0).read()[0].top == ()
+    assert prompt_logprobs(logits[:0], [], 1).read() == []
 
 
 def test_equal_logits_share_their_fate():
@@ -208,5 +208,5 @@ def test_shape_is_checked():
 def test_same_on_cuda():
     rows = [row(seed=i, **p) for i in range(50) for p in ({}, {"top_p": 0.8}, {"top_k": 9}, {"temperature": 0})]
     logits = torch.randn(len(rows), VOCAB)
-    on_cpu = Sampler(VOCAB).sample(logits, rows)
-    assert Sampler(VOCAB).sample(logits.cuda(), rows) == on_cpu
+    on_cpu = Sampler(VOCAB).sample(logits, rows).report.read()
+    assert Sampler(VOCAB).sample(logits.cuda(), rows).report.read() == on_cpu

@@ -62,7 +62,13 @@ Oracle = Annotated[
     typer.Option(help=f"True output lengths for recipes that need them: {', '.join(ORACLES)}."),
 ]
 Depth = Annotated[
-    int, typer.Option("--pipeline-depth", help="Plans in flight; 2 decides the next step while one runs.")
+    int | None,
+    typer.Option(
+        "--pipeline-depth", help="Plans in flight; 2 decides the next step while one runs (default: 2 on a GPU, else 1)."
+    ),
+]
+EnforceEager = Annotated[
+    bool, typer.Option("--enforce-eager", help="Launch the kernels of decode steps one by one, without CUDA graphs.")
 ]
 TensorParallel = Annotated[int, typer.Option("--tensor-parallel-size", "-tp", help="Ranks that share each layer.")]
 PipelineParallel = Annotated[

@@ -114,6 +114,7 @@ class StepResult:
     is worth nothing, and so are the slices that read it.
     stages: of a pipeline, from the first to the last; their busy seconds add up to `seconds`. Empty where one stage
     does it all.
+    given_up: slices that could not be computed, by their index: why. Their tokens are None.
     """
 
     plan: StepPlan
@@ -124,6 +125,7 @@ class StepResult:
     landed: Sequence[Move] = ()
     failed: Sequence[Move] = ()
     stages: Sequence[StageTime] = ()
+    given_up: Mapping[int, str] = field(default_factory=dict)
 
 
 # Longest that a plan without slices takes, in seconds: requests that arrive meanwhile wait for no copy.

@@ -7,10 +7,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 
 from skipjoin.core.step import Direction, StepPlan, StepResult
+from skipjoin.exec.graphs import DecodeGraphs
 from skipjoin.exec.kv_store import KVStore
 from skipjoin.exec.part import measure_transfers, part_of, touch
 from skipjoin.exec.transfer import Copier
-from skipjoin.exec.worker import Worker
+from skipjoin.exec.worker import Begun, Worker
 from skipjoin.model.causal_lm import CausalLM
 from skipjoin.profile import Transfer
 
@@ -18,30 +19,44 @@ from skipjoin.profile import Transfer
 class LocalHandle:
     """A plan on its way through the model."""
 
-    def __init__(self, future: Future[StepResult]) -> None:
-        self._future = future
+    def __init__(self, worker: Worker, begun: Future[Begun]) -> None:
+        self._worker, self._begun = worker, begun
+        self._result: StepResult | None = None
 
     def done(self) -> bool:
-        return self._future.done()
+        if not self._begun.done():
+            return False
+        # A plan that failed has nothing more to wait for.
+        return self._begun.exception() is not None or self._worker.is_done(self._begun.result())
 
     def result(self) -> StepResult:
-        return self._future.result()
+        """See `Handle`; handles are asked in the order of their plans."""
+        if self._result is None:
+            self._result = self._worker.finish(self._begun.result())
+        return self._result
 
 
 class LocalExecutor:
     """Runs plans one after the other on a thread of its own, so that the engine decides, and talks to the world,
-    while the model runs.
+    while the model runs. On a GPU that thread only queues work: with two plans in flight the next is queued while one
+    runs, and the GPU goes from one to the other without a pause.
 
-    Every request's `sampling` is a `Sampling`. threads: CPU threads of the model; None: torch's default. copier: see
-    `Worker`.
+    Every request's `sampling` is a `Sampling`. threads: CPU threads of the model; None: torch's default. copier,
+    graphs: see `Worker`.
     """
 
     def __init__(
-        self, model: CausalLM, store: KVStore, *, threads: int | None = None, copier: Copier | None = None
+        self,
+        model: CausalLM,
+        store: KVStore,
+        *,
+        threads: int | None = None,
+        copier: Copier | None = None,
+        graphs: DecodeGraphs | None = None,
     ) -> None:
         self.model = model
         self.store = store
-        self._worker = Worker(model, store, copier=copier)
+        self._worker = Worker(model, store, copier=copier, graphs=graphs)
         threads = threads or torch.get_num_threads()
         self._thread = ThreadPoolExecutor(
             max_workers=1,
@@ -67,7 +82,7 @@ class LocalExecutor:
         return measure_transfers(self.model, self.store.device.block_size, seconds)
 
     def submit(self, plan: StepPlan, now: float) -> LocalHandle:
-        return LocalHandle(self._thread.submit(self._worker.run, plan))
+        return LocalHandle(self._worker, self._thread.submit(self._worker.begin, plan))
 
     def check(self) -> None:
         """See `ModelExecutor`."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import time
+import logging
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -11,12 +12,17 @@ import torch
 
 from skipjoin.core.request import Request
 from skipjoin.core.step import PAUSE_S, Direction, Move, Slice, StageTime, StepPlan, StepResult
+from skipjoin.exec.clocks import DeviceClock, HostClock, Mark
+from skipjoin.exec.graphs import DecodeGraphs
 from skipjoin.exec.kv_store import KVStore
 from skipjoin.exec.transfer import Copier, Ended, copier_for, log_failure
 from skipjoin.model.batch import PackedBatch, Segment
 from skipjoin.model.causal_lm import CausalLM
-from skipjoin.model.sampler import Sampled, Sampler, SampleRow, prompt_logprobs
+from skipjoin.model.sampler import Drawn, PromptLogprob, Sampled, Sampler, SampleRow, needs_output, prompt_logprobs
+from skipjoin.model.transfer import Reading
 from skipjoin.sampling import SamplingParams, Scored, TokenDetail
+
+_log = logging.getLogger(__name__)
 
 
 class Sampling(NamedTuple):
@@ -27,9 +33,33 @@ class Sampling(NamedTuple):
     eos_token_ids: tuple[int, ...]
 
 
+@dataclass(slots=True)
+class Begun:
+    """A plan whose work is queued on the device, or done on a CPU.
+
+    chosen: slices that sample, by index, in the order of `drawn`'s rows. given_up: see `StepResult`. scores: prompt
+    scores of slices.
+    """
+
+    plan: StepPlan
+    start: Mark
+    ended: Ended
+    moving: tuple[Mark, Mark] | None = None
+    chosen: list[int] = field(default_factory=list)
+    drawn: Drawn | None = None
+    scores: list[tuple[Slice, Reading[list[PromptLogprob]]]] = field(default_factory=list)
+    given_up: dict[int, str] = field(default_factory=dict)
+    end: Mark | None = None
+    stages: tuple[StageTime, ...] = ()
+    waited: float = 0.0
+
+
 class Worker:
-    """Runs plans one after the other with what one rank has of the model and of the KV. One thread makes all calls but
-    `close`.
+    """Runs plans one after the other with what one rank has of the model and of the KV.
+
+    `begin` queues a plan's work and returns; `finish` waits for it and reads what came of it. On a CPU all is done when
+    `begin` returns. A plan may begin before the one before it is finished: what that one samples stays on the device,
+    where the next finds it. One thread makes all calls of `begin`, one all calls of `finish`, in the same order.
 
     All ranks run the same plans. A stage makes a plan's `before` moves while the one before it still computes
     (FastServe section 4.3). Every rank of the last stage samples, and all of them the same tokens: they are a function
@@ -38,52 +68,94 @@ class Worker:
 
     Every request's `sampling` is a `Sampling`. copier: of `beside` moves, which are handed to it when their plan's turn
     comes, not before: they may write where an earlier plan's moves still read. None: the one that suits the store.
-    Without a host pool there is none.
+    Without a host pool there is none. graphs: for the steps that fit them.
     """
 
-    def __init__(self, model: CausalLM, store: KVStore, *, copier: Copier | None = None) -> None:
+    def __init__(
+        self, model: CausalLM, store: KVStore, *, copier: Copier | None = None, graphs: DecodeGraphs | None = None
+    ) -> None:
         self.model = model
         self.store = store
+        self._graphs = graphs
         self._copier = copier or (copier_for(store) if store.host is not None else None)
         self._sampler = Sampler(model.config.vocab_size)
-        # Tokens that the latest plan sampled, for slices of the next one that await them.
-        self._sampled: dict[Request, int] = {}
+        # Several ranks wait for each other on the host, so that theirs is the clock there.
+        self._alone = model.shard.ranks == 1
+        on_device = self._alone and model.device.type == "cuda"
+        self._clock = DeviceClock(model.device) if on_device else HostClock(model.device)
+        # What the latest plan sampled, and in which row for whom: for slices of the next one that await it.
+        self._drawn: Drawn | None = None
+        self._rows: dict[Request, int] = {}
         # Scores of prompt tokens, until the request's first generated token carries them away.
         self._prompt_scores: WeakKeyDictionary[Request, list[Scored]] = WeakKeyDictionary()
-        self._ended: float | None = None  # when the plan before was done
+        self._ended: float | None = None  # when the plan before was done, on the host's clock
 
     def run(self, plan: StepPlan) -> StepResult:
-        """Carry out a plan. The result has tokens if this rank samples; its seconds are those in which this rank did
-        not wait for the stage before, and its `stages`, if there are several, are this rank's own time alone. Raises
-        ValueError for a plan that cannot be carried out here, and `GroupError`.
-        """
+        """Carry out a plan: `begin`, then `finish`."""
+        return self.finish(self.begin(plan))
+
+    def begin(self, plan: StepPlan) -> Begun:
+        """Queue a plan's moves, its step and its sampling. Raises ValueError for a plan that cannot be carried out
+        here, and `GroupError`."""
         if self._copier is None and (plan.before or plan.beside):
             raise ValueError(f"plan {plan.id} moves KV blocks, but there is no host pool")
-        group = self.model.group
-        start, waited = time.perf_counter(), group.waited_s
-        ended = self._move(plan.before)
-        moving = time.perf_counter() - start if plan.before else 0.0
+        waited = self.model.group.waited_s
+        begun = Begun(plan, self._clock.mark(), Ended([], []))
+        if plan.before:
+            begun.ended = self._move(plan.before)
+            begun.moving = begun.start, self._clock.mark()
         if self._copier is not None and plan.beside:
             self._copier.begin(plan.beside)
-        tokens: list[int | None] = [None] * len(plan.slices)
-        details: dict[int, object] = {}
         if plan.slices:
-            self._compute(plan.slices, tokens, details)
-        end, waited = time.perf_counter(), group.waited_s - waited
-        seconds = end - start - waited
-        idle = waited + start - self._ended if self._ended is not None else 0.0
-        self._ended = end
+            self._compute(plan.slices, begun)
+        begun.end = self._clock.mark()
+        begun.waited = self.model.group.waited_s - waited
+        begun.stages = self._stage_times(begun)
         if self._copier is not None:
             more = self._copier.landed(0.0 if plan.slices or plan.before else PAUSE_S)
-            ended.landed.extend(more.landed)
-            ended.failed.extend(more.failed)
-        stages = (StageTime(seconds, idle),) if group.shard.pp_size > 1 else ()
-        return StepResult(plan, tokens, seconds, details, moving, *ended, stages=stages)
+            begun.ended.landed.extend(more.landed)
+            begun.ended.failed.extend(more.failed)
+        return begun
+
+    def finish(self, begun: Begun) -> StepResult:
+        """Wait for a plan's work. The result has tokens if this rank samples; its seconds are those in which this rank
+        did not wait for the stage before, and its `stages`, if there are several, are this rank's own time alone."""
+        plan, drawn = begun.plan, begun.drawn
+        tokens: list[int | None] = [None] * len(plan.slices)
+        details: dict[int, object] = {}
+        for piece, scores in begun.scores:
+            self._keep_scores(piece, scores.read())
+        for index, sample in zip(begun.chosen, drawn.report.read() if drawn is not None else (), strict=True):
+            request = plan.slices[index].request
+            tokens[index] = sample.token
+            if sample.logprob is not None or request in self._prompt_scores:
+                details[index] = self._detail(request, sample)
+        assert begun.end is not None
+        seconds = self._clock.between(begun.start, begun.end) - begun.waited
+        moving = self._clock.between(*begun.moving) if begun.moving is not None else 0.0
+        return StepResult(
+            plan, tokens, seconds, details, moving, *begun.ended, stages=begun.stages, given_up=begun.given_up
+        )
+
+    def is_done(self, begun: Begun) -> bool:
+        """Whether `finish` would return at once."""
+        assert begun.end is not None
+        return self._clock.is_past(begun.end)
 
     def close(self) -> None:
         """Wait for the running copy; moves that have not begun are dropped. Nothing may be called afterwards."""
         if self._copier is not None:
             self._copier.close()
+
+    def _stage_times(self, begun: Begun) -> tuple[StageTime, ...]:
+        """This rank's part in a pipeline's step; several ranks have the host's clock."""
+        if self.model.shard.pp_size == 1:
+            return ()
+        start, end = begun.start, begun.end
+        assert isinstance(start, float) and isinstance(end, float)
+        idle = begun.waited + start - self._ended if self._ended is not None else 0.0
+        self._ended = end
+        return (StageTime(end - start - begun.waited, idle),)
 
     def _move(self, moves: Sequence[Move]) -> Ended:
         """Carry out moves, those out first: the others may go where they leave. One that fails costs its own request
@@ -101,41 +173,79 @@ class Worker:
             torch.cuda.current_stream(self.model.device).synchronize()
         return ended
 
-    def _compute(self, slices: Sequence[Slice], tokens: list[int | None], details: dict[int, object]) -> None:
-        """Run the slices; fill in the sampled tokens and their details."""
-        segments = [self._segment(piece) for piece in slices]
-        batch = PackedBatch.build(segments, self.store.device.block_size, self.model.device)
-        logits = self.model.forward(batch, self.store.device)
+    def _compute(self, slices: Sequence[Slice], begun: Begun) -> None:
+        """Run the slices. Where the device has no memory for all of them, the largest is given up and the others run:
+        what they compute does not depend on each other."""
+        going = [index for index, piece in enumerate(slices) if not self._is_orphan(piece, index, begun)]
+        drawn, rows = None, {}
+        while going:
+            try:
+                drawn, rows = self._attempt(slices, going, begun)
+                break
+            except torch.OutOfMemoryError as error:
+                if not self._alone:  # the other ranks would go on with it
+                    raise
+                victim = max(going, key=lambda index: (slices[index].tokens, slices[index].start, index))
+                begun.given_up[victim] = _out_of_memory(slices[victim], error)
+                going.remove(victim)
+            # Outside of the handler, whose traceback holds the tensors of the attempt.
+            torch.cuda.empty_cache()
+        self._drawn, self._rows = drawn, rows
+
+    def _is_orphan(self, piece: Slice, index: int, begun: Begun) -> bool:
+        """Whether a slice awaits a token that will not come, since the one that was to sample it was given up."""
+        if piece.awaits and self._alone and piece.request not in self._rows:
+            begun.given_up[index] = "the step before gave this request up"
+            return True
+        return False
+
+    def _attempt(
+        self, slices: Sequence[Slice], going: Sequence[int], begun: Begun
+    ) -> tuple[Drawn | None, dict[Request, int]]:
+        """Run those of the slices that are going; what they sampled, in which row for whom."""
+        begun.scores.clear()
+        pieces = [slices[index] for index in going]
+        segments = [self._segment(piece) for piece in pieces]
+        batch, logits = self._forward(segments)
         if not self.model.shard.is_last:
-            return
-        for index, (piece, segment) in enumerate(zip(slices, segments, strict=True)):
+            return None, {}
+        for piece, segment, first, end in zip(pieces, segments, batch.row_starts, batch.row_starts[1:], strict=False):
             if segment.all_logits:
-                self._score_prompt(piece, logits[batch.row_starts[index] : batch.row_starts[index + 1]])
-        chosen = [index for index, piece in enumerate(slices) if piece.samples]
-        if len(chosen) < batch.num_rows:
+                begun.scores.append((piece, self._score_prompt(piece, logits[first:end])))
+        chosen = [at for at, piece in enumerate(pieces) if piece.samples]
+        begun.chosen = [going[at] for at in chosen]
+        if not chosen:
+            return None, {}
+        if len(chosen) < len(logits):
             # A segment's last row is the one that predicts the next token.
-            logits = logits[[batch.row_starts[index + 1] - 1 for index in chosen]]
-        sampled = self._sampler.sample(logits, [self._sample_row(slices[index]) for index in chosen]) if chosen else []
-        self._sampled = {}
-        for index, sample in zip(chosen, sampled, strict=True):
-            request = slices[index].request
-            tokens[index] = self._sampled[request] = sample.token
-            if sample.logprob is not None or request in self._prompt_scores:
-                details[index] = self._detail(request, sample)
+            logits = logits[[batch.row_starts[at + 1] - 1 for at in chosen]]
+        begun.drawn = self._sampler.sample(logits, [self._sample_row(pieces[at]) for at in chosen])
+        return begun.drawn, {pieces[at].request: row for row, at in enumerate(chosen)}
+
+    def _forward(self, segments: Sequence[Segment]) -> tuple[PackedBatch, torch.Tensor]:
+        """The batch of these segments, and the logits of the rows that it wants."""
+        sampled = self._drawn.tokens if self._drawn is not None else None
+        if self._graphs is not None and self._graphs.fits(segments, sampled):
+            return self._graphs.run(segments, sampled)
+        pool = self.store.device
+        batch = PackedBatch.build(segments, pool.block_size, self.model.device)
+        if sampled is not None:
+            batch.fill_in(sampled)
+        return batch, self.model.forward(batch, pool)
 
     def _segment(self, piece: Slice) -> Segment:
         request, start, count, samples, awaits, blocks = piece
         end = start + count - awaits
-        tokens = request.tokens(start, end)
+        tokens, row = request.tokens(start, end), None
         if awaits:
             if (stages := self.model.shard.pp_size) > 1:
                 raise ValueError(
                     f"request {request.id} awaits a token that only the last of {stages} stages samples: "
                     "with stages, plans must not overlap"
                 )
-            tokens.append(self._sampled[request])
+            row = self._rows[request]
         wants_prompt = _params(request).prompt_logprobs is not None and start < len(request.prompt)
-        return Segment(tokens, start, blocks, samples, wants_prompt and not request.output)
+        return Segment(tokens, start, blocks, samples, wants_prompt and not request.output, row)
 
     def _sample_row(self, piece: Slice) -> SampleRow:
         request = piece.request
@@ -143,15 +253,24 @@ class Worker:
         # The engine may append to `output` while this runs: cut it where this slice ends.
         output = request.output[: piece.start + piece.tokens - len(request.prompt) - piece.awaits]
         if piece.awaits:
-            output.append(self._sampled[request])
+            output.append(self._awaited(request) if needs_output(sampling.params) else -1)
         return SampleRow(sampling.params, sampling.seed, request.prompt, output, sampling.eos_token_ids)
 
-    def _score_prompt(self, piece: Slice, logits: torch.Tensor) -> None:
+    def _awaited(self, request: Request) -> int:
+        """The token that the plan before sampled for a request; waits for it."""
+        assert self._drawn is not None
+        return self._drawn.report.read()[self._rows[request]].token
+
+    def _score_prompt(self, piece: Slice, logits: torch.Tensor) -> Reading[list[PromptLogprob]]:
         """Score the prompt tokens that the slice's rows predict. logits: one row per token of the slice."""
         request, start = piece.request, piece.start
-        known = self._prompt_scores.setdefault(request, [Scored(request.prompt[0], None)])
         targets = list(request.prompt[start + 1 : start + 1 + piece.tokens])
-        scores = prompt_logprobs(logits[: len(targets)], targets, _params(request).prompt_logprobs or 0)
+        return prompt_logprobs(logits[: len(targets)], targets, _params(request).prompt_logprobs or 0)
+
+    def _keep_scores(self, piece: Slice, scores: Sequence[PromptLogprob]) -> None:
+        request, start = piece.request, piece.start
+        known = self._prompt_scores.setdefault(request, [Scored(request.prompt[0], None)])
+        targets = request.prompt[start + 1 : start + 1 + piece.tokens]
         # Recomputed after an eviction, a chunk is scored again, with the same outcome.
         known[start + 1 :] = [
             Scored(token, score.logprob, score.top) for token, score in zip(targets, scores, strict=True)
@@ -165,3 +284,13 @@ class Worker:
 def _params(request: Request) -> SamplingParams:
     sampling: Sampling = request.sampling  # type: ignore[assignment]
     return sampling.params
+
+
+def _out_of_memory(piece: Slice, error: Exception) -> str:
+    """What to tell of a slice that was given up."""
+    _log.error("out of memory in a step: request %s is given up: %s", piece.request.id, error)
+    tokens = f"{piece.tokens} token{'s' if piece.tokens > 1 else ''}"
+    return (
+        f"the device ran out of memory in a step with {tokens} of this request; a lower --max-num-batched-tokens, "
+        "--max-num-seqs or --gpu-memory-utilization leaves more for steps"
+    )

@@ -12,11 +12,14 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from skipjoin.model.transfer import Reading, send
 from skipjoin.sampling import SamplingParams
 
 _MASK = (1 << 64) - 1
 # Largest candidates looked at before a full sort: top-p rarely keeps more.
 _CANDIDATES = 256
+# Rows of prompt scores at a time: each needs a copy of the vocabulary's logits.
+_SCORED_ROWS = 256
 # Probabilities are summed in runs of this length first: a prefix sum over a whole vocabulary is slow.
 _RUN = 128
 
@@ -41,6 +44,13 @@ class Sampled(NamedTuple):
     top: Alternatives = ()
 
 
+class Drawn(NamedTuple):
+    """The tokens of all rows where the logits are, int64 [rows], and their report on its way to the host."""
+
+    tokens: torch.Tensor
+    report: Reading[list[Sampled]]
+
+
 class PromptLogprob(NamedTuple):
     """Log-probability of a given token, the likeliest tokens in its place, and its rank (1: likeliest)."""
 
@@ -56,8 +66,9 @@ class Sampler:
         self.vocab_size = vocab_size
 
     @torch.inference_mode()
-    def sample(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[Sampled]:
-        """One token per row. logits: float32 [len(rows), vocab_size], not changed.
+    def sample(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> Drawn:
+        """One token per row. logits: float32 [len(rows), vocab_size], not changed, not needed when this returns. On
+        CUDA nothing here waits for the device, unless a row asks for top_p or top_k.
 
         In order: logit_bias, penalties, min_tokens' ban on ending, then the largest logit where temperature
         is 0, else temperature, top_k, top_p, min_p and a draw. Reported log-probabilities are those of the
@@ -66,7 +77,7 @@ class Sampler:
         if logits.shape != (len(rows), self.vocab_size):
             raise ValueError(f"logits are {tuple(logits.shape)}, rows mean {(len(rows), self.vocab_size)}")
         if not rows:
-            return []
+            return Drawn(logits.new_empty(0, dtype=torch.int64), Reading([], lambda _: []))
         shaped = self._shaped(logits, rows)
         random = [i for i, row in enumerate(rows) if row.params.temperature > 0]
         if len(random) < len(rows):
@@ -74,14 +85,14 @@ class Sampler:
         if len(random) == len(rows):
             tokens = _draw(shaped, rows)
         elif random:
-            index = torch.tensor(random, device=logits.device)
+            index = send(random, logits.device)
             tokens[index] = _draw(shaped[index], [rows[i] for i in random])
-        return _report(logits, tokens, rows)
+        return Drawn(tokens, _report(logits, tokens, rows))
 
     def _shaped(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
         """The logits with what the parameters add and forbid; `logits` itself where nothing does."""
         biased = [(i, row) for i, row in enumerate(rows) if row.params.logit_bias]
-        penalised = [(i, row) for i, row in enumerate(rows) if _has_penalty(row.params)]
+        penalised = [(i, row) for i, row in enumerate(rows) if needs_output(row.params)]
         unfinished = [(i, row) for i, row in enumerate(rows) if len(row.output) < row.params.min_tokens]
         if not (biased or penalised or unfinished):
             return logits
@@ -90,21 +101,21 @@ class Sampler:
             pairs = [(i, t, b) for i, row in biased for t, b in row.params.logit_bias.items() if t < self.vocab_size]
             if pairs:
                 at, token, bias = zip(*pairs, strict=True)
-                index = torch.tensor([at, token], device=logits.device)
-                logits[index[0], index[1]] += torch.tensor(bias, dtype=logits.dtype, device=logits.device)
+                index = send([at, token], logits.device)
+                logits[index[0], index[1]] += send(bias, logits.device, logits.dtype)
         if penalised:
             self._penalise(logits, penalised)
         if unfinished:
             banned = [(i, t) for i, row in unfinished for t in _ending_tokens(row) if t < self.vocab_size]
             if banned:
-                index = torch.tensor(banned, device=logits.device)
+                index = send(banned, logits.device)
                 logits[index[:, 0], index[:, 1]] = -torch.inf
         return logits
 
     def _penalise(self, logits: torch.Tensor, rows: list[tuple[int, SampleRow]]) -> None:
         """Apply repetition, then frequency and presence penalties in place to the rows named."""
         device = logits.device
-        index = torch.tensor([i for i, _ in rows], device=device)
+        index = send([i for i, _ in rows], device)
         output = self._counts([row.output for _, row in rows], device)
         chosen = logits[index]
         if any(row.params.repetition_penalty != 1 for _, row in rows):
@@ -119,7 +130,7 @@ class Sampler:
         """How often each token occurs in each sequence: float32 [len(sequences), vocab_size]."""
         counts = torch.zeros(len(sequences) * self.vocab_size, device=device)
         flat = [np.asarray(ids, np.int64) + i * self.vocab_size for i, ids in enumerate(sequences)]
-        index = torch.from_numpy(np.concatenate(flat)).to(device)
+        index = send(np.concatenate(flat), device)
         counts.scatter_add_(0, index, torch.ones(len(index), device=device))
         return counts.view(len(sequences), self.vocab_size)
 
@@ -138,17 +149,28 @@ def _mix(z: int) -> int:
 
 
 @torch.inference_mode()
-def prompt_logprobs(logits: torch.Tensor, targets: Sequence[int], k: int) -> list[PromptLogprob]:
+def prompt_logprobs(logits: torch.Tensor, targets: Sequence[int], k: int) -> Reading[list[PromptLogprob]]:
     """Log-probabilities of given tokens. logits: [n, vocab]; targets: n token ids; k: alternatives each."""
     if not len(targets):
-        return []
+        return Reading([], lambda _: [])
+    index = send(targets, logits.device, torch.int64)[:, None]
+    pieces = zip(logits.split(_SCORED_ROWS), index.split(_SCORED_ROWS), strict=True)
+    scored = [_scored(piece, wanted, k) for piece, wanted in pieces]
+
+    def told(tensors: list[torch.Tensor]) -> list[PromptLogprob]:
+        chosen, ranks, ids, values = tensors
+        rows = zip(chosen.tolist(), _alternatives(ids, values), ranks.tolist(), strict=True)
+        return [PromptLogprob(logprob, top, rank) for logprob, top, rank in rows]
+
+    return Reading([torch.cat(parts) for parts in zip(*scored, strict=True)], told)
+
+
+def _scored(logits: torch.Tensor, index: torch.Tensor, k: int) -> tuple[torch.Tensor, ...]:
+    """Log-probabilities of the tokens in `index`, their ranks, and the k likeliest of each row."""
     logprobs = logits.float().log_softmax(-1)
-    index = torch.as_tensor(targets, device=logits.device)[:, None]
     chosen = logprobs.gather(1, index)
-    ranks = (logprobs > chosen).sum(-1) + 1
-    best = _alternatives(logprobs, k)
-    rows = zip(chosen[:, 0].tolist(), best, ranks.tolist(), strict=True)
-    return [PromptLogprob(logprob, top, rank) for logprob, top, rank in rows]
+    best = logprobs.topk(min(k, logprobs.shape[-1]))
+    return chosen[:, 0], (logprobs > chosen).sum(-1) + 1, best.indices, best.values
 
 
 def _argmax(logits: torch.Tensor) -> torch.Tensor:
@@ -156,29 +178,34 @@ def _argmax(logits: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(logits.numpy().argmax(-1)) if logits.device.type == "cpu" else logits.argmax(-1)
 
 
-def _report(logits: torch.Tensor, tokens: torch.Tensor, rows: Sequence[SampleRow]) -> list[Sampled]:
+def _report(logits: torch.Tensor, tokens: torch.Tensor, rows: Sequence[SampleRow]) -> Reading[list[Sampled]]:
     wanted = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
-    sampled = [Sampled(token) for token in tokens.tolist()]
-    if wanted:
-        index = torch.tensor(wanted, device=logits.device)
-        logprobs = logits[index].log_softmax(-1)
-        chosen = logprobs.gather(1, tokens[index, None])[:, 0].tolist()
-        best = _alternatives(logprobs, max(rows[i].params.logprobs or 0 for i in wanted))
-        for i, logprob, top in zip(wanted, chosen, best, strict=True):
-            sampled[i] = Sampled(sampled[i].token, logprob, top[: rows[i].params.logprobs])
-    return sampled
+    if not wanted:
+        return Reading([tokens], lambda host: [Sampled(token) for token in host[0].tolist()])
+    index = send(wanted, logits.device)
+    logprobs = logits[index].log_softmax(-1)
+    chosen = logprobs.gather(1, tokens[index, None])[:, 0]
+    best = logprobs.topk(min(max(rows[i].params.logprobs or 0 for i in wanted), logprobs.shape[-1]))
+    counts = [rows[i].params.logprobs for i in wanted]
+
+    def told(host: list[torch.Tensor]) -> list[Sampled]:
+        sampled = [Sampled(token) for token in host[0].tolist()]
+        each = zip(wanted, host[1].tolist(), _alternatives(host[2], host[3]), counts, strict=True)
+        for i, logprob, top, count in each:
+            sampled[i] = Sampled(sampled[i].token, logprob, top[:count])
+        return sampled
+
+    return Reading([tokens, chosen, best.indices, best.values], told)
 
 
-def _alternatives(logprobs: torch.Tensor, k: int) -> list[Alternatives]:
-    """The k likeliest tokens of each row with their log-probabilities, best first."""
-    if k == 0:
-        return [()] * len(logprobs)
-    best = logprobs.topk(min(k, logprobs.shape[-1]))
-    pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+def _alternatives(ids: torch.Tensor, values: torch.Tensor) -> list[Alternatives]:
+    """Tokens of each row with their log-probabilities, in the order given; [n, k] each."""
+    pairs = zip(ids.tolist(), values.tolist(), strict=True)
     return [tuple(zip(ids, values, strict=True)) for ids, values in pairs]
 
 
-def _has_penalty(params: SamplingParams) -> bool:
+def needs_output(params: SamplingParams) -> bool:
+    """Whether the next token depends on which tokens came before it, besides the logits: for penalties."""
     return params.presence_penalty != 0 or params.frequency_penalty != 0 or params.repetition_penalty != 1
 
 
@@ -188,7 +215,7 @@ def _ending_tokens(row: SampleRow) -> set[int]:
 
 
 def _column(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]
+    return send(values, like.device, like.dtype)[:, None]
 
 
 def _draw(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
@@ -202,11 +229,11 @@ def _draw(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
     filtered = [i for i, row in enumerate(rows) if row.params.top_k or row.params.top_p < 1 or row.params.min_p]
     if filtered:
         threshold = scaled.new_full((len(rows), 1), -torch.inf)
-        index = torch.tensor(filtered, device=logits.device)
+        index = send(filtered, logits.device)
         threshold[index] = _thresholds(scaled[index], [rows[i].params for i in filtered])
         scaled.masked_fill_(scaled < threshold, -torch.inf)
     uniforms = [uniform(row.seed, len(row.prompt) + len(row.output)) for row in rows]
-    return _invert(scaled.exp_(), torch.tensor(uniforms, dtype=torch.float64, device=logits.device))
+    return _invert(scaled.exp_(), send(uniforms, logits.device, torch.float64))
 
 
 def _thresholds(scaled: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
@@ -236,7 +263,7 @@ def _from_best(
     totals: [n, 1], sum of exp over the whole row. Returns [n, 1] and [n].
     """
     width = best.shape[-1]
-    k = torch.tensor(top_k, device=best.device)[:, None]
+    k = send(top_k, best.device)[:, None]
     top_p = _column([p.top_p for p in params], totals)
     order = torch.arange(width, device=best.device)
     sums = best.double().exp_().masked_fill_(order >= k, 0).cumsum(-1)

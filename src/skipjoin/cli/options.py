@@ -64,7 +64,8 @@ Oracle = Annotated[
 Depth = Annotated[
     int | None,
     typer.Option(
-        "--pipeline-depth", help="Plans in flight; 2 decides the next step while one runs (default: 2 on a GPU, else 1)."
+        "--pipeline-depth",
+        help="Plans in flight; 2 decides the next step while one runs (default: 2 on a GPU, else 1).",
     ),
 ]
 EnforceEager = Annotated[

@@ -119,10 +119,7 @@ class DecodeGraphs:
             len(segments) <= most
             and (sampled is None or len(sampled) <= most)
             and all(
-                segment.length == 1
-                and segment.sample
-                and not segment.all_logits
-                and len(segment.blocks) <= self._width
+                segment.length == 1 and segment.sample and not segment.all_logits and len(segment.blocks) <= self._width
                 for segment in segments
             )
         )

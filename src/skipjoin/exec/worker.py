@@ -78,7 +78,7 @@ class Worker:
         self.store = store
         self._graphs = graphs
         self._copier = copier or (copier_for(store) if store.host is not None else None)
-        self._sampler = Sampler(model.config.vocab_size)
+        self._sampler = _sampler(model)
         # Several ranks wait for each other on the host, so that theirs is the clock there.
         self._alone = model.shard.ranks == 1
         on_device = self._alone and model.device.type == "cuda"
@@ -279,6 +279,15 @@ class Worker:
     def _detail(self, request: Request, sample: Sampled) -> TokenDetail:
         prompt = tuple(self._prompt_scores.pop(request, ()))
         return TokenDetail(Scored(sample.token, sample.logprob, sample.top), prompt)
+
+
+def _sampler(model: CausalLM) -> Sampler:
+    if model.ops.name != "triton":
+        return Sampler(model.config.vocab_size)
+    # Only where there is Triton.
+    from skipjoin.model.kernels.thresholds import bisected_thresholds  # noqa: PLC0415
+
+    return Sampler(model.config.vocab_size, bisected_thresholds)
 
 
 def _params(request: Request) -> SamplingParams:

@@ -7,7 +7,7 @@ generator with state: neighbours in the batch, preemption and restarts cannot ch
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -59,16 +59,29 @@ class PromptLogprob(NamedTuple):
     rank: int
 
 
-class Sampler:
-    """Chooses next tokens over a vocabulary of `vocab_size`. Token ids outside it in parameters do nothing."""
+class FindThresholds(Protocol):
+    """Of every row, the smallest value that top_k, then top_p, keep: [n, 1]."""
 
-    def __init__(self, vocab_size: int) -> None:
+    def __call__(self, scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+        """scaled: float32 [n, vocab], no value above 0, the largest of each row 0. top_k: int64 [n], vocab where there
+        is none. top_p: float64 [n], 1 where there is none."""
+        ...
+
+
+class Sampler:
+    """Chooses next tokens over a vocabulary of `vocab_size`. Token ids outside it in parameters do nothing.
+
+    find_thresholds: for top_k and top_p; None: by looking at the largest logits, for which a GPU's host must wait.
+    """
+
+    def __init__(self, vocab_size: int, find_thresholds: FindThresholds | None = None) -> None:
         self.vocab_size = vocab_size
+        self._find_thresholds = find_thresholds or largest_first
 
     @torch.inference_mode()
     def sample(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> Drawn:
         """One token per row. logits: float32 [len(rows), vocab_size], not changed, not needed when this returns. On
-        CUDA nothing here waits for the device, unless a row asks for top_p or top_k.
+        CUDA nothing here waits for the device, if what finds the thresholds does not.
 
         In order: logit_bias, penalties, min_tokens' ban on ending, then the largest logit where temperature
         is 0, else temperature, top_k, top_p, min_p and a draw. Reported log-probabilities are those of the
@@ -83,10 +96,10 @@ class Sampler:
         if len(random) < len(rows):
             tokens = _argmax(shaped)
         if len(random) == len(rows):
-            tokens = _draw(shaped, rows)
+            tokens = _draw(shaped, rows, self._find_thresholds)
         elif random:
             index = send(random, logits.device)
-            tokens[index] = _draw(shaped[index], [rows[i] for i in random])
+            tokens[index] = _draw(shaped[index], [rows[i] for i in random], self._find_thresholds)
         return Drawn(tokens, _report(logits, tokens, rows))
 
     def _shaped(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
@@ -218,7 +231,7 @@ def _column(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
     return send(values, like.device, like.dtype)[:, None]
 
 
-def _draw(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
+def _draw(logits: torch.Tensor, rows: Sequence[SampleRow], find_thresholds: FindThresholds) -> torch.Tensor:
     """Sample each row at its temperature (> 0) among what its filters keep: int64 [n].
 
     Every filter keeps what is at least as likely as its threshold, so that tokens of equal logits share
@@ -230,41 +243,44 @@ def _draw(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
     if filtered:
         threshold = scaled.new_full((len(rows), 1), -torch.inf)
         index = send(filtered, logits.device)
-        threshold[index] = _thresholds(scaled[index], [rows[i].params for i in filtered])
+        threshold[index] = _thresholds(scaled[index], [rows[i].params for i in filtered], find_thresholds)
         scaled.masked_fill_(scaled < threshold, -torch.inf)
     uniforms = [uniform(row.seed, len(row.prompt) + len(row.output)) for row in rows]
     return _invert(scaled.exp_(), send(uniforms, logits.device, torch.float64))
 
 
-def _thresholds(scaled: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+def _thresholds(scaled: torch.Tensor, params: Sequence[SamplingParams], find: FindThresholds) -> torch.Tensor:
     """The smallest scaled logit that top_k, then top_p, then min_p keep: [n, 1]. Row maxima are 0."""
+    vocab, device = scaled.shape[-1], scaled.device
+    top_k = send([p.top_k if 0 < p.top_k < vocab else vocab for p in params], device)
+    top_p = send([p.top_p for p in params], device, torch.float64)
+    min_p = _column([p.min_p for p in params], scaled).log()
+    return torch.maximum(find(scaled, top_k, top_p), min_p)
+
+
+def largest_first(scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """See `FindThresholds`. Looks at some of the largest logits first, and sorts rows for which those are too few."""
     vocab = scaled.shape[-1]
-    top_k = [p.top_k if 0 < p.top_k < vocab else vocab for p in params]
-    wanted = max([k for k in top_k if k < vocab], default=0)
+    wanted = max([k for k in top_k.tolist() if k < vocab], default=0)
     best = scaled.topk(min(max(wanted, _CANDIDATES), vocab)).values
     # All sums in float64: they are compared with probabilities near 1.
     totals = scaled.double().exp_().sum(-1, keepdim=True)
-    threshold, enough = _from_best(best, totals, top_k, params)
+    threshold, enough = _from_best(best, totals, top_k[:, None], top_p[:, None])
     if not enough.all():
         index = (~enough).nonzero()[:, 0]
-        rows = index.tolist()
         full = scaled[index].sort(-1, descending=True).values
-        chosen = [top_k[i] for i in rows], [params[i] for i in rows]
-        threshold[index], _ = _from_best(full, totals[index], *chosen)
-    min_p = _column([p.min_p for p in params], scaled).log()
-    return torch.maximum(threshold, min_p)
+        threshold[index], _ = _from_best(full, totals[index], top_k[index, None], top_p[index, None])
+    return threshold
 
 
 def _from_best(
-    best: torch.Tensor, totals: torch.Tensor, top_k: Sequence[int], params: Sequence[SamplingParams]
+    best: torch.Tensor, totals: torch.Tensor, k: torch.Tensor, top_p: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Thresholds of top_k and top_p from the largest logits, descending, and whether those were enough.
 
-    totals: [n, 1], sum of exp over the whole row. Returns [n, 1] and [n].
+    totals: sum of exp over the whole row. All are [n, 1] but `best`, and the second of what is returned, [n].
     """
     width = best.shape[-1]
-    k = send(top_k, best.device)[:, None]
-    top_p = _column([p.top_p for p in params], totals)
     order = torch.arange(width, device=best.device)
     sums = best.double().exp_().masked_fill_(order >= k, 0).cumsum(-1)
     limited = k <= width

@@ -1,0 +1,49 @@
+"""top_k and top_p by bisection, against the largest logits in their order."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from skipjoin.model.sampler import largest_first
+
+pytest.importorskip("triton")
+
+from skipjoin.model.kernels.thresholds import bisected_thresholds
+
+VOCAB = 5003
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def rows(count: int, kind: str) -> torch.Tensor:
+    """Scaled logits: smooth, with many equals, peaked, or with forbidden tokens."""
+    torch.manual_seed(count)
+    logits = torch.randn(count, VOCAB) * 3
+    if kind == "equals":
+        logits = logits.round()
+    if kind == "peaked":
+        logits[:, 7] += 60
+    if kind == "forbidden":
+        logits[:, 100:] = -torch.inf
+    return logits - logits.amax(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("kind", ["smooth", "equals", "peaked", "forbidden"])
+def test_keeps_what_the_sorted_row_keeps(kind):
+    ks = [1, 2, 50, 300, VOCAB, VOCAB, VOCAB, 20]
+    ps = [1.0, 0.5, 0.9, 0.3, 0.9, 1.0, 0.999, 1.0]
+    scaled, top_k, top_p = rows(len(ks), kind), torch.tensor(ks), torch.tensor(ps, dtype=torch.float64)
+    expected = largest_first(scaled, top_k, top_p)
+    found = bisected_thresholds(scaled.to(DEVICE), top_k.to(DEVICE), top_p.to(DEVICE)).cpu()
+    for row, ours, theirs in zip(scaled, found, expected, strict=True):
+        # Where the next value lies as near to the share as rounding, either is right.
+        kept, wanted = (int((row >= limit).sum()) for limit in (ours, theirs))
+        assert abs(kept - wanted) <= (1 if kind != "equals" else 0), (ours, theirs)
+    assert (found == expected).float().mean() > 0.8
+
+
+def test_a_share_of_nothing_keeps_the_likeliest():
+    scaled = rows(2, "smooth")
+    tiny = torch.full((2,), 1e-12, dtype=torch.float64)
+    found = bisected_thresholds(scaled.to(DEVICE), torch.full((2,), VOCAB, device=DEVICE), tiny.to(DEVICE))
+    assert found.cpu().tolist() == [[0.0], [0.0]]

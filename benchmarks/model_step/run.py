@@ -110,15 +110,14 @@ class Parts:
         heads = self.model.config.num_heads
         query, key, value = self.qkv.split(heads, dim=1)
         for layer in range(len(self.layers)):
-            self.model.attention.attend(query, key, value, self.kv, self.batch, layer=layer, scale=0.125)
+            self.model.attention.attend(
+                query, key, value, self.kv, self.batch, layer=layer, scale=0.125, cos_sin=self.cos_sin
+            )
 
     def norms(self) -> None:
-        heads = self.model.config.num_heads
-        query, key, _ = self.qkv.split(heads, dim=1)
         for _ in self.layers:
             self.model.ops.rms_norm(self.x, self.norm, 1e-5)
             self.model.ops.rms_norm(self.x, self.norm, 1e-5)
-            self.model.ops.rotate(query, key, self.batch.positions, self.cos_sin)
 
 
 @torch.inference_mode()

@@ -25,7 +25,10 @@ class TorchAttention:
         layer: int,
         scale: float,
         window: int = 0,
+        cos_sin: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        if cos_sin is not None:
+            rotate(query, key, batch.positions, cos_sin)
         options = {"scale": scale, "window": window}
         keys, values = kv.layer(layer)
         block, offset = batch.slots // kv.block_size, batch.slots % kv.block_size
@@ -53,6 +56,18 @@ class TorchAttention:
                 v = values[table].flatten(0, 1)[: start + length]
             output[begin:end] = _chunk(query[begin:end], k, v, start, **options)
         return output.flatten(1)
+
+
+def rotate(query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> None:
+    """Rotary embedding in place of [n, heads, head_dim] views; `cos_sin` as in `AttentionBackend.attend`."""
+    pairs = cos_sin.shape[-1] // 2
+    cos, sin = cos_sin[positions].unsqueeze(1).split(pairs, dim=-1)
+    for x in (query, key):
+        first, second = x[..., :pairs].float(), x[..., pairs : 2 * pairs].float()
+        # In float32 `first` is a view of what the next line overwrites.
+        rotated = second * cos + first * sin
+        x[..., :pairs] = first * cos - second * sin
+        x[..., pairs : 2 * pairs] = rotated
 
 
 def _decode(

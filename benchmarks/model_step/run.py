@@ -29,7 +29,7 @@ from skipjoin.model.batch import PackedBatch, Segment
 from skipjoin.model.causal_lm import CausalLM
 from skipjoin.model.kv_cache import PagedKV
 from skipjoin.model.loader import random_model
-from skipjoin.model.sampler import Sampler, SampleRow
+from skipjoin.model.sampler import Sampled, Sampler, SampleRow
 from skipjoin.sampling import SamplingParams
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -110,15 +110,14 @@ class Parts:
         heads = self.model.config.num_heads
         query, key, value = self.qkv.split(heads, dim=1)
         for layer in range(len(self.layers)):
-            self.model.attention.attend(query, key, value, self.kv, self.batch, layer=layer, scale=0.125)
+            self.model.attention.attend(
+                query, key, value, self.kv, self.batch, layer=layer, scale=0.125, cos_sin=self.cos_sin
+            )
 
     def norms(self) -> None:
-        heads = self.model.config.num_heads
-        query, key, _ = self.qkv.split(heads, dim=1)
         for _ in self.layers:
             self.model.ops.rms_norm(self.x, self.norm, 1e-5)
             self.model.ops.rms_norm(self.x, self.norm, 1e-5)
-            self.model.ops.rotate(query, key, self.batch.positions, self.cos_sin)
 
 
 @torch.inference_mode()
@@ -133,11 +132,15 @@ def measure(model: CausalLM, decodes: int, prefill: int, repeats: int) -> dict[s
     rows = [SampleRow(greedy, 0, (), (), (2,))] * batch.num_rows
     logits = model.forward(batch, kv)
     parts = Parts(model, batch, kv)
+
+    def sample(logits: torch.Tensor) -> list[Sampled]:
+        return sampler.sample(logits, rows).report.read()
+
     names: dict[str, Callable[[], Any]] = {
-        "step": lambda: sampler.sample(model.forward(PackedBatch.build(work, BLOCK), kv), rows).report.read(),
+        "step": lambda: sample(model.forward(PackedBatch.build(work, BLOCK), kv)),
         "build": lambda: PackedBatch.build(work, BLOCK),
         "forward": lambda: model.forward(batch, kv),
-        "sample": lambda: sampler.sample(logits, rows).report.read(),
+        "sample": lambda: sample(logits),
         "linears": parts.linears,
         "attention": parts.attention,
         "norms": parts.norms,

@@ -36,6 +36,15 @@ def test_fields():
     assert (batch.num_tokens, batch.num_rows, batch.max_context, batch.decode_only) == (4, 1, 6, False)
 
 
+def test_both_ends_of_blocks():
+    shared = [Segment([1, 2, 3], 2, [5, 2], offset=1), Segment([4, 5], 0, [5], reverse=True)]
+    batch = PackedBatch.build([*shared, Segment([6, 7], 3, [8, 7], offset=3, reverse=True)], 4)
+    assert batch.slots.tolist() == [23, 8, 9, 23, 22, 29, 28]
+    assert batch.positions.tolist() == [2, 3, 4, 0, 1, 3, 4]
+    assert (batch.offsets.tolist(), batch.reversed.tolist(), batch.plain) == ([1, 0, 3], [0, 1, 1], False)
+    assert PackedBatch.build([Segment([1], 4, [0, 1])], 4).plain
+
+
 def test_all_rows_need_no_index():
     batch = PackedBatch.build([Segment([1], 4, [0, 1]), Segment([2], 0, [3])], 4)
     assert batch.logit_rows is None
@@ -53,6 +62,9 @@ def test_all_rows_need_no_index():
         ([Segment([1], 0, [0]), Segment([1, 2], 3, [1])], "segment 1 needs 5 slots, its blocks have 4"),
         ([Segment([1], 0, [])], "segment 0 needs 1 slots"),
         ([Segment([1], 0, [2]), Segment([1], -1, [0])], "segment 1 starts at -1"),
+        ([Segment([1], 3, [0, 1]), Segment([1], 3, [1], offset=1)], "segment 1 needs 5 slots, its blocks have 4"),
+        ([Segment([1], 0, [1, 2], offset=4)], r"segment 0 has offset 4, it must be in \[0, 3\]"),
+        ([Segment([1], 0, [1, 2], offset=-1)], "segment 0 has offset -1"),
         ([Segment([1], 0, [-3])], "block -3 does not exist"),
     ],
 )

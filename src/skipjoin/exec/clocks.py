@@ -35,7 +35,8 @@ class HostClock:
         return time.perf_counter()
 
     def between(self, start: Mark, end: Mark) -> float:
-        assert isinstance(start, float) and isinstance(end, float)
+        assert isinstance(start, float)
+        assert isinstance(end, float)
         return end - start
 
     def is_past(self, mark: Mark) -> bool:
@@ -54,7 +55,8 @@ class DeviceClock:
         return event
 
     def between(self, start: Mark, end: Mark) -> float:
-        assert isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event)
+        assert isinstance(start, torch.cuda.Event)
+        assert isinstance(end, torch.cuda.Event)
         end.synchronize()
         return start.elapsed_time(end) * 1e-3
 

@@ -78,7 +78,7 @@ def _sizes() -> Iterator[int]:
 class DecodeGraphs:
     """The model's decode steps for batches of the sizes given; smaller batches are padded to the next.
 
-    A step fits if each of its segments is one token, whose logits are wanted. Padding computes something in its own
+    A step fits if a `Frame` holds it. Padding computes something in its own
     rows, which nobody reads, and writes no keys and values: its slot is -1. Attention must know such slots.
     """
 
@@ -86,9 +86,10 @@ class DecodeGraphs:
         self,
         model: CausalLM,
         pool: PagedKV,
+        recorder: Recorder,
+        *,
         sizes: Sequence[int],
         longest: int,
-        recorder: Recorder,
         on_progress: OnProgress = lambda share: None,
     ) -> None:
         """sizes: rising. longest: tokens of the longest request."""
@@ -114,15 +115,8 @@ class DecodeGraphs:
 
     def fits(self, segments: Sequence[Segment], sampled: torch.Tensor | None) -> bool:
         """Whether `run` can compute these. sampled: see there."""
-        most = self._sizes[-1]
-        return (
-            len(segments) <= most
-            and (sampled is None or len(sampled) <= most)
-            and all(
-                segment.length == 1 and segment.sample and not segment.all_logits and len(segment.blocks) <= self._width
-                for segment in segments
-            )
-        )
+        largest = self._frames[self._sizes[-1]]
+        return (sampled is None or len(sampled) <= largest.seats) and largest.holds(segments)
 
     def run(self, segments: Sequence[Segment], sampled: torch.Tensor | None) -> tuple[PackedBatch, torch.Tensor]:
         """The batch and its logits [len(segments), vocab_size], which are valid until the next call. sampled: tokens of
@@ -140,8 +134,9 @@ def record_graphs(
     """Graphs of the decode steps with up to `most` requests of up to `longest` tokens. None, with a warning, where they
     cannot be recorded."""
     try:
-        recorder = CudaRecorder(model.device)
-        return DecodeGraphs(model, pool, ladder(most), longest, recorder, on_progress)
+        return DecodeGraphs(
+            model, pool, CudaRecorder(model.device), sizes=ladder(most), longest=longest, on_progress=on_progress
+        )
     except RuntimeError as error:  # torch's, CUDA's and those of its memory
         _log.warning(
             "decode steps cannot be recorded as CUDA graphs and are launched kernel by kernel, which is slower for "

@@ -152,7 +152,8 @@ class Worker:
         if self.model.shard.pp_size == 1:
             return ()
         start, end = begun.start, begun.end
-        assert isinstance(start, float) and isinstance(end, float)
+        assert isinstance(start, float)
+        assert isinstance(end, float)
         idle = begun.waited + start - self._ended if self._ended is not None else 0.0
         self._ended = end
         return (StageTime(end - start - begun.waited, idle),)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,9 +15,11 @@ class Segment(NamedTuple):
     """Consecutive new tokens of one sequence.
 
     tokens: their ids. start: position of the first, which is also how many tokens already have KV.
-    blocks: the sequence's block table, covering at least start + len(tokens) slots.
+    blocks: the sequence's block table, covering at least offset + start + length slots.
     sample: the logits of the last token are wanted. all_logits: those of every token are. awaits: one more token
     follows, which is not known here: the one in this row of what the step before sampled.
+    offset: slots left out at the end of the first block where the sequence begins, in [0, block_size).
+    reverse: blocks are filled from their last slot down, so that two sequences can share one from both ends.
     """
 
     tokens: Sequence[int]
@@ -26,16 +28,23 @@ class Segment(NamedTuple):
     sample: bool = True
     all_logits: bool = False
     awaits: int | None = None
+    offset: int = 0
+    reverse: bool = False
 
     @property
     def length(self) -> int:
         """Tokens that are computed."""
         return len(self.tokens) + (self.awaits is not None)
 
+    @property
+    def plain(self) -> bool:
+        """Whether the tokens lie in their blocks in order, from the first slot on."""
+        return not (self.offset or self.reverse)
+
 
 class Frame:
-    """A place on a device for batches of up to `seats` segments of one token each, whose tables have up to `width`
-    blocks: every batch that is built in it has the same tensors, with other contents.
+    """A place on a device for batches of up to `seats` plain segments of one token each, whose tables have up to
+    `width` blocks: every batch that is built in it has the same tensors, with other contents.
 
     Seats that stay empty have context 0 and slot -1, which is nowhere.
     """
@@ -44,17 +53,28 @@ class Frame:
         self.seats, self.width = seats, width
         self.buffer = torch.empty(_bounds(seats, seats, width, 0)[-1], dtype=torch.int64, device=device)
 
+    def holds(self, segments: Sequence[Segment]) -> bool:
+        """Whether a batch of these has its place here."""
+        return len(segments) <= self.seats and all(
+            segment.length == 1 and segment.sample and segment.plain and len(segment.blocks) <= self.width
+            for segment in segments
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
     """Segments packed end to end; n segments, T tokens. Index tensors are int64 on the batch's device.
 
-    token_ids, positions, slots: [T]; a slot is block * block_size + offset. sources: [T], the row of the step before
-    from which a token comes, -1 where it is known; None: all are.
-    query_start: [n + 1], first token of each segment. context_lens: [n], tokens with KV after this step.
+    token_ids, positions, slots: [T]; a slot is block * block_size + its place in the block; -1: the token is padding,
+    and its keys and values go nowhere. sources: [T], the row of the step before from which a token comes, -1 where it
+    is known; None: all are.
+    query_start: [n + 1], first token of each segment. context_lens: [n], tokens with KV after this step; 0: padding.
+    offsets, reversed: [n], of the segments; 1: reversed. Position p of a sequence lies at i = offset + p: in block
+    i // block_size of its table, slot i % block_size, counted from the block's end where reversed.
     block_tables: [n, widest], padded with 0. logit_rows: [rows], tokens whose logits are wanted, in order;
     None: all T. row_starts: rows of segment i are row_starts[i]:row_starts[i + 1].
     starts, lengths: per segment, as host lists. max_context: the longest context. max_block: the largest block.
+    plain: no segment has an offset or is reversed.
     """
 
     token_ids: torch.Tensor
@@ -63,6 +83,8 @@ class PackedBatch:
     sources: torch.Tensor | None
     query_start: torch.Tensor
     context_lens: torch.Tensor
+    offsets: torch.Tensor
+    reversed: torch.Tensor
     block_tables: torch.Tensor
     logit_rows: torch.Tensor | None
     row_starts: list[int]
@@ -71,6 +93,7 @@ class PackedBatch:
     max_context: int
     max_block: int
     block_size: int
+    plain: bool
 
     @property
     def num_tokens(self) -> int:
@@ -102,74 +125,97 @@ class PackedBatch:
     ) -> PackedBatch:
         """Pack segments in the order given. frame: where the tensors are; seats without a segment are at the end.
 
-        Raises `ValueError` for an empty one, too short a block table, or more than the frame holds."""
+        Raises `ValueError` for an empty one, too short a block table, an offset beyond the first block, or what the
+        frame does not hold.
+        """
         n = len(segments)
-        lengths = [s.length for s in segments]
-        starts = [s.start for s in segments]
+        lengths, starts = [s.length for s in segments], [s.start for s in segments]
         if n == 0 or min(lengths) == 0:
             raise ValueError("a batch needs at least one segment, and a segment at least one token")
-        lens, first = np.array((lengths, starts), np.int64)
+        if frame is not None and not frame.holds(segments):
+            raise ValueError(f"the frame holds {frame.seats} decodes with tables of {frame.width} blocks")
+        shape = (lengths, starts, [s.offset for s in segments], [s.reverse for s in segments])
+        lens, first, skipped, backward = np.array(shape, np.int64)
         held = np.fromiter((len(s.blocks) for s in segments), np.int64, n)
-        context = first + lens
         if first.min() < 0:
             raise ValueError(f"segment {first.argmin()} starts at {first.min()}")
-        _check_tables(context, held, block_size)
-        rows, row_starts = _wanted_rows(segments, lengths, int(lens.sum()))
-        empty, width = 0, int(held.max())
-        if frame is not None:
-            if n > frame.seats or width > frame.width or max(lengths) > 1 or rows is not None:
-                raise ValueError(f"the frame holds {frame.seats} decodes with tables of {frame.width} blocks")
-            empty, width = frame.seats - n, frame.width
-        total, seats = int(lens.sum()) + empty, n + empty
+        _check_tables(first + lens, skipped, held, block_size)
+        tokens = int(lens.sum())
+        rows, row_starts = _wanted_rows(segments, lengths, tokens)
+        empty, width = (0, int(held.max())) if frame is None else (frame.seats - n, frame.width)
         # One buffer, so that a device needs one copy.
-        bounds = _bounds(total, seats, width, 0 if rows is None else len(rows))
+        bounds = _bounds(tokens + empty, n + empty, width, len(rows or ()))
         flat = np.zeros(bounds[-1], np.int64)
-        ids, positions, slots, sources, query_start, context_lens, tables, wanted = (
-            flat[a:b] for a, b in pairwise(bounds)
-        )
-        end = total - empty
-        ids[:end] = np.fromiter(chain.from_iterable(_token_ids(segments)), np.int64, end)
-        query_start[1:] = np.cumsum(np.concatenate((lens, np.ones(empty, np.int64))))
-        context_lens[:n] = context
-        tables = tables.reshape(seats, width)
+        to = _Parts(*(flat[a:b] for a, b in pairwise(bounds)))
+        to.query_start[1:] = np.cumsum(np.concatenate((lens, np.ones(empty, np.int64))))
+        to.context_lens[:n], to.offsets[:n], to.reversed[:n] = first + lens, skipped, backward
+        tables = to.tables.reshape(n + empty, width)
         in_table = chain.from_iterable(s.blocks for s in segments)
         tables[:n][np.arange(width) < held[:, None]] = np.fromiter(in_table, np.int64, int(held.sum()))
         if tables.min() < 0:
             raise ValueError(f"block {tables.min()} does not exist")
+        to.token_ids[:tokens] = np.fromiter(chain.from_iterable(map(_token_ids, segments)), np.int64, tokens)
         owner = np.repeat(np.arange(n), lens)
-        positions[:end] = np.arange(end) + (first - query_start[:n])[owner]
-        block, offset = np.divmod(positions[:end], block_size)
-        slots[:end] = tables[owner, block] * block_size + offset
-        slots[end:] = -1
-        sources[:] = -1
-        awaits = [(i, s.awaits) for i, s in enumerate(segments) if s.awaits is not None]
-        for i, row in awaits:
-            sources[query_start[i + 1] - 1] = row
-        if rows is not None:
-            wanted[:] = rows
+        to.positions[:tokens] = np.arange(tokens) + (first - to.query_start[:n])[owner]
+        block, slot = np.divmod(to.positions[:tokens] + skipped[owner], block_size)
+        slot = np.where(backward[owner], block_size - 1 - slot, slot)
+        to.slots[:tokens], to.slots[tokens:] = tables[owner, block] * block_size + slot, -1
+        awaited = _fill_sources(to, segments)
+        to.wanted[:] = rows or ()
         buffer = _placed(flat, device, frame)
-        parts = [buffer[a:b] for a, b in pairwise(bounds)]
+        parts = _Parts(*(buffer[a:b] for a, b in pairwise(bounds)))
         return cls(
-            *parts[:3],
-            sources=parts[3] if awaits or frame is not None else None,
-            query_start=parts[4],
-            context_lens=parts[5],
-            block_tables=parts[6].view(seats, width),
-            logit_rows=None if rows is None else parts[7],
-            row_starts=row_starts + list(range(n + 1, seats + 1)),
+            parts.token_ids,
+            parts.positions,
+            parts.slots,
+            parts.sources if awaited or frame is not None else None,
+            parts.query_start,
+            parts.context_lens,
+            parts.offsets,
+            parts.reversed,
+            parts.tables.view(n + empty, width),
+            None if rows is None else parts.wanted,
+            row_starts=[*row_starts, *range(n + 1, n + empty + 1)],
             starts=starts + [0] * empty,
             lengths=lengths + [1] * empty,
-            max_context=int(context.max()),
+            max_context=int((first + lens).max()),
             max_block=int(tables.max()),
             block_size=block_size,
+            plain=not (skipped.any() or backward.any()),
         )
+
+
+class _Parts(NamedTuple):
+    """The parts of a batch's buffer, in their order."""
+
+    token_ids: Any
+    positions: Any
+    slots: Any
+    sources: Any
+    query_start: Any
+    context_lens: Any
+    offsets: Any
+    reversed: Any
+    tables: Any
+    wanted: Any
 
 
 def _bounds(tokens: int, segments: int, width: int, rows: int) -> list[int]:
     """Where the parts of a batch's buffer begin and end."""
-    sizes = (tokens, tokens, tokens, tokens, segments + 1, segments, segments * width, rows)
+    sizes = _Parts(
+        tokens, tokens, tokens, tokens, segments + 1, segments, segments, segments, segments * width, rows
+    )  # fmt: skip
     bounds: list[int] = np.cumsum((0, *sizes)).tolist()
     return bounds
+
+
+def _fill_sources(to: _Parts, segments: Sequence[Segment]) -> bool:
+    """Say where tokens come from; whether any is awaited."""
+    awaits = [(i, s.awaits) for i, s in enumerate(segments) if s.awaits is not None]
+    to.sources[:] = -1
+    for i, row in awaits:
+        to.sources[to.query_start[i + 1] - 1] = row
+    return bool(awaits)
 
 
 def _placed(flat: np.ndarray, device: torch.device | str, frame: Frame | None) -> torch.Tensor:
@@ -182,18 +228,21 @@ def _placed(flat: np.ndarray, device: torch.device | str, frame: Frame | None) -
     return buffer if frame is None else frame.buffer.copy_(buffer, non_blocking=True)
 
 
-def _token_ids(segments: Sequence[Segment]) -> Iterator[Sequence[int]]:
-    """The tokens of each segment, 0 where one is awaited."""
-    for segment in segments:
-        yield segment.tokens if segment.awaits is None else (*segment.tokens, 0)
+def _token_ids(segment: Segment) -> Sequence[int]:
+    """Its tokens, 0 for one that is awaited."""
+    return segment.tokens if segment.awaits is None else (*segment.tokens, 0)
 
 
-def _check_tables(context: np.ndarray, held: np.ndarray, block_size: int) -> None:
-    """Raise `ValueError` where a segment's table does not cover its tokens."""
-    short = np.flatnonzero(held * block_size < context)
+def _check_tables(context: np.ndarray, skipped: np.ndarray, held: np.ndarray, block_size: int) -> None:
+    """Raise `ValueError` where a segment begins outside its first block, or its table does not cover its tokens."""
+    outside = np.flatnonzero((skipped < 0) | (skipped >= block_size))
+    if len(outside):
+        i = outside[0]
+        raise ValueError(f"segment {i} has offset {skipped[i]}, it must be in [0, {block_size - 1}]")
+    short = np.flatnonzero(held * block_size < context + skipped)
     if len(short):
         i = short[0]
-        raise ValueError(f"segment {i} needs {context[i]} slots, its blocks have {held[i] * block_size}")
+        raise ValueError(f"segment {i} needs {context[i] + skipped[i]} slots, its blocks have {held[i] * block_size}")
 
 
 def _wanted_rows(segments: Sequence[Segment], lengths: list[int], total: int) -> tuple[list[int] | None, list[int]]:

@@ -190,7 +190,8 @@ class SelfAttention:
         self._ops, self._qkv, self._output = builder.ops, qkv, output
         # The cache holds this rank's layers only.
         self._layer = layer - shard.layers(config).start
-        self._rotary, self._norms, self._eps = rotary, norms, config.norm_eps
+        self._cos_sin = None if rotary is None else rotary.cos_sin
+        self._norms, self._eps = norms, config.norm_eps
         self._heads, self._kv_heads = len(shard.heads(config)), len(shard.kv_heads(config))
         self._dim = config.head_dim
         self._scale, self._window = config.head_dim**-0.5, config.windows[layer]
@@ -202,11 +203,10 @@ class SelfAttention:
         if self._norms is not None:
             query = self._ops.rms_norm(query, self._norms[0], self._eps)
             key = self._ops.rms_norm(key, self._norms[1], self._eps)
-        if self._rotary is not None:
-            self._ops.rotate(query, key, step.batch.positions, self._rotary.cos_sin)
         attended = step.attention.attend(
-            query, key, value, step.kv, step.batch, layer=self._layer, scale=self._scale, window=self._window
-        )
+            query, key, value, step.kv, step.batch,
+            layer=self._layer, scale=self._scale, window=self._window, cos_sin=self._cos_sin,
+        )  # fmt: skip
         self._output.add_to(attended, total)
 
 

@@ -11,8 +11,8 @@ T = TypeVar("T")
 
 
 def send(values: Sequence[Any], device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """A tensor of these values on the device. On CUDA the copy is queued on the current stream, from page-locked memory:
-    from any other the host would wait until all that is queued before it has run."""
+    """A tensor of these values on the device. On CUDA the copy is queued on the current stream, from page-locked
+    memory: from any other the host would wait until all that is queued before it has run."""
     made = torch.tensor(values, dtype=dtype)
     return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made
 

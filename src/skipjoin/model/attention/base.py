@@ -31,12 +31,16 @@ class AttentionBackend(Protocol):
         layer: int,
         scale: float,
         window: int = 0,
+        cos_sin: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Write the new keys and values into their slots, then attend.
+        """Rotate queries and keys where told, write the new keys and values into their slots, then attend.
 
         query: [T, heads, head_dim]; key, value: [T, kv_heads, head_dim], any strides with head_dim innermost.
         heads is a multiple of kv_heads: query head h reads key-value head h * kv_heads // heads.
         scale multiplies the scores. window: how many latest tokens are seen, own included; 0: all.
+        cos_sin: float32 [positions, rotary_dim], cosines of the rotary_dim / 2 pairs, then their sines. Where given,
+        the first rotary_dim values of each query and key are rotated by their token's position first, halves against
+        each other; `query` and `key` may be changed.
         Returns [T, heads * head_dim], contiguous, in the type of `query`.
         """
         ...

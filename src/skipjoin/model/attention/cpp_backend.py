@@ -6,15 +6,15 @@ import ctypes
 
 import torch
 
-from skipjoin.model.attention.torch_backend import TorchAttention
-from skipjoin.model.batch import PackedBatch, Segment
-from skipjoin.model.config import ModelConfig
+from skipjoin.model.attention.check import agrees
+from skipjoin.model.batch import PackedBatch
 from skipjoin.model.kv_cache import PagedKV
 
+_I, _P = ctypes.c_int64, ctypes.c_void_p
 _POINTERS = ("query", "key", "value")
 _STRIDES = ("query_token", "query_head", "key_token", "key_head", "value_token", "value_head")
 _CACHE = ("block_stride", "slot_stride", "head_stride")
-_INDEX = ("slots", "query_start", "context", "tables")
+_INDEX = ("slots", "query_start", "context", "tables", "offsets", "reversed")
 _SHAPE = ("segments", "table_width", "block_size", "heads", "kv_heads", "dim", "window")
 
 
@@ -43,6 +43,9 @@ class CppAttention:
         self._run = library.skipjoin_paged_attention
         self._run.argtypes = [ctypes.c_int64, ctypes.POINTER(_Call), ctypes.c_int64]
         self._run.restype = None
+        self._rotate = library.skipjoin_rotate
+        self._rotate.argtypes = [_I, _P, _I, _I, _I, _I, _P, _P, _I, _I]
+        self._rotate.restype = None
         library.skipjoin_attention_call_bytes.restype = ctypes.c_int64
         if library.skipjoin_attention_call_bytes() != ctypes.sizeof(_Call):
             raise OSError("the compiled operations are of another version")
@@ -58,39 +61,34 @@ class CppAttention:
         layer: int,
         scale: float,
         window: int = 0,
+        cos_sin: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        if cos_sin is not None:
+            self.rotate(query, key, batch.positions, cos_sin)
         keys, values = kv.layer(layer)
         tokens, heads, dim = query.shape
+        ends = (None, None) if batch.plain else (batch.offsets.data_ptr(), batch.reversed.data_ptr())
         out = torch.empty((tokens, heads * dim), dtype=query.dtype)
         call = _Call(
             query.data_ptr(), key.data_ptr(), value.data_ptr(),
             *query.stride()[:2], *key.stride()[:2], *value.stride()[:2],
             keys.data_ptr(), values.data_ptr(), *keys.stride()[:3], out.data_ptr(),
             batch.slots.data_ptr(), batch.query_start.data_ptr(), batch.context_lens.data_ptr(),
-            batch.block_tables.data_ptr(), *batch.block_tables.shape, kv.block_size,
+            batch.block_tables.data_ptr(), *ends, *batch.block_tables.shape, kv.block_size,
             heads, key.shape[1], dim, window, scale,
         )  # fmt: skip
         self._run(query.dtype == torch.bfloat16, call, torch.get_num_threads())
         return out
 
+    def rotate(self, query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> None:
+        """Rotary embedding in place of [n, heads, head_dim] views."""
+        for x in (query, key):
+            self._rotate(
+                x.dtype == torch.bfloat16, x.data_ptr(), x.shape[0], x.stride(0), x.shape[1], x.stride(1),
+                positions.data_ptr(), cos_sin.data_ptr(), cos_sin.shape[1] // 2, torch.get_num_threads(),
+            )  # fmt: skip
+
 
 def check_attention(backend: CppAttention, dtype: torch.dtype) -> bool:
     """Whether compiled attention agrees with the reference on a small mixed batch."""
-    shape = {"num_hidden_layers": 1, "vocab_size": 8, "intermediate_size": 8, "max_position_embeddings": 64}
-    shape |= {"hidden_size": 160, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = ModelConfig.from_dict({"model_type": "llama", **shape})
-    generator = torch.Generator().manual_seed(0)
-    caches = [PagedKV(12, 4, config, dtype, "cpu") for _ in range(2)]
-    caches[0].tensor.normal_(generator=generator)
-    caches[1].tensor.copy_(caches[0].tensor)
-    segments = [Segment([0], 18, [7, 1, 2, 9, 4]), Segment([0] * 7, 3, [3, 0, 11])]
-    batch = PackedBatch.build(segments, 4)
-    qkv = torch.randn(8, 8, 40, generator=generator).to(dtype).split([4, 2, 2], dim=1)
-    results = [
-        b.attend(*qkv, cache, batch, layer=0, scale=0.2, window=w).float()
-        for w in (0, 6)
-        for b, cache in zip((backend, TorchAttention()), caches, strict=True)
-    ]
-    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-    same = all((results[i] - results[i + 1]).norm() <= tolerance * results[i + 1].norm() for i in (0, 2))
-    return same and torch.equal(caches[0].tensor, caches[1].tensor)
+    return agrees(backend, dtype)

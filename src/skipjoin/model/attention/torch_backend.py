@@ -25,7 +25,10 @@ class TorchAttention:
         layer: int,
         scale: float,
         window: int = 0,
+        cos_sin: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        if cos_sin is not None:
+            rotate(query, key, batch.positions, cos_sin)
         options = {"scale": scale, "window": window}
         keys, values = kv.layer(layer)
         block, offset = batch.slots // kv.block_size, batch.slots % kv.block_size
@@ -33,14 +36,14 @@ class TorchAttention:
         values[block, offset] = value
         output = torch.empty_like(query, memory_format=torch.contiguous_format)
         if batch.decode_only:
-            output[:] = _decode(query, keys, values, batch.block_tables, batch.context_lens, **options)
+            output[:] = _decode(query, *_cached(keys, values, batch), batch.context_lens, **options)
             return output.flatten(1)
         decodes = [i for i, length in enumerate(batch.lengths) if length == 1]
         if decodes:
             segments = torch.tensor(decodes, device=query.device)
             tokens = batch.query_start[segments]
-            tables, context = batch.block_tables[segments], batch.context_lens[segments]
-            output[tokens] = _decode(query[tokens], keys, values, tables, context, **options)
+            k, v = _cached(keys, values, batch, segments)
+            output[tokens] = _decode(query[tokens], k, v, batch.context_lens[segments], **options)
         end = 0
         for i, (start, length) in enumerate(zip(batch.starts, batch.lengths, strict=True)):
             begin, end = end, end + length
@@ -48,28 +51,54 @@ class TorchAttention:
                 continue
             k, v = key[begin:end], value[begin:end]
             if start:
-                table = batch.block_tables[i, : -(-(start + length) // kv.block_size)]
-                k = keys[table].flatten(0, 1)[: start + length]
-                v = values[table].flatten(0, 1)[: start + length]
+                k, v = (x[0] for x in _cached(keys, values, batch, slice(i, i + 1), start + length))
             output[begin:end] = _chunk(query[begin:end], k, v, start, **options)
         return output.flatten(1)
 
 
-def _decode(
-    query: torch.Tensor,
+def rotate(query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> None:
+    """Rotary embedding in place of [n, heads, head_dim] views; `cos_sin` as in `AttentionBackend.attend`."""
+    pairs = cos_sin.shape[-1] // 2
+    cos, sin = cos_sin[positions].unsqueeze(1).split(pairs, dim=-1)
+    for x in (query, key):
+        first, second = x[..., :pairs].float(), x[..., pairs : 2 * pairs].float()
+        # In float32 `first` is a view of what the next line overwrites.
+        rotated = second * cos + first * sin
+        x[..., :pairs] = first * cos - second * sin
+        x[..., pairs : 2 * pairs] = rotated
+
+
+def _cached(
     keys: torch.Tensor,
     values: torch.Tensor,
-    tables: torch.Tensor,
-    context: torch.Tensor,
-    *,
-    scale: float,
-    window: int,
+    batch: PackedBatch,
+    segments: torch.Tensor | slice = slice(None),
+    context: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of these segments in the order of their positions: [n, slots, kv_heads, dim].
+
+    context: so many positions; None: at least `batch.max_context`.
+    """
+    tables, size = batch.block_tables[segments], batch.block_size
+    if batch.plain:
+        tables = tables if context is None else tables[:, : -(-context // size)]
+        return keys[tables].flatten(1, 2)[:, :context], values[tables].flatten(1, 2)[:, :context]
+    last = tables.shape[1] * size - 1
+    position = torch.arange(batch.max_context if context is None else context, device=tables.device)
+    # A position beyond its own sequence is not seen: whatever the table's last slot holds will do.
+    index = (batch.offsets[segments, None] + position).clamp_(max=last)
+    block, slot = tables.gather(1, index // size), index % size
+    slot = torch.where(batch.reversed[segments, None] > 0, size - 1 - slot, slot)
+    return keys[block, slot], values[block, slot]
+
+
+def _decode(
+    query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: torch.Tensor, *, scale: float, window: int
 ) -> torch.Tensor:
-    """One query per sequence. query: [n, heads, dim]; tables: [n, width]; context: [n]; returns as `query`."""
+    """One query per sequence. query: [n, heads, dim]; k, v: [n, slots, kv_heads, dim]; context: [n]; returns as
+    `query`."""
     n, heads, dim = query.shape
-    kv_heads = keys.shape[2]
-    k = keys[tables].flatten(1, 2)  # [n, width * block_size, kv_heads, dim]
-    v = values[tables].flatten(1, 2)
+    kv_heads = k.shape[2]
     position = torch.arange(k.shape[1], device=query.device)
     unseen = position >= context[:, None]
     if window:

@@ -12,7 +12,7 @@ _BLOCK = 4096
 
 
 @triton.jit
-def _kept(row, vocab, most, BLOCK: tl.constexpr):  # noqa: N803
+def _kept(row, vocab, most, BLOCK: tl.constexpr):
     """How many values of a row have a magnitude of at most `most`, and the sum of their exponentials."""
     count = tl.zeros((), tl.int64)
     total = tl.zeros((), tl.float64)
@@ -27,7 +27,7 @@ def _kept(row, vocab, most, BLOCK: tl.constexpr):  # noqa: N803
 
 
 @triton.jit
-def _thresholds(scaled, row_stride, top_k, top_p, out, vocab, BLOCK: tl.constexpr):  # noqa: N803
+def _thresholds(scaled, row_stride, top_k, top_p, out, vocab, BLOCK: tl.constexpr):
     """One row: the smallest magnitude within which enough values lie, by bisection over all 31 bits of it."""
     index = tl.program_id(0)
     row = scaled + index * row_stride

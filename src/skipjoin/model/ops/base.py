@@ -37,10 +37,3 @@ class LayerOps(Protocol):
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """Normalise the last dimension by its root mean square; `x` may be strided in the others."""
         ...
-
-    def rotate(self, query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> None:
-        """Rotary embedding in place of [n, heads, head_dim] views.
-
-        cos_sin: float32 [positions, rotary_dim]: cosines of the rotary_dim / 2 pairs, then their sines.
-        """
-        ...

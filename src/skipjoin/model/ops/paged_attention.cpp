@@ -19,6 +19,7 @@ struct Call {
   int64_t block_stride, slot_stride, head_stride;
   void *out; // [tokens][heads][dim], contiguous
   const int64_t *slots, *query_start, *context, *tables;
+  const int64_t *offsets, *reversed; // null: every sequence begins at its first slot and goes up
   int64_t segments, table_width, block_size, heads, kv_heads, dim, window;
   double scale;
 };
@@ -141,9 +142,12 @@ void locate(const Call &c, int64_t segment, Scratch &s) {
   const int64_t *table = c.tables + segment * c.table_width, context = c.context[segment];
   s.segment = segment;
   s.rows.resize(context + 15);
-  for (int64_t t = 0; t < context;) {
-    int64_t base = table[t / c.block_size] * c.block_stride;
-    for (int64_t i = 0; i < c.block_size && t < context; i++) s.rows[t++] = base + i * c.slot_stride;
+  int64_t skipped = c.offsets ? c.offsets[segment] : 0;
+  bool down = c.reversed && c.reversed[segment];
+  for (int64_t t = 0, slot = skipped; t < context; slot = 0) {
+    int64_t base = table[(t + skipped) / c.block_size] * c.block_stride;
+    for (; slot < c.block_size && t < context; slot++)
+      s.rows[t++] = base + (down ? c.block_size - 1 - slot : slot) * c.slot_stride;
   }
   // Keys are scored 16 at a time: what is read beyond the end is the last key again.
   std::fill(s.rows.begin() + context, s.rows.end(), s.rows[context - 1]);

@@ -42,13 +42,3 @@ class TorchOps:
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return F.rms_norm(x, weight.shape, weight, eps)
-
-    def rotate(self, query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> None:
-        pairs = cos_sin.shape[-1] // 2
-        cos, sin = cos_sin[positions].unsqueeze(1).split(pairs, dim=-1)
-        for x in (query, key):
-            first, second = x[..., :pairs].float(), x[..., pairs : 2 * pairs].float()
-            # In float32 `first` is a view of what the next line overwrites.
-            rotated = second * cos + first * sin
-            x[..., :pairs] = first * cos - second * sin
-            x[..., pairs : 2 * pairs] = rotated

@@ -1,0 +1,125 @@
+"""Random paged batches with the answer that attention must give, from dense arithmetic in float64."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from skipjoin.model.attention.base import AttentionBackend
+from skipjoin.model.batch import PackedBatch, Segment
+from skipjoin.model.config import ModelConfig
+from skipjoin.model.kv_cache import PagedKV
+
+SCALE = 0.3
+
+
+def shape(heads: int, kv_heads: int, dim: int) -> ModelConfig:
+    sizes = {"hidden_size": heads * dim, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    sizes |= {"num_hidden_layers": 2, "vocab_size": 8, "intermediate_size": 8, "max_position_embeddings": 8192}
+    return ModelConfig.from_dict({"model_type": "llama", **sizes, "head_dim": dim})
+
+
+@dataclass
+class Case:
+    """heads, kv_heads, dim: of the model. mix: (start, length) of each segment. ends: "plain", or "both": segments of
+    random direction and offset. rotary: how many values of a head rotate. Layer 1 of 2 is the one that runs."""
+
+    heads: int
+    kv_heads: int
+    dim: int
+    mix: Sequence[tuple[int, int]]
+    dtype: torch.dtype = torch.float32
+    block_size: int = 8
+    window: int = 0
+    ends: str = "plain"
+    rotary: int = 0
+    seed: int = 0
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        self.draw = torch.Generator().manual_seed(self.seed)
+        self.cos_sin = self._randn(1 + max(s + n for s, n in self.mix), self.rotary).float() if self.rotary else None
+        self.segments = self._segments()
+        self.batch = PackedBatch.build(self.segments, self.block_size, self.device)
+        blocks = 3 + sum(len(s.blocks) for s in self.segments)
+        self.kv = PagedKV(blocks, self.block_size, shape(self.heads, self.kv_heads, self.dim), self.dtype, self.device)
+        self.kv.tensor.fill_(torch.nan)
+        self.full = PagedKV(blocks, self.block_size, shape(self.heads, self.kv_heads, self.dim), torch.float64, "cpu")
+        self.full.tensor.fill_(torch.nan)
+        self.qkv = self._randn(self.batch.num_tokens, self.heads + 2 * self.kv_heads, self.dim).to(self.dtype)
+        self.expected = self._attend()
+
+    def _randn(self, *size: int) -> torch.Tensor:
+        return torch.randn(size, generator=self.draw, dtype=torch.float64)
+
+    def _segments(self) -> list[Segment]:
+        rng = random.Random(self.seed)
+        both = self.ends == "both"
+        ends = [(rng.randrange(self.block_size), rng.random() < 0.5) if both else (0, False) for _ in self.mix]
+        counts = [-(-(o + s + n) // self.block_size) for (s, n), (o, _) in zip(self.mix, ends, strict=True)]
+        free = rng.sample(range(sum(counts) + 3), sum(counts))
+        return [
+            Segment([0] * n, s, [free.pop() for _ in range(count)], offset=offset, reverse=reverse)
+            for (s, n), (offset, reverse), count in zip(self.mix, ends, counts, strict=True)
+        ]
+
+    def _place(self, segment: Segment, position: int) -> tuple[int, int]:
+        block, slot = divmod(segment.offset + position, self.block_size)
+        return segment.blocks[block], self.block_size - 1 - slot if segment.reverse else slot
+
+    def _rotated(self, x: torch.Tensor, start: int) -> torch.Tensor:
+        if self.cos_sin is None:
+            return x
+        pairs = self.rotary // 2
+        cos, sin = self.cos_sin[start : start + len(x), None].double().split(pairs, -1)
+        a, b = x[..., :pairs], x[..., pairs : 2 * pairs]
+        return torch.cat([a * cos - b * sin, b * cos + a * sin, x[..., 2 * pairs :]], -1)
+
+    def _attend(self) -> torch.Tensor:
+        """Fills the past into `kv`, past and new tokens into `full`; returns what attention must give."""
+        out, begin = [], 0
+        past_keys, past_values = self.kv.layer(1)
+        all_keys, all_values = self.full.layer(1)
+        for segment, (start, length) in zip(self.segments, self.mix, strict=True):
+            new = self.qkv[begin : begin + length].double()
+            begin += length
+            query, key, value = new.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
+            query, key = self._rotated(query, start), self._rotated(key, start)
+            past = self._randn(2, start, self.kv_heads, self.dim).to(self.dtype)
+            keys, values = torch.cat([past[0].double(), key]), torch.cat([past[1].double(), value])
+            block, slot = torch.tensor([self._place(segment, p) for p in range(start + length)]).unbind(1)
+            past_keys[block[:start], slot[:start]] = past[0].to(self.device)
+            past_values[block[:start], slot[:start]] = past[1].to(self.device)
+            all_keys[block, slot], all_values[block, slot] = keys, values
+            keys, values = (x.repeat_interleave(self.heads // self.kv_heads, 1) for x in (keys, values))
+            scores = torch.einsum("qhd,khd->hqk", query, keys) * SCALE
+            own, seen = torch.arange(start, start + length)[:, None], torch.arange(start + length)
+            hidden = (seen > own) | ((seen <= own - self.window) if self.window else False)
+            weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+            out.append(torch.einsum("hqk,khd->qhd", weights, values).flatten(1))
+        return torch.cat(out)
+
+    def check(self, backend: AttentionBackend, tolerance: float) -> None:
+        """Run `backend` and compare: its output, what it wrote, and that it wrote nothing else."""
+        query, key, value = self.qkv.to(self.device).split([self.heads, self.kv_heads, self.kv_heads], dim=1)
+        cos_sin = None if self.cos_sin is None else self.cos_sin.to(self.device)
+        options = {"layer": 1, "scale": SCALE, "window": self.window, "cos_sin": cos_sin}
+        ours = backend.attend(query.clone() if cos_sin is None else query, key, value, self.kv, self.batch, **options)
+        assert ours.shape == self.expected.shape
+        assert ours.is_contiguous()
+        assert ours.dtype == self.dtype
+        assert_near(ours, self.expected, tolerance)
+        cache = self.kv.tensor.cpu()
+        assert torch.equal(cache.isnan(), self.full.tensor.isnan())
+        assert_near(cache.nan_to_num(0), self.full.tensor.nan_to_num(0), tolerance)
+
+
+def assert_near(ours: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
+    """Relative error of the whole."""
+    ours = ours.cpu().double()
+    assert ours.isfinite().all()
+    error = ((ours - expected).norm() / expected.norm()).item()
+    assert error <= tolerance, f"relative error {error:.2e}, allowed {tolerance:.0e}"

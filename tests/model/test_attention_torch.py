@@ -1,0 +1,48 @@
+"""The reference back end against dense float64 arithmetic; the compiled one where blocks are shared from both ends."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attention_cases import Case
+
+from skipjoin.model.attention.check import agrees
+from skipjoin.model.attention.cpp_backend import CppAttention
+from skipjoin.model.attention.torch_backend import TorchAttention
+from skipjoin.model.ops.build import load_library
+
+MIXES = {
+    "decodes": [(40, 1), (0, 1), (90, 1), (15, 1)],
+    "prefills": [(0, 33), (0, 2), (0, 17)],
+    "mixed": [(30, 1), (0, 20), (64, 9), (7, 1), (50, 30)],
+}
+
+
+@pytest.mark.parametrize("ends", ["plain", "both"])
+@pytest.mark.parametrize("window", [0, 11])
+@pytest.mark.parametrize("mix", sorted(MIXES))
+@pytest.mark.parametrize("backend", ["torch", "cpp"])
+def test_against_dense_arithmetic(backend, mix, window, ends):
+    library = load_library() if backend == "cpp" else None
+    if backend == "cpp" and library is None:
+        pytest.skip("no compiler, or no AVX-512 with bfloat16 products")
+    attention = TorchAttention() if library is None else CppAttention(library)
+    for block_size, seed in ((1, 0), (5, 1), (16, 2)):
+        options = {"window": window, "ends": ends, "rotary": 12, "block_size": block_size, "seed": seed}
+        Case(6, 2, 20, MIXES[mix], **options).check(attention, 1e-5)
+        Case(4, 4, 40, MIXES[mix], dtype=torch.bfloat16, **options).check(attention, 2e-2)
+
+
+def test_self_test_sees_what_is_wrong():
+    class Wrong(TorchAttention):
+        """Forgets the window, or the rotation."""
+
+        def __init__(self, forgets: str) -> None:
+            self.forgets = forgets
+
+        def attend(self, *arguments, **options):
+            return super().attend(*arguments, **{k: v for k, v in options.items() if k != self.forgets})
+
+    assert agrees(Wrong("nothing"), torch.float32)
+    for forgotten in ("window", "cos_sin"):
+        assert not agrees(Wrong(forgotten), torch.bfloat16)

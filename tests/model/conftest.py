@@ -1,4 +1,7 @@
-"""One thread for tiny tensors: more only wait for each other, and the machine may be busy."""
+"""One thread for tiny tensors: more only wait for each other, and the machine may be busy.
+
+Triton kernels are interpreted where there is no CUDA device.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import os
 import pytest
 import torch
 
-# Triton decides at its import, which is later, whether kernels run on a GPU or are interpreted.
+# Read when triton is imported, which nothing has done yet.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 

@@ -1,4 +1,4 @@
-"""The reference back end against dense float64 arithmetic; the compiled one where blocks are shared from both ends."""
+"""The reference back end against dense arithmetic in float64; the compiled one on blocks shared from both ends."""
 
 from __future__ import annotations
 

@@ -1,0 +1,118 @@
+"""Rotation of queries and keys and the write of keys and values into the paged cache, in one kernel."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from skipjoin.model.kernels.paged import padded
+
+# Heads that one program has: enough that a thread moves 16 bytes at a time, few enough to spread a small batch.
+_HEADS = 8
+
+
+@triton.jit
+def _rotated(source, seen, cos, sin, PAIRS: tl.constexpr):
+    """Both halves of rotated heads in float32. source: pointers of the first half [heads, pairs]."""
+    first = tl.load(source, mask=seen, other=0.0).to(tl.float32)
+    second = tl.load(source + PAIRS, mask=seen, other=0.0).to(tl.float32)
+    return first * cos - second * sin, second * cos + first * sin
+
+
+@triton.jit
+def _kv_write(
+    query,
+    key,
+    value,
+    keys,
+    values,
+    slots,
+    positions,
+    cos_sin,
+    query_token,
+    query_head,
+    key_token,
+    key_head,
+    value_token,
+    value_head,
+    block_stride,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    SLOT_STRIDE: tl.constexpr,
+    HEAD_STRIDE: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+):
+    """Program (token, tile): the first tiles are of key-value heads, the others of query heads, TILE heads each."""
+    token = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
+    kv_tiles: tl.constexpr = (KV_HEADS + TILE - 1) // TILE
+    heads = tl.arange(0, TILE)
+    pairs = tl.arange(0, BLOCK_P)
+    if PAIRS > 0:
+        angles = cos_sin + tl.load(positions + token) * (2 * PAIRS) + pairs
+        cos = tl.load(angles, mask=pairs < PAIRS, other=0.0)[None, :]
+        sin = tl.load(angles + PAIRS, mask=pairs < PAIRS, other=0.0)[None, :]
+    if tile < kv_tiles:
+        head = (tile * TILE + heads)[:, None]
+        slot = tl.load(slots + token)
+        own = head < tl.where(slot >= 0, KV_HEADS, 0)
+        to = (slot // BLOCK_SIZE) * block_stride + (slot % BLOCK_SIZE) * SLOT_STRIDE + head * HEAD_STRIDE
+        columns = tl.arange(0, BLOCK_D)[None, :]
+        whole = own & (columns < DIM)
+        moved = tl.load(value + token * value_token + head * value_head + columns, mask=whole)
+        tl.store(values + to + columns, moved, mask=whole)
+        source = key + token * key_token + head * key_head
+        if PAIRS > 0:
+            seen = own & (pairs < PAIRS)[None, :]
+            first, second = _rotated(source + pairs[None, :], seen, cos, sin, PAIRS)
+            tl.store(keys + to + pairs[None, :], first.to(keys.dtype.element_ty), mask=seen)
+            tl.store(keys + to + PAIRS + pairs[None, :], second.to(keys.dtype.element_ty), mask=seen)
+        if DIM > 2 * PAIRS:
+            rest = 2 * PAIRS + tl.arange(0, BLOCK_REST)[None, :]
+            kept = own & (rest < DIM)
+            tl.store(keys + to + rest, tl.load(source + rest, mask=kept), mask=kept)
+    elif PAIRS > 0:
+        head = ((tile - kv_tiles) * TILE + heads)[:, None]
+        seen = (head < HEADS) & (pairs < PAIRS)[None, :]
+        source = query + token * query_token + head * query_head + pairs[None, :]
+        first, second = _rotated(source, seen, cos, sin, PAIRS)
+        tl.store(source, first.to(query.dtype.element_ty), mask=seen)
+        tl.store(source + PAIRS, second.to(query.dtype.element_ty), mask=seen)
+
+
+def kv_write(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor | None,
+) -> None:
+    """Write `key`, rotated where `cos_sin` is given, and `value` to their slots, and rotate `query` in place.
+
+    query: [T, heads, head_dim]; key, value: [T, kv_heads, head_dim]; keys, values: [num_blocks, block_size, kv_heads,
+    head_dim], of equal strides; slots, positions: int64 [T]; a slot of -1: not written. cos_sin: float32 [positions,
+    rotary_dim]. head_dim is innermost everywhere.
+    """
+    tokens, heads, dim = query.shape
+    kv_heads, block_size = keys.shape[2], keys.shape[1]
+    turned = 0 if cos_sin is None else cos_sin.shape[1]
+    tiles = triton.cdiv(kv_heads, _HEADS) + (triton.cdiv(heads, _HEADS) if turned else 0)
+    _kv_write[(tokens, tiles)](
+        query, key, value, keys, values, slots, positions, query if cos_sin is None else cos_sin,
+        query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1),
+        keys.stride(0),
+        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PAIRS=turned // 2, BLOCK_SIZE=block_size,
+        SLOT_STRIDE=keys.stride(1), HEAD_STRIDE=keys.stride(2), TILE=_HEADS, BLOCK_D=padded(dim, 1),
+        BLOCK_P=padded(turned // 2, 1), BLOCK_REST=padded(dim - turned, 1),
+        num_warps=2,
+    )  # fmt: skip

@@ -1,0 +1,200 @@
+"""Causal attention of segments of any length over the paged cache, new tokens included."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from skipjoin.model.batch import PackedBatch
+from skipjoin.model.kernels.paged import INTERPRETED, load_rows, padded, token_rows
+
+_LOWEST = tl.constexpr(-1.0e30)
+_LOG2E = 1.4426950408889634
+
+
+@triton.jit
+def _tiles(
+    acc,
+    total,
+    top,
+    q,
+    own,
+    low,
+    high,
+    context,
+    keys,
+    values,
+    table,
+    offset,
+    block_stride,
+    step,
+    scale,
+    window,
+    MASKED: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    UPCAST: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """The softmax carried on over keys [low, high). MASKED: not every row sees all of them. own: [rows] positions."""
+    tokens = tl.arange(0, BLOCK_N)
+    columns = tl.arange(0, BLOCK_D)
+    for start in range(low, high, BLOCK_N):
+        position = start + tokens
+        seen = position < context
+        rows = token_rows(table, offset + position, seen, block_stride, step, BLOCK_SIZE, MASKED)
+        k = load_rows(keys, rows, seen, columns, DIM, BLOCK_D, MASKED)
+        k = k.to(tl.float32) if UPCAST else k
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if MASKED:
+            visible = (position[None, :] <= own[:, None]) & (position[None, :] > own[:, None] - window)
+            scores = tl.where(visible, scores * scale, float("-inf"))
+            higher = tl.maximum(top, tl.max(scores, 1))
+            weights = tl.exp2(scores - higher[:, None])
+        else:
+            higher = tl.maximum(top, tl.max(scores, 1) * scale)
+            weights = tl.exp2(scores * scale - higher[:, None])
+        shrink = tl.exp2(top - higher)
+        total = total * shrink + tl.sum(weights, 1)
+        acc = acc * shrink[:, None]
+        v = load_rows(values, rows, seen, columns, DIM, BLOCK_D, MASKED)
+        v = v.to(tl.float32) if UPCAST else v
+        acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
+        top = higher
+    return acc, total, top
+
+
+@triton.jit
+def _prefill(
+    out,
+    query,
+    keys,
+    values,
+    tables,
+    context_lens,
+    offsets,
+    backward,
+    query_start,
+    tiles,
+    scale,
+    window,
+    query_token,
+    query_head,
+    block_stride,
+    table_width,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    SLOT_STRIDE: tl.constexpr,
+    HEAD_STRIDE: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    UPCAST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Program (key-value head, tile): BLOCK_M // GROUP tokens of one segment, with every query head of the group.
+
+    Row r of the tile is token r // GROUP, head r % GROUP.
+    """
+    kv_head = tl.program_id(0)
+    segment = tl.load(tiles + tl.program_id(1) * 2)
+    first_token = tl.load(tiles + tl.program_id(1) * 2 + 1).to(tl.int32)
+    begin = tl.load(query_start + segment)
+    length = (tl.load(query_start + segment + 1) - begin).to(tl.int32)
+    context = tl.load(context_lens + segment).to(tl.int32)
+    offset = tl.load(offsets + segment).to(tl.int32)
+    down = tl.load(backward + segment)
+    per_tile: tl.constexpr = BLOCK_M // GROUP
+    rows = tl.arange(0, BLOCK_M)
+    columns = tl.arange(0, BLOCK_D)
+    token = first_token + rows // GROUP
+    own = context - length + token
+    head = kv_head * GROUP + rows % GROUP
+    asked = ((rows < per_tile * GROUP) & (token < length))[:, None] & (columns < DIM)[None, :]
+    place = (begin + token) * query_token + head * query_head
+    q = tl.load(query + place[:, None] + columns[None, :], mask=asked, other=0.0)
+    q = q.to(tl.float32) if UPCAST else q
+    base = tl.where(down > 0, (BLOCK_SIZE - 1) * SLOT_STRIDE, 0) + kv_head * HEAD_STRIDE
+    step = tl.where(down > 0, -SLOT_STRIDE, SLOT_STRIDE)
+    keys += base
+    values += base
+    table = tables + segment * table_width
+    # Keys that the tile's first token sees are seen by all; those after its last by none.
+    first = context - length + first_token
+    high = tl.minimum(first + per_tile, context)
+    low = tl.where(window > 0, tl.maximum(first + 1 - window, 0), 0) // BLOCK_N * BLOCK_N if WINDOWED else 0
+    whole = low if WINDOWED else (first + 1) // BLOCK_N * BLOCK_N
+    top = tl.full((BLOCK_M,), _LOWEST, tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    if not WINDOWED:
+        acc, total, top = _tiles(
+            acc, total, top, q, own, low, whole, context, keys, values, table, offset, block_stride, step, scale,
+            window, False, DIM, BLOCK_SIZE, UPCAST, BLOCK_D, BLOCK_N,
+        )  # fmt: skip
+    acc, total, top = _tiles(
+        acc, total, top, q, own, whole, high, context, keys, values, table, offset, block_stride, step, scale, window,
+        True, DIM, BLOCK_SIZE, UPCAST, BLOCK_D, BLOCK_N,
+    )  # fmt: skip
+    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+    place = ((begin + token) * (tl.num_programs(0) * GROUP) + head) * DIM
+    tl.store(out + place[:, None] + columns[None, :], acc.to(out.dtype.element_ty), mask=asked)
+
+
+def prefill_configs(group: int, dim: int, itemsize: int, rows: int) -> list[dict[str, int]]:
+    """Sizes to choose from, the default first. rows: queries of the longest segment times heads of a group."""
+    if itemsize > 2:
+        sizes = [(32, 32, 4, 2)]
+    elif dim > 128:
+        sizes = [(64, 64, 4, 2), (64, 32, 4, 2), (128, 32, 8, 2)]
+    elif rows <= 64:
+        sizes = [(64, 64, 4, 3), (64, 128, 4, 2), (64, 32, 4, 4)]
+    else:
+        sizes = [(128, 64, 8, 3), (128, 128, 8, 2), (128, 64, 4, 3), (64, 64, 4, 3)]
+    # A tile has at least one token, with the whole group.
+    return [{"BLOCK_M": padded(group, m), "BLOCK_N": n, "num_warps": w, "num_stages": s} for m, n, w, s in sizes]
+
+
+def query_tiles(batch: PackedBatch, segments: Sequence[int], per_tile: int) -> np.ndarray:
+    """int64 [tiles, 2]: (segment, its first token in the tile), those with the most keys first: the last programs to
+    start are then the shortest."""
+    parts = [np.arange(0, batch.lengths[i], per_tile) for i in segments]
+    owners = np.repeat(np.asarray(segments, np.int64), [len(p) for p in parts])
+    first = np.concatenate(parts)
+    keys = np.asarray(batch.starts, np.int64)[owners] + first
+    order = np.lexsort((owners, -keys))
+    return np.stack([owners, first], axis=1)[order]
+
+
+def prefill_attention(
+    out: torch.Tensor,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    batch: PackedBatch,
+    tiles: torch.Tensor,
+    *,
+    scale: float,
+    window: int,
+    config: Mapping[str, int],
+) -> None:
+    """Attend for the tokens of `tiles`, see `query_tiles` with config["BLOCK_M"] // (heads per key-value head).
+
+    out: [T, heads, head_dim], contiguous, of which their rows are written. query: [T, heads, head_dim]. keys, values: a
+    layer of the cache, which has the new tokens already.
+    """
+    heads, dim = query.shape[1:]
+    kv_heads, block_size = keys.shape[2], keys.shape[1]
+    _prefill[(kv_heads, tiles.shape[0])](
+        out, query, keys, values, batch.block_tables, batch.context_lens, batch.offsets, batch.reversed,
+        batch.query_start, tiles, scale * _LOG2E, window if window else 1 << 30, query.stride(0), query.stride(1),
+        keys.stride(0), batch.block_tables.stride(0),
+        GROUP=heads // kv_heads, DIM=dim, BLOCK_SIZE=block_size, SLOT_STRIDE=keys.stride(1),
+        HEAD_STRIDE=keys.stride(2), WINDOWED=window > 0, UPCAST=INTERPRETED, BLOCK_D=padded(dim), **config,
+    )  # fmt: skip

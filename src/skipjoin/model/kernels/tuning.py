@@ -1,0 +1,126 @@
+"""Which sizes a kernel runs fastest with: measured once per device and kept on disk.
+
+Not triton.autotune: it cannot run in the interpreter, and it measures inside the step that first needs a kernel.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import statistics
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+_log = logging.getLogger(__name__)
+
+# Sizes and launch options of a kernel, by the names of its arguments.
+Config = Mapping[str, int]
+# Milliseconds of one call.
+Timer = Callable[[Callable[[], None]], float]
+
+_WARM_UP, _RUNS = 3, 15
+
+
+def cuda_ms(call: Callable[[], None]) -> float:
+    """Median over several calls, by events of the current stream."""
+    for _ in range(_WARM_UP):
+        call()
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(_RUNS)]
+    for begin, end in events:
+        begin.record()
+        call()
+        end.record()
+    torch.cuda.synchronize()
+    return statistics.median(begin.elapsed_time(end) for begin, end in events)
+
+
+def source_hash(*files: str) -> str:
+    """Of the kernels' sources: what was measured with others does not count."""
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(Path(file).read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def table_path(device: str, version: str) -> Path:
+    """Where a device's choices are kept: in $SKIPJOIN_KERNEL_CACHE or ~/.cache/skipjoin/kernels."""
+    folder = os.environ.get("SKIPJOIN_KERNEL_CACHE") or Path.home() / ".cache" / "skipjoin" / "kernels"
+    return Path(folder) / f"{re.sub(r'[^A-Za-z0-9.]+', '-', device)}-{version}.json"
+
+
+class TunedTable:
+    """The choices of one device. path: of its file; None: nothing is read or kept."""
+
+    def __init__(self, path: Path | None, timer: Timer = cuda_ms) -> None:
+        self._path, self._timer = path, timer
+        self._chosen = {} if path is None else _read(path)
+
+    def known(self, name: str, source: str, key: Sequence[object]) -> bool:
+        return _entry(name, source, key) in self._chosen
+
+    def find(self, name: str, source: str, key: Sequence[object], configs: Sequence[Config]) -> Config:
+        """The choice for `key`, or the first of `configs` where none was measured."""
+        found = self._chosen.get(_entry(name, source, key))
+        return next((config for config in configs if dict(config) == found), configs[0])
+
+    def measure(
+        self,
+        name: str,
+        source: str,
+        key: Sequence[object],
+        configs: Sequence[Config],
+        run: Callable[[Config], None],
+    ) -> Config:
+        """Time `run` with each of `configs`, keep the fastest for `key` and return it.
+
+        A config that this device cannot run is left out; if it can run none, the first is returned and nothing kept.
+        """
+        times: dict[int, float] = {}
+        for i, config in enumerate(configs):
+            try:
+                times[i] = self._timer(lambda config=config: run(config))
+            except Exception as error:  # the compiler's and the driver's refusals have no common class
+                _log.info("%s cannot run with %s: %s", name, dict(config), error)
+        if not times:
+            return configs[0]
+        best = configs[min(times, key=lambda i: (times[i], i))]
+        self._chosen[_entry(name, source, key)] = dict(best)
+        self._write()
+        return best
+
+    def _write(self) -> None:
+        if self._path is None:
+            return
+        try:
+            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            # Another process may have measured other keys meanwhile.
+            self._chosen = {**_read(self._path), **self._chosen}
+            with tempfile.NamedTemporaryFile("w", dir=self._path.parent, delete=False, encoding="utf-8") as file:
+                json.dump(self._chosen, file, indent=1, sort_keys=True)
+            Path(file.name).replace(self._path)
+        except OSError as error:
+            _log.warning("what was measured of the kernels is not kept: %s", error)
+
+
+def _entry(name: str, source: str, key: Sequence[object]) -> str:
+    return "/".join((name, source, *map(str, key)))
+
+
+def _read(path: Path) -> dict[str, dict[str, int]]:
+    try:
+        read = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        _log.warning("the kernels' table %s cannot be read and is ignored: %s", path, error)
+        return {}
+    if not isinstance(read, dict):
+        _log.warning("the kernels' table %s is no table and is ignored", path)
+        return {}
+    return read

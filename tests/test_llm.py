@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import psutil
@@ -14,6 +15,7 @@ from skipjoin import LLM, SamplingParams, assembly, pools
 from skipjoin.assembly import EngineInfo
 from skipjoin.config import ConfigError, EngineConfig
 from skipjoin.core.events import Preempted, Preemption
+from skipjoin.core.step import StepResult
 from skipjoin.exec import part
 from skipjoin.model.config import ModelError
 from skipjoin.sampling import ParameterError
@@ -48,6 +50,24 @@ def test_texts_and_token_ids_are_the_same_prompt(llm: LLM) -> None:
     by_text, by_ids = llm.generate(["Spell apple\n"], GREEDY) + llm.generate([ids], GREEDY)
     assert by_text.token_ids == by_ids.token_ids == llm.generate(ids, GREEDY)[0].token_ids
     assert by_text.prompt_token_ids == ids
+
+
+def test_a_prompt_that_is_given_up_says_why_and_the_others_go_on(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    finish_step = llm.engine.core.finish_step
+
+    def give_up_the_longest(result: StepResult, now: float) -> None:
+        lengths = [len(piece.request.prompt) for piece in result.plan.slices]
+        index = lengths.index(max(lengths))
+        if max(lengths) > 40 and len(result.plan.slices[index].request.output) == 5:
+            tokens = [*result.tokens[:index], None, *result.tokens[index + 1 :]]
+            result = replace(result, tokens=tokens, given_up={index: "it was too long"})
+        finish_step(result, now)
+
+    monkeypatch.setattr(llm.engine.core, "finish_step", give_up_the_longest)
+    short, long = llm.generate(["Spell apple\n", "Count from 1 to 5\n" * 10], GREEDY)
+    assert (long.finish_reason, long.error, len(long.token_ids)) == ("error", "it was too long", 5)
+    assert (short.finish_reason, short.error) == ("stop", "")
+    assert short.token_ids == llm.generate("Spell apple\n", GREEDY)[0].token_ids
 
 
 def test_a_stop_string_ends_the_text_and_nothing_is_left_running(llm: LLM) -> None:

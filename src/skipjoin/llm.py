@@ -26,8 +26,9 @@ Message = Mapping[str, Any]
 class Generation:
     """What came of one prompt.
 
-    text, token_ids: the output. finish_reason: "stop" or "length". details: per token, if log-probabilities were
-    asked for; the first one also carries those of the prompt.
+    text, token_ids: the output. finish_reason: "stop", "length", or "error" where the engine gave the request up;
+    error: what happened then, and what helps. details: per token, if log-probabilities were asked for; the first one
+    also carries those of the prompt.
     """
 
     prompt: str | None
@@ -36,6 +37,7 @@ class Generation:
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     details: list[TokenDetail] = field(default_factory=list)
+    error: str = ""
 
     def add(self, output: Output, text: str) -> None:
         """Take one more token, or the end, and the text that is new with it."""
@@ -44,6 +46,7 @@ class Generation:
             self.token_ids.append(output.token)
         if output.detail is not None:
             self.details.append(output.detail)
+        self.error = output.error
 
 
 class LLM:
@@ -164,7 +167,7 @@ def _news(events: Iterable[Event]) -> dict[int, Output]:
             news[event.request.id] = Output(0, event.token, detail, None)
         elif isinstance(event, Finished):
             before = news.get(event.request.id, Output(0, None, None, None))
-            news[event.request.id] = before._replace(reason=event.reason)
+            news[event.request.id] = before._replace(reason=event.reason, error=event.detail)
     return news
 
 

@@ -1,4 +1,5 @@
-"""Abort in each state a request can be in: its blocks come home, and nobody else notices.
+"""Abort in each state a request can be in: its blocks come home, and nobody else notices. The same for a request that
+the executor gives up.
 
 A state with KV in transit is tried with a move that lands and one that fails, at once and plans later."""
 
@@ -15,7 +16,7 @@ from skipjoin.core.step import Direction, Move
 from skipjoin.exec.simulated import never
 from support.load import make
 from support.policies import OnCall
-from support.watch import Stepper, World
+from support.watch import GIVEN_UP, Stepper, World
 
 VICTIM = 1
 
@@ -359,6 +360,43 @@ def test_everybody_may_go_at_once(reach: Callable[[], Scene], fails: Callable[[M
     while scene.stepper.core.kv.is_moving:
         assert not scene.stepper.step().slices
     scene.stepper.core.assert_home()
+
+
+@every_state
+@fails_or_not
+@pytest.mark.parametrize("late", [0, 3])
+def test_who_is_given_up_ends_with_an_error_and_nobody_else_notices(
+    reach: Callable[[], Scene], fails: Callable[[Move], bool], late: int
+) -> None:
+    """From the first plan on that has it and has not finished; later plans in flight may have it too."""
+    undisturbed = reach()
+    undisturbed.stepper.drain()
+    scene = reach()
+    stepper = scene.stepper
+    stepper.fails, stepper.late = fails, late
+    stepper.gives_up = lambda piece: piece.request is scene.victim
+    told = list(stepper.tokens.get(VICTIM, []))
+    stepper.drain()
+    others = {number: tokens for number, tokens in undisturbed.stepper.tokens.items() if number != VICTIM}
+    assert {number: tokens for number, tokens in stepper.tokens.items() if number != VICTIM} == others
+    assert stepper.tokens.get(VICTIM, []) == told, "tokens of a slice that was not computed"
+    ends = [(e.reason, e.detail) for e in stepper.events if isinstance(e, Finished) and e.request.id == VICTIM]
+    assert ends == [(FinishReason.ERROR, GIVEN_UP)]
+
+
+@every_state
+def test_blocks_of_who_is_given_up_come_home_with_the_last_plan_that_has_it(reach: Callable[[], Scene]) -> None:
+    scene = reach()
+    stepper, core = scene.stepper, scene.stepper.core
+    has = [any(piece.request is scene.victim for piece in plan.slices) for plan in core.plans]
+    stepper.gives_up = lambda piece: piece.request is scene.victim
+    for number in range(len(has)):
+        assert core.kv.holding(scene.victim) is not None or not any(has[number:])
+        stepper.finish()
+    if not any(has):
+        stepper.drain()
+    assert scene.victim.finish_reason is FinishReason.ERROR
+    assert core.kv.holding(scene.victim) is None
 
 
 def test_abort_after_the_end_changes_nothing() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from bisect import bisect_left
+from io import StringIO
 from itertools import product
 from typing import Any
 
@@ -18,6 +19,7 @@ from skipjoin.core.step import Direction
 from skipjoin.observe.metrics import ENGINE_METRICS, EngineMetrics, Histogram, Snapshot
 from skipjoin.observe.requests import RequestFacts, RequestLog
 from skipjoin.observe.stages import StageUse
+from skipjoin.observe.timeline import Timeline
 from skipjoin.observe.usage import Usage
 from skipjoin.policies.pressure import Recompute
 from support.load import load, make
@@ -45,6 +47,23 @@ def by_label(snapshot: Snapshot, name: str) -> dict[str, float]:
     return dict(zip(metric.values, snapshot.row(name), strict=True))
 
 
+def test_who_is_given_up_is_counted_as_an_error() -> None:
+    """In the metrics, in the figures and in the timeline, which leave nobody running."""
+    world = World(depth=2, overlap=True)
+    done = run(world, load(5, 20), gives_up=lambda piece: piece.request.id % 4 == 0)
+    metrics, facts, file = metrics_of(world), list[RequestFacts](), StringIO()
+    metrics.observe(done.events)
+    RequestLog(facts.append).observe(done.events)
+    timeline = Timeline(file)
+    timeline.observe(done.events)
+    timeline.close()
+    reasons = by_label(metrics.snapshot(), "request_success_total")
+    assert {name: count for name, count in reasons.items() if count} == {"length": 15, "error": 5}
+    assert metrics.snapshot().row("num_requests_running") == metrics.snapshot().row("num_requests_waiting") == [0]
+    assert {one.id for one in facts if not one.is_complete} == {0, 4, 8, 12, 16}
+    assert file.getvalue().count('"left":"error"') == 5
+
+
 @pytest.mark.parametrize("world", WORLDS)
 def test_a_run_in_numbers(world: World) -> None:
     done = run(world, load(5, 20))
@@ -61,7 +80,13 @@ def test_a_run_in_numbers(world: World) -> None:
 
     assert found.row("generation_tokens_total") == [sum(outputs)]
     assert found.row("prompt_tokens_total") == [sum(prompts)]
-    assert by_label(found, "request_success_total") == {"stop": 0, "length": 20, "abort": 0, "deadline": 0}
+    assert by_label(found, "request_success_total") == {
+        "stop": 0,
+        "length": 20,
+        "abort": 0,
+        "deadline": 0,
+        "error": 0,
+    }
     assert count_and_sum(found, "request_prompt_tokens") == (20, sum(prompts))
     assert count_and_sum(found, "request_generation_tokens") == (20, sum(outputs))
     assert count_and_sum(found, "request_params_max_tokens") == (20, sum(outputs))
@@ -186,7 +211,7 @@ def test_ends_are_told_apart() -> None:
     metrics = metrics_of(World())
     metrics.observe(stepper.events)
     found = metrics.snapshot()
-    assert by_label(found, "request_success_total") == {"stop": 0, "length": 1, "abort": 1, "deadline": 2}
+    assert by_label(found, "request_success_total") == {"stop": 0, "length": 1, "abort": 1, "deadline": 2, "error": 0}
     assert found.row("deadline_dropped_total") == [2]
     # The one that never ran counts with all its life as queueing, and has no phases.
     assert count_and_sum(found, "request_queue_time_seconds")[0] == 4

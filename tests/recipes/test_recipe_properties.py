@@ -18,15 +18,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skipjoin.core.events import Moved, MoveFailed, Planned, Preempted, Preemption
+from skipjoin.core.events import Finished, Moved, MoveFailed, Planned, Preempted, Preemption
 from skipjoin.core.policy import Promise
 from skipjoin.core.request import FinishReason, Request
-from skipjoin.core.step import Move
+from skipjoin.core.step import Move, Slice
 from skipjoin.policies.predictors import MaxTokens
 from skipjoin.recipes import RECIPES, Settings, build
 from support.load import load, make
 from support.policies import COST, PRESSURES, SYSTEMS
-from support.watch import Run, Stepper, World, run
+from support.watch import GIVEN_UP, Run, Stepper, World, run
 
 # Plans in flight, whether they overlap, and stages that share the work.
 PIPELINES = [(1, False, 1), (2, False, 1), (2, True, 1), (2, False, 2), (3, False, 3)]
@@ -179,6 +179,44 @@ def test_any_world_serves_any_load(
     done = run(world, load(seed, 12, priorities=(0, seed % 3)), fails=failing(seed, fails))
     assert_served(done)
     assert_evictions_are_paid_for(done)
+
+
+@given(
+    recipe=st.sampled_from(sorted(RECIPES)),
+    pipeline=st.sampled_from([*PIPELINES, (3, True, 1)]),
+    pressure=st.sampled_from([None, *sorted(PRESSURES)]),
+    seed=st.integers(0, 10**6),
+    share=st.sampled_from([0.01, 0.1, 0.5, 1.0]),
+    fails=st.sampled_from([0.0, 0.3]),
+)
+@settings(max_examples=60, deadline=None)
+def test_who_is_given_up_ends_alone(
+    *, recipe: str, pipeline: tuple[int, bool, int], pressure: str | None, seed: int, share: float, fails: float
+) -> None:
+    """Slices are given up at random; all other requests get all their tokens, and no block is lost or used twice."""
+    draw = random.Random(seed + 1)
+    given_up: set[Request] = set()
+
+    def gives_up(piece: Slice) -> bool:
+        if chosen := draw.random() < share:
+            given_up.add(piece.request)
+        return chosen
+
+    done = run(world_of(recipe, pipeline, pressure), load(seed, 16), fails=failing(seed, fails), gives_up=gives_up)
+    ends = {event.request: event for event in done.events if isinstance(event, Finished)}
+    assert len(ends) == sum(isinstance(event, Finished) for event in done.events) == 16
+    for request in done.requests:
+        whole = list(range(len(request.prompt), request.limit))
+        assert request.output == whole[: len(request.output)]
+        if request.finish_reason is FinishReason.ERROR:
+            assert request in given_up
+            assert len(request.output) < len(whole)
+            assert ends[request].detail == GIVEN_UP
+        else:
+            # Who has all its tokens needs no more, though a plan that was in flight gave it up.
+            assert request.finish_reason is FinishReason.LENGTH
+            assert request.output == whole
+            assert request not in given_up
 
 
 @pytest.mark.parametrize("pressure", ["proactive", "chaos"])

@@ -100,11 +100,12 @@ class ScriptedEngine:
                 del self.live[request_id]
         self.tell(Step(ids, tokens, details, ended, started))
 
-    def end_all(self, reason: FinishReason) -> None:
+    def end_all(self, reason: FinishReason, error: str = "") -> None:
         """Everything that is there ends without a token."""
         ended = [(request_id, reason.value) for request_id in self.live]
+        errors = dict.fromkeys(self.live, error) if error else {}
         self.live.clear()
-        self.tell(Step(ended=ended))
+        self.tell(Step(ended=ended, errors=errors))
 
 
 def _detail(add: Add, token: int, *, first: bool) -> TokenDetail:

@@ -2,7 +2,8 @@
 
     python simulated_engine.py TOKENIZER_FOLDER STEP_SECONDS BLOCKS CONTEXT < setup.json
 
-The n-th generated token is the n-th token of the prompt, starting over at its end.
+The n-th generated token is the n-th token of the prompt, starting over at its end. Requests of `HOPELESS` priority are
+given up after three tokens.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from skipjoin.server.engine_server import OnProgress, serve_engine
 from skipjoin.server.messages import Ready, Setup
 
 BLOCK_SIZE = 16
+HOPELESS = 99
+GIVEN_UP = "there was no memory for this request"
 COST = LinearCost(floor=0.01, prefill_token=1e-5)
 
 
@@ -88,8 +91,12 @@ class SimulatedLoop:
         plan = self.core.start_step(time.monotonic())
         if plan is not None:
             time.sleep(self._step_s)
-            tokens = [_sample(piece.request) if piece.samples else None for piece in plan.slices]
-            self.core.finish_step(StepResult(plan, tokens, self._step_s), time.monotonic())
+            given_up = {index: GIVEN_UP for index, piece in enumerate(plan.slices) if _is_lost(piece.request)}
+            tokens = [
+                _sample(piece.request) if piece.samples and index not in given_up else None
+                for index, piece in enumerate(plan.slices)
+            ]
+            self.core.finish_step(StepResult(plan, tokens, self._step_s, given_up=given_up), time.monotonic())
             self.core.scheduler.kv.check()
         return [_with_detail(event) for event in self.core.take_events()]
 
@@ -99,6 +106,10 @@ class SimulatedLoop:
 
 def _sample(request: Request) -> int:
     return request.prompt[len(request.output) % len(request.prompt)]
+
+
+def _is_lost(request: Request) -> bool:
+    return request.priority == HOPELESS and len(request.output) == 3
 
 
 def _with_detail(event: Event) -> Event:

@@ -207,6 +207,21 @@ async def test_deadline_ends_a_stream_with_an_error_event(api: Api) -> None:
     assert found[-1]["error"]["code"] == "deadline_exceeded"
 
 
+async def test_a_request_that_was_given_up_is_500_and_says_why(api: Api) -> None:
+    api.engine.paused = True
+    tasks = [asyncio.create_task(api.complete(n=2)), asyncio.create_task(api.chat(stream=True))]
+    await until(lambda: len(api.engine.live) == 3)
+    api.engine.end_all(FinishReason.ERROR, "no memory: lower something")
+    whole, streamed = [await task for task in tasks]
+    error = error_of(whole, 500)
+    assert (error["type"], error["code"]) == ("server_error", "given_up")
+    assert error["message"] == "no memory: lower something"
+    assert whole.headers["x-should-retry"] == "false"
+    assert streamed.status_code == 200
+    assert events(streamed)[-1]["error"] == error
+    assert api.is_clean()
+
+
 async def test_deadline_by_header_and_by_default(make_api: MakeApi) -> None:
     async with make_api(default_deadline_s=9.0) as api:
         await api.complete()

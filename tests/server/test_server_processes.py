@@ -21,6 +21,7 @@ import httpx
 import psutil
 import pytest
 from server_worlds import HERE, ServerProcess, StartServer
+from simulated_engine import GIVEN_UP, HOPELESS
 
 LONG = {"prompt": "abc", "max_tokens": 500, "stream": True}
 
@@ -137,6 +138,27 @@ def test_deadlines_pass_in_the_queue(start_server: StartServer) -> None:
     assert streamed.last()["error"]["code"] == "deadline_exceeded"
     assert running.last() == "[DONE]"
     server.wait_idle()
+
+
+# -- errors -----------------------------------------------------------------------------------------------------
+
+
+def test_who_is_given_up_gets_an_error_and_the_others_their_tokens(start_server: StartServer) -> None:
+    server = start_server(step_s=0.005)
+    other = Stream(server, max_tokens=100)
+    assert other.begun.wait(10)
+    body = {"prompt": "abc", "max_tokens": 50, "priority": HOPELESS}
+    response = httpx.post(f"{server.url}/v1/completions", json=body)
+    assert response.status_code == 500
+    assert response.json()["error"] == {"message": GIVEN_UP, "type": "server_error", "param": None, "code": "given_up"}
+    streamed = Stream(server, **body)
+    assert streamed.last() == response.json()
+    assert len(streamed.lines) == 4  # with its three tokens
+    assert other.last() == "[DONE]"
+    server.wait_idle()
+    text = httpx.get(f"{server.url}/metrics").text
+    assert 'skipjoin:request_success_total{finished_reason="error"} 2.0' in text
+    assert 'skipjoin:request_success_total{finished_reason="length"} 1.0' in text
 
 
 # -- ends -------------------------------------------------------------------------------------------------------

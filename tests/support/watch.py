@@ -14,8 +14,8 @@ from skipjoin.core.kv import KVLedger
 from skipjoin.core.policy import CostModel, Policies, Pressure
 from skipjoin.core.request import Request
 from skipjoin.core.scheduler import Scheduler
-from skipjoin.core.step import Direction, Move, StepPlan, StepResult
-from skipjoin.exec.simulated import SimulatedExecutor, never, position_as_token
+from skipjoin.core.step import Direction, Move, Slice, StepPlan, StepResult
+from skipjoin.exec.simulated import SimulatedExecutor, SimulatedHandle, never, position_as_token
 from skipjoin.policies.predictors import MaxTokens
 from skipjoin.recipes import Settings, build
 from skipjoin.sim.driver import Replica, simulate
@@ -263,6 +263,26 @@ class Run:
         return {request.id: request.output for request in self.requests}
 
 
+GIVEN_UP = "too large for the device"
+
+
+def give_up(result: StepResult, which: Callable[[Slice], bool]) -> StepResult:
+    """The result of a step that was too large with some of its slices."""
+    given_up = {index: GIVEN_UP for index, piece in enumerate(result.plan.slices) if which(piece)}
+    tokens = [None if index in given_up else token for index, token in enumerate(result.tokens)]
+    return replace(result, tokens=tokens, given_up=given_up)
+
+
+class SmallDevice(SimulatedExecutor):
+    """Gives up some slices. which: asked once for each slice, in order."""
+
+    which: Callable[[Slice], bool]
+
+    def submit(self, plan: StepPlan, now: float) -> SimulatedHandle:
+        handle = super().submit(plan, now)
+        return replace(handle, outcome=give_up(handle.outcome, self.which))
+
+
 def run(
     world: World,
     requests: Iterable[Request],
@@ -270,13 +290,15 @@ def run(
     sample: Callable[[Request, int], int] = position_as_token,
     core: WatchedCore | None = None,
     fails: Callable[[Move], bool] = never,
+    gives_up: Callable[[Slice], bool] = lambda piece: False,
 ) -> Run:
     """Run the requests to their end on the virtual clock, every step watched; all blocks must be home then. fails:
-    which moves do."""
+    which moves do. gives_up: which slices the executor does."""
     todo = list(requests)
     core = core or world.core()
     events: list[Event] = []
-    executor = SimulatedExecutor(world.machine or world.cost, sample, world.stages, fails=fails)
+    executor = SmallDevice(world.machine or world.cost, sample, world.stages, fails=fails)
+    executor.which = gives_up
     end = simulate(Replica(core, executor), todo, on_events=events.extend)
     core.assert_home()
     return Run(core, todo, end, events)
@@ -286,7 +308,8 @@ class Stepper:
     """A driver in slow motion: the test says when plans start and when they finish.
 
     tokens: each request's generated tokens by id, as the events told them. late: plans that finish, beyond its own,
-    before a `beside` move ends. fails: which moves do. Both may change at any time.
+    before a `beside` move ends. fails: which moves do. gives_up: which slices the executor does. They may change at any
+    time.
     """
 
     def __init__(self, core: WatchedCore, sample: Callable[[Request, int], int] = position_as_token) -> None:
@@ -296,6 +319,7 @@ class Stepper:
         self.tokens: dict[int, list[int]] = {}
         self.late = 0
         self.fails: Callable[[Move], bool] = never
+        self.gives_up: Callable[[Slice], bool] = lambda piece: False
         self._sample = sample
         self._transit: list[tuple[int, Move]] = []  # plans to finish before it ends, and the move
 
@@ -319,7 +343,8 @@ class Stepper:
         self._transit = [(left - 1, move) for left, move in transit if left > 0]
         failed = [move for move in ended if self.fails(move)]
         landed = [move for move in ended if move not in failed]
-        self.core.finish_step(StepResult(plan, tokens, 0.01, landed=landed, failed=failed), self.now)
+        result = StepResult(plan, tokens, 0.01, landed=landed, failed=failed)
+        self.core.finish_step(give_up(result, self.gives_up), self.now)
         self._take()
         return plan
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Annotated
 
 import typer
@@ -100,6 +101,12 @@ def generate(
                 "prompt_tokens": len(result.prompt_token_ids),
                 "finish_reason": result.finish_reason,
             }
+            if result.error:
+                record["error"] = result.error
             print(json.dumps(record, ensure_ascii=False))
         else:
             print(result.text)
+            if result.error:
+                print(f"error: {result.error}", file=sys.stderr)
+    if any(result.error for result in results):
+        raise typer.Exit(1)

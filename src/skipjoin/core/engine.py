@@ -75,9 +75,12 @@ class EngineCore:
         return self._deadlines[0][0] if self._deadlines else math.inf
 
     def finish_step(self, result: StepResult, now: float) -> None:
-        """Apply a step's outcome: commit it, append its tokens, end the requests that are done."""
+        """Apply a step's outcome: commit it, append its tokens, end the requests that are done or were given up."""
         scheduler = self.scheduler
         void = scheduler.commit(result, now)
+        for index, why in sorted(result.given_up.items()):
+            if (request := result.plan.slices[index].request).finish_reason is None:
+                self._finish(request, FinishReason.ERROR, now, why)
         events, details = scheduler.events, result.details
         for index, ((request, _, _, samples, _, _), token) in enumerate(
             zip(result.plan.slices, result.tokens, strict=True)
@@ -106,8 +109,8 @@ class EngineCore:
         self.scheduler.events = []
         return events
 
-    def _finish(self, request: Request, reason: FinishReason, now: float) -> None:
+    def _finish(self, request: Request, reason: FinishReason, now: float, detail: str = "") -> None:
         request.finish_reason = reason
         del self.requests[request.id]
         self.scheduler.remove(request, now)
-        self.scheduler.events.append(Finished(request, now, reason))
+        self.scheduler.events.append(Finished(request, now, reason, detail))

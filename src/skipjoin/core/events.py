@@ -86,11 +86,13 @@ class Token(NamedTuple):
 
 
 class Finished(NamedTuple):
-    """The request left the engine; its blocks come home when the plans that hold them commit."""
+    """The request left the engine; its blocks come home when the plans that hold them commit. detail: with
+    `FinishReason.ERROR`, what happened and what helps; it may be shown to who asked for the request."""
 
     request: Request
     now: float
     reason: FinishReason
+    detail: str = ""
 
 
 class Restarted(NamedTuple):

@@ -17,6 +17,7 @@ class FinishReason(StrEnum):
     LENGTH = "length"  # max_tokens reached
     ABORT = "abort"  # the caller gave up
     DEADLINE = "deadline"  # its time ran out
+    ERROR = "error"  # the executor gave it up
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)

@@ -122,14 +122,16 @@ class Scheduler:
     def commit(self, result: StepResult, now: float) -> set[Request]:
         """Apply the outcome of the oldest plan in flight: counters, moves, order. Tokens are the engine core's.
 
-        Returns the requests whose slices count for nothing, because the KV that they read was lost on its way.
+        Returns the requests whose slices count for nothing: the KV that they read was lost on its way, or the executor
+        gave them up; those are the engine core's to end.
         """
         if not self._in_flight or result.plan is not self._in_flight[0]:
             raise ValueError(f"plan {result.plan.id} is not the oldest in flight")
         plan = self._in_flight.popleft()
         self.events.append(Computed(result, now))
         lost = self._settle_moves(result, now)
-        gone = bool(lost)
+        void = lost.union(plan.slices[index].request for index in result.given_up)
+        gone = bool(void)
         for request, start, tokens, samples, _, _ in plan.slices:
             request.computed = start + tokens
             if samples:
@@ -139,7 +141,7 @@ class Scheduler:
         alive = plan.slices
         if gone:
             alive = tuple(
-                piece for piece in plan.slices if piece.request.finish_reason is None and piece.request not in lost
+                piece for piece in plan.slices if piece.request.finish_reason is None and piece.request not in void
             )
             for piece in plan.slices:
                 self._release_if_finished(piece.request)
@@ -149,7 +151,7 @@ class Scheduler:
                 self._forget(move.request, now)
         for move in (*result.landed, *result.failed):
             self._release_if_finished(move.request)
-        return lost
+        return void
 
     def restart(self, now: float) -> None:
         """The executor was started anew: its KV, and the plans in flight, are lost. Who had computed tokens computes

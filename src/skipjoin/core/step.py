@@ -114,7 +114,10 @@ class StepResult:
     is worth nothing, and so are the slices that read it.
     stages: of a pipeline, from the first to the last; their busy seconds add up to `seconds`. Empty where one stage
     does it all.
-    given_up: slices that could not be computed, by their index: why. Their tokens are None.
+    given_up: slices that were not computed because the step with them was more than the device can hold: why, by index
+    into the plan's slices; their tokens are None. Each ends its request with `FinishReason.ERROR` and this text. What
+    plans in flight bring for such a request counts for nothing. Executors of several ranks give nothing up: a rank that
+    left out a slice would be out of step with the others.
     """
 
     plan: StepPlan

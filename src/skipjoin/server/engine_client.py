@@ -260,7 +260,7 @@ class EngineClient:
                 self._close(sequence, reason)
         for request_id, reason in ended.items():
             if (sequence := sequences.get(request_id)) is not None:
-                sequence.mailbox.put(Output(sequence.index, None, None, reason))
+                sequence.mailbox.put(Output(sequence.index, None, None, reason, step.errors.get(request_id, "")))
                 self._close(sequence, reason)
 
     def _end(self, sequences: list[Sequence], reason: FinishReason) -> None:

@@ -91,6 +91,7 @@ class Digest:
         details: dict[int, TokenDetail] = {}
         ended: list[tuple[int, str]] = []
         started: list[int] = []
+        errors: dict[int, str] = {}
         for event in events:
             if isinstance(event, Token):
                 if event.detail is not None:
@@ -100,6 +101,8 @@ class Digest:
             elif isinstance(event, Finished):
                 self._new.discard(event.request.id)
                 ended.append((event.request.id, event.reason.value))
+                if event.detail:
+                    errors[event.request.id] = event.detail
             elif isinstance(event, Started):
                 if event.request.id in self._new:
                     self._new.remove(event.request.id)
@@ -107,7 +110,7 @@ class Digest:
             elif isinstance(event, Arrived):
                 self._new.add(event.request.id)
         if ids or ended or started:
-            return Step(ids, tokens, details, ended, started)
+            return Step(ids, tokens, details, ended, started, errors)
         return None
 
 

@@ -116,6 +116,12 @@ def deadline_exceeded() -> ApiError:
     )
 
 
+def given_up(why: str) -> ApiError:
+    """500: the engine could not compute this request. why: what happened and what helps. Official clients would try
+    again, with the same outcome."""
+    return ApiError(500, why, code="given_up", headers={"x-should-retry": "false"})
+
+
 def from_parameter(error: ParameterError, names: Mapping[str, str] | None = None) -> ApiError:
     """400 for a value outside its bounds. names: public names of fields that are called otherwise inside."""
     name = (names or {}).get(error.param, error.param)

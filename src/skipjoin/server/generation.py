@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from skipjoin.core.request import FinishReason
 from skipjoin.sampling import SamplingParams
 from skipjoin.server.engine_client import EngineClient
-from skipjoin.server.errors import ApiError, deadline_exceeded, unavailable
+from skipjoin.server.errors import ApiError, deadline_exceeded, given_up, unavailable
 from skipjoin.server.limits import Place
 from skipjoin.server.outputs import Choice
 from skipjoin.server.responses import Usage
@@ -103,7 +103,7 @@ class Run:
             if choice.finish_reason is not None:  # a stop string ended it while more tokens were on their way
                 continue
             if output.reason is not None:
-                _check_reason(output.reason)
+                _check_reason(output.reason, output.error)
             text = choice.take(output)
             news[index] = news[index] + text if index in news else text
             if choice.finish_reason is not None:
@@ -126,8 +126,10 @@ class Run:
         self._client.abort(self._sequences)
 
 
-def _check_reason(reason: FinishReason) -> None:
-    """Raise for an end that is not the output's own."""
+def _check_reason(reason: FinishReason, error: str) -> None:
+    """Raise for an end that is not the output's own. error: what happened, if it was one."""
+    if reason is FinishReason.ERROR:
+        raise given_up(error)
     if reason is FinishReason.DEADLINE:
         raise deadline_exceeded()
     if reason is FinishReason.ABORT:

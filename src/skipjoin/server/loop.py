@@ -98,7 +98,8 @@ class EngineLoop:
             self._in_flight.append(self.engine.executor.submit(plan, self.clock()))
         if self._in_flight:
             result = self._in_flight.popleft().result()
-            if result.plan.slices:
+            # What a step took that left slices out says nothing of a step with all of them.
+            if result.plan.slices and not result.given_up:
                 self._cost.learn(StepShape.of(result.plan.slices), result.seconds - result.moving)
             self.core.finish_step(result, self.clock())
 

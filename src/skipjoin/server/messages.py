@@ -112,7 +112,8 @@ class Step(msgspec.Struct, frozen=True, tag="step", array_like=True):
 
     ids, tokens: a generated token for each of these requests; none stands twice. details: by index into `ids`.
     ended: (id, reason) of requests that are over, this step's token included; reason is a `FinishReason`.
-    started: requests that run for the first time.
+    started: requests that run for the first time. errors: by id, what clients are told of those that ended with an
+    error.
     """
 
     ids: list[int] = []
@@ -120,6 +121,7 @@ class Step(msgspec.Struct, frozen=True, tag="step", array_like=True):
     details: dict[int, TokenDetail] = {}
     ended: list[tuple[int, str]] = []
     started: list[int] = []
+    errors: dict[int, str] = {}
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused", array_like=True):

@@ -14,13 +14,15 @@ from skipjoin.sampling import Scored, TokenDetail
 class Output(NamedTuple):
     """News of one sequence: a token, its end, or both.
 
-    choice: which sequence of the mailbox. token: None if it ended without a new one. reason: it is over.
+    choice: which sequence of the mailbox. token: None if it ended without a new one. reason: it is over. error: what
+    happened, where the reason is an error.
     """
 
     choice: int
     token: int | None
     detail: TokenDetail | None
     reason: FinishReason | None
+    error: str = ""
 
 
 class StopStrings:
@@ -85,7 +87,8 @@ class Choice:
     """One sequence's output as it grows.
 
     tokens: generated so far, those of a stop string and the end-of-sequence token included. scored: tokens whose
-    log-probabilities have not been sent. finish_reason: "stop" or "length" once it is over.
+    log-probabilities have not been sent. finish_reason: "stop" or "length" once it is over, or "error"
+    where somebody lets an output with an error come here.
     """
 
     __slots__ = (

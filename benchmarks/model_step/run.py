@@ -93,7 +93,7 @@ class Parts:
         self.output = ops.linear(matrix(config.vocab_size, hidden), None)
         self.x = torch.randn(batch.num_tokens, hidden).to(model.dtype)
         self.inner = torch.randn(batch.num_tokens, inner).to(model.dtype)
-        self.norm = torch.ones(hidden, dtype=model.dtype)
+        self.norm = ops.rms_norm(torch.ones(hidden, dtype=model.dtype), 1e-5)
         self.qkv = torch.randn(batch.num_tokens, 3 * config.num_heads, config.head_dim).to(model.dtype)
         self.cos_sin = torch.rand(config.max_positions, config.head_dim)
 
@@ -116,8 +116,8 @@ class Parts:
 
     def norms(self) -> None:
         for _ in self.layers:
-            self.model.ops.rms_norm(self.x, self.norm, 1e-5)
-            self.model.ops.rms_norm(self.x, self.norm, 1e-5)
+            self.norm(self.x)
+            self.norm(self.x)
 
 
 @torch.inference_mode()

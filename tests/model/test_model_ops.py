@@ -85,7 +85,7 @@ def test_threads_change_nothing(dtype, two_threads):
     def results() -> list[torch.Tensor]:
         turned = heads.clone()
         CppAttention(LIBRARY).rotate(turned[:, :4], turned[:, 4:], positions, cos_sin)
-        return [linear(x), ops.rms_norm(heads, x[0, :64], 1e-5), turned]
+        return [linear(x), ops.rms_norm(x[0, :64], 1e-5)(heads), turned]
 
     shared = results()
     torch.set_num_threads(1)
@@ -100,11 +100,11 @@ def test_norm_and_rotation(dtype):
     for width in (16, 40, 100, 768):
         x, weight = drawn(dtype, 9, width), drawn(dtype, width, seed=1)
         scale = (x.double().square().mean(-1, keepdim=True) + 1e-5).rsqrt()
-        assert_near(ops.rms_norm(x, weight, 1e-5), x.double() * scale * weight.double())
+        assert_near(ops.rms_norm(weight, 1e-5)(x), x.double() * scale * weight.double())
     qkv = drawn(dtype, 50, 8, 40)
     assert_near(
-        ops.rms_norm(qkv[:, 2:5], weight[:40], 1e-5),
-        reference.rms_norm(qkv[:, 2:5].double(), weight[:40].double(), 1e-5),
+        ops.rms_norm(weight[:40], 1e-5)(qkv[:, 2:5]),
+        reference.rms_norm(weight[:40].double(), 1e-5)(qkv[:, 2:5].double()),
     )
     cos_sin, positions = torch.rand(64, 24), torch.arange(50)
     expected = qkv.double()

@@ -1,9 +1,10 @@
-"""The parts that the families share: where weights come from, self-attention, norms and rotary tables."""
+"""What the families share: where weights come from, self-attention, the walk through the layers, rotary tables."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -13,7 +14,7 @@ from skipjoin.model.attention.base import AttentionBackend
 from skipjoin.model.batch import PackedBatch
 from skipjoin.model.config import ModelConfig
 from skipjoin.model.kv_cache import PagedKV
-from skipjoin.model.ops.base import LayerOps, Linear
+from skipjoin.model.ops.base import LayerOps, Linear, Norm
 from skipjoin.model.parallel import Group
 
 
@@ -76,15 +77,23 @@ class Builder:
         return self.finish_linear(_join(weight), _join(shifts) if bias else None, gated=gated)
 
     def summed_linear(
-        self, name: str, out: int, inputs: int, bias: bool, *, columns: range, reduce: bool = True
+        self,
+        name: str,
+        out: int,
+        inputs: int,
+        bias: bool,
+        *,
+        columns: range,
+        begins: bool = True,
+        ends: bool = True,
     ) -> Linear:
         """A product whose input is spread over the ranks of the stage (row parallel in Megatron's words), so that its
-        result is the sum of theirs. The bias is on one of them. reduce: False: the caller adds the ranks' results up.
+        result is the sum of theirs. The bias is on one of them. begins, ends: see `SummedLinear`.
         """
         weight = self.weights.take(f"{name}.weight", out, inputs, columns=columns)
         shift = self.weights.take(f"{name}.bias", out) if bias and self.shard.tp_rank == 0 else None
         linear = self.finish_linear(weight, shift)
-        return SummedLinear(linear, self.group) if reduce and self.shard.tp_size > 1 else linear
+        return SummedLinear(linear, self.group, begins, ends) if self.shard.tp_size > 1 else linear
 
     def finish_linear(self, weight: torch.Tensor, bias: torch.Tensor | None, *, gated: bool = False) -> Linear:
         linear = self.ops.gated_linear(weight, bias) if gated else self.ops.linear(weight, bias)
@@ -96,12 +105,14 @@ class Builder:
         table = self.tensor(name, config.vocab_size, config.embed_dim, rows=own)
         return Embedding(table, own, config.vocab_size, self.group)
 
-    def layer_norm(self, name: str) -> LayerNorm:
-        width = self.config.hidden_size
-        if not self.config.norm_affine:
-            return LayerNorm(width, None, None, self.config.norm_eps)
-        weight, bias = self.tensor(f"{name}.weight", width), self.tensor(f"{name}.bias", width)
-        return LayerNorm(width, weight, bias, self.config.norm_eps)
+    def rms_norm(self, name: str, width: int) -> Norm:
+        return self.ops.rms_norm(self.tensor(f"{name}.weight", width), self.config.norm_eps)
+
+    def layer_norm(self, name: str) -> Norm:
+        width, weight, bias = self.config.hidden_size, None, None
+        if self.config.norm_affine:
+            weight, bias = self.tensor(f"{name}.weight", width), self.tensor(f"{name}.bias", width)
+        return self.ops.layer_norm(width, weight, bias, self.config.norm_eps)
 
 
 def _join(tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -109,10 +120,14 @@ def _join(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 class SummedLinear:
-    """See `Linear`; of a product that the ranks of a stage add up."""
+    """See `Linear`; of a product that the ranks of a stage add up.
 
-    def __init__(self, linear: Linear, group: Group) -> None:
-        self._linear, self._group = linear, group
+    Products that are added to the same total one after the other, with nothing that reads it in between, share one sum:
+    begins: this is the first of them. ends: this is the last of them.
+    """
+
+    def __init__(self, linear: Linear, group: Group, begins: bool, ends: bool) -> None:
+        self._linear, self._group, self._begins, self._ends = linear, group, begins, ends
         self.weight_bytes = linear.weight_bytes
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -120,10 +135,13 @@ class SummedLinear:
         self._group.all_reduce(product)
         return product
 
-    def add_to(self, x: torch.Tensor, total: torch.Tensor) -> None:
-        self._group.count_once(total)
+    def add_to(self, x: torch.Tensor, total: torch.Tensor, then: Norm | None = None) -> torch.Tensor | None:
+        if self._begins:
+            self._group.count_once(total)
         self._linear.add_to(x, total)
-        self._group.all_reduce(total)
+        if self._ends:
+            self._group.all_reduce(total)
+        return None if then is None else then(total)
 
 
 class Embedding:
@@ -149,17 +167,6 @@ class Embedding:
         return found
 
 
-class LayerNorm:
-    """Mean and variance normalisation over the last dimension."""
-
-    def __init__(self, width: int, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float) -> None:
-        self._shape = (width,)
-        self._weight, self._bias, self._eps = weight, bias, eps
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return F.layer_norm(x, self._shape, self._weight, self._bias, self._eps)
-
-
 class Rotary:
     """Cosines and sines of every position a model can have."""
 
@@ -182,32 +189,51 @@ class SelfAttention:
         output: Linear,
         *,
         rotary: Rotary | None = None,
-        norms: tuple[torch.Tensor, torch.Tensor] | None = None,
+        norms: tuple[Norm, Norm] | None = None,
     ) -> None:
-        """layer: its number in the whole model. norms: weights [head_dim] of the root-mean-square norms of each query
-        and key head."""
+        """layer: its number in the whole model. norms: of each query head and of each key head."""
         config, shard = builder.config, builder.shard
-        self._ops, self._qkv, self._output = builder.ops, qkv, output
+        self._qkv, self._output = qkv, output
         # The cache holds this rank's layers only.
         self._layer = layer - shard.layers(config).start
         self._cos_sin = None if rotary is None else rotary.cos_sin
-        self._norms, self._eps = norms, config.norm_eps
+        self._norms = norms
         self._heads, self._kv_heads = len(shard.heads(config)), len(shard.kv_heads(config))
         self._dim = config.head_dim
         self._scale, self._window = config.head_dim**-0.5, config.windows[layer]
 
-    def add_to(self, x: torch.Tensor, total: torch.Tensor, step: Step) -> None:
-        """total += attention over `x`, both [T, hidden]; writes the tokens' keys and values into the cache."""
+    def add_to(self, x: torch.Tensor, total: torch.Tensor, step: Step, then: Norm | None = None) -> torch.Tensor | None:
+        """total += attention over `x`, both [T, hidden]; writes the tokens' keys and values into the cache. then: as in
+        `Linear.add_to`."""
         qkv = self._qkv(x).view(-1, self._heads + 2 * self._kv_heads, self._dim)
         query, key, value = qkv.split([self._heads, self._kv_heads, self._kv_heads], dim=1)
         if self._norms is not None:
-            query = self._ops.rms_norm(query, self._norms[0], self._eps)
-            key = self._ops.rms_norm(key, self._norms[1], self._eps)
+            query, key = self._norms[0](query), self._norms[1](key)
         attended = step.attention.attend(
             query, key, value, step.kv, step.batch,
             layer=self._layer, scale=self._scale, window=self._window, cos_sin=self._cos_sin,
         )  # fmt: skip
-        self._output.add_to(attended, total)
+        return self._output.add_to(attended, total, then)
+
+
+class Layer(Protocol):
+    """A layer whose parts read the norm of the residual stream. norm: the one that its first part reads."""
+
+    norm: Norm
+
+    def __call__(self, x: torch.Tensor, normed: torch.Tensor, step: Step, then: Norm | None) -> torch.Tensor | None:
+        """Add this layer's part to `x` in place. normed: `norm` of `x`. Returns `then` of the result."""
+        ...
+
+
+def advance(layers: Sequence[Layer], x: torch.Tensor, step: Step) -> torch.Tensor:
+    """[T, hidden] through the layers, in place. The norm that a layer begins with is made by the one before, together
+    with its last sum; after the last of a stage there is none: the next stage, or the wanted rows, get the sum."""
+    normed = layers[0].norm(x)
+    for layer, following in pairwise(layers):
+        normed = layer(x, normed, step, following.norm)
+    layers[-1](x, normed, step, None)
+    return x
 
 
 def activation(name: str, x: torch.Tensor) -> torch.Tensor:

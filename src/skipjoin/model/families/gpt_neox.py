@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from skipjoin.model.batch import PackedBatch
-from skipjoin.model.layers import Builder, Rotary, SelfAttention, Step, activation
-from skipjoin.model.ops.base import Linear
+from skipjoin.model.layers import Builder, Rotary, SelfAttention, Step, activation, advance
+from skipjoin.model.ops.base import Linear, Norm
 from skipjoin.model.parallel import scaled
 
 
@@ -28,9 +28,7 @@ class GPTNeoXDecoder:
 
     def advance(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """[T, hidden] through the layers that this rank has; may change `x`."""
-        for layer in self._layers:
-            layer(x, step)
-        return x
+        return advance(self._layers, x, step)
 
     def finish(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, hidden] -> what the output projection multiplies, on the last stage."""
@@ -41,7 +39,7 @@ class _Layer:
     def __init__(self, builder: Builder, index: int, rotary: Rotary) -> None:
         config, shard, name = builder.config, builder.shard, f"gpt_neox.layers.{index}"
         hidden, width = config.hidden_size, config.intermediate_size
-        self._parallel, self._activation, self._group = config.parallel_residual, config.activation, builder.group
+        self._parallel, self._activation = config.parallel_residual, config.activation
         # Side by side, attention and MLP are parts of one sum over the ranks.
         apart = not self._parallel
         heads, columns = shard.query_rows(config), shard.columns(config)
@@ -50,29 +48,22 @@ class _Layer:
             builder,
             index,
             _query_key_value(builder, f"{name}.attention.query_key_value"),
-            builder.summed_linear(output, hidden, hidden, config.output_bias, columns=heads, reduce=apart),
+            builder.summed_linear(output, hidden, hidden, config.output_bias, columns=heads, ends=apart),
             rotary=rotary,
         )
         self._up = builder.linear(f"{name}.mlp.dense_h_to_4h", (width,), hidden, True, rows=(columns,))
-        self._down = builder.summed_linear(down, hidden, width, True, columns=columns, reduce=apart)
-        self._attention_norm = builder.layer_norm(f"{name}.input_layernorm")
+        self._down = builder.summed_linear(down, hidden, width, True, columns=columns, begins=apart)
+        self.norm = builder.layer_norm(f"{name}.input_layernorm")
         self._mlp_norm = builder.layer_norm(f"{name}.post_attention_layernorm")
 
-    def __call__(self, x: torch.Tensor, step: Step) -> None:
-        """Adds this layer's part to `x` in place."""
-        normed = self._attention_norm(x)
-        if not self._parallel:
+    def __call__(self, x: torch.Tensor, normed: torch.Tensor, step: Step, then: Norm | None) -> torch.Tensor | None:
+        """See `Layer`."""
+        if self._parallel:
+            beside = self._mlp_norm(x)
             self._attention.add_to(normed, x, step)
-            self._add_mlp(self._mlp_norm(x), x)
-            return
-        beside = self._mlp_norm(x)
-        self._group.count_once(x)
-        self._attention.add_to(normed, x, step)
-        self._add_mlp(beside, x)
-        self._group.all_reduce(x)
-
-    def _add_mlp(self, normed: torch.Tensor, x: torch.Tensor) -> None:
-        self._down.add_to(activation(self._activation, self._up(normed)), x)
+        else:
+            beside = self._attention.add_to(normed, x, step, self._mlp_norm)
+        return self._down.add_to(activation(self._activation, self._up(beside)), x, then)
 
 
 def _query_key_value(builder: Builder, name: str) -> Linear:

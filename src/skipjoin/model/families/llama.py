@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from skipjoin.model.batch import PackedBatch
-from skipjoin.model.layers import Builder, Rotary, SelfAttention, Step
+from skipjoin.model.layers import Builder, Rotary, SelfAttention, Step, advance
+from skipjoin.model.ops.base import Norm
 
 
 class LlamaDecoder:
@@ -15,11 +16,10 @@ class LlamaDecoder:
 
     def __init__(self, builder: Builder, device: torch.device | str) -> None:
         config, shard = builder.config, builder.shard
-        self._ops, self._eps = builder.ops, config.norm_eps
         self.embedding = builder.embedding(self.EMBEDDING) if shard.is_first else None
         rotary = Rotary(config, device)
         self._layers = [_Layer(builder, i, rotary) for i in shard.layers(config)]
-        self._norm = builder.tensor("model.norm.weight", config.hidden_size) if shard.is_last else None
+        self._norm = builder.rms_norm("model.norm", config.hidden_size) if shard.is_last else None
 
     def embed(self, batch: PackedBatch) -> torch.Tensor:
         """The batch's tokens as [T, hidden], on the first stage."""
@@ -27,13 +27,11 @@ class LlamaDecoder:
 
     def advance(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """[T, hidden] through the layers that this rank has; may change `x`."""
-        for layer in self._layers:
-            layer(x, step)
-        return x
+        return advance(self._layers, x, step)
 
     def finish(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, hidden] -> what the output projection multiplies, on the last stage."""
-        return self._ops.rms_norm(hidden, self._norm, self._eps)
+        return self._norm(hidden)
 
 
 class _Layer:
@@ -45,10 +43,7 @@ class _Layer:
         projections = [f"{name}.self_attn.{p}_proj" for p in "qkv"]
         norms = None
         if config.qk_norm:
-            norms = (
-                builder.tensor(f"{name}.self_attn.q_norm.weight", dim),
-                builder.tensor(f"{name}.self_attn.k_norm.weight", dim),
-            )
+            norms = tuple(builder.rms_norm(f"{name}.self_attn.{p}_norm", dim) for p in "qk")
         self._attention = SelfAttention(
             builder,
             index,
@@ -61,11 +56,10 @@ class _Layer:
         gate_up = [f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj"]
         self._gate_up = builder.linear(gate_up, (width, width), hidden, config.mlp_bias, rows=(own, own), gated=True)
         self._down = builder.summed_linear(f"{name}.mlp.down_proj", hidden, width, config.mlp_bias, columns=own)
-        self._before_attention = builder.tensor(f"{name}.input_layernorm.weight", hidden)
-        self._before_mlp = builder.tensor(f"{name}.post_attention_layernorm.weight", hidden)
-        self._ops, self._eps = builder.ops, config.norm_eps
+        self.norm = builder.rms_norm(f"{name}.input_layernorm", hidden)
+        self._mlp_norm = builder.rms_norm(f"{name}.post_attention_layernorm", hidden)
 
-    def __call__(self, x: torch.Tensor, step: Step) -> None:
-        """Adds this layer's part to `x` in place."""
-        self._attention.add_to(self._ops.rms_norm(x, self._before_attention, self._eps), x, step)
-        self._down.add_to(self._gate_up(self._ops.rms_norm(x, self._before_mlp, self._eps)), x)
+    def __call__(self, x: torch.Tensor, normed: torch.Tensor, step: Step, then: Norm | None) -> torch.Tensor | None:
+        """See `Layer`."""
+        normed = self._attention.add_to(normed, x, step, self._mlp_norm)
+        return self._down.add_to(self._gate_up(normed), x, then)

@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 
 from skipjoin.model.batch import PackedBatch
-from skipjoin.model.layers import Builder, SelfAttention, Step, activation
+from skipjoin.model.layers import Builder, SelfAttention, Step, activation, advance
+from skipjoin.model.ops.base import Norm
 
 # The first two rows of OPT's position table belong to padding.
 POSITION_OFFSET = 2
@@ -28,6 +29,7 @@ class OPTDecoder:
             if embed != hidden:
                 self._project_in = builder.linear(f"{name}.project_in", (hidden,), embed, False)
         self._layers = [_Layer(builder, i) for i in shard.layers(config)]
+        self._norm_before = config.norm_before
         if shard.is_last:
             if embed != hidden:
                 self._project_out = builder.linear(f"{name}.project_out", (embed,), hidden, False)
@@ -42,8 +44,10 @@ class OPTDecoder:
 
     def advance(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """[T, hidden] through the layers that this rank has; may change `x`."""
+        if self._norm_before:
+            return advance(self._layers, x, step)
         for layer in self._layers:
-            x = layer(x, step)
+            x = layer.norm_after(x, step)
         return x
 
     def finish(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -67,20 +71,19 @@ class _Layer:
         )
         self._up = builder.linear(f"{name}.fc1", (width,), hidden, config.mlp_bias, rows=(columns,))
         self._down = builder.summed_linear(f"{name}.fc2", hidden, width, config.mlp_bias, columns=columns)
-        self._attention_norm = builder.layer_norm(f"{name}.self_attn_layer_norm")
+        self.norm = builder.layer_norm(f"{name}.self_attn_layer_norm")
         self._mlp_norm = builder.layer_norm(f"{name}.final_layer_norm")
-        self._before, self._activation = config.norm_before, config.activation
+        self._activation = config.activation
 
-    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
-        """[T, hidden] -> [T, hidden]; may change `x`."""
-        if self._before:
-            self._attention.add_to(self._attention_norm(x), x, step)
-            self._down.add_to(self._inner(self._mlp_norm(x)), x)
-            return x
-        self._attention.add_to(x, x, step)
-        x = self._attention_norm(x)
-        self._down.add_to(self._inner(x), x)
-        return self._mlp_norm(x)
+    def __call__(self, x: torch.Tensor, normed: torch.Tensor, step: Step, then: Norm | None) -> torch.Tensor | None:
+        """See `Layer`."""
+        normed = self._attention.add_to(normed, x, step, self._mlp_norm)
+        return self._down.add_to(self._inner(normed), x, then)
+
+    def norm_after(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """[T, hidden] -> [T, hidden] where each part is followed by its norm; changes `x`."""
+        x = self._attention.add_to(x, x, step, self.norm)
+        return self._down.add_to(self._inner(x), x, self._mlp_norm)
 
     def _inner(self, x: torch.Tensor) -> torch.Tensor:
         return activation(self._activation, self._up(x))

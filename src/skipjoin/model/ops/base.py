@@ -7,6 +7,18 @@ from typing import Protocol
 import torch
 
 
+class Norm(Protocol):
+    """A normalisation of the last dimension with its weights."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[n, width], or [n, heads, width] that is strided in all but the last -> the same shape, contiguous."""
+        ...
+
+    def after(self, product: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+        """total += product, in place; the norm of the sum. All [n, width] and contiguous."""
+        ...
+
+
 class Linear(Protocol):
     """A matrix held in whatever layout its owner multiplies fastest."""
 
@@ -16,8 +28,11 @@ class Linear(Protocol):
         """[n, in] -> [n, out] in the type of `x`."""
         ...
 
-    def add_to(self, x: torch.Tensor, total: torch.Tensor) -> None:
-        """total += the product, in place; `total`: [n, out], contiguous. Not for gated ones."""
+    def add_to(self, x: torch.Tensor, total: torch.Tensor, then: Norm | None = None) -> torch.Tensor | None:
+        """total += the product, in place; `total`: [n, out], contiguous. Not for gated ones.
+
+        then: the norm that follows: its result on the sum is returned.
+        """
         ...
 
 
@@ -34,6 +49,10 @@ class LayerOps(Protocol):
         """Weights [2 * out, in], gate before up: the result is silu(gate) * up, [n, out]."""
         ...
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """Normalise the last dimension by its root mean square; `x` may be strided in the others."""
+    def rms_norm(self, weight: torch.Tensor, eps: float) -> Norm:
+        """By the root mean square; weight: [width]."""
+        ...
+
+    def layer_norm(self, width: int, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float) -> Norm:
+        """By mean and variance; weight, bias: [width]."""
         ...

@@ -8,7 +8,8 @@ from ctypes import c_float, c_int64, c_void_p
 import torch
 
 from skipjoin.model.large_pages import Arena
-from skipjoin.model.ops.torch_ops import TorchOps
+from skipjoin.model.ops.base import Norm
+from skipjoin.model.ops.torch_ops import TorchLayerNorm, TorchOps, TorchRMSNorm
 
 CPP_DTYPES = (torch.float32, torch.bfloat16)
 
@@ -49,12 +50,26 @@ class CppOps:
     def gated_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> CppLinear:
         return CppLinear(self, weight, bias, gated=True)
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def rms_norm(self, weight: torch.Tensor, eps: float) -> Norm:
+        return CppRMSNorm(self, weight, eps)
+
+    def layer_norm(self, width: int, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float) -> Norm:
+        return TorchLayerNorm(width, weight, bias, eps)
+
+
+class CppRMSNorm(TorchRMSNorm):
+    """See `LayerOps.rms_norm`."""
+
+    def __init__(self, ops: CppOps, weight: torch.Tensor, eps: float) -> None:
+        super().__init__(weight, eps)
+        self._ops = ops
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         inner, inner_stride = (x.shape[1], x.stride(1)) if x.dim() == 3 else (1, 0)
-        self.library.skipjoin_rms_norm(
-            self.bf16, x.data_ptr(), x.shape[0], x.stride(0), inner, inner_stride, x.shape[-1],
-            weight.data_ptr(), eps, out.data_ptr(), torch.get_num_threads(),
+        self._ops.library.skipjoin_rms_norm(
+            self._ops.bf16, x.data_ptr(), x.shape[0], x.stride(0), inner, inner_stride, x.shape[-1],
+            self.weight.data_ptr(), self.eps, out.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
         return out
 
@@ -79,8 +94,9 @@ class CppLinear:
         self._run(x, out, 0)
         return out
 
-    def add_to(self, x: torch.Tensor, total: torch.Tensor) -> None:
+    def add_to(self, x: torch.Tensor, total: torch.Tensor, then: Norm | None = None) -> torch.Tensor | None:
         self._run(x, total, 1)
+        return None if then is None else then(total)
 
     def _run(self, x: torch.Tensor, out: torch.Tensor, add: int) -> None:
         ops, m, threads = self._ops, x.shape[0], torch.get_num_threads()
@@ -110,7 +126,7 @@ def check_ops(ops: CppOps, dtype: torch.dtype) -> bool:
     pairs = [
         (ops.linear(weight, bias)(x), reference.linear(weight, bias)(x)),
         (ops.gated_linear(weight, bias)(x), reference.gated_linear(weight, bias)(x)),
-        (ops.rms_norm(x, weight[0], 1e-5), reference.rms_norm(x, weight[0], 1e-5)),
+        (ops.rms_norm(weight[0], 1e-5)(x), reference.rms_norm(weight[0], 1e-5)(x)),
     ]
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     return all((ours - theirs).float().norm() <= tolerance * theirs.float().norm() for ours, theirs in pairs)

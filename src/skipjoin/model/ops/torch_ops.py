@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from skipjoin.model.ops.base import Norm
+
 
 class TorchLinear:
     """torch's own layout and product."""
@@ -17,8 +19,14 @@ class TorchLinear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.weight, self.bias)
 
-    def add_to(self, x: torch.Tensor, total: torch.Tensor) -> None:
-        total.add_(F.linear(x, self.weight, self.bias))
+    def add_to(self, x: torch.Tensor, total: torch.Tensor, then: Norm | None = None) -> torch.Tensor | None:
+        if then is not None:
+            return then.after(F.linear(x, self.weight, self.bias), total)
+        if self.bias is None and total.is_cuda:
+            total.addmm_(x, self.weight.t())  # the product's accumulator begins with the total
+        else:
+            total.add_(F.linear(x, self.weight, self.bias))
+        return None
 
 
 class TorchGatedLinear(TorchLinear):
@@ -27,6 +35,32 @@ class TorchGatedLinear(TorchLinear):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = super().__call__(x).chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
+
+
+class TorchRMSNorm:
+    """See `LayerOps.rms_norm`."""
+
+    def __init__(self, weight: torch.Tensor, eps: float) -> None:
+        self.weight, self.eps = weight, eps
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+    def after(self, product: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+        return self(total.add_(product))
+
+
+class TorchLayerNorm:
+    """See `LayerOps.layer_norm`."""
+
+    def __init__(self, width: int, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float) -> None:
+        self.shape, self.weight, self.bias, self.eps = (width,), weight, bias, eps
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(x, self.shape, self.weight, self.bias, self.eps)
+
+    def after(self, product: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+        return self(total.add_(product))
 
 
 class TorchOps:
@@ -40,5 +74,8 @@ class TorchOps:
     def gated_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> TorchGatedLinear:
         return TorchGatedLinear(weight, bias)
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        return F.rms_norm(x, weight.shape, weight, eps)
+    def rms_norm(self, weight: torch.Tensor, eps: float) -> Norm:
+        return TorchRMSNorm(weight, eps)
+
+    def layer_norm(self, width: int, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float) -> Norm:
+        return TorchLayerNorm(width, weight, bias, eps)

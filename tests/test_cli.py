@@ -79,6 +79,7 @@ def test_generate_agrees_with_transformers_on_a_saved_folder(tmp_path: Path) -> 
         (("generate", "tally", "--prompt", "x", "--max-tokens", "5000"), "max_tokens must be at most"),
         (("generate", "tally", "--prompt", "x", "--recipe", "lifo"), "recipe must be one of"),
         (("serve", "--port", "99999"), "port must be in [0, 65535]"),
+        (("serve", "--load-format", "random"), "load_format must be one of auto, dummy, got 'random'"),
         (("serve", "--kv-cache-gib", "0"), "kv_cache_gib must be in (0,"),
         (("convert", "/no/such/folder", "/tmp/target"), "/no/such/folder"),
     ],
@@ -143,8 +144,9 @@ def test_generate_and_its_options_of_memory_and_objective(name: str, monkeypatch
             return []
 
     monkeypatch.setattr("skipjoin.llm.LLM", Noted)
-    run = CliRunner().invoke(app, ["generate", "--prompt", "x", name, "1.5", "--slo", "0.2"])
+    run = CliRunner().invoke(app, ["generate", "--prompt", "x", name, "1.5", "--slo", "0.2", "--load-format", "dummy"])
     assert run.exit_code == 0, run.output
+    assert given["load_format"] == "dummy"
     assert (given["swap_space_gib"], given["slo_s"]) == (1.5, 0.2)
 
 

@@ -33,21 +33,23 @@ ALLOWED = {
         "observe",
         "profile",
         "machine",
+        "version",
         "bench",
     },
     "config": set[str](),
     "sampling": set[str](),
     "machine": set[str](),
+    "version": set[str](),
     "profile": {"policies.cost", "config"},
     "observe": {"core", "observe"},
     "exec.base": {"core"},
     "exec.simulated": {"core", "exec.base"},
-    "exec": {"core", "model", "exec", "policies.cost", "profile", "machine", "sampling"},
+    "exec": {"core", "model", "exec", "policies.cost", "profile", "machine", "sampling", "version"},
     "model": {"model", "sampling"},
 }
 # Those that import nothing but the standard library and parts of skipjoin, and read neither clock nor chance.
 PURE = {"core", "policies", "recipes"}
-STDLIB_ONLY = {"sim", "observe", "config", "sampling", "profile", "exec.base", "exec.simulated"}
+STDLIB_ONLY = {"sim", "observe", "config", "sampling", "profile", "version", "exec.base", "exec.simulated"}
 # Nobody below the server knows of it.
 BELOW_SERVER = {
     "core",
@@ -64,8 +66,8 @@ BELOW_SERVER = {
     "profile",
 }
 # Where imports may stand inside functions if they are marked: optional back ends, the package itself, whose import
-# must stay light, and the command line, whose help must come at once.
-LAZY = ("exec", "model", "__init__.py", "cli")
+# must stay light, the command line, whose help must come at once, and the assembly, which needs Ray's parts for ranks.
+LAZY = ("exec", "model", "__init__.py", "cli", "assembly.py")
 
 
 class Import(NamedTuple):

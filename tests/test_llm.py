@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -287,3 +289,16 @@ def test_the_threshold_of_starvation_follows_the_objective(monkeypatch: pytest.M
     for settings in ({}, {"slo_s": 2.0}, {"slo_s": 2.0, "starvation_s": 4.0}):
         LLM(progress=False, threads=1, profile="off", kv_cache_gib=0.1, **settings).close()
     assert seen == [30.0, 200.0, 4.0]
+
+
+def test_a_dummy_of_a_folder_needs_its_tokenizer_and_says_so(tmp_path: Path) -> None:
+    source = assembly.model_folder("tally")
+    shutil.copy(source / "config.json", tmp_path)
+    settings: dict[str, Any] = {"load_format": "dummy", "profile": "off", "threads": 1, "progress": False}
+    with pytest.raises(ModelError, match="has no tokenizer files"):
+        LLM(str(tmp_path), **settings)
+    shutil.copy(source / "tokenizer.json", tmp_path)
+    with LLM(str(tmp_path), **settings) as llm:
+        (answer,) = llm.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))
+        assert len(answer.token_ids) == 6
+        assert answer.token_ids != llm.generate([[7, 6, 5]], GREEDY)[0].token_ids

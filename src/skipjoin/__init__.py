@@ -1,14 +1,14 @@
 """Skipjoin: LLM serving with iteration-level preemption."""
 
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from skipjoin.sampling import SamplingParams
+from skipjoin.version import VERSION
 
 if TYPE_CHECKING:
     from skipjoin.llm import LLM
 
-__version__ = version("skipjoin")
+__version__ = VERSION
 __all__ = ["LLM", "SamplingParams", "__version__"]
 
 

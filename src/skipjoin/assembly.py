@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -22,16 +22,13 @@ from skipjoin.core.kv import KVLedger
 from skipjoin.core.policy import CostModel
 from skipjoin.core.request import Request
 from skipjoin.core.scheduler import Scheduler
+from skipjoin.exec.base import RankError
 from skipjoin.exec.cases import Limits
-from skipjoin.exec.cluster import ClusterError
 from skipjoin.exec.graphs import record_graphs
 from skipjoin.exec.guess import guess_cost
 from skipjoin.exec.local import LocalExecutor
 from skipjoin.exec.part import ModelExecutor, Part, Room, make_store, part_of, room_of
 from skipjoin.exec.profiler import FIRST_START, Effort, measure_profile, profile_key
-from skipjoin.exec.rank_actor import RankModel
-from skipjoin.exec.ranks import GroupSizes, RankedExecutor
-from skipjoin.exec.sharded import RankError
 from skipjoin.exec.worker import Sampling
 from skipjoin.model.config import ModelConfig
 from skipjoin.model.loader import load_model, resolve_folder
@@ -44,6 +41,9 @@ from skipjoin.pools import device_blocks, host_blocks
 from skipjoin.profile import Profile, ProfileKey, cache_path, cached_profile, one_at_a_time, read_profile, write_profile
 from skipjoin.recipes import RECIPES, Settings, build
 from skipjoin.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from skipjoin.exec.ranks import RankedExecutor
 
 # Called with (what is being done, share done between 0 and 1).
 Progress = Callable[[str, float], None]
@@ -91,9 +91,10 @@ class Engine:
     seed: int
 
 
-def model_folder(name: str) -> Path:
-    """The folder of a model: the built-in one by its name, a path, or a hub id. Raises `ModelError`."""
-    return builtin_model_path() if name == MODEL_NAME else resolve_folder(name)
+def model_folder(name: str, load_format: str = "auto") -> Path:
+    """The folder of a model: the built-in one by its name, a path, or a hub id, of which "dummy" fetches no weights.
+    Raises `ModelError`."""
+    return builtin_model_path() if name == MODEL_NAME else resolve_folder(name, weights=load_format != "dummy")
 
 
 def assemble(config: EngineConfig, on_progress: Progress = lambda what, share: None) -> Engine:
@@ -216,7 +217,7 @@ class _Loaded(NamedTuple):
 
 
 def _load(config: EngineConfig, on_progress: Progress) -> _Loaded:
-    folder = model_folder(config.model)
+    folder = model_folder(config.model, config.load_format)
     model_config = ModelConfig.from_folder(folder)
     max_len = _max_model_len(config, model_config)
     check_shards(model_config, config.tensor_parallel_size, config.pipeline_parallel_size)
@@ -236,6 +237,7 @@ def _load_here(config: EngineConfig, folder: Path, max_len: int, on_progress: Pr
         dtype=config.dtype,
         device=_device(config.device),
         attention=config.attention,
+        load_format=config.load_format,
         progress=lambda done, total: on_progress("loading weights", done / total),
     )
     parts = (part_of(model, config.block_size, torch.get_num_threads()),)
@@ -251,11 +253,17 @@ def _load_here(config: EngineConfig, folder: Path, max_len: int, on_progress: Pr
 
 def _load_ranks(config: EngineConfig, folder: Path, max_len: int, on_progress: Progress) -> RankedExecutor:
     """The model on ranks that Ray places. Raises `ConfigError` for a cluster that cannot have them."""
+    # What ranks need, Ray and its messages, an engine in one process can do without.
+    from skipjoin.exec.cluster import ClusterError  # noqa: PLC0415
+    from skipjoin.exec.rank_actor import RankModel  # noqa: PLC0415
+    from skipjoin.exec.ranks import GroupSizes, RankedExecutor  # noqa: PLC0415
+
     model = RankModel(
         folder=str(folder),
         dtype=config.dtype,
         device=config.device,
         attention=config.attention,
+        load_format=config.load_format,
         threads=config.threads,
         block_size=config.block_size,
         gpu_share=config.gpu_memory_utilization,

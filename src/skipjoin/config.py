@@ -31,7 +31,9 @@ class EngineConfig:
     """The engine: model, memory, scheduling. Raises `ConfigError` on a value outside its bounds.
 
     model: a Hugging Face folder or hub id; "tally" is the built-in model. dtype: auto, float32, bfloat16, float16.
-    device: auto, cpu, cuda. max_model_len: most tokens of prompt and output together; None: what the model holds.
+    device: auto, cpu, cuda. load_format: "auto" reads the folder's weights; "dummy" draws random ones, so that a folder
+    with a config.json is enough to measure with. max_model_len: most tokens of prompt and output together; None: what
+    the model holds.
     block_size: tokens per KV block. kv_cache_gib: size of the KV pool; None: a share of what is free.
     gpu_memory_utilization: that share on CUDA, weights included.
     swap_space_gib: size of the host pool, to which KV is swapped; 0: none, KV is computed again; None: a share of
@@ -63,6 +65,7 @@ class EngineConfig:
     dtype: str = "auto"
     device: str = "auto"
     attention: str = "auto"
+    load_format: str = "auto"
     max_model_len: int | None = None
     block_size: int = 16
     kv_cache_gib: float | None = None
@@ -121,6 +124,7 @@ class EngineConfig:
         for name, allowed in (
             ("dtype", ("auto", "float32", "bfloat16", "float16")),
             ("device", ("auto", "cpu", "cuda")),
+            ("load_format", ("auto", "dummy")),
             ("distributed_executor_backend", ("auto", "ray")),
         ):
             if getattr(self, name) not in allowed:

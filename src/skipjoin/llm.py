@@ -61,7 +61,7 @@ class LLM:
         self._console = Console(stderr=True, quiet=not (sys.stderr.isatty() if progress is None else progress))
         config = EngineConfig(model=model, **settings)
         # First what fails fast.
-        self.tokenizer: Tokenizer = load_tokenizer(model_folder(model))
+        self.tokenizer: Tokenizer = load_tokenizer(model_folder(model, config.load_format))
         with self._progress() as bars:
             task = bars.add_task("loading", total=1.0)
             self.engine: Engine = assemble(

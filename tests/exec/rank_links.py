@@ -20,8 +20,9 @@ from engines import CONFIGS, make_store
 from torch import distributed
 
 from skipjoin.core.step import Direction, Move
+from skipjoin.exec.base import RankError
 from skipjoin.exec.rank import Rank
-from skipjoin.exec.sharded import RankError, ShardedExecutor
+from skipjoin.exec.sharded import ShardedExecutor
 from skipjoin.exec.worker import Worker
 from skipjoin.model.loader import random_model
 from skipjoin.model.parallel import Group, Shard

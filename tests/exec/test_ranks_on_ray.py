@@ -17,9 +17,9 @@ from skipjoin.assembly import Engine, assemble
 from skipjoin.config import ConfigError, EngineConfig
 from skipjoin.core.events import Finished, Preempted, Restarted, Token
 from skipjoin.core.step import StepPlan
+from skipjoin.exec.base import RankError
 from skipjoin.exec.cluster import Cluster
 from skipjoin.exec.plan_messages import OutOfStepError
-from skipjoin.exec.sharded import RankError
 from skipjoin.model.config import ModelError
 from skipjoin.observe.metrics import EngineMetrics
 from skipjoin.sampling import SamplingParams

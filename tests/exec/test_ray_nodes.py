@@ -22,9 +22,9 @@ from skipjoin.assembly import Engine, assemble
 from skipjoin.config import ConfigError
 from skipjoin.core.events import Restarted
 from skipjoin.exec import ranks
+from skipjoin.exec.base import RankError
 from skipjoin.exec.links import Door
 from skipjoin.exec.nodes import Node, away_from, silent
-from skipjoin.exec.sharded import RankError
 from skipjoin.model.config import ModelError
 
 pytestmark = pytest.mark.ray

@@ -16,8 +16,8 @@ from test_invisible_preemption import happened
 from torch import distributed
 
 from skipjoin.core.events import Preemption
+from skipjoin.exec.base import RankError
 from skipjoin.exec.plan_messages import OutOfStepError
-from skipjoin.exec.sharded import RankError
 from skipjoin.model.loader import random_model
 from skipjoin.model.parallel import GroupError, Shard
 from skipjoin.model.torch_group import TorchGroup

@@ -19,10 +19,11 @@ from test_invisible_preemption import happened
 from skipjoin.core.events import Computed, Event, Planned, Preemption, Token
 from skipjoin.core.request import Request
 from skipjoin.core.step import Direction, Move, Slice, StageTime, StepPlan
+from skipjoin.exec.base import RankError
 from skipjoin.exec.kv_store import KVStore
 from skipjoin.exec.messages import Done, Failed
 from skipjoin.exec.plan_messages import OutOfStepError, PlanReader
-from skipjoin.exec.sharded import RankError, ShardedExecutor
+from skipjoin.exec.sharded import ShardedExecutor
 from skipjoin.exec.worker import Sampling, Worker
 from skipjoin.model.loader import random_model
 from skipjoin.model.parallel import Shard

@@ -223,6 +223,42 @@ def test_random_model_repeats():
     assert first.weight_bytes == again.weight_bytes > 0
 
 
+def test_dummy_weights_need_no_file_and_repeat(folder):
+    saved = load_model(folder)
+    for file in folder.glob("*.safetensors"):
+        file.unlink()
+    with pytest.raises(ModelError, match=r"has no \.safetensors file"):
+        load_model(folder)
+    first, again = (load_model(folder, load_format="dummy") for _ in range(2))
+    assert torch.equal(logits(first), logits(again))
+    assert not torch.equal(logits(first), logits(saved))
+    assert first.weight_bytes == saved.weight_bytes
+    assert (first.config, first.dtype) == (saved.config, saved.dtype)
+    with pytest.raises(ModelError, match="load_format must be one of auto, dummy; got 'random'"):
+        load_model(folder, load_format="random")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_dummy_weights_are_drawn_on_the_device(folder):
+    first, again = (load_model(folder, load_format="dummy", device="cuda", dtype="bfloat16") for _ in range(2))
+    batch = PackedBatch.build([Segment([5, 9, 33], 0, [1])], 4, first.device)
+    outcome = [model.forward(batch, PagedKV(4, 4, model.config, model.dtype, "cuda")) for model in (first, again)]
+    assert torch.equal(*outcome)
+    assert outcome[0].isfinite().all()
+    assert outcome[0].std() > 0.01
+
+
+def test_of_dummies_the_hub_is_asked_for_no_weights(monkeypatch):
+    asked = []
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, allow_patterns: asked.append(allow_patterns))
+    for weights in (True, False):
+        with pytest.raises(TypeError):  # this hub answers nothing
+            resolve_folder("some/model", weights=weights)
+    assert ["*.safetensors" in patterns for patterns in asked] == [True, False]
+    assert all("*.json" in patterns for patterns in asked)
+
+
 def test_resolve_folder(tmp_path):
     assert resolve_folder(tmp_path) == tmp_path
     with pytest.raises(ModelError, match="is not a folder"):

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from itertools import product
 from typing import Any, Protocol
 
@@ -23,6 +22,7 @@ from skipjoin.bench.workload import Job, Workload
 from skipjoin.config import ConfigError
 from skipjoin.machine import cpu_name
 from skipjoin.observe.record import NO_SLO, Record, Slo, percentile, summarize
+from skipjoin.version import VERSION
 
 # A request that left later than this counts as late; beyond the second the client is the bottleneck.
 LATE_S, TOO_LATE_S = 0.010, 0.020
@@ -175,7 +175,7 @@ async def _head(client: Client, plan: Plan) -> Record:
         "driver": "http",
         "settings": settings,
         "machine": _machine(),
-        "version": version("skipjoin"),
+        "version": VERSION,
     }
 
 

@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import version
 
 from skipjoin.bench.workload import Job, Workload
 from skipjoin.config import DEFAULT_SLO_S, ConfigError
@@ -26,6 +25,7 @@ from skipjoin.policies.dispatch import DISPATCH_RULES, make_dispatch
 from skipjoin.policies.starvation import starvation_after
 from skipjoin.recipes import Settings, build
 from skipjoin.sim.driver import Replica, simulate_cluster
+from skipjoin.version import VERSION
 
 # Lengths are all that matters of tokens: one ends a request at its true length, where it asked for more.
 _TOKEN, _END = 0, 1
@@ -209,7 +209,7 @@ def run(
         **summarize(facts, now=end, rejected=rejected, slo=slo),
     }
     add_usage(record, usages)
-    record["version"] = version("skipjoin")
+    record["version"] = VERSION
     return record
 
 

@@ -22,6 +22,9 @@ Recipe = Annotated[
 ]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+LoadFormat = Annotated[
+    str, typer.Option(help="auto reads the weights; dummy draws random ones, of which no file is needed.")
+]
 Attention = Annotated[str, typer.Option(help="Attention back end: auto, torch or cpp.")]
 MaxModelLen = Annotated[int | None, typer.Option(help="Most tokens of prompt and output (default: the model's).")]
 MaxNumSeqs = Annotated[int, typer.Option(help="Most requests in a step.")]

@@ -19,6 +19,7 @@ from skipjoin.cli.options import (
     Dtype,
     GpuShare,
     KvCacheGib,
+    LoadFormat,
     MaxBatchedTokens,
     MaxModelLen,
     MaxNumSeqs,
@@ -42,6 +43,7 @@ def profile(
     dtype: Dtype = ENGINE.dtype,
     device: Device = ENGINE.device,
     attention: Attention = ENGINE.attention,
+    load_format: LoadFormat = ENGINE.load_format,
     threads: Threads = ENGINE.threads,
     seconds: Annotated[float, typer.Option(help="Longest time to measure; fewer suffice on a quiet machine.")] = 60.0,
     out: Annotated[
@@ -68,6 +70,7 @@ def profile(
             dtype=dtype,
             device=device,
             attention=attention,
+            load_format=load_format,
             max_model_len=max_model_len,
             block_size=block_size,
             kv_cache_gib=kv_cache_gib,

@@ -7,6 +7,10 @@ from typing import Protocol, TypeVar
 from skipjoin.core.step import StepPlan, StepResult
 
 
+class RankError(Exception):
+    """A rank cannot go on, is gone, or does not answer. All ranks must be started anew."""
+
+
 class Handle(Protocol):
     """A plan on its way."""
 

@@ -17,7 +17,7 @@ from contextlib import suppress
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 
-from skipjoin.exec.sharded import RankError
+from skipjoin.exec.base import RankError
 
 # Host and port.
 Address = tuple[str, int]

@@ -9,19 +9,18 @@ import platform
 import socket
 import struct
 from datetime import timedelta
-from importlib.metadata import version
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from skipjoin.core.step import Direction
+from skipjoin.exec.base import RankError
 from skipjoin.exec.cluster import import_ray
 from skipjoin.exec.kv_store import KVStore
 from skipjoin.exec.links import Address, end_with, knock
 from skipjoin.exec.part import Part, Room, make_store, measure_transfers, part_of, room_of, touch
 from skipjoin.exec.rank import Rank
-from skipjoin.exec.sharded import RankError
 from skipjoin.exec.worker import Worker
 from skipjoin.model.causal_lm import CausalLM
 from skipjoin.model.kv_cache import PagedKV
@@ -29,6 +28,7 @@ from skipjoin.model.loader import load_model
 from skipjoin.model.parallel import Alone, Group, Shard
 from skipjoin.model.torch_group import TorchGroup
 from skipjoin.profile import Transfer
+from skipjoin.version import VERSION
 
 _SIOCGIFADDR = 0x8915
 # Longest that ranks wait for each other, in seconds: while they join, and in one step.
@@ -42,6 +42,7 @@ class RankModel(NamedTuple):
     dtype: str
     device: str
     attention: str
+    load_format: str
     threads: int | None
     block_size: int
     gpu_share: float
@@ -58,7 +59,7 @@ class Place(NamedTuple):
 def versions() -> dict[str, str]:
     """What must be the same on all nodes."""
     return {
-        "Skipjoin": version("skipjoin"),
+        "Skipjoin": VERSION,
         "Python": platform.python_version(),
         "torch": torch.__version__,
         "Ray": import_ray().__version__,
@@ -105,6 +106,7 @@ class RankActor:
             dtype=model.dtype,
             device=device,
             attention=model.attention,
+            load_format=model.load_format,
             progress=self._tell,
             group=group,
         )

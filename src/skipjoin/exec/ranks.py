@@ -10,12 +10,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from skipjoin.core.step import Direction, StepPlan
+from skipjoin.exec.base import RankError
 from skipjoin.exec.cluster import Cluster, ClusterError, import_ray
 from skipjoin.exec.links import Door
 from skipjoin.exec.nodes import Node, away_from, known_nodes, silent
 from skipjoin.exec.part import Part, Room
 from skipjoin.exec.rank_actor import Place, RankActor, RankModel, versions
-from skipjoin.exec.sharded import RankError, ShardedExecutor, ShardedHandle
+from skipjoin.exec.sharded import ShardedExecutor, ShardedHandle
 from skipjoin.model.config import ModelError
 from skipjoin.model.parallel import Shard
 from skipjoin.profile import Transfer

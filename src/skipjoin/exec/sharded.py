@@ -11,6 +11,7 @@ from typing import Protocol
 import msgspec
 
 from skipjoin.core.step import Move, StageTime, StepPlan, StepResult
+from skipjoin.exec.base import RankError
 from skipjoin.exec.messages import Done, Failed, FromRank
 from skipjoin.exec.plan_messages import OutOfStepError, PlanWriter
 from skipjoin.model.parallel import Shard
@@ -19,10 +20,6 @@ from skipjoin.model.parallel import Shard
 _GRACE_S = 2.0
 # While one rank is waited for, the others are looked at as often, in seconds: it may wait for one that failed.
 _LOOK_S = 0.1
-
-
-class RankError(Exception):
-    """A rank cannot go on, is gone, or does not answer. All ranks must be started anew."""
 
 
 class Link(Protocol):

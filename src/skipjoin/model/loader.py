@@ -18,6 +18,7 @@ from skipjoin.model.attention.cpp_backend import CppAttention, check_attention
 from skipjoin.model.attention.torch_backend import TorchAttention
 from skipjoin.model.causal_lm import CausalLM
 from skipjoin.model.config import DTYPES, ModelConfig, ModelError, read_json
+from skipjoin.model.layers import Weights
 from skipjoin.model.ops.base import LayerOps
 from skipjoin.model.ops.build import load_library
 from skipjoin.model.ops.cpp_ops import CPP_DTYPES, CppOps, check_ops
@@ -27,6 +28,7 @@ from skipjoin.model.parallel import Alone, Group
 _log = logging.getLogger(__name__)
 
 ATTENTION_BACKENDS = ("auto", "torch", "cpp")
+LOAD_FORMATS = ("auto", "dummy")
 
 # Called with (tensors loaded, tensors in the folder); a pipeline stage does not need all of them.
 Progress = Callable[[int, int], None]
@@ -34,11 +36,13 @@ Progress = Callable[[int, int], None]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Checkpoints saved from the bare decoder lack this prefix.
 _PREFIXES = {"llama": "model.", "opt": "model.", "gpt_neox": "gpt_neox."}
-_WANTED_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+_WEIGHT_FILES = ["*.safetensors"]
+_OTHER_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
 
 
-def resolve_folder(name_or_path: str | Path) -> Path:
-    """A local folder as it is, else a hub repository's snapshot (cached, downloaded if needed).
+def resolve_folder(name_or_path: str | Path, *, weights: bool = True) -> Path:
+    """A local folder as it is, else a hub repository's snapshot (cached, downloaded if needed). weights: whether those
+    are wanted, too.
 
     Raises `ModelError` when neither exists.
     """
@@ -53,7 +57,7 @@ def resolve_folder(name_or_path: str | Path) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError  # noqa: PLC0415
 
     try:
-        return Path(snapshot_download(name, allow_patterns=_WANTED_FILES))
+        return Path(snapshot_download(name, allow_patterns=_OTHER_FILES + (_WEIGHT_FILES if weights else [])))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise ModelError(f"{name} is neither a folder nor a model that can be fetched: {error}") from error
 
@@ -64,18 +68,27 @@ def load_model(
     dtype: str = "auto",
     device: str = "cpu",
     attention: str = "auto",
+    load_format: str = "auto",
     progress: Progress | None = None,
     group: Group | None = None,
 ) -> CausalLM:
-    """Load a model. dtype: "auto" (as saved), or one of `DTYPES`. attention: "auto", "torch" or "cpp" (CPU). group: of
-    the rank whose part is to be loaded; None: the whole model.
+    """Load a model. dtype: "auto" (as saved), or one of `DTYPES`. attention: "auto", "torch" or "cpp" (CPU).
+    load_format: "auto", or "dummy" for random weights, of which no file is needed. group: of the rank whose part is to
+    be loaded; None: the whole model.
 
     Raises `ModelError` for anything that keeps the model from running.
     """
-    folder = resolve_folder(name_or_path)
+    if load_format not in LOAD_FORMATS:
+        raise ModelError(f"load_format must be one of {', '.join(LOAD_FORMATS)}; got {load_format!r}")
+    is_dummy = load_format == "dummy"
+    folder = resolve_folder(name_or_path, weights=not is_dummy)
     config = ModelConfig.from_folder(folder)
     torch_dtype, torch_device = _dtype(dtype, config), _device(device)
-    weights = FolderWeights(folder, config, torch_dtype, torch_device, progress)
+    weights: Weights = (
+        RandomWeights(0, torch_dtype, torch_device)
+        if is_dummy
+        else FolderWeights(folder, config, torch_dtype, torch_device, progress)
+    )
     ops, backend = _implementations(attention, torch_dtype, torch_device)
     return CausalLM(
         config, weights, ops=ops, attention=backend, dtype=torch_dtype, device=torch_device, group=group or Alone()
@@ -231,7 +244,8 @@ def _wanted(shape: tuple[int, ...], rows: range | None, columns: range | None) -
 class RandomWeights:
     """Tensors drawn when asked for, small enough that activations stay finite; the same seed, the same model.
 
-    What a tensor holds follows from the seed and its name, so that every rank has its part of the same model.
+    What a tensor holds follows from the seed, its name and the kind of device, which draws it: so every rank has its
+    part of the same model, and billions of weights take a GPU seconds.
     """
 
     def __init__(self, seed: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -241,8 +255,10 @@ class RandomWeights:
     def take(self, name: str, *shape: int, rows: range | None = None, columns: range | None = None) -> torch.Tensor:
         """See `Weights.take`; every name exists."""
         digest = hashlib.blake2b(f"{self._seed} {name}".encode(), digest_size=4).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
-        drawn = torch.randn(shape, generator=generator) * 0.02
+        generator = torch.Generator(self._device).manual_seed(int.from_bytes(digest, "little"))
+        # A GPU draws in the weights' own type: float32 would take twice the room of the largest tensor beside them.
+        drawn_as = torch.float32 if self._device.type == "cpu" else self._dtype
+        drawn = torch.randn(shape, generator=generator, device=self._device, dtype=drawn_as).mul_(0.02)
         if "norm" in name and name.endswith("weight"):
             drawn += 1
         if (wanted := _wanted(shape, rows, columns)) is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -16,8 +15,8 @@ from skipjoin.server.errors import bad_request, unavailable
 from skipjoin.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from skipjoin.server.responses import Detokenized, Load, ModelCard, ModelList, Tokens, encode
 from skipjoin.server.service import Phase, Service
+from skipjoin.version import VERSION
 
-VERSION = version("skipjoin")
 _BODIES: dict[str, type[BaseModel]] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,

@@ -12,8 +12,7 @@ from skipjoin.assembly import Engine
 from skipjoin.core.events import Event
 from skipjoin.core.request import Request
 from skipjoin.core.step import StepShape
-from skipjoin.exec.base import Handle
-from skipjoin.exec.sharded import RankError
+from skipjoin.exec.base import Handle, RankError
 from skipjoin.exec.worker import Sampling
 from skipjoin.sampling import ParameterError, SamplingParams
 

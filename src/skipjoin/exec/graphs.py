@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
+from itertools import takewhile
 from typing import Protocol
 
 import torch
@@ -62,7 +63,7 @@ class CudaRecorder:
 
 def ladder(most: int) -> list[int]:
     """Batch sizes to record, up to `most`: under a fifth of a batch is padding."""
-    return [*(size for size in _sizes() if size < most), most]
+    return [*takewhile(lambda size: size < most, _sizes()), most]
 
 
 def _sizes() -> Iterator[int]:

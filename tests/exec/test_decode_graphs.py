@@ -1,0 +1,132 @@
+"""Decode steps in frames of fixed tensors, as graphs replay them: the same tokens as without. What is recorded here is
+called again; on a card it is a CUDA graph."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from engines import CONFIGS, SwapAll, engine, make_store, mixed_requests, run, tiny_model
+
+from skipjoin.exec.graphs import DecodeGraphs, Run, ladder
+from skipjoin.exec.local import LocalExecutor
+from skipjoin.model.batch import Frame, PackedBatch, Segment
+from skipjoin.model.loader import random_model
+
+pytest.importorskip("triton")
+
+from skipjoin.model.attention.triton_backend import TritonAttention
+from skipjoin.model.kernels.paged import INTERPRETED
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="Triton is not interpreted")
+
+
+class Again:
+    """Records by keeping the function. Results lie in one tensor per function, and in all others there is NaN once
+    another function has run, as where graphs share memory."""
+
+    def __init__(self) -> None:
+        self.results: list[torch.Tensor] = []
+        self.replays = 0
+
+    def record(self, run: Run) -> Run:
+        result = run().clone()
+        self.results.append(result)
+
+        def again() -> torch.Tensor:
+            self.replays += 1
+            for other in self.results:
+                other.fill_(torch.nan)
+            return result.copy_(run())
+
+        return again
+
+
+def interpreted(family: str):
+    """A tiny model whose attention knows padding."""
+    model = copy.copy(tiny_model(family))
+    model.attention = TritonAttention()
+    return model
+
+
+@pytest.mark.parametrize(("family", "depth"), [("qwen3", 2)])
+def test_same_tokens_as_kernel_by_kernel(family: str, depth: int) -> None:
+    plain, graphed = mixed_requests()[:4], mixed_requests()[:4]
+    core, executor = engine(tiny_model(family), SwapAll(), device_blocks=15, host_blocks=40, seats=3, depth=depth)
+    run(core, executor, plain)
+    model, recorder = interpreted(family), Again()
+    core, _ = engine(model, SwapAll(), device_blocks=15, host_blocks=40, seats=3, depth=depth)
+    store = make_store(model, 15, 40)
+    graphs = DecodeGraphs(model, store.device, recorder, sizes=[1, 3], longest=64)
+    run(core, LocalExecutor(model, store, graphs=graphs), graphed)
+    assert [request.output for request in graphed] == [request.output for request in plain]
+    assert recorder.replays > 10
+
+
+def test_padding_writes_nothing_and_only_its_own_rows_differ() -> None:
+    model = random_model(CONFIGS["llama"], seed=5)
+    model.attention = TritonAttention()
+    store = make_store(model, 6)
+    store.device.tensor.normal_()
+    graphs = DecodeGraphs(model, store.device, Again(), sizes=[4], longest=12)
+    segments = [Segment([3], 5, [4, 1]), Segment([], 2, [3], awaits=1)]
+    before = store.device.tensor.clone()
+    batch, logits = graphs.run(segments, torch.tensor([50, 60]))
+    known = [segments[0], Segment([60], 2, [3])]
+    changed = (store.device.tensor != before).flatten(1).any(1)
+    assert changed.tolist() == [False, True, False, True, False, False]
+    assert len(logits) == 2
+    assert batch.token_ids[:2].tolist() == [3, 60]
+    store.device.tensor.copy_(before)
+    alone = model.forward(PackedBatch.build(known, 4), store.device)
+    torch.testing.assert_close(logits, alone, rtol=1e-4, atol=1e-5)
+
+
+def test_what_fits() -> None:
+    model = random_model(CONFIGS["llama"], seed=5)
+    model.attention = TritonAttention()
+    graphs = DecodeGraphs(model, make_store(model, 6).device, Again(), sizes=[1, 2], longest=11)
+    one = Segment([1], 4, [0, 1])
+    assert graphs.fits([one, one], None)
+    assert graphs.fits([one], torch.tensor([1, 2]))
+    assert not graphs.fits([one], torch.tensor([1, 2, 3]))
+    for other in (
+        Segment([1, 2], 4, [0, 1]),
+        Segment([1], 4, [0, 1], awaits=0),
+        Segment([1], 4, [0, 1], sample=False),
+        Segment([1], 4, [0, 1, 2, 3]),
+        Segment([1], 4, [0, 1], offset=1),
+        Segment([1], 4, [0, 1], reverse=True),
+    ):
+        assert not graphs.fits([one, other], None), other
+    assert not graphs.fits([one] * 3, None)
+
+
+def test_a_frame_refuses_what_it_does_not_hold() -> None:
+    frame = Frame(2, 2, torch.device("cpu"))
+    with pytest.raises(ValueError, match="holds 2 decodes with tables of 2 blocks"):
+        PackedBatch.build([Segment([1, 2], 0, [0])], 4, frame=frame)
+
+
+def test_batches_in_one_frame_are_the_same_tensors() -> None:
+    frame = Frame(3, 4, torch.device("cpu"))
+    first = PackedBatch.build([Segment([7], 5, [3, 2]), Segment([8], 0, [1])], 4, frame=frame)
+    second = PackedBatch.build([Segment([], 9, [6, 5, 4], awaits=2)], 4, frame=frame)
+    assert first.slots.data_ptr() == second.slots.data_ptr()
+    assert second.slots.tolist() == first.slots.tolist() == [17, -1, -1]
+    assert second.context_lens.tolist() == [10, 0, 0]
+    assert second.query_start.tolist() == [0, 1, 2, 3]
+    assert second.block_tables.tolist() == [[6, 5, 4, 0], [0] * 4, [0] * 4]
+    second.fill_in(torch.tensor([11, 12, 13]))
+    assert second.token_ids.tolist() == [13, 0, 0]
+
+
+@pytest.mark.parametrize("most", [1, 2, 5, 8, 13, 128, 200, 256, 1024])
+def test_ladder(most: int) -> None:
+    sizes = ladder(most)
+    assert sizes == sorted(set(sizes))
+    assert sizes[-1] == most
+    for batch in range(1, most + 1):
+        size = next(size for size in sizes if size >= batch)
+        assert (size - batch) / size < 0.2, (batch, size)

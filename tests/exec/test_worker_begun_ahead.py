@@ -1,0 +1,138 @@
+"""A plan that begins before the one before it is finished, and steps that are more than the device's memory holds."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+
+import pytest
+import torch
+from engines import SwapAll, make_core, make_store, mixed_requests, run, tiny_model
+
+from skipjoin.core.events import Event, Finished, Token
+from skipjoin.core.request import FinishReason, Request
+from skipjoin.core.step import Slice, StepPlan, StepResult
+from skipjoin.exec.worker import Begun, Sampling, Worker
+from skipjoin.model.batch import PackedBatch
+from skipjoin.model.causal_lm import CausalLM
+from skipjoin.model.kv_cache import PagedKV
+from skipjoin.model.parallel import Shard
+from skipjoin.sampling import SamplingParams
+
+
+class Ahead:
+    """Begins every plan at once, and finishes it when its result is asked for: as on a device, where nothing is read
+    before it must be."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+        self.most_begun = 0
+        self._begun: deque[Begun] = deque()
+
+    def submit(self, plan: StepPlan, now: float) -> Ahead:
+        self._begun.append(self.worker.begin(plan))
+        self.most_begun = max(self.most_begun, len(self._begun))
+        return self
+
+    def done(self) -> bool:
+        return self.worker.is_done(self._begun[0])
+
+    def result(self) -> StepResult:
+        return self.worker.finish(self._begun.popleft())
+
+    def close(self) -> None:
+        self.worker.close()
+
+
+def ahead(model: CausalLM, requests: list[Request], *, depth: int, **options: int) -> tuple[list[Event], int]:
+    """Run the requests: what happened, and the most plans that were under way."""
+    store = make_store(model, 12, 40)
+    executor = Ahead(Worker(model, store))
+    core = make_core(SwapAll(), device_blocks=12, host_blocks=40, seats=3, depth=depth, overlap=True, **options)
+    return run(core, executor, requests), executor.most_begun
+
+
+def test_same_tokens_however_far_ahead() -> None:
+    one, other = mixed_requests(), mixed_requests()
+    ahead(tiny_model("llama"), one, depth=1, chunk=6)
+    _, most_begun = ahead(tiny_model("llama"), other, depth=2, chunk=6)
+    assert most_begun == 2
+    assert [request.output for request in other] == [request.output for request in one]
+
+
+def test_scores_arrive_with_the_step_that_they_are_of() -> None:
+    def asked() -> list[Request]:
+        sampling = Sampling(SamplingParams(temperature=0, logprobs=2, prompt_logprobs=1), 3, ())
+        return [Request(i, 0.0, [5 * i + 1] * (9 + i), 6, sampling=sampling) for i in range(3)]
+
+    details = []
+    for depth in (1, 2):
+        requests = asked()
+        events, _ = ahead(tiny_model("llama"), requests, depth=depth, chunk=5)
+        details.append([(e.request.id, e.token, e.detail) for e in events if isinstance(e, Token)])
+    by_request = [sorted(each, key=lambda item: item[0]) for each in details]
+    assert by_request[0] == by_request[1]
+    assert all(len(detail.prompt) == 9 + number for number, _, detail in by_request[1][::6])
+
+
+class Narrow(CausalLM):
+    """A model whose device runs out of memory beyond so many tokens per step."""
+
+    room: int
+
+    def forward(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
+        if batch.num_tokens > self.room:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return super().forward(batch, kv)
+
+
+def narrow(room: int) -> CausalLM:
+    model = copy.copy(tiny_model("llama"))
+    model.__class__ = Narrow
+    model.room = room  # type: ignore[attr-defined]
+    return model
+
+
+def greedy(number: int, prompt: int, output: int) -> Request:
+    return Request(number, 0.0, [number + 1] * prompt, output, sampling=Sampling(SamplingParams(temperature=0), 0, ()))
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_out_of_memory_costs_the_largest_request_only(depth: int, caplog: pytest.LogCaptureFixture) -> None:
+    lengths = [(4, 7), (20, 5), (5, 6)]
+    alone = [greedy(i, *size) for i, size in enumerate(lengths)]
+    ahead(tiny_model("llama"), alone, depth=1)
+    together = [greedy(i, *size) for i, size in enumerate(lengths)]
+    events, _ = ahead(narrow(16), together, depth=depth)
+    assert [request.output for request in together] == [alone[0].output, [], alone[2].output]
+    (failed,) = [e for e in events if isinstance(e, Finished) and e.reason is FinishReason.ERROR]
+    assert failed.request is together[1]
+    assert "out of memory in a step with 20 tokens of this request; a lower --max-num-batched-tokens" in failed.detail
+    assert "request 1 is given up" in caplog.text
+
+
+def test_a_request_that_was_given_up_takes_its_next_slice_with_it() -> None:
+    """Decoding, with the next token already planned for."""
+    requests = [greedy(i, 3, 9) for i in range(3)]
+    model = narrow(2)
+    events, _ = ahead(model, requests, depth=2)
+    failed = [e.request for e in events if isinstance(e, Finished) and e.reason is FinishReason.ERROR]
+    assert failed == requests  # no prompt of three tokens fits
+    requests = [greedy(i, 1, 9) for i in range(3)]
+    expected = [greedy(i, 1, 9) for i in range(3)]
+    ahead(tiny_model("llama"), expected, depth=1)
+    events, _ = ahead(narrow(2), requests, depth=2)
+    failed = [e.request for e in events if isinstance(e, Finished) and e.reason is FinishReason.ERROR]
+    assert len(failed) == 1
+    assert [r.output for r in requests if r not in failed] == [
+        r.output for r, own in zip(expected, requests, strict=True) if own not in failed
+    ]
+
+
+def test_with_other_ranks_it_is_their_failure_too() -> None:
+    model = narrow(2)
+    store = make_store(model, 4)
+    model.shard = Shard.of_rank(0, 2, 1)
+    plan = StepPlan(0, (Slice(greedy(0, 5, 1), 0, 5, True, False, (0, 1)),))
+    with pytest.raises(torch.OutOfMemoryError):
+        Worker(model, store).run(plan)

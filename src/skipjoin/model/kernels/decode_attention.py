@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from skipjoin.model.batch import PackedBatch
-from skipjoin.model.kernels.paged import INTERPRETED, load_rows, padded, token_rows
+from skipjoin.model.kernels.paged import INTERPRETED, load_rows, padded, token_blocks, token_rows
 
 # Below every score, and finite: the distance of two of them is zero and not NaN.
 _LOWEST = tl.constexpr(-1.0e30)
@@ -98,12 +98,16 @@ def _decode(
         top = tl.full((BLOCK_N,), _LOWEST, tl.float32)
         total = tl.zeros((BLOCK_N,), tl.float32)
         acc = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    last = offset + tl.maximum(end - 1, 0)
+    blocks = token_blocks(table, offset + begin + tokens, last, BLOCK_SIZE)
     for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
         position = start + tokens
         seen = position < end
-        rows = token_rows(table, offset + position, seen, block_stride, step, BLOCK_SIZE, True)
-        k = load_rows(keys, rows, seen, columns, DIM, BLOCK_D, True)
-        v = load_rows(values, rows, seen, columns, DIM, BLOCK_D, True)
+        rows = token_rows(blocks, offset + position, last, block_stride, step, BLOCK_SIZE)
+        k = load_rows(keys, rows, columns, DIM, BLOCK_D)
+        v = load_rows(values, rows, columns, DIM, BLOCK_D)
+        # One tile ahead: keys and values wait for their own loads only.
+        blocks = token_blocks(table, offset + position + BLOCK_N, last, BLOCK_SIZE)
         if DOT:
             if UPCAST:
                 k = k.to(tl.float32)

@@ -79,12 +79,13 @@ def _kv_write(
             kept = own & (rest < DIM)
             tl.store(keys + to + rest, tl.load(source + rest, mask=kept), mask=kept)
     elif PAIRS > 0:
-        head = ((tile - kv_tiles) * TILE + heads)[:, None]
-        seen = (head < HEADS) & (pairs < PAIRS)[None, :]
-        source = query + token * query_token + head * query_head + pairs[None, :]
-        first, second = _rotated(source, seen, cos, sin, PAIRS)
-        tl.store(source, first.to(query.dtype.element_ty), mask=seen)
-        tl.store(source + PAIRS, second.to(query.dtype.element_ty), mask=seen)
+        # Names of its own: one name has one type in both branches.
+        asking = ((tile - kv_tiles) * TILE + heads)[:, None]
+        turning = (asking < HEADS) & (pairs < PAIRS)[None, :]
+        place = query + token * query_token + asking * query_head + pairs[None, :]
+        low, high = _rotated(place, turning, cos, sin, PAIRS)
+        tl.store(place, low.to(query.dtype.element_ty), mask=turning)
+        tl.store(place + PAIRS, high.to(query.dtype.element_ty), mask=turning)
 
 
 def kv_write(

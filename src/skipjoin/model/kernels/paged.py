@@ -15,25 +15,27 @@ def padded(size: int, least: int = 16) -> int:
 
 
 @triton.jit
-def token_rows(table, index, seen, block_stride, slot_step, BLOCK_SIZE: tl.constexpr, MASKED: tl.constexpr):
-    """Element offsets of tokens at logical places `index` of one sequence; if MASKED, only where `seen`.
+def token_blocks(table, index, last, BLOCK_SIZE: tl.constexpr):
+    """Blocks of the tokens at logical places `index` of one sequence, int32; those after `last` get its block."""
+    return tl.load(table + tl.minimum(index, last) // BLOCK_SIZE).to(tl.int32)
+
+
+@triton.jit
+def token_rows(blocks, index, last, block_stride, slot_step, BLOCK_SIZE: tl.constexpr):
+    """Element offsets of tokens in a layer's cache. Those after `last` get its row, which holds finite values: no load
+    needs a mask for them.
 
     slot_step: elements from a slot to the next in the sequence's direction; the caller's base pointer is at the slot
     where a block begins in that direction.
     """
-    if MASKED:
-        block = tl.load(table + index // BLOCK_SIZE, mask=seen, other=0)
-    else:
-        block = tl.load(table + index // BLOCK_SIZE)
-    return block * block_stride + (index % BLOCK_SIZE) * slot_step
+    slot = tl.minimum(index, last) % BLOCK_SIZE
+    return blocks.to(tl.int64) * block_stride + slot * slot_step
 
 
 @triton.jit
-def load_rows(base, rows, seen, columns, DIM: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr):
-    """[len(rows), BLOCK_D] values; zeros beyond DIM and, if MASKED, where not `seen`."""
+def load_rows(base, rows, columns, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """[len(rows), BLOCK_D] values; zeros beyond DIM."""
     pointers = base + rows[:, None] + columns[None, :]
-    if MASKED:
-        return tl.load(pointers, mask=seen[:, None] & (columns < DIM)[None, :], other=0.0)
     if BLOCK_D > DIM:
         return tl.load(pointers, mask=(columns < DIM)[None, :], other=0.0)
     return tl.load(pointers)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from skipjoin.model.batch import PackedBatch
-from skipjoin.model.kernels.paged import INTERPRETED, load_rows, padded, token_rows
+from skipjoin.model.kernels.paged import INTERPRETED, load_rows, padded, token_blocks, token_rows
 
 _LOWEST = tl.constexpr(-1.0e30)
 _LOG2E = 1.4426950408889634
@@ -44,11 +44,15 @@ def _tiles(
     """The softmax carried on over keys [low, high). MASKED: not every row sees all of them. own: [rows] positions."""
     tokens = tl.arange(0, BLOCK_N)
     columns = tl.arange(0, BLOCK_D)
+    last = offset + tl.maximum(context - 1, 0)
+    blocks = token_blocks(table, offset + low + tokens, last, BLOCK_SIZE)
     for start in range(low, high, BLOCK_N):
         position = start + tokens
-        seen = position < context
-        rows = token_rows(table, offset + position, seen, block_stride, step, BLOCK_SIZE, MASKED)
-        k = load_rows(keys, rows, seen, columns, DIM, BLOCK_D, MASKED)
+        rows = token_rows(blocks, offset + position, last, block_stride, step, BLOCK_SIZE)
+        k = load_rows(keys, rows, columns, DIM, BLOCK_D)
+        v = load_rows(values, rows, columns, DIM, BLOCK_D)
+        # One tile ahead: keys and values wait for their own loads only.
+        blocks = token_blocks(table, offset + position + BLOCK_N, last, BLOCK_SIZE)
         k = k.to(tl.float32) if UPCAST else k
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if MASKED:
@@ -62,7 +66,6 @@ def _tiles(
         shrink = tl.exp2(top - higher)
         total = total * shrink + tl.sum(weights, 1)
         acc = acc * shrink[:, None]
-        v = load_rows(values, rows, seen, columns, DIM, BLOCK_D, MASKED)
         v = v.to(tl.float32) if UPCAST else v
         acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
         top = higher
@@ -156,7 +159,7 @@ def prefill_configs(group: int, dim: int, itemsize: int, rows: int) -> list[dict
     elif rows <= 64:
         sizes = [(64, 64, 4, 3), (64, 128, 4, 2), (64, 32, 4, 4)]
     else:
-        sizes = [(128, 64, 8, 3), (128, 128, 8, 2), (128, 64, 4, 3), (64, 64, 4, 3)]
+        sizes = [(128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 3)]
     # A tile has at least one token, with the whole group.
     return [{"BLOCK_M": padded(group, m), "BLOCK_N": n, "num_warps": w, "num_stages": s} for m, n, w, s in sizes]
 

@@ -1,0 +1,143 @@
+"""Compiles the attention kernels for a card that need not be there, with the arguments that the back end gives them.
+
+python compile_kernels.py CAPABILITY DTYPE [SHAPE ...]: prints a line per kernel. In a process without TRITON_INTERPRET.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from skipjoin.model.batch import PackedBatch, Segment
+from skipjoin.model.kernels import decode_attention, kv_write, prefill_attention
+from skipjoin.model.kernels.decode_attention import decode_configs
+from skipjoin.model.kernels.prefill_attention import prefill_configs
+
+# heads, kv_heads, head_dim, rotary_dim
+SHAPES = {"llama-8b": (32, 8, 128, 128), "opt-13b": (40, 40, 128, 0), "neox": (12, 12, 64, 16), "wide": (16, 8, 256, 256)}
+_TYPES = {
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.int64: "*i64",
+}
+BLOCK_SIZE = 16
+
+
+class Recorder:
+    """Stands in for a kernel and keeps what it is called with."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel, self.calls = kernel, []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *args, **kwargs: self.calls.append((args, kwargs))
+
+    def compile(self, capability: int) -> Any:
+        (args, kwargs), self.calls = self.calls[0], []
+        names = self.kernel.arg_names
+        values = dict(zip(names, args, strict=False)) | {k: v for k, v in kwargs.items() if k in names}
+        options = {k: v for k, v in kwargs.items() if k not in names}
+        signature, constants, attributes = {}, {}, {}
+        for i, (parameter, name) in enumerate(zip(self.kernel.params, names, strict=True)):
+            value = values[name]
+            if parameter.is_constexpr:
+                signature[name], constants[name] = "constexpr", value
+                continue
+            tensor = isinstance(value, torch.Tensor)
+            signature[name] = _TYPES[value.dtype] if tensor else "fp32" if isinstance(value, float) else "i32"
+            if tensor or (isinstance(value, int) and value % 16 == 0):
+                attributes[(i,)] = [["tt.divisibility", 16]]
+        source = ASTSource(self.kernel, signature, constants, attributes)
+        return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def recorded() -> dict[str, Recorder]:
+    found = {}
+    for module, name in (
+        (kv_write, "_kv_write"),
+        (decode_attention, "_decode"),
+        (decode_attention, "_reduce"),
+        (prefill_attention, "_prefill"),
+    ):
+        kernel = getattr(module, name)
+        found[name] = Recorder(kernel.kernel if isinstance(kernel, Recorder) else kernel)
+        setattr(module, name, found[name])
+    return found
+
+
+def compiled(capability: int, dtype: torch.dtype, shape: str, every: bool) -> Iterator[tuple[str, dict, Any]]:
+    """(kernel, config, what the compiler made) for the first or for every config."""
+    heads, kv_heads, dim, rotary = SHAPES[shape]
+    kernels, group, itemsize = recorded(), heads // kv_heads, dtype.itemsize
+    segments = [Segment([0] * 16, 0, list(range(16))), Segment([0], 40, list(range(16)))]
+    batch = PackedBatch.build(segments, BLOCK_SIZE)
+    cache = torch.empty((32, 4, 2, kv_heads, BLOCK_SIZE, dim), dtype=dtype)
+    keys, values = cache[:, 0, 0].transpose(1, 2), cache[:, 0, 1].transpose(1, 2)
+    qkv = torch.empty((17, heads + 2 * kv_heads, dim), dtype=dtype)
+    query, key, value = qkv.split([heads, kv_heads, kv_heads], dim=1)
+    out, options = torch.empty((17, heads, dim), dtype=dtype), {"scale": 0.1, "window": 0}
+    cos_sin = torch.empty((32, rotary)) if rotary else None
+    kv_write.kv_write(query, key, value, keys, values, batch.slots, batch.positions, cos_sin)
+    yield "kv_write", {}, kernels["_kv_write"].compile(capability)
+    for config in decode_configs(group, dim, itemsize)[: None if every else 1]:
+        for splits in (1, 8) if config["BLOCK_N"] else ():
+            decode_attention.decode_attention(
+                out, query, keys, values, batch, splits=splits, config=config, **options
+            )
+            if splits == 1 or not every:
+                yield f"decode/{splits}", config, kernels["_decode"].compile(capability)
+            kernels["_decode"].calls.clear()
+    yield "reduce", {}, kernels["_reduce"].compile(capability)
+    tiles = torch.zeros((4, 2), dtype=torch.int64)
+    for config in prefill_configs(group, dim, itemsize, 4096)[: None if every else 1]:
+        prefill_attention.prefill_attention(out, query, keys, values, batch, tiles, config=config, **options)
+        yield "prefill", config, kernels["_prefill"].compile(capability)
+
+
+def describe(kernel: Any, capability: int) -> str:
+    """Registers and spills as the assembler tells them, shared memory, and the widths of loads in the machine code."""
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    scratch = Path("/tmp") / f"kernel-{kernel.hash[:12]}"
+    scratch.with_suffix(".ptx").write_text(kernel.asm["ptx"], encoding="utf-8")
+    scratch.with_suffix(".cubin").write_bytes(kernel.asm["cubin"])
+    arch = f"sm_{capability}" + ("a" if capability >= 90 else "")
+    # Which of the wheel's assemblers knows this version of PTX differs between releases.
+    newest = tools / "ptxas-blackwell"
+    asm = [str(newest if newest.exists() else tools / "ptxas"), "-v", f"-arch={arch}", str(scratch.with_suffix(".ptx")), "-o", "/dev/null"]
+    said = subprocess.run(asm, capture_output=True, text=True, check=True).stderr
+    dump = [str(tools / "cuobjdump"), "-sass", str(scratch.with_suffix(".cubin"))]
+    sass = subprocess.run(dump, capture_output=True, text=True, check=True).stdout
+    count = Counter(re.findall(r"\b((?:LDG|STG|LDL|STL|LDGSTS|HMMA|HGMMA|LDSM|LDS|STS|BAR|SHFL|FFMA|MUFU)\S*)", sass))
+    loads = {}
+    for name, n in count.items():
+        width = next((w for w in ("128", "64") if w in name.split(".")), "")
+        family = name.split(".")[0] + ("." + width if width else "")
+        loads[family] = loads.get(family, 0) + n
+    registers = re.search(r"Used (\d+) registers", said).group(1)
+    spills = re.search(r"(\d+) bytes spill stores", said).group(1)
+    shared = kernel.metadata.shared
+    return f"registers {registers} spilled {spills} shared {shared} " + " ".join(f"{k}:{v}" for k, v in sorted(loads.items()))
+
+
+def main() -> None:
+    capability, dtype = int(sys.argv[1]), getattr(torch, sys.argv[2])
+    every = "--every" in sys.argv
+    for shape in [a for a in sys.argv[3:] if not a.startswith("--")] or SHAPES:
+        for name, config, kernel in compiled(capability, dtype, shape, every):
+            sizes = " ".join(f"{k}={v}" for k, v in config.items())
+            print(f"{shape} {name} {sizes}: {describe(kernel, capability)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -82,16 +82,13 @@ def _usual(part: Part, room: Room) -> int:
 
 def _host_room(part: Part, room: Room, device_blocks: int) -> int:
     """Most bytes of a rank's host pool."""
-    if part.device_kind == "cuda":
-        # torch rounds page-locked memory up to a power of two, and all of it is taken at once.
-        left = max(0, room.ram - _SWAP_SPARE)
-        return 1 << (left.bit_length() - 1) if left else 0
-    # The device pool lies in RAM too, and takes none of it until blocks are used.
-    return max(0, room.ram - device_blocks * part.block_bytes - _SWAP_SPARE)
+    # A CPU's device pool lies in RAM too, and takes none of it until blocks are used.
+    taken = 0 if part.device_kind == "cuda" else device_blocks * part.block_bytes
+    return max(0, room.ram - taken - _SWAP_SPARE)
 
 
 def _have(part: Part, room: Room, device_blocks: int, ranks: int) -> str:
     have = f"{'the machine has' if ranks == 1 else 'a rank can have'} {room.ram / _GIB:.1f} GiB free"
     if part.device_kind == "cuda":
-        return f"{have}, and page-locked memory comes in powers of two"
+        return have
     return f"{have}, {device_blocks * part.block_bytes / _GIB:.4g} of them for the KV pool"

@@ -11,7 +11,7 @@ from engines import BLOCK_SIZE, CONFIGS, make_store, tiny_model
 
 from skipjoin.config import ConfigError, EngineConfig
 from skipjoin.exec import memory, part
-from skipjoin.exec.memory import LargestStep, largest_steps, measure_peak, peak_of, ran_out
+from skipjoin.exec.memory import LargestStep, largest_steps, measure_peak, peak_of
 from skipjoin.exec.part import Part, Room, room_of
 from skipjoin.exec.worker import Worker
 from skipjoin.model.causal_lm import CausalLM
@@ -128,7 +128,7 @@ def test_a_step_that_does_not_fit_names_the_settings(monkeypatch: pytest.MonkeyP
         def run(self, plan: Any) -> Any:
             card.use(0, cached=5 * GIB)
             if gives_up:
-                return SimpleNamespace(given_up={1: ran_out(7)})
+                return SimpleNamespace(given_up={1: "no memory"})
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate ...")
 
     monkeypatch.setattr(memory, "Worker", Full)
@@ -177,12 +177,6 @@ def test_a_pool_that_was_asked_for_is_what_the_text_is_about() -> None:
         config = EngineConfig(kv_cache_gib=0.01)
         with pytest.raises(ConfigError, match=r"set kv_cache_gib to at least 0\.5, or max_model_len to at most 80"):
             device_blocks(config, [parts(1, kind)], [Room(GIB, GIB)], 4096)
-
-
-def test_who_is_given_up_is_told_what_helps() -> None:
-    assert ran_out(1).startswith("the step ran out of GPU memory with 1 token of this request; lower")
-    assert "300 tokens" in ran_out(300)
-    assert "--max-num-batched-tokens or --gpu-memory-utilization" in ran_out(300)
 
 
 # -- on a card ------------------------------------------------------------------------------------------------------

@@ -27,15 +27,6 @@ _DECODE_CONTEXT = 1024
 _GREEDIEST = SamplingParams(temperature=1.0, top_p=0.95, repetition_penalty=1.1, presence_penalty=0.1, logprobs=1)
 
 
-def ran_out(tokens: int) -> str:
-    """What a request is told whose slice of so many tokens was given up for want of memory on the device."""
-    what = "1 token" if tokens == 1 else f"{tokens} tokens"
-    return (
-        f"the step ran out of GPU memory with {what} of this request; "
-        "lower --max-num-batched-tokens or --gpu-memory-utilization"
-    )
-
-
 class LargestStep(NamedTuple):
     """What a step has at most. positions: tokens of one request, prompt and output."""
 

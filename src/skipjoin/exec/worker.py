@@ -10,9 +10,9 @@ from weakref import WeakKeyDictionary
 import torch
 
 from skipjoin.core.request import Request
-from skipjoin.core.step import PAUSE_S, Direction, Move, Slice, StageTime, StepPlan, StepResult
+from skipjoin.core.step import PAUSE_S, Move, Slice, StageTime, StepPlan, StepResult
 from skipjoin.exec.kv_store import KVStore
-from skipjoin.exec.transfer import Copier, Ended, copier_for, log_failure
+from skipjoin.exec.transfer import Copier, Ended, copier_for
 from skipjoin.model.batch import PackedBatch, Segment
 from skipjoin.model.causal_lm import CausalLM
 from skipjoin.model.sampler import Sampled, Sampler, SampleRow, prompt_logprobs
@@ -86,20 +86,8 @@ class Worker:
             self._copier.close()
 
     def _move(self, moves: Sequence[Move]) -> Ended:
-        """Carry out moves, those out first: the others may go where they leave. One that fails costs its own request
-        only."""
-        ended = Ended([], [])
-        for move in sorted(moves, key=lambda move: move.direction is Direction.IN):
-            try:
-                self.store.copy(move)
-            except Exception as error:
-                log_failure(move, error)
-                ended.failed.append(move)
-            else:
-                ended.landed.append(move)
-        if moves and self.model.device.type == "cuda":
-            torch.cuda.current_stream(self.model.device).synchronize()
-        return ended
+        """Carry out moves that the step waits for."""
+        return self._copier.run_before(moves) if self._copier is not None else Ended([], [])
 
     def _compute(self, slices: Sequence[Slice], tokens: list[int | None], details: dict[int, object]) -> None:
         """Run the slices; fill in the sampled tokens and their details."""

@@ -230,15 +230,15 @@ def test_the_refusal_of_a_host_pool_names_a_size_that_works(start: Callable[...,
         start(1, kv_cache_gib=0.7, swap_space_gib=0.5)
 
 
-def test_page_locked_memory_comes_in_powers_of_two(llm: LLM) -> None:
+def test_page_locked_memory_leaves_a_gib_of_ram(llm: LLM) -> None:
     parts = [llm.engine.executor.parts[0]._replace(device_kind="cuda")]
 
     def blocks(gib: float | None) -> int:
-        return pools.host_blocks(EngineConfig(swap_space_gib=gib), parts, [part.Room(0, 100 * GIB)], 1)
+        return pools.host_blocks(EngineConfig(swap_space_gib=gib), parts, [part.Room(0, 100 * GIB)], 10**9)
 
-    assert [blocks(gib) for gib in (None, 64)] == [4 * GIB // BLOCK_BYTES, 64 * GIB // BLOCK_BYTES]
-    with pytest.raises(ConfigError, match=r"at most 64 \(.*powers of two\), got 70"):
-        blocks(70)
+    assert [blocks(gib) for gib in (None, 99)] == [4 * GIB // BLOCK_BYTES, 99 * GIB // BLOCK_BYTES]
+    with pytest.raises(ConfigError, match=r"at most 99 \(the machine has 100.0 GiB free\), got 99.5"):
+        blocks(99.5)
 
 
 def test_a_host_pool_takes_no_memory_before_it_is_used() -> None:

@@ -24,9 +24,10 @@ from skipjoin.core.request import Request
 from skipjoin.core.scheduler import Scheduler
 from skipjoin.exec.base import RankError
 from skipjoin.exec.cases import Limits
-from skipjoin.exec.graphs import record_graphs
+from skipjoin.exec.graphs import GRAPH_BYTES, ladder, record_graphs
 from skipjoin.exec.guess import guess_cost
 from skipjoin.exec.local import LocalExecutor
+from skipjoin.exec.memory import LargestStep, measure_peak
 from skipjoin.exec.part import ModelExecutor, Part, Room, make_store, part_of, room_of
 from skipjoin.exec.profiler import FIRST_START, Effort, measure_profile, profile_key
 from skipjoin.exec.worker import Sampling
@@ -240,14 +241,16 @@ def _load_here(config: EngineConfig, folder: Path, max_len: int, on_progress: Pr
         load_format=config.load_format,
         progress=lambda done, total: on_progress("loading weights", done / total),
     )
+    largest = LargestStep(config.max_num_batched_tokens, config.max_num_seqs, max_len)
+    peak = measure_peak(model, largest, config.block_size)
+    # Graphs need attention whose grids follow from shapes alone.
+    sizes = ladder(config.max_num_seqs) if model.attention.name == "triton" and not config.enforce_eager else []
+    room = room_of(model, config.gpu_memory_utilization, peak=peak, graph_bytes=len(sizes) * GRAPH_BYTES)
     parts = (part_of(model, config.block_size, torch.get_num_threads()),)
-    blocks, host_blocks = _pools(config, parts, (room_of(model, config.gpu_memory_utilization),), max_len)
+    blocks, host_blocks = _pools(config, parts, (room,), max_len)
     store = make_store(model, blocks, host_blocks, config.block_size)
-    graphs = None
-    if model.attention.name == "triton" and not config.enforce_eager:
-        graphs = record_graphs(
-            model, store.device, config.max_num_seqs, max_len, partial(on_progress, "recording decode steps")
-        )
+    on_record = partial(on_progress, "recording decode steps")
+    graphs = record_graphs(model, store.device, sizes, max_len, on_record) if sizes else None
     return LocalExecutor(model, store, threads=config.threads, graphs=graphs)
 
 

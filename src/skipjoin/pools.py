@@ -29,11 +29,25 @@ def device_blocks(config: EngineConfig, parts: Sequence[Part], rooms: Sequence[R
         blocks = min(found, one_request * config.max_num_seqs)
     if blocks < one_request:
         need = one_request * block_bytes / _GIB
+        helps = f"set kv_cache_gib to at least {need:.4g}"
+        if config.kv_cache_gib is None and parts[0].device_kind == "cuda":
+            helps = _what_is_left(config, parts, rooms, need)
+        shorter = f", or max_model_len to at most {blocks * config.block_size}" if blocks else ""
         raise ConfigError(
-            f"the KV pool of {blocks} blocks is too small for one request of {max_len} tokens: "
-            f"set kv_cache_gib to at least {need:.4g}, or max_model_len to at most {blocks * config.block_size}"
+            f"the KV pool of {blocks} blocks is too small for one request of {max_len} tokens: {helps}{shorter}"
         )
     return blocks
+
+
+def _what_is_left(config: EngineConfig, parts: Sequence[Part], rooms: Sequence[Room], need: float) -> str:
+    """Why the GPU with the least room has no more, and what helps. need: GiB of the smallest pool, of all ranks."""
+    part, room = min(zip(parts, rooms, strict=True), key=lambda pair: pair[1].device // pair[0].block_bytes)
+    need *= part.block_bytes / sum(part.block_bytes for part in parts)
+    return (
+        f"gpu_memory_utilization {config.gpu_memory_utilization:g} leaves {room.device / _GIB:.3g} GiB beside weights "
+        f"of {part.weight_bytes / _GIB:.3g} GiB, activations of {room.steps / _GIB:.3g} GiB and what others use, and "
+        f"{need:.3g} GiB are needed; set gpu_memory_utilization higher, or max_num_batched_tokens or max_num_seqs lower"
+    )
 
 
 def host_blocks(config: EngineConfig, parts: Sequence[Part], rooms: Sequence[Room], device_blocks: int) -> int:
@@ -68,16 +82,13 @@ def _usual(part: Part, room: Room) -> int:
 
 def _host_room(part: Part, room: Room, device_blocks: int) -> int:
     """Most bytes of a rank's host pool."""
-    if part.device_kind == "cuda":
-        # torch rounds page-locked memory up to a power of two, and all of it is taken at once.
-        left = max(0, room.ram - _SWAP_SPARE)
-        return 1 << (left.bit_length() - 1) if left else 0
-    # The device pool lies in RAM too, and takes none of it until blocks are used.
-    return max(0, room.ram - device_blocks * part.block_bytes - _SWAP_SPARE)
+    # A CPU's device pool lies in RAM too, and takes none of it until blocks are used.
+    taken = 0 if part.device_kind == "cuda" else device_blocks * part.block_bytes
+    return max(0, room.ram - taken - _SWAP_SPARE)
 
 
 def _have(part: Part, room: Room, device_blocks: int, ranks: int) -> str:
     have = f"{'the machine has' if ranks == 1 else 'a rank can have'} {room.ram / _GIB:.1f} GiB free"
     if part.device_kind == "cuda":
-        return f"{have}, and page-locked memory comes in powers of two"
+        return have
     return f"{have}, {device_blocks * part.block_bytes / _GIB:.4g} of them for the KV pool"

@@ -10,7 +10,7 @@ import torch
 
 from skipjoin.core.step import Direction, Move
 from skipjoin.exec.kv_store import KVStore
-from skipjoin.exec.transfer import Ended
+from skipjoin.exec.transfer import Ended, copy_in_order
 
 
 class CopyError(Exception):
@@ -51,6 +51,9 @@ class LateCopier:
         self._on_way: deque[tuple[int, Move]] = deque()
         self._asked = 0
         self.most = 0
+
+    def run_before(self, moves: Sequence[Move]) -> Ended:
+        return copy_in_order(self._store, moves)
 
     def begin(self, moves: Sequence[Move]) -> None:
         self._on_way.extend((self._asked + self._calls, move) for move in moves)

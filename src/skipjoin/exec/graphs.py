@@ -16,6 +16,9 @@ from skipjoin.model.kv_cache import PagedKV
 
 _log = logging.getLogger(__name__)
 
+# Device memory that a graph takes, to be kept free of KV: its nodes; the tensors of all graphs share one pool. An
+# assumption that no card has shown yet.
+GRAPH_BYTES = 16 << 20
 # Runs before a recording: kernels are compiled and tuned, and libraries take their workspace.
 _WARM_UPS = 2
 
@@ -130,14 +133,13 @@ class DecodeGraphs:
 
 
 def record_graphs(
-    model: CausalLM, pool: PagedKV, most: int, longest: int, on_progress: OnProgress = lambda share: None
+    model: CausalLM, pool: PagedKV, sizes: Sequence[int], longest: int, on_progress: OnProgress = lambda share: None
 ) -> DecodeGraphs | None:
-    """Graphs of the decode steps with up to `most` requests of up to `longest` tokens. None, with a warning, where they
-    cannot be recorded."""
+    """Graphs of the decode steps with up to `sizes` requests of up to `longest` tokens. None, with a warning, where
+    they cannot be recorded."""
     try:
-        return DecodeGraphs(
-            model, pool, CudaRecorder(model.device), sizes=ladder(most), longest=longest, on_progress=on_progress
-        )
+        recorder = CudaRecorder(model.device)
+        return DecodeGraphs(model, pool, recorder, sizes=sizes, longest=longest, on_progress=on_progress)
     except RuntimeError as error:  # torch's, CUDA's and those of its memory
         _log.warning(
             "decode steps cannot be recorded as CUDA graphs and are launched kernel by kernel, which is slower for "

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -11,6 +12,14 @@ from skipjoin.model.config import ModelConfig
 from skipjoin.model.kv_cache import PagedKV
 from skipjoin.model.ops.block_copy import block_copy, runs_of
 from skipjoin.model.parallel import WHOLE, Shard
+
+_log = logging.getLogger(__name__)
+
+# Called with the target and the source pool as rows, and which row goes where: see `model.kernels.block_copy`.
+BlocksKernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
+# Runs that are smaller than this on average are left to the kernel: to queue a copy takes the host some 5 us, in which
+# the link could carry 256 KiB.
+_LEAST_RUN_BYTES = 256 << 10
 
 
 class KVStore:
@@ -31,6 +40,7 @@ class KVStore:
         block_size: int,
         shard: Shard = WHOLE,
     ) -> None:
+        self._kernel: BlocksKernel | None = None
         self.device = PagedKV(device_blocks, block_size, config, dtype, device, shard=shard)
         self.host = None
         if host_blocks:
@@ -39,12 +49,15 @@ class KVStore:
             if device.type == "cpu":
                 # Asked for here, since it may have to be compiled first.
                 self._copy_blocks = block_copy()
+            elif is_cuda and self.host.tensor.is_pinned():
+                self._kernel = _blocks_kernel()
 
     def copy(self, move: Move) -> None:
         """Copy the blocks of a move; runs of blocks that follow each other on both tiers are one copy.
 
         On a CPU the calling thread copies, alone and without Python's lock, and returns when all is there. On CUDA
-        the copies are queued on the current stream. Raises ValueError for blocks that the pools do not have.
+        the copies are queued on the current stream; of many small runs a kernel makes one. Raises ValueError for blocks
+        that the pools do not have.
         """
         if self.host is None:
             raise ValueError("a plan moves KV blocks, but there is no host pool")
@@ -54,12 +67,36 @@ class KVStore:
         _check("source", move.source, source)
         _check("target", move.target, target)
         if self.device.tensor.is_cuda:
-            to, rows = target.block_view(), source.block_view()
-            for first_to, first, count in runs_of(move.target, move.source):
-                to[first_to : first_to + count].copy_(rows[first : first + count], non_blocking=True)
+            self._queue(target.block_view(), source.block_view(), move)
         else:
             addresses = target.tensor.data_ptr(), source.tensor.data_ptr()
             self._copy_blocks(*addresses, source.block_bytes, move.target, move.source)
+
+    def _queue(self, to: torch.Tensor, rows: torch.Tensor, move: Move) -> None:
+        """Copies of rows on the current stream."""
+        runs = list(runs_of(move.target, move.source))
+        row_bytes = rows.shape[1] * rows.element_size()
+        if self._kernel is not None and row_bytes * len(move.source) < _LEAST_RUN_BYTES * len(runs):
+            try:
+                ids = torch.tensor((move.target, move.source), dtype=torch.int64)
+                if self.device.tensor.is_cuda:
+                    ids = ids.pin_memory().to(self.device.tensor.device, non_blocking=True)
+                self._kernel(to, rows, ids[0], ids[1])
+                return
+            except Exception as error:  # of a compiler or a driver that does not suit
+                _log.warning("small KV blocks are copied one by one, which is slower: %s", error)
+                self._kernel = None
+        for first_to, first, count in runs:
+            to[first_to : first_to + count].copy_(rows[first : first + count], non_blocking=True)
+
+
+def _blocks_kernel() -> BlocksKernel | None:
+    """The kernel for small blocks, where there is Triton."""
+    try:
+        from skipjoin.model.kernels.block_copy import copy_blocks  # noqa: PLC0415 (an optional back end)
+    except ImportError:
+        return None
+    return copy_blocks
 
 
 def _check(side: str, blocks: Sequence[int], pool: PagedKV) -> None:

@@ -51,10 +51,11 @@ class Part(NamedTuple):
 
 class Room(NamedTuple):
     """Bytes that a rank's KV pools may take, its weights being loaded. device: of its device's memory. ram: of its
-    machine's. Where the device is a CPU both are the same memory."""
+    machine's. Where the device is a CPU both are the same memory. steps: of the device's memory, kept for steps."""
 
     device: int
     ram: int
+    steps: int = 0
 
 
 class ModelExecutor(Executor[Handle], Protocol):
@@ -108,14 +109,20 @@ def part_of(model: CausalLM, block_size: int, threads: int) -> Part:
     )
 
 
-def room_of(model: CausalLM, gpu_share: float, ranks_here: int = 1) -> Room:
-    """What this rank's pools may take. gpu_share: of a GPU's memory, weights included. ranks_here: on this machine,
-    which share its RAM."""
+def room_of(model: CausalLM, gpu_share: float, ranks_here: int = 1, *, peak: int = 0, graph_bytes: int = 0) -> Room:
+    """What this rank's pools may take. ranks_here: on this machine, which share its RAM.
+
+    gpu_share: of a GPU's memory, for all that is on it: weights, what steps need and the programs of others included.
+    peak: see `measure_peak`, which must have run. graph_bytes: what CUDA graphs will take. Of no matter on a CPU.
+    """
     ram = free_ram() // ranks_here
-    if model.device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(model.device)
-        return Room(max(0, int(free - total * (1 - gpu_share))), ram)
-    return Room(ram, ram)
+    if model.device.type != "cuda":
+        return Room(ram, ram)
+    # What the allocator holds and does not use is free to us, and not to anybody who asks the device.
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(model.device)
+    steps = peak + graph_bytes
+    return Room(max(0, int(free - total * (1 - gpu_share)) - steps), ram, steps)
 
 
 def free_ram() -> int:

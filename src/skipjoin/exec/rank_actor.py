@@ -19,6 +19,7 @@ from skipjoin.exec.base import RankError
 from skipjoin.exec.cluster import import_ray
 from skipjoin.exec.kv_store import KVStore
 from skipjoin.exec.links import Address, end_with, knock
+from skipjoin.exec.memory import LargestStep, measure_peak
 from skipjoin.exec.part import Part, Room, make_store, measure_transfers, part_of, room_of, touch
 from skipjoin.exec.rank import Rank
 from skipjoin.exec.worker import Worker
@@ -36,7 +37,8 @@ GROUP_S = 60.0
 
 
 class RankModel(NamedTuple):
-    """What all ranks load. See `EngineConfig` for the fields. gpu_share: of a GPU's memory."""
+    """What all ranks load. See `EngineConfig` for the fields. gpu_share: of a GPU's memory. largest: of a GPU's
+    steps; None: nothing is set aside for them."""
 
     folder: str
     dtype: str
@@ -46,6 +48,7 @@ class RankModel(NamedTuple):
     threads: int | None
     block_size: int
     gpu_share: float
+    largest: LargestStep | None = None
 
 
 class Place(NamedTuple):
@@ -111,7 +114,8 @@ class RankActor:
             group=group,
         )
         part = part_of(self._model, model.block_size, self._threads)
-        return part, room_of(self._model, model.gpu_share, ranks_here)
+        peak = measure_peak(self._model, model.largest, model.block_size) if model.largest is not None else 0
+        return part, room_of(self._model, model.gpu_share, ranks_here, peak=peak)
 
     def progress(self) -> float:
         """How much is loaded, between 0 and 1."""

@@ -11,11 +11,11 @@ from weakref import WeakKeyDictionary
 import torch
 
 from skipjoin.core.request import Request
-from skipjoin.core.step import PAUSE_S, Direction, Move, Slice, StageTime, StepPlan, StepResult
+from skipjoin.core.step import PAUSE_S, Slice, StageTime, StepPlan, StepResult
 from skipjoin.exec.clocks import DeviceClock, HostClock, Mark
 from skipjoin.exec.graphs import DecodeGraphs
 from skipjoin.exec.kv_store import KVStore
-from skipjoin.exec.transfer import Copier, Ended, copier_for, log_failure
+from skipjoin.exec.transfer import Copier, Ended, copier_for
 from skipjoin.model.batch import PackedBatch, Segment
 from skipjoin.model.causal_lm import CausalLM
 from skipjoin.model.sampler import Drawn, PromptLogprob, Sampled, Sampler, SampleRow, needs_output, prompt_logprobs
@@ -101,8 +101,8 @@ class Worker:
             raise ValueError(f"plan {plan.id} moves KV blocks, but there is no host pool")
         waited = self.model.group.waited_s
         begun = Begun(plan, self._clock.mark(), Ended([], []))
-        if plan.before:
-            begun.ended = self._move(plan.before)
+        if self._copier is not None and plan.before:
+            begun.ended = self._copier.run_before(plan.before)
             begun.moving = begun.start, self._clock.mark()
         if self._copier is not None and plan.beside:
             self._copier.begin(plan.beside)
@@ -157,22 +157,6 @@ class Worker:
         idle = begun.waited + start - self._ended if self._ended is not None else 0.0
         self._ended = end
         return (StageTime(end - start - begun.waited, idle),)
-
-    def _move(self, moves: Sequence[Move]) -> Ended:
-        """Carry out moves, those out first: the others may go where they leave. One that fails costs its own request
-        only."""
-        ended = Ended([], [])
-        for move in sorted(moves, key=lambda move: move.direction is Direction.IN):
-            try:
-                self.store.copy(move)
-            except Exception as error:
-                log_failure(move, error)
-                ended.failed.append(move)
-            else:
-                ended.landed.append(move)
-        if moves and self.model.device.type == "cuda":
-            torch.cuda.current_stream(self.model.device).synchronize()
-        return ended
 
     def _compute(self, slices: Sequence[Slice], begun: Begun) -> None:
         """Run the slices. Where the device has no memory for all of them, the largest is given up and the others run:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 
 from skipjoin.model.config import ModelConfig
 from skipjoin.model.large_pages import large_page_bytes
+from skipjoin.model.page_locked import page_locked_bytes
 from skipjoin.model.parallel import WHOLE, Shard
 
 
@@ -36,15 +39,21 @@ class PagedKV:
         self.block_size = block_size
         layers, kv_heads = len(shard.layers(config)), len(shard.kv_heads(config))
         shape = (num_blocks, layers, 2, kv_heads, block_size, config.head_dim)
-        if torch.device(device).type == "cpu" and not pin:
+        if torch.device(device).type == "cpu":
             size = num_blocks * self.bytes_per_block(config, block_size, dtype, shard)
-            self.tensor = large_page_bytes(size).view(dtype).view(shape)
+            self.tensor = (self._page_locked(size) if pin else large_page_bytes(size)).view(dtype).view(shape)
         else:
-            self.tensor = torch.zeros(shape, dtype=dtype, device=device, pin_memory=pin)
+            self.tensor = torch.zeros(shape, dtype=dtype, device=device)
         # [num_blocks, block_size, kv_heads, head_dim] per layer: kernels go by strides.
         self._layers = [
             (self.tensor[:, i, 0].transpose(1, 2), self.tensor[:, i, 1].transpose(1, 2)) for i in range(layers)
         ]
+
+    def _page_locked(self, size: int) -> torch.Tensor:
+        memory, unlock = page_locked_bytes(size)
+        # With the cache, not with the process, whose end unlocks everything.
+        weakref.finalize(self, unlock).atexit = False
+        return memory
 
     @property
     def block_bytes(self) -> int:

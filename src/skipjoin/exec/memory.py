@@ -1,0 +1,123 @@
+"""The memory that steps take on the device beside weights and KV: measured before the pools are sized."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from skipjoin.core.request import Request
+from skipjoin.core.step import Slice, StepPlan
+from skipjoin.exec.kv_store import KVStore
+from skipjoin.exec.worker import Sampling, Worker
+from skipjoin.model.causal_lm import CausalLM
+from skipjoin.model.config import ModelError
+from skipjoin.sampling import SamplingParams
+
+_GIB = 1 << 30
+# The allocator holds more than what is in use: steps of other sizes leave gaps that the next one does not fit into.
+# Its large segments come in steps of 2 MiB and are split no further than that, so the share is small; what it does not
+# cover, a step gives up a request for.
+_MARGIN = 0.05
+# Context of the sequences in the decode step. Kernels need no more memory for a longer one; the plain back end, which
+# gathers keys and values, does, but all sequences together can never be as long as one can.
+_DECODE_CONTEXT = 1024
+# What the sampler needs most memory for: every copy of the logits that it can make.
+_GREEDIEST = SamplingParams(temperature=1.0, top_p=0.95, repetition_penalty=1.1, presence_penalty=0.1, logprobs=1)
+
+
+class LargestStep(NamedTuple):
+    """What a step has at most. positions: tokens of one request, prompt and output."""
+
+    tokens: int
+    seqs: int
+    positions: int
+
+
+def measure_peak(model: CausalLM, largest: LargestStep, block_size: int) -> int:
+    """Bytes of the device's memory that a step may need beside weights and KV, or 0 on a CPU, at once.
+
+    The largest steps are run, and nothing of them stays allocated. What loads for good with the first step (kernels,
+    workspaces) is not counted: it shows in the device's free memory from then on, so ask for that afterwards. Nor are
+    the logits of a whole prompt, which `prompt_logprobs` asks for: a step that runs out of memory gives such a request
+    up.
+
+    All ranks of a model must call this at once. Raises `ModelError` if such a step does not fit.
+    """
+    if model.device.type != "cuda":
+        return 0
+    shard = model.shard
+    steps = largest_steps(largest, block_size)
+
+    def run() -> None:
+        # One block is enough: all sequences read and write the same one, for nobody looks at what is computed.
+        store = KVStore(
+            model.config,
+            model.dtype,
+            model.device,
+            device_blocks=1,
+            host_blocks=0,
+            block_size=block_size,
+            shard=shard,
+        )
+        worker = Worker(model, store)
+        for step in steps:
+            result = worker.run(step)
+            if result.given_up:
+                raise torch.OutOfMemoryError(next(iter(result.given_up.values())))
+
+    try:
+        return peak_of(model.device, run)
+    except torch.OutOfMemoryError as error:
+        free, total = torch.cuda.mem_get_info(model.device)
+        raise ModelError(
+            f"a step of {largest.tokens} tokens or {largest.seqs} requests does not fit the GPU beside weights of "
+            f"{model.weight_bytes / _GIB:.2f} GiB ({free / _GIB:.2f} of {total / _GIB:.2f} GiB are free): "
+            "lower max_num_batched_tokens or max_num_seqs"
+        ) from error
+
+
+def peak_of(device: torch.device, work: Callable[[], None]) -> int:
+    """Bytes that the work takes on a CUDA device at its height, with what the allocator adds. All is given back."""
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    try:
+        work()
+        torch.cuda.synchronize(device)
+        peak = torch.cuda.max_memory_allocated(device) - before
+    finally:
+        torch.cuda.empty_cache()
+    return int(peak * (1 + _MARGIN))
+
+
+def largest_steps(largest: LargestStep, block_size: int) -> list[StepPlan]:
+    """The steps that need most memory: as few whole prompts as possible, as many as possible, and decodes alone. All
+    slices lie in block 0."""
+    _, seqs, positions = largest
+    tokens = min(largest.tokens, seqs * positions)
+    few, many = -(-tokens // positions), min(seqs, tokens)
+    context = min(positions, _DECODE_CONTEXT)
+    batches = [
+        [(0, size) for size in _shares(tokens, few)],
+        [(0, size) for size in _shares(tokens, many)],
+        [(context - 1, 1)] * min(seqs, tokens),
+    ]
+    return [
+        StepPlan(number, tuple(_slice(index, *piece, block_size) for index, piece in enumerate(batch)))
+        for number, batch in enumerate(batches)
+    ]
+
+
+def _shares(total: int, parts: int) -> list[int]:
+    """`total` in `parts` numbers that differ by at most 1."""
+    size, more = divmod(total, parts)
+    return [size + (index < more) for index in range(parts)]
+
+
+def _slice(number: int, start: int, tokens: int, block_size: int) -> Slice:
+    end = start + tokens
+    request = Request(number, 0.0, [0] * end, 1, sampling=Sampling(_GREEDIEST, number, ()))
+    return Slice(request, start, tokens, True, False, (0,) * -(-end // block_size))

@@ -1,0 +1,198 @@
+"""What is kept of a GPU's memory for steps, and what is said where it is not enough. The card is faked."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from engines import BLOCK_SIZE, CONFIGS, make_store, tiny_model
+
+from skipjoin.config import ConfigError, EngineConfig
+from skipjoin.exec import memory, part
+from skipjoin.exec.memory import LargestStep, largest_steps, measure_peak, peak_of
+from skipjoin.exec.part import Part, Room, room_of
+from skipjoin.exec.worker import Worker
+from skipjoin.model.causal_lm import CausalLM
+from skipjoin.model.config import ModelError
+from skipjoin.model.loader import random_model
+from skipjoin.pools import device_blocks
+
+GIB = 1 << 30
+CUDA = torch.device("cuda", 0)
+LARGEST = LargestStep(tokens=37, seqs=6, positions=20)
+
+
+class FakeCard:
+    """Stands where torch.cuda would. free, total: as the device tells. calls: in order."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, free: int = 70 * GIB, total: int = 80 * GIB) -> None:
+        self.free, self.total = free, total
+        self.allocated = self.peak = 16 * GIB
+        self.cached = 0
+        self.calls: list[str] = []
+        for name in ("synchronize", "empty_cache", "reset_peak_memory_stats"):
+            monkeypatch.setattr(torch.cuda, name, getattr(self, name))
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: self.allocated)
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: self.peak)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (self.free - self.cached, self.total))
+
+    def use(self, size: int, *, cached: int = 0) -> None:
+        """Work takes so much and gives it back."""
+        self.peak = max(self.peak, self.allocated + size)
+        self.cached = cached
+
+    def synchronize(self, device: torch.device) -> None:
+        self.calls.append("synchronize")
+
+    def empty_cache(self) -> None:
+        self.calls.append("empty_cache")
+        self.cached = 0
+
+    def reset_peak_memory_stats(self, device: torch.device) -> None:
+        self.calls.append("reset")
+        self.peak = self.allocated
+
+
+def on_card() -> CausalLM:
+    """A model that says it lies on a GPU."""
+    model = tiny_model("llama")
+    facts = {"device": CUDA, "dtype": model.dtype, "config": model.config, "shard": model.shard, "weight_bytes": GIB}
+    return cast(CausalLM, SimpleNamespace(**facts))
+
+
+# -- the largest steps ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("largest", "few", "many", "decodes"),
+    [
+        (LARGEST, [19, 18], [7, 6, 6, 6, 6, 6], (19, 6)),
+        (LargestStep(2048, 128, 4096), [2048], [16] * 128, (1023, 128)),
+        (LargestStep(10_000, 4, 2000), [2000] * 4, [2000] * 4, (1023, 4)),  # four prompts have no more tokens
+        (LargestStep(3, 8, 1), [1] * 3, [1] * 3, (0, 3)),
+    ],
+)
+def test_the_largest_steps_are_whole_prompts_and_decodes(
+    largest: LargestStep, few: list[int], many: list[int], decodes: tuple[int, int]
+) -> None:
+    steps = largest_steps(largest, BLOCK_SIZE)
+    assert [piece.tokens for piece in steps[0].slices] == few
+    assert [piece.tokens for piece in steps[1].slices] == many
+    start, count = decodes
+    assert [(piece.start, piece.tokens) for piece in steps[2].slices] == [(start, 1)] * count
+    for piece in (piece for step in steps for piece in step.slices):
+        assert piece.samples
+        assert set(piece.blocks) == {0}
+        assert len(piece.blocks) * BLOCK_SIZE >= piece.start + piece.tokens == len(piece.request.prompt)
+
+
+def test_a_worker_can_run_them_in_one_block() -> None:
+    model = tiny_model("llama")
+    store = make_store(model, 1)
+    store.device.tensor.zero_()
+    worker = Worker(model, store)
+    for step in largest_steps(LARGEST, BLOCK_SIZE):
+        result = worker.run(step)
+        assert all(token is not None for token in result.tokens)
+    assert not store.device.tensor.isnan().any()
+
+
+# -- the profile run ------------------------------------------------------------------------------------------------
+
+
+def test_on_a_cpu_nothing_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "Worker", None)
+    assert measure_peak(tiny_model("llama"), LARGEST, BLOCK_SIZE) == 0
+
+
+def test_the_peak_is_what_the_work_adds_and_a_margin(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = FakeCard(monkeypatch)
+    card.use(9 * GIB)  # of loading, no matter to us
+    assert peak_of(CUDA, lambda: card.use(2 * GIB, cached=3 * GIB)) == int(2 * GIB * 1.05)
+    assert card.cached == 0
+    # What loading left in the allocator is given back before, and the work has ended before it is counted.
+    assert card.calls == ["synchronize", "empty_cache", "reset", "synchronize", "empty_cache"]
+
+
+@pytest.mark.parametrize("gives_up", [False, True])
+def test_a_step_that_does_not_fit_names_the_settings(monkeypatch: pytest.MonkeyPatch, *, gives_up: bool) -> None:
+    """However the worker tells it; and the card is as it was."""
+    card = FakeCard(monkeypatch, free=64 * GIB)
+
+    class Full:
+        def __init__(self, *args: Any) -> None:
+            pass
+
+        def run(self, plan: Any) -> Any:
+            card.use(0, cached=5 * GIB)
+            if gives_up:
+                return SimpleNamespace(given_up={1: "no memory"})
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate ...")
+
+    monkeypatch.setattr(memory, "Worker", Full)
+    monkeypatch.setattr(memory, "KVStore", lambda *args, **rest: None)
+    expected = r"37 tokens or 6 requests .* weights of 1.00 GiB \(64.00 of 80.00 GiB are free\): lower max_num_batched"
+    with pytest.raises(ModelError, match=expected):
+        measure_peak(on_card(), LARGEST, BLOCK_SIZE)
+
+
+# -- the room that is left ------------------------------------------------------------------------------------------
+
+
+def test_the_pool_gets_what_steps_and_others_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(part, "free_ram", lambda: 100 * GIB)
+    card = FakeCard(monkeypatch, free=60 * GIB)  # 20 GiB are weights and others
+    card.use(0, cached=6 * GIB)  # the allocator's, hence ours
+    room = room_of(on_card(), 0.9, 2, peak=3 * GIB, graph_bytes=GIB)
+    assert room == Room(72 * GIB - 20 * GIB - 4 * GIB, 50 * GIB, 4 * GIB)
+    card.free = 11 * GIB
+    assert room_of(on_card(), 0.9, peak=4 * GIB).device == 0
+    assert room_of(tiny_model("llama"), 0.9, peak=4 * GIB) == Room(100 * GIB, 100 * GIB)
+
+
+def parts(weights_gib: float, kind: str = "cuda") -> Part:
+    return Part(0, int(weights_gib * GIB), 2 << 20, 4096, "bfloat16", 2, kind, "some device", "torch", 1)
+
+
+def test_too_small_a_pool_says_where_the_memory_is() -> None:
+    config = EngineConfig(gpu_memory_utilization=0.5, block_size=16)
+    ranks = [parts(14.96), parts(15.5)]
+    rooms = [Room(5 * GIB, GIB, 1 << 29), Room(GIB, GIB, int(1.25 * GIB))]
+    with pytest.raises(ConfigError) as caught:
+        device_blocks(config, ranks, rooms, 16_384)
+    text = str(caught.value)
+    assert "gpu_memory_utilization 0.5 leaves 1 GiB beside weights of 15.5 GiB, activations of 1.25 GiB" in text
+    assert "2 GiB are needed; set gpu_memory_utilization higher, or max_num_batched_tokens" in text
+    assert text.endswith("or max_model_len to at most 8192")
+    assert device_blocks(config, ranks, rooms, 8192) == 512
+    # With none at all, no length would do.
+    with pytest.raises(ConfigError, match=r"pool of 0 blocks .* max_num_seqs lower$"):
+        device_blocks(config, [parts(15)], [Room(0, GIB, GIB)], 4096)
+
+
+def test_a_pool_that_was_asked_for_is_what_the_text_is_about() -> None:
+    for kind in ("cuda", "cpu"):
+        config = EngineConfig(kv_cache_gib=0.01)
+        with pytest.raises(ConfigError, match=r"set kv_cache_gib to at least 0\.5, or max_model_len to at most 80"):
+            device_blocks(config, [parts(1, kind)], [Room(GIB, GIB)], 4096)
+
+
+# -- on a card ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_step_stays_within_what_was_measured() -> None:
+    config = CONFIGS["llama"] | {"hidden_size": 512, "intermediate_size": 2048, "vocab_size": 32_000}
+    model = random_model(config, seed=3, device="cuda")
+    largest = LargestStep(tokens=4096, seqs=64, positions=256)
+    before = torch.cuda.memory_allocated()
+    peak = measure_peak(model, largest, 16)
+    assert torch.cuda.memory_allocated() == before
+    # The logits of all rows alone.
+    assert peak > 64 * 32_000 * 4
+    store = part.make_store(model, 2, 0, 16)
+    worker = Worker(model, store)
+    assert peak_of(CUDA, lambda: worker.run(largest_steps(largest, 16)[1]) and None) <= peak * 1.05

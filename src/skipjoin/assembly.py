@@ -6,6 +6,7 @@ import logging
 import math
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,10 +20,10 @@ from skipjoin.builtin import MODEL_NAME, builtin_model_path
 from skipjoin.config import ConfigError, EngineConfig
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.kv import KVLedger
-from skipjoin.core.policy import CostModel
+from skipjoin.core.policy import CostModel, Policies
 from skipjoin.core.request import Request
 from skipjoin.core.scheduler import Scheduler
-from skipjoin.exec.base import RankError
+from skipjoin.exec.base import Handle, RankError
 from skipjoin.exec.cases import Limits
 from skipjoin.exec.graphs import GRAPH_BYTES, ladder, record_graphs
 from skipjoin.exec.guess import guess_cost
@@ -119,13 +120,8 @@ def _engine(config: EngineConfig, loaded: _Loaded, on_progress: Progress) -> Eng
     blocks, host_blocks, block_size = executor.pools
     cost = LearningCost(_start_cost(config, loaded, on_progress))
     settings = _settings(config, loaded, cost)
-    scheduler = Scheduler(
-        build(config.recipe, settings),
-        KVLedger(blocks, host_blocks, block_size),
-        depth=config.plans_in_flight(executor.parts[0].device_kind),
-        # Which token a stage samples, the stage that embeds it learns with the next plan.
-        overlap=config.pipeline_parallel_size == 1,
-    )
+    ledger = KVLedger(blocks, host_blocks, block_size)
+    scheduler = _scheduler(config, build(config.recipe, settings), ledger, _depth(config, executor))
     part = executor.parts[0]
     info = EngineInfo(
         model=config.model,
@@ -145,6 +141,16 @@ def _engine(config: EngineConfig, loaded: _Loaded, on_progress: Progress) -> Eng
         starvation_s=settings.starvation_s,
     )
     return Engine(EngineCore(scheduler), executor, info, config.seed)
+
+
+def _depth(config: EngineConfig, executor: ModelExecutor) -> int:
+    """Plans in flight."""
+    return config.plans_in_flight(executor.parts[0].device_kind)
+
+
+def _scheduler(config: EngineConfig, policies: Policies, kv: KVLedger, depth: int) -> Scheduler:
+    # Which token a stage samples, the stage that embeds it learns with the next plan.
+    return Scheduler(policies, kv, depth=depth, overlap=config.pipeline_parallel_size == 1)
 
 
 def _plain_settings(config: EngineConfig, cost: CostModel) -> Settings:
@@ -192,7 +198,7 @@ def _extremes(config: EngineConfig, loaded: _Loaded, settings: Settings) -> Extr
         device_blocks=blocks,
         host_blocks=host_blocks if isinstance(pressure, Swap) else 0,
         block_size=block_size,
-        depth=config.plans_in_flight(loaded.executor.parts[0].device_kind),
+        depth=_depth(config, loaded.executor),
         moves_beside=pressure.returns_beside,
         stages=config.pipeline_parallel_size,
     )
@@ -324,28 +330,35 @@ def _measure(config: EngineConfig, loaded: _Loaded, effort: Effort, on_progress:
 
 
 def _host_seconds(config: EngineConfig, executor: ModelExecutor, deadline: float) -> float:
-    """What the engine adds to a decode step: deciding, handing over, settling; the median of some steps.
+    """What the engine adds to a decode step: deciding, handing over, settling, as far as none of it is hidden behind
+    another step; the median of some steps.
 
     Writes into KV blocks that nobody holds yet.
     """
     cost = guess_cost(executor.parts, config.block_size)
     policies = build(config.recipe, _plain_settings(config, cost))
     kv = KVLedger(executor.pools[0], 0, config.block_size)
-    core = EngineCore(Scheduler(policies, kv))
+    # Stages hide nothing of it from each other, and their seconds are the sum of all.
+    depth = _depth(config, executor) if config.pipeline_parallel_size == 1 else 1
+    core = EngineCore(_scheduler(config, policies, kv, depth))
     tokens = max(1, min(_HOST_STEPS, core.largest_request - 1))
     sampling = Sampling(SamplingParams(temperature=0, max_tokens=tokens), 0, ())
     for number in range(min(_HOST_REQUESTS, config.max_num_seqs)):
         core.add(Request(number, 0.0, [0], tokens, sampling=sampling), 0.0)
     times: list[float] = []
-    while not times or (core.requests and time.perf_counter() < deadline):
-        begin = time.perf_counter()
-        plan = core.start_step(begin)
-        assert plan is not None
-        result = executor.submit(plan, begin).result()
+    in_flight: deque[Handle] = deque()
+    begin = time.perf_counter()
+    while not times or ((core.requests or in_flight) and time.perf_counter() < deadline):
+        while (plan := core.start_step(begin)) is not None:
+            in_flight.append(executor.submit(plan, begin))
+        result = in_flight.popleft().result()
         core.finish_step(result, begin)
         core.take_events()
-        times.append(time.perf_counter() - begin - result.seconds)
-    return statistics.median(times)
+        before, begin = begin, time.perf_counter()
+        times.append(begin - before - result.seconds)
+    for handle in in_flight:
+        handle.result()
+    return max(0.0, statistics.median(times))
 
 
 def _cache(profile: Profile) -> None:

@@ -24,7 +24,12 @@ from skipjoin.model.kernels.decode_attention import decode_configs
 from skipjoin.model.kernels.prefill_attention import prefill_configs
 
 # heads, kv_heads, head_dim, rotary_dim
-SHAPES = {"llama-8b": (32, 8, 128, 128), "opt-13b": (40, 40, 128, 0), "neox": (12, 12, 64, 16), "wide": (16, 8, 256, 256)}
+SHAPES = {
+    "llama-8b": (32, 8, 128, 128),
+    "opt-13b": (40, 40, 128, 0),
+    "neox": (12, 12, 64, 16),
+    "wide": (16, 8, 256, 256),
+}
 _TYPES = {
     torch.float32: "*fp32",
     torch.bfloat16: "*bf16",
@@ -92,9 +97,7 @@ def compiled(capability: int, dtype: torch.dtype, shape: str, every: bool) -> It
     yield "kv_write", {}, kernels["_kv_write"].compile(capability)
     for config in decode_configs(group, dim, itemsize)[: None if every else 1]:
         for splits in (1, 8) if config["BLOCK_N"] else ():
-            decode_attention.decode_attention(
-                out, query, keys, values, batch, splits=splits, config=config, **options
-            )
+            decode_attention.decode_attention(out, query, keys, values, batch, splits=splits, config=config, **options)
             if splits == 1 or not every:
                 yield f"decode/{splits}", config, kernels["_decode"].compile(capability)
             kernels["_decode"].calls.clear()
@@ -114,7 +117,14 @@ def describe(kernel: Any, capability: int) -> str:
     arch = f"sm_{capability}" + ("a" if capability >= 90 else "")
     # Which of the wheel's assemblers knows this version of PTX differs between releases.
     newest = tools / "ptxas-blackwell"
-    asm = [str(newest if newest.exists() else tools / "ptxas"), "-v", f"-arch={arch}", str(scratch.with_suffix(".ptx")), "-o", "/dev/null"]
+    asm = [
+        str(newest if newest.exists() else tools / "ptxas"),
+        "-v",
+        f"-arch={arch}",
+        str(scratch.with_suffix(".ptx")),
+        "-o",
+        "/dev/null",
+    ]
     said = subprocess.run(asm, capture_output=True, text=True, check=True).stderr
     dump = [str(tools / "cuobjdump"), "-sass", str(scratch.with_suffix(".cubin"))]
     sass = subprocess.run(dump, capture_output=True, text=True, check=True).stdout
@@ -127,7 +137,9 @@ def describe(kernel: Any, capability: int) -> str:
     registers = re.search(r"Used (\d+) registers", said).group(1)
     spills = re.search(r"(\d+) bytes spill stores", said).group(1)
     shared = kernel.metadata.shared
-    return f"registers {registers} spilled {spills} shared {shared} " + " ".join(f"{k}:{v}" for k, v in sorted(loads.items()))
+    return f"registers {registers} spilled {spills} shared {shared} " + " ".join(
+        f"{k}:{v}" for k, v in sorted(loads.items())
+    )
 
 
 def main() -> None:

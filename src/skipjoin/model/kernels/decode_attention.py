@@ -182,16 +182,16 @@ def _reduce(
 
 def decode_configs(group: int, dim: int, itemsize: int) -> list[dict[str, int]]:
     """Sizes to choose from, the default first. STAGES: how many tiles of keys and values are on their way at once."""
-    least = max(16, 4096 // (padded(dim) * itemsize))
+    rows = 4096 // (padded(dim) * itemsize)  # a quarter of what keeps enough bytes on their way
     dots = [
-        {"DOT": 1, "BLOCK_N": least * n, "STAGES": stages, "num_warps": warps}
-        for n, stages, warps in ((4, 3, 4), (2, 4, 4), (4, 2, 4), (2, 4, 2), (8, 2, 4))
+        {"DOT": 1, "BLOCK_N": max(16, rows * n), "STAGES": stages, "num_warps": warps}
+        for n, stages, warps in ((4, 3, 4), (2, 4, 4), (4, 2, 4), (2, 3, 2), (8, 2, 4))
     ]
     if group > 1:
         return dots
     plain = [
-        {"DOT": 0, "BLOCK_N": least * n, "STAGES": stages, "num_warps": warps}
-        for n, stages, warps in ((2, 1, 4), (4, 1, 4), (2, 3, 4), (4, 1, 8), (2, 1, 2))
+        {"DOT": 0, "BLOCK_N": max(4, rows * n), "STAGES": 1, "num_warps": warps}
+        for n, warps in ((2, 4), (4, 8), (2, 2), (1, 1))
     ]
     return plain + dots[:2]
 

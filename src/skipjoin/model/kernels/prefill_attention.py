@@ -152,10 +152,10 @@ def _prefill(
 
 def prefill_configs(group: int, dim: int, itemsize: int, rows: int) -> list[dict[str, int]]:
     """Sizes to choose from, the default first. rows: queries of the longest segment times heads of a group."""
-    if itemsize > 2:
-        sizes = [(32, 32, 4, 2)]
+    if itemsize > 2:  # exact products without tensor cores
+        sizes = [(32, 32, 4, 2)] if dim <= 64 else [(16, 16, 4, 2)]
     elif dim > 128:
-        sizes = [(64, 64, 4, 2), (64, 32, 4, 2), (128, 32, 8, 2)]
+        sizes = [(128, 32, 8, 2), (64, 32, 4, 2), (64, 64, 8, 2)]
     elif rows <= 64:
         sizes = [(64, 64, 4, 3), (64, 128, 4, 2), (64, 32, 4, 4)]
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import subprocess
 import sys
@@ -10,14 +11,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from attention_cases import SCALE, Case, assert_near
+from attention_cases import SCALE, Case, assert_near, shape
 from model_zoo import VOCAB, PagedRunner, save_reference
 
 from skipjoin.model.loader import load_model
+from skipjoin.model.parallel import WHOLE
 
 pytest.importorskip("triton")
 
 from skipjoin.model.attention.triton_backend import TritonAttention, check_triton_attention
+from skipjoin.model.kernels.choices import Shape, decode_choice, tune_attention
 from skipjoin.model.kernels.decode_attention import choose_splits, decode_configs
 from skipjoin.model.kernels.paged import INTERPRETED
 from skipjoin.model.kernels.prefill_attention import prefill_configs, query_tiles
@@ -93,8 +96,8 @@ def test_every_config(shape, count):
 
 
 def test_padding_writes_nothing_and_gets_zeros():
-    for shape in ("opt", "gqa4"):
-        padded = case(shape, [(40, 1), (0, 1), (20, 1), (0, 1)])
+    for name in ("opt", "gqa4"):
+        padded = case(name, [(40, 1), (0, 1), (20, 1), (0, 1)])
         slots, context = padded.batch.slots.clone(), padded.batch.context_lens.clone()
         slots[[1, 3]], context[[1, 3]] = -1, 0
         padded.batch = dataclasses.replace(padded.batch, slots=slots, context_lens=context)
@@ -125,6 +128,26 @@ def test_heads_that_are_too_large():
 def test_tiles_cover_every_token_and_start_with_the_longest():
     batch = case("opt", [(5, 1), (0, 20), (64, 9)]).batch
     assert query_tiles(batch, [1, 2], 8).tolist() == [[2, 8], [2, 0], [1, 16], [1, 8], [1, 0]]
+
+
+def test_tuned_sizes_are_used():
+    calls = []
+
+    def timer(call):
+        if len(calls) < 6:  # each of the first key's: later ones are large for an interpreter
+            call()
+        calls.append(call)
+        return -len(calls)
+
+    table, shape = TunedTable(None, timer), Shape(torch.float32, 1, 16, 8)
+    tune_attention(table, shape, 2, torch.device(DEVICE), 4)
+    measured = len(calls)
+    tune_attention(table, shape, 2, torch.device(DEVICE), 4)
+    assert len(calls) == measured
+    for work in (1, 2, 5, 8, 33, 100, 512):
+        name, source, key, configs = decode_choice(shape, work)
+        assert table.find(name, source, key, configs) == (configs[0] if work == 1 else configs[-1])
+    Case(2, 2, 16, MIX, device=DEVICE).check(TritonAttention(table), 1e-5)
 
 
 @pytest.mark.parametrize("name", ["opt", "qwen3", "mistral-window"])
@@ -170,6 +193,15 @@ class TestOnTheCard:
         tolerance = TOLERANCE[dtype]
         Case(heads, kv_heads, dim, mix, **options).check(TritonAttention(), tolerance)
         Case(heads, kv_heads, dim, [(s, 1) for s in range(0, 3000, 100)], **options).check(TritonAttention(), tolerance)
+
+    def test_measures_and_keeps(self, tmp_path):
+        config, device = shape(8, 2, 64), torch.device("cuda")
+        path = tmp_path / "table.json"
+        TritonAttention(TunedTable(path)).tune(config, torch.bfloat16, device, 16, WHOLE)
+        assert len(json.loads(path.read_text())) == 7
+        attention = TritonAttention(TunedTable(path, timer=None))
+        attention.tune(config, torch.bfloat16, device, 16, WHOLE)
+        Case(8, 2, 64, MIX, dtype=torch.bfloat16, device="cuda").check(attention, 1e-2)
 
     def test_replayed_graph_follows_the_index_tensors(self):
         options = {"dtype": torch.bfloat16, "block_size": 16, "rotary": 128, "device": "cuda"}

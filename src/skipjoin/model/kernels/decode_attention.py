@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from skipjoin.model.batch import PackedBatch
-from skipjoin.model.kernels.paged import INTERPRETED, load_rows, padded, token_blocks, token_rows
+from skipjoin.model.kernels.paged import INTERPRETED, jit, load_rows, padded, token_blocks, token_rows
 
 # Below every score, and finite: the distance of two of them is zero and not NaN.
 _LOWEST = tl.constexpr(-1.0e30)
@@ -31,7 +31,7 @@ def _span(context_lens, offsets, backward, segment, window, BLOCK_N: tl.constexp
     return begin, tl.minimum(begin + share, context), offset, down
 
 
-@triton.jit
+@jit
 def _decode(
     out,
     sums,
@@ -147,7 +147,7 @@ def _decode(
         tl.store(out + row[:, None] * DIM + columns[None, :], acc.to(out.dtype.element_ty), mask=asked)
 
 
-@triton.jit
+@jit
 def _reduce(
     out,
     sums,

@@ -61,7 +61,8 @@ class Recorder:
                 continue
             tensor = isinstance(value, torch.Tensor)
             signature[name] = _TYPES[value.dtype] if tensor else "fp32" if isinstance(value, float) else "i32"
-            if tensor or (isinstance(value, int) and value % 16 == 0):
+            aligned = tensor or (isinstance(value, int) and value % 16 == 0)
+            if aligned and not (parameter.do_not_specialize or parameter.do_not_specialize_on_alignment):
                 attributes[(i,)] = [["tt.divisibility", 16]]
         source = ASTSource(self.kernel, signature, constants, attributes)
         return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)

@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
-from attention_cases import Case
-from model_zoo import PagedRunner, save_reference
+from attention_cases import SCALE, Case, assert_near, shape
+from model_zoo import VOCAB, PagedRunner, save_reference
+
+from skipjoin.model.loader import load_model
+from skipjoin.model.parallel import WHOLE
 
 pytest.importorskip("triton")
 
 from skipjoin.model.attention.triton_backend import TritonAttention, check_triton_attention
+from skipjoin.model.kernels.choices import Shape, decode_choice, tune_attention
+from skipjoin.model.kernels.decode_attention import choose_splits, decode_configs
 from skipjoin.model.kernels.paged import INTERPRETED
+from skipjoin.model.kernels.prefill_attention import prefill_configs, query_tiles
+from skipjoin.model.kernels.tuning import TunedTable
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# Half types: of the result, of the weights as operands, and of rotated keys as they are kept.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 pytestmark = pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="no CUDA device, Triton not interpreted")
 
@@ -25,15 +40,206 @@ SHAPES = {
     "gqa8": (8, 1, 64, 1, 64),
 }
 MIX = [(30, 1), (0, 20), (64, 9), (0, 1), (50, 30)]
+LONG = [(700, 1), (3, 1), (1500, 1), (0, 1)]
 
 
-def run(shape, mix, processors=None, **options):
+class Always(TunedTable):
+    """Chooses the config of that number, or the last."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(None)
+        self.number = number
+
+    def find(self, name, source, key, configs):
+        return configs[min(self.number, len(configs) - 1)]
+
+
+def case(shape: str, mix, **options) -> Case:
     heads, kv_heads, dim, block_size, rotary = SHAPES[shape]
-    case = Case(heads, kv_heads, dim, mix, block_size=block_size, rotary=rotary, device=DEVICE, **options)
-    case.check(TritonAttention(processors=processors), TOLERANCE[case.dtype])
+    return Case(heads, kv_heads, dim, mix, **{"block_size": block_size, "rotary": rotary, "device": DEVICE, **options})
 
 
 @pytest.mark.parametrize("shape", sorted(SHAPES))
-def test_mixed(shape):
-    run(shape, MIX, window=11)
-    run(shape, MIX, ends="both", seed=1)
+def test_mixed_batches(shape):
+    backend = TritonAttention()
+    case(shape, MIX, window=11).check(backend, 1e-5)
+    case(shape, MIX, ends="both", seed=1).check(backend, 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", ["opt", "gqa4"])
+def test_half_types(shape, dtype):
+    case(shape, MIX, dtype=dtype, ends="both").check(TritonAttention(), TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("window", [0, 900])
+@pytest.mark.parametrize("shape", ["mha", "gqa3"])
+def test_shared_out_contexts(shape, window):
+    """Most splits of the short sequences have nothing to do."""
+    long = case(shape, LONG, window=window, ends="both")
+    splits = choose_splits(4, 2, long.batch.block_tables.shape[1] * long.block_size, 132)
+    assert splits == 8
+    long.check(TritonAttention(processors=132), 1e-5)
+
+
+def test_splits_of_some_segments():
+    case("gqa4", [(300, 1), (0, 5), (290, 1)]).check(TritonAttention(processors=132), 1e-5)
+
+
+@pytest.mark.parametrize(("shape", "count"), [("opt", 6), ("gqa4", 5)])
+def test_every_config(shape, count):
+    heads, kv_heads, dim = SHAPES[shape][:3]
+    assert len(decode_configs(heads // kv_heads, dim, 2)) == count
+    assert max(len(prefill_configs(heads // kv_heads, dim, 2, rows)) for rows in (9, 900)) <= count
+    for number in range(1, count):
+        case(shape, [(40, 1), (7, 20)], dtype=torch.bfloat16).check(TritonAttention(Always(number)), 1e-2)
+
+
+def test_padding_writes_nothing_and_gets_zeros():
+    for name in ("opt", "gqa4"):
+        padded = case(name, [(40, 1), (0, 1), (20, 1), (0, 1)])
+        slots, context = padded.batch.slots.clone(), padded.batch.context_lens.clone()
+        slots[[1, 3]], context[[1, 3]] = -1, 0
+        padded.batch = dataclasses.replace(padded.batch, slots=slots, context_lens=context)
+        block, slot = (padded.batch.block_tables[[1, 3], 0].cpu(), 0)
+        padded.full.layer(1)[0][block, slot] = torch.nan
+        padded.full.layer(1)[1][block, slot] = torch.nan
+        padded.expected[[1, 3]] = 0
+        for processors in (1, 132):
+            padded.check(TritonAttention(processors=processors), 1e-5)
+
+
+def test_self_test():
+    for dtype in TOLERANCE:
+        assert check_triton_attention(TritonAttention(), dtype, DEVICE)
+
+    class Forgetful(TritonAttention):
+        def attend(self, *arguments, window, **options):
+            return super().attend(*arguments, **options)
+
+    assert not check_triton_attention(Forgetful(), torch.float32, DEVICE)
+
+
+def test_heads_that_are_too_large():
+    with pytest.raises(ValueError, match="head_dim is 320, the kernels take at most 256"):
+        Case(1, 1, 320, [(0, 1)], device=DEVICE).check(TritonAttention(), 1e-5)
+
+
+def test_tiles_cover_every_token_and_start_with_the_longest():
+    batch = case("opt", [(5, 1), (0, 20), (64, 9)]).batch
+    assert query_tiles(batch, [1, 2], 8).tolist() == [[2, 8], [2, 0], [1, 16], [1, 8], [1, 0]]
+
+
+def test_tuned_sizes_are_used():
+    calls = []
+
+    def timer(call):
+        if len(calls) < 6:  # each of the first key's: later ones are large for an interpreter
+            call()
+        calls.append(call)
+        return -len(calls)
+
+    table, shape = TunedTable(None, timer), Shape(torch.float32, 1, 16, 8)
+    tune_attention(table, shape, 2, torch.device(DEVICE), 4)
+    measured = len(calls)
+    tune_attention(table, shape, 2, torch.device(DEVICE), 4)
+    assert len(calls) == measured
+    for work in (1, 2, 5, 8, 33, 100, 512):
+        name, source, key, configs = decode_choice(shape, work)
+        assert table.find(name, source, key, configs) == (configs[0] if work == 1 else configs[-1])
+    Case(2, 2, 16, MIX, device=DEVICE).check(TritonAttention(table), 1e-5)
+
+
+@pytest.mark.parametrize("name", ["opt", "qwen3", "mistral-window"])
+def test_logits_of_whole_models(name, tmp_path):
+    reference = save_reference(name, tmp_path)
+    model = load_model(tmp_path, dtype="float32", attention="torch", device=DEVICE)
+    model.attention = TritonAttention()
+    ids = [[i * 7 % VOCAB for i in range(n)] for n in (1, 9, 30)]
+    for tokens, ours in zip(ids, PagedRunner(model, ids, 4, seed=1).run(), strict=True):
+        with torch.no_grad():
+            expected = reference(torch.tensor([tokens])).logits[0]
+        torch.testing.assert_close(ours.cpu(), expected, atol=1e-4 if DEVICE == "cpu" else 1e-3, rtol=0)
+
+
+@pytest.mark.parametrize(("capability", "dtype", "shape"), [(90, "bfloat16", "llama-8b"), (80, "float32", "neox")])
+def test_kernels_compile_without_a_card(capability, dtype, shape, tmp_path):
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
+    script = Path(__file__).with_name("compile_kernels.py")
+    command = [sys.executable, str(script), str(capability), dtype, shape]
+    said = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    assert said.returncode == 0, said.stderr[-2000:]
+    lines = said.stdout.splitlines()
+    assert [line.split()[1].rstrip(":") for line in lines] == ["kv_write", "decode/1", "decode/8", "reduce", "prefill"]
+    for line in lines:
+        assert " spilled 0 " in line
+        assert "LDG.128" in line
+    if dtype == "bfloat16":
+        assert "HMMA" in lines[1]
+        assert "HGMMA" in lines[4]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="no CUDA device")
+class TestOnTheCard:
+    """The same at sizes that servers have."""
+
+    @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+    @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 8, 128), (40, 40, 128), (12, 12, 64), (16, 2, 256)])
+    @pytest.mark.parametrize("window", [0, 500])
+    def test_sizes(self, heads, kv_heads, dim, dtype, window):
+        mix = [(2000, 1), (4000, 1), (0, 700), (900, 130), (17, 1), (0, 2)]
+        options = {"dtype": dtype, "block_size": 16, "window": window, "ends": "both", "rotary": dim, "device": "cuda"}
+        tolerance = TOLERANCE[dtype]
+        Case(heads, kv_heads, dim, mix, **options).check(TritonAttention(), tolerance)
+        Case(heads, kv_heads, dim, [(s, 1) for s in range(0, 3000, 100)], **options).check(TritonAttention(), tolerance)
+
+    def test_measures_and_keeps(self, tmp_path):
+        config, device = shape(8, 2, 64), torch.device("cuda")
+        path = tmp_path / "table.json"
+        TritonAttention(TunedTable(path)).tune(config, torch.bfloat16, device, 16, WHOLE)
+        assert len(json.loads(path.read_text())) == 7
+        attention = TritonAttention(TunedTable(path, timer=None))
+        attention.tune(config, torch.bfloat16, device, 16, WHOLE)
+        Case(8, 2, 64, MIX, dtype=torch.bfloat16, device="cuda").check(attention, 1e-2)
+
+    def test_replayed_graph_follows_the_index_tensors(self):
+        options = {"dtype": torch.bfloat16, "block_size": 16, "rotary": 128, "device": "cuda"}
+        first = Case(32, 8, 128, [(900, 1), (30, 1), (400, 1)], **options)
+        second = Case(32, 8, 128, [(500, 1), (901, 1), (3, 1)], ends="both", seed=2, **options)
+        width = 80
+        tables = torch.zeros((3, width), dtype=torch.int64, device="cuda")
+        batch = dataclasses.replace(
+            first.batch,
+            block_tables=tables,
+            **{
+                n: getattr(first.batch, n).clone()
+                for n in ("slots", "positions", "context_lens", "offsets", "reversed")
+            },
+        )
+        # One cache for both: the graph holds its address.
+        kv = max(first.kv, second.kv, key=lambda kv: kv.num_blocks)
+        cos_sin = torch.empty((1000, 128), device="cuda")
+        qkv = torch.empty_like(first.qkv, device="cuda")
+        backend, parts = TritonAttention(), qkv.split([32, 8, 8], dim=1)
+
+        def load(case: Case, past: torch.Tensor) -> None:
+            kv.tensor[: past.shape[0]].copy_(past)
+            tables.zero_()[:, : case.batch.block_tables.shape[1]] = case.batch.block_tables
+            for name in ("slots", "positions", "context_lens", "offsets", "reversed"):
+                getattr(batch, name).copy_(getattr(case.batch, name))
+            cos_sin[: case.cos_sin.shape[0]].copy_(case.cos_sin)
+            qkv.copy_(case.qkv)
+
+        pasts = [c.kv.tensor.clone() for c in (first, second)]
+        attend = {"layer": 1, "scale": SCALE, "cos_sin": cos_sin}
+        load(first, pasts[0])
+        backend.attend(*parts, kv, batch, **attend)
+        graph = torch.cuda.CUDAGraph()
+        load(first, pasts[0])
+        with torch.cuda.graph(graph):
+            out = backend.attend(*parts, kv, batch, **attend)
+        for case, past in zip((first, second, first), (*pasts, pasts[0]), strict=True):
+            load(case, past)
+            graph.replay()
+            assert_near(out, case.expected, 1e-2)

@@ -11,17 +11,16 @@ import triton
 
 from skipjoin.model.attention.check import agrees
 from skipjoin.model.batch import PackedBatch
-from skipjoin.model.kernels import decode_attention as decode_kernel
-from skipjoin.model.kernels import paged
-from skipjoin.model.kernels import prefill_attention as prefill_kernel
-from skipjoin.model.kernels.decode_attention import choose_splits, decode_attention, decode_configs
+from skipjoin.model.config import ModelConfig
+from skipjoin.model.kernels.choices import Shape, decode_choice, prefill_choice, tune_attention
+from skipjoin.model.kernels.decode_attention import choose_splits, decode_attention
 from skipjoin.model.kernels.kv_write import kv_write
-from skipjoin.model.kernels.prefill_attention import prefill_attention, prefill_configs, query_tiles
-from skipjoin.model.kernels.tuning import Config, TunedTable, source_hash, table_path
+from skipjoin.model.kernels.prefill_attention import prefill_attention, query_tiles
+from skipjoin.model.kernels.tuning import Config, TunedTable, table_path
 from skipjoin.model.kv_cache import PagedKV
+from skipjoin.model.parallel import Shard
 
 MAX_HEAD_DIM = 256
-_SOURCES = source_hash(*(module.__file__ for module in (paged, decode_kernel, prefill_kernel)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,40 +85,43 @@ class TritonAttention:
             )  # fmt: skip
         return out
 
+    def tune(
+        self, config: ModelConfig, dtype: torch.dtype, device: torch.device, block_size: int, shard: Shard
+    ) -> None:
+        """Measure which sizes the kernels run fastest with for a rank's part of this model, and keep them on disk.
+
+        What is known already is not measured again. Without CUDA there is nothing to measure. Call it before the cache
+        is made, and outside captures: it takes up to 2 GiB and seconds.
+        """
+        if device.type == "cuda":
+            kv_heads = len(shard.kv_heads(config))
+            shape = Shape(dtype, len(shard.heads(config)) // kv_heads, config.head_dim, block_size)
+            tune_attention(self._table_of(device), shape, kv_heads, device, self._processors or _processors(device))
+
     def _plan(self, query: torch.Tensor, key: torch.Tensor, batch: PackedBatch) -> _Plan:
         device, (_, heads, dim), kv_heads = query.device, query.shape, key.shape[1]
-        group, itemsize = heads // kv_heads, query.element_size()
         if dim > MAX_HEAD_DIM:
             raise ValueError(f"head_dim is {dim}, the kernels take at most {MAX_HEAD_DIM}")
+        shape = Shape(query.dtype, heads // kv_heads, dim, batch.block_size)
         table, processors = self._table_of(device), self._processors or _processors(device)
-        shape = (str(query.dtype).removeprefix("torch."), group, dim, batch.block_size)
         decodes = [i for i, length in enumerate(batch.lengths) if length == 1]
         chunks = [i for i, length in enumerate(batch.lengths) if length > 1]
-        index, tiles = [np.asarray(decodes if chunks else [], np.int64)], None
-        prefill_config = prefill_configs(group, dim, itemsize, 0)[0]
+        slots = batch.block_tables.shape[1] * batch.block_size
+        decode_config = table.find(*decode_choice(shape, len(decodes) * kv_heads))
+        prefill_config = table.find(*prefill_choice(shape, max(batch.lengths)))
+        splits = choose_splits(len(decodes), kv_heads, slots, processors)
+        segments = tiles = None
         if chunks:
-            rows = max(batch.lengths) * group
-            configs = prefill_configs(group, dim, itemsize, rows)
-            prefill_config = table.find("prefill", _SOURCES, (*shape, _bucket(rows)), configs)
-            tiles = query_tiles(batch, chunks, prefill_config["BLOCK_M"] // group)
-            index.append(tiles.ravel())
-        on_device = _copied(np.concatenate(index), device)
-        work = len(decodes) * kv_heads
-        return _Plan(
-            decodes=len(decodes),
-            segments=on_device[: len(decodes)] if chunks else None,
-            splits=choose_splits(len(decodes), kv_heads, batch.block_tables.shape[1] * batch.block_size, processors),
-            decode_config=table.find("decode", _SOURCES, (*shape, _bucket(work)), decode_configs(group, dim, itemsize)),
-            tiles=on_device[index[0].size :].view(-1, 2) if chunks else None,
-            prefill_config=prefill_config,
-        )
+            tile_list = query_tiles(batch, chunks, prefill_config["BLOCK_M"] // shape.group)
+            index = _copied(np.concatenate([np.asarray(decodes, np.int64), tile_list.ravel()]), device)
+            segments, tiles = index[: len(decodes)], index[len(decodes) :].view(-1, 2)
+        return _Plan(len(decodes), segments, splits, decode_config, tiles, prefill_config)
 
     def _table_of(self, device: torch.device) -> TunedTable:
         if self._table is None:
             cuda = device.type == "cuda"
-            self._table = TunedTable(
-                table_path(torch.cuda.get_device_name(device), triton.__version__) if cuda else None
-            )
+            path = table_path(torch.cuda.get_device_name(device), triton.__version__) if cuda else None
+            self._table = TunedTable(path)
         return self._table
 
 
@@ -128,17 +130,9 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-def _bucket(work: int) -> int:
-    """Sizes that share one choice: the next power of four."""
-    bucket = 1
-    while bucket < work:
-        bucket *= 4
-    return bucket
-
-
 def _copied(index: np.ndarray, device: torch.device) -> torch.Tensor:
     tensor = torch.from_numpy(index)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" and index.size else tensor
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def check_triton_attention(backend: TritonAttention, dtype: torch.dtype, device: torch.device | str) -> bool:

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from skipjoin.model.batch import PackedBatch
-from skipjoin.model.kernels.paged import INTERPRETED, load_rows, padded, token_blocks, token_rows
+from skipjoin.model.kernels.paged import INTERPRETED, jit, load_rows, padded, token_blocks, token_rows
 
 # Below every score, and finite: the distance of two of them is zero and not NaN.
 _LOWEST = tl.constexpr(-1.0e30)
@@ -31,7 +31,7 @@ def _span(context_lens, offsets, backward, segment, window, BLOCK_N: tl.constexp
     return begin, tl.minimum(begin + share, context), offset, down
 
 
-@triton.jit
+@jit
 def _decode(
     out,
     sums,
@@ -147,7 +147,7 @@ def _decode(
         tl.store(out + row[:, None] * DIM + columns[None, :], acc.to(out.dtype.element_ty), mask=asked)
 
 
-@triton.jit
+@jit
 def _reduce(
     out,
     sums,
@@ -182,16 +182,16 @@ def _reduce(
 
 def decode_configs(group: int, dim: int, itemsize: int) -> list[dict[str, int]]:
     """Sizes to choose from, the default first. STAGES: how many tiles of keys and values are on their way at once."""
-    least = max(16, 4096 // (padded(dim) * itemsize))
+    rows = 4096 // (padded(dim) * itemsize)  # a quarter of what keeps enough bytes on their way
     dots = [
-        {"DOT": 1, "BLOCK_N": least * n, "STAGES": stages, "num_warps": warps}
-        for n, stages, warps in ((4, 3, 4), (2, 4, 4), (4, 2, 4), (2, 4, 2), (8, 2, 4))
+        {"DOT": 1, "BLOCK_N": max(16, rows * n), "STAGES": stages, "num_warps": warps}
+        for n, stages, warps in ((4, 3, 4), (2, 4, 4), (4, 2, 4), (2, 3, 2), (8, 2, 4))
     ]
     if group > 1:
         return dots
     plain = [
-        {"DOT": 0, "BLOCK_N": least * n, "STAGES": stages, "num_warps": warps}
-        for n, stages, warps in ((2, 1, 4), (4, 1, 4), (2, 3, 4), (4, 1, 8), (2, 1, 2))
+        {"DOT": 0, "BLOCK_N": max(4, rows * n), "STAGES": 1, "num_warps": warps}
+        for n, warps in ((2, 4), (4, 8), (2, 2), (1, 1))
     ]
     return plain + dots[:2]
 

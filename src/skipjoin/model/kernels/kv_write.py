@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from skipjoin.model.kernels.paged import padded
+from skipjoin.model.kernels.paged import jit, padded
 
 # Heads that one program has: enough that a thread moves 16 bytes at a time, few enough to spread a small batch.
 _HEADS = 8
@@ -20,7 +20,7 @@ def _rotated(source, seen, cos, sin, PAIRS: tl.constexpr):
     return first * cos - second * sin, second * cos + first * sin
 
 
-@triton.jit
+@jit
 def _kv_write(
     query,
     key,

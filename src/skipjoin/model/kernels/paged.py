@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import triton
 import triton.language as tl
 
@@ -12,6 +14,32 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 def padded(size: int, least: int = 16) -> int:
     """The next power of two, at least `least`: what a tile's side or an operand of tl.dot must have."""
     return max(least, triton.next_power_of_2(size))
+
+
+# Index tensors are views of one buffer, and block tables are of any width: a kernel compiled for each combination of
+# their alignments would be compiled while requests wait.
+INDEX_TENSORS = (
+    "tables",
+    "context_lens",
+    "offsets",
+    "backward",
+    "segments",
+    "query_start",
+    "tiles",
+    "slots",
+    "positions",
+)
+VARYING = ("window", "table_width", "splits")
+
+
+def jit(kernel):
+    """triton.jit, compiled once for whatever alignment index tensors and sizes of a batch have."""
+    names = inspect.signature(kernel).parameters
+    return triton.jit(
+        kernel,
+        do_not_specialize=[n for n in names if n in VARYING],
+        do_not_specialize_on_alignment=[n for n in names if n in INDEX_TENSORS],
+    )
 
 
 @triton.jit

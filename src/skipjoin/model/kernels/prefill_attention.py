@@ -10,10 +10,12 @@ import triton
 import triton.language as tl
 
 from skipjoin.model.batch import PackedBatch
-from skipjoin.model.kernels.paged import INTERPRETED, load_rows, padded, token_blocks, token_rows
+from skipjoin.model.kernels.paged import INTERPRETED, jit, load_rows, padded, token_blocks, token_rows
 
 _LOWEST = tl.constexpr(-1.0e30)
 _LOG2E = 1.4426950408889634
+# Segments of so many queries times heads of a group fill no larger tile.
+SHORT_ROWS = 64
 
 
 @triton.jit
@@ -72,7 +74,7 @@ def _tiles(
     return acc, total, top
 
 
-@triton.jit
+@jit
 def _prefill(
     out,
     query,
@@ -152,11 +154,11 @@ def _prefill(
 
 def prefill_configs(group: int, dim: int, itemsize: int, rows: int) -> list[dict[str, int]]:
     """Sizes to choose from, the default first. rows: queries of the longest segment times heads of a group."""
-    if itemsize > 2:
-        sizes = [(32, 32, 4, 2)]
+    if itemsize > 2:  # exact products without tensor cores
+        sizes = [(32, 32, 4, 2)] if dim <= 64 else [(16, 16, 4, 2)]
     elif dim > 128:
-        sizes = [(64, 64, 4, 2), (64, 32, 4, 2), (128, 32, 8, 2)]
-    elif rows <= 64:
+        sizes = [(128, 32, 8, 2), (64, 32, 4, 2), (64, 64, 8, 2)]
+    elif rows <= SHORT_ROWS:
         sizes = [(64, 64, 4, 3), (64, 128, 4, 2), (64, 32, 4, 4)]
     else:
         sizes = [(128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 3)]

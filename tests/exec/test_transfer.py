@@ -109,12 +109,79 @@ def test_random_moves_carry_what_plain_indexing_does() -> None:
     copier.close()
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_random_moves_on_a_stream_carry_what_plain_indexing_does() -> None:
-    store = make_store(KVStore, "cuda")
-    copier = StreamCopier(store)
-    copy_random_moves(store, copier)
+gpu = pytest.mark.gpu
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def busy(device: torch.device) -> torch.Tensor:
+    """Milliseconds of work on the current stream."""
+    made = torch.randn(2048, 2048, device=device)
+    for _ in range(20):
+        made = made @ made
+        made /= made.norm()
+    return made
+
+
+@gpu
+@needs_cuda
+@pytest.mark.parametrize("block_size", [4, 1024])  # left to the kernel, and to the copy engines
+def test_moves_both_ways_beside_compute_carry_what_plain_indexing_does(block_size: int) -> None:
+    """Blocks of even numbers go out, of odd ones come in, all the time."""
+    config = ModelConfig.from_dict(CONFIGS["llama"] | {"num_hidden_layers": 4, "head_dim": 64})
+    device = torch.device("cuda")
+    store = KVStore(config, torch.float32, device, device_blocks=64, host_blocks=64, block_size=block_size)
+    host = store.host
+    assert host is not None
+    assert host.tensor.is_pinned()
+    draw, copier = random.Random(5), StreamCopier(store)
+    for _ in range(12):
+        for pool in (store.device.tensor, host.tensor):
+            pool.copy_(torch.randn(pool.shape))
+        torch.cuda.synchronize()
+        expected = {direction: pool.cpu().clone() for direction, pool in pools(store).items()}
+        moves = []
+        for parity, direction, other in ((0, OUT, IN), (1, IN, OUT)):
+            source, target = (draw.sample(range(parity, 64, 2), 24) for _ in range(2))
+            expected[other][target] = expected[direction][source]
+            moves += [move(direction, source[at : at + 6], target[at : at + 6]) for at in range(0, 24, 6)]
+        draw.shuffle(moves)
+        for one in moves:
+            busy(device)
+            copier.begin([one])
+        assert len(wait_for(copier, len(moves)).landed) == len(moves)
+        torch.cuda.synchronize()
+        for direction, pool in pools(store).items():
+            assert torch.equal(pool.cpu(), expected[direction])
+    copier.close()
+
+
+@gpu
+@needs_cuda
+@pytest.mark.parametrize("block_size", [4, 1024])
+def test_streams_keep_the_order_that_steps_need(block_size: int) -> None:
+    config = ModelConfig.from_dict(CONFIGS["llama"] | {"num_hidden_layers": 4, "head_dim": 64})
+    device = torch.device("cuda")
+    store = KVStore(config, torch.float32, device, device_blocks=8, host_blocks=8, block_size=block_size)
+    assert store.host is not None
+    copier, pool, host = StreamCopier(store), store.device.block_view(), store.host.block_view()
+    for value in range(20):
+        host[3] = -1.0 - value
+        pool[2] = float("nan")
+        torch.cuda.synchronize()
+        busy(device)
+        pool[2] = float(value)
+        copier.begin([move(OUT, [2], [5])])  # after the step before
+        pool[4] = 100.0 + value
+        assert copier.run_before([move(IN, [3], [4]), move(OUT, [4], [6])]).failed == []
+        seen = pool[4].clone()  # the step
+        pool[4] = float("nan")
+        copier.begin([move(IN, [3], [4])])
+        assert len(wait_for(copier, 2).landed) == 2
+        torch.cuda.synchronize()
+        assert (host[5] == value).all()
+        assert (host[6] == 100 + value).all()
+        assert (seen == -1 - value).all()
+        assert (pool[4] == -1 - value).all()
     copier.close()
 
 

@@ -1,0 +1,308 @@
+"""Copies on CUDA's streams, with streams that are faked: whatever order they run in, everybody reads its own keys and
+values. Plans are those of the real scheduler."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from copiers import HarshStore
+from engines import CONFIGS
+
+from skipjoin.core.request import Request
+from skipjoin.core.step import Direction, Move, Slice, StepPlan, StepResult
+from skipjoin.exec import kv_store
+from skipjoin.exec.kv_store import KVStore
+from skipjoin.exec.transfer import Ended, StreamCopier
+from skipjoin.model.config import ModelConfig
+from support.load import load
+from support.policies import PRESSURES
+from support.watch import WatchedCore, World
+
+OUT, IN = Direction.OUT, Direction.IN
+DEVICE_BLOCKS, HOST_BLOCKS, BLOCK_SIZE = 28, 40, 4
+
+
+class Streams:
+    """Work on streams, done piece by piece in any order that events allow. model: the stream of the steps."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, seed: int = 0) -> None:
+        self.draw = random.Random(seed)
+        self.all: list[FakeStream] = []
+        self.model = self.current = FakeStream(self)
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device: FakeStream(self))
+        monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.current)
+        monkeypatch.setattr(torch.cuda, "stream", self.use)
+
+    @contextmanager
+    def use(self, stream: FakeStream) -> Iterator[None]:
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+    def turn(self) -> None:
+        """Do one piece of work of any stream that can go on."""
+        ready = [stream for stream in self.all if stream.can_go_on]
+        if ready:
+            self.draw.choice(ready).work.popleft()()
+
+
+class FakeEvent:
+    """Done once its stream has come to it."""
+
+    def __init__(self) -> None:
+        self.is_done = False
+
+    def record(self, stream: FakeStream) -> None:
+        stream.work.append(self.pass_)
+
+    def pass_(self) -> None:
+        self.is_done = True
+
+    def query(self) -> bool:
+        return self.is_done
+
+
+class FakeStream:
+    """Work in order. awaited: events before pieces of work, by these."""
+
+    def __init__(self, streams: Streams) -> None:
+        self.work: deque[Callable[[], Any]] = deque()
+        self.streams = streams
+        streams.all.append(self)
+
+    @property
+    def can_go_on(self) -> bool:
+        head = self.work[0] if self.work else None
+        return head is not None and not (isinstance(head, Waiting) and not head.event.is_done)
+
+    def wait_stream(self, other: FakeStream) -> None:
+        event = FakeEvent()
+        event.record(other)
+        self.work.append(Waiting(event))
+
+    def synchronize(self) -> None:
+        while self.work:
+            self.streams.turn()
+
+
+class Waiting:
+    """A piece of work that can be done once an event is."""
+
+    def __init__(self, event: FakeEvent) -> None:
+        self.event = event
+
+    def __call__(self) -> None:
+        pass
+
+
+class LazyStore(HarshStore):
+    """Queues its copies on the current stream. What a copy has left is NaN then."""
+
+    streams: Streams
+
+    def copy(self, move: Move) -> None:
+        self.streams.current.work.append(lambda: HarshStore.copy(self, move))
+
+
+def lazy_store(streams: Streams) -> LazyStore:
+    store = LazyStore(
+        ModelConfig.from_dict(CONFIGS["llama"]),
+        torch.float32,
+        torch.device("cpu"),
+        device_blocks=DEVICE_BLOCKS,
+        host_blocks=HOST_BLOCKS,
+        block_size=BLOCK_SIZE,
+    )
+    store.streams = streams
+    store.device.tensor.fill_(torch.nan)
+    assert store.host is not None
+    store.host.tensor.fill_(torch.nan)
+    return store
+
+
+class Device:
+    """Carries out plans as the worker does, all on streams. wrong: what slices read that was not theirs."""
+
+    def __init__(self, streams: Streams) -> None:
+        self.store = lazy_store(streams)
+        self.copier = StreamCopier(self.store)
+        self.wrong: list[str] = []
+        self._streams = streams
+
+    def begin(self, plan: StepPlan) -> tuple[StepPlan, Ended, FakeEvent]:
+        ended = self.copier.run_before(plan.before)
+        self.copier.begin(plan.beside)
+        end = FakeEvent()
+        for piece in plan.slices:
+            self._streams.model.work.append(lambda piece=piece: self._compute(piece))
+        end.record(self._streams.model)
+        return plan, ended, end
+
+    def finish(self, plan: StepPlan, ended: Ended, end: FakeEvent) -> StepResult:
+        while not end.query():
+            self._streams.turn()
+        more = self.copier.landed()
+        tokens = [piece.start + piece.tokens if piece.samples else None for piece in plan.slices]
+        return StepResult(plan, tokens, 0.01, landed=[*ended.landed, *more.landed], failed=ended.failed)
+
+    def _compute(self, piece: Slice) -> None:
+        """Read all earlier positions, write one's own."""
+        pool = self.store.device.block_view()
+        for position in range(piece.start + piece.tokens):
+            block, offset = piece.blocks[position // BLOCK_SIZE], position % BLOCK_SIZE
+            own = piece.request.id * 1000.0 + position
+            if position >= piece.start:
+                pool[block, offset] = own
+            elif (found := pool[block, offset].item()) != own:
+                self.wrong.append(f"{piece.request.id} at {position}: {found}")
+
+
+def serve(core: WatchedCore, device: Device, requests: list[Request], streams: Streams) -> int:
+    """Run all to their end; how many moves there were."""
+    flying: deque[tuple[StepPlan, Ended, FakeEvent]] = deque()
+    now, moves = 0.0, 0
+    while requests or core.requests or flying:
+        while requests and requests[0].arrival <= now:
+            core.add(requests.pop(0), now)
+        while (plan := core.start_step(now)) is not None:
+            flying.append(device.begin(plan))
+            moves += len(plan.before) + len(plan.beside)
+        for _ in range(streams.draw.randrange(4)):
+            streams.turn()
+        if flying:
+            core.finish_step(device.finish(*flying.popleft()), now)
+        now += 0.01
+    device.copier.close()
+    return moves
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("pressure", ["chaos", "proactive", "swap"])
+@pytest.mark.parametrize(("depth", "overlap"), [(1, False), (2, True)])
+def test_in_any_order_of_streams_everybody_reads_its_own(
+    monkeypatch: pytest.MonkeyPatch, seed: int, pressure: str, depth: int, *, overlap: bool
+) -> None:
+    streams = Streams(monkeypatch, seed)
+    device = Device(streams)
+    world = World(
+        "fastserve", depth, overlap, PRESSURES[pressure], device_blocks=DEVICE_BLOCKS, host_blocks=HOST_BLOCKS
+    )
+    core = world.core()
+    moves = serve(core, device, load(seed, 14, rate=200.0), streams)
+    assert device.wrong == []
+    assert moves > 5
+    while core.kv.is_moving:
+        core.finish_step(device.finish(*device.begin(core.start_step(1e3))), 1e3)  # type: ignore[arg-type]
+    core.assert_home()
+
+
+def move(direction: Direction, block: int) -> Move:
+    return Move(direction, Request(block, 0.0, [0], 1), (block,), (block,))
+
+
+def test_directions_do_not_wait_for_each_other_and_moves_before_a_step_for_neither(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    streams = Streams(monkeypatch)
+    device = Device(streams)
+    copier = device.copier
+    out, back, now = [move(OUT, block) for block in (1, 2)], [move(IN, 3)], [move(OUT, 4), move(IN, 5)]
+    copier.begin([*out, *back])
+    others = [stream for stream in streams.all if stream is not streams.model]
+    assert len(others) == 2
+    assert copier.run_before(now[::-1]).landed == now
+    while streams.model.work:
+        streams.model.work.popleft()()
+    # The steps could go on, though nothing that was begun has moved.
+    assert copier.landed() == ([], [])
+    while others[1].work:
+        others[1].work.popleft()()
+    assert copier.landed(30.0) == (back, [])
+    while others[0].work:
+        others[0].work.popleft()()
+    assert copier.landed() == (out, [])
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_move_in_beside_waits_for_the_moves_out_before_it(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Of the same plan, or of one that has not been settled: the block that it writes to is free at once. A move out
+    beside waits for the step before."""
+    streams = Streams(monkeypatch, seed)
+    device = Device(streams)
+    store, copier = device.store, device.copier
+    assert store.host is not None
+    pool, host = store.device.block_view(), store.host.block_view()
+    pool[4], host[5] = 1.0, 2.0
+    streams.model.work.append(lambda: pool[7].fill_(3.0))
+    copier.run_before([Move(OUT, Request(0, 0.0, [0], 1), (4,), (4,))])
+    if seed % 2:
+        streams.model.work.append(lambda: None)  # a step
+    copier.begin([Move(IN, Request(1, 0.0, [0], 1), (5,), (4,)), Move(OUT, Request(2, 0.0, [0], 1), (7,), (8,))])
+    copier.close()
+    assert [pool[4, 0].item(), host[4, 0].item(), host[8, 0].item()] == [2.0, 1.0, 3.0]
+
+
+# -- many small blocks ----------------------------------------------------------------------------------------------
+
+
+class Kernel:
+    """Does what the kernel does, or fails."""
+
+    def __init__(self) -> None:
+        self.calls: list[int] = []
+        self.error: Exception | None = None
+
+    def __call__(
+        self, target: torch.Tensor, source: torch.Tensor, target_ids: torch.Tensor, source_ids: torch.Tensor
+    ) -> None:
+        assert target_ids.dtype == source_ids.dtype == torch.int64
+        self.calls.append(len(target_ids))
+        if self.error is not None:
+            raise self.error
+        target[target_ids] = source[source_ids]
+
+
+def test_small_runs_are_the_kernels_and_large_ones_are_not(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = KVStore(
+        ModelConfig.from_dict(CONFIGS["llama"]),
+        torch.float32,
+        torch.device("cpu"),
+        device_blocks=20,
+        host_blocks=20,
+        block_size=BLOCK_SIZE,
+    )
+    assert store.host is not None
+    monkeypatch.setattr(kv_store, "_LEAST_RUN_BYTES", 2 * store.device.block_bytes + 1)
+    kernel = store._kernel = Kernel()
+    draw = torch.Generator().manual_seed(0)
+    source = torch.randn(store.device.block_view().shape, generator=draw)
+    store.device.block_view().copy_(source)
+
+    def copied(rows: list[int], to: list[int]) -> bool:
+        """Whether the blocks arrived, and no others."""
+        assert store.host is not None
+        pool = store.host.block_view()
+        pool.fill_(-1)
+        expected = pool.clone()
+        expected[to] = source[rows]
+        store._queue(pool, store.device.block_view(), Move(OUT, Request(0, 0.0, [0], 1), tuple(rows), tuple(to)))
+        return torch.equal(pool, expected)
+
+    assert copied([3, 9, 1, 2], [0, 5, 7, 8])
+    assert kernel.calls == [4]  # three runs of four blocks
+    assert copied([4, 5, 6, 10, 11, 12], [1, 2, 3, 9, 10, 11])
+    assert kernel.calls == [4]
+    kernel.error = RuntimeError("no compiler")
+    for _ in range(2):
+        assert copied([3, 9, 1, 2], [0, 5, 7, 8])
+    assert kernel.calls == [4, 4], "tried again after it failed"
+    assert [record.levelname for record in caplog.records] == ["WARNING"]

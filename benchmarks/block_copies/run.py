@@ -32,7 +32,7 @@ from skipjoin.core.request import Request
 from skipjoin.core.step import Direction, Move, Slice, StepPlan, StepResult
 from skipjoin.exec.kv_store import KVStore
 from skipjoin.exec.local import LocalExecutor
-from skipjoin.exec.worker import Sampling
+from skipjoin.exec.sampling import Sampling
 from skipjoin.model.config import ModelConfig
 from skipjoin.model.loader import load_model
 from skipjoin.sampling import SamplingParams

@@ -38,7 +38,7 @@ from skipjoin.exec.part import make_store
 from skipjoin.exec.plan_messages import PlanReader, PlanWriter
 from skipjoin.exec.rank_actor import RankModel
 from skipjoin.exec.ranks import GroupSizes, RankGroup
-from skipjoin.exec.worker import Sampling
+from skipjoin.exec.sampling import Sampling
 from skipjoin.model.loader import load_model
 from skipjoin.policies.cost import LinearCost
 from skipjoin.recipes import Settings, build

@@ -49,8 +49,8 @@ from skipjoin.exec.base import Executor
 from skipjoin.exec.cases import Limits
 from skipjoin.exec.part import ModelExecutor
 from skipjoin.exec.profiler import Effort, measure_profile
+from skipjoin.exec.sampling import Sampling
 from skipjoin.exec.simulated import SimulatedExecutor
-from skipjoin.exec.worker import Sampling
 from skipjoin.model.config import ModelConfig
 from skipjoin.observe.stages import StageUse
 from skipjoin.policies.cost import LinearCost

@@ -31,7 +31,7 @@ from skipjoin.exec.local import LocalExecutor
 from skipjoin.exec.memory import LargestStep, measure_peak
 from skipjoin.exec.part import ModelExecutor, Part, Room, make_store, part_of, room_of
 from skipjoin.exec.profiler import FIRST_START, Effort, measure_profile, profile_key
-from skipjoin.exec.worker import Sampling
+from skipjoin.exec.sampling import Sampling
 from skipjoin.model.config import ModelConfig
 from skipjoin.model.loader import load_model, resolve_folder
 from skipjoin.model.parallel import check_shards

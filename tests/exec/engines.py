@@ -20,7 +20,7 @@ from skipjoin.core.scheduler import Scheduler
 from skipjoin.core.step import Move, Slice
 from skipjoin.exec.base import Executor
 from skipjoin.exec.local import LocalExecutor
-from skipjoin.exec.worker import Sampling
+from skipjoin.exec.sampling import Sampling
 from skipjoin.model.causal_lm import CausalLM
 from skipjoin.model.loader import random_model
 from skipjoin.policies.batching import Greedy

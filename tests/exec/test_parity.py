@@ -17,8 +17,8 @@ from skipjoin.core.request import Request
 from skipjoin.core.scheduler import Scheduler
 from skipjoin.core.step import Move, StepPlan
 from skipjoin.exec.local import LocalExecutor
+from skipjoin.exec.sampling import Sampling
 from skipjoin.exec.simulated import SimulatedExecutor, SimulatedHandle
-from skipjoin.exec.worker import Sampling
 from skipjoin.policies.cost import LinearCost
 from skipjoin.policies.predictors import MaxTokens
 from skipjoin.policies.pressure import Swap

@@ -18,8 +18,8 @@ from skipjoin.core.request import Request
 from skipjoin.core.step import PAUSE_S, Direction, Move, Slice, StepPlan, StepResult
 from skipjoin.exec.kv_store import KVStore
 from skipjoin.exec.local import LocalExecutor
+from skipjoin.exec.sampling import Sampling
 from skipjoin.exec.transfer import Copier, Ended, StreamCopier, ThreadCopier
-from skipjoin.exec.worker import Sampling
 from skipjoin.model.config import ModelConfig
 from skipjoin.sampling import SamplingParams
 

@@ -12,7 +12,8 @@ from engines import SwapAll, make_core, make_store, mixed_requests, run, tiny_mo
 from skipjoin.core.events import Event, Finished, Token
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.core.step import Slice, StepPlan, StepResult
-from skipjoin.exec.worker import Begun, Sampling, Worker
+from skipjoin.exec.sampling import Sampling
+from skipjoin.exec.worker import Begun, Worker
 from skipjoin.model.batch import PackedBatch
 from skipjoin.model.causal_lm import CausalLM
 from skipjoin.model.kv_cache import PagedKV

@@ -13,7 +13,7 @@ from skipjoin.core.request import FinishReason, Request
 from skipjoin.core.step import Direction, Move, Slice, StepPlan
 from skipjoin.exec.local import LocalExecutor
 from skipjoin.exec.plan_messages import OutOfStepError, PlanReader, PlanWriter
-from skipjoin.exec.worker import Sampling
+from skipjoin.exec.sampling import Sampling
 from skipjoin.sampling import SamplingParams
 
 SAMPLING = Sampling(SamplingParams(temperature=0.5, logit_bias={3: 1.5}, stop=("x",)), -(2**63), (2, 7))

@@ -23,8 +23,9 @@ from skipjoin.exec.base import RankError
 from skipjoin.exec.kv_store import KVStore
 from skipjoin.exec.messages import Done, Failed
 from skipjoin.exec.plan_messages import OutOfStepError, PlanReader
+from skipjoin.exec.sampling import Sampling
 from skipjoin.exec.sharded import ShardedExecutor
-from skipjoin.exec.worker import Sampling, Worker
+from skipjoin.exec.worker import Worker
 from skipjoin.model.loader import random_model
 from skipjoin.model.parallel import Shard
 from skipjoin.policies.pressure import Recompute

@@ -10,7 +10,8 @@ import torch
 from skipjoin.core.request import Request
 from skipjoin.core.step import Slice, StepPlan
 from skipjoin.exec.kv_store import KVStore
-from skipjoin.exec.worker import Sampling, Worker
+from skipjoin.exec.sampling import Sampling
+from skipjoin.exec.worker import Worker
 from skipjoin.model.causal_lm import CausalLM
 from skipjoin.model.config import ModelError
 from skipjoin.sampling import SamplingParams

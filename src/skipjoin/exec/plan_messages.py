@@ -20,7 +20,7 @@ from skipjoin.exec.messages import (
     SlicePart,
     checksum_after,
 )
-from skipjoin.exec.worker import Sampling
+from skipjoin.exec.sampling import Sampling
 
 # With every plan so many requests more than it has slices are looked at in turn, whether they ended: more than can end
 # with a plan, so that the ranks forget requests faster than they learn of them.

@@ -24,7 +24,7 @@ from skipjoin.exec.cases import Case, Limits, Pieces, cases
 from skipjoin.exec.fit import cost_errors, fit_cost
 from skipjoin.exec.guess import guess_cost
 from skipjoin.exec.part import ModelExecutor, Part, by_stage
-from skipjoin.exec.worker import Sampling
+from skipjoin.exec.sampling import Sampling
 from skipjoin.machine import cpu_name
 from skipjoin.model.config import ModelConfig
 from skipjoin.policies.cost import LinearCost, scaled

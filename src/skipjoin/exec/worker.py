@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -15,22 +13,16 @@ from skipjoin.core.step import PAUSE_S, Slice, StageTime, StepPlan, StepResult
 from skipjoin.exec.clocks import DeviceClock, HostClock, Mark
 from skipjoin.exec.graphs import DecodeGraphs
 from skipjoin.exec.kv_store import KVStore
+from skipjoin.exec.prompt_scores import PromptScores, score_prompt, wants_scores
+from skipjoin.exec.sampling import Sampling
 from skipjoin.exec.transfer import Copier, Ended, copier_for
 from skipjoin.model.batch import PackedBatch, Segment
 from skipjoin.model.causal_lm import CausalLM
-from skipjoin.model.sampler import Drawn, PromptLogprob, Sampled, Sampler, SampleRow, needs_output, prompt_logprobs
-from skipjoin.model.transfer import Reading
-from skipjoin.sampling import SamplingParams, Scored, TokenDetail
+from skipjoin.model.sampler import Drawn, PromptLogprob, Sampler, SampleRow, needs_output
+from skipjoin.model.transfer import Reading, send
+from skipjoin.sampling import Scored, TokenDetail
 
 _log = logging.getLogger(__name__)
-
-
-class Sampling(NamedTuple):
-    """What `Request.sampling` holds for executors that run a model: the user's parameters, and this request's seed."""
-
-    params: SamplingParams
-    seed: int
-    eos_token_ids: tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -86,8 +78,7 @@ class Worker:
         # What the latest plan sampled, and in which row for whom: for slices of the next one that await it.
         self._drawn: Drawn | None = None
         self._rows: dict[Request, int] = {}
-        # Scores of prompt tokens, until the request's first generated token carries them away.
-        self._prompt_scores: WeakKeyDictionary[Request, list[Scored]] = WeakKeyDictionary()
+        self._prompts = PromptScores()
         self._ended: float | None = None  # when the plan before was done, on the host's clock
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -124,12 +115,13 @@ class Worker:
         tokens: list[int | None] = [None] * len(plan.slices)
         details: dict[int, object] = {}
         for piece, scores in begun.scores:
-            self._keep_scores(piece, scores.read())
+            self._prompts.keep(piece, scores.read())
         for index, sample in zip(begun.chosen, drawn.report.read() if drawn is not None else (), strict=True):
             request = plan.slices[index].request
             tokens[index] = sample.token
-            if sample.logprob is not None or request in self._prompt_scores:
-                details[index] = self._detail(request, sample)
+            prompt = self._prompts.take(request)
+            if sample.logprob is not None or prompt:
+                details[index] = TokenDetail(Scored(sample.token, sample.logprob, sample.top), prompt)
         assert begun.end is not None
         seconds = self._clock.between(begun.start, begun.end) - begun.waited
         moving = self._clock.between(*begun.moving) if begun.moving is not None else 0.0
@@ -188,7 +180,8 @@ class Worker:
         self, slices: Sequence[Slice], going: Sequence[int], begun: Begun
     ) -> tuple[Drawn | None, dict[Request, int]]:
         """Run those of the slices that are going; what they sampled, in which row for whom."""
-        begun.scores.clear()
+        # An attempt that failed may have left some.
+        begun.scores, begun.chosen, begun.drawn = [], [], None
         pieces = [slices[index] for index in going]
         segments = [self._segment(piece) for piece in pieces]
         batch, logits = self._forward(segments)
@@ -196,15 +189,15 @@ class Worker:
             return None, {}
         for piece, segment, first, end in zip(pieces, segments, batch.row_starts, batch.row_starts[1:], strict=False):
             if segment.all_logits:
-                begun.scores.append((piece, self._score_prompt(piece, logits[first:end])))
+                begun.scores.append((piece, score_prompt(piece, logits[first:end])))
         chosen = [at for at, piece in enumerate(pieces) if piece.samples]
-        begun.chosen = [going[at] for at in chosen]
         if not chosen:
             return None, {}
         if len(chosen) < len(logits):
             # A segment's last row is the one that predicts the next token.
-            logits = logits[[batch.row_starts[at + 1] - 1 for at in chosen]]
+            logits = logits[send([batch.row_starts[at + 1] - 1 for at in chosen], logits.device)]
         begun.drawn = self._sampler.sample(logits, [self._sample_row(pieces[at]) for at in chosen])
+        begun.chosen = [going[at] for at in chosen]
         return begun.drawn, {pieces[at].request: row for row, at in enumerate(chosen)}
 
     def _forward(self, segments: Sequence[Segment]) -> tuple[PackedBatch, torch.Tensor]:
@@ -229,8 +222,7 @@ class Worker:
                     "with stages, plans must not overlap"
                 )
             row = self._rows[request]
-        wants_prompt = _params(request).prompt_logprobs is not None and start < len(request.prompt)
-        return Segment(tokens, start, blocks, samples, wants_prompt and not request.output, row)
+        return Segment(tokens, start, blocks, samples, wants_scores(piece), row)
 
     def _sample_row(self, piece: Slice) -> SampleRow:
         request = piece.request
@@ -246,25 +238,6 @@ class Worker:
         assert self._drawn is not None
         return self._drawn.report.read()[self._rows[request]].token
 
-    def _score_prompt(self, piece: Slice, logits: torch.Tensor) -> Reading[list[PromptLogprob]]:
-        """Score the prompt tokens that the slice's rows predict. logits: one row per token of the slice."""
-        request, start = piece.request, piece.start
-        targets = list(request.prompt[start + 1 : start + 1 + piece.tokens])
-        return prompt_logprobs(logits[: len(targets)], targets, _params(request).prompt_logprobs or 0)
-
-    def _keep_scores(self, piece: Slice, scores: Sequence[PromptLogprob]) -> None:
-        request, start = piece.request, piece.start
-        known = self._prompt_scores.setdefault(request, [Scored(request.prompt[0], None)])
-        targets = request.prompt[start + 1 : start + 1 + piece.tokens]
-        # Recomputed after an eviction, a chunk is scored again, with the same outcome.
-        known[start + 1 :] = [
-            Scored(token, score.logprob, score.top) for token, score in zip(targets, scores, strict=True)
-        ]
-
-    def _detail(self, request: Request, sample: Sampled) -> TokenDetail:
-        prompt = tuple(self._prompt_scores.pop(request, ()))
-        return TokenDetail(Scored(sample.token, sample.logprob, sample.top), prompt)
-
 
 def _sampler(model: CausalLM) -> Sampler:
     if model.ops.name != "triton":
@@ -273,11 +246,6 @@ def _sampler(model: CausalLM) -> Sampler:
     from skipjoin.model.kernels.thresholds import bisected_thresholds  # noqa: PLC0415
 
     return Sampler(model.config.vocab_size, bisected_thresholds)
-
-
-def _params(request: Request) -> SamplingParams:
-    sampling: Sampling = request.sampling  # type: ignore[assignment]
-    return sampling.params
 
 
 def _out_of_memory(piece: Slice, error: Exception) -> str:

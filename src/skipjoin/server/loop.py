@@ -13,7 +13,7 @@ from skipjoin.core.events import Event
 from skipjoin.core.request import Request
 from skipjoin.core.step import StepShape
 from skipjoin.exec.base import Handle, RankError
-from skipjoin.exec.worker import Sampling
+from skipjoin.exec.sampling import Sampling
 from skipjoin.sampling import ParameterError, SamplingParams
 
 

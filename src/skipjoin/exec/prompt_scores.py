@@ -1,0 +1,56 @@
+"""Log-probabilities of prompt tokens, gathered over the chunks of a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary
+
+import torch
+
+from skipjoin.core.request import Request
+from skipjoin.core.step import Slice
+from skipjoin.exec.sampling import Sampling
+from skipjoin.model.sampler import PromptLogprob, prompt_logprobs
+from skipjoin.model.transfer import Reading
+from skipjoin.sampling import Scored
+
+
+def wants_scores(piece: Slice) -> bool:
+    """Whether the request asks for scores of its prompt, and the slice has a part of it that nobody has told yet."""
+    request = piece.request
+    return _asked(request) is not None and piece.start < len(request.prompt) and not request.output
+
+
+def score_prompt(piece: Slice, logits: torch.Tensor) -> Reading[list[PromptLogprob]]:
+    """Score the prompt tokens that the slice's rows predict. logits: one row per token of the slice."""
+    targets = _targets(piece)
+    return prompt_logprobs(logits[: len(targets)], targets, _asked(piece.request) or 0)
+
+
+class PromptScores:
+    """Scores of prompt tokens, until the request's first generated token carries them away."""
+
+    def __init__(self) -> None:
+        self._scores: WeakKeyDictionary[Request, list[Scored]] = WeakKeyDictionary()
+
+    def keep(self, piece: Slice, scores: Sequence[PromptLogprob]) -> None:
+        """Add those of a slice."""
+        request = piece.request
+        known = self._scores.setdefault(request, [Scored(request.prompt[0], None)])
+        # Recomputed after an eviction, a chunk is scored again, with the same outcome.
+        known[piece.start + 1 :] = [
+            Scored(token, score.logprob, score.top) for token, score in zip(_targets(piece), scores, strict=True)
+        ]
+
+    def take(self, request: Request) -> tuple[Scored, ...]:
+        """Those of a request, once; empty if there are none."""
+        return tuple(self._scores.pop(request, ()))
+
+
+def _targets(piece: Slice) -> Sequence[int]:
+    return piece.request.prompt[piece.start + 1 : piece.start + 1 + piece.tokens]
+
+
+def _asked(request: Request) -> int | None:
+    sampling: Sampling = request.sampling  # type: ignore[assignment]
+    return sampling.params.prompt_logprobs

@@ -1,0 +1,15 @@
+"""What executors that run a model need to know of a request beside its tokens."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from skipjoin.sampling import SamplingParams
+
+
+class Sampling(NamedTuple):
+    """What `Request.sampling` holds for executors that run a model: the user's parameters, and this request's seed."""
+
+    params: SamplingParams
+    seed: int
+    eos_token_ids: tuple[int, ...]

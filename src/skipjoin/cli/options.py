@@ -22,7 +22,7 @@ Recipe = Annotated[
 ]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
-Attention = Annotated[str, typer.Option(help="Attention back end: auto, torch or cpp.")]
+Attention = Annotated[str, typer.Option(help="Attention back end: auto, torch, cpp (CPU) or triton (CUDA).")]
 MaxModelLen = Annotated[int | None, typer.Option(help="Most tokens of prompt and output (default: the model's).")]
 MaxNumSeqs = Annotated[int, typer.Option(help="Most requests in a step.")]
 MaxBatchedTokens = Annotated[int, typer.Option("--max-num-batched-tokens", help="Most tokens in a step.")]

@@ -242,7 +242,7 @@ def _load_here(config: EngineConfig, folder: Path, max_len: int, on_progress: Pr
     model = load_model(
         folder,
         dtype=config.dtype,
-        device=_device(config.device),
+        device=config.device,
         attention=config.attention,
         load_format=config.load_format,
         progress=lambda done, total: on_progress("loading weights", done / total),
@@ -380,12 +380,6 @@ def _check_profile(profile: Profile, key: ProfileKey, name: str) -> None:
         theirs, ours = getattr(profile.key, field), getattr(key, field)
         if theirs != ours:
             _log.warning("profile %s was measured with %s %s, here it is %s", name, field, theirs, ours)
-
-
-def _device(name: str) -> str:
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return name
 
 
 def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:

@@ -32,10 +32,10 @@ class EngineConfig:
 
     model: a Hugging Face folder or hub id; "tally" is the built-in model. dtype: auto, float32, bfloat16, float16.
     device: auto, cpu, cuda. load_format: "auto" reads the folder's weights; "dummy" draws random ones, so that a folder
-    with a config.json is enough to measure with. max_model_len: most tokens of prompt and output together; None: what
-    the model holds.
-    block_size: tokens per KV block. kv_cache_gib: size of the KV pool; None: a share of what is free.
-    gpu_memory_utilization: that share on CUDA, weights included.
+    with a config.json is enough to measure with. attention: auto, torch, cpp, triton: what computes the layers.
+    max_model_len: most tokens of prompt and output together; None: what the model holds. block_size: tokens per KV
+    block. kv_cache_gib: size of the KV pool; None: a share of what is free. gpu_memory_utilization: that share on CUDA,
+    weights included.
     swap_space_gib: size of the host pool, to which KV is swapped; 0: none, KV is computed again; None: a share of
     the RAM that is free.
     recipe: which scheduler. max_num_seqs, max_num_batched_tokens: most requests and tokens in a step.

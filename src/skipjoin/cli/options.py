@@ -25,7 +25,7 @@ Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 LoadFormat = Annotated[
     str, typer.Option(help="auto reads the weights; dummy draws random ones, of which no file is needed.")
 ]
-Attention = Annotated[str, typer.Option(help="Attention back end: auto, torch or cpp.")]
+Attention = Annotated[str, typer.Option(help="Attention back end: auto, torch, cpp (CPU) or triton (CUDA).")]
 MaxModelLen = Annotated[int | None, typer.Option(help="Most tokens of prompt and output (default: the model's).")]
 MaxNumSeqs = Annotated[int, typer.Option(help="Most requests in a step.")]
 MaxBatchedTokens = Annotated[int, typer.Option("--max-num-batched-tokens", help="Most tokens in a step.")]

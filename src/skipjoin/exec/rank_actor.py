@@ -24,6 +24,7 @@ from skipjoin.exec.part import Part, Room, make_store, measure_transfers, part_o
 from skipjoin.exec.rank import Rank
 from skipjoin.exec.worker import Worker
 from skipjoin.model.causal_lm import CausalLM
+from skipjoin.model.cuda import choose_device
 from skipjoin.model.kv_cache import PagedKV
 from skipjoin.model.loader import load_model
 from skipjoin.model.parallel import Alone, Group, Shard
@@ -97,9 +98,7 @@ class RankActor:
     def load(self, model: RankModel, shard: Shard, meeting: Address | None, ranks_here: int) -> tuple[Part, Room]:
         """Join the others and load this rank's part. meeting: what `open_store` said; None: there are no others.
         ranks_here: on this node. Raises `ModelError`, `GroupError`."""
-        device = model.device
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = choose_device(model.device)
         self._threads = model.threads or max(1, len(os.sched_getaffinity(0)) // ranks_here)
         self._block_size = model.block_size
         torch.set_num_threads(self._threads)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import hashlib
-import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,20 +11,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from skipjoin.model.attention.base import AttentionBackend
-from skipjoin.model.attention.cpp_backend import CppAttention, check_attention
-from skipjoin.model.attention.torch_backend import TorchAttention
+from skipjoin.model.backends import implementations
 from skipjoin.model.causal_lm import CausalLM
 from skipjoin.model.config import DTYPES, ModelConfig, ModelError, read_json
+from skipjoin.model.cuda import check_dtype, choose_device
 from skipjoin.model.layers import Weights
 from skipjoin.model.ops.base import LayerOps
-from skipjoin.model.ops.build import load_library
-from skipjoin.model.ops.cpp_ops import CPP_DTYPES, CppOps, check_ops
-from skipjoin.model.ops.torch_ops import TorchOps
 from skipjoin.model.parallel import Alone, Group
 
-_log = logging.getLogger(__name__)
-
-ATTENTION_BACKENDS = ("auto", "torch", "cpp")
 LOAD_FORMATS = ("auto", "dummy")
 
 # Called with (tensors loaded, tensors in the folder); a pipeline stage does not need all of them.
@@ -72,9 +63,9 @@ def load_model(
     progress: Progress | None = None,
     group: Group | None = None,
 ) -> CausalLM:
-    """Load a model. dtype: "auto" (as saved), or one of `DTYPES`. attention: "auto", "torch" or "cpp" (CPU).
-    load_format: "auto", or "dummy" for random weights, of which no file is needed. group: of the rank whose part is to
-    be loaded; None: the whole model.
+    """Load a model. dtype: "auto" (as saved), or one of `DTYPES`. device: "auto", "cpu", "cuda" or "cuda:N". attention:
+    "auto", "torch", "cpp" (CPU) or "triton" (CUDA). load_format: "auto", or "dummy" for random weights, of which no
+    file is needed. group: of the rank whose part is to be loaded; None: the whole model.
 
     Raises `ModelError` for anything that keeps the model from running.
     """
@@ -83,13 +74,12 @@ def load_model(
     is_dummy = load_format == "dummy"
     folder = resolve_folder(name_or_path, weights=not is_dummy)
     config = ModelConfig.from_folder(folder)
-    torch_dtype, torch_device = _dtype(dtype, config), _device(device)
+    torch_dtype, torch_device, ops, backend = _places(dtype, device, attention, config)
     weights: Weights = (
         RandomWeights(0, torch_dtype, torch_device)
         if is_dummy
         else FolderWeights(folder, config, torch_dtype, torch_device, progress)
     )
-    ops, backend = _implementations(attention, torch_dtype, torch_device)
     return CausalLM(
         config, weights, ops=ops, attention=backend, dtype=torch_dtype, device=torch_device, group=group or Alone()
     )
@@ -108,8 +98,7 @@ def random_model(
     rank whose part is wanted; None: the whole model."""
     if not isinstance(config, ModelConfig):
         config = ModelConfig.from_dict(config)
-    torch_dtype, torch_device = _dtype(dtype, config), _device(device)
-    ops, backend = _implementations(attention, torch_dtype, torch_device)
+    torch_dtype, torch_device, ops, backend = _places(dtype, device, attention, config)
     weights = RandomWeights(seed, torch_dtype, torch_device)
     return CausalLM(
         config, weights, ops=ops, attention=backend, dtype=torch_dtype, device=torch_device, group=group or Alone()
@@ -123,45 +112,13 @@ def _dtype(name: str, config: ModelConfig) -> torch.dtype:
     return _DTYPES[name]
 
 
-def _device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ModelError(f"device {name!r} is not known; use cpu, cuda or cuda:N") from error
-    if device.type not in ("cpu", "cuda"):
-        raise ModelError(f"device {name!r} is not supported; use cpu, cuda or cuda:N")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ModelError(f"device {name!r} asked for, but torch sees no CUDA device")
-    return device
-
-
-def _implementations(attention: str, dtype: torch.dtype, device: torch.device) -> tuple[LayerOps, AttentionBackend]:
-    """Layer arithmetic and attention: compiled ones on a CPU that has them, torch's everywhere else."""
-    if attention not in ATTENTION_BACKENDS:
-        raise ModelError(f"attention must be one of {', '.join(ATTENTION_BACKENDS)}; got {attention!r}")
-    fits = device.type == "cpu" and dtype in CPP_DTYPES
-    if attention == "torch" or (attention == "auto" and not fits):
-        return TorchOps(), TorchAttention()
-    if not fits:
-        raise ModelError("attention cpp needs device cpu and dtype float32 or bfloat16")
-    library = _compiled(dtype)
-    if library is not None:
-        return CppOps(library, dtype), CppAttention(library)
-    if attention == "cpp":
-        raise ModelError("attention cpp needs a C++ compiler and a CPU with AVX-512 BF16; see the warning before this")
-    return TorchOps(), TorchAttention()
-
-
-@functools.cache
-def _compiled(dtype: torch.dtype) -> ctypes.CDLL | None:
-    """The compiled operations, checked once per type; None if they cannot be built or compute something else."""
-    library = load_library()
-    if library is None:
-        return None
-    if check_ops(CppOps(library, dtype), dtype) and check_attention(CppAttention(library), dtype):
-        return library
-    _log.warning("the compiled CPU operations fail their self-test, torch's own are used instead (slower)")
-    return None
+def _places(
+    dtype: str, device: str, attention: str, config: ModelConfig
+) -> tuple[torch.dtype, torch.device, LayerOps, AttentionBackend]:
+    """Type, device, layer arithmetic and attention that a model runs on."""
+    torch_dtype, torch_device = _dtype(dtype, config), torch.device(choose_device(device))
+    lost = check_dtype(torch_dtype, dtype != "auto", torch_device)
+    return torch_dtype, torch_device, *implementations(attention, torch_dtype, torch_device, lost)
 
 
 class FolderWeights:

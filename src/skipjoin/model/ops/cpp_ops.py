@@ -9,7 +9,7 @@ import torch
 
 from skipjoin.model.large_pages import Arena
 from skipjoin.model.ops.base import Norm
-from skipjoin.model.ops.torch_ops import TorchLayerNorm, TorchOps, TorchRMSNorm
+from skipjoin.model.ops.torch_ops import TorchLayerNorm, TorchRMSNorm
 
 CPP_DTYPES = (torch.float32, torch.bfloat16)
 
@@ -113,20 +113,3 @@ def _in_panels(bias: torch.Tensor, gated: bool) -> torch.Tensor:
         return torch.nn.functional.pad(bias, (0, -len(bias) % 32))
     halves = torch.nn.functional.pad(bias.view(2, -1), (0, -(len(bias) // 2) % 16))
     return halves.view(2, -1, 16).transpose(0, 1).flatten()
-
-
-def check_ops(ops: CppOps, dtype: torch.dtype) -> bool:
-    """Whether compiled operations agree with torch's on a small example."""
-    reference, generator = TorchOps(), torch.Generator().manual_seed(0)
-
-    def drawn(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator).to(dtype)
-
-    x, weight, bias = drawn(15, 70), drawn(68, 70), drawn(68)
-    pairs = [
-        (ops.linear(weight, bias)(x), reference.linear(weight, bias)(x)),
-        (ops.gated_linear(weight, bias)(x), reference.gated_linear(weight, bias)(x)),
-        (ops.rms_norm(weight[0], 1e-5)(x), reference.rms_norm(weight[0], 1e-5)(x)),
-    ]
-    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-    return all((ours - theirs).float().norm() <= tolerance * theirs.float().norm() for ours, theirs in pairs)

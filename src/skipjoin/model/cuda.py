@@ -1,0 +1,215 @@
+"""What this machine's NVIDIA cards can do: facts gathered once, and decisions that follow from them alone."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import os
+import re
+import shutil
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from skipjoin.model.config import ModelError
+
+_log = logging.getLogger(__name__)
+
+# From these on the card has bfloat16 and asynchronous copies, and Triton the language that the kernels are written in.
+KERNEL_CAPABILITY = (8, 0)
+KERNEL_TRITON = (3, 6)
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """A card's name and compute capability."""
+
+    name: str
+    capability: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class CudaFacts:
+    """What decides whether and how models run on CUDA.
+
+    runtime: CUDA version that torch is built for; empty: it is built without. cards: those that torch can use. present:
+    whether the machine shows a card, whatever torch can do with it. driver: its version; why_not: what torch said when
+    it could not use the card; both may be empty. archs: what torch's kernels are compiled for, as "sm_90". triton: its
+    version, or empty and triton_error tells what importing it raised. compiler: a C compiler, with which Triton builds
+    what launches kernels; may be empty.
+    """
+
+    runtime: str = ""
+    cards: tuple[Card, ...] = ()
+    present: bool = False
+    driver: str = ""
+    why_not: str = ""
+    archs: tuple[str, ...] = ()
+    triton: str = ""
+    triton_error: str = ""
+    compiler: str = ""
+
+
+@functools.cache
+def cuda_facts() -> CudaFacts:
+    """The facts of this process. Imports triton only where there is a card for it."""
+    runtime = torch.version.cuda
+    if runtime is None:
+        return CudaFacts()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        why_not = ""
+        try:
+            cards = _cards() if torch.cuda.is_available() else ()
+        except RuntimeError as error:
+            cards, why_not = (), one_line(error)
+    if not cards:
+        # torch tells of a driver that is too old in a warning.
+        why_not = why_not or (first_line(told[-1].message) if told else "")
+        return CudaFacts(runtime, present=_is_present(), driver=_driver(), why_not=why_not)
+    version, error = _triton()
+    return CudaFacts(
+        runtime,
+        cards,
+        present=True,
+        driver=_driver(),
+        archs=tuple(torch.cuda.get_arch_list()),
+        triton=version,
+        triton_error=error,
+        # As Triton looks for it.
+        compiler=os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or "",
+    )
+
+
+def _cards() -> tuple[Card, ...]:
+    return tuple(
+        Card(torch.cuda.get_device_name(i), torch.cuda.get_device_capability(i))
+        for i in range(torch.cuda.device_count())
+    )
+
+
+def _is_present() -> bool:
+    """Whether there is a card that nobody hid from this process."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
+        return False
+    return any(Path("/dev").glob("nvidia[0-9]*")) or (Path("/dev/dxg").exists() and bool(shutil.which("nvidia-smi")))
+
+
+def _driver() -> str:
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
+    except OSError:
+        return ""
+    found = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", text)
+    return found[1] if found else ""
+
+
+def _triton() -> tuple[str, str]:
+    try:
+        return str(importlib.import_module("triton").__version__), ""
+    except Exception as error:
+        return "", one_line(error)
+
+
+def one_line(error: Exception) -> str:
+    """For the middle of a sentence."""
+    return f"{type(error).__name__}: {first_line(error)}"
+
+
+def first_line(said: Exception) -> str:
+    return str(said).partition("\n")[0]
+
+
+def unusable(facts: CudaFacts, index: int = 0) -> str | None:
+    """Why models cannot run on card `index`; None: they can."""
+    if not facts.runtime:
+        return "this torch is built without CUDA"
+    if not facts.cards:
+        if not facts.present:
+            return "torch sees no CUDA device"
+        driver = f"driver {facts.driver or 'unknown'}, torch built for CUDA {facts.runtime}"
+        return f"torch cannot use the NVIDIA card ({driver}): {facts.why_not or 'it gives no reason'}"
+    if index >= len(facts.cards):
+        return f"N in cuda:N must be in [0, {len(facts.cards) - 1}], got {index}"
+    card, compiled = facts.cards[index], [_capability(arch) for arch in facts.archs if _capability(arch)]
+    if compiled and card.capability < min(compiled):
+        need = _dotted(min(compiled))
+        return f"{card.name} has compute capability {_dotted(card.capability)}, this torch needs {need}"
+    return None
+
+
+def _capability(arch: str) -> tuple[int, ...]:
+    """Of "sm_90" or "sm_100a"; other kinds of code have none."""
+    found = re.match(r"sm_(\d+)(\d)", arch)
+    return (int(found[1]), int(found[2])) if found else ()
+
+
+def _dotted(capability: tuple[int, ...]) -> str:
+    return ".".join(map(str, capability))
+
+
+def kernels_unusable(facts: CudaFacts, index: int = 0) -> str | None:
+    """Why the Triton kernels cannot run on card `index`, on which models run; None: nothing is known against it."""
+    card = facts.cards[index]
+    if card.capability < KERNEL_CAPABILITY:
+        have, need = _dotted(card.capability), _dotted(KERNEL_CAPABILITY)
+        return f"{card.name} has compute capability {have}, the Triton kernels need {need}"
+    if not facts.triton:
+        return f"Triton cannot be imported ({facts.triton_error})"
+    if _release(facts.triton) < KERNEL_TRITON:
+        return f"Triton is {facts.triton}, the kernels need {_dotted(KERNEL_TRITON)}"
+    if not facts.compiler:
+        return "Triton needs a C compiler, and there is no gcc or clang, nor is one named by CC"
+    return None
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+
+
+def choose_device(name: str, facts: CudaFacts | None = None) -> str:
+    """What models run on: cpu, cuda or cuda:N. name: one of those, or auto: a card if there is one that can be used.
+
+    A card that cannot be used is worth a warning, none is not. facts: None: of this process. Raises `ModelError` where
+    CUDA is asked for and cannot be had.
+    """
+    if name == "cpu":
+        return name
+    asked = re.fullmatch(r"cuda(?::(\d+))?", name)
+    if name != "auto" and asked is None:
+        raise ModelError(f"device must be auto, cpu, cuda or cuda:N; got {name!r}")
+    facts = cuda_facts() if facts is None else facts
+    why = unusable(facts, int(asked[1] or 0) if asked else 0)
+    if why is None:
+        return "cuda" if name == "auto" else name
+    if asked is not None:
+        raise ModelError(f"device {name}: {why}")
+    if facts.runtime and facts.present:
+        warn_once(f"{why}; the model runs on the CPU, which is many times slower")
+    return "cpu"
+
+
+@functools.cache
+def warn_once(text: str) -> None:
+    """Log it as a warning, the first time in this process."""
+    _log.warning("%s", text)
+
+
+def check_dtype(dtype: torch.dtype, asked: bool, device: torch.device, facts: CudaFacts | None = None) -> str | None:
+    """What is lost with this type on this device; None: nothing. asked: the user named the type.
+
+    Raises `ModelError` for a type that was asked for and that the card lacks.
+    """
+    if device.type != "cuda" or dtype != torch.bfloat16:
+        return None
+    facts = cuda_facts() if facts is None else facts
+    card = facts.cards[device.index or 0]
+    if card.capability >= KERNEL_CAPABILITY:
+        return None
+    lacks = f"{card.name} (compute capability {_dotted(card.capability)}) has no bfloat16"
+    if asked:
+        raise ModelError(f"dtype bfloat16: {lacks}; it has float16 and float32")
+    return f"{lacks}: it is emulated, float16 is faster"

@@ -1,0 +1,115 @@
+"""Normalisation of rows on the card, together with the addition to the residual stream that comes before it."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+# A row is held in registers whole: 16 values in each thread of the largest block.
+MAX_WIDTH = 16384
+# Values per thread, two loads of 16 bytes in half types: enough in flight to hide the latency of memory.
+_PER_THREAD = 16
+_MAX_WARPS = 32
+# Short rows, heads above all, share a program until it has this many values.
+_PER_PROGRAM = 2048
+
+
+# The number of rows is another in every step: nothing is compiled anew for it.
+@triton.jit(do_not_specialize=["rows"])
+def norm_kernel(
+    x,
+    product,
+    weight,
+    bias,
+    out,
+    rows,
+    x_stride,
+    head_stride,
+    eps,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CENTRE: tl.constexpr,
+    ADD: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """ROWS rows of WIDTH values in a program. Row r of `x` lies at (r // HEADS) * x_stride + (r % HEADS) * head_stride;
+    `product` and `out` are contiguous. ADD: x += product first, in place. CENTRE: by mean and variance, else by the
+    root mean square. BLOCK: the power of two from WIDTH on."""
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    inside = (row < rows) & (column < WIDTH)
+    held = x + (row // HEADS) * x_stride + (row % HEADS) * head_stride + column
+    packed = row * WIDTH + column
+    values = tl.load(held, mask=inside, other=0.0).to(tl.float32)
+    # All loads are on their way before the first sum waits for any.
+    if WEIGHT:
+        factor = tl.load(weight + column, mask=column < WIDTH, other=0.0)
+    if BIAS:
+        shift = tl.load(bias + column, mask=column < WIDTH, other=0.0)
+    if ADD:
+        values += tl.load(product + packed, mask=inside, other=0.0).to(tl.float32)
+        total = values.to(x.dtype.element_ty)
+        tl.store(held, total, mask=inside)
+        # What is normalised is what the next part of the model will read.
+        values = total.to(tl.float32)
+    if CENTRE:
+        mean = tl.sum(values, axis=1, keep_dims=True) / WIDTH
+        values = tl.where(inside, values - mean, 0.0)
+    square = tl.sum(values * values, axis=1, keep_dims=True) / WIDTH
+    values *= tl.rsqrt(square + eps)
+    if WEIGHT:
+        values *= factor.to(tl.float32)
+    if BIAS:
+        values += shift.to(tl.float32)
+    tl.store(out + packed, values.to(out.dtype.element_ty), mask=inside)
+
+
+def normalise(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    *,
+    centre: bool,
+    product: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The norm over the last dimension, contiguous; arithmetic in float32.
+
+    x: [n, width], or [n, heads, width] that is strided in all but the last. centre: by mean and variance, else by the
+    root mean square. product: [n, width], contiguous: added to `x` first, in place.
+    """
+    heads, head_stride = (x.shape[1], x.stride(1)) if x.dim() == 3 else (1, 0)
+    rows, width = x.shape[0] * heads, x.shape[-1]
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    block = triton.next_power_of_2(width)
+    together = max(1, _PER_PROGRAM // block) if heads > 1 else 1
+    norm_kernel[(triton.cdiv(rows, together),)](
+        x,
+        x if product is None else product,
+        x if weight is None else weight,
+        x if bias is None else bias,
+        out,
+        rows,
+        x.stride(0),
+        head_stride,
+        eps,
+        HEADS=heads,
+        WIDTH=width,
+        CENTRE=centre,
+        ADD=product is not None,
+        WEIGHT=weight is not None,
+        BIAS=bias is not None,
+        ROWS=together,
+        BLOCK=block,
+        num_warps=warps_of(block * together),
+    )
+    return out
+
+
+def warps_of(values: int) -> int:
+    """Warps of a program over so many values, a power of two."""
+    return min(max(values // (32 * _PER_THREAD), 1), _MAX_WARPS)

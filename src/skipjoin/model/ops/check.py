@@ -1,0 +1,39 @@
+"""The self-test of layer operations: what they compute beside what torch does."""
+
+from __future__ import annotations
+
+import torch
+
+from skipjoin.model.ops.base import LayerOps
+from skipjoin.model.ops.torch_ops import TorchOps
+
+
+def check_ops(ops: LayerOps, dtype: torch.dtype, device: torch.device | str = "cpu") -> bool:
+    """Whether `ops` agree with torch's on a small example."""
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    x, weight, bias, total, heads = drawn(15, 70), drawn(68, 70), drawn(68), drawn(15, 68), drawn(15, 5, 40)
+
+    def results(of: LayerOps) -> list[torch.Tensor]:
+        linear, sums = of.linear(weight, bias), [total.clone() for _ in range(3)]
+        linear.add_to(x, sums[0])
+        after_rms = linear.add_to(x, sums[1], of.rms_norm(bias, 1e-5))
+        after_layer = linear.add_to(x, sums[2], of.layer_norm(68, weight[:, 0].contiguous(), bias, 1e-5))
+        return [
+            linear(x),
+            of.gated_linear(weight, bias)(x),
+            of.rms_norm(weight[0], 1e-5)(x),
+            of.rms_norm(weight[0, :40], 1e-5)(heads[:, 1:4]),
+            of.layer_norm(70, None, None, 1e-5)(x),
+            after_rms,
+            after_layer,
+            *sums,
+        ]
+
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    pairs = zip(results(ops), results(TorchOps()), strict=True)
+    # A NaN compares as false.
+    return all(bool((ours - theirs).float().norm() <= tolerance * theirs.float().norm()) for ours, theirs in pairs)

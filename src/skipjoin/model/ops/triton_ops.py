@@ -1,0 +1,49 @@
+"""Layer arithmetic on an NVIDIA card: torch's products (cuBLAS), kernels of our own for what lies between them."""
+
+from __future__ import annotations
+
+import torch
+
+from skipjoin.model.kernels.activations import silu_and_mul
+from skipjoin.model.kernels.norms import MAX_WIDTH, normalise
+from skipjoin.model.ops.base import Norm
+from skipjoin.model.ops.torch_ops import TorchLinear, TorchOps
+
+
+class TritonOps(TorchOps):
+    """See `LayerOps`. Kernels are launched on the current CUDA device. Rows wider than `MAX_WIDTH` are torch's."""
+
+    name = "triton"
+
+    def gated_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> TritonGatedLinear:
+        return TritonGatedLinear(weight, bias)
+
+    def rms_norm(self, weight: torch.Tensor, eps: float) -> Norm:
+        if weight.numel() > MAX_WIDTH:
+            return super().rms_norm(weight, eps)
+        return TritonNorm(weight, None, eps, centre=False)
+
+    def layer_norm(self, width: int, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float) -> Norm:
+        if width > MAX_WIDTH:
+            return super().layer_norm(width, weight, bias, eps)
+        return TritonNorm(weight, bias, eps, centre=True)
+
+
+class TritonGatedLinear(TorchLinear):
+    """Gate and up projections in one product, then one kernel."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return silu_and_mul(super().__call__(x))
+
+
+class TritonNorm:
+    """See `Norm`."""
+
+    def __init__(self, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, *, centre: bool) -> None:
+        self._weight, self._bias, self._eps, self._centre = weight, bias, eps, centre
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return normalise(x, self._weight, self._bias, self._eps, centre=self._centre)
+
+    def after(self, product: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+        return normalise(total, self._weight, self._bias, self._eps, centre=self._centre, product=product)

@@ -1,0 +1,79 @@
+"""Compiles the kernels of norms and activations: python compile_ops.py 80-bf16 90-fp32. Needs no card.
+
+Prints a line for each: what it is, bytes on the stack, and how many loads and stores of global memory move less than 16
+bytes in a thread.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from skipjoin.model.kernels.activations import silu_and_mul_kernel
+from skipjoin.model.kernels.norms import norm_kernel, warps_of
+
+TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+
+def compiled(kernel, types: dict[str, str], constants: dict, *, warps: int, capability: int) -> bytes:
+    """Machine code for arguments that are multiples of 16 where they can be, which a launch finds out by itself."""
+    aligned = [name for name, kind in types.items() if kind.startswith("*") or name.endswith(("stride", "width"))]
+    names = kernel.arg_names
+    source = ASTSource(
+        fn=kernel,
+        signature=types | dict.fromkeys(constants, "constexpr"),
+        constexprs=constants,
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+    )
+    target = GPUTarget("cuda", capability, 32)
+    return triton.compile(source, target=target, options={"num_warps": warps}).asm["cubin"]
+
+
+def tell(label: str, code: bytes) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "kernel.cubin"
+        file.write_bytes(code)
+        told = [
+            subprocess.run([TOOL, option, file], check=True, capture_output=True, text=True).stdout
+            for option in ("-res-usage", "-sass")
+        ]
+    stack = int(re.search(r"STACK:(\d+)", told[0])[1])
+    moves = re.findall(r"\b(?:LDG|STG)\.[\w.]+", told[1])
+    assert moves, "no load or store was found"
+    print(f"{label}: {stack} {sum('.128' not in move for move in moves)}")
+
+
+def main() -> None:
+    for case in sys.argv[1:]:
+        capability, value = case.split("-")
+        compile_all(case, int(capability), "*" + value)
+
+
+def compile_all(case: str, capability: int, pointer: str) -> None:
+    tensors = dict.fromkeys(("x", "product", "weight", "bias", "out"), pointer)
+    types = tensors | {"rows": "i32", "x_stride": "i32", "head_stride": "i32", "eps": "fp32"}
+    for label, width, heads, centre, add in (
+        ("rms norm of a sum", 4096, 1, False, True),
+        ("layer norm of a sum", 5120, 1, True, True),
+        ("rms norm of the widest", 16384, 1, False, True),
+        ("rms norm of heads", 128, 32, False, False),
+    ):
+        block = triton.next_power_of_2(width)
+        rows = 2048 // block if heads > 1 else 1
+        constants = {"HEADS": heads, "WIDTH": width, "CENTRE": centre, "ADD": add, "WEIGHT": True, "BIAS": centre}
+        constants |= {"ROWS": rows, "BLOCK": block}
+        code = compiled(norm_kernel, types, constants, warps=warps_of(block * rows), capability=capability)
+        tell(f"{case} {label}", code)
+    types = {"x": pointer, "out": pointer, "width": "i32", "x_stride": "i32"}
+    tell(f"{case} silu and mul", compiled(silu_and_mul_kernel, types, {"BLOCK": 1024}, warps=4, capability=capability))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,237 @@
+"""Triton kernels of norms and activations, interpreted where there is no card: against float64, in poisoned memory.
+
+In the interpreter bfloat16 results are cut off, not rounded: its tolerance is that of a value's last place.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from model_zoo import PagedRunner, save_reference
+
+pytest.importorskip("triton")
+
+from skipjoin.model import loader
+from skipjoin.model.attention.torch_backend import TorchAttention
+from skipjoin.model.kernels import norms
+from skipjoin.model.kernels.activations import silu_and_mul
+from skipjoin.model.kernels.norms import normalise
+from skipjoin.model.ops.build import load_library
+from skipjoin.model.ops.check import check_ops
+from skipjoin.model.ops.cpp_ops import CppOps
+from skipjoin.model.ops.torch_ops import TorchLayerNorm, TorchOps, TorchRMSNorm
+from skipjoin.model.ops.triton_ops import TritonNorm, TritonOps
+
+ON_CARD = torch.cuda.is_available()
+DEVICE = "cuda" if ON_CARD else "cpu"
+gpu = [pytest.mark.gpu, pytest.mark.skipif(not ON_CARD, reason="no CUDA device")]
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+LIMIT = {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
+
+
+@pytest.fixture(autouse=True)
+def poisoned():
+    """Memory that nobody wrote is NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def drawn(dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def assert_near(ours: torch.Tensor, expected: torch.Tensor) -> None:
+    """Relative error of the whole against a float64 result."""
+    assert ours.is_contiguous()
+    assert (ours.double() - expected).norm() <= LIMIT[ours.dtype] * expected.norm()
+
+
+def exact_norm(x, weight, bias, centre: bool) -> torch.Tensor:
+    x = x.double()
+    if centre:
+        x = x - x.mean(-1, keepdim=True)
+    x = x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+    x = x if weight is None else x * weight.double()
+    return x if bias is None else x + bias.double()
+
+
+def exercise_norms(dtype: torch.dtype, rows: int, width: int, centre: bool, affine: bool) -> None:
+    """All ways to call the kernel on [rows, width]; guards around what it may write."""
+    # A mean far from zero: squares must be of the centred values.
+    x, product = drawn(dtype, rows, width) + 3, drawn(dtype, rows, width, seed=1)
+    weight = drawn(dtype, width, seed=2) if affine else None
+    bias = drawn(dtype, width, seed=3) if affine and centre else None
+    assert_near(normalise(x, weight, bias, 1e-5, centre=centre), exact_norm(x, weight, bias, centre))
+    framed = torch.full((rows + 2, width), torch.nan, dtype=dtype, device=DEVICE)
+    total = framed[1:-1]
+    total.copy_(x)
+    ours = normalise(total, weight, bias, 1e-5, centre=centre, product=product)
+    assert_near(total, x.double() + product.double())
+    assert_near(ours, exact_norm(total, weight, bias, centre))
+    assert framed[0].isnan().all()
+    assert framed[-1].isnan().all()
+
+
+@dtypes
+@pytest.mark.parametrize("centre", [False, True])
+@pytest.mark.parametrize(("rows", "width", "affine"), [(3, 1, True), (5, 17, False), (2, 100, True), (1, 1400, True)])
+def test_norms(dtype, centre, rows, width, affine):
+    exercise_norms(dtype, rows, width, centre, affine)
+
+
+@dtypes
+@pytest.mark.parametrize("centre", [False, True])
+@pytest.mark.parametrize(("heads", "width"), [(3, 16), (5, 40), (1, 24)])
+def test_norms_of_heads_are_strided(dtype, centre, heads, width):
+    qkv = drawn(dtype, 11, heads + 3, width)
+    before = qkv.clone()
+    weight = drawn(dtype, width, seed=1)
+    picked = qkv[:, 2 : 2 + heads]
+    ours = normalise(picked, weight, None, 1e-5, centre=centre)
+    assert ours.shape == picked.shape
+    assert_near(ours, exact_norm(picked, weight, None, centre))
+    assert torch.equal(qkv, before)
+
+
+@dtypes
+@pytest.mark.parametrize(("rows", "width"), [(2, 1), (3, 70), (2, 1030)])
+# Where exp is infinite, the result is zero.
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
+def test_silu_and_mul(dtype, rows, width):
+    # Numbers that overflow exp, too.
+    x = drawn(dtype, rows, 2 * width + 5) * 4
+    x[0, :1] = -200
+    x = x[:, : 2 * width]
+    gate, up = x.double().chunk(2, dim=-1)
+    assert_near(silu_and_mul(x), F.silu(gate) * up)
+
+
+def some_ops(dtype: torch.dtype) -> list:
+    library = load_library() if dtype != torch.float16 and not ON_CARD else None
+    return [TorchOps(), TritonOps()] + ([] if library is None else [CppOps(library, dtype)])
+
+
+@dtypes
+def test_sums_and_the_norm_that_follows(dtype):
+    x, weight = drawn(dtype, 9, 48), drawn(dtype, 80, 48, seed=1)
+    total, bias, scale = drawn(dtype, 9, 80, seed=2), drawn(dtype, 80, seed=3), drawn(dtype, 80, seed=4)
+    for ops in some_ops(dtype):
+        linears = ops.linear(weight.clone(), None), ops.linear(weight.clone(), bias)
+        without = total.double() + x.double() @ weight.double().T
+        for linear, expected in zip(linears, (without, without + bias.double()), strict=True):
+            plain = total.clone()
+            assert linear.add_to(x, plain) is None
+            assert_near(plain, expected)
+            for norm, centre in ((ops.rms_norm(scale, 1e-5), False), (ops.layer_norm(80, scale, bias, 1e-5), True)):
+                fused = total.clone()
+                ours = linear.add_to(x, fused, norm)
+                assert_near(fused, expected)
+                assert_near(ours, exact_norm(fused, scale, bias if centre else None, centre))
+
+
+@dtypes
+def test_self_test_finds_faults(dtype, monkeypatch):
+    assert check_ops(TritonOps(), dtype, DEVICE)
+    right = TritonNorm.after
+    monkeypatch.setattr(TritonNorm, "after", lambda self, product, total: right(self, product, total.clone()))
+    assert not check_ops(TritonOps(), dtype, DEVICE)
+    monkeypatch.undo()
+    monkeypatch.setattr(TritonNorm, "__call__", lambda self, x: torch.empty_like(x).fill_(torch.nan))
+    assert not check_ops(TritonOps(), dtype, DEVICE)
+
+
+def test_rows_too_wide_are_torch_s(monkeypatch):
+    monkeypatch.setattr("skipjoin.model.ops.triton_ops.MAX_WIDTH", 8)
+    ops = TritonOps()
+    assert isinstance(ops.rms_norm(torch.ones(8), 1e-5), TritonNorm)
+    assert type(ops.rms_norm(torch.ones(9), 1e-5)) is TorchRMSNorm
+    assert isinstance(ops.layer_norm(8, None, None, 1e-5), TritonNorm)
+    assert type(ops.layer_norm(9, None, None, 1e-5)) is TorchLayerNorm
+
+
+def test_warps():
+    assert [norms.warps_of(values) for values in (1, 512, 1024, 2048, 4096, 8192, 16384)] == [1, 1, 2, 4, 8, 16, 32]
+
+
+@pytest.mark.parametrize("name", ["llama-biases", "qwen3", "gpt-neox", "gpt-neox-serial", "opt", "opt-after"])
+def test_whole_models(name, tmp_path, monkeypatch):
+    reference = save_reference(name, tmp_path).to(DEVICE)
+    monkeypatch.setattr(loader, "implementations", lambda *_: (TritonOps(), TorchAttention()))
+    model = loader.load_model(tmp_path, dtype="float32", device=DEVICE)
+    assert model.ops.name == "triton"
+    ids = [[3, 1, 4, 1, 5, 9, 2], list(range(20, 33))]
+    for tokens, ours in zip(ids, PagedRunner(model, ids, 4, seed=1).run(), strict=True):
+        with torch.no_grad():
+            expected = reference(torch.tensor([tokens], device=DEVICE)).logits[0]
+        torch.testing.assert_close(ours, expected, atol=1e-3 if ON_CARD else 1e-4, rtol=0)
+
+
+def test_kernels_compile_for_cards(tmp_path):
+    """Without a card: the compiler and its tools are in Triton's wheel."""
+    program, cases = Path(__file__).with_name("compile_ops.py"), ["80-fp32", "90-bf16"]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    command = [sys.executable, str(program), *cases]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.split("\n")[:-1]
+    assert len(lines) == 5 * len(cases)
+    for line in lines:
+        label, _, facts = line.partition(": ")
+        spilled, narrow = (int(part) for part in facts.split())
+        assert spilled == 0, f"{label} keeps values on the stack"
+        # The weights of short rows, which are few, are read one by one.
+        assert narrow <= (1 if "heads" in label else 0), f"{label} moves less than 16 bytes at a time"
+
+
+@pytest.mark.parametrize("case", [pytest.param(dtype, marks=gpu, id=str(dtype)) for dtype in LIMIT])
+def test_on_card_at_real_sizes(case):
+    for rows, width, centre in (
+        (64, 4096, False),
+        (300, 5120, True),
+        (17, 8192, False),
+        (5, 16384, True),
+        (33, 768, True),
+    ):
+        exercise_norms(case, rows, width, centre, affine=True)
+    for heads, width in ((32, 128), (8, 80)):
+        qkv = drawn(case, 515, heads + 8, width)
+        weight = drawn(case, width, seed=1)
+        assert_near(
+            normalise(qkv[:, :heads], weight, None, 1e-5, centre=False), exact_norm(qkv[:, :heads], weight, None, False)
+        )
+    x = drawn(case, 700, 2 * 14336)
+    gate, up = x.double().chunk(2, dim=-1)
+    assert_near(silu_and_mul(x), F.silu(gate) * up)
+
+
+@pytest.mark.parametrize("case", [pytest.param(torch.bfloat16, marks=gpu, id="bfloat16")])
+def test_on_card_in_a_graph(case):
+    ops = TritonOps()
+    linear, norm = ops.linear(drawn(case, 512, 1024), None), ops.rms_norm(drawn(case, 512, seed=1), 1e-5)
+    gated = ops.gated_linear(drawn(case, 2048, 512, seed=2), None)
+    x, total = drawn(case, 7, 1024, seed=3), drawn(case, 7, 512, seed=4)
+
+    def work() -> torch.Tensor:
+        held.copy_(total)
+        return gated(linear.add_to(x, held, norm))
+
+    held = total.clone()
+    expected = work()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = work()
+    for number in range(3):
+        total.copy_(drawn(case, 7, 512, seed=10 + number))
+        graph.replay()
+        replayed = captured.clone()
+        assert torch.equal(replayed, work())
+    assert not torch.equal(replayed, expected)

@@ -189,6 +189,7 @@ def loaded_model(config: EngineConfig) -> Iterator[Loaded]:
     loaded = load(config)
     try:
         loaded.executor.store.device.tensor.normal_(0.0, 0.5)
+        synchronize(loaded.executor.parts[0].device_kind)  # the model may run on another stream
         yield loaded
     finally:
         loaded.executor.close()

@@ -29,8 +29,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 HERE = Path(__file__).resolve().parent
-# What a part may take beyond its share of the time, in seconds: to start, and to end a measurement that has begun.
-_GRACE_S = 30.0
+# What a part may take beyond its share of the time, in seconds, to end a measurement that has begun; and, for that
+# reason, how much of the time that is left for all it is not told of.
+_GRACE_S, _RESERVE_S = 30.0, 8.0
 # Parts for which less is left than this are not begun.
 _LEAST_S = 15.0
 _LOG_CHARS = 3000
@@ -122,6 +123,7 @@ def run_all(parts: list[Part], minutes: float, file: Path, *, rehearse: bool) ->
         "rehearsal": rehearse,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": command + (" --rehearse" if rehearse else ""),
+        "statuses": {},  # of this call; what stands in `parts` may be of an earlier one
     }
     for index, part in enumerate(parts):
         left = end - time.monotonic()
@@ -134,7 +136,7 @@ def run_all(parts: list[Part], minutes: float, file: Path, *, rehearse: bool) ->
         else:
             task = {
                 "device": device,
-                "seconds": share,
+                "seconds": min(share, left - _RESERVE_S),
                 "ceilings": {} if part.name == "machine" else known["ceilings"],
                 "earlier": result["parts"].get(part.name, {}).get("figures", {}),
             }
@@ -143,6 +145,7 @@ def run_all(parts: list[Part], minutes: float, file: Path, *, rehearse: bool) ->
                 result["parts"].pop(part.name, None)
             outcome = run_part(part, task, min(share + _GRACE_S, left))
             outcome["gpu"] = (outcome["figures"] if part.name == "machine" else known).get("machine", {}).get("gpu")
+        result["statuses"][part.name] = outcome["status"]
         # A part that did not come to anything does not take the place of one that did.
         if outcome["figures"] or not result["parts"].get(part.name, {}).get("figures"):
             result["parts"][part.name] = outcome
@@ -152,8 +155,8 @@ def run_all(parts: list[Part], minutes: float, file: Path, *, rehearse: bool) ->
 
 
 def table(result: Mapping[str, Any]) -> list[str]:
-    """A few lines on each part."""
-    lines = []
+    """A few lines on each part, and what of this call has come to nothing."""
+    lines = [f"{name}: {status}" for name, status in result["statuses"].items() if status != "ok"]
     for part in PARTS:
         if (outcome := result["parts"].get(part.name)) is None:
             continue
@@ -228,8 +231,7 @@ def main() -> None:
     result = run_all(parts, args.minutes, file, rehearse=args.rehearse)
     print("\n".join(table(result)))
     print(f"wrote {file}")
-    ran = [result["parts"][part.name] for part in parts]
-    raise SystemExit(any(outcome["status"] != "ok" for outcome in ran))
+    raise SystemExit(any(status != "ok" for status in result["statuses"].values()))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Every kind of step at small sizes, for a memory checker to watch: `python benchmarks/gpu/small_steps.py cuda`.
 
-Each family in each type: prompts, chunks of prompts over KV that is there, decodes and mixes of them, with more requests
+Each family in each type: prompts, chunks of prompts over KV that is there, decodes and mixes of them, of more requests
 than there is KV for, and then blocks of KV that leave for the host and come back. Fails if a token is not one of the
 vocabulary, or if blocks come back changed.
 """
@@ -13,7 +13,7 @@ from itertools import count
 from pathlib import Path
 
 import torch
-from common import Task, folder_of, forced, loaded_model, settings_for, shape_of, tokens
+from common import Task, folder_of, forced, loaded_model, settings_for, shape_of, synchronize, tokens
 
 from skipjoin.assembly import Loaded, engine_around
 from skipjoin.core.events import Token
@@ -85,6 +85,7 @@ def _there_and_back(loaded: Loaded) -> None:
                 landed, moves = [*landed, *result.landed], {}
             if move.direction is Direction.OUT:
                 device[: len(_MOVED)] = float("nan")
+                synchronize(loaded.executor.parts[0].device_kind)
         assert torch.equal(device[: len(_MOVED)], held)
 
 

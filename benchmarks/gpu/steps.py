@@ -20,6 +20,7 @@ from common import (
     forced,
     loaded_model,
     plan_of,
+    seconds_of,
     settings_for,
     shape_of,
     significant,
@@ -33,6 +34,7 @@ from skipjoin.config import EngineConfig
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.events import Computed
 from skipjoin.core.step import StepPlan, StepResult, StepShape
+from skipjoin.model.batch import PackedBatch, Segment
 from skipjoin.server.loop import EngineLoop
 from skipjoin.sim.models import ModelShape
 
@@ -97,8 +99,7 @@ def _decode_config(task: Task, folder: Any, sizes: _Sizes, shape: ModelShape) ->
         DTYPE,
         max_model_len=length,
         max_num_seqs=most,
-        # As many prompts at a time as the pool's tables have room for; they are not computed.
-        max_num_batched_tokens=max(2048, length),
+        max_num_batched_tokens=max(8192, length),
         kv_cache_gib=(most + 1) * (length + BLOCK_SIZE) * shape.kv_bytes_per_token / 2**30,
         pipeline_depth=2,
     )
@@ -116,8 +117,7 @@ def _decode(task: Task, model: _Model, sizes: _Sizes, batch: int) -> Figures:
     clock = _Clock(loop)
     _run(loop, sizes.warmup)
     synchronize(task.device)
-    contexts, seconds = [], []
-    walls = []
+    contexts, seconds, walls = [], [], []
     last = time.perf_counter()
     with clock:
         for result in _results(loop, sizes.steps):
@@ -143,6 +143,7 @@ def _decode(task: Task, model: _Model, sizes: _Sizes, batch: int) -> Figures:
     }
     if batch == _GAP_BATCH[task.device]:
         found["gpu"] = _gpu_time(task, loop, wall)
+    found["forward"] = _forward(task, loaded, result.plan, floor)
     drain(loop)
     return found
 
@@ -190,6 +191,35 @@ class _Clock:
                 self.spent += time.perf_counter() - start
 
         return call
+
+
+def _forward(task: Task, loaded: Loaded, plan: StepPlan, floor: float) -> Figures:
+    """The model's part of the step alone, without a host in between: a CUDA graph of it, replayed."""
+    model, kv = loaded.executor.model, loaded.executor.store.device
+    segments = [Segment([5], piece.start, piece.blocks) for piece in plan.slices]
+    batch = PackedBatch.build(segments, kv.block_size, model.device)
+    try:
+        if task.device == "cuda":
+            _warm_up(lambda: model.forward(batch, kv))
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                model.forward(batch, kv)
+            times = seconds_of(task.device, graph.replay)
+        else:
+            times = seconds_of(task.device, lambda: model.forward(batch, kv))
+    except RuntimeError as error:
+        return {"error": str(error)[:500]}
+    return {"ms": spread(times, 1e3), "of_floor": significant(floor / statistics.median(times))}
+
+
+def _warm_up(work: Callable[[], object]) -> None:
+    """On a stream of its own, as a capture wants it."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            work()
+    torch.cuda.current_stream().wait_stream(stream)
 
 
 def _gpu_time(task: Task, loop: EngineLoop, wall: float) -> Figures:

@@ -106,16 +106,20 @@ def assemble(config: EngineConfig, on_progress: Progress = lambda what, share: N
     """
     if config.recipe not in RECIPES:
         raise ConfigError(f"recipe must be one of {', '.join(sorted(RECIPES))}, got {config.recipe!r}")
-    loaded = _load(config, on_progress)
+    loaded = load(config, on_progress)
     try:
-        return _engine(config, loaded, on_progress)
+        return engine_around(loaded, config, on_progress)
     except BaseException:
         loaded.executor.close()
         raise
 
 
-def _engine(config: EngineConfig, loaded: _Loaded, on_progress: Progress) -> Engine:
-    """The engine around a loaded model."""
+def engine_around(loaded: Loaded, config: EngineConfig, on_progress: Progress = lambda what, share: None) -> Engine:
+    """An engine on a model that is loaded, with all of its KV pools. config: as it was loaded with, but for what
+    concerns the scheduler. Engines that follow each other may share a model, each when the one before it is idle.
+
+    Raises `ConfigError`.
+    """
     executor = loaded.executor
     blocks, host_blocks, block_size = executor.pools
     cost = LearningCost(_start_cost(config, loaded, on_progress))
@@ -166,7 +170,7 @@ def _plain_settings(config: EngineConfig, cost: CostModel) -> Settings:
     )
 
 
-def _settings(config: EngineConfig, loaded: _Loaded, cost: LearningCost) -> Settings:
+def _settings(config: EngineConfig, loaded: Loaded, cost: LearningCost) -> Settings:
     """What the recipe is built from. Raises `ConfigError` for a bound on waiting that cannot be kept."""
     settings = _plain_settings(config, cost)
     if config.starvation_bound_s is None:
@@ -183,7 +187,7 @@ def _settings(config: EngineConfig, loaded: _Loaded, cost: LearningCost) -> Sett
     return replace(settings, starvation_s=starvation_within(bound, most), paced=False)
 
 
-def _extremes(config: EngineConfig, loaded: _Loaded, settings: Settings) -> Extremes:
+def _extremes(config: EngineConfig, loaded: Loaded, settings: Settings) -> Extremes:
     """The most that can come together in this engine."""
     if config.max_live_requests is None:
         raise ConfigError("starvation_bound_s needs max_live_requests, which the server sets to max_num_queued_reqs")
@@ -206,15 +210,16 @@ def _extremes(config: EngineConfig, loaded: _Loaded, settings: Settings) -> Extr
 
 def profile_model(config: EngineConfig, effort: Effort, on_progress: Progress = lambda what, share: None) -> Profile:
     """Load the model and measure what steps and transfers cost. Raises as `assemble` does."""
-    loaded = _load(config, on_progress)
+    loaded = load(config, on_progress)
     try:
-        return _measure(config, loaded, effort, on_progress)
+        return measure(loaded, config, effort, on_progress)
     finally:
         loaded.executor.close()
 
 
-class _Loaded(NamedTuple):
-    """A model that can run. max_len: most tokens of prompt and output together."""
+class Loaded(NamedTuple):
+    """A model that can run. folder: where it lies. max_len: most tokens of prompt and output together. key: of its
+    profile. Whoever loads it closes its executor."""
 
     folder: Path
     config: ModelConfig
@@ -223,7 +228,8 @@ class _Loaded(NamedTuple):
     key: ProfileKey
 
 
-def _load(config: EngineConfig, on_progress: Progress) -> _Loaded:
+def load(config: EngineConfig, on_progress: Progress = lambda what, share: None) -> Loaded:
+    """Load the model and make its KV pools. Raises `ModelError` and `ConfigError` as `assemble` does."""
     folder = model_folder(config.model, config.load_format)
     model_config = ModelConfig.from_folder(folder)
     max_len = _max_model_len(config, model_config)
@@ -232,7 +238,7 @@ def _load(config: EngineConfig, on_progress: Progress) -> _Loaded:
         config, folder, max_len, on_progress
     )
     key = profile_key(config.model, model_config, executor.parts, __version__)
-    return _Loaded(folder, model_config, executor, max_len, key)
+    return Loaded(folder, model_config, executor, max_len, key)
 
 
 def _load_here(config: EngineConfig, folder: Path, max_len: int, on_progress: Progress) -> LocalExecutor:
@@ -297,7 +303,7 @@ def _pools(config: EngineConfig, parts: Sequence[Part], rooms: Sequence[Room], m
     return blocks, host_blocks(config, parts, rooms, blocks)
 
 
-def _start_cost(config: EngineConfig, loaded: _Loaded, on_progress: Progress) -> LinearCost:
+def _start_cost(config: EngineConfig, loaded: Loaded, on_progress: Progress) -> LinearCost:
     """What steps cost until steps have told."""
     if config.profile == "off":
         return guess_cost(loaded.executor.parts, config.block_size)
@@ -305,7 +311,7 @@ def _start_cost(config: EngineConfig, loaded: _Loaded, on_progress: Progress) ->
         with one_at_a_time(loaded.key):
             profile = cached_profile(loaded.key)
             if profile is None:
-                profile = _measure(config, loaded, FIRST_START, on_progress)
+                profile = measure(loaded, config, FIRST_START, on_progress)
                 _cache(profile)
     else:
         profile = read_profile(Path(config.profile))
@@ -313,7 +319,10 @@ def _start_cost(config: EngineConfig, loaded: _Loaded, on_progress: Progress) ->
     return profile.cost_for(config.block_size)
 
 
-def _measure(config: EngineConfig, loaded: _Loaded, effort: Effort, on_progress: Progress) -> Profile:
+def measure(
+    loaded: Loaded, config: EngineConfig, effort: Effort, on_progress: Progress = lambda what, share: None
+) -> Profile:
+    """What steps and transfers of a loaded model cost. It writes into KV blocks: no engine may be at work."""
     blocks, _, block_size = loaded.executor.pools
     limits = Limits(
         tokens=config.max_num_batched_tokens,

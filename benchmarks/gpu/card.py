@@ -1,0 +1,80 @@
+"""The part `machine`: what the card is, and the two ceilings that all other parts are compared with."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+from typing import Any
+
+import torch
+from common import Figures, Task, seconds_of, significant, spread
+
+from machine import describe_machine
+
+# Bytes that are copied, several times what caches hold, and the side of the matrices; small in a rehearsal.
+_COPY_BYTES, _SIDE = {"cuda": 4 << 30, "cpu": 1 << 22}, {"cuda": 8192, "cpu": 128}
+
+
+def measure(task: Task) -> Figures:
+    """The machine, its copy bandwidth and its rate of matrix products. Raises RuntimeError where there is no card."""
+    figures: Figures = {"machine": describe_machine() | _card(task)}
+    task.keep(figures)
+    figures["copy"] = copy_bandwidth(task)
+    figures["matmul"] = matmul_rate(task)
+    figures["ceilings"] = {
+        "copy_bytes_per_s": figures["copy"]["bytes_per_s"],
+        "matmul_flop_per_s": figures["matmul"]["flop_per_s"],
+    }
+    return figures
+
+
+def copy_bandwidth(task: Task) -> Figures:
+    """Bytes read plus bytes written per second of a copy within the device's memory."""
+    size = _COPY_BYTES[task.device]
+    source = torch.randint(-128, 127, (size,), dtype=torch.int8, device=task.device)
+    target = torch.empty_like(source)
+    times = seconds_of(task.device, lambda: target.copy_(source))
+    return {"bytes": 2 * size, "ms": spread(times, 1e3), "bytes_per_s": significant(2 * size / spread(times)["median"])}
+
+
+def matmul_rate(task: Task) -> Figures:
+    """Floating-point operations per second of a bfloat16 product of random matrices."""
+    side = _SIDE[task.device]
+    left, right = (torch.randn(side, side, device=task.device, dtype=torch.bfloat16) for _ in range(2))
+    out = torch.empty_like(left)
+    times = seconds_of(task.device, lambda: torch.mm(left, right, out=out))
+    flop = 2 * side**3
+    return {"side": side, "ms": spread(times, 1e3), "flop_per_s": significant(flop / spread(times)["median"])}
+
+
+def _card(task: Task) -> dict[str, Any]:
+    versions = {name: _version(name) for name in ("triton", "numpy", "transformers", "accelerate")}
+    if task.is_rehearsal:
+        return {"gpu": None, "libraries": versions}
+    if not torch.cuda.is_available():
+        raise RuntimeError("torch sees no CUDA device; --rehearse runs all parts on the CPU")
+    properties = torch.cuda.get_device_properties(0)
+    return {
+        "gpu": properties.name,
+        "gpu_memory_gib": round(properties.total_memory / 2**30, 1),
+        "capability": f"{properties.major}.{properties.minor}",
+        "multiprocessors": properties.multi_processor_count,
+        "driver": _driver(),
+        "cuda": torch.version.cuda,
+        "libraries": versions,
+    }
+
+
+def _driver() -> str | None:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None

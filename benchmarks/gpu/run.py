@@ -1,0 +1,238 @@
+"""The GPU benchmark: everything that has to be seen on a card, in one command.
+
+    python benchmarks/gpu/run.py [--parts decode,prefill,...] [--minutes 9] [--out FOLDER] [--rehearse]
+
+Each part runs in a process of its own, with a limit, so that a crash or a hang loses only that part; result.json is
+written after each. Parts of an earlier run that stand in FOLDER/result.json are kept, each with its own date. Every
+part but `machine` is compared with what `machine`, which always runs first, measured of this card: the bandwidth of a
+copy and the rate of a matrix product.
+
+`--rehearse` runs all parts on the CPU with tiny shapes, to see that the script works; its figures say nothing, and go
+to rehearsal.json in a folder of their own. `experiment` takes the whole time of a call, and runs only if it is named;
+with the result of an earlier call in FOLDER it goes on from there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+HERE = Path(__file__).resolve().parent
+# What a part may take beyond its share of the time, in seconds, to end a measurement that has begun; and, for that
+# reason, how much of the time that is left for all it is not told of.
+_GRACE_S, _RESERVE_S = 30.0, 8.0
+# Parts for which less is left than this are not begun.
+_LEAST_S = 15.0
+_LOG_CHARS = 3000
+
+
+class Part(NamedTuple):
+    """weight: its share of the time that is left, beside those of the parts after it."""
+
+    name: str
+    weight: float
+
+
+# In the order of what tells most.
+PARTS = (
+    Part("machine", 0.3),
+    Part("tests", 2.0),
+    Part("decode", 1.5),
+    Part("prefill", 0.7),
+    Part("peers", 1.5),
+    Part("attention", 1.2),
+    Part("copies", 0.8),
+    Part("record", 0.8),
+    Part("sanitizer", 1.2),
+    Part("experiment", 12.0),
+)
+USUAL = tuple(part.name for part in PARTS if part.name != "experiment")
+
+
+def chosen(names: str | None) -> list[Part]:
+    """The parts to run, in their order. Raises ValueError for one that there is not."""
+    wanted = set(USUAL if names is None else [name.strip() for name in names.split(",")])
+    if missing := sorted(wanted - {part.name for part in PARTS}):
+        raise ValueError(f"parts must be of {', '.join(part.name for part in PARTS)}, got {', '.join(missing)}")
+    return [part for part in PARTS if part.name in wanted | {"machine"}]
+
+
+def environment(device: str) -> dict[str, str]:
+    """For the part's processes: they find Skipjoin here, and no network is asked for a model."""
+    paths = (str(HERE.parents[1] / "src"), str(HERE.parents[1] / "tests" / "exec"), os.environ.get("PYTHONPATH", ""))
+    ours = {"PYTHONPATH": os.pathsep.join(path for path in paths if path), "HF_HUB_OFFLINE": "1"}
+    # On a CPU kernels run in Triton's interpreter, which has to be known before it is imported.
+    return os.environ | ours | ({"TRITON_INTERPRET": "1"} if device == "cpu" else {})
+
+
+def run_part(part: Part, task: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
+    """Run a part in a process group of its own: its status, its seconds, what it found, and how it failed."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="skipjoin-bench-") as scratch:
+        given, found, log = (Path(scratch) / name for name in ("task.json", "figures.json", "log.txt"))
+        given.write_text(json.dumps(task))
+        command = [sys.executable, str(HERE / "part.py"), part.name, str(given), str(found)]
+        with log.open("w") as output:
+            process = subprocess.Popen(
+                command,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment(task["device"]),
+                start_new_session=True,
+            )
+            try:
+                code = process.wait(limit_s)
+                status = "ok" if code == 0 else f"failed with exit code {code}"
+            except subprocess.TimeoutExpired:
+                status = f"stopped after {limit_s:.0f} s"
+            finally:
+                # What it started ends with it.
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        outcome: dict[str, Any] = {
+            "status": status,
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "seconds": round(time.monotonic() - began, 1),
+            "figures": json.loads(found.read_text()) if found.is_file() else {},
+        }
+        if status != "ok":
+            outcome["log"] = log.read_text(errors="replace")[-_LOG_CHARS:]
+    return outcome
+
+
+def run_all(parts: list[Part], minutes: float, file: Path, *, rehearse: bool) -> dict[str, Any]:
+    """Run the parts, each with its share of the time that is left; the file is written after every part."""
+    end = time.monotonic() + minutes * 60
+    device = "cpu" if rehearse else "cuda"
+    result: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {"parts": {}}
+    command = f"python benchmarks/gpu/run.py --parts {','.join(part.name for part in parts)} --minutes {minutes:g}"
+    result |= {
+        "device": device,
+        "rehearsal": rehearse,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": command + (" --rehearse" if rehearse else ""),
+        "statuses": {},  # of this call; what stands in `parts` may be of an earlier one
+    }
+    for index, part in enumerate(parts):
+        left = end - time.monotonic()
+        share = left * part.weight / sum(later.weight for later in parts[index:])
+        known = result["parts"].get("machine", {}).get("figures", {})
+        if left < _LEAST_S:
+            outcome: dict[str, Any] = {"status": "not begun: no time left", "seconds": 0.0, "figures": {}}
+        elif part.name != "machine" and "ceilings" not in known:
+            outcome = {"status": "not begun: the machine is not known", "seconds": 0.0, "figures": {}}
+        else:
+            task = {
+                "device": device,
+                "seconds": min(share, left - _RESERVE_S),
+                "ceilings": {} if part.name == "machine" else known["ceilings"],
+                "earlier": result["parts"].get(part.name, {}).get("figures", {}),
+            }
+            print(f"{part.name}: {share:.0f} s", file=sys.stderr, flush=True)
+            if part.name == "machine":  # of this run, or none
+                result["parts"].pop(part.name, None)
+            outcome = run_part(part, task, min(share + _GRACE_S, left))
+            outcome["gpu"] = (outcome["figures"] if part.name == "machine" else known).get("machine", {}).get("gpu")
+        result["statuses"][part.name] = outcome["status"]
+        # A part that did not come to anything does not take the place of one that did.
+        if outcome["figures"] or not result["parts"].get(part.name, {}).get("figures"):
+            result["parts"][part.name] = outcome
+        result["machine"] = result["parts"].get("machine", {}).get("figures", {}).get("machine")
+        file.write_text(json.dumps(result, indent=1) + "\n")
+    return result
+
+
+def table(result: Mapping[str, Any]) -> list[str]:
+    """A few lines on each part, and what of this call has come to nothing."""
+    lines = [f"{name}: {status}" for name, status in result["statuses"].items() if status != "ok"]
+    for part in PARTS:
+        if (outcome := result["parts"].get(part.name)) is None:
+            continue
+        lines.append(f"{part.name:11} {outcome['status']}, {outcome['seconds']:.0f} s")
+        try:
+            lines += [f"  {line}" for line in _told(part.name, outcome["figures"])]
+        except (KeyError, TypeError) as error:
+            lines.append(f"  figures are missing: {error}")
+        if "log" in outcome:
+            lines += [f"  | {line}" for line in outcome["log"].splitlines()[-4:]]
+    return lines
+
+
+def _told(name: str, figures: Mapping[str, Any]) -> list[str]:
+    """What the table says of a part's figures."""
+    if not figures:
+        return []
+    if name == "machine":
+        top = figures["ceilings"]
+        gpu = figures["machine"]["gpu"]
+        copy, matmul = top["copy_bytes_per_s"] / 1e9, top["matmul_flop_per_s"] / 1e12
+        return [f"{gpu}: copy {copy:.4g} GB/s, matmul {matmul:.4g} TFLOP/s"]
+    if name == "tests":
+        return [
+            f"{run}: {got['passed']} passed, {got['failed']} failed, {got['skipped']} skipped"
+            for run, got in figures.items()
+        ]
+    if name == "decode":
+        return [_decode_line(batch, found) for batch, found in figures["batches"].items()]
+    if name == "prefill":
+        return [
+            f"{what}: {found['step_ms']['median']:.4g} ms, {found['of_rate']:.2f} of the matrix rate"
+            for what, found in figures["steps"].items()
+        ]
+    if name == "peers":
+        told = [f"{who}: {found['median']:.4g} tokens/s" for who, found in figures["tokens_per_s"].items()]
+        return [*told, f"ours over theirs: {figures['ratio']}"]
+    if name == "experiment":
+        return [
+            f"{recipe:20} measured {found['measured']}, predicted {found['predicted']} requests/s"
+            for recipe, found in figures["largest_rate_rps"].items()
+        ]
+    if name == "record":
+        return [f"{figures['record']['throughput_tps']:.4g} tokens/s, batch {figures['record']['batch_mean']:.3g}"]
+    return [json.dumps(figures)[:200]]
+
+
+def _decode_line(batch: str, found: Mapping[str, Any]) -> str:
+    if "skipped" in found:
+        return f"batch {batch}: {found['skipped']}"
+    gap = found.get("gpu", {}).get("gap_share")
+    return (
+        f"batch {batch:>3}: {found['step_ms']['median']:.4g} ms, {found['of_floor']:.2f} of what memory allows, "
+        f"scheduling {found['scheduling_share']:.2%}" + ("" if gap is None else f", gap {gap:.1%}")
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", help=f"some of: {', '.join(part.name for part in PARTS)}")
+    parser.add_argument("--minutes", type=float, default=9.0, help="for all of it")
+    parser.add_argument("--out", type=Path, help="folder of result.json (default: this one)")
+    parser.add_argument("--rehearse", action="store_true", help="tiny shapes on the CPU")
+    args = parser.parse_args()
+    try:
+        parts = chosen(args.parts)
+    except ValueError as error:
+        parser.error(str(error))
+    folder = args.out or (Path(tempfile.mkdtemp(prefix="skipjoin-rehearsal-")) if args.rehearse else HERE)
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / ("rehearsal.json" if args.rehearse else "result.json")
+    result = run_all(parts, args.minutes, file, rehearse=args.rehearse)
+    print("\n".join(table(result)))
+    print(f"wrote {file}")
+    raise SystemExit(any(status != "ok" for status in result["statuses"].values()))
+
+
+if __name__ == "__main__":
+    main()

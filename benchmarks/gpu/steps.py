@@ -1,0 +1,326 @@
+"""The parts `decode` and `prefill`: steps of the Llama-3-8B shape in bfloat16, beside what the card's memory and matrix
+units would allow."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from common import (
+    BLOCK_SIZE,
+    Figures,
+    Task,
+    backends,
+    drain,
+    folder_of,
+    forced,
+    loaded_model,
+    plan_of,
+    seconds_of,
+    settings_for,
+    shape_of,
+    significant,
+    spread,
+    synchronize,
+    tokens,
+)
+
+from skipjoin.assembly import Loaded, engine_around
+from skipjoin.config import EngineConfig
+from skipjoin.core.engine import EngineCore
+from skipjoin.core.events import Computed
+from skipjoin.core.step import StepPlan, StepResult, StepShape
+from skipjoin.model.batch import PackedBatch, Segment
+from skipjoin.server.loop import EngineLoop
+from skipjoin.sim.models import ModelShape
+
+MODEL, DTYPE = "llama-3-8b", "bfloat16"
+# Wanted of a step: this share of the floor; of the gap between steps and of deciding, at most these.
+WANTED = {"decode_of_floor": 0.8, "gap_share": 0.05, "scheduling_share": 0.01, "prefill_of_rate": 0.55}
+
+
+class _Model(NamedTuple):
+    """What steps run on."""
+
+    loaded: Loaded
+    config: EngineConfig
+    shape: ModelShape
+
+
+class _Sizes(NamedTuple):
+    """batches, context: of decode steps. prompts: tokens of each in a prefill step. warmup, steps: how many run."""
+
+    batches: tuple[int, ...]
+    context: int
+    prompts: tuple[tuple[int, ...], ...]
+    warmup: int
+    steps: int
+
+
+_CARD = _Sizes((64, 1, 16, 256), 1024, ((8192,), (2048,) * 4), 12, 60)
+_REHEARSAL = _Sizes((4, 1), 48, ((64,), (16,) * 4), 2, 6)
+# The gap between steps is looked at where requests are as many as a busy server has.
+_GAP_BATCH = {"cuda": 64, "cpu": 4}
+_PROFILED_STEPS = 10
+
+
+# -- decode -----------------------------------------------------------------------------------------------
+
+
+def measure_decode(task: Task) -> Figures:
+    """Decode steps through the engine's loop, one plan ahead, by batch."""
+    sizes = _REHEARSAL if task.is_rehearsal else _CARD
+    shape = shape_of(task, MODEL)
+    figures: Figures = {"model": MODEL, "context": sizes.context, "wanted": WANTED, "batches": {}}
+    with folder_of(shape, DTYPE) as folder:
+        config = _decode_config(task, folder, sizes, shape)
+        began = time.monotonic()
+        with loaded_model(config) as loaded:
+            figures |= {"load_s": significant(time.monotonic() - began), **backends(loaded)}
+            for batch in sizes.batches:
+                if task.left_s < 0:
+                    figures["batches"][str(batch)] = {"skipped": "no time left"}
+                    continue
+                figures["batches"][str(batch)] = _decode(task, _Model(loaded, config, shape), sizes, batch)
+                task.keep(figures)
+    return figures
+
+
+def _decode_config(task: Task, folder: Any, sizes: _Sizes, shape: ModelShape) -> EngineConfig:
+    length = sizes.context + 2 * (sizes.warmup + sizes.steps) + _PROFILED_STEPS + 64
+    most = max(sizes.batches)
+    return settings_for(
+        task,
+        folder,
+        DTYPE,
+        max_model_len=length,
+        max_num_seqs=most,
+        max_num_batched_tokens=max(8192, length),
+        kv_cache_gib=(most + 1) * (length + BLOCK_SIZE) * shape.kv_bytes_per_token / 2**30,
+        pipeline_depth=2,
+    )
+
+
+def _decode(task: Task, model: _Model, sizes: _Sizes, batch: int) -> Figures:
+    """Steps of so many requests. The floor is what it takes to read the weights, but for the table of embeddings, and
+    the KV once."""
+    loaded, config, shape = model
+    loop = EngineLoop(engine_around(loaded, config))
+    for number in range(batch):
+        prompt = tokens(number, sizes.context - sizes.warmup - sizes.steps // 2, shape.vocab)
+        loop.add(number, prompt, forced(config.max_model_len - len(prompt)))
+    _pretend_prefill(loop.core)
+    clock = _Clock(loop)
+    _run(loop, sizes.warmup)
+    synchronize(task.device)
+    contexts, seconds, walls = [], [], []
+    last = time.perf_counter()
+    with clock:
+        for result in _results(loop, sizes.steps):
+            now = time.perf_counter()
+            walls.append(now - last)
+            last = now
+            step = StepShape.of(result.plan.slices)
+            contexts.append(step.context)
+            seconds.append(result.seconds)
+    wall = statistics.median(walls)
+    read = shape.parameter_bytes * (shape.layers * shape.layer_parameters + shape.head_parameters)
+    read += int(statistics.fmean(contexts)) * shape.kv_bytes_per_token
+    floor = read / task.ceilings["copy_bytes_per_s"]
+    found: Figures = {
+        "step_ms": spread(walls, 1e3),
+        "executor_ms": spread(seconds, 1e3),
+        "context_mean": significant(statistics.fmean(contexts) / batch),
+        "bytes": read,
+        "floor_ms": significant(floor * 1e3),
+        "of_floor": significant(floor / wall),
+        "scheduling_share": significant(clock.spent / sum(walls)),
+        "tokens_per_s": significant(batch / wall),
+    }
+    if batch == _GAP_BATCH[task.device]:
+        found["gpu"] = _gpu_time(task, loop, wall)
+    found["forward"] = _forward(task, loaded, result.plan, floor)
+    drain(loop)
+    return found
+
+
+def _pretend_prefill(core: EngineCore) -> None:
+    """Commit the prompts' steps without running them: the KV has numbers anyway."""
+    while any(not request.output for request in core.requests.values()):
+        plan = core.start_step(0.0)
+        assert plan is not None
+        core.finish_step(StepResult(plan, [5 if piece.samples else None for piece in plan.slices], 1e-3), 0.0)
+    core.take_events()
+
+
+def _results(loop: EngineLoop, count: int) -> Iterable[StepResult]:
+    """What the next steps came to; each is waited for with the next one on its way."""
+    for _ in range(count):
+        yield from (event.result for event in loop.step() if isinstance(event, Computed))
+
+
+def _run(loop: EngineLoop, count: int) -> None:
+    for _ in _results(loop, count):
+        pass
+
+
+class _Clock:
+    """How long the engine core decides and settles."""
+
+    def __init__(self, loop: EngineLoop) -> None:
+        self._core = loop.core
+        self.spent = 0.0
+
+    def __enter__(self) -> None:
+        core = self._core
+        core.start_step, core.finish_step = self._timed(core.start_step), self._timed(core.finish_step)
+
+    def __exit__(self, *error: object) -> None:
+        del self._core.start_step, self._core.finish_step
+
+    def _timed(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return inner(*args)
+            finally:
+                self.spent += time.perf_counter() - start
+
+        return call
+
+
+def _forward(task: Task, loaded: Loaded, plan: StepPlan, floor: float) -> Figures:
+    """The model's part of the step alone, without a host in between: a CUDA graph of it, replayed."""
+    model, kv = loaded.executor.model, loaded.executor.store.device
+    segments = [Segment([5], piece.start, piece.blocks) for piece in plan.slices]
+    batch = PackedBatch.build(segments, kv.block_size, model.device)
+    try:
+        if task.device == "cuda":
+            _warm_up(lambda: model.forward(batch, kv))
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                model.forward(batch, kv)
+            times = seconds_of(task.device, graph.replay)
+        else:
+            times = seconds_of(task.device, lambda: model.forward(batch, kv))
+    except RuntimeError as error:
+        return {"error": str(error)[:500]}
+    return {"ms": spread(times, 1e3), "of_floor": significant(floor / statistics.median(times))}
+
+
+def _warm_up(work: Callable[[], object]) -> None:
+    """On a stream of its own, as a capture wants it."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            work()
+    torch.cuda.current_stream().wait_stream(stream)
+
+
+def _gpu_time(task: Task, loop: EngineLoop, wall: float) -> Figures:
+    """How long the GPU is busy in a step, and what with, by a profiler's trace of some steps; the gap is the rest of a
+    step's time without the profiler."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if task.device == "cuda":
+        activities = [torch.profiler.ProfilerActivity.CUDA]
+    try:
+        with torch.profiler.profile(activities=activities) as profiler:
+            _run(loop, _PROFILED_STEPS)
+            synchronize(task.device)
+        spans = _spans(task, profiler)
+    except RuntimeError as error:
+        return {"error": str(error)}
+    if not spans:
+        return {"error": "the profiler saw no work of the GPU"}
+    busy = _union([(start, end) for _, start, end in spans]) / _PROFILED_STEPS / 1e6
+    by_name: dict[str, list[float]] = {}
+    for name, start, end in spans:
+        by_name.setdefault(name[:100], []).append((end - start) / 1e3)
+    heaviest = sorted(by_name, key=lambda name: -sum(by_name[name]))[:15]
+    return {
+        "busy_ms": significant(busy * 1e3),
+        "gap_share": significant(1 - busy / wall),
+        "launches_per_step": significant(len(spans) / _PROFILED_STEPS),
+        "kernels_ms_per_step": {name: significant(sum(by_name[name]) / _PROFILED_STEPS) for name in heaviest},
+    }
+
+
+def _spans(task: Task, profiler: Any) -> list[tuple[str, float, float]]:
+    """Name, begin and end in microseconds of what ran on the device."""
+    wanted = torch.autograd.DeviceType.CUDA if task.device == "cuda" else torch.autograd.DeviceType.CPU
+    return [
+        (event.name, event.time_range.start, event.time_range.end)
+        for event in profiler.events()
+        if event.device_type == wanted and event.time_range.end > event.time_range.start
+    ]
+
+
+def _union(spans: list[tuple[float, float]]) -> float:
+    """Time that at least one of the spans covers, in their unit."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
+
+
+# -- prefill ----------------------------------------------------------------------------------------------
+
+
+def measure_prefill(task: Task) -> Figures:
+    """Steps of nothing but prompts, beside the rate of matrix products."""
+    sizes = _REHEARSAL if task.is_rehearsal else _CARD
+    most = max(sum(prompts) for prompts in sizes.prompts)
+    shape = shape_of(task, MODEL, max_positions=most)
+    figures: Figures = {"model": MODEL, "wanted": WANTED["prefill_of_rate"], "steps": {}}
+    with folder_of(shape, DTYPE) as folder:
+        config = settings_for(
+            task,
+            folder,
+            DTYPE,
+            max_num_seqs=8,
+            max_num_batched_tokens=most,
+            kv_cache_gib=2 * (most + 8 * BLOCK_SIZE) * shape.kv_bytes_per_token / 2**30,
+        )
+        with loaded_model(config) as loaded:
+            figures |= backends(loaded)
+            for prompts in sizes.prompts:
+                figures["steps"][f"{len(prompts)} x {prompts[0]}"] = _prefill(task, loaded, shape, prompts)
+                task.keep(figures)
+    return figures
+
+
+def _prefill(task: Task, loaded: Loaded, shape: ModelShape, prompts: tuple[int, ...]) -> Figures:
+    plan = plan_of([(0, count) for count in prompts], shape.vocab)
+    times = []
+    for turn in itertools.count():
+        synchronize(task.device)
+        start = time.perf_counter()
+        loaded.executor.submit(plan, 0.0).result()
+        synchronize(task.device)
+        if turn >= 3:
+            times.append(time.perf_counter() - start)
+        if len(times) == 10 or (len(times) >= 3 and task.left_s < 0):
+            break
+    flop = flop_of(shape, plan)
+    rate = flop / spread(times)["median"]
+    return {
+        "step_ms": spread(times, 1e3),
+        "flop": flop,
+        "flop_per_s": significant(rate),
+        "of_rate": significant(rate / task.ceilings["matmul_flop_per_s"]),
+        "tokens_per_s": significant(sum(prompts) / spread(times)["median"]),
+    }
+
+
+def flop_of(shape: ModelShape, plan: StepPlan) -> int:
+    """Two for each parameter that a token is multiplied with, four for each dimension of a pair of query and key; the
+    output head for sampled rows only."""
+    step = StepShape.of(plan.slices)
+    matrices = (step.prefill + step.decodes) * shape.flops_per_token + 2 * len(plan.slices) * shape.head_parameters
+    return matrices + 4 * shape.layers * shape.heads * shape.head_dim * (step.attention + step.context)

@@ -24,7 +24,7 @@ from skipjoin.bench.workload import Job
 from skipjoin.config import EngineConfig
 from skipjoin.core.request import Request
 from skipjoin.core.step import Slice, StepPlan
-from skipjoin.exec.worker import Sampling
+from skipjoin.exec.sampling import Sampling
 from skipjoin.observe.record import Record, add_usage, summarize
 from skipjoin.observe.requests import RequestFacts, RequestLog
 from skipjoin.observe.usage import Usage

@@ -15,7 +15,7 @@ from skipjoin.model.kernels.paged import INTERPRETED, jit, load_rows, padded, to
 _LOWEST = tl.constexpr(-1.0e30)
 _LOG2E = 1.4426950408889634
 # A program with fewer keys than this costs more than it evens out.
-_LEAST_KEYS = 128
+_LEAST_KEYS = tl.constexpr(128)
 _MOST_SPLITS = 64
 
 
@@ -26,7 +26,8 @@ def _span(context_lens, offsets, backward, segment, window, BLOCK_N: tl.constexp
     offset = tl.load(offsets + segment).to(tl.int32)
     down = tl.load(backward + segment).to(tl.int32)
     low = tl.where(window > 0, tl.maximum(context - window, 0), 0)
-    share = tl.cdiv(tl.cdiv(context - low, tl.num_programs(2)), BLOCK_N) * BLOCK_N
+    share = tl.maximum(tl.cdiv(context - low, tl.num_programs(2)), _LEAST_KEYS)
+    share = tl.cdiv(share, BLOCK_N) * BLOCK_N
     begin = low + tl.program_id(2) * share
     return begin, tl.minimum(begin + share, context), offset, down
 
@@ -202,7 +203,7 @@ def choose_splits(sequences: int, kv_heads: int, slots: int, processors: int) ->
     slots: that a block table's width can name. Eight programs per multiprocessor even out contexts of unequal length.
     """
     splits = 1
-    most = min(_MOST_SPLITS, slots // _LEAST_KEYS)
+    most = min(_MOST_SPLITS, slots // _LEAST_KEYS.value)
     while splits * 2 <= most and sequences * kv_heads * splits < 8 * processors:
         splits *= 2
     return splits

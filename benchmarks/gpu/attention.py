@@ -1,0 +1,253 @@
+"""Attention by itself: our kernels, torch's operations and, where it is installed, FlashInfer.
+
+Decodes are bound by memory: their bytes (the keys and values that must be read) per second stand beside those of a copy
+within the device's memory. Prompts are bound by arithmetic: their FLOPs beside those of a matrix product.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from skipjoin.model.attention.base import AttentionBackend
+from skipjoin.model.attention.torch_backend import TorchAttention
+from skipjoin.model.batch import PackedBatch, Segment
+from skipjoin.model.config import ModelConfig
+from skipjoin.model.kv_cache import PagedKV
+from skipjoin.model.parallel import WHOLE
+
+BLOCK_SIZE = 16
+# heads, kv_heads, head_dim, whether they rotate
+MODELS = {"llama-3-8b": (32, 8, 128, True), "opt-13b": (40, 40, 128, False)}
+_TINY = {"tiny": (4, 2, 16, True)}
+# Layers of the cache that the runs go round, so that none finds the keys of the one before in the device's caches.
+_LAYERS_BYTES = 1 << 30
+_WORKSPACE_BYTES = 128 << 20
+
+
+@dataclass(frozen=True)
+class Case:
+    """kind: "decode" or "prefill". mix: (tokens with KV already, new tokens) of each sequence."""
+
+    kind: str
+    model: str
+    mix: tuple[tuple[int, int], ...]
+
+    @property
+    def name(self) -> str:
+        start, length = self.mix[0]
+        return f"{self.kind} {self.model} {len(self.mix)} x {length} after {start}"
+
+
+def decode_cases(models: Sequence[str] = tuple(MODELS)) -> list[Case]:
+    """Batches of decodes of equal contexts, and one of very different ones."""
+    sizes = ((1, 1024), (16, 1024), (64, 1024), (256, 1024), (64, 4096))
+    cases = [Case("decode", model, ((context - 1, 1),) * count) for model in models for count, context in sizes]
+    return cases + [Case("decode", model, tuple((16 + 31 * i, 1) for i in range(128))) for model in models]
+
+
+def prefill_cases(models: Sequence[str] = tuple(MODELS)) -> list[Case]:
+    """One prompt, several, and chunks of prompts whose beginnings are in the cache."""
+    mixes = (((0, 8192),), ((0, 2048),) * 4, ((4096, 512),) * 4)
+    return [Case("prefill", model, mix) for model in models for mix in mixes]
+
+
+def measure(device: str) -> list[dict[str, Any]]:
+    """A record for each case and implementation; on a CPU a few tiny cases, to see that everything runs."""
+    if device == "cpu":
+        cases = [Case("decode", "tiny", ((40, 1), (3, 1))), Case("prefill", "tiny", ((0, 9), (20, 5)))]
+        return [record for case in cases for record in _measure(case, device, {})]
+    ceilings = {"copy_bytes_per_s": _copy_rate(device), "matmul_flop_per_s": _matmul_rate(device)}
+    return [record for case in (*decode_cases(), *prefill_cases()) for record in _measure(case, device, ceilings)]
+
+
+class _Work:
+    """The tensors of a case."""
+
+    def __init__(self, case: Case, device: str) -> None:
+        self.heads, self.kv_heads, self.dim, rotates = (MODELS | _TINY)[case.model]
+        self.dtype = torch.float32 if device == "cpu" else torch.bfloat16
+        counts = [-(-(start + length) // BLOCK_SIZE) for start, length in case.mix]
+        self.blocks = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(0)).tolist()
+        ends = [sum(counts[: i + 1]) for i in range(len(counts))]
+        self.tables = [self.blocks[end - count : end] for end, count in zip(ends, counts, strict=True)]
+        segments = [Segment([0] * n, s, table) for (s, n), table in zip(case.mix, self.tables, strict=True)]
+        self.batch = PackedBatch.build(segments, BLOCK_SIZE, device)
+        layer_bytes = 2 * len(self.blocks) * BLOCK_SIZE * self.kv_heads * self.dim * self.dtype.itemsize
+        self.layers = 1 if device == "cpu" else max(1, min(32, _LAYERS_BYTES // layer_bytes))
+        self.config = _config(self.heads, self.kv_heads, self.dim, self.layers)
+        self.kv = PagedKV(len(self.blocks), BLOCK_SIZE, self.config, self.dtype, device)
+        self.kv.tensor.normal_()
+        width = self.heads + 2 * self.kv_heads
+        self.packed = torch.randn(self.batch.num_tokens, width, self.dim, device=device, dtype=self.dtype)
+        self.fresh = self.packed.clone()
+        self.qkv = self.packed.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
+        angles = torch.rand(16384, self.dim // 2, device=device)
+        self.cos_sin = torch.cat([angles.cos(), angles.sin()], dim=-1) if rotates else None
+        self.scale = self.dim**-0.5
+        self.kv_bytes = sum(s + n for s, n in case.mix) * 2 * self.kv_heads * self.dim * self.dtype.itemsize
+        # Token i of a segment sees start + i + 1 keys; a multiplication and an addition for scores and for values.
+        pairs = sum(n * s + n * (n + 1) // 2 for s, n in case.mix)
+        self.flop = 4 * self.heads * self.dim * pairs
+
+
+def _measure(case: Case, device: str, ceilings: dict[str, float]) -> Iterator[dict[str, Any]]:
+    work = _Work(case, device)
+    expected: torch.Tensor | None = None
+    for name, make in _implementations(work, device):
+        record: dict[str, Any] = {"case": case.name, "kind": case.kind, "model": case.model, "implementation": name}
+        try:
+            call = make()
+            work.packed.copy_(work.fresh)  # every call rotates the queries anew
+            out = call(0).float()
+            expected = out if expected is None else expected
+            if name.startswith("triton") or (name == "flashinfer" and work.cos_sin is None):
+                record["difference"] = _significant(((out - expected).norm() / expected.norm()).item())
+            del out
+            record |= _figures(case, work, _times(call, work.layers, device), ceilings)
+        except Exception as error:  # what one cannot do is a finding, not the end
+            record["failed"] = f"{type(error).__name__}: {error}"[:300]
+        yield record
+    if device != "cpu":
+        torch.cuda.empty_cache()
+
+
+def _implementations(work: _Work, device: str) -> Iterator[tuple[str, Callable[[], Callable[[int], torch.Tensor]]]]:
+    """Their names, and what makes a function of the layer that attends once."""
+    yield "torch", functools.partial(_attend, work, TorchAttention)
+    if device == "cpu":
+        return
+    yield "triton", functools.partial(_attend, work, _triton)
+    yield "triton tuned", functools.partial(_attend, work, functools.partial(_tuned, work))
+    yield "kv_write", functools.partial(_write_only, work)
+    yield "flashinfer", functools.partial(_flashinfer, work)
+
+
+def _attend(work: _Work, make: Callable[[], AttentionBackend]) -> Callable[[int], torch.Tensor]:
+    """As a model's layer does it: rotation and the write of keys and values included."""
+    backend = make()
+    options = {"scale": work.scale, "cos_sin": work.cos_sin}
+    return lambda layer: backend.attend(*work.qkv, work.kv, work.batch, layer=layer, **options)
+
+
+def _triton() -> AttentionBackend:
+    from skipjoin.model.attention.triton_backend import TritonAttention  # noqa: PLC0415
+    from skipjoin.model.kernels.tuning import TunedTable  # noqa: PLC0415
+
+    return TritonAttention(TunedTable(None))
+
+
+@functools.cache
+def _tuned_table() -> Any:
+    from skipjoin.model.kernels.tuning import TunedTable  # noqa: PLC0415
+
+    return TunedTable(None)
+
+
+def _tuned(work: _Work) -> AttentionBackend:
+    from skipjoin.model.attention.triton_backend import TritonAttention  # noqa: PLC0415
+
+    backend = TritonAttention(_tuned_table())
+    backend.tune(work.config, work.dtype, torch.device("cuda"), BLOCK_SIZE, WHOLE)
+    return backend
+
+
+def _write_only(work: _Work) -> Callable[[int], torch.Tensor]:
+    """The part of our attention that FlashInfer's does not do."""
+    from skipjoin.model.kernels.kv_write import kv_write  # noqa: PLC0415
+
+    def call(layer: int) -> torch.Tensor:
+        kv_write(*work.qkv, *work.kv.layer(layer), work.batch.slots, work.batch.positions, work.cos_sin)
+        return work.qkv[0].flatten(1)
+
+    return call
+
+
+def _flashinfer(work: _Work) -> Callable[[int], torch.Tensor]:
+    """Attention alone: no rotation, no write."""
+    import flashinfer  # noqa: PLC0415
+
+    workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
+    counts = [0, *(len(table) for table in work.tables)]
+    starts = torch.tensor(counts).cumsum(0).int().cuda()
+    blocks = torch.tensor([block for table in work.tables for block in table], dtype=torch.int32, device="cuda")
+    last = ((work.batch.context_lens - 1) % BLOCK_SIZE + 1).int()
+    shape = (work.heads, work.kv_heads, work.dim, BLOCK_SIZE)
+    types = {"q_data_type": work.dtype, "kv_data_type": work.dtype, "sm_scale": work.scale}
+    if work.batch.decode_only:
+        cores = work.heads > work.kv_heads
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND", use_tensor_cores=cores)
+        wrapper.plan(starts, blocks, last, *shape, **types)
+    else:
+        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND")
+        wrapper.plan(work.batch.query_start.int(), starts, blocks, last, *shape, causal=True, **types)
+    query = work.qkv[0].contiguous()
+    pools = [tuple(pool.transpose(1, 2) for pool in work.kv.layer(layer)) for layer in range(work.layers)]
+    return lambda layer: wrapper.run(query, pools[layer]).flatten(1)
+
+
+def _times(call: Callable[[int], object], layers: int, device: str) -> list[float]:
+    """Seconds of single calls, each on the next layer."""
+    if device == "cpu":
+        found = []
+        for _ in range(3):
+            begin = time.perf_counter()
+            call(0)
+            found.append(time.perf_counter() - begin)
+        return found
+    turn = iter(range(1 << 40))
+    # Everything is compiled and the clocks are up before the first one counts.
+    return [ms / 1e3 for ms in _do_bench(lambda: call(next(turn) % layers))]
+
+
+def _do_bench(call: Callable[[], object]) -> list[float]:
+    from triton.testing import do_bench  # noqa: PLC0415
+
+    return do_bench(call, warmup=50, rep=200, return_mode="all")
+
+
+def _figures(case: Case, work: _Work, times: list[float], ceilings: dict[str, float]) -> dict[str, Any]:
+    median = statistics.median(times)
+    figures: dict[str, Any] = {
+        "ms": {"median": _significant(median * 1e3), "min": _significant(min(times) * 1e3)}
+        | {"max": _significant(max(times) * 1e3), "runs": len(times)},
+        "bytes": work.kv_bytes,
+        "flop": work.flop,
+    }
+    if case.kind == "decode":
+        figures["bytes_per_s"] = _significant(work.kv_bytes / median)
+        if ceilings:
+            figures["of_copy"] = _significant(work.kv_bytes / median / ceilings["copy_bytes_per_s"])
+    else:
+        figures["flop_per_s"] = _significant(work.flop / median)
+        if ceilings:
+            figures["of_matmul"] = _significant(work.flop / median / ceilings["matmul_flop_per_s"])
+    return figures
+
+
+def _copy_rate(device: str) -> float:
+    """Bytes read plus bytes written per second."""
+    source = torch.empty(1 << 30, dtype=torch.int8, device=device).random_(-128, 127)
+    target = torch.empty_like(source)
+    return 2 * source.numel() / statistics.median(_do_bench(lambda: target.copy_(source))) * 1e3
+
+
+def _matmul_rate(device: str) -> float:
+    left, right = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
+    return 2 * 8192**3 / statistics.median(_do_bench(lambda: left @ right)) * 1e3
+
+
+def _config(heads: int, kv_heads: int, dim: int, layers: int) -> ModelConfig:
+    sizes = {"hidden_size": heads * dim, "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": dim}
+    sizes |= {"num_hidden_layers": layers, "vocab_size": 8, "intermediate_size": 8, "max_position_embeddings": 16384}
+    return ModelConfig.from_dict({"model_type": "llama", **sizes})
+
+
+def _significant(value: float) -> float:
+    return float(f"{value:.5g}")

@@ -1,0 +1,155 @@
+"""The engine on a card: the tokens of the CPU's, however requests are preempted, whatever is queued ahead."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from engines import BLOCK_SIZE, CONFIGS, Restless, SwapAll, make_core, mixed_requests, run, tiny_model
+
+from skipjoin.core.policy import Pressure
+from skipjoin.core.request import Request
+from skipjoin.exec.graphs import DecodeGraphs, ladder, record_graphs
+from skipjoin.exec.local import LocalExecutor
+from skipjoin.exec.part import make_store
+from skipjoin.exec.sampling import Sampling
+from skipjoin.model.causal_lm import CausalLM
+from skipjoin.model.config import ModelConfig
+from skipjoin.model.loader import RandomWeights
+from skipjoin.model.parallel import Alone
+from skipjoin.policies.pressure import Recompute
+from skipjoin.sampling import SamplingParams
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+CARD = torch.device("cuda", 0)
+PRESSURES = {"swap": SwapAll, "recompute": Recompute, "restless": lambda: Restless(5)}
+
+
+class OnCard(RandomWeights):
+    """What the CPU's model of the same seed has: a card draws other numbers."""
+
+    def take(self, *args, **options) -> torch.Tensor:  # type: ignore[no-untyped-def]
+        return super().take(*args, **options).to(CARD)
+
+
+def model_on_card(family: str, back_end: str = "triton") -> CausalLM:
+    from skipjoin.model.backends import implementations  # noqa: PLC0415
+
+    ops, attention = implementations(back_end, torch.float32, CARD)
+    weights = OnCard(3, torch.float32, torch.device("cpu"))
+    config = ModelConfig.from_dict(CONFIGS[family])
+    return CausalLM(config, weights, ops=ops, attention=attention, dtype=torch.float32, device=CARD, group=Alone())
+
+
+def outputs(
+    model: CausalLM,
+    requests: list[Request],
+    pressure: Pressure,
+    *,
+    blocks: int,
+    host_blocks: int,
+    depth: int,
+    graphs: bool,
+    chunk: int | None = None,
+) -> list[list[int]]:
+    store = make_store(model, blocks, host_blocks, BLOCK_SIZE)
+    store.device.tensor.fill_(torch.nan)
+    if store.host is not None:
+        store.host.tensor.fill_(torch.nan)
+    recorded: DecodeGraphs | None = None
+    if graphs:
+        recorded = record_graphs(model, store.device, ladder(4), 64)
+        assert recorded is not None
+    executor = LocalExecutor(model, store, graphs=recorded)
+    core = make_core(
+        pressure,
+        device_blocks=blocks,
+        host_blocks=host_blocks,
+        seats=4,
+        chunk=chunk,
+        depth=depth,
+        overlap=True,
+    )
+    run(core, executor, requests)
+    return [request.output for request in requests]
+
+
+def on_cpu(family: str, requests: list[Request]) -> list[list[int]]:
+    """One after the other, with room for all."""
+    model = tiny_model(family)
+    executor = LocalExecutor(model, make_store(model, 200, 0, BLOCK_SIZE))
+    core = make_core(Recompute(), device_blocks=200, seats=1)
+    run(core, executor, requests)
+    return [request.output for request in requests]
+
+
+@pytest.mark.parametrize("family", sorted(CONFIGS))
+@pytest.mark.parametrize("graphs", [False, True])
+def test_tokens_of_the_cpu(family: str, graphs: bool) -> None:
+    got = outputs(model_on_card(family), mixed_requests(), SwapAll(), blocks=200, host_blocks=0, depth=2, graphs=graphs)
+    assert got == on_cpu(family, mixed_requests())
+
+
+@pytest.mark.parametrize("pressure", sorted(PRESSURES))
+@pytest.mark.parametrize(("depth", "graphs", "chunk"), [(1, False, 5), (2, True, None), (2, True, 6)])
+@pytest.mark.parametrize("family", ["llama", "mistral", "opt"])
+def test_preemption_is_invisible(family: str, depth: int, graphs: bool, chunk: int | None, pressure: str) -> None:
+    got = outputs(
+        model_on_card(family),
+        mixed_requests(),
+        PRESSURES[pressure](),
+        blocks=16,
+        host_blocks=60,
+        depth=depth,
+        graphs=graphs,
+        chunk=chunk,
+    )
+    assert got == on_cpu(family, mixed_requests())
+
+
+def test_the_reference_back_end_agrees() -> None:
+    got = outputs(
+        model_on_card("qwen3", "torch"), mixed_requests(), SwapAll(), blocks=16, host_blocks=60, depth=2, graphs=False
+    )
+    assert got == on_cpu("qwen3", mixed_requests())
+
+
+def test_the_host_runs_ahead() -> None:
+    """A plan is queued while the one before it still runs: its handle is not done, and nobody has waited."""
+    model = model_on_card("llama")
+    store = make_store(model, 64, 0, BLOCK_SIZE)
+    executor = LocalExecutor(model, store)
+    core = make_core(Recompute(), device_blocks=64, seats=4, depth=2, overlap=True)
+    core.add(Request(0, 0.0, [1, 2, 3], 30, sampling=Sampling(SamplingParams(temperature=0), 0, ())), 0.0)
+    for _ in range(3):  # compiles
+        core.finish_step(executor.submit(core.start_step(0.0), 0.0).result(), 0.0)
+    torch.cuda._sleep(500_000_000)  # a quarter of a second of the card's time, in front of all that follows
+    first, second = (executor.submit(core.start_step(0.0), 0.0) for _ in range(2))
+    second._begun.result(timeout=0.2)
+    assert not first.done()
+    assert not second.done()
+    for handle in (first, second):
+        result = handle.result()
+        assert result.tokens[0] is not None
+        core.finish_step(result, 0.0)
+    executor.close()
+
+
+def test_out_of_memory_costs_one_request() -> None:
+    model = model_on_card("llama")
+    small = [Request(i, 0.0, [i + 1] * 6, 5, sampling=Sampling(SamplingParams(temperature=0), 0, ())) for i in range(2)]
+    expected = on_cpu("llama", [Request(r.id, 0.0, r.prompt, 5, sampling=r.sampling) for r in small])
+    large = Request(2, 0.0, [7] * 250, 3, sampling=Sampling(SamplingParams(temperature=0), 0, ()))
+    forward = model.forward
+
+    def greedy(batch, kv):  # type: ignore[no-untyped-def]
+        if batch.num_tokens > 100:
+            torch.empty(1 << 60, dtype=torch.uint8, device=CARD)
+        return forward(batch, kv)
+
+    model.forward = greedy  # type: ignore[method-assign]
+    got = outputs(model, [*small, large], Recompute(), blocks=200, host_blocks=0, depth=2, graphs=False)
+    assert got == [*expected, []]

@@ -36,12 +36,15 @@ LIMIT = {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 
 
 @pytest.fixture(autouse=True)
-def poisoned():
+def poisoned(monkeypatch):
     """Memory that nobody wrote is NaN."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    assert torch.empty(3).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
+    empty = torch.empty
+
+    def full_of_nan(*shape, **options) -> torch.Tensor:
+        made = empty(*shape, **options)
+        return made.fill_(torch.nan) if made.is_floating_point() else made
+
+    monkeypatch.setattr(torch, "empty", full_of_nan)
 
 
 def drawn(dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:

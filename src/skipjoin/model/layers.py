@@ -237,9 +237,9 @@ def advance(layers: Sequence[Layer], x: torch.Tensor, step: Step) -> torch.Tenso
 
 
 def activation(name: str, x: torch.Tensor) -> torch.Tensor:
-    """Apply a `ModelConfig.activation`."""
+    """Apply a `ModelConfig.activation`; may change `x`, which is the widest there is."""
     if name == "relu":
-        return F.relu(x)
+        return F.relu(x, inplace=True)
     if name == "silu":
-        return F.silu(x)
+        return F.silu(x, inplace=True)
     return F.gelu(x, approximate="tanh" if name == "gelu_tanh" else "none")

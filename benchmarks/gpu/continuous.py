@@ -80,6 +80,8 @@ def measure(task: Task) -> Figures:
             rates["skipjoin"].append(_ours(loaded, config, load))
             figures["tokens_per_s"] = {"skipjoin": spread(rates["skipjoin"])}
             task.keep(figures)
+            if task.device == "cuda":
+                torch.cuda.empty_cache()  # there is room for both, not for what one has left
             theirs = _Theirs(task, folder, shape.vocab)
             theirs.run(load)
             for turn in range(TURNS):
@@ -133,6 +135,7 @@ class _Theirs:
         warm_up = getattr(manager, "warmup", None)
         if warm_up is not None and self._device == "cuda":
             warm_up()
+        attention = self._model.config._attn_implementation
         manager.start()
         try:
             synchronize(self._device)
@@ -154,7 +157,8 @@ class _Theirs:
             manager.stop(block=True, timeout=30)
         if made != load.generated:
             raise RuntimeError(f"transformers made {made} tokens of {load.generated}")
-        self.settings = json.loads(json.dumps(vars(batching), default=str))
+        self.settings = json.loads(json.dumps(vars(manager.continuous_batching_config), default=str))
+        self.settings["attention"] = attention
         return load.generated / seconds
 
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
 from common import (
     BLOCK_SIZE,
     Figures,
@@ -94,8 +95,6 @@ def setting_of(task: Task, kv_bytes_per_token: int) -> Setting:
     if task.is_rehearsal:
         kv_gib = (3000 + BLOCK_SIZE) * kv_bytes_per_token / 2**30
         return Setting("rehearsal", kv_gib, 4 * kv_gib, "sharegpt*0.05", 1.0, 2.0)
-    import torch  # noqa: PLC0415 (asks for the card)
-
     # Page-locked memory comes in powers of two; half of the RAM at most.
     ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     swap_gib = float(min(32, 2 ** math.floor(math.log2(max(2.0, ram / 2)))))

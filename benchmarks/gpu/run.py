@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -172,36 +172,25 @@ def table(result: Mapping[str, Any]) -> list[str]:
 
 def _told(name: str, figures: Mapping[str, Any]) -> list[str]:
     """What the table says of a part's figures."""
-    if not figures:
-        return []
-    if name == "machine":
-        top = figures["ceilings"]
-        gpu = figures["machine"]["gpu"]
-        copy, matmul = top["copy_bytes_per_s"] / 1e9, top["matmul_flop_per_s"] / 1e12
-        return [f"{gpu}: copy {copy:.4g} GB/s, matmul {matmul:.4g} TFLOP/s"]
-    if name == "tests":
-        return [
-            f"{run}: {got['passed']} passed, {got['failed']} failed, {got['skipped']} skipped"
-            for run, got in figures.items()
-        ]
-    if name == "decode":
-        return [_decode_line(batch, found) for batch, found in figures["batches"].items()]
-    if name == "prefill":
-        return [
-            f"{what}: {found['step_ms']['median']:.4g} ms, {found['of_rate']:.2f} of the matrix rate"
-            for what, found in figures["steps"].items()
-        ]
-    if name == "peers":
-        told = [f"{who}: {found['median']:.4g} tokens/s" for who, found in figures["tokens_per_s"].items()]
-        return [*told, f"ours over theirs: {figures['ratio']}"]
-    if name == "experiment":
-        return [
-            f"{recipe:20} measured {found['measured']}, predicted {found['predicted']} requests/s"
-            for recipe, found in figures["largest_rate_rps"].items()
-        ]
-    if name == "record":
-        return [f"{figures['record']['throughput_tps']:.4g} tokens/s, batch {figures['record']['batch_mean']:.3g}"]
-    return [json.dumps(figures)[:200]]
+    return _LINES[name](figures) if name in _LINES and figures else [json.dumps(figures)[:300]]
+
+
+def _machine_lines(figures: Mapping[str, Any]) -> list[str]:
+    top = figures["ceilings"]
+    copy, matmul = top["copy_bytes_per_s"] / 1e9, top["matmul_flop_per_s"] / 1e12
+    return [f"{figures['machine']['gpu']}: copy {copy:.4g} GB/s, matmul {matmul:.4g} TFLOP/s"]
+
+
+def _tests_lines(figures: Mapping[str, Any]) -> list[str]:
+    lines = []
+    for run, found in figures.items():
+        lines.append(f"{run}: {found['passed']} passed, {found['failed']} failed, {found['skipped']} skipped")
+        lines += [f"  {failure}" for failure in found.get("failures", ())[:10]]
+    return lines
+
+
+def _decode_lines(figures: Mapping[str, Any]) -> list[str]:
+    return [_decode_line(batch, found) for batch, found in figures["batches"].items()]
 
 
 def _decode_line(batch: str, found: Mapping[str, Any]) -> str:
@@ -212,6 +201,71 @@ def _decode_line(batch: str, found: Mapping[str, Any]) -> str:
         f"batch {batch:>3}: {found['step_ms']['median']:.4g} ms, {found['of_floor']:.2f} of what memory allows, "
         f"scheduling {found['scheduling_share']:.2%}" + ("" if gap is None else f", gap {gap:.1%}")
     )
+
+
+def _prefill_lines(figures: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{what}: {found['step_ms']['median']:.4g} ms, {found['of_rate']:.2f} of the matrix rate"
+        for what, found in figures["steps"].items()
+    ]
+
+
+def _peers_lines(figures: Mapping[str, Any]) -> list[str]:
+    told = [f"{who}: {found['median']:.4g} tokens/s" for who, found in figures["tokens_per_s"].items()]
+    return [*told, f"ours over theirs: {figures['ratio']}"]
+
+
+def _attention_lines(figures: Mapping[str, Any]) -> list[str]:
+    lines = []
+    for case in figures["cases"]:
+        share = case.get("of_copy", case.get("of_matmul"))
+        told = case.get("failed") or f"{case['ms']['median']:.4g} ms"
+        lines.append(f"{case['case']}, {case['implementation']}: {told}" + ("" if share is None else f", {share:.2f}"))
+    return lines
+
+
+def _copies_lines(figures: Mapping[str, Any]) -> list[str]:
+    link = {way: figures["link"][f"{way}_gb_per_s"]["median"] for way in ("out", "in", "both")}
+    lines = [f"link: {link['out']} GB/s out, {link['in']} in, {link['both']} both"]
+    for move in figures["moves"]:
+        what = f"{move['blocks']} blocks of {move['blocks_of']} {move['direction']}"
+        lines.append(f"{what}: {move['share']['median']:.2f} of the link")
+    return lines + [
+        f"steps beside copies of {found['blocks_of']}: {found['slowdown']['median']:.3f} times as long"
+        for found in figures["beside"]
+    ]
+
+
+def _record_lines(figures: Mapping[str, Any]) -> list[str]:
+    record = figures["record"]
+    return [f"{record['throughput_tps']:.4g} tokens/s, batch {record['batch_mean']:.3g}"]
+
+
+def _sanitizer_lines(figures: Mapping[str, Any]) -> list[str]:
+    runs = {name: found["status"] for name, found in figures.items() if isinstance(found, dict)}
+    return [figures.get("reason") or figures["tool"], *(f"{name}: {status}" for name, status in runs.items())]
+
+
+def _experiment_lines(figures: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{recipe:20} measured {found['measured']}, predicted {found['predicted']} requests/s"
+        + ("" if found["done"] else ", not done")
+        for recipe, found in figures["largest_rate_rps"].items()
+    ]
+
+
+_LINES: dict[str, Callable[[Mapping[str, Any]], list[str]]] = {
+    "machine": _machine_lines,
+    "tests": _tests_lines,
+    "decode": _decode_lines,
+    "prefill": _prefill_lines,
+    "peers": _peers_lines,
+    "attention": _attention_lines,
+    "copies": _copies_lines,
+    "record": _record_lines,
+    "sanitizer": _sanitizer_lines,
+    "experiment": _experiment_lines,
+}
 
 
 def main() -> None:

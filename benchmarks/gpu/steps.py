@@ -81,11 +81,17 @@ def measure_decode(task: Task) -> Figures:
         began = time.monotonic()
         with loaded_model(config) as loaded:
             figures |= {"load_s": significant(time.monotonic() - began), **backends(loaded)}
+            model, plans = _Model(loaded, config, shape), {}
             for batch in sizes.batches:
                 if task.left_s < 0:
                     figures["batches"][str(batch)] = {"skipped": "no time left"}
                     continue
-                figures["batches"][str(batch)] = _decode(task, _Model(loaded, config, shape), sizes, batch)
+                figures["batches"][str(batch)], plans[batch] = _decode(task, model, sizes, batch)
+                task.keep(figures)
+            # Last: a capture that fails may leave nothing that works.
+            for batch, plan in plans.items():
+                found = figures["batches"][str(batch)]
+                found["forward"] = _forward(task, loaded, plan, found["floor_ms"])
                 task.keep(figures)
     return figures
 
@@ -105,9 +111,9 @@ def _decode_config(task: Task, folder: Any, sizes: _Sizes, shape: ModelShape) ->
     )
 
 
-def _decode(task: Task, model: _Model, sizes: _Sizes, batch: int) -> Figures:
-    """Steps of so many requests. The floor is what it takes to read the weights, but for the table of embeddings, and
-    the KV once."""
+def _decode(task: Task, model: _Model, sizes: _Sizes, batch: int) -> tuple[Figures, StepPlan]:
+    """Steps of so many requests, and the last one's plan. The floor is what it takes to read the weights, but for the
+    table of embeddings, and the KV once."""
     loaded, config, shape = model
     loop = EngineLoop(engine_around(loaded, config))
     for number in range(batch):
@@ -143,9 +149,8 @@ def _decode(task: Task, model: _Model, sizes: _Sizes, batch: int) -> Figures:
     }
     if batch == _GAP_BATCH[task.device]:
         found["gpu"] = _gpu_time(task, loop, wall)
-    found["forward"] = _forward(task, loaded, result.plan, floor)
     drain(loop)
-    return found
+    return found, result.plan
 
 
 def _pretend_prefill(core: EngineCore) -> None:
@@ -193,7 +198,7 @@ class _Clock:
         return call
 
 
-def _forward(task: Task, loaded: Loaded, plan: StepPlan, floor: float) -> Figures:
+def _forward(task: Task, loaded: Loaded, plan: StepPlan, floor_ms: float) -> Figures:
     """The model's part of the step alone, without a host in between: a CUDA graph of it, replayed."""
     model, kv = loaded.executor.model, loaded.executor.store.device
     segments = [Segment([5], piece.start, piece.blocks) for piece in plan.slices]
@@ -209,7 +214,7 @@ def _forward(task: Task, loaded: Loaded, plan: StepPlan, floor: float) -> Figure
             times = seconds_of(task.device, lambda: model.forward(batch, kv))
     except RuntimeError as error:
         return {"error": str(error)[:500]}
-    return {"ms": spread(times, 1e3), "of_floor": significant(floor / statistics.median(times))}
+    return {"ms": spread(times, 1e3), "of_floor": significant(floor_ms / 1e3 / statistics.median(times))}
 
 
 def _warm_up(work: Callable[[], object]) -> None:

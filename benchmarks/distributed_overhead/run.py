@@ -34,6 +34,7 @@ from skipjoin.core.step import StepPlan, StepResult
 from skipjoin.exec.cluster import Cluster, import_ray
 from skipjoin.exec.links import Address, Door, knock
 from skipjoin.exec.local import LocalExecutor
+from skipjoin.exec.memory import LargestStep
 from skipjoin.exec.part import make_store
 from skipjoin.exec.plan_messages import PlanReader, PlanWriter
 from skipjoin.exec.rank_actor import RankModel
@@ -194,7 +195,8 @@ def executors(cluster: Cluster) -> dict[str, tuple[Any, Any]]:
             executor = LocalExecutor(model, make_store(model, BLOCKS, 0, BLOCK_SIZE), threads=1)
             made[name] = executor, None
             continue
-        loaded = RankModel(str(folder), "float32", "cpu", "auto", 1, BLOCK_SIZE, 0.9)
+        largest = LargestStep(BLOCKS * BLOCK_SIZE, BLOCKS, BLOCKS * BLOCK_SIZE)
+        loaded = RankModel(str(folder), "float32", "cpu", "auto", "auto", 1, BLOCK_SIZE, 0.9, largest)
         group = RankGroup(cluster, loaded, sizes, lambda parts, rooms: (BLOCKS, 0), lambda what, share: None)
         made[name] = group.executor, group
     return made

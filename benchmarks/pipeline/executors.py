@@ -10,6 +10,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from random_model import VOCAB, make_model
 from skipjoin.exec.local import LocalExecutor
+from skipjoin.exec.memory import LargestStep
 from skipjoin.exec.part import make_store
 from skipjoin.exec.rank_actor import RankModel
 from skipjoin.exec.ranks import GroupSizes, RankedExecutor
@@ -29,7 +30,8 @@ def saved(folder: Path, dtype: str) -> ModelConfig:
 
 def pipeline(folder: Path, dtype: str, stages: int) -> RankedExecutor:
     """The model on so many stages."""
-    model = RankModel(str(folder), dtype, "cpu", "auto", 1, BLOCK_SIZE, 0.9)
+    largest = LargestStep(DEVICE_BLOCKS * BLOCK_SIZE, DEVICE_BLOCKS, DEVICE_BLOCKS * BLOCK_SIZE)
+    model = RankModel(str(folder), dtype, "cpu", "auto", "auto", 1, BLOCK_SIZE, 0.9, largest)
     return RankedExecutor(
         model,
         GroupSizes(1, stages),

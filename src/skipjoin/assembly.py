@@ -253,8 +253,10 @@ def _load_here(config: EngineConfig, folder: Path, max_len: int, on_progress: Pr
         load_format=config.load_format,
         progress=lambda done, total: on_progress("loading weights", done / total),
     )
-    largest = LargestStep(config.max_num_batched_tokens, config.max_num_seqs, max_len)
-    peak = measure_peak(model, largest, config.block_size)
+    if model.device.type == "cuda":
+        on_progress("tuning kernels", 0.0)
+    model.attention.tune(model.config, model.dtype, model.device, config.block_size, model.shard)
+    peak = measure_peak(model, _largest_step(config, max_len), config.block_size)
     # Graphs need attention whose grids follow from shapes alone.
     sizes = ladder(config.max_num_seqs) if model.attention.name == "triton" and not config.enforce_eager else []
     room = room_of(model, config.gpu_memory_utilization, peak=peak, graph_bytes=len(sizes) * GRAPH_BYTES)
@@ -282,6 +284,7 @@ def _load_ranks(config: EngineConfig, folder: Path, max_len: int, on_progress: P
         threads=config.threads,
         block_size=config.block_size,
         gpu_share=config.gpu_memory_utilization,
+        largest=_largest_step(config, max_len),
     )
     sizes = GroupSizes(config.tensor_parallel_size, config.pipeline_parallel_size)
     try:
@@ -295,6 +298,10 @@ def _load_ranks(config: EngineConfig, folder: Path, max_len: int, on_progress: P
         )
     except (ClusterError, RankError) as error:
         raise ConfigError(str(error)) from error
+
+
+def _largest_step(config: EngineConfig, max_len: int) -> LargestStep:
+    return LargestStep(config.max_num_batched_tokens, config.max_num_seqs, max_len)
 
 
 def _pools(config: EngineConfig, parts: Sequence[Part], rooms: Sequence[Room], max_len: int) -> tuple[int, int]:

@@ -6,13 +6,17 @@ import shutil
 from pathlib import Path
 
 from skipjoin.builtin import builtin_model_path
+from skipjoin.exec.memory import LargestStep
 from skipjoin.exec.rank_actor import RankActor, RankModel
 from skipjoin.model.parallel import Shard
 
 
 def test_a_rank_draws_dummy_weights(tmp_path: Path) -> None:
     shutil.copy(builtin_model_path() / "config.json", tmp_path)
-    of = RankModel(str(tmp_path), "float32", "cpu", "torch", "dummy", threads=1, block_size=16, gpu_share=0.9)
+    largest = LargestStep(64, 4, 64)
+    of = RankModel(
+        str(tmp_path), "float32", "cpu", "torch", "dummy", threads=1, block_size=16, gpu_share=0.9, largest=largest
+    )
     part, room = RankActor().load(of, Shard(), None, 1)
     saved, _ = RankActor().load(
         of._replace(folder=str(builtin_model_path()), load_format="auto"), Shard(), None, ranks_here=1

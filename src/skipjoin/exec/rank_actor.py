@@ -39,7 +39,7 @@ GROUP_S = 60.0
 
 class RankModel(NamedTuple):
     """What all ranks load. See `EngineConfig` for the fields. gpu_share: of a GPU's memory. largest: of a GPU's
-    steps; None: nothing is set aside for them."""
+    steps."""
 
     folder: str
     dtype: str
@@ -49,7 +49,7 @@ class RankModel(NamedTuple):
     threads: int | None
     block_size: int
     gpu_share: float
-    largest: LargestStep | None = None
+    largest: LargestStep
 
 
 class Place(NamedTuple):
@@ -112,9 +112,11 @@ class RankActor:
             progress=self._tell,
             group=group,
         )
-        part = part_of(self._model, model.block_size, self._threads)
-        peak = measure_peak(self._model, model.largest, model.block_size) if model.largest is not None else 0
-        return part, room_of(self._model, model.gpu_share, ranks_here, peak=peak)
+        loaded = self._model
+        loaded.attention.tune(loaded.config, loaded.dtype, loaded.device, model.block_size, loaded.shard)
+        peak = measure_peak(loaded, model.largest, model.block_size)
+        part = part_of(loaded, model.block_size, self._threads)
+        return part, room_of(loaded, model.gpu_share, ranks_here, peak=peak)
 
     def progress(self) -> float:
         """How much is loaded, between 0 and 1."""

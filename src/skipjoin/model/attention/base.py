@@ -7,7 +7,9 @@ from typing import Protocol
 import torch
 
 from skipjoin.model.batch import PackedBatch
+from skipjoin.model.config import ModelConfig
 from skipjoin.model.kv_cache import PagedKV
+from skipjoin.model.parallel import Shard
 
 
 class AttentionBackend(Protocol):
@@ -19,6 +21,13 @@ class AttentionBackend(Protocol):
     """
 
     name: str
+
+    def tune(
+        self, config: ModelConfig, dtype: torch.dtype, device: torch.device, block_size: int, shard: Shard
+    ) -> None:
+        """Find out what runs fastest for a rank's part of this model, where that is not known. Called before the first
+        step and before the cache is made; may take seconds and memory that is given back."""
+        ...
 
     def attend(
         self,

@@ -8,7 +8,9 @@ import torch
 
 from skipjoin.model.attention.check import agrees
 from skipjoin.model.batch import PackedBatch
+from skipjoin.model.config import ModelConfig
 from skipjoin.model.kv_cache import PagedKV
+from skipjoin.model.parallel import Shard
 
 _I, _P = ctypes.c_int64, ctypes.c_void_p
 _POINTERS = ("query", "key", "value")
@@ -49,6 +51,11 @@ class CppAttention:
         library.skipjoin_attention_call_bytes.restype = ctypes.c_int64
         if library.skipjoin_attention_call_bytes() != ctypes.sizeof(_Call):
             raise OSError("the compiled operations are of another version")
+
+    def tune(
+        self, config: ModelConfig, dtype: torch.dtype, device: torch.device, block_size: int, shard: Shard
+    ) -> None:
+        """There is nothing to choose."""
 
     def attend(
         self,

@@ -6,13 +6,20 @@ import torch
 import torch.nn.functional as F
 
 from skipjoin.model.batch import PackedBatch
+from skipjoin.model.config import ModelConfig
 from skipjoin.model.kv_cache import PagedKV
+from skipjoin.model.parallel import Shard
 
 
 class TorchAttention:
     """Decodes as one padded batch, prefill chunks one sequence at a time through scaled_dot_product_attention."""
 
     name = "torch"
+
+    def tune(
+        self, config: ModelConfig, dtype: torch.dtype, device: torch.device, block_size: int, shard: Shard
+    ) -> None:
+        """There is nothing to choose."""
 
     def attend(
         self,

@@ -88,11 +88,8 @@ class TritonAttention:
     def tune(
         self, config: ModelConfig, dtype: torch.dtype, device: torch.device, block_size: int, shard: Shard
     ) -> None:
-        """Measure which sizes the kernels run fastest with for a rank's part of this model, and keep them on disk.
-
-        What is known already is not measured again. Without CUDA there is nothing to measure. Call it before the cache
-        is made, and outside captures: it takes up to 2 GiB and seconds.
-        """
+        """See `AttentionBackend`: sizes of the kernels, which are kept on disk. Outside captures; it takes up to 2 GiB.
+        Without CUDA there is nothing to measure."""
         if device.type == "cuda":
             kv_heads = len(shard.kv_heads(config))
             shape = Shape(dtype, len(shard.heads(config)) // kv_heads, config.head_dim, block_size)

@@ -202,7 +202,7 @@ class TestOnTheCard:
         assert len(json.loads(path.read_text())) == 7
         attention = TritonAttention(TunedTable(path, timer=None))
         attention.tune(config, torch.bfloat16, device, 16, WHOLE)
-        Case(8, 2, 64, MIX, dtype=torch.bfloat16, device="cuda").check(attention, 1e-2)
+        Case(8, 2, 64, MIX, dtype=torch.bfloat16, block_size=16, device="cuda").check(attention, 1e-2)
 
     def test_replayed_graph_follows_the_index_tensors(self):
         options = {"dtype": torch.bfloat16, "block_size": 16, "rotary": 128, "device": "cuda"}

@@ -6,7 +6,7 @@
 The model has random weights in the shape that the other engines were measured on: a Llama of 97.5 million
 parameters. A decode step of n sequences has one token each with 96 tokens of context; a prefill step is one
 prompt. `step` is the whole: packing the batch, the forward pass, choosing tokens. `build`, `forward` and
-`sample` are its parts; `linears`, `attention` and `norms` (with rotation) are parts of `forward`, each timed
+`sample` are its parts; `linears`, `attention` (with rotation) and `norms` are parts of `forward`, each timed
 on its own over all layers. Medians over repeats, and the smallest, because a shared machine only ever adds. Where
 other processes want the same cores, OpenMP's default of spinning while it waits makes every step many times
 slower: hence the variable.

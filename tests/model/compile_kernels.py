@@ -1,6 +1,7 @@
 """Compiles the attention kernels for a card that need not be there, with the arguments that the back end gives them.
 
-python compile_kernels.py CAPABILITY DTYPE [SHAPE ...]: prints a line per kernel. In a process without TRITON_INTERPRET.
+python compile_kernels.py [--every] 90:bfloat16:llama-8b,opt-13b ... (capability, type, shapes) prints a
+line per kernel, with --every one per config. In a process without TRITON_INTERPRET.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +30,7 @@ SHAPES = {
     "llama-8b": (32, 8, 128, 128),
     "opt-13b": (40, 40, 128, 0),
     "neox": (12, 12, 64, 16),
+    "odd": (6, 2, 80, 80),
     "wide": (16, 8, 256, 256),
 }
 _TYPES = {
@@ -109,47 +112,37 @@ def compiled(capability: int, dtype: torch.dtype, shape: str, every: bool) -> It
         yield "prefill", config, kernels["_prefill"].compile(capability)
 
 
-def describe(kernel: Any, capability: int) -> str:
-    """Registers and spills as the assembler tells them, shared memory, and the widths of loads in the machine code."""
-    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-    scratch = Path("/tmp") / f"kernel-{kernel.hash[:12]}"
-    scratch.with_suffix(".ptx").write_text(kernel.asm["ptx"], encoding="utf-8")
-    scratch.with_suffix(".cubin").write_bytes(kernel.asm["cubin"])
-    arch = f"sm_{capability}" + ("a" if capability >= 90 else "")
-    # Which of the wheel's assemblers knows this version of PTX differs between releases.
-    newest = tools / "ptxas-blackwell"
-    asm = [
-        str(newest if newest.exists() else tools / "ptxas"),
-        "-v",
-        f"-arch={arch}",
-        str(scratch.with_suffix(".ptx")),
-        "-o",
-        "/dev/null",
-    ]
-    said = subprocess.run(asm, capture_output=True, text=True, check=True).stderr
-    dump = [str(tools / "cuobjdump"), "-sass", str(scratch.with_suffix(".cubin"))]
-    sass = subprocess.run(dump, capture_output=True, text=True, check=True).stdout
+def describe(kernel: Any) -> str:
+    """Registers and stack (spills), shared memory, and how often instructions of interest occur in the machine code."""
+    dump = str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump")
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        usage, sass = (
+            subprocess.run([dump, option, file.name], capture_output=True, text=True, check=True).stdout
+            for option in ("-res-usage", "-sass")
+        )
     count = Counter(re.findall(r"\b((?:LDG|STG|LDL|STL|LDGSTS|HMMA|HGMMA|LDSM|LDS|STS|BAR|SHFL|FFMA|MUFU)\S*)", sass))
     loads = {}
     for name, n in count.items():
         width = next((w for w in ("128", "64") if w in name.split(".")), "")
         family = name.split(".")[0] + ("." + width if width else "")
         loads[family] = loads.get(family, 0) + n
-    registers = re.search(r"Used (\d+) registers", said).group(1)
-    spills = re.search(r"(\d+) bytes spill stores", said).group(1)
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage).groups()
     shared = kernel.metadata.shared
-    return f"registers {registers} spilled {spills} shared {shared} " + " ".join(
+    return f"registers {registers} stack {stack} shared {shared} " + " ".join(
         f"{k}:{v}" for k, v in sorted(loads.items())
     )
 
 
 def main() -> None:
-    capability, dtype = int(sys.argv[1]), getattr(torch, sys.argv[2])
     every = "--every" in sys.argv
-    for shape in [a for a in sys.argv[3:] if not a.startswith("--")] or SHAPES:
-        for name, config, kernel in compiled(capability, dtype, shape, every):
-            sizes = " ".join(f"{k}={v}" for k, v in config.items())
-            print(f"{shape} {name} {sizes}: {describe(kernel, capability)}", flush=True)
+    for wanted in [a for a in sys.argv[1:] if not a.startswith("--")]:
+        capability, dtype, shapes = wanted.split(":")
+        for shape in shapes.split(","):
+            for name, config, kernel in compiled(int(capability), getattr(torch, dtype), shape, every):
+                sizes = " ".join(f"{k}={v}" for k, v in config.items())
+                print(f"{shape} {name} {sizes}: {describe(kernel)}", flush=True)
 
 
 if __name__ == "__main__":

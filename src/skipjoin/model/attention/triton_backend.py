@@ -18,7 +18,7 @@ from skipjoin.model.kernels.kv_write import kv_write
 from skipjoin.model.kernels.prefill_attention import prefill_attention, query_tiles
 from skipjoin.model.kernels.tuning import Config, TunedTable, table_path
 from skipjoin.model.kv_cache import PagedKV
-from skipjoin.model.parallel import Shard
+from skipjoin.model.parallel import WHOLE, Shard
 
 MAX_HEAD_DIM = 256
 
@@ -86,7 +86,7 @@ class TritonAttention:
         return out
 
     def tune(
-        self, config: ModelConfig, dtype: torch.dtype, device: torch.device, block_size: int, shard: Shard
+        self, config: ModelConfig, dtype: torch.dtype, device: torch.device, block_size: int, shard: Shard = WHOLE
     ) -> None:
         """See `AttentionBackend`: sizes of the kernels, which are kept on disk. Outside captures; it takes up to 2 GiB.
         Without CUDA there is nothing to measure."""

@@ -66,13 +66,14 @@ def _decode(
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Program (sequence, key-value head, split): all query heads of the group over its share of the keys.
+    """Program (key-value head, sequence, split): all query heads of the group over its share of the keys. Heads come
+    first: the keys of a block's heads lie side by side, and programs that start together then read one run of memory.
 
     DOT: scores of the group by tensor cores; otherwise, for a group of one, by multiplying and adding: every row of the
     tile then keeps a softmax of its own, so that nothing crosses threads before the end.
     """
-    segment = tl.program_id(0).to(tl.int64)
-    kv_head = tl.program_id(1)
+    kv_head = tl.program_id(0)
+    segment = tl.program_id(1).to(tl.int64)
     token = segment
     if INDEXED:
         segment = tl.load(segments + segment)
@@ -135,9 +136,9 @@ def _decode(
         acc = tl.sum(acc * shrink[:, None], 0)[None, :] + tl.zeros((BLOCK_H, BLOCK_D), tl.float32)
         top = higher + tl.zeros((BLOCK_H,), tl.float32)
     head = kv_head * GROUP + heads
-    num_heads = tl.num_programs(1) * GROUP
+    num_heads = tl.num_programs(0) * GROUP
     if SPLIT:
-        row = (tl.program_id(0).to(tl.int64) * num_heads + head) * tl.num_programs(2) + tl.program_id(2)
+        row = (tl.program_id(1).to(tl.int64) * num_heads + head) * tl.num_programs(2) + tl.program_id(2)
         tl.store(stats + row * 2, top, mask=heads < GROUP)
         tl.store(stats + row * 2 + 1, total, mask=heads < GROUP)
         tl.store(sums + row[:, None] * DIM + columns[None, :], acc, mask=asked)
@@ -235,7 +236,7 @@ def decode_attention(
     sums = torch.empty((count, heads, splits, dim), dtype=torch.float32, device=query.device) if split else out
     stats = torch.empty((count, heads, splits, 2), dtype=torch.float32, device=query.device) if split else out
     block_d, dot = padded(dim), config["DOT"]
-    _decode[(count, kv_heads, splits)](
+    _decode[(kv_heads, count, splits)](
         out, sums, stats, query, keys, values, batch.block_tables, batch.context_lens, batch.offsets, batch.reversed,
         index, batch.query_start, scale * _LOG2E, window, query.stride(0), query.stride(1), keys.stride(0),
         batch.block_tables.stride(0),

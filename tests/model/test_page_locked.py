@@ -27,8 +27,12 @@ class FakeRuntime:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, code: int = 0) -> None:
         self.code = code
         self.locked: dict[int, int] = {}
-        names = {"cudaHostRegister": self.register, "cudaHostUnregister": self.locked.pop}
+        names = {"cudaHostRegister": self.register, "cudaHostUnregister": self.unregister}
         monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(**names))
+
+    def unregister(self, address: int) -> int:
+        del self.locked[address]
+        return 0
 
     def register(self, address: int, size: int, flags: int) -> int:
         assert address % 4096 == 0

@@ -51,6 +51,9 @@ class KVStore:
                 self._copy_blocks = block_copy()
             elif is_cuda and self.host.tensor.is_pinned():
                 self._kernel = _blocks_kernel()
+                if self.device.block_bytes < _LEAST_RUN_BYTES:
+                    # Compiled here, not in the first step that needs it. Both blocks are zeros.
+                    self._launch(self.host.block_view(), self.device.block_view(), (0,), (0,))
 
     def copy(self, move: Move) -> None:
         """Copy the blocks of a move; runs of blocks that follow each other on both tiers are one copy.
@@ -76,18 +79,27 @@ class KVStore:
         """Copies of rows on the current stream."""
         runs = list(runs_of(move.target, move.source))
         row_bytes = rows.shape[1] * rows.element_size()
-        if self._kernel is not None and row_bytes * len(move.source) < _LEAST_RUN_BYTES * len(runs):
-            try:
-                ids = torch.tensor((move.target, move.source), dtype=torch.int64)
-                if self.device.tensor.is_cuda:
-                    ids = ids.pin_memory().to(self.device.tensor.device, non_blocking=True)
-                self._kernel(to, rows, ids[0], ids[1])
-                return
-            except Exception as error:  # of a compiler or a driver that does not suit
-                _log.warning("small KV blocks are copied one by one, which is slower: %s", error)
-                self._kernel = None
+        if row_bytes * len(move.source) < _LEAST_RUN_BYTES * len(runs) and self._launch(
+            to, rows, move.target, move.source
+        ):
+            return
         for first_to, first, count in runs:
             to[first_to : first_to + count].copy_(rows[first : first + count], non_blocking=True)
+
+    def _launch(self, to: torch.Tensor, rows: torch.Tensor, targets: Sequence[int], sources: Sequence[int]) -> bool:
+        """Let the kernel copy rows; False where there is none that works."""
+        if self._kernel is None:
+            return False
+        try:
+            ids = torch.tensor((targets, sources), dtype=torch.int64)
+            if self.device.tensor.is_cuda:
+                ids = ids.pin_memory().to(self.device.tensor.device, non_blocking=True)
+            self._kernel(to, rows, ids[0], ids[1])
+        except Exception as error:  # of a compiler or a driver that does not suit
+            _log.warning("small KV blocks are copied one by one, which is slower: %s", error)
+            self._kernel = None
+            return False
+        return True
 
 
 def _blocks_kernel() -> BlocksKernel | None:

@@ -56,10 +56,18 @@ def _lock(memory: torch.Tensor) -> bool:
         return False
     if code:
         _log.info("memory cannot be registered with CUDA: error %d", code)
+        _forget_error()
     return not code
+
+
+def _forget_error() -> None:
+    """CUDA keeps an error until it is asked for, and the next kernel that is launched would be blamed for it."""
+    with contextlib.suppress(RuntimeError, AssertionError):
+        torch.ones(1, device="cuda")
 
 
 def _unlock(memory: torch.Tensor) -> None:
     # At the end of a process CUDA may be gone before us, and with it the lock.
     with contextlib.suppress(Exception):
-        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+        if int(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())):
+            _forget_error()

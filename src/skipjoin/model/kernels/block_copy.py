@@ -14,7 +14,8 @@ _PROGRAMS = 16
 _CHUNK, _WARPS = 4096, 4
 
 
-@triton.jit
+# One version for all numbers of blocks, so that none is compiled in the middle of a step.
+@triton.jit(do_not_specialize=["blocks"])
 def _copy(target, source, target_ids, source_ids, blocks, words, target_stride, source_stride, CHUNK: tl.constexpr):
     """Programs share out the chunks of all blocks, and each goes from one to the next."""
     chunks = tl.cdiv(words, CHUNK)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -34,19 +35,20 @@ def rehearse(out: Path, *options: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_rehearsal_says_that_it_is_one_and_what_it_measured(tmp_path: Path) -> None:
-    ran = rehearse(tmp_path, "--parts", "prefill", "--minutes", "1")
+    ran = rehearse(tmp_path, "--parts", "prefill,decode", "--minutes", "1")
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert not (tmp_path / "result.json").exists()
     result = json.loads((tmp_path / "rehearsal.json").read_text())
     assert (result["device"], result["rehearsal"]) == ("cpu", True)
-    assert "--parts machine,prefill --minutes 1 --rehearse" in result["command"]
+    assert "--parts machine,decode,prefill --minutes 1 --rehearse" in result["command"]
     assert result["machine"]["versions"]["torch"]
-    assert list(result["parts"]) == ["machine", "prefill"]
+    assert list(result["parts"]) == ["machine", "decode", "prefill"]
     for outcome in result["parts"].values():
         assert outcome["status"] == "ok"
         assert outcome["seconds"] > 0
         assert outcome["date"]
     ceilings = result["parts"]["machine"]["figures"]["ceilings"]
+    check_decodes(result["parts"]["decode"]["figures"]["batches"], ceilings["copy_bytes_per_s"])
     steps = result["parts"]["prefill"]["figures"]["steps"]
     assert list(steps) == ["1 x 64", "4 x 16"]
     one, four = steps.values()
@@ -58,6 +60,21 @@ def test_a_rehearsal_says_that_it_is_one_and_what_it_measured(tmp_path: Path) ->
     assert one["flop"] == 2 * 64 * weights + 2 * head + 4 * 2 * 64 * (64 * 65 // 2)
     assert four["flop"] == 2 * 64 * weights + 2 * 4 * head + 4 * 2 * 64 * 4 * (16 * 17 // 2)
     assert "of the matrix rate" in ran.stdout
+
+
+def check_decodes(batches: dict[str, Any], bandwidth: float) -> None:
+    assert list(batches) == ["4", "1"]
+    for batch, found in batches.items():
+        # Weights and output head, and keys and values of 2 layers, 2 heads of 16, two bytes each.
+        context = found["context_mean"] * int(batch)
+        read = 2 * (2 * (2 * 64 * 16 * (4 + 2) + 3 * 64 * 128) + 64 * 512) + context * 2 * 2 * 2 * 16 * 2
+        assert found["bytes"] == pytest.approx(read, abs=2 * 2 * 2 * 16 * 2)
+        assert 44 < found["context_mean"] < 56
+        assert found["floor_ms"] == pytest.approx(found["bytes"] / bandwidth * 1e3, rel=1e-3)
+        assert found["of_floor"] == pytest.approx(found["floor_ms"] / found["step_ms"]["median"], rel=1e-3)
+        assert found["step_ms"]["runs"] == 6
+        assert 0 < found["scheduling_share"] < 1
+        assert found["forward"]["ms"]["runs"] == 20
 
 
 def test_a_part_that_fails_or_hangs_says_so_and_keeps_its_log() -> None:

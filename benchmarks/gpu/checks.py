@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from xml.etree import ElementTree as ET
 
 from common import HERE, ROOT, Figures, Task
 
 _TESTS = ROOT / "tests"
 _NAMED = 40  # most failures that are kept
 _TAIL = 1500
+# Of pytest's lines: one per test, those of its summary, files that could not be imported, and how many tests there are.
+_OUTCOME = re.compile(r"^(\S+::.+?) (PASSED|FAILED|SKIPPED|ERROR)\b", re.MULTILINE)
+_SUMMARY = re.compile(r"^(?:FAILED|ERROR) (.{1,300})", re.MULTILINE)
+_ERROR = re.compile(r"^ERROR [^\s:]+\.py$", re.MULTILINE)
+_COLLECTED = re.compile(r"\b(\d+)(?:/\d+)? tests? collected")
 
 
 def measure_tests(task: Task) -> Figures:
@@ -28,7 +33,7 @@ def measure_tests(task: Task) -> Figures:
         if not any(argument.endswith(".py") for argument in arguments):
             figures[name] = {"passed": 0, "failed": 0, "skipped": 0, "output": "there are none"}
         else:
-            figures[name] = _pytest(task, arguments, max(20.0, task.left_s / (2 if name == "gpu" else 1)))
+            figures[name] = _pytest(task, arguments, max(20.0, task.left_s * (0.7 if name == "gpu" else 1.0)))
         task.keep(figures)
     return figures
 
@@ -39,37 +44,38 @@ def _files(text: str, folder: Path = _TESTS) -> list[str]:
 
 
 def _pytest(task: Task, arguments: Sequence[str], limit_s: float) -> Figures:
-    report = task.into.with_name("junit.xml")
-    report.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--junitxml", str(report), *arguments]
+    """What came of the tests, as far as they got."""
+    command = [sys.executable, "-u", "-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider", *arguments]
     # A file whose imports are missing here must not keep the others from running.
-    command += ["--continue-on-collection-errors"]
-    command += ["--collect-only"] if task.is_rehearsal else []
-    try:
-        run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=limit_s, check=False)
-        output, status = run.stdout + run.stderr, f"exit code {run.returncode}"
-    except subprocess.TimeoutExpired as error:
-        output, status = str(error.stdout or b"", "utf-8", "replace"), f"stopped after {limit_s:.0f} s"
-    figures: Figures = {"status": status, "passed": 0, "failed": 0, "skipped": 0, "failures": []}
-    if report.is_file():
-        figures |= _counts(report)
-    if figures["failed"] or not status.endswith("code 0"):
+    command += ["--continue-on-collection-errors", *(["--collect-only", "-q"] if task.is_rehearsal else [])]
+    status, output = _outcome(command, limit_s)
+    found = _OUTCOME.findall(output)
+    counts = {word: sum(outcome == word.upper() for _, outcome in found) for word in ("passed", "failed", "skipped")}
+    counts["failed"] += sum(outcome == "ERROR" for _, outcome in found) + len(_ERROR.findall(output))
+    figures: Figures = {"status": status, **counts, "failures": _SUMMARY.findall(output)[:_NAMED]}
+    if task.is_rehearsal:
+        figures["collected"] = sum(map(int, _COLLECTED.findall(output)))
+    if figures["failed"] or status != "exit code 0":
         figures["output"] = output[-_TAIL:]
     return figures
 
 
-def _counts(report: Path) -> Figures:
-    figures: Figures = {"passed": 0, "failed": 0, "skipped": 0, "failures": []}
-    for case in ET.parse(report).iter("testcase"):
-        wrong = [child for child in case if child.tag in ("failure", "error")]
-        if wrong:
-            figures["failed"] += 1
-            message = (wrong[0].get("message") or "")[:200]
-            figures["failures"].append(f"{case.get('classname')}::{case.get('name')}: {message}")
-        else:
-            figures["skipped" if case.find("skipped") is not None else "passed"] += 1
-    figures["failures"] = figures["failures"][:_NAMED]
-    return figures
+def _outcome(command: list[str], limit_s: float) -> tuple[str, str]:
+    """How a program ended, and what it wrote, until it was stopped if it took too long."""
+    try:
+        run = subprocess.run(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            cwd=ROOT,
+            timeout=limit_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        return f"stopped after {limit_s:.0f} s", str(error.stdout or b"", "utf-8", "replace")
+    return f"exit code {run.returncode}", run.stdout
 
 
 def measure_sanitizer(task: Task) -> Figures:
@@ -89,11 +95,5 @@ def measure_sanitizer(task: Task) -> Figures:
 
 
 def _checked(command: list[str], limit_s: float) -> Figures:
-    try:
-        run = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
-    except subprocess.TimeoutExpired as error:
-        return {
-            "status": f"stopped after {limit_s:.0f} s",
-            "output": str(error.stdout or b"", "utf-8", "replace")[-_TAIL:],
-        }
-    return {"status": f"exit code {run.returncode}", "output": (run.stdout + run.stderr)[-_TAIL:]}
+    status, output = _outcome(command, limit_s)
+    return {"status": status, "output": output[-_TAIL:]}

@@ -107,8 +107,9 @@ def run_part(part: Part, task: Mapping[str, Any], limit_s: float) -> dict[str, A
             "seconds": round(time.monotonic() - began, 1),
             "figures": json.loads(found.read_text()) if found.is_file() else {},
         }
-        if status != "ok":
-            outcome["log"] = log.read_text(errors="replace")[-_LOG_CHARS:]
+        # Warnings say what a figure was measured without.
+        if told := log.read_text(errors="replace").replace(str(HERE.parents[1]), ".").replace(sys.prefix, "python"):
+            outcome["log"] = told[-_LOG_CHARS:]
     return outcome
 
 
@@ -165,7 +166,7 @@ def table(result: Mapping[str, Any]) -> list[str]:
             lines += [f"  {line}" for line in _told(part.name, outcome["figures"])]
         except (KeyError, TypeError) as error:
             lines.append(f"  figures are missing: {error}")
-        if "log" in outcome:
+        if outcome["status"] != "ok" and "log" in outcome:
             lines += [f"  | {line}" for line in outcome["log"].splitlines()[-4:]]
     return lines
 
@@ -190,7 +191,8 @@ def _tests_lines(figures: Mapping[str, Any]) -> list[str]:
 
 
 def _decode_lines(figures: Mapping[str, Any]) -> list[str]:
-    return [_decode_line(batch, found) for batch, found in figures["batches"].items()]
+    lines = [_decode_line(batch, found) for batch, found in figures["batches"].items()]
+    return [f"{figures['model']}, {figures['attention']} attention", *lines]
 
 
 def _decode_line(batch: str, found: Mapping[str, Any]) -> str:

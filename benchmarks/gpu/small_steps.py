@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -19,12 +20,13 @@ from skipjoin.assembly import Loaded, engine_around
 from skipjoin.core.events import Token
 from skipjoin.core.request import Request
 from skipjoin.core.step import Direction, Move, StepPlan
+from skipjoin.sampling import SamplingParams
 from skipjoin.server.loop import EngineLoop
 from skipjoin.sim.models import ModelShape
 
-# Prompts whose ends lie inside and on the ends of blocks, and more of them than fit the pool at once.
-_PROMPTS = (1, 15, 16, 17, 40, 63)
-_OUTPUT, _KV_TOKENS, _MAX_LEN = 24, 112, 96
+# Prompts whose ends lie inside and on the ends of blocks, a long one, and more of them than fit the pool at once.
+_PROMPTS = (1, 15, 16, 17, 40, 63, 700)
+_OUTPUT, _KV_TOKENS, _MAX_LEN = 24, 800, 768
 # Where blocks go on the host.
 _MOVED = (3, 1, 4, 0)
 
@@ -56,7 +58,7 @@ def _run(task: Task, folder: Path, dtype: str, shape: ModelShape) -> None:
     with loaded_model(config) as loaded:
         loop = EngineLoop(engine_around(loaded, config))
         for number, length in enumerate(_PROMPTS):
-            loop.add(number, tokens(number, length, shape.vocab), forced(_OUTPUT))
+            loop.add(number, tokens(number, length, shape.vocab), _ways(number))
         made = 0
         while not loop.idle:
             for event in loop.step():
@@ -66,6 +68,14 @@ def _run(task: Task, folder: Path, dtype: str, shape: ModelShape) -> None:
         assert made == _OUTPUT * len(_PROMPTS), made
         _there_and_back(loaded)
     print(f"{folder.name} {dtype}: {made} tokens, and KV there and back", flush=True)
+
+
+def _ways(number: int) -> SamplingParams:
+    """Every other request samples, and tells log-probabilities."""
+    params = forced(_OUTPUT)
+    if number % 2:
+        params = replace(params, temperature=0.8, top_k=20, top_p=0.9, seed=number, logprobs=3, prompt_logprobs=1)
+    return params
 
 
 def _there_and_back(loaded: Loaded) -> None:

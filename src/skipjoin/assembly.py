@@ -25,7 +25,7 @@ from skipjoin.core.request import Request
 from skipjoin.core.scheduler import Scheduler
 from skipjoin.exec.base import Handle, RankError
 from skipjoin.exec.cases import Limits
-from skipjoin.exec.graphs import GRAPH_BYTES, ladder, record_graphs
+from skipjoin.exec.graphs import graph_bytes, ladder, record_graphs
 from skipjoin.exec.guess import guess_cost
 from skipjoin.exec.local import LocalExecutor
 from skipjoin.exec.memory import LargestStep, measure_peak
@@ -259,7 +259,7 @@ def _load_here(config: EngineConfig, folder: Path, max_len: int, on_progress: Pr
     peak = measure_peak(model, _largest_step(config, max_len), config.block_size)
     # Graphs need attention whose grids follow from shapes alone.
     sizes = ladder(config.max_num_seqs) if model.attention.name == "triton" and not config.enforce_eager else []
-    room = room_of(model, config.gpu_memory_utilization, peak=peak, graph_bytes=len(sizes) * GRAPH_BYTES)
+    room = room_of(model, config.gpu_memory_utilization, peak=peak, graph_bytes=graph_bytes(model, sizes, peak))
     parts = (part_of(model, config.block_size, torch.get_num_threads()),)
     blocks, host_blocks = _pools(config, parts, (room,), max_len)
     store = make_store(model, blocks, host_blocks, config.block_size)

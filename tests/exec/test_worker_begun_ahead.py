@@ -81,10 +81,10 @@ class Narrow(CausalLM):
 
     room: int
 
-    def forward(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
+    def forward(self, batch: PackedBatch, kv: PagedKV, out: torch.Tensor | None = None) -> torch.Tensor:
         if batch.num_tokens > self.room:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        return super().forward(batch, kv)
+        return super().forward(batch, kv, out)
 
 
 def narrow(room: int) -> CausalLM:

@@ -16,9 +16,8 @@ from skipjoin.model.kv_cache import PagedKV
 
 _log = logging.getLogger(__name__)
 
-# Device memory that a graph takes, to be kept free of KV: its nodes; the tensors of all graphs share one pool. An
-# assumption that no card has shown yet.
-GRAPH_BYTES = 16 << 20
+# Device memory that a graph's nodes take. An assumption that no card has shown yet.
+_NODE_BYTES = 16 << 20
 # Runs before a recording: kernels are compiled and tuned, and libraries take their workspace.
 _WARM_UPS = 2
 
@@ -100,8 +99,9 @@ class DecodeGraphs:
         self._sizes = list(sizes)
         self._width = -(-longest // pool.block_size)
         self._pool, self._device = pool, model.device
-        # Tokens of the step before, by row; one tensor for all graphs.
+        # One tensor for all graphs each: tokens of the step before, by row, and what is computed.
         self._sampled = torch.zeros(self._sizes[-1], dtype=torch.int64, device=model.device)
+        self._logits = torch.zeros((self._sizes[-1], model.config.vocab_size), device=model.device)
         self._frames: dict[int, Frame] = {}
         self._runs: dict[int, Run] = {}
         # From the largest on, so that the smaller ones find room in its memory.
@@ -113,7 +113,7 @@ class DecodeGraphs:
 
             def step(batch: PackedBatch = batch) -> torch.Tensor:
                 batch.fill_in(self._sampled)
-                return model.forward(batch, pool)
+                return model.forward(batch, pool, self._logits[: batch.num_rows])
 
             self._frames[size], self._runs[size] = frame, recorder.record(step)
 
@@ -130,6 +130,14 @@ class DecodeGraphs:
             self._sampled[: len(sampled)].copy_(sampled)
         batch = PackedBatch.build(segments, self._pool.block_size, self._device, frame=self._frames[size])
         return batch, self._runs[size]()[: len(segments)]
+
+
+def graph_bytes(model: CausalLM, sizes: Sequence[int], peak: int) -> int:
+    """Device memory that graphs of these sizes take. peak: what a step takes beside weights and KV at most: the tensors
+    of all graphs lie in one pool, which nobody else uses."""
+    if not sizes:
+        return 0
+    return len(sizes) * _NODE_BYTES + peak + sizes[-1] * model.config.vocab_size * 4
 
 
 def record_graphs(

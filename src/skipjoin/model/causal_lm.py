@@ -84,13 +84,14 @@ class CausalLM:
         return output
 
     @torch.inference_mode()
-    def forward(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
+    def forward(self, batch: PackedBatch, kv: PagedKV, out: torch.Tensor | None = None) -> torch.Tensor:
         """One step: computes the batch's tokens, writes their keys and values into `kv`.
 
-        Returns float32 logits [batch.num_rows, vocab_size], only of the rows that the batch wants; on a stage that is
-        not the last [0, vocab_size]. Raises `ValueError` for a position, block or block size that this model or cache
-        does not have: compiled code would read and write elsewhere. Token ids outside the vocabulary raise
-        `IndexError` on a CPU. All ranks run the same batches in the same order; one that is gone raises `GroupError`.
+        Returns float32 logits [batch.num_rows, vocab_size], only of the rows that the batch wants, in `out` if that is
+        given; on a stage that is not the last [0, vocab_size]. Raises `ValueError` for a position, block or block size
+        that this model or cache does not have: compiled code would read and write elsewhere. Token ids outside the
+        vocabulary raise `IndexError` on a CPU. All ranks run the same batches in the same order; one that is gone
+        raises `GroupError`.
         """
         if batch.max_context > self.config.max_positions:
             raise ValueError(f"context of {batch.max_context} tokens, the model has {self.config.max_positions}")
@@ -106,8 +107,8 @@ class CausalLM:
             return hidden.new_empty((0, self.config.vocab_size), dtype=torch.float32)
         if batch.logit_rows is not None:
             hidden = hidden[batch.logit_rows]
-        logits = self._output(self._decoder.finish(hidden))
-        return self.group.gather(logits, self._vocabulary).float()
+        logits = self.group.gather(self._output(self._decoder.finish(hidden)), self._vocabulary)
+        return logits.float() if out is None else out.copy_(logits)
 
     def _enter(self, batch: PackedBatch) -> torch.Tensor:
         """[T, hidden] from the tokens, or from the stage before."""

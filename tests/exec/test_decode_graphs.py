@@ -76,6 +76,8 @@ def test_padding_writes_nothing_and_only_its_own_rows_differ() -> None:
     assert changed.tolist() == [False, True, False, True, False, False]
     assert len(logits) == 2
     assert batch.token_ids[:2].tolist() == [3, 60]
+    with pytest.raises(ValueError, match="the batch has block 6 of 4 tokens, the cache 6 of 4"):
+        graphs.run([Segment([1], 0, [6])], None)
     store.device.tensor.copy_(before)
     alone = model.forward(PackedBatch.build(known, 4), store.device)
     torch.testing.assert_close(logits, alone, rtol=1e-4, atol=1e-5)

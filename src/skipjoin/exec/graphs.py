@@ -98,7 +98,7 @@ class DecodeGraphs:
         """sizes: rising. longest: tokens of the longest request."""
         self._sizes = list(sizes)
         self._width = -(-longest // pool.block_size)
-        self._pool, self._device = pool, model.device
+        self._model, self._pool = model, pool
         # One tensor for all graphs each: tokens of the step before, by row, and what is computed.
         self._sampled = torch.zeros(self._sizes[-1], dtype=torch.int64, device=model.device)
         self._logits = torch.zeros((self._sizes[-1], model.config.vocab_size), device=model.device)
@@ -124,11 +124,12 @@ class DecodeGraphs:
 
     def run(self, segments: Sequence[Segment], sampled: torch.Tensor | None) -> tuple[PackedBatch, torch.Tensor]:
         """The batch and its logits [len(segments), vocab_size], which are valid until the next call. sampled: tokens of
-        the step before, for segments that await theirs."""
+        the step before, for segments that await theirs. Raises as `CausalLM.check` does."""
         size = self._sizes[bisect_left(self._sizes, len(segments))]
         if sampled is not None:
             self._sampled[: len(sampled)].copy_(sampled)
-        batch = PackedBatch.build(segments, self._pool.block_size, self._device, frame=self._frames[size])
+        batch = PackedBatch.build(segments, self._pool.block_size, self._model.device, frame=self._frames[size])
+        self._model.check(batch, self._pool)
         return batch, self._runs[size]()[: len(segments)]
 
 

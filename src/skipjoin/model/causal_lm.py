@@ -83,16 +83,9 @@ class CausalLM:
             builder.weight_bytes -= rows.nbytes  # held once, counted twice
         return output
 
-    @torch.inference_mode()
-    def forward(self, batch: PackedBatch, kv: PagedKV, out: torch.Tensor | None = None) -> torch.Tensor:
-        """One step: computes the batch's tokens, writes their keys and values into `kv`.
-
-        Returns float32 logits [batch.num_rows, vocab_size], only of the rows that the batch wants, in `out` if that is
-        given; on a stage that is not the last [0, vocab_size]. Raises `ValueError` for a position, block or block size
-        that this model or cache does not have: compiled code would read and write elsewhere. Token ids outside the
-        vocabulary raise `IndexError` on a CPU. All ranks run the same batches in the same order; one that is gone
-        raises `GroupError`.
-        """
+    def check(self, batch: PackedBatch, kv: PagedKV) -> None:
+        """Raise `ValueError` for a position, block or block size that this model or cache does not have: compiled code
+        would read and write elsewhere."""
         if batch.max_context > self.config.max_positions:
             raise ValueError(f"context of {batch.max_context} tokens, the model has {self.config.max_positions}")
         if batch.block_size != kv.block_size or batch.max_block >= kv.num_blocks:
@@ -100,6 +93,17 @@ class CausalLM:
                 f"the batch has block {batch.max_block} of {batch.block_size} tokens, "
                 f"the cache {kv.num_blocks} of {kv.block_size}"
             )
+
+    @torch.inference_mode()
+    def forward(self, batch: PackedBatch, kv: PagedKV, out: torch.Tensor | None = None) -> torch.Tensor:
+        """One step: computes the batch's tokens, writes their keys and values into `kv`.
+
+        Returns float32 logits [batch.num_rows, vocab_size], only of the rows that the batch wants, in `out` if that is
+        given; on a stage that is not the last [0, vocab_size]. Raises as `check` does. Token ids outside the vocabulary
+        raise `IndexError` on a CPU. All ranks run the same batches in the same order; one that is gone raises
+        `GroupError`.
+        """
+        self.check(batch, kv)
         hidden = self._decoder.advance(self._enter(batch), Step(batch, kv, self.attention))
         if self._output is None:
             self.group.send(hidden)

@@ -36,14 +36,9 @@ class Segment(NamedTuple):
         """Tokens that are computed."""
         return len(self.tokens) + (self.awaits is not None)
 
-    @property
-    def plain(self) -> bool:
-        """Whether the tokens lie in their blocks in order, from the first slot on."""
-        return not (self.offset or self.reverse)
-
 
 class Frame:
-    """A place on a device for batches of up to `seats` plain segments of one token each, whose tables have up to
+    """A place on a device for batches of up to `seats` segments of one token each, whose tables have up to
     `width` blocks: every batch that is built in it has the same tensors, with other contents.
 
     Seats that stay empty have context 0 and slot -1, which is nowhere.
@@ -56,8 +51,7 @@ class Frame:
     def holds(self, segments: Sequence[Segment]) -> bool:
         """Whether a batch of these has its place here."""
         return len(segments) <= self.seats and all(
-            segment.length == 1 and segment.sample and segment.plain and len(segment.blocks) <= self.width
-            for segment in segments
+            segment.length == 1 and segment.sample and len(segment.blocks) <= self.width for segment in segments
         )
 
 

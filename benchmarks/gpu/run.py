@@ -186,7 +186,8 @@ def _machine_lines(figures: Mapping[str, Any]) -> list[str]:
 def _tests_lines(figures: Mapping[str, Any]) -> list[str]:
     lines = []
     for run, found in figures.items():
-        lines.append(f"{run}: {found['passed']} passed, {found['failed']} failed, {found['skipped']} skipped")
+        counts = {name: found[name] for name in ("passed", "failed", "skipped", "collected") if name in found}
+        lines.append(f"{run}: " + ", ".join(f"{count} {name}" for name, count in counts.items()))
         lines += [f"  {failure}" for failure in found.get("failures", ())[:10]]
     return lines
 

@@ -87,6 +87,16 @@ def test_a_part_that_fails_or_hangs_says_so_and_keeps_its_log() -> None:
     assert hung["seconds"] < 30
 
 
+def test_where_the_machine_cannot_be_measured_nothing_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = {"status": "failed with exit code 1", "seconds": 1.0, "figures": {}, "log": "there is no card"}
+    monkeypatch.setattr(RUN, "run_part", lambda part, task, limit_s: failed)
+    with pytest.raises(RuntimeError, match="there is no card"):
+        RUN.run_all(RUN.chosen(None), 1.0, tmp_path / "result.json", rehearse=False)
+    assert not list(tmp_path.iterdir())
+
+
 def test_parts_that_were_measured_before_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "result.json"
     ceilings = {"machine": {"gpu": "a card"}, "ceilings": {}}

@@ -8,6 +8,8 @@ where the simulator, with a profile that was measured on this card before, sees 
 was wrong about the recipe before), and ends between two neighbours of the grid of which the lower one keeps the bound
 and the upper one does not. The figure is interpolated between them. What an earlier call measured with the same
 settings on the same card is kept and gone on from.
+
+Runs of half a minute say less of overload than long ones: see `long_runs.py`.
 """
 
 from __future__ import annotations
@@ -102,9 +104,10 @@ def setting_of(task: Task, kv_bytes_per_token: int) -> Setting:
 
 
 class Bench:
-    """A loaded model with what is known of it. profile: the file that the card's is in. workload: of all runs."""
+    """A loaded model with what is known of it; None: only to simulate. profile: the file that the card's is in.
+    workload: of all runs."""
 
-    def __init__(self, loaded: Loaded, config: EngineConfig, setting: Setting, profile: Path) -> None:
+    def __init__(self, loaded: Loaded | None, config: EngineConfig | None, setting: Setting, profile: Path) -> None:
         self._loaded, self._config, self._setting, self.profile = loaded, config, setting, profile
         self.workload: Workload = synthetic(setting.lengths, "poisson")
         self.bound_s = math.inf
@@ -116,6 +119,8 @@ class Bench:
 
     def measure_profile(self, effort: Effort) -> None:
         """Of this card, into the file."""
+        assert self._loaded is not None
+        assert self._config is not None
         write_profile(measure_profile(self._loaded, self._config, effort), self.profile)
 
     def light_load(self) -> list[float]:
@@ -135,6 +140,8 @@ class Bench:
         return Cell(self._system(recipe), self.workload, extent)
 
     def _run(self, recipe: str, jobs: Sequence[Job], until_s: float) -> Record:
+        assert self._loaded is not None
+        assert self._config is not None
         config = dataclasses.replace(
             self._config,
             recipe=recipe,

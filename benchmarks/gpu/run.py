@@ -114,7 +114,8 @@ def run_part(part: Part, task: Mapping[str, Any], limit_s: float) -> dict[str, A
 
 
 def run_all(parts: list[Part], minutes: float, file: Path, *, rehearse: bool) -> dict[str, Any]:
-    """Run the parts, each with its share of the time that is left; the file is written after every part."""
+    """Run the parts, each with its share of the time that is left; the file is written after every part. Raises
+    RuntimeError, and writes nothing, where the first part cannot measure the machine."""
     end = time.monotonic() + minutes * 60
     device = "cpu" if rehearse else "cuda"
     result: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {"parts": {}}
@@ -132,8 +133,6 @@ def run_all(parts: list[Part], minutes: float, file: Path, *, rehearse: bool) ->
         known = result["parts"].get("machine", {}).get("figures", {})
         if left < _LEAST_S:
             outcome: dict[str, Any] = {"status": "not begun: no time left", "seconds": 0.0, "figures": {}}
-        elif part.name != "machine" and "ceilings" not in known:
-            outcome = {"status": "not begun: the machine is not known", "seconds": 0.0, "figures": {}}
         else:
             task = {
                 "device": device,
@@ -147,6 +146,8 @@ def run_all(parts: list[Part], minutes: float, file: Path, *, rehearse: bool) ->
             outcome = run_part(part, task, min(share + _GRACE_S, left))
             outcome["gpu"] = (outcome["figures"] if part.name == "machine" else known).get("machine", {}).get("gpu")
         result["statuses"][part.name] = outcome["status"]
+        if part.name == "machine" and "ceilings" not in outcome["figures"]:
+            raise RuntimeError(f"the card cannot be measured: {outcome.get('log', outcome['status'])[-500:]}")
         # A part that did not come to anything does not take the place of one that did.
         if outcome["figures"] or not result["parts"].get(part.name, {}).get("figures"):
             result["parts"][part.name] = outcome
@@ -185,7 +186,8 @@ def _machine_lines(figures: Mapping[str, Any]) -> list[str]:
 def _tests_lines(figures: Mapping[str, Any]) -> list[str]:
     lines = []
     for run, found in figures.items():
-        lines.append(f"{run}: {found['passed']} passed, {found['failed']} failed, {found['skipped']} skipped")
+        counts = {name: found[name] for name in ("passed", "failed", "skipped", "collected") if name in found}
+        lines.append(f"{run}: " + ", ".join(f"{count} {name}" for name, count in counts.items()))
         lines += [f"  {failure}" for failure in found.get("failures", ())[:10]]
     return lines
 
@@ -284,7 +286,10 @@ def main() -> None:
     folder = args.out or (Path(tempfile.mkdtemp(prefix="skipjoin-rehearsal-")) if args.rehearse else HERE)
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / ("rehearsal.json" if args.rehearse else "result.json")
-    result = run_all(parts, args.minutes, file, rehearse=args.rehearse)
+    try:
+        result = run_all(parts, args.minutes, file, rehearse=args.rehearse)
+    except RuntimeError as error:
+        raise SystemExit(f"error: {error}") from None
     print("\n".join(table(result)))
     print(f"wrote {file}")
     raise SystemExit(any(status != "ok" for status in result["statuses"].values()))

@@ -207,7 +207,7 @@ def _forward(task: Task, loaded: Loaded, plan: StepPlan, floor_ms: float) -> Fig
         if task.device == "cuda":
             _warm_up(lambda: model.forward(batch, kv))
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # the engine has threads of its own
                 model.forward(batch, kv)
             times = seconds_of(task.device, graph.replay)
         else:

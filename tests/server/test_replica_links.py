@@ -131,7 +131,7 @@ async def test_an_engine_that_was_given_up_ends(tokenizer_folder: Path, monkeypa
         await until(lambda: replicas.client.alive == 1, 5.0)
         assert await asyncio.gather(*requests) == [expected(400)] * 4
         first.resume()
-        await until(lambda: not first.is_running() or first not in replicas.engines, 5.0)
+        await until(lambda: not first.is_running() or first not in replicas.engines, 20.0)
         await until(lambda: replicas.client.alive == 2)
 
 

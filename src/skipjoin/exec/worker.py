@@ -75,9 +75,11 @@ class Worker:
         self._alone = model.shard.ranks == 1
         on_device = self._alone and model.device.type == "cuda"
         self._clock = DeviceClock(model.device) if on_device else HostClock(model.device)
-        # What the latest plan sampled, and in which row for whom: for slices of the next one that await it.
+        # What the latest plan sampled, and in which row for whom: for slices of the next one that await it. Whether it
+        # gave a slice up.
         self._drawn: Drawn | None = None
         self._rows: dict[Request, int] = {}
+        self._has_given_up = False
         self._prompts = PromptScores()
         self._ended: float | None = None  # when the plan before was done, on the host's clock
 
@@ -153,7 +155,9 @@ class Worker:
     def _compute(self, slices: Sequence[Slice], begun: Begun) -> None:
         """Run the slices. Where the device has no memory for all of them, the largest is given up and the others run:
         what they compute does not depend on each other."""
-        going = [index for index, piece in enumerate(slices) if not self._is_orphan(piece, index, begun)]
+        going = list(range(len(slices)))
+        if self._has_given_up:
+            going = [index for index in going if not self._is_orphan(slices[index], index, begun)]
         drawn, rows = None, {}
         while going:
             try:
@@ -167,11 +171,11 @@ class Worker:
                 going.remove(victim)
             # Outside of the handler, whose traceback holds the tensors of the attempt.
             torch.cuda.empty_cache()
-        self._drawn, self._rows = drawn, rows
+        self._drawn, self._rows, self._has_given_up = drawn, rows, bool(begun.given_up)
 
     def _is_orphan(self, piece: Slice, index: int, begun: Begun) -> bool:
         """Whether a slice awaits a token that will not come, since the one that was to sample it was given up."""
-        if piece.awaits and self._alone and piece.request not in self._rows:
+        if piece.awaits and piece.request not in self._rows:
             begun.given_up[index] = "the step before gave this request up"
             return True
         return False
@@ -213,24 +217,27 @@ class Worker:
 
     def _segment(self, piece: Slice) -> Segment:
         request, start, count, samples, awaits, blocks = piece
-        end = start + count - awaits
-        tokens, row = request.tokens(start, end), None
-        if awaits:
-            if (stages := self.model.shard.pp_size) > 1:
-                raise ValueError(
-                    f"request {request.id} awaits a token that only the last of {stages} stages samples: "
-                    "with stages, plans must not overlap"
-                )
-            row = self._rows[request]
-        return Segment(tokens, start, blocks, samples, wants_scores(piece), row)
+        if not awaits:
+            return Segment(request.tokens(start, start + count), start, blocks, samples, wants_scores(piece))
+        if (stages := self.model.shard.pp_size) > 1:
+            raise ValueError(
+                f"request {request.id} awaits a token that only the last of {stages} stages samples: "
+                "with stages, plans must not overlap"
+            )
+        known: Sequence[int] = request.tokens(start, start + count - 1) if count > 1 else ()
+        return Segment(known, start, blocks, samples, wants_scores(piece), self._rows[request])
 
     def _sample_row(self, piece: Slice) -> SampleRow:
         request = piece.request
         sampling: Sampling = request.sampling  # type: ignore[assignment]
-        # The engine may append to `output` while this runs: cut it where this slice ends.
-        output = request.output[: piece.start + piece.tokens - len(request.prompt) - piece.awaits]
-        if piece.awaits:
-            output.append(self._awaited(request) if needs_output(sampling.params) else -1)
+        length = piece.start + piece.tokens - len(request.prompt)
+        # Mostly nothing matters but how many there are.
+        output: Sequence[int] = range(length)
+        if needs_output(sampling.params):
+            # The engine may append while this runs: cut it where this slice ends.
+            output = request.output[: length - piece.awaits]
+            if piece.awaits:
+                output.append(self._awaited(request))
         return SampleRow(sampling.params, sampling.seed, request.prompt, output, sampling.eos_token_ids)
 
     def _awaited(self, request: Request) -> int:

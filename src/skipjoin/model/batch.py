@@ -126,23 +126,28 @@ class PackedBatch:
         lengths, starts = [s.length for s in segments], [s.start for s in segments]
         if n == 0 or min(lengths) == 0:
             raise ValueError("a batch needs at least one segment, and a segment at least one token")
-        if frame is not None and not frame.holds(segments):
-            raise ValueError(f"the frame holds {frame.seats} decodes with tables of {frame.width} blocks")
-        shape = (lengths, starts, [s.offset for s in segments], [s.reverse for s in segments])
-        lens, first, skipped, backward = np.array(shape, np.int64)
+        lens, first = np.array((lengths, starts), np.int64)
         held = np.fromiter((len(s.blocks) for s in segments), np.int64, n)
         if first.min() < 0:
             raise ValueError(f"segment {first.argmin()} starts at {first.min()}")
-        _check_tables(first + lens, skipped, held, block_size)
+        context = first + lens
+        plain = not any(s.offset or s.reverse for s in segments)
+        skipped = np.zeros(n, np.int64) if plain else _offsets(segments, block_size)
+        _check_tables(context + skipped, held, block_size)
         tokens = int(lens.sum())
         rows, row_starts = _wanted_rows(segments, lengths, tokens)
-        empty, width = (0, int(held.max())) if frame is None else (frame.seats - n, frame.width)
+        empty, width = 0, int(held.max())
+        if frame is not None:
+            if n > frame.seats or tokens > n or rows is not None or width > frame.width:
+                raise ValueError(f"the frame holds {frame.seats} decodes with tables of {frame.width} blocks")
+            empty, width = frame.seats - n, frame.width
         # One buffer, so that a device needs one copy.
         bounds = _bounds(tokens + empty, n + empty, width, len(rows or ()))
         flat = np.zeros(bounds[-1], np.int64)
         to = _Parts(*(flat[a:b] for a, b in pairwise(bounds)))
-        to.query_start[1:] = np.cumsum(np.concatenate((lens, np.ones(empty, np.int64))))
-        to.context_lens[:n], to.offsets[:n], to.reversed[:n] = first + lens, skipped, backward
+        np.cumsum(lens, out=to.query_start[1 : n + 1])
+        to.query_start[n + 1 :] = np.arange(tokens + 1, tokens + empty + 1)
+        to.context_lens[:n] = context
         tables = to.tables.reshape(n + empty, width)
         in_table = chain.from_iterable(s.blocks for s in segments)
         tables[:n][np.arange(width) < held[:, None]] = np.fromiter(in_table, np.int64, int(held.sum()))
@@ -151,8 +156,12 @@ class PackedBatch:
         to.token_ids[:tokens] = np.fromiter(chain.from_iterable(map(_token_ids, segments)), np.int64, tokens)
         owner = np.repeat(np.arange(n), lens)
         to.positions[:tokens] = np.arange(tokens) + (first - to.query_start[:n])[owner]
-        block, slot = np.divmod(to.positions[:tokens] + skipped[owner], block_size)
-        slot = np.where(backward[owner], block_size - 1 - slot, slot)
+        if plain:
+            block, slot = np.divmod(to.positions[:tokens], block_size)
+        else:
+            to.offsets[:n], to.reversed[:n] = skipped, [s.reverse for s in segments]
+            block, slot = np.divmod(to.positions[:tokens] + skipped[owner], block_size)
+            slot = np.where(to.reversed[owner], block_size - 1 - slot, slot)
         to.slots[:tokens], to.slots[tokens:] = tables[owner, block] * block_size + slot, -1
         awaited = _fill_sources(to, segments)
         to.wanted[:] = rows or ()
@@ -172,10 +181,10 @@ class PackedBatch:
             row_starts=[*row_starts, *range(n + 1, n + empty + 1)],
             starts=starts + [0] * empty,
             lengths=lengths + [1] * empty,
-            max_context=int((first + lens).max()),
+            max_context=int(context.max()),
             max_block=int(tables.max()),
             block_size=block_size,
-            plain=not (skipped.any() or backward.any()),
+            plain=plain,
         )
 
 
@@ -227,16 +236,22 @@ def _token_ids(segment: Segment) -> Sequence[int]:
     return segment.tokens if segment.awaits is None else (*segment.tokens, 0)
 
 
-def _check_tables(context: np.ndarray, skipped: np.ndarray, held: np.ndarray, block_size: int) -> None:
-    """Raise `ValueError` where a segment begins outside its first block, or its table does not cover its tokens."""
-    outside = np.flatnonzero((skipped < 0) | (skipped >= block_size))
+def _offsets(segments: Sequence[Segment], block_size: int) -> np.ndarray:
+    """Where the segments begin in their first blocks. Raises `ValueError` for one that begins outside."""
+    offsets = np.fromiter((s.offset for s in segments), np.int64, len(segments))
+    outside = np.flatnonzero((offsets < 0) | (offsets >= block_size))
     if len(outside):
         i = outside[0]
-        raise ValueError(f"segment {i} has offset {skipped[i]}, it must be in [0, {block_size - 1}]")
-    short = np.flatnonzero(held * block_size < context + skipped)
+        raise ValueError(f"segment {i} has offset {offsets[i]}, it must be in [0, {block_size - 1}]")
+    return offsets
+
+
+def _check_tables(needed: np.ndarray, held: np.ndarray, block_size: int) -> None:
+    """Raise `ValueError` where a segment's table does not cover the slots that it needs."""
+    short = np.flatnonzero(held * block_size < needed)
     if len(short):
         i = short[0]
-        raise ValueError(f"segment {i} needs {context[i] + skipped[i]} slots, its blocks have {held[i] * block_size}")
+        raise ValueError(f"segment {i} needs {needed[i]} slots, its blocks have {held[i] * block_size}")
 
 
 def _wanted_rows(segments: Sequence[Segment], lengths: list[int], total: int) -> tuple[list[int] | None, list[int]]:

@@ -3,10 +3,10 @@
     python benchmarks/host_step/run.py [--out FILE]
 
 The engine core with its scheduler, a `Worker` and decode graphs, two plans deep, on one thread; the model takes no
-time: in place of a recorded graph something returns fixed logits of a small vocabulary. So no launch is counted: on a card a
-step adds one of the graph, one copy each way and a handful for sampling. Requests decode greedily at contexts of 1,024
-tokens, with block tables for up to 8,192. On a card all this is done by two threads of one interpreter, so the sum is
-what has to be shorter than a step.
+time: in place of a recorded graph something returns fixed logits of a small vocabulary. So no launch is counted: on a
+card a step adds one of the graph, one copy each way and a handful for sampling. Requests decode greedily at contexts
+of 1,024 tokens, with block tables for up to 8,192. On a card all this is done by two threads of one interpreter, so
+the sum is what has to be shorter than a step.
 """
 
 from __future__ import annotations

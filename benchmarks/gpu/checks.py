@@ -46,6 +46,8 @@ def _files(text: str, folder: Path = _TESTS) -> list[str]:
 def _pytest(task: Task, arguments: Sequence[str], limit_s: float) -> Figures:
     """What came of the tests, as far as they got."""
     command = [sys.executable, "-u", "-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider", *arguments]
+    # What other versions of torch and Triton warn of is no failure here.
+    command += ["-W", "default"]
     # A file whose imports are missing here must not keep the others from running.
     command += ["--continue-on-collection-errors", *(["--collect-only", "-q"] if task.is_rehearsal else [])]
     status, output = _outcome(command, limit_s)

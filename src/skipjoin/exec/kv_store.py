@@ -12,6 +12,7 @@ from skipjoin.model.config import ModelConfig
 from skipjoin.model.kv_cache import PagedKV
 from skipjoin.model.ops.block_copy import block_copy, runs_of
 from skipjoin.model.parallel import WHOLE, Shard
+from skipjoin.model.transfer import send
 
 _log = logging.getLogger(__name__)
 
@@ -91,9 +92,7 @@ class KVStore:
         if self._kernel is None:
             return False
         try:
-            ids = torch.tensor((targets, sources), dtype=torch.int64)
-            if self.device.tensor.is_cuda:
-                ids = ids.pin_memory().to(self.device.tensor.device, non_blocking=True)
+            ids = send((targets, sources), self.device.tensor.device, torch.int64)
             self._kernel(to, rows, ids[0], ids[1])
         except Exception as error:  # of a compiler or a driver that does not suit
             _log.warning("small KV blocks are copied one by one, which is slower: %s", error)

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from skipjoin.model.transfer import to_device
+
 
 class Segment(NamedTuple):
     """Consecutive new tokens of one sequence.
@@ -165,7 +167,7 @@ class PackedBatch:
         to.slots[:tokens], to.slots[tokens:] = tables[owner, block] * block_size + slot, -1
         awaited = _fill_sources(to, segments)
         to.wanted[:] = rows or ()
-        buffer = _placed(flat, device, frame)
+        buffer = _placed(flat, torch.device(device), frame)
         parts = _Parts(*(buffer[a:b] for a, b in pairwise(bounds)))
         return cls(
             parts.token_ids,
@@ -221,14 +223,13 @@ def _fill_sources(to: _Parts, segments: Sequence[Segment]) -> bool:
     return bool(awaits)
 
 
-def _placed(flat: np.ndarray, device: torch.device | str, frame: Frame | None) -> torch.Tensor:
+def _placed(flat: np.ndarray, device: torch.device, frame: Frame | None) -> torch.Tensor:
     """The buffer on its device, or in its frame."""
     buffer = torch.from_numpy(flat)
-    if torch.device(device).type == "cuda":
-        buffer = buffer.pin_memory()
-        if frame is None:
-            return buffer.to(device, non_blocking=True)
-    return buffer if frame is None else frame.buffer.copy_(buffer, non_blocking=True)
+    if frame is None:
+        return to_device(buffer, device)
+    # From page-locked memory, as there.
+    return frame.buffer.copy_(buffer.pin_memory() if device.type == "cuda" else buffer, non_blocking=True)
 
 
 def _token_ids(segment: Segment) -> Sequence[int]:

@@ -10,11 +10,15 @@ import torch
 T = TypeVar("T")
 
 
-def send(values: Sequence[Any], device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """A tensor of these values on the device. On CUDA the copy is queued on the current stream, from page-locked
-    memory: from any other the host would wait until all that is queued before it has run."""
-    made = torch.tensor(values, dtype=dtype)
+def to_device(made: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the host on the device. To CUDA the copy is queued on the current stream, from page-locked memory:
+    from any other the host would wait until all that is queued before it has run."""
     return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made
+
+
+def send(values: Sequence[Any], device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A tensor of these values on the device; nobody waits for it."""
+    return to_device(torch.tensor(values, dtype=dtype), device)
 
 
 class Reading(Generic[T]):

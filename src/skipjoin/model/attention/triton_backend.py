@@ -19,6 +19,7 @@ from skipjoin.model.kernels.prefill_attention import prefill_attention, query_ti
 from skipjoin.model.kernels.tuning import Config, TunedTable, table_path
 from skipjoin.model.kv_cache import PagedKV
 from skipjoin.model.parallel import WHOLE, Shard
+from skipjoin.model.transfer import to_device
 
 MAX_HEAD_DIM = 256
 
@@ -110,7 +111,8 @@ class TritonAttention:
         segments = tiles = None
         if chunks:
             tile_list = query_tiles(batch, chunks, prefill_config["BLOCK_M"] // shape.group)
-            index = _copied(np.concatenate([np.asarray(decodes, np.int64), tile_list.ravel()]), device)
+            listed = np.concatenate([np.asarray(decodes, np.int64), tile_list.ravel()])
+            index = to_device(torch.from_numpy(listed), device)
             segments, tiles = index[: len(decodes)], index[len(decodes) :].view(-1, 2)
         return _Plan(len(decodes), segments, splits, decode_config, tiles, prefill_config)
 
@@ -125,11 +127,6 @@ class TritonAttention:
 @functools.cache
 def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
-def _copied(index: np.ndarray, device: torch.device) -> torch.Tensor:
-    tensor = torch.from_numpy(index)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def check_triton_attention(backend: TritonAttention, dtype: torch.dtype, device: torch.device | str) -> bool:

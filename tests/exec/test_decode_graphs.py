@@ -9,7 +9,7 @@ import pytest
 import torch
 from engines import CONFIGS, SwapAll, engine, make_store, mixed_requests, run, tiny_model
 
-from skipjoin.exec.graphs import DecodeGraphs, Run, ladder
+from skipjoin.exec.graphs import DecodeGraphs, Run, graph_bytes, ladder, record_graphs
 from skipjoin.exec.local import LocalExecutor
 from skipjoin.model.batch import Frame, PackedBatch, Segment
 from skipjoin.model.loader import random_model
@@ -118,6 +118,31 @@ def test_batches_in_one_frame_are_the_same_tensors() -> None:
     assert second.block_tables.tolist() == [[6, 5, 4, 0], [0] * 4, [0] * 4]
     second.fill_in(torch.tensor([11, 12, 13]))
     assert second.token_ids.tolist() == [13, 0, 0]
+
+
+def test_without_graphs_where_they_cannot_be_recorded(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Refuses:
+        def __init__(self, device: torch.device) -> None:
+            pass
+
+        def record(self, run: Run) -> Run:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr("skipjoin.exec.graphs.CudaRecorder", Refuses)
+    model = interpreted("llama")
+    assert record_graphs(model, make_store(model, 6).device, [2, 1], 12) is None
+    assert "launched kernel by kernel" in caplog.text
+    assert "not permitted when stream is capturing" in caplog.text
+
+
+def test_their_memory_is_set_aside() -> None:
+    model = tiny_model("llama")
+    assert graph_bytes(model, [], 1000) == 0
+    one, two = graph_bytes(model, [4], 1000), graph_bytes(model, [2, 4], 1000)
+    assert one >= 1000 + 4 * model.config.vocab_size * 4
+    assert two > one
 
 
 @pytest.mark.parametrize("most", [1, 2, 5, 8, 13, 128, 200, 256, 1024])

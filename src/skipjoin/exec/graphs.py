@@ -149,7 +149,7 @@ def record_graphs(
     try:
         recorder = CudaRecorder(model.device)
         return DecodeGraphs(model, pool, recorder, sizes=sizes, longest=longest, on_progress=on_progress)
-    except RuntimeError as error:  # torch's, CUDA's and those of its memory
+    except Exception as error:  # whatever a driver or a compiler raises
         _log.warning(
             "decode steps cannot be recorded as CUDA graphs and are launched kernel by kernel, which is slower for "
             "small models and batches: %s", error,

@@ -5,7 +5,7 @@
 The engine core with its scheduler, a `Worker` and decode graphs, two plans deep, on one thread; the model takes no
 time: in place of a recorded graph something returns fixed logits of a small vocabulary. So no launch is counted: on a
 card a step adds one of the graph, one copy each way and a handful for sampling. Requests decode greedily at contexts
-of 1,024 tokens, with block tables for up to 8,192. On a card all this is done by two threads of one interpreter, so
+of 1,024 tokens, with block tables for up to 131,072. On a card all this is done by two threads of one interpreter, so
 the sum is what has to be shorter than a step.
 """
 
@@ -41,7 +41,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from machine import describe_machine
 
 BATCHES = (1, 16, 64, 256)
-CONTEXT, LONGEST, BLOCK_SIZE = 1024, 8192, 16
+CONTEXT, LONGEST, BLOCK_SIZE = 1024, 131072, 16
 STEPS, WARM_UP = 150, 20
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

@@ -102,13 +102,14 @@ def test_what_fits() -> None:
 
 
 def test_a_frame_refuses_what_it_does_not_hold() -> None:
-    frame = Frame(2, 2, torch.device("cpu"))
+    frame = Frame(2, torch.zeros((2, 2), dtype=torch.int64))
     with pytest.raises(ValueError, match="holds 2 decodes with tables of 2 blocks"):
         PackedBatch.build([Segment([1, 2], 0, [0])], 4, frame=frame)
 
 
 def test_batches_in_one_frame_are_the_same_tensors() -> None:
-    frame = Frame(3, 4, torch.device("cpu"))
+    tables = torch.zeros((5, 4), dtype=torch.int64)
+    frame = Frame(3, tables)
     first = PackedBatch.build([Segment([7], 5, [3, 2]), Segment([8], 0, [1])], 4, frame=frame)
     second = PackedBatch.build([Segment([], 9, [6, 5, 4], awaits=2)], 4, frame=frame)
     assert first.slots.data_ptr() == second.slots.data_ptr()
@@ -116,6 +117,7 @@ def test_batches_in_one_frame_are_the_same_tensors() -> None:
     assert second.context_lens.tolist() == [10, 0, 0]
     assert second.query_start.tolist() == [0, 1, 2, 3]
     assert second.block_tables.tolist() == [[6, 5, 4, 0], [0] * 4, [0] * 4]
+    assert second.block_tables.data_ptr() == first.block_tables.data_ptr() == tables.data_ptr()
     second.fill_in(torch.tensor([11, 12, 13]))
     assert second.token_ids.tolist() == [13, 0, 0]
 

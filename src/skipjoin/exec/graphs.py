@@ -81,8 +81,8 @@ def _sizes() -> Iterator[int]:
 class DecodeGraphs:
     """The model's decode steps for batches of the sizes given; smaller batches are padded to the next.
 
-    A step fits if a `Frame` holds it. Padding computes something in its own
-    rows, which nobody reads, and writes no keys and values: its slot is -1. Attention must know such slots.
+    A step fits if a `Frame` holds it. Padding computes something in its own rows, which nobody reads, and writes no
+    keys and values: its slot is -1. Attention must know such slots.
     """
 
     def __init__(
@@ -97,17 +97,18 @@ class DecodeGraphs:
     ) -> None:
         """sizes: rising. longest: tokens of the longest request."""
         self._sizes = list(sizes)
-        self._width = -(-longest // pool.block_size)
         self._model, self._pool = model, pool
-        # One tensor for all graphs each: tokens of the step before, by row, and what is computed.
+        # One tensor for all graphs each: tokens of the step before, by row, what is computed, and block tables.
         self._sampled = torch.zeros(self._sizes[-1], dtype=torch.int64, device=model.device)
         self._logits = torch.zeros((self._sizes[-1], model.config.vocab_size), device=model.device)
+        tables = (self._sizes[-1], -(-longest // pool.block_size))
+        self._tables = torch.zeros(tables, dtype=torch.int64, device=model.device)
         self._frames: dict[int, Frame] = {}
         self._runs: dict[int, Run] = {}
         # From the largest on, so that the smaller ones find room in its memory.
         for done, size in enumerate(reversed(self._sizes)):
             on_progress(done / len(self._sizes))
-            frame = Frame(size, self._width, model.device)
+            frame = Frame(size, self._tables)
             # Nobody holds a block yet, so that this token may be written into the first.
             batch = PackedBatch.build([Segment([0], 0, [0])], pool.block_size, model.device, frame=frame)
 

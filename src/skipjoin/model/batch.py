@@ -40,15 +40,27 @@ class Segment(NamedTuple):
 
 
 class Frame:
-    """A place on a device for batches of up to `seats` segments of one token each, whose tables have up to
-    `width` blocks: every batch that is built in it has the same tensors, with other contents.
+    """A place on a device for batches of up to `seats` segments of one token each, whose tables have up to `width`
+    blocks: every batch that is built in it has the same tensors, with other contents.
 
-    Seats that stay empty have context 0 and slot -1, which is nowhere.
+    Seats that stay empty have context 0 and slot -1, which is nowhere. tables: int64 [seats or more, width], which
+    frames may share, if no batch of one is used after one of another was built: only as many columns as a batch has
+    blocks are written, for they may be of a context far longer than any request has.
     """
 
-    def __init__(self, seats: int, width: int, device: torch.device) -> None:
-        self.seats, self.width = seats, width
-        self.buffer = torch.empty(_bounds(seats, seats, width, 0)[-1], dtype=torch.int64, device=device)
+    def __init__(self, seats: int, tables: torch.Tensor) -> None:
+        self.seats, self.width = seats, tables.shape[1]
+        self.tables = tables[:seats]
+        # All but the tables.
+        bounds = _bounds(seats, seats, 0, 0)
+        self.buffer = torch.empty(bounds[-1], dtype=torch.int64, device=tables.device)
+        self._parts = _Parts(*(self.buffer[a:b] for a, b in pairwise(bounds)))
+
+    def place(self, flat: torch.Tensor, tables: torch.Tensor) -> tuple[_Parts, torch.Tensor]:
+        """Take over a batch's buffer, and its tables, which are the buffer's end: parts and tables in their place."""
+        self.buffer.copy_(flat[: len(self.buffer)])
+        self.tables[:, : tables.shape[1]].copy_(tables)
+        return self._parts, self.tables
 
     def holds(self, segments: Sequence[Segment]) -> bool:
         """Whether a batch of these has its place here."""
@@ -142,7 +154,7 @@ class PackedBatch:
         if frame is not None:
             if n > frame.seats or tokens > n or rows is not None or width > frame.width:
                 raise ValueError(f"the frame holds {frame.seats} decodes with tables of {frame.width} blocks")
-            empty, width = frame.seats - n, frame.width
+            empty = frame.seats - n
         # One buffer, so that a device needs one copy.
         bounds = _bounds(tokens + empty, n + empty, width, len(rows or ()))
         flat = np.zeros(bounds[-1], np.int64)
@@ -167,8 +179,11 @@ class PackedBatch:
         to.slots[:tokens], to.slots[tokens:] = tables[owner, block] * block_size + slot, -1
         awaited = _fill_sources(to, segments)
         to.wanted[:] = rows or ()
-        buffer = _placed(flat, torch.device(device), frame)
+        buffer = to_device(torch.from_numpy(flat), torch.device(device))
         parts = _Parts(*(buffer[a:b] for a, b in pairwise(bounds)))
+        block_tables = parts.tables.view(n + empty, width)
+        if frame is not None:
+            parts, block_tables = frame.place(buffer, block_tables)
         return cls(
             parts.token_ids,
             parts.positions,
@@ -178,7 +193,7 @@ class PackedBatch:
             parts.context_lens,
             parts.offsets,
             parts.reversed,
-            parts.tables.view(n + empty, width),
+            block_tables,
             None if rows is None else parts.wanted,
             row_starts=[*row_starts, *range(n + 1, n + empty + 1)],
             starts=starts + [0] * empty,
@@ -221,15 +236,6 @@ def _fill_sources(to: _Parts, segments: Sequence[Segment]) -> bool:
     for i, row in awaits:
         to.sources[to.query_start[i + 1] - 1] = row
     return bool(awaits)
-
-
-def _placed(flat: np.ndarray, device: torch.device, frame: Frame | None) -> torch.Tensor:
-    """The buffer on its device, or in its frame."""
-    buffer = torch.from_numpy(flat)
-    if frame is None:
-        return to_device(buffer, device)
-    # From page-locked memory, as there.
-    return frame.buffer.copy_(buffer.pin_memory() if device.type == "cuda" else buffer, non_blocking=True)
 
 
 def _token_ids(segment: Segment) -> Sequence[int]:

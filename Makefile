@@ -6,6 +6,9 @@ MODEL ?= tally
 RECIPE ?= fastserve
 HOST ?= 127.0.0.1
 PORT ?= 8000
+JOBS ?= 2
+# Tests that use no clock and no process but their own: JOBS of them run at once. The others would disturb each other.
+PURE_TESTS := $(addprefix tests/,core policies recipes sim observe model)
 
 .PHONY: help serve test test-cluster lint check format clean
 help:
@@ -35,7 +38,8 @@ serve: $(VENV)/.runtime
 	$(BIN)/skipjoin serve $(MODEL) --recipe $(RECIPE) --host $(HOST) --port $(PORT)
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(PURE_TESTS)
+	$(BIN)/python -m pytest $(addprefix --ignore=,$(PURE_TESTS))
 
 # The exit code of a test that cannot be made here is 77, which is no failure.
 test-cluster: $(VENV)/.dev
@@ -49,7 +53,7 @@ lint: $(VENV)/.dev
 		-m skipjoin.exec.simulated
 
 check: lint
-	$(BIN)/python -m pytest -q tests/core tests/policies tests/recipes tests/sim tests/observe tests/test_import_rules.py
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal $(filter-out tests/model,$(PURE_TESTS)) tests/test_import_rules.py
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix-only --quiet .

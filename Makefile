@@ -8,7 +8,8 @@ HOST ?= 127.0.0.1
 PORT ?= 8000
 JOBS ?= 2
 # Tests that use no clock and no process but their own: JOBS of them run at once. The others would disturb each other.
-PURE_TESTS := $(addprefix tests/,core policies recipes sim observe model)
+PURE_TESTS := $(addprefix tests/,core policies recipes sim observe model \
+	exec/test_invisible_preemption.py exec/test_decode_graphs.py exec/test_worker_begun_ahead.py exec/test_streams.py)
 
 .PHONY: help serve test test-cluster lint check format clean
 help:
@@ -53,7 +54,7 @@ lint: $(VENV)/.dev
 		-m skipjoin.exec.simulated
 
 check: lint
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal $(filter-out tests/model,$(PURE_TESTS)) tests/test_import_rules.py
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal $(filter-out tests/model tests/exec/%,$(PURE_TESTS)) tests/test_import_rules.py
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix-only --quiet .

@@ -77,7 +77,7 @@ def test_a_share_that_is_none_is_refused(share: float) -> None:
         Swap(COST, drop_share=share)
 
 
-@pytest.mark.parametrize(("recipe", "depth"), [("fastserve-reactive", 1), ("mlfq", 1), ("fastserve", 2)])
+@pytest.mark.parametrize(("recipe", "depth"), [("mlfq", 1), ("fastserve", 2)])
 def test_above_capacity_with_a_full_host_pool_the_pace_saves_work_and_time(recipe: str, depth: int) -> None:
     drops, ends = {}, {}
     for paced in (True, False):

@@ -9,6 +9,7 @@ import ctypes
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
@@ -48,6 +49,8 @@ from skipjoin.server.messages import (
 HEARTBEAT_S = 1.0
 # A turn of the loop that is shorter ran no step.
 SPIN_S = 2e-4
+# Longest that what is left of a socket may hold up the end of the process, in seconds.
+_DESTROY_S = 2.0
 _PR_SET_PDEATHSIG = 1
 
 
@@ -315,7 +318,15 @@ def serve_engine(load: Load) -> int:
     finally:
         if recorder is not None:
             recorder.close()
-        context.destroy(linger=0)
+        _destroy(context)
+
+
+def _destroy(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    """End the context; but not wait long for it: ZeroMQ may wait for ever for a link that was lost while it was being
+    made again, and this process must end."""
+    ending = threading.Thread(target=context.destroy, kwargs={"linger": 0}, daemon=True)
+    ending.start()
+    ending.join(_DESTROY_S)
 
 
 def _connect(context: zmq.Context[zmq.Socket[bytes]], setup: Setup) -> tuple[zmq.Socket[bytes], Callable[[], bool]]:

@@ -1,4 +1,4 @@
-# Every target installs what it needs into .venv first.
+# Every target installs what it needs into .venv first. Python compiles what is imported: all of it takes a minute more.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -27,12 +27,12 @@ $(BIN)/python:
 
 $(VENV)/.runtime: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Installing Skipjoin into $(VENV) (torch is large: this takes a minute or more)"
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch numpy
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt torch numpy
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable .
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.runtime
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,distributed]'
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev,distributed]'
 	@touch $@
 
 serve: $(VENV)/.runtime

@@ -162,21 +162,14 @@ class PackedBatch:
         np.cumsum(lens, out=to.query_start[1 : n + 1])
         to.query_start[n + 1 :] = np.arange(tokens + 1, tokens + empty + 1)
         to.context_lens[:n] = context
-        tables = to.tables.reshape(n + empty, width)
-        in_table = chain.from_iterable(s.blocks for s in segments)
-        tables[:n][np.arange(width) < held[:, None]] = np.fromiter(in_table, np.int64, int(held.sum()))
-        if tables.min() < 0:
-            raise ValueError(f"block {tables.min()} does not exist")
         to.token_ids[:tokens] = np.fromiter(chain.from_iterable(map(_token_ids, segments)), np.int64, tokens)
+        tables = to.tables.reshape(n + empty, width)
+        _fill_tables(tables[:n], segments, held)
         owner = np.repeat(np.arange(n), lens)
         to.positions[:tokens] = np.arange(tokens) + (first - to.query_start[:n])[owner]
-        if plain:
-            block, slot = np.divmod(to.positions[:tokens], block_size)
-        else:
+        if not plain:
             to.offsets[:n], to.reversed[:n] = skipped, [s.reverse for s in segments]
-            block, slot = np.divmod(to.positions[:tokens] + skipped[owner], block_size)
-            slot = np.where(to.reversed[owner], block_size - 1 - slot, slot)
-        to.slots[:tokens], to.slots[tokens:] = tables[owner, block] * block_size + slot, -1
+        to.slots[:tokens], to.slots[tokens:] = _slots(to, tables, owner, block_size, plain=plain), -1
         awaited = _fill_sources(to, segments)
         to.wanted[:] = rows or ()
         buffer = to_device(torch.from_numpy(flat), torch.device(device))
@@ -227,6 +220,26 @@ def _bounds(tokens: int, segments: int, width: int, rows: int) -> list[int]:
     )  # fmt: skip
     bounds: list[int] = np.cumsum((0, *sizes)).tolist()
     return bounds
+
+
+def _fill_tables(tables: np.ndarray, segments: Sequence[Segment], held: np.ndarray) -> None:
+    """Write the segments' blocks, of which they hold so many. Raises `ValueError` for one that does not exist."""
+    in_table = chain.from_iterable(s.blocks for s in segments)
+    tables[np.arange(tables.shape[1]) < held[:, None]] = np.fromiter(in_table, np.int64, int(held.sum()))
+    if tables.min() < 0:
+        raise ValueError(f"block {tables.min()} does not exist")
+
+
+def _slots(to: _Parts, tables: np.ndarray, owner: np.ndarray, block_size: int, *, plain: bool) -> np.ndarray:
+    """Where the tokens go. owner: the segment of each."""
+    positions = to.positions[: len(owner)]
+    if plain:
+        block, slot = np.divmod(positions, block_size)
+    else:
+        block, slot = np.divmod(positions + to.offsets[owner], block_size)
+        slot = np.where(to.reversed[owner], block_size - 1 - slot, slot)
+    slots: np.ndarray = tables[owner, block] * block_size + slot
+    return slots
 
 
 def _fill_sources(to: _Parts, segments: Sequence[Segment]) -> bool:

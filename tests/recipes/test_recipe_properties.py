@@ -10,13 +10,12 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from itertools import product
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from recorded_traces import PIPELINES, WORLDS, drawn, served, stored, trace_hash, world_of
 
 from skipjoin.core.events import Finished, Moved, MoveFailed, Planned, Preempted, Preemption
 from skipjoin.core.policy import Promise
@@ -28,30 +27,8 @@ from support.load import load, make
 from support.policies import COST, PRESSURES, SYSTEMS
 from support.watch import GIVEN_UP, Run, Stepper, World, run
 
-# Plans in flight, whether they overlap, and stages that share the work.
-PIPELINES = [(1, False, 1), (2, False, 1), (2, True, 1), (2, False, 2), (3, False, 3)]
-
-
-def world_of(recipe: str, pipeline: tuple[int, bool, int], pressure: str | None, **settings: Any) -> World:
-    depth, overlap, stages = pipeline
-    return World(recipe, depth, overlap, PRESSURES[pressure] if pressure else None, stages=stages, **settings)
-
-
-WORLDS = [
-    pytest.param(world_of(recipe, pipeline, name), id=f"{recipe}-{'-'.join(map(str, pipeline))}-{name}")
-    for recipe, pipeline, name in product(SYSTEMS, PIPELINES, sorted(PRESSURES))
-]
-every_world = pytest.mark.parametrize("world", WORLDS)
-
-
-@cache
-def served(world: World) -> Run:
-    """The world's run of `drawn`."""
-    return run(world, drawn())
-
-
-def drawn() -> list[Request]:
-    return load(1, 20, priorities=(-1, 0, 7))
+every_world = pytest.mark.parametrize("world", [pytest.param(world, id=name) for name, world in WORLDS.items()])
+STORED = stored()
 
 
 def assert_served(done: Run) -> None:
@@ -78,6 +55,11 @@ def assert_evictions_are_paid_for(done: Run) -> None:
 @every_world
 def test_all_requests_finish_with_exactly_max_tokens(world: World) -> None:
     assert_served(served(world))
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_decisions_are_what_they_were(name: str) -> None:
+    assert trace_hash(served(WORLDS[name])) == STORED[name]
 
 
 @every_world

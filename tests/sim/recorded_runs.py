@@ -1,0 +1,68 @@
+"""Fixed simulated runs over every recipe, pipeline depth, host pool and two seeds, and what their records hash to.
+
+`python tests/sim/recorded_runs.py --write` stores the hashes anew: after a change that is meant to change decisions.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import tempfile
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from typer.testing import CliRunner
+
+from skipjoin.cli import app
+
+HASHES = Path(__file__).with_suffix(".json")
+# The recipes that the hashes were made of; what comes later has tests of its own.
+RECIPES = (
+    "fastserve,fastserve-defer,fastserve-reactive,fastserve-recompute,fcfs,fixed-priority,mlfq,orca,sarathi,srpt,static"
+)
+# Fields of a record that are younger than the hashes, or change with a release.
+LEFT_OUT = ("version", "wait_s")
+# Pools of some twenty requests and arrivals above capacity: every way to make room is gone.
+_COMMON = (
+    "--model opt-13b --kv-gib 4 --rates 8 --requests 60 --max-num-seqs 24 --lengths sharegpt --seeds 0,1 --jobs 1 "
+    f"--starvation-s 4 --best-effort-share 0.2 --recipes {RECIPES}"
+)
+RUNS = {
+    f"{hardware}, swap {swap}": f"{_COMMON} --hardware {hardware} --swap-space {swap}"
+    for hardware, swap in product(("a100-40gb", "a100-40gb:pp2"), (0, 1, 8))
+}
+
+
+def record_hashes(run: str) -> dict[str, str]:
+    """The hash of each record of a run, by recipe and seed."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "records.json"
+        done = CliRunner().invoke(app, ["simulate", *RUNS[run].split(), "--out", str(out)])
+        assert done.exit_code == 0, done.output
+        records = json.loads(out.read_text())
+    return {f"{record['recipe']}, seed {record['workload']['seed']}": _hash(record) for record in records}
+
+
+def _hash(record: dict[str, Any]) -> str:
+    kept = _without(record)
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _without(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without(part) for name, part in value.items() if name not in LEFT_OUT}
+    return value
+
+
+if __name__ == "__main__":
+    found = {run: record_hashes(run) for run in RUNS}
+    if "--write" in sys.argv:
+        HASHES.write_text(json.dumps(found, indent=1) + "\n")
+    else:
+        stored = json.loads(HASHES.read_text())
+        for run, hashes in found.items():
+            for name, value in hashes.items():
+                if stored[run].get(name) != value:
+                    print(f"{run}: {name} differs")

@@ -41,11 +41,11 @@ class Missing:
 sys.meta_path.insert(0, Missing())
 """
 GENERATE = """
-from skipjoin.assembly import assemble
+from skipjoin.engine.build import assemble
 from skipjoin.config import EngineConfig
 from skipjoin.core.events import Token
 from skipjoin.sampling import SamplingParams
-from skipjoin.server.loop import EngineLoop
+from skipjoin.engine.loop import EngineLoop
 
 settings = dict(load_format="dummy", profile="off", device="cpu", threads=1, kv_cache_gib=0.01, swap_space_gib=0)
 loop = EngineLoop(assemble(EngineConfig(model=sys.argv[1], **settings)))
@@ -77,7 +77,7 @@ def test_an_engine_generates_without_them(tmp_path: Path) -> None:
 
 
 def test_what_measures_is_imported_without_them() -> None:
-    found = run("import skipjoin.llm, skipjoin.cli, skipjoin.bench.systems, skipjoin.exec.profiler")
+    found = run("import skipjoin.llm, skipjoin.cli, skipjoin.bench.systems, skipjoin.engine.profiling.profiler")
     assert found.returncode == 0, found.stderr
 
 

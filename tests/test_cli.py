@@ -15,12 +15,12 @@ import torch
 import transformers
 from typer.testing import CliRunner
 
-from skipjoin.assembly import assemble
 from skipjoin.bench.results import load_results
 from skipjoin.builtin import builtin_model_path
 from skipjoin.cli import app
 from skipjoin.config import BOUNDED_RECIPES, ConfigError, EngineConfig
-from skipjoin.server.engine_handle import EngineStartError
+from skipjoin.engine.build import assemble
+from skipjoin.server.engines.engine_handle import EngineStartError
 
 SKIPJOIN = Path(sys.executable).with_name("skipjoin")
 

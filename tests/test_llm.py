@@ -13,11 +13,14 @@ from typing import Any
 import psutil
 import pytest
 
-from skipjoin import LLM, SamplingParams, assembly, pools
-from skipjoin.assembly import EngineInfo
+from skipjoin import LLM, SamplingParams
 from skipjoin.config import ConfigError, EngineConfig
 from skipjoin.core.events import Preempted, Preemption
 from skipjoin.core.step import StepResult
+from skipjoin.engine import build as engine_build
+from skipjoin.engine.build import EngineInfo, assemble
+from skipjoin.engine.load import model_folder
+from skipjoin.engine.sizing import host_blocks
 from skipjoin.exec import part
 from skipjoin.model.config import ModelError
 from skipjoin.sampling import ParameterError
@@ -191,7 +194,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Callable[..., EngineInfo]:
 
     def started(free_gib: float, **settings: Any) -> EngineInfo:
         monkeypatch.setattr(part, "free_ram", lambda: int(free_gib * GIB))
-        engine = assembly.assemble(EngineConfig(threads=1, device="cpu", profile="off", **settings))
+        engine = assemble(EngineConfig(threads=1, device="cpu", profile="off", **settings))
         engine.executor.close()
         host = engine.executor.store.host
         assert engine.info.host_blocks == engine.core.kv.host_total == (host.num_blocks if host else 0)
@@ -234,7 +237,7 @@ def test_page_locked_memory_leaves_a_gib_of_ram(llm: LLM) -> None:
     parts = [llm.engine.executor.parts[0]._replace(device_kind="cuda")]
 
     def blocks(gib: float | None) -> int:
-        return pools.host_blocks(EngineConfig(swap_space_gib=gib), parts, [part.Room(0, 100 * GIB)], 10**9)
+        return host_blocks(EngineConfig(swap_space_gib=gib), parts, [part.Room(0, 100 * GIB)], 10**9)
 
     assert [blocks(gib) for gib in (None, 99)] == [4 * GIB // BLOCK_BYTES, 99 * GIB // BLOCK_BYTES]
     with pytest.raises(ConfigError, match=r"at most 99 \(the machine has 100.0 GiB free\), got 99.5"):
@@ -279,20 +282,20 @@ def test_little_kv_and_a_host_pool_give_the_same_texts_as_much_kv(recipe: str) -
 
 def test_the_threshold_of_starvation_follows_the_objective(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[float] = []
-    build = assembly.build
+    build = engine_build.build
 
     def noted(name: str, settings: Any) -> Any:
         seen.append(settings.starvation_s)
         return build(name, settings)
 
-    monkeypatch.setattr(assembly, "build", noted)
+    monkeypatch.setattr(engine_build, "build", noted)
     for settings in ({}, {"slo_s": 2.0}, {"slo_s": 2.0, "starvation_s": 4.0}):
         LLM(progress=False, threads=1, profile="off", kv_cache_gib=0.1, **settings).close()
     assert seen == [30.0, 200.0, 4.0]
 
 
 def test_a_dummy_of_a_folder_needs_its_tokenizer_and_says_so(tmp_path: Path) -> None:
-    source = assembly.model_folder("tally")
+    source = model_folder("tally")
     shutil.copy(source / "config.json", tmp_path)
     settings: dict[str, Any] = {"load_format": "dummy", "profile": "off", "threads": 1, "progress": False}
     with pytest.raises(ModelError, match="has no tokenizer files"):

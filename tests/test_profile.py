@@ -17,11 +17,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from skipjoin import LLM, SamplingParams, assembly
+from skipjoin import LLM, SamplingParams
 from skipjoin.cli import app
 from skipjoin.config import ConfigError, EngineConfig
 from skipjoin.core.step import StepShape
-from skipjoin.exec.profiler import Effort
+from skipjoin.engine.build import assemble
+from skipjoin.engine.profiling import startup
+from skipjoin.engine.profiling.profiler import Effort
+from skipjoin.engine.profiling.startup import profile_model
 from skipjoin.policies.cost import LinearCost
 from skipjoin.profile import (
     CACHE_VARIABLE,
@@ -192,20 +195,20 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[ProfileKey]:
         keys.append(key)
         return dataclasses.replace(PROFILE, key=key)
 
-    monkeypatch.setattr(assembly, "measure_profile", measure)
+    monkeypatch.setattr(startup, "measure_profile", measure)
     return keys
 
 
 def start(**settings: Any) -> LinearCost:
     """What an engine with the built-in model takes steps to cost at its start."""
-    engine = assembly.assemble(EngineConfig(threads=1, kv_cache_gib=0.01, max_model_len=256, **settings))
+    engine = assemble(EngineConfig(threads=1, kv_cache_gib=0.01, max_model_len=256, **settings))
     engine.executor.close()
     return engine.info.cost.current
 
 
 def test_a_profile_tells_what_the_engine_adds_to_a_step() -> None:
     config = EngineConfig(threads=1, kv_cache_gib=0.01, max_model_len=256)
-    profile = assembly.profile_model(config, Effort(2.0, 0.5))
+    profile = profile_model(config, Effort(2.0, 0.5))
     assert 0 < profile.host_s < profile.cost.floor * 100
     assert profile.unrest >= 1
 
@@ -240,7 +243,7 @@ def own_key() -> ProfileKey:
     """The key of the engine that `start` starts."""
     found: list[ProfileKey] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(assembly, "cached_profile", lambda key: found.append(key) or PROFILE)
+        patch.setattr(startup, "cached_profile", lambda key: found.append(key) or PROFILE)
         start()
     return found[0]
 

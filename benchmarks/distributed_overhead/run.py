@@ -25,20 +25,20 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from skipjoin.assembly import model_folder
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.kv import KVLedger
 from skipjoin.core.request import Request
 from skipjoin.core.scheduler import Scheduler
 from skipjoin.core.step import StepPlan, StepResult
-from skipjoin.exec.cluster import Cluster, import_ray
-from skipjoin.exec.links import Address, Door, knock
+from skipjoin.engine.load import model_folder
 from skipjoin.exec.local import LocalExecutor
 from skipjoin.exec.memory import LargestStep
 from skipjoin.exec.part import make_store
-from skipjoin.exec.plan_messages import PlanReader, PlanWriter
-from skipjoin.exec.rank_actor import RankModel
-from skipjoin.exec.ranks import GroupSizes, RankGroup
+from skipjoin.exec.ranks.cluster import Cluster, import_ray
+from skipjoin.exec.ranks.links import Address, Door, knock
+from skipjoin.exec.ranks.plan_messages import PlanReader, PlanWriter
+from skipjoin.exec.ranks.rank_actor import RankModel
+from skipjoin.exec.ranks.ranks import GroupSizes, RankGroup
 from skipjoin.exec.sampling import Sampling
 from skipjoin.model.loader import load_model
 from skipjoin.policies.cost import LinearCost

@@ -19,17 +19,18 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
-from skipjoin.assembly import Engine, Loaded, load
 from skipjoin.bench.workload import Job
 from skipjoin.config import EngineConfig
 from skipjoin.core.request import Request
 from skipjoin.core.step import Slice, StepPlan
+from skipjoin.engine.build import Engine
+from skipjoin.engine.load import Loaded, load
+from skipjoin.engine.loop import EngineLoop
 from skipjoin.exec.sampling import Sampling
 from skipjoin.observe.record import Record, add_usage, summarize
 from skipjoin.observe.requests import RequestFacts, RequestLog
 from skipjoin.observe.usage import Usage
 from skipjoin.sampling import SamplingParams
-from skipjoin.server.loop import EngineLoop
 from skipjoin.sim.models import ModelShape, model_shape
 
 HERE = Path(__file__).resolve().parent

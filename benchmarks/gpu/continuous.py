@@ -27,9 +27,10 @@ from common import (
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-from skipjoin.assembly import Loaded, engine_around
 from skipjoin.bench.workload import Job
 from skipjoin.config import EngineConfig
+from skipjoin.engine.build import engine_around
+from skipjoin.engine.load import Loaded
 
 MODEL, DTYPE = "llama-3-8b", "bfloat16"
 # Wanted: so many times the peer's tokens per second.

@@ -41,8 +41,6 @@ from common import (
 )
 from grid import FAR, next_place
 
-from skipjoin.assembly import Loaded, engine_around
-from skipjoin.assembly import measure as measure_profile
 from skipjoin.bench.bound import Bound, MaximumRate, maximum_rate, parse_bound
 from skipjoin.bench.simulation import Cell, Extent, System
 from skipjoin.bench.simulation import run as simulate
@@ -50,7 +48,10 @@ from skipjoin.bench.sweep import RateSearch, sweep
 from skipjoin.bench.systems import Machine
 from skipjoin.bench.workload import Job, Workload, synthetic
 from skipjoin.config import EngineConfig
-from skipjoin.exec.profiler import Effort
+from skipjoin.engine.build import engine_around
+from skipjoin.engine.load import Loaded
+from skipjoin.engine.profiling.profiler import Effort
+from skipjoin.engine.profiling.startup import measure as measure_profile
 from skipjoin.observe.record import Record
 from skipjoin.profile import read_profile, write_profile
 

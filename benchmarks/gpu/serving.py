@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from common import BLOCK_SIZE, Figures, Task, backends, drive, folder_of, loaded_model, settings_for, shape_of
 
-from skipjoin.assembly import engine_around
 from skipjoin.bench.workload import synthetic
+from skipjoin.engine.build import engine_around
 
 MODEL, DTYPE, RECIPE = "llama-3-8b", "bfloat16", "fastserve"
 # On a card and in a rehearsal: requests per second, seconds of arrivals and of the whole run, lengths, tokens of KV.

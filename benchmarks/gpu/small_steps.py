@@ -16,12 +16,13 @@ from pathlib import Path
 import torch
 from common import Task, folder_of, forced, loaded_model, settings_for, shape_of, synchronize, tokens
 
-from skipjoin.assembly import Loaded, engine_around
 from skipjoin.core.events import Token
 from skipjoin.core.request import Request
 from skipjoin.core.step import Direction, Move, StepPlan
+from skipjoin.engine.build import engine_around
+from skipjoin.engine.load import Loaded
+from skipjoin.engine.loop import EngineLoop
 from skipjoin.sampling import SamplingParams
-from skipjoin.server.loop import EngineLoop
 from skipjoin.sim.models import ModelShape
 
 # Prompts whose ends lie inside and on the ends of blocks, a long one, and more of them than fit the pool at once.

@@ -29,13 +29,14 @@ from common import (
     tokens,
 )
 
-from skipjoin.assembly import Loaded, engine_around
 from skipjoin.config import EngineConfig
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.events import Computed
 from skipjoin.core.step import StepPlan, StepResult, StepShape
+from skipjoin.engine.build import engine_around
+from skipjoin.engine.load import Loaded
+from skipjoin.engine.loop import EngineLoop
 from skipjoin.model.batch import PackedBatch, Segment
-from skipjoin.server.loop import EngineLoop
 from skipjoin.sim.models import ModelShape
 
 MODEL, DTYPE = "llama-3-8b", "bfloat16"

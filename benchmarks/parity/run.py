@@ -30,19 +30,19 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from machine import describe_machine
 from random_model import VOCAB, make_model
-from skipjoin.assembly import Engine, assemble
 from skipjoin.bench.simulation import Cell, Extent, System, run
 from skipjoin.bench.systems import Machine
 from skipjoin.bench.workload import Job, synthetic
 from skipjoin.config import EngineConfig
 from skipjoin.core.events import Computed
 from skipjoin.core.step import StepShape
+from skipjoin.engine.build import Engine, assemble
+from skipjoin.engine.loop import EngineLoop
 from skipjoin.observe.record import Record, add_usage, summarize
 from skipjoin.observe.requests import RequestFacts, RequestLog
 from skipjoin.observe.usage import Usage
 from skipjoin.policies.cost import LinearCost, scaled
 from skipjoin.sampling import SamplingParams
-from skipjoin.server.loop import EngineLoop
 
 RECIPES, LOADS = ("fcfs", "fastserve"), (0.5, 0.8)
 KV_GIB, MAX_NUM_SEQS, MAX_TOKENS = 0.5, 32, 512

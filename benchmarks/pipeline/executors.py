@@ -12,8 +12,8 @@ from random_model import VOCAB, make_model
 from skipjoin.exec.local import LocalExecutor
 from skipjoin.exec.memory import LargestStep
 from skipjoin.exec.part import make_store
-from skipjoin.exec.rank_actor import RankModel
-from skipjoin.exec.ranks import GroupSizes, RankedExecutor
+from skipjoin.exec.ranks.rank_actor import RankModel
+from skipjoin.exec.ranks.ranks import GroupSizes, RankedExecutor
 from skipjoin.model.config import ModelConfig
 from skipjoin.model.loader import load_model
 

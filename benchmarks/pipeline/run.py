@@ -45,10 +45,10 @@ from skipjoin.core.policy import CostModel
 from skipjoin.core.request import Request
 from skipjoin.core.scheduler import Scheduler
 from skipjoin.core.step import StepShape
+from skipjoin.engine.profiling.cases import Limits
+from skipjoin.engine.profiling.profiler import Effort, measure_profile
 from skipjoin.exec.base import Executor
-from skipjoin.exec.cases import Limits
 from skipjoin.exec.part import ModelExecutor
-from skipjoin.exec.profiler import Effort, measure_profile
 from skipjoin.exec.sampling import Sampling
 from skipjoin.exec.simulated import SimulatedExecutor
 from skipjoin.model.config import ModelConfig

@@ -52,9 +52,9 @@ from skipjoin.bench.systems import Machine
 from skipjoin.bench.workload import synthetic
 from skipjoin.observe.record import Record
 from skipjoin.policies.dispatch import DISPATCH_RULES
-from skipjoin.server.channel import Channel
-from skipjoin.server.link import Door, Link, knock
-from skipjoin.server.messages import Abort, Key, Step, ToEngine
+from skipjoin.server.engines.channel import Channel
+from skipjoin.server.engines.link import Door, Link, knock
+from skipjoin.server.engines.messages import Abort, Key, Step, ToEngine
 
 PARTS = ("rates", "latencies", "kills", "hop")
 BOUND = parse_bound("normalized_latency_s.mean<=0.3")
@@ -191,7 +191,7 @@ class Server:
     def engines(self) -> list[psutil.Process]:
         """Their processes, oldest first."""
         children = psutil.Process(self._process.pid).children(recursive=True)
-        found = [child for child in children if "skipjoin.server.engine_process" in child.cmdline()]
+        found = [child for child in children if "skipjoin.server.engines.engine_process" in child.cmdline()]
         return sorted(found, key=lambda child: child.create_time())
 
     def close(self) -> None:

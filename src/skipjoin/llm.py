@@ -11,13 +11,14 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from skipjoin.assembly import Engine, assemble, model_folder
 from skipjoin.config import EngineConfig
 from skipjoin.core.events import Event, Finished, Token
+from skipjoin.engine.build import Engine, assemble
+from skipjoin.engine.load import model_folder
+from skipjoin.engine.loop import EngineLoop
+from skipjoin.engine.text import Choice, Output, TextRules
 from skipjoin.model.tokenizer import Tokenizer, load_tokenizer
 from skipjoin.sampling import SamplingParams, TokenDetail
-from skipjoin.server.loop import EngineLoop
-from skipjoin.server.outputs import Choice, Output, TextRules
 
 Message = Mapping[str, Any]
 

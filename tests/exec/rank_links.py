@@ -21,8 +21,8 @@ from torch import distributed
 
 from skipjoin.core.step import Direction, Move
 from skipjoin.exec.base import RankError
-from skipjoin.exec.rank import Rank
-from skipjoin.exec.sharded import ShardedExecutor
+from skipjoin.exec.ranks.rank import Rank
+from skipjoin.exec.ranks.sharded import ShardedExecutor
 from skipjoin.exec.worker import Worker
 from skipjoin.model.loader import random_model
 from skipjoin.model.parallel import Group, Shard
@@ -199,7 +199,9 @@ class Processes:
     def __init__(self, tp: int, pp: int, folder: Path) -> None:
         # One process imports torch; the ranks are forked off it before it has any threads.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["skipjoin.exec.rank", "skipjoin.model.loader", "skipjoin.model.torch_group"])
+        context.set_forkserver_preload(
+            ["skipjoin.exec.ranks.rank", "skipjoin.model.loader", "skipjoin.model.torch_group"]
+        )
         self.tp, self.pp = tp, pp
         self.links = []
         for rank in range(tp * pp):

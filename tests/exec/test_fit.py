@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skipjoin.core.step import StepShape
-from skipjoin.exec.cases import HELD_OUT_EVERY, Case, Limits, cases
+from skipjoin.engine.profiling.cases import HELD_OUT_EVERY, Case, Limits, cases
 from skipjoin.exec.fit import cost_errors, fit_cost, fit_times
 from skipjoin.policies.cost import LinearCost
 

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason=
 # It starts two processes that are nobody's children, one of which writes into the folder, and tells their ids.
 PROGRAM = """
 import pathlib, subprocess, sys
-from skipjoin.exec.guard import Guard
+from skipjoin.exec.ranks.guard import Guard
 
 def detach(log):
     code = "import subprocess, sys; p = subprocess.Popen(['sleep', '60'], stdout=open(sys.argv[1], 'w')); print(p.pid)"

@@ -10,6 +10,7 @@ import torch
 from engines import BLOCK_SIZE, CONFIGS, make_store, tiny_model
 
 from skipjoin.config import ConfigError, EngineConfig
+from skipjoin.engine.sizing import device_blocks
 from skipjoin.exec import memory, part
 from skipjoin.exec.memory import LargestStep, largest_steps, measure_peak, peak_of
 from skipjoin.exec.part import Part, Room, room_of
@@ -17,7 +18,6 @@ from skipjoin.exec.worker import Worker
 from skipjoin.model.causal_lm import CausalLM
 from skipjoin.model.config import ModelError
 from skipjoin.model.loader import random_model
-from skipjoin.pools import device_blocks
 
 GIB = 1 << 30
 CUDA = torch.device("cuda", 0)

@@ -12,13 +12,13 @@ from engines import BLOCK_SIZE, CONFIGS, tiny_model
 from rank_links import thread_executor
 
 from skipjoin.core.step import Direction, StageTime, StepPlan, StepShape
-from skipjoin.exec.cases import Limits, cases
-from skipjoin.exec.guess import guess_cost
+from skipjoin.engine.profiling.cases import Limits, cases
+from skipjoin.engine.profiling.guess import guess_cost
+from skipjoin.engine.profiling.profiler import Effort, measure_profile, profile_key, shape_hash
 from skipjoin.exec.kv_store import KVStore
 from skipjoin.exec.local import LocalExecutor, LocalHandle
 from skipjoin.exec.part import Part, part_of
-from skipjoin.exec.profiler import Effort, measure_profile, profile_key, shape_hash
-from skipjoin.exec.sharded import ShardedExecutor
+from skipjoin.exec.ranks.sharded import ShardedExecutor
 from skipjoin.model.config import ModelConfig
 from skipjoin.policies.cost import STEP_TERMS, LinearCost
 from skipjoin.profile import Transfer

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from skipjoin.builtin import builtin_model_path
 from skipjoin.exec.memory import LargestStep
-from skipjoin.exec.rank_actor import RankActor, RankModel
+from skipjoin.exec.ranks.rank_actor import RankActor, RankModel
 from skipjoin.model.parallel import Shard
 
 

@@ -13,17 +13,17 @@ from typing import Any
 import psutil
 import pytest
 
-from skipjoin.assembly import Engine, assemble
 from skipjoin.config import ConfigError, EngineConfig
 from skipjoin.core.events import Finished, Preempted, Restarted, Token
 from skipjoin.core.step import StepPlan
+from skipjoin.engine.build import Engine, assemble
+from skipjoin.engine.loop import EngineLoop
 from skipjoin.exec.base import RankError
-from skipjoin.exec.cluster import Cluster
-from skipjoin.exec.plan_messages import OutOfStepError
+from skipjoin.exec.ranks.cluster import Cluster
+from skipjoin.exec.ranks.plan_messages import OutOfStepError
 from skipjoin.model.config import ModelError
 from skipjoin.observe.metrics import EngineMetrics
 from skipjoin.sampling import SamplingParams
-from skipjoin.server.loop import EngineLoop
 
 pytestmark = pytest.mark.ray
 pytest.importorskip("ray")

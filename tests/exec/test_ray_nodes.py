@@ -18,13 +18,13 @@ import ray
 from ray_nodes import Nodes, nodes
 from test_ranks_on_ray import Outputs, Session, config
 
-from skipjoin.assembly import Engine, assemble
 from skipjoin.config import ConfigError
 from skipjoin.core.events import Restarted
-from skipjoin.exec import ranks
+from skipjoin.engine.build import Engine, assemble
 from skipjoin.exec.base import RankError
-from skipjoin.exec.links import Door
-from skipjoin.exec.nodes import Node, away_from, silent
+from skipjoin.exec.ranks.links import Door
+from skipjoin.exec.ranks.nodes import Node, away_from, silent
+from skipjoin.exec.ranks.ranks import ranks
 from skipjoin.model.config import ModelError
 
 pytestmark = pytest.mark.ray
@@ -233,7 +233,7 @@ def test_an_address_where_nobody_answers(address: str) -> None:
 def test_a_process_ends_with_its_connection_whatever_it_does() -> None:
     code = """
 import sys, time
-from skipjoin.exec.links import end_with, knock
+from skipjoin.exec.ranks.links import end_with, knock
 connection = knock((sys.argv[1], int(sys.argv[2])), bytes.fromhex(sys.argv[3]), 0)
 end_with(connection)
 time.sleep(60)

@@ -12,7 +12,7 @@ from skipjoin.core.events import Planned
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.core.step import Direction, Move, Slice, StepPlan
 from skipjoin.exec.local import LocalExecutor
-from skipjoin.exec.plan_messages import OutOfStepError, PlanReader, PlanWriter
+from skipjoin.exec.ranks.plan_messages import OutOfStepError, PlanReader, PlanWriter
 from skipjoin.exec.sampling import Sampling
 from skipjoin.sampling import SamplingParams
 

@@ -17,7 +17,7 @@ from torch import distributed
 
 from skipjoin.core.events import Preemption
 from skipjoin.exec.base import RankError
-from skipjoin.exec.plan_messages import OutOfStepError
+from skipjoin.exec.ranks.plan_messages import OutOfStepError
 from skipjoin.model.loader import random_model
 from skipjoin.model.parallel import GroupError, Shard
 from skipjoin.model.torch_group import TorchGroup

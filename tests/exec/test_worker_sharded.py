@@ -21,10 +21,10 @@ from skipjoin.core.request import Request
 from skipjoin.core.step import Direction, Move, Slice, StageTime, StepPlan
 from skipjoin.exec.base import RankError
 from skipjoin.exec.kv_store import KVStore
-from skipjoin.exec.messages import Done, Failed
-from skipjoin.exec.plan_messages import OutOfStepError, PlanReader
+from skipjoin.exec.ranks.messages import Done, Failed
+from skipjoin.exec.ranks.plan_messages import OutOfStepError, PlanReader
+from skipjoin.exec.ranks.sharded import ShardedExecutor
 from skipjoin.exec.sampling import Sampling
-from skipjoin.exec.sharded import ShardedExecutor
 from skipjoin.exec.worker import Worker
 from skipjoin.model.loader import random_model
 from skipjoin.model.parallel import Shard

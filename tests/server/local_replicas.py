@@ -13,15 +13,15 @@ import psutil
 from server_worlds import HERE
 
 from skipjoin.config import EngineConfig
-from skipjoin.exec.keeper import Needs
-from skipjoin.server.engine_client import EngineClient
+from skipjoin.server.engines.engine_client import EngineClient
+from skipjoin.server.engines.keeper import Needs
+from skipjoin.server.engines.replica import EngineReplica
+from skipjoin.server.engines.replicas import ReplicaSet
 from skipjoin.server.metrics import Metrics
-from skipjoin.server.replica import EngineReplica
-from skipjoin.server.replicas import ReplicaSet
 
 
 class LocalKeeper:
-    """`skipjoin.exec.keeper.Keeper` on this machine, in this process. It starts again who ends, unless `rests`."""
+    """`Keeper` on this machine, in this process. It starts again what ends, unless `rests`."""
 
     name = "tests"
 
@@ -62,7 +62,7 @@ class LocalKeeper:
 
 
 class LocalCluster:
-    """`skipjoin.exec.cluster.Cluster` of nothing."""
+    """`skipjoin.exec.ranks.cluster.Cluster` of nothing."""
 
     ip = "127.0.0.1"
 

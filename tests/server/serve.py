@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from skipjoin.config import EngineConfig, ServerConfig
-from skipjoin.server.engine_program import ENGINE_COMMAND
+from skipjoin.server.engines.engine_program import ENGINE_COMMAND
+from skipjoin.server.engines.replicas import ReplicaSet
 from skipjoin.server.launch import MakeEngines, one_engine, run_server
-from skipjoin.server.replicas import ReplicaSet
 
 _READ = {
     "port": int,

@@ -21,12 +21,12 @@ from skipjoin.core.request import FinishReason
 from skipjoin.model.tokenizer import load_tokenizer
 from skipjoin.policies.cost import LinearCost
 from skipjoin.sampling import Scored, TokenDetail
-from skipjoin.server.app import build_app
-from skipjoin.server.auth import Guard
-from skipjoin.server.engine_client import EngineClient, Replica
-from skipjoin.server.messages import Abort, Add, FromEngine, Ready, Shutdown, Step
+from skipjoin.server.api.app import build_app
+from skipjoin.server.api.auth import Guard
+from skipjoin.server.api.service import Service
+from skipjoin.server.engines.engine_client import EngineClient, Replica
+from skipjoin.server.engines.messages import Abort, Add, FromEngine, Ready, Shutdown, Step
 from skipjoin.server.metrics import Metrics
-from skipjoin.server.service import Service
 
 HERE = Path(__file__).parent
 BLOCKS = 4096

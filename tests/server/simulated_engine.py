@@ -26,8 +26,8 @@ from skipjoin.model.config import ModelError
 from skipjoin.policies.cost import LinearCost
 from skipjoin.recipes import Settings, build
 from skipjoin.sampling import SamplingParams, Scored, TokenDetail
-from skipjoin.server.engine_server import OnProgress, serve_engine
-from skipjoin.server.messages import Ready, Setup
+from skipjoin.server.engines.engine_server import OnProgress, serve_engine
+from skipjoin.server.engines.messages import Ready, Setup
 
 BLOCK_SIZE = 16
 HOPELESS = 99
@@ -40,7 +40,7 @@ def _alternatives(count: int | None) -> tuple[tuple[int, float], ...]:
 
 
 class SimulatedLoop:
-    """`skipjoin.server.engine_server.Loop` that sleeps instead of computing."""
+    """`skipjoin.server.engines.engine_server.Loop` that sleeps instead of computing."""
 
     def __init__(self, setup: Setup, step_s: float, blocks: int, context: int) -> None:
         config = setup.config

@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from skipjoin.assembly import assemble
 from skipjoin.config import EngineConfig
 from skipjoin.core.events import Event, Finished, Token
 from skipjoin.core.request import Request
+from skipjoin.engine.build import assemble
+from skipjoin.engine.loop import EngineLoop
 from skipjoin.observe.metrics import EngineMetrics, Snapshot, merged
 from skipjoin.sampling import SamplingParams, TokenDetail
-from skipjoin.server.loop import EngineLoop
 
 PROMPT = list(range(40, 60))
 PARAMS: list[dict[str, Any]] = [

@@ -21,13 +21,13 @@ from server_worlds import HERE
 
 from skipjoin.config import EngineConfig
 from skipjoin.sampling import SamplingParams
-from skipjoin.server import link
-from skipjoin.server.engine_handle import EngineStartError
-from skipjoin.server.engine_program import ORPHANED
-from skipjoin.server.errors import ApiError
-from skipjoin.server.link import Door, Link, NoAnswerError, knock
-from skipjoin.server.messages import Add, Key, Setup
-from skipjoin.server.sequences import Mailbox
+from skipjoin.server.engines import link
+from skipjoin.server.engines.engine_handle import EngineStartError
+from skipjoin.server.engines.engine_program import ORPHANED
+from skipjoin.server.engines.errors import EngineDeadError
+from skipjoin.server.engines.link import Door, Link, NoAnswerError, knock
+from skipjoin.server.engines.messages import Add, Key, Setup
+from skipjoin.server.engines.sequences import Mailbox
 
 pytestmark = pytest.mark.anyio
 
@@ -151,7 +151,7 @@ async def test_when_nobody_comes_back_the_server_ends(tokenizer_folder: Path, tm
         for engine in replicas.engines:
             engine.kill()
         await asyncio.wait_for(replicas.died.wait(), 20)
-        with pytest.raises(ApiError, match="the engine has stopped"):
+        with pytest.raises(EngineDeadError):
             await request
         assert replicas.client.dead
 
@@ -251,7 +251,7 @@ async def test_an_engine_without_an_api_process_ends(tokenizer_folder: Path) -> 
     door = Door("127.0.0.1", lambda one: None)
     door.close()
     program = (
-        "import sys; import skipjoin.server.link as link; link.KNOCK_S = 0.3\n"
+        "import sys; import skipjoin.server.engines.link as link; link.KNOCK_S = 0.3\n"
         f"sys.path.insert(0, {str(HERE)!r}); sys.argv = ['x', {str(tokenizer_folder)!r}, '0', '99', '99']\n"
         "import simulated_engine; sys.exit(simulated_engine.main())\n"
     )

@@ -16,8 +16,8 @@ import psutil
 import pytest
 from server_worlds import ServerProcess
 
-from skipjoin.exec.cluster import ClusterError
-from skipjoin.exec.keeper import Needs, check_room
+from skipjoin.exec.ranks.cluster import ClusterError
+from skipjoin.server.engines.keeper import Needs, check_room
 
 needs_ray = pytest.mark.ray
 CHAT = {
@@ -203,7 +203,7 @@ def test_there_must_be_room() -> None:
 def test_the_environment_is_left_alone() -> None:
     """Importing what starts replicas neither imports Ray nor sets anything."""
     code = (
-        "import os, sys; before = dict(os.environ); import skipjoin.server.replicas\n"
+        "import os, sys; before = dict(os.environ); import skipjoin.server.engines.replicas\n"
         "assert before == dict(os.environ); sys.exit('ray' in sys.modules or 'torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, env=dict(os.environ)).returncode == 0

@@ -13,11 +13,11 @@ from server_worlds import Api, MakeApi
 
 from skipjoin.config import ServerConfig
 from skipjoin.core.request import FinishReason
-from skipjoin.server.app import build_app
-from skipjoin.server.engine_client import EngineClient
-from skipjoin.server.messages import Refused
+from skipjoin.server.api.app import build_app
+from skipjoin.server.api.service import Service
+from skipjoin.server.engines.engine_client import EngineClient
+from skipjoin.server.engines.messages import Refused
 from skipjoin.server.metrics import Metrics
-from skipjoin.server.service import Service
 
 pytestmark = pytest.mark.anyio
 

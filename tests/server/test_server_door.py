@@ -11,7 +11,7 @@ import httpx
 import pytest
 from server_worlds import BLOCKS, MakeApi, ServerProcess, simulated_server
 
-from skipjoin.server.auth import OPEN_PATHS
+from skipjoin.server.api.auth import OPEN_PATHS
 
 KEY = {"Authorization": "Bearer right"}
 

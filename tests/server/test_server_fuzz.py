@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from server_worlds import BLOCKS, ServerProcess, simulated_server
 
 from skipjoin.config import ServerConfig
-from skipjoin.server.app import build_app
-from skipjoin.server.engine_client import EngineClient
+from skipjoin.server.api.app import build_app
+from skipjoin.server.api.protocol import ChatRequest, CompletionRequest
+from skipjoin.server.api.service import Service
+from skipjoin.server.engines.engine_client import EngineClient
 from skipjoin.server.metrics import Metrics
-from skipjoin.server.protocol import ChatRequest, CompletionRequest
-from skipjoin.server.service import Service
 
 SOME = settings(max_examples=10, suppress_health_check=list(HealthCheck))
 

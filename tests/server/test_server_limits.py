@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skipjoin.server.errors import ApiError
-from skipjoin.server.limits import Admission, estimate_tokens
+from skipjoin.server.api.errors import ApiError
+from skipjoin.server.api.limits import Admission, estimate_tokens
 from skipjoin.server.metrics import Metrics
 
 

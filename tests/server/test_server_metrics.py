@@ -21,8 +21,8 @@ from simulated_engine import SimulatedLoop
 from skipjoin.config import ConfigError, EngineConfig, ServerConfig
 from skipjoin.observe.metrics import EngineMetrics, Snapshot
 from skipjoin.sampling import SamplingParams
-from skipjoin.server.engine_server import EngineServer
-from skipjoin.server.messages import Add, FromEngine, Setup, Shutdown, Stats, Step, ToEngine
+from skipjoin.server.engines.engine_server import EngineServer
+from skipjoin.server.engines.messages import Add, FromEngine, Setup, Shutdown, Stats, Step, ToEngine
 
 GOLDEN = HERE / "metrics_names.txt"
 Numbers = dict[tuple[str, tuple[tuple[str, str], ...]], float]

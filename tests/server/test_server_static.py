@@ -18,7 +18,7 @@ CONVERTER = SOURCE / "model" / "convert.py"
 # Simulations run in processes that it starts itself, over pipes that nobody else has; no server imports it.
 SWEEP = SOURCE / "bench" / "sweep.py"
 # Connections with a challenge, on which bytes go as they are.
-LINKS = SOURCE / "exec" / "links.py"
+LINKS = SOURCE / "exec" / "ranks" / "links.py"
 
 
 def test_there_is_source() -> None:

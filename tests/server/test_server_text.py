@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skipjoin.core.request import FinishReason
+from skipjoin.engine.text import Choice, Output, StopStrings, TextRules
 from skipjoin.model.config import ModelError
 from skipjoin.model.tokenizer import load_tokenizer
-from skipjoin.server.outputs import Choice, Output, StopStrings, TextRules
 
 
 def first_complete(text: str, stops: list[str]) -> tuple[int, int] | None:

@@ -9,7 +9,6 @@ from typing import Annotated
 
 import typer
 
-from skipjoin import __version__
 from skipjoin.cli.bench import bench
 from skipjoin.cli.convert import convert
 from skipjoin.cli.generate import generate
@@ -17,6 +16,7 @@ from skipjoin.cli.plot import plot
 from skipjoin.cli.profile import profile
 from skipjoin.cli.serve import serve
 from skipjoin.cli.simulate import simulate
+from skipjoin.version import VERSION
 
 app = typer.Typer(
     help="LLM serving whose scheduler can stop any request after any token and run another.",
@@ -30,7 +30,7 @@ for command in (serve, generate, convert, profile, simulate, bench, plot):
 
 def _print_version(value: bool) -> None:
     if value:
-        print(f"skipjoin {__version__}")
+        print(f"skipjoin {VERSION}")
         raise typer.Exit
 
 

@@ -34,7 +34,7 @@ from skipjoin.config import ConfigError, EngineConfig
 from skipjoin.profile import Profile, Transfer, cache_path, write_profile
 
 if TYPE_CHECKING:
-    from skipjoin.exec.profiler import Effort
+    from skipjoin.engine.profiling.profiler import Effort
 
 
 def profile(
@@ -60,7 +60,7 @@ def profile(
     ray_address: RayAddress = ENGINE.ray_address,
 ) -> None:
     """Measure what steps and transfers of MODEL cost here, for the server and the simulator."""
-    from skipjoin.exec.profiler import THOROUGH_PRECISION, Effort  # noqa: PLC0415
+    from skipjoin.engine.profiling.profiler import THOROUGH_PRECISION, Effort  # noqa: PLC0415
 
     with plain_errors():
         if not 1 <= seconds <= 1e5:
@@ -92,7 +92,7 @@ def profile(
 
 def _measure(config: EngineConfig, effort: Effort) -> Profile:
     """The profile; a bar per stage of the work, if a person is watching."""
-    from skipjoin.assembly import profile_model  # noqa: PLC0415
+    from skipjoin.engine.profiling.startup import profile_model  # noqa: PLC0415
 
     with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bars:
         tasks = {}

@@ -109,8 +109,8 @@ def serve(
     ] = SERVER.shutdown_timeout_s,
 ) -> None:
     """Serve MODEL over the OpenAI API."""
+    from skipjoin.server.engines.replicas import ReplicaSet  # noqa: PLC0415
     from skipjoin.server.launch import one_engine, run_server  # noqa: PLC0415
-    from skipjoin.server.replicas import ReplicaSet  # noqa: PLC0415
 
     with plain_errors():
         check_profile_file(profile)

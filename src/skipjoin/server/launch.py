@@ -30,16 +30,16 @@ import uvloop
 from skipjoin.config import EngineConfig, ServerConfig
 from skipjoin.model.config import ModelError
 from skipjoin.model.tokenizer import Tokenizer, load_tokenizer
-from skipjoin.server.app import build_app
-from skipjoin.server.engine_client import EngineClient
-from skipjoin.server.engine_handle import EngineHandle, EngineStartError
-from skipjoin.server.engine_program import ENGINE_COMMAND
-from skipjoin.server.errors import unavailable
-from skipjoin.server.http import HttpServer, listen
-from skipjoin.server.messages import Ready
+from skipjoin.server.api.app import build_app
+from skipjoin.server.api.errors import unavailable
+from skipjoin.server.api.http import HttpServer, listen
+from skipjoin.server.api.service import Service
+from skipjoin.server.engines.engine_client import EngineClient
+from skipjoin.server.engines.engine_handle import EngineHandle, EngineStartError
+from skipjoin.server.engines.engine_program import ENGINE_COMMAND
+from skipjoin.server.engines.messages import Ready
 from skipjoin.server.metrics import Metrics
 from skipjoin.server.progress import ProgressDisplay
-from skipjoin.server.service import Service
 
 EXIT_OK, EXIT_ENGINE, EXIT_SETTING = 0, 1, 2
 DEATH_GRACE_S = 10.0

@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from skipjoin.observe.metrics import DOOR_METRICS, ENGINE_METRICS, Histogram, Metric, Snapshot
-from skipjoin.server.messages import Ready
+from skipjoin.server.engines.messages import Ready
 
 
 class Metrics(Collector):

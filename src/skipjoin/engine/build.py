@@ -1,0 +1,101 @@
+"""From a configuration to a running engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from skipjoin.config import ConfigError, EngineConfig
+from skipjoin.core.engine import EngineCore
+from skipjoin.core.kv import KVLedger
+from skipjoin.engine.load import Loaded, Progress, load
+from skipjoin.engine.profiling.startup import start_cost
+from skipjoin.engine.scheduling import depth_of, make_scheduler, recipe_settings
+from skipjoin.exec.part import ModelExecutor
+from skipjoin.policies.cost import LearningCost
+from skipjoin.recipes import RECIPES, build
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What there is to know about an assembled engine.
+
+    folder: where model and tokenizer lie. max_model_len: most tokens of prompt and output together.
+    device_blocks, host_blocks: KV blocks of block_size tokens and block_bytes bytes on each tier. weight_bytes: size of
+    the weights. Both over all ranks.
+    cost: what the scheduler takes steps to cost; it learns from those that run. starvation_s: seconds without running
+    after which recipes that promote do so.
+    """
+
+    model: str
+    folder: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    device_blocks: int
+    host_blocks: int
+    block_size: int
+    block_bytes: int
+    recipe: str
+    dtype: str
+    device: str
+    weight_bytes: int
+    cost: LearningCost
+    starvation_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """The parts that a driver needs. seed: from which requests without a seed draw theirs."""
+
+    core: EngineCore
+    executor: ModelExecutor
+    info: EngineInfo
+    seed: int
+
+
+def assemble(config: EngineConfig, on_progress: Progress = lambda what, share: None) -> Engine:
+    """Load the model, size the KV pools, learn what steps cost, build the scheduler.
+
+    Raises `ModelError` for a model that cannot be used and `ConfigError` for a setting that cannot be met.
+    """
+    if config.recipe not in RECIPES:
+        raise ConfigError(f"recipe must be one of {', '.join(sorted(RECIPES))}, got {config.recipe!r}")
+    loaded = load(config, on_progress)
+    try:
+        return engine_around(loaded, config, on_progress)
+    except BaseException:
+        loaded.executor.close()
+        raise
+
+
+def engine_around(loaded: Loaded, config: EngineConfig, on_progress: Progress = lambda what, share: None) -> Engine:
+    """An engine on a model that is loaded, with all of its KV pools. config: as it was loaded with, but for what
+    concerns the scheduler. Engines that follow each other may share a model, each when the one before it is idle.
+
+    Raises `ConfigError`.
+    """
+    executor = loaded.executor
+    blocks, host_blocks, block_size = executor.pools
+    cost = LearningCost(start_cost(config, loaded, on_progress))
+    settings = recipe_settings(config, loaded, cost)
+    ledger = KVLedger(blocks, host_blocks, block_size)
+    scheduler = make_scheduler(config, build(config.recipe, settings), ledger, depth_of(config, executor))
+    part = executor.parts[0]
+    info = EngineInfo(
+        model=config.model,
+        folder=str(loaded.folder),
+        max_model_len=loaded.max_len,
+        vocab_size=loaded.config.vocab_size,
+        eos_token_ids=loaded.config.eos_token_ids,
+        device_blocks=blocks,
+        host_blocks=host_blocks,
+        block_size=block_size,
+        block_bytes=sum(part.block_bytes for part in executor.parts),
+        recipe=config.recipe,
+        dtype=part.dtype,
+        device=part.device_kind,
+        weight_bytes=sum(part.weight_bytes for part in executor.parts),
+        cost=cost,
+        starvation_s=settings.starvation_s,
+    )
+    return Engine(EngineCore(scheduler), executor, info, config.seed)

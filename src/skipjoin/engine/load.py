@@ -1,0 +1,140 @@
+"""Loading a model on this device or on ranks, with KV pools beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from skipjoin.builtin import MODEL_NAME, builtin_model_path
+from skipjoin.config import ConfigError, EngineConfig
+from skipjoin.engine.profiling.profiler import profile_key
+from skipjoin.engine.sizing import device_blocks, host_blocks
+from skipjoin.exec.base import RankError
+from skipjoin.exec.graphs import graph_bytes, ladder, record_graphs
+from skipjoin.exec.local import LocalExecutor
+from skipjoin.exec.memory import LargestStep, measure_peak
+from skipjoin.exec.part import ModelExecutor, Part, Room, make_store, part_of, room_of
+from skipjoin.model.config import ModelConfig
+from skipjoin.model.loader import load_model, resolve_folder
+from skipjoin.model.parallel import check_shards
+from skipjoin.profile import ProfileKey
+from skipjoin.version import VERSION
+
+if TYPE_CHECKING:
+    from skipjoin.exec.ranks.ranks import RankedExecutor
+
+# Called with (what is being done, share done between 0 and 1).
+Progress = Callable[[str, float], None]
+
+
+class Loaded(NamedTuple):
+    """A model that can run. folder: where it lies. max_len: most tokens of prompt and output together. key: of its
+    profile. The caller of `load` closes the executor."""
+
+    folder: Path
+    config: ModelConfig
+    executor: ModelExecutor
+    max_len: int
+    key: ProfileKey
+
+
+def model_folder(name: str, load_format: str = "auto") -> Path:
+    """The folder of a model: the built-in one by its name, a path, or a hub id, of which "dummy" fetches no weights.
+    Raises `ModelError`."""
+    return builtin_model_path() if name == MODEL_NAME else resolve_folder(name, weights=load_format != "dummy")
+
+
+def load(config: EngineConfig, on_progress: Progress = lambda what, share: None) -> Loaded:
+    """Load the model and make its KV pools. Raises `ModelError` for a model that cannot be used and `ConfigError` for
+    a setting that cannot be met."""
+    folder = model_folder(config.model, config.load_format)
+    model_config = ModelConfig.from_folder(folder)
+    max_len = _max_model_len(config, model_config)
+    check_shards(model_config, config.tensor_parallel_size, config.pipeline_parallel_size)
+    executor: ModelExecutor = (_load_ranks if config.is_distributed else _load_here)(
+        config, folder, max_len, on_progress
+    )
+    key = profile_key(config.model, model_config, executor.parts, VERSION)
+    return Loaded(folder, model_config, executor, max_len, key)
+
+
+def _load_here(config: EngineConfig, folder: Path, max_len: int, on_progress: Progress) -> LocalExecutor:
+    """All of the model in this process."""
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    model = load_model(
+        folder,
+        dtype=config.dtype,
+        device=config.device,
+        attention=config.attention,
+        load_format=config.load_format,
+        progress=lambda done, total: on_progress("loading weights", done / total),
+    )
+    if model.device.type == "cuda":
+        on_progress("tuning kernels", 0.0)
+    model.attention.tune(model.config, model.dtype, model.device, config.block_size, model.shard)
+    peak = measure_peak(model, _largest_step(config, max_len), config.block_size)
+    # Graphs need attention whose grids follow from shapes alone.
+    sizes = ladder(config.max_num_seqs) if model.attention.name == "triton" and not config.enforce_eager else []
+    room = room_of(model, config.gpu_memory_utilization, peak=peak, graph_bytes=graph_bytes(model, sizes, peak))
+    parts = (part_of(model, config.block_size, torch.get_num_threads()),)
+    blocks, host_blocks = _pools(config, parts, (room,), max_len)
+    store = make_store(model, blocks, host_blocks, config.block_size)
+    on_record = partial(on_progress, "recording decode steps")
+    graphs = record_graphs(model, store.device, sizes, max_len, on_record) if sizes else None
+    return LocalExecutor(model, store, threads=config.threads, graphs=graphs)
+
+
+def _load_ranks(config: EngineConfig, folder: Path, max_len: int, on_progress: Progress) -> RankedExecutor:
+    """The model on ranks that Ray places. Raises `ConfigError` for a cluster that cannot have them."""
+    # What ranks need, Ray and its messages, an engine in one process can do without.
+    from skipjoin.exec.ranks.cluster import ClusterError  # noqa: PLC0415
+    from skipjoin.exec.ranks.rank_actor import RankModel  # noqa: PLC0415
+    from skipjoin.exec.ranks.ranks import GroupSizes, RankedExecutor  # noqa: PLC0415
+
+    model = RankModel(
+        folder=str(folder),
+        dtype=config.dtype,
+        device=config.device,
+        attention=config.attention,
+        load_format=config.load_format,
+        threads=config.threads,
+        block_size=config.block_size,
+        gpu_share=config.gpu_memory_utilization,
+        largest=_largest_step(config, max_len),
+    )
+    sizes = GroupSizes(config.tensor_parallel_size, config.pipeline_parallel_size)
+    try:
+        return RankedExecutor(
+            model,
+            sizes,
+            lambda parts, rooms: _pools(config, parts, rooms, max_len),
+            address=config.ray_address,
+            max_restarts=config.max_restarts,
+            on_progress=on_progress,
+        )
+    except (ClusterError, RankError) as error:
+        raise ConfigError(str(error)) from error
+
+
+def _largest_step(config: EngineConfig, max_len: int) -> LargestStep:
+    return LargestStep(config.max_num_batched_tokens, config.max_num_seqs, max_len)
+
+
+def _pools(config: EngineConfig, parts: Sequence[Part], rooms: Sequence[Room], max_len: int) -> tuple[int, int]:
+    """KV blocks on the device and on the host."""
+    blocks = device_blocks(config, parts, rooms, max_len)
+    return blocks, host_blocks(config, parts, rooms, blocks)
+
+
+def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
+    most = model.max_positions
+    if config.max_model_len is None:
+        return most
+    if config.max_model_len > most:
+        raise ConfigError(f"max_model_len must be at most the model's {most} positions, got {config.max_model_len}")
+    return config.max_model_len

@@ -1,0 +1,123 @@
+"""The driver of the real world: it owns the wall clock and turns the engine, one step at a time."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Sequence
+
+from skipjoin.core.events import Event
+from skipjoin.core.request import Request
+from skipjoin.core.step import StepResult, StepShape
+from skipjoin.engine.build import Engine
+from skipjoin.engine.driver import StepDriver
+from skipjoin.exec.base import RankError
+from skipjoin.exec.sampling import Sampling
+from skipjoin.sampling import ParameterError, SamplingParams
+
+
+class EngineLoop:
+    """Requests in by `add` and `abort`, events out of `step`. Not thread-safe: one thread owns it.
+
+    clock: seconds, monotonic.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.core = engine.core
+        self.clock = time.monotonic
+        self._cost = engine.info.cost
+        self._driver = StepDriver(engine.core, engine.executor, self.clock, self._learn)
+        self._seeds = random.Random(engine.seed)
+
+    def add(
+        self,
+        request_id: int,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        deadline_s: float | None = None,
+        output: Sequence[int] = (),
+        age_s: float = 0.0,
+    ) -> None:
+        """Take a request. deadline_s: seconds from now after which it is given up. output: what another engine has
+        generated of it, after which it goes on. age_s: seconds since it first arrived anywhere.
+
+        Raises `ParameterError` for a prompt that is empty, too long or has unknown token ids, and for max_tokens
+        beyond the context; `RequestTooLargeError` if the KV pool cannot hold it.
+        """
+        now = self.clock()
+        info = self.engine.info
+        eos = info.eos_token_ids
+        stop_tokens = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(eos))
+        seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
+        request = Request(
+            request_id,
+            now - age_s,
+            prompt,
+            self._max_tokens(prompt, params),
+            min_tokens=params.min_tokens,
+            stop_tokens=stop_tokens,
+            priority=priority,
+            deadline=now + deadline_s if deadline_s is not None else math.inf,
+            sampling=Sampling(params, seed, eos),
+            output=list(output),
+        )
+        self.core.add(request, now)
+
+    def abort(self, request_id: int) -> bool:
+        """End a request; False if it is not there (any more)."""
+        return self.core.abort(request_id, self.clock())
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to do until a request is added; KV of requests that ended may still be moving."""
+        return not (self.core.requests or self._driver.in_flight or self.core.kv.is_moving)
+
+    def step(self) -> list[Event]:
+        """One turn: fill the pipeline, wait for its oldest plan, settle it. What happened, in order.
+
+        Where a rank is lost, all are started anew, and requests go on from the tokens that are known. Raises
+        `RankError` if that cannot be, and `OutOfStepError`.
+        """
+        try:
+            if self.idle:
+                self.engine.executor.check()
+            self._driver.turn()
+        except RankError as error:
+            self._driver.in_flight.clear()
+            self.core.restart(self.clock())
+            self.engine.executor.restart(error)
+        return self.core.take_events()
+
+    def _learn(self, result: StepResult) -> None:
+        # What a step took that left slices out says nothing of a step with all of them.
+        if result.plan.slices and not result.given_up:
+            self._cost.learn(StepShape.of(result.plan.slices), result.seconds - result.moving)
+
+    def close(self) -> None:
+        """Let the running step end and stop the executor."""
+        self.engine.executor.close()
+
+    def _max_tokens(self, prompt: Sequence[int], params: SamplingParams) -> int:
+        info = self.engine.info
+        if not prompt:
+            raise ParameterError("prompt", "prompt must have at least 1 token")
+        if min(prompt) < 0 or max(prompt) >= info.vocab_size:
+            raise ParameterError("prompt", f"prompt's token ids must be in [0, {info.vocab_size - 1}]")
+        left = info.max_model_len - len(prompt)
+        if left < 1:
+            raise ParameterError(
+                "prompt", f"prompt must have at most {info.max_model_len - 1} tokens, got {len(prompt)}"
+            )
+        if params.max_tokens is None:
+            return left
+        if params.max_tokens > left:
+            raise ParameterError(
+                "max_tokens",
+                f"max_tokens must be at most {left} after a prompt of {len(prompt)} tokens "
+                f"(the context holds {info.max_model_len}), got {params.max_tokens}",
+            )
+        return params.max_tokens

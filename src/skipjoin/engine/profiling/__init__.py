@@ -1,0 +1,1 @@
+"""What steps and transfers cost on this machine: measured, guessed, cached."""

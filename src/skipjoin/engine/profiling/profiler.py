@@ -1,0 +1,300 @@
+"""Measuring what steps and transfers cost on this machine, and making a profile of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from skipjoin.core.request import Request
+from skipjoin.core.step import Direction, Slice, StepPlan, StepShape
+from skipjoin.engine.profiling.cases import Case, Limits, Pieces, cases
+from skipjoin.engine.profiling.guess import guess_cost
+from skipjoin.exec.fit import cost_errors, fit_cost
+from skipjoin.exec.part import ModelExecutor, Part, by_stage
+from skipjoin.exec.sampling import Sampling
+from skipjoin.machine import cpu_name
+from skipjoin.model.config import ModelConfig
+from skipjoin.policies.cost import LinearCost, scaled
+from skipjoin.profile import FitErrors, Profile, ProfileKey, Sample
+from skipjoin.sampling import SamplingParams
+
+# Called with (what is being done, share done between 0 and 1).
+OnProgress = Callable[[str, float], None]
+
+_PER_KIND = 12
+# Fewest runs of a step after the one that warms it up.
+_FEWEST_RUNS = 6
+# Steps of which no run was made when this share of the time is spent are left out: half as many steps, each measured
+# several times, say more than all of them measured once.
+_NEW_STEPS_SHARE = 0.3
+# No run may take more than this share of the time that is left.
+_RUN_SHARE = 0.25
+# All runs of a step together may take so many times its fair part of the time: long steps do not get as many.
+_FAIR_PARTS = 2
+# With fewer measured shapes than this to fit five coefficients to, the guess is scaled instead.
+_FEWEST_SHAPES = 8
+# A run that took more than so many times the median is counted as that: it is a hiccup, not what steps take.
+_HICCUP = 3.0
+# KV that steps read while they are measured: more than caches hold, so that it comes from memory.
+_KV_BYTES = 256 << 20
+# The transfer by which the slower direction is told.
+_COMPARED_BLOCKS = 16
+# Of the time, for measuring transfers.
+_TRANSFER_SHARE = 0.1
+
+# Attributes of a model that its steps' times do not depend on.
+_NOT_SHAPE = ("eos_token_ids", "bos_token_id", "pad_token_id", "dtype_name")
+
+
+class Effort(NamedTuple):
+    """How long to measure: for at most about `seconds`, and no longer than until times are known to within the share
+    `precision` of themselves."""
+
+    seconds: float
+    precision: float
+
+
+# Before a server's first request, and when a profile is asked for.
+FIRST_START = Effort(20.0, 0.05)
+THOROUGH_PRECISION = 0.03
+
+
+class _Measured(NamedTuple):
+    """What a step takes: the lower quartile of `runs` runs, their mean, and the share of it that each stage has."""
+
+    shape: StepShape
+    seconds: float
+    mean: float
+    shares: tuple[float, ...]
+    runs: int
+    held_out: bool
+
+
+def profile_key(name: str, config: ModelConfig, parts: Sequence[Part], version: str) -> ProfileKey:
+    """Of this model on these ranks. name: for people; of a folder its last part is kept."""
+    part, stages = parts[0], by_stage(parts)
+    return ProfileKey(
+        model=Path(name).resolve().name if Path(name).is_dir() else name,
+        shape=shape_hash(config),
+        device_kind=part.device_kind,
+        device=part.device,
+        threads=part.threads,
+        dtype=part.dtype,
+        attention=part.attention,
+        tp=len(stages[0]),
+        pp=len(stages),
+        version=version,
+    )
+
+
+def shape_hash(config: ModelConfig) -> str:
+    """The same for models whose steps cost the same: everything but the meaning of tokens."""
+    values = {name: value for name, value in dataclasses.asdict(config).items() if name not in _NOT_SHAPE}
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def measure_profile(
+    executor: ModelExecutor,
+    config: ModelConfig,
+    key: ProfileKey,
+    limits: Limits,
+    effort: Effort,
+    *,
+    host_s: float,
+    on_progress: OnProgress,
+) -> Profile:
+    """Measure steps and transfers, and fit a cost model to them.
+
+    Writes into KV blocks that nobody holds yet: call it before the first request. limits: of the engine's steps.
+    host_s: what the engine adds to each, for the profile to keep. Of a pipeline, steps and transfers are the sums over
+    its stages, each measured while the others are busy.
+    """
+    began = time.perf_counter()
+    parts, block_size = executor.parts, executor.pools[-1]
+    transfers = executor.transfers(effort.seconds * _TRANSFER_SHARE)
+    steps = _measure_steps(executor, limits, began + effort.seconds, effort.precision, on_progress)
+    fit, errors = _fit_steps(steps, guess_cost(parts, block_size))
+    # The quiet times tell what steps cost beside each other; on average they will meet what these runs met.
+    unrest = statistics.median(step.mean / step.seconds for step in steps)
+    slower = max(transfers.values(), key=lambda transfer: transfer.floor + transfer.block * _COMPARED_BLOCKS)
+    return Profile(
+        key=key,
+        cost=dataclasses.replace(scaled(fit, unrest), block=slower.block, transfer_floor=slower.floor),
+        transfer_out=transfers[Direction.OUT],
+        transfer_in=transfers[Direction.IN],
+        unrest=unrest,
+        host_s=host_s,
+        block_size=block_size,
+        kv_bytes_per_block=sum(part.block_bytes for part in parts),
+        weight_bytes=sum(part.weight_bytes for part in parts),
+        vocab_size=config.vocab_size,
+        max_positions=config.max_positions,
+        stage_shares=tuple(np.mean([step.shares for step in steps], axis=0).tolist()),
+        errors=errors,
+        samples=tuple(Sample(*step.shape, step.seconds, step.runs, step.held_out) for step in steps),
+        machine=_machine(parts[0].device_kind),
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+
+
+# -- steps ----------------------------------------------------------------------------------------------------------
+
+
+class _Clock:
+    """Says which runs there is time for. tokens: of a step. runs: the seconds of those that it had."""
+
+    def __init__(self, deadline: float) -> None:
+        self._began = time.perf_counter()
+        self._budget = max(1e-9, deadline - self._began)
+        self._heaviest, self._heaviest_s = 0, 0.0
+        self._steps = 0
+
+    @property
+    def share(self) -> float:
+        """Of the time, how much is spent; above 1 when it is over."""
+        return (time.perf_counter() - self._began) / self._budget
+
+    def allows(self, tokens: int, runs: Sequence[float]) -> bool:
+        if not self._steps:
+            return True
+        share = self.share
+        if not runs:
+            # Heavier steps that ran later may show that it is not so long: it is asked again in the next round.
+            expected = self._heaviest_s * max(1.0, tokens / self._heaviest)
+            return share < _NEW_STEPS_SHARE and expected < (1 - share) * self._budget * _RUN_SHARE
+        expected = runs[-1]
+        is_fair = sum(runs) + expected < self._budget * _FAIR_PARTS / self._steps
+        return is_fair and expected < (1 - share) * self._budget * _RUN_SHARE
+
+    def note(self, tokens: int, runs: Sequence[float]) -> None:
+        """The last of these runs was made just now."""
+        self._steps += len(runs) == 1
+        if tokens >= self._heaviest:
+            self._heaviest, self._heaviest_s = tokens, runs[-1]
+
+
+def _measure_steps(
+    executor: ModelExecutor, limits: Limits, deadline: float, precision: float, on_progress: OnProgress
+) -> list[_Measured]:
+    """The times of as many steps as there is time for; at least the smallest one.
+
+    Steps take turns, so that a slow spell of the machine hits all of them.
+    """
+    block_size, used = executor.pools[-1], _used_blocks(executor, limits)
+    executor.touch(used)
+    plans = [(case, _plan(case.pieces, block_size, used)) for case in cases(limits, _PER_KIND)]
+    times: dict[Case, list[float]] = {case: [] for case, _ in plans}
+    stages: dict[Case, list[tuple[float, ...]]] = {case: [] for case, _ in plans}
+    clock, has_run = _Clock(deadline), True
+    while has_run and _imprecision(times.values()) > precision:
+        has_run = False
+        for case, plan in plans:
+            tokens, runs = sum(piece.tokens for piece in plan.slices), times[case]
+            if clock.allows(tokens, runs):
+                stages[case].append(_run(executor, plan))
+                runs.append(sum(stages[case][-1]))
+                clock.note(tokens, runs)
+                has_run = True
+                on_progress("measuring step costs", min(1.0, clock.share))
+    on_progress("measuring step costs", 1.0)
+    # The first run is a warm-up, and counts only where there was no time for another. Others who use the machine
+    # only ever add time, so the step's own is nearer to the lower quartile than to the median.
+    counted = [(case, plan, stages[case][1:] or stages[case]) for case, plan in plans if times[case]]
+    return [_measured(StepShape.of(plan.slices), runs, case.held_out) for case, plan, runs in counted]
+
+
+def _run(executor: ModelExecutor, plan: StepPlan) -> tuple[float, ...]:
+    """Seconds that each stage takes for the plan."""
+    others = executor.parts[-1].stage
+    # While the middle one of so many is on any stage, the others keep all other stages busy.
+    handles = [executor.submit(plan, 0.0) for _ in range(2 * others + 1)]
+    result = [handle.result() for handle in handles][others]
+    return tuple(stage.busy for stage in result.stages) or (result.seconds,)
+
+
+def _measured(shape: StepShape, stages: Sequence[tuple[float, ...]], held_out: bool) -> _Measured:
+    """stages: seconds of each stage, per run."""
+    runs = np.sum(stages, axis=1)
+    quiet, middle = np.quantile(runs, (0.25, 0.5)).tolist()
+    parts = np.median(stages, axis=0)
+    shares = tuple((parts / parts.sum()).tolist())
+    return _Measured(shape, quiet, float(np.minimum(runs, _HICCUP * middle).mean()), shares, len(runs), held_out)
+
+
+def _imprecision(times: Iterable[Sequence[float]]) -> float:
+    """About how far off the times are, relative to themselves: the spread of a step's runs over the root of their
+    number, for the median step; infinite while most have too few runs to tell."""
+    return statistics.median([_spread(runs[1:]) for runs in times if runs] or [math.inf])
+
+
+def _spread(runs: Sequence[float]) -> float:
+    if len(runs) < _FEWEST_RUNS:
+        return math.inf
+    low, middle, high = np.quantile(runs, (0.25, 0.5, 0.75)).tolist()
+    spread: float = (high - low) / middle / math.sqrt(len(runs))
+    return spread
+
+
+def _used_blocks(executor: ModelExecutor, limits: Limits) -> int:
+    """How many of the pool's first blocks the steps use."""
+    blocks, _, block_size = executor.pools
+    block_bytes = sum(part.block_bytes for part in executor.parts)
+    return min(blocks, max(_KV_BYTES // block_bytes, -(-limits.positions // block_size)))
+
+
+def _plan(pieces: Pieces, block_size: int, used: int) -> StepPlan:
+    """A step with slices of (start, tokens), each in blocks of its own as far as `used` blocks go."""
+    sampling = Sampling(SamplingParams(temperature=0), 0, ())
+    slices, next_block = [], 0
+    for number, (start, tokens) in enumerate(pieces):
+        blocks = -(-(start + tokens) // block_size)
+        table = tuple((next_block + index) % used for index in range(blocks))
+        next_block += blocks
+        request = Request(number, 0.0, [number % 2] * (start + tokens), 1, sampling=sampling)
+        slices.append(Slice(request, start, tokens, True, False, table))
+    return StepPlan(0, tuple(slices))
+
+
+def _fit_steps(steps: Sequence[_Measured], guess: LinearCost) -> tuple[LinearCost, FitErrors]:
+    """What steps cost, and how well that says the times of the steps that were held out."""
+    fitted = [step for step in steps if not step.held_out]
+    held_out = [step for step in steps if step.held_out]
+    if len(fitted) < _FEWEST_SHAPES:
+        cost = scaled(guess, statistics.median(step.seconds / guess.step(step.shape) for step in steps))
+    else:
+        cost = fit_cost([step.shape for step in fitted], [step.seconds for step in fitted])
+    told = held_out or fitted
+    errors = cost_errors(cost, [step.shape for step in told], [step.seconds for step in told])
+    median, p95 = np.quantile(errors, (0.5, 0.95)).tolist()
+    return cost, FitErrors(median, p95, len(fitted), len(held_out))
+
+
+# -- the machine ----------------------------------------------------------------------------------------------------
+
+
+def _machine(device_kind: str) -> dict[str, str]:
+    """What a reader of a profile wants to know besides its key; no names and no paths."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    described = {
+        "cpu": cpu_name(),
+        "cores": str(os.cpu_count()),
+        "memory_gib": f"{memory / 2**30:.1f}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+    if device_kind == "cuda":
+        described["gpu_memory_gib"] = f"{torch.cuda.get_device_properties(0).total_memory / 2**30:.1f}"
+    return described

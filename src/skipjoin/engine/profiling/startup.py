@@ -1,0 +1,124 @@
+"""What steps cost when an engine starts: from a profile's file, the cache, a measurement or a guess."""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import time
+from pathlib import Path
+
+from skipjoin.config import ConfigError, EngineConfig
+from skipjoin.core.engine import EngineCore
+from skipjoin.core.kv import KVLedger
+from skipjoin.core.request import Request
+from skipjoin.engine.driver import StepDriver
+from skipjoin.engine.load import Loaded, Progress, load
+from skipjoin.engine.profiling.cases import Limits
+from skipjoin.engine.profiling.guess import guess_cost
+from skipjoin.engine.profiling.profiler import FIRST_START, Effort, measure_profile
+from skipjoin.engine.scheduling import depth_of, make_scheduler, plain_settings
+from skipjoin.exec.part import ModelExecutor
+from skipjoin.exec.sampling import Sampling
+from skipjoin.policies.cost import LinearCost
+from skipjoin.profile import Profile, ProfileKey, cache_path, cached_profile, one_at_a_time, read_profile, write_profile
+from skipjoin.recipes import build
+from skipjoin.sampling import SamplingParams
+
+_log = logging.getLogger(__name__)
+# Steps and requests in them that the engine's own time is measured on, and the share of the measuring they may take.
+_HOST_STEPS, _HOST_REQUESTS, _HOST_SHARE = 48, 16, 0.05
+
+
+def profile_model(config: EngineConfig, effort: Effort, on_progress: Progress = lambda what, share: None) -> Profile:
+    """Load the model and measure what steps and transfers cost. Raises as `assemble` does."""
+    loaded = load(config, on_progress)
+    try:
+        return measure(loaded, config, effort, on_progress)
+    finally:
+        loaded.executor.close()
+
+
+def start_cost(config: EngineConfig, loaded: Loaded, on_progress: Progress) -> LinearCost:
+    """What steps cost until steps have told."""
+    if config.profile == "off":
+        return guess_cost(loaded.executor.parts, config.block_size)
+    if config.profile == "auto":
+        with one_at_a_time(loaded.key):
+            profile = cached_profile(loaded.key)
+            if profile is None:
+                profile = measure(loaded, config, FIRST_START, on_progress)
+                _cache(profile)
+    else:
+        profile = read_profile(Path(config.profile))
+        _check_profile(profile, loaded.key, config.profile)
+    return profile.cost_for(config.block_size)
+
+
+def measure(
+    loaded: Loaded, config: EngineConfig, effort: Effort, on_progress: Progress = lambda what, share: None
+) -> Profile:
+    """What steps and transfers of a loaded model cost. It writes into KV blocks: no engine may be at work."""
+    blocks, _, block_size = loaded.executor.pools
+    limits = Limits(
+        tokens=config.max_num_batched_tokens,
+        requests=config.max_num_seqs,
+        positions=min(loaded.max_len, blocks * block_size),
+        kv_tokens=blocks * block_size,
+    )
+    began = time.perf_counter()
+    host_s = _host_seconds(config, loaded.executor, began + effort.seconds * _HOST_SHARE)
+    left = effort._replace(seconds=effort.seconds - (time.perf_counter() - began))
+    return measure_profile(
+        loaded.executor, loaded.config, loaded.key, limits, left, host_s=host_s, on_progress=on_progress
+    )
+
+
+def _host_seconds(config: EngineConfig, executor: ModelExecutor, deadline: float) -> float:
+    """What the engine adds to a decode step: deciding, handing over, settling, as far as none of it is hidden behind
+    another step; the median of some steps.
+
+    Writes into KV blocks that nobody holds yet.
+    """
+    cost = guess_cost(executor.parts, config.block_size)
+    policies = build(config.recipe, plain_settings(config, cost))
+    kv = KVLedger(executor.pools[0], 0, config.block_size)
+    # Stages hide nothing of it from each other, and their seconds are the sum of all.
+    depth = depth_of(config, executor) if config.pipeline_parallel_size == 1 else 1
+    core = EngineCore(make_scheduler(config, policies, kv, depth))
+    tokens = max(1, min(_HOST_STEPS, core.largest_request - 1))
+    sampling = Sampling(SamplingParams(temperature=0, max_tokens=tokens), 0, ())
+    for number in range(min(_HOST_REQUESTS, config.max_num_seqs)):
+        core.add(Request(number, 0.0, [0], tokens, sampling=sampling), 0.0)
+    times: list[float] = []
+    driver = StepDriver(core, executor, time.perf_counter)
+    begin = time.perf_counter()
+    while not times or ((core.requests or driver.in_flight) and time.perf_counter() < deadline):
+        result = driver.turn()
+        core.take_events()
+        assert result is not None, "requests are left and nothing runs"
+        before, begin = begin, time.perf_counter()
+        times.append(begin - before - result.seconds)
+    for handle in driver.in_flight:
+        handle.result()
+    return max(0.0, statistics.median(times))
+
+
+def _cache(profile: Profile) -> None:
+    try:
+        write_profile(profile, cache_path(profile.key))
+    except ConfigError as error:
+        _log.warning("steps will be measured again at the next start: %s", error)
+
+
+def _check_profile(profile: Profile, key: ProfileKey, name: str) -> None:
+    """Refuse a profile of something else; one of another machine of the same kind is better than none."""
+    for field, what in (("shape", "model"), ("dtype", "dtype"), ("device_kind", "device")):
+        theirs, ours = getattr(profile.key, field), getattr(key, field)
+        if theirs != ours:
+            if field == "shape":
+                theirs, ours = profile.key.model, f"{key.model}, which has another shape"
+            raise ConfigError(f"profile {name} is of {what} {theirs}, but the engine runs {ours}")
+    for field in ("device", "threads", "attention", "tp", "pp"):
+        theirs, ours = getattr(profile.key, field), getattr(key, field)
+        if theirs != ours:
+            _log.warning("profile %s was measured with %s %s, here it is %s", name, field, theirs, ours)

@@ -1,0 +1,1 @@
+"""One model over several ranks: placement, links, plans as messages, and recovery when a rank is lost."""

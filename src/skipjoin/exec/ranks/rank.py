@@ -1,0 +1,69 @@
+"""One rank of a model: plans come in as messages, what came of them goes out."""
+
+from __future__ import annotations
+
+import logging
+
+import msgspec
+
+from skipjoin.core.step import StepPlan, StepResult
+from skipjoin.exec.ranks.messages import Done, Failed, FromRank
+from skipjoin.exec.ranks.plan_messages import OutOfStepError, PlanReader
+from skipjoin.exec.worker import Worker
+from skipjoin.model.parallel import GroupError
+
+_log = logging.getLogger(__name__)
+
+
+class Rank:
+    """Answers every plan, in order. Whoever carries the messages calls this, from one thread.
+
+    A rank that fails leaves the group, so that the others, which may wait for it, fail at once too. It computes nothing
+    from then on: its KV, and with tokens in flight its requests, are no longer what the others have.
+    """
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._plans = PlanReader()
+        self._encoder = msgspec.msgpack.Encoder()
+        self._failure: Failed | None = None
+
+    def run(self, message: bytes) -> bytes:
+        """Carry out the plan of a message; the answer, an encoded `FromRank`. Raises nothing."""
+        answer: FromRank
+        if self._failure is not None:
+            answer = self._failure
+        else:
+            try:
+                plan = self._plans.read(message)
+                answer = self._answer(plan, self._worker.run(plan))
+            except Exception as error:
+                answer = self._fail(error)
+        return self._encoder.encode(answer)
+
+    def close(self) -> None:
+        self._worker.model.group.close()
+        self._worker.close()
+
+    def _answer(self, plan: StepPlan, result: StepResult) -> Done:
+        shard, plans = self._worker.model.shard, self._plans
+        return Done(
+            plan.id,
+            plans.checksum,
+            list(result.tokens) if shard.is_last else [],
+            result.seconds,
+            sum(stage.idle for stage in result.stages),
+            result.moving,
+            plans.numbers_of(result.landed),
+            plans.numbers_of(result.failed),
+            dict(result.details) if shard.tp_rank == 0 else {},  # type: ignore[arg-type]
+        )
+
+    def _fail(self, error: Exception) -> Failed:
+        group = self._worker.model.group
+        _log.error("%s cannot go on: %s", group.shard.name, error, exc_info=error)
+        group.close()
+        self._failure = Failed(
+            f"{type(error).__name__}: {error}", isinstance(error, GroupError), isinstance(error, OutOfStepError)
+        )
+        return self._failure

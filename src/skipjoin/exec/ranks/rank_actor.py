@@ -1,0 +1,206 @@
+"""A rank as a process that Ray places: it loads its part of the model, and then carries out plans."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import platform
+import socket
+import struct
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from skipjoin.core.step import Direction
+from skipjoin.exec.base import RankError
+from skipjoin.exec.kv_store import KVStore
+from skipjoin.exec.memory import LargestStep, measure_peak
+from skipjoin.exec.part import Part, Room, make_store, measure_transfers, part_of, room_of, touch
+from skipjoin.exec.ranks.cluster import import_ray
+from skipjoin.exec.ranks.links import Address, end_with, knock
+from skipjoin.exec.ranks.rank import Rank
+from skipjoin.exec.worker import Worker
+from skipjoin.model.causal_lm import CausalLM
+from skipjoin.model.cuda import choose_device
+from skipjoin.model.kv_cache import PagedKV
+from skipjoin.model.loader import load_model
+from skipjoin.model.parallel import Alone, Group, Shard
+from skipjoin.model.torch_group import TorchGroup
+from skipjoin.profile import Transfer
+from skipjoin.version import VERSION
+
+_SIOCGIFADDR = 0x8915
+# Longest that ranks wait for each other, in seconds: while they join, and in one step.
+GROUP_S = 60.0
+
+
+class RankModel(NamedTuple):
+    """What all ranks load. See `EngineConfig` for the fields. gpu_share: of a GPU's memory. largest: of a GPU's
+    steps."""
+
+    folder: str
+    dtype: str
+    device: str
+    attention: str
+    load_format: str
+    threads: int | None
+    block_size: int
+    gpu_share: float
+    largest: LargestStep
+
+
+class Place(NamedTuple):
+    """Where a rank's process runs, and what with. node: Ray's name of it."""
+
+    node: str
+    ip: str
+    versions: dict[str, str]
+
+
+def versions() -> dict[str, str]:
+    """What must be the same on all nodes."""
+    return {
+        "Skipjoin": VERSION,
+        "Python": platform.python_version(),
+        "torch": torch.__version__,
+        "Ray": import_ray().__version__,
+    }
+
+
+class RankActor:
+    """To be asked in this order: `place`, on rank 0 `open_store`, `load`, `make_pools`, `serve`. The rest at any time
+    after that which it is about. Errors reach whoever asks, as they are.
+    """
+
+    def __init__(self) -> None:
+        self._share = 0.0
+        self._store_socket: socket.socket | None = None
+        self._model: CausalLM | None = None
+        self._store: KVStore | None = None
+        self._threads = 1
+        self._block_size = 0
+
+    def place(self) -> Place:
+        """Where this is."""
+        context = import_ray().get_runtime_context()
+        return Place(context.get_node_id(), self._ip(), versions())
+
+    def open_store(self) -> Address:
+        """Where the ranks will find each other: at this one, on the interface that the cluster uses and no other."""
+        ip = self._ip()
+        self._store_socket = socket.create_server((ip, 0), family=socket.AF_INET6 if ":" in ip else socket.AF_INET)
+        address: Address = self._store_socket.getsockname()[:2]
+        return address
+
+    def load(self, model: RankModel, shard: Shard, meeting: Address | None, ranks_here: int) -> tuple[Part, Room]:
+        """Join the others and load this rank's part. meeting: what `open_store` said; None: there are no others.
+        ranks_here: on this node. Raises `ModelError`, `GroupError`."""
+        device = choose_device(model.device)
+        self._threads = model.threads or max(1, len(os.sched_getaffinity(0)) // ranks_here)
+        self._block_size = model.block_size
+        torch.set_num_threads(self._threads)
+        group: Group = Alone() if meeting is None else self._join(shard, meeting, device)
+        self._model = load_model(
+            model.folder,
+            dtype=model.dtype,
+            device=device,
+            attention=model.attention,
+            load_format=model.load_format,
+            progress=self._tell,
+            group=group,
+        )
+        loaded = self._model
+        loaded.attention.tune(loaded.config, loaded.dtype, loaded.device, model.block_size, loaded.shard)
+        peak = measure_peak(loaded, model.largest, model.block_size)
+        part = part_of(loaded, model.block_size, self._threads)
+        return part, room_of(loaded, model.gpu_share, ranks_here, peak=peak)
+
+    def progress(self) -> float:
+        """How much is loaded, between 0 and 1."""
+        return self._share
+
+    def make_pools(self, device_blocks: int, host_blocks: int) -> None:
+        """Take the memory of the KV pools. Raises `RankError` where the system refuses it. On a CPU it may promise more
+        than it has, and end the process when that is used."""
+        model = self._loaded
+        try:
+            self._store = make_store(model, device_blocks, host_blocks, self._block_size)
+        except (RuntimeError, OSError) as error:  # torch's, and that of mapped memory
+            gib = PagedKV.bytes_per_block(model.config, self._block_size, model.dtype, model.shard) / (1 << 30)
+            pools = f"{device_blocks * gib:.4g} GiB and, on the host, {host_blocks * gib:.4g} GiB"
+            why = str(error).partition("\n")[0]
+            raise RankError(f"{model.shard.name} cannot have {pools} of KV: {why}") from None
+
+    def serve(self, address: Address, secret: bytes) -> None:
+        """Carry out plans until the engine hangs up; then this process ends. address, secret: of the engine's door."""
+        assert self._store is not None
+        torch.set_num_threads(self._threads)  # they are counted per thread, and this is another one
+        rank = Rank(Worker(self._loaded, self._store))
+        with contextlib.suppress(EOFError, OSError, RankError):
+            connection = knock(address, secret, self._loaded.shard.rank)
+            end_with(connection)
+            while True:
+                connection.send_bytes(rank.run(connection.recv_bytes()))
+        rank.close()
+        import_ray().actor.exit_actor()
+
+    def touch(self, blocks: int) -> None:
+        """See `touch`."""
+        assert self._store is not None
+        touch(self._store.device, blocks)
+
+    def transfers(self, seconds: float) -> dict[Direction, Transfer]:
+        """See `measure_transfers`."""
+        return measure_transfers(self._loaded, self._block_size, seconds)
+
+    @property
+    def _loaded(self) -> CausalLM:
+        assert self._model is not None
+        return self._model
+
+    def _ip(self) -> str:
+        ip: str = import_ray().util.get_node_ip_address()
+        return ip
+
+    def _tell(self, done: int, total: int) -> None:
+        self._share = done / total
+
+    def _join(self, shard: Shard, meeting: Address, device: str) -> TorchGroup:
+        """Meet the other ranks of the model."""
+        interface = _interface(self._ip())
+        if interface is not None:
+            for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+                os.environ.setdefault(name, interface)
+        host, port = meeting
+        opened = self._store_socket
+        timeout = timedelta(seconds=GROUP_S)
+        if opened is None:
+            store = dist.TCPStore(host, port, shard.ranks, is_master=False, timeout=timeout)
+        else:
+            number = opened.detach()  # the store's from here on
+            store = dist.TCPStore(
+                host,
+                port,
+                shard.ranks,
+                is_master=True,
+                timeout=timeout,
+                master_listen_fd=number,
+                wait_for_workers=False,
+            )
+        backend = "nccl" if device.startswith("cuda") else "gloo"
+        return TorchGroup(shard, store, backend=backend, timeout_s=GROUP_S)
+
+
+def _interface(ip: str) -> str | None:
+    """The network interface that has this address; None where that cannot be told."""
+    if ip.startswith("127."):
+        return "lo"
+    for _, name in socket.if_nameindex():
+        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+            answer = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            if socket.inet_ntoa(answer[20:24]) == ip:
+                return name
+    return None

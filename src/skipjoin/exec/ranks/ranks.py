@@ -1,0 +1,322 @@
+"""The ranks of a model as an engine holds them: placed and started by Ray, given plans over links of their own, and
+started anew, all of them, when one is lost."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from skipjoin.core.step import Direction, StepPlan
+from skipjoin.exec.base import RankError
+from skipjoin.exec.part import Part, Room
+from skipjoin.exec.ranks.cluster import Cluster, ClusterError, import_ray
+from skipjoin.exec.ranks.links import Door
+from skipjoin.exec.ranks.nodes import Node, away_from, known_nodes, silent
+from skipjoin.exec.ranks.rank_actor import Place, RankActor, RankModel, versions
+from skipjoin.exec.ranks.sharded import ShardedExecutor, ShardedHandle
+from skipjoin.model.config import ModelError
+from skipjoin.model.parallel import Shard
+from skipjoin.profile import Transfer
+
+_log = logging.getLogger(__name__)
+
+OnProgress = Callable[[str, float], None]
+# From what the ranks have: KV blocks on the device and on the host.
+PoolsFor = Callable[[Sequence[Part], Sequence[Room]], tuple[int, int]]
+
+# Longest waits, in seconds: for a place in the cluster, for a rank to do as it is asked, for a connection, for a plan.
+_PLACE_S, _START_S, _CONNECT_S, _PLAN_S = 30.0, 120.0, 10.0, 120.0
+# How often progress is asked for, and whether the nodes still answer that are waited for.
+_LOOK_S, _WATCH_S = 0.1, 1.0
+# `max_restarts` counts those of this many seconds. Between two tries that follow each other passes a moment, in which
+# Ray learns what is gone.
+_WINDOW_S, _BREATH_S = 600.0, 1.0
+
+
+class GroupSizes(NamedTuple):
+    """Tensor ranks of a stage, and stages."""
+
+    tp: int
+    pp: int
+
+    @property
+    def ranks(self) -> int:
+        return self.tp * self.pp
+
+
+class RankGroup:
+    """One generation of ranks: they start together and end together. Raises `RankError`, `ClusterError`, `ModelError`
+    from its making, and leaves nothing behind then.
+
+    patience_s: how long it may be that the cluster has too few nodes, before that is an error.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        model: RankModel,
+        sizes: GroupSizes,
+        pools_for: PoolsFor,
+        on_progress: OnProgress,
+        *,
+        patience_s: float = 0.0,
+    ) -> None:
+        self._ray = import_ray()
+        self._sizes = sizes
+        self._placed: Any = None
+        self._nodes: list[Node] = []  # that have a rank
+        self._actors: list[Any] = []
+        self._executor: ShardedExecutor | None = None
+        try:
+            self._start(cluster, model, pools_for, on_progress, patience_s)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def executor(self) -> ShardedExecutor:
+        """To which plans go."""
+        assert self._executor is not None
+        return self._executor
+
+    def ask(self, method: str, *arguments: Any) -> list[Any]:
+        """Ask every rank; their answers."""
+        return self._answers([getattr(actor, method).remote(*arguments) for actor in self._actors])
+
+    def close(self) -> None:
+        """End all of them, whatever they do."""
+        if self._executor is not None:
+            self._executor.close()
+        for actor in self._actors:
+            self._ray.kill(actor)
+        if self._placed is not None:
+            self._ray.util.remove_placement_group(self._placed)
+        self._executor, self._actors, self._placed = None, [], None
+
+    # -- starting -----------------------------------------------------------------------------------------
+
+    def _start(
+        self, cluster: Cluster, model: RankModel, pools_for: PoolsFor, on_progress: OnProgress, patience_s: float
+    ) -> None:
+        sizes = self._sizes
+        on_progress("placing ranks", 0.0)
+        self._place(model.device, patience_s)
+        places: list[Place] = self.ask("place")
+        self._check_versions(places)
+        meeting = self._answers([self._actors[0].open_store.remote()])[0] if sizes.ranks > 1 else None
+        here = Counter(place.node for place in places)
+        loading = [
+            actor.load.remote(model, Shard.of_rank(rank, *sizes), meeting, here[places[rank].node])
+            for rank, actor in enumerate(self._actors)
+        ]
+        self._follow(loading, on_progress)
+        found: list[tuple[Part, Room]] = self._answers(loading)
+        self.parts = tuple(part for part, _ in found)
+        self.blocks = pools_for(self.parts, [room for _, room in found])
+        self.ask("make_pools", *self.blocks)
+        door = Door(cluster.ip)
+        try:
+            for actor in self._actors:
+                actor.serve.remote(door.address, door.secret)
+            links = door.admit(sizes.ranks, _CONNECT_S)
+        finally:
+            door.close()
+        self._executor = ShardedExecutor(links, tp_size=sizes.tp, timeout_s=_PLAN_S)
+
+    def _place(self, device: str, patience_s: float) -> None:
+        """Start the processes, those of a stage on one node."""
+        ray, sizes = self._ray, self._sizes
+        nodes, cut_off, kind = self._room(device, patience_s)
+        stage = {"CPU": float(sizes.tp), kind: float(sizes.tp)}
+        self._placed = ray.util.placement_group(
+            [stage] * sizes.pp,
+            strategy="PACK",
+            bundle_label_selector=[away_from(cut_off)] * sizes.pp if cut_off else None,
+        )
+        if not self._placed.wait(_PLACE_S):
+            raise RankError(f"the cluster has no free {kind}s for {self._wish()} now")
+        chosen = set(ray.util.placement_group_table(self._placed)["bundles_to_node_id"].values())
+        self._nodes = [node for node in nodes if node.name in chosen]
+        actor = ray.remote(num_cpus=1, num_gpus=int(kind == "GPU"), max_concurrency=2)(RankActor)
+        for rank in range(sizes.ranks):
+            strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
+                self._placed, placement_group_bundle_index=rank // sizes.tp
+            )
+            self._actors.append(actor.options(scheduling_strategy=strategy).remote())
+
+    def _room(self, device: str, patience_s: float) -> tuple[list[Node], list[Node], str]:
+        """The nodes that answer, those that do not though Ray takes them for alive, and what ranks need of them. Raises
+        `ClusterError` if there are too few, whoever uses them now."""
+        deadline = time.monotonic() + patience_s
+        while True:
+            known = known_nodes()
+            cut_off = silent(known)
+            nodes = [node for node in known if node not in cut_off]
+            kind = (
+                "GPU" if device == "cuda" or (device == "auto" and any("GPU" in node.has for node in nodes)) else "CPU"
+            )
+            if sum(int(node.has.get(kind, 0.0)) // self._sizes.tp for node in nodes) >= self._sizes.pp:
+                return nodes, cut_off, kind
+            if time.monotonic() >= deadline:
+                break
+            time.sleep(_WATCH_S)
+        have = ", ".join(f"{amount:g}" for amount in sorted((node.has.get(kind, 0.0) for node in nodes), reverse=True))
+        lost = f"; {_ips(cut_off)} cannot be reached" if cut_off else ""
+        raise ClusterError(
+            f"{self._wish()} needs {self._sizes.pp} times {self._sizes.tp} {kind}s on one node, "
+            f"the cluster's nodes have {have}{lost}"
+        )
+
+    def _wish(self) -> str:
+        return f"tensor_parallel_size {self._sizes.tp} x pipeline_parallel_size {self._sizes.pp}"
+
+    def _check_versions(self, places: Sequence[Place]) -> None:
+        for place in places:
+            for name, ours in versions().items():
+                if (theirs := place.versions[name]) != ours:
+                    raise ClusterError(f"node {place.ip} has {name} {theirs}, this one has {ours}: it must be the same")
+
+    def _follow(self, loading: Sequence[Any], on_progress: OnProgress) -> None:
+        """Tell how far loading is, until it is done or has failed somewhere."""
+        waiting = list(loading)
+        while waiting:
+            done, waiting = self._ray.wait(waiting, num_returns=1, timeout=_LOOK_S)
+            self._answers(done)
+            on_progress("loading weights", min(self.ask("progress")) if waiting else 1.0)
+
+    def _answers(self, asked: Sequence[Any]) -> list[Any]:
+        """What ranks answer. Raises `ModelError` and `RankError` as they are, and anything else as `RankError`."""
+        errors = self._ray.exceptions
+        deadline = time.monotonic() + _START_S
+        try:
+            while True:
+                try:
+                    return list(self._ray.get(list(asked), timeout=_WATCH_S))
+                except errors.GetTimeoutError as late:
+                    if cut_off := silent(self._nodes):
+                        raise RankError(f"a rank is gone: {_ips(cut_off)} cannot be reached") from late
+                    if time.monotonic() > deadline:
+                        raise RankError(f"a rank did not answer within {_START_S:g} s") from late
+        except errors.RayTaskError as failed:
+            cause = failed.cause
+            if isinstance(cause, ModelError | RankError):
+                raise cause from None
+            raise RankError(f"a rank cannot start: {type(cause).__name__}: {cause}") from failed
+        except errors.RayError as gone:
+            lines = str(gone).strip().splitlines()
+            raise RankError(f"a rank is gone: {lines[0] if lines else type(gone).__name__}") from gone
+
+
+def _ips(nodes: Sequence[Node]) -> str:
+    return ", ".join(f"node {node.ip}" for node in nodes)
+
+
+class RankedExecutor:
+    """See `ModelExecutor`: a model on several ranks, or on one in a process of its own.
+
+    pools_for: how many KV blocks the first ranks get, and all after them. address: host:port of the cluster; None: one
+    of our own. max_restarts: within ten minutes. on_progress: of every start.
+
+    Raises `ClusterError`, `RankError` and `ModelError` if the ranks cannot start; nothing is left running then.
+    """
+
+    def __init__(
+        self,
+        model: RankModel,
+        sizes: GroupSizes,
+        pools_for: PoolsFor,
+        *,
+        address: str | None,
+        max_restarts: int,
+        on_progress: OnProgress,
+    ) -> None:
+        self._model, self._sizes = model, sizes
+        self._max_restarts = max_restarts
+        self._on_progress = on_progress
+        self._restarts: list[float] = []  # when
+        on_progress("starting Ray" if address is None else "joining Ray", 0.0)
+        self._cluster = Cluster.start(sizes.ranks) if address is None else Cluster.join(address)
+        self._group: RankGroup | None = None
+        try:
+            self._group = RankGroup(self._cluster, model, sizes, pools_for, on_progress)
+        except BaseException:
+            self.close()
+            raise
+        self.parts = self._group.parts
+        self.pools = (*self._group.blocks, model.block_size)
+
+    def submit(self, plan: StepPlan, now: float) -> ShardedHandle:
+        """See `Executor`."""
+        return self._live.executor.submit(plan, now)
+
+    def check(self) -> None:
+        """See `ModelExecutor`."""
+        self._live.executor.check()
+
+    def restart(self, reason: Exception) -> None:
+        """See `ModelExecutor`: all ranks are started anew, as often as `max_restarts` allows."""
+        began, blocks = time.monotonic(), self.pools[:2]
+        while True:
+            _log.warning("the ranks are started anew: %s", reason)
+            if self._group is not None:
+                self._group.close()
+                self._group = None
+            self._count(reason)
+            try:
+                self._group = RankGroup(
+                    self._cluster,
+                    self._model,
+                    self._sizes,
+                    lambda parts, rooms: blocks,
+                    self._on_progress,
+                    patience_s=_PLACE_S,
+                )
+            except (RankError, ClusterError, ModelError) as error:
+                reason = error
+                time.sleep(_BREATH_S)
+                continue
+            _log.warning("the ranks are back after %.1f s", time.monotonic() - began)
+            return
+
+    def touch(self, blocks: int) -> None:
+        """See `ModelExecutor`."""
+        self._live.ask("touch", blocks)
+
+    def transfers(self, seconds: float) -> dict[Direction, Transfer]:
+        """See `ModelExecutor`. The ranks of a stage copy at the same time, stages one after the other."""
+        found: list[dict[Direction, Transfer]] = self._live.ask("transfers", seconds)
+        size = self._sizes.tp
+        stages = [found[first : first + size] for first in range(0, len(found), size)]
+        return {
+            direction: Transfer(
+                sum(max(one[direction].floor for one in stage) for stage in stages),
+                sum(max(one[direction].block for one in stage) for stage in stages),
+            )
+            for direction in Direction
+        }
+
+    def close(self) -> None:
+        """End the ranks, and the cluster if it is ours."""
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+        self._cluster.close()
+
+    @property
+    def _live(self) -> RankGroup:
+        if self._group is None:
+            raise RankError("there are no ranks")
+        return self._group
+
+    def _count(self, reason: Exception) -> None:
+        now = time.monotonic()
+        self._restarts = [at for at in self._restarts if at > now - _WINDOW_S]
+        if len(self._restarts) >= self._max_restarts:
+            raise RankError(
+                f"{reason}; the ranks are not started again: max_restarts {self._max_restarts} within "
+                f"{_WINDOW_S / 60:g} minutes is reached"
+            )
+        self._restarts.append(now)

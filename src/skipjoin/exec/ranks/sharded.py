@@ -1,0 +1,237 @@
+"""The executor of a model that several ranks have: every plan goes to all of them, their answers become one result."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+from skipjoin.core.step import Move, StageTime, StepPlan, StepResult
+from skipjoin.exec.base import RankError
+from skipjoin.exec.ranks.messages import Done, Failed, FromRank
+from skipjoin.exec.ranks.plan_messages import OutOfStepError, PlanWriter
+from skipjoin.model.parallel import Shard
+
+# After a rank said that it lost another, the others may take so long to say why, in seconds.
+_GRACE_S = 2.0
+# While one rank is waited for, the others are looked at as often, in seconds: it may wait for one that failed.
+_LOOK_S = 0.1
+
+
+class Link(Protocol):
+    """The way to one rank, which answers each message, in order."""
+
+    def send(self, message: bytes) -> None:
+        """Hand a message on. Returns at once; raises nothing if the rank is gone: `receive` tells."""
+        ...
+
+    def is_ready(self) -> bool:
+        """Whether `receive` would return or raise at once."""
+        ...
+
+    def receive(self, timeout_s: float) -> bytes:
+        """The next answer. Raises `RankError` if the rank is gone, TimeoutError if it does not answer in time."""
+        ...
+
+    def close(self) -> None:
+        """Let the rank end."""
+        ...
+
+
+class ShardedHandle:
+    """A plan on its way through the ranks."""
+
+    def __init__(self, executor: ShardedExecutor, plan: StepPlan, checksum: bytes) -> None:
+        self.plan, self.checksum = plan, checksum
+        self.outcome: StepResult | None = None
+        self._executor = executor
+
+    def done(self) -> bool:
+        return self._executor.settle(self, wait=False)
+
+    def result(self) -> StepResult:
+        """See `Handle`. Raises `RankError` or `OutOfStepError`."""
+        self._executor.settle(self, wait=True)
+        assert self.outcome is not None
+        return self.outcome
+
+
+@dataclass(slots=True)
+class _OnWay:
+    """A move that so many ranks still have to tell the end of."""
+
+    move: Move
+    ranks: int
+    failed: bool = False
+
+
+class ShardedExecutor:
+    """See `Executor`. A move has landed when it has on every rank, and failed if it did on any.
+
+    links: to all ranks, in the order of their numbers. timeout_s: longest that the ranks may take for a plan, from when
+    the result is asked for.
+
+    With pipeline stages as many plans must be in flight as there are stages, and none may hold a slice that awaits a
+    token: `Scheduler(depth=stages, overlap=False)`.
+    """
+
+    def __init__(self, links: Sequence[Link], *, tp_size: int, timeout_s: float) -> None:
+        if not links or len(links) % tp_size:
+            raise ValueError(f"{len(links)} ranks cannot form stages of tp_size {tp_size}")
+        self._links = links
+        self._shards = [Shard.of_rank(rank, tp_size, len(links) // tp_size) for rank in range(len(links))]
+        self._timeout_s = timeout_s
+        self._writer = PlanWriter()
+        self._decoder = msgspec.msgpack.Decoder(FromRank)
+        self._pending: deque[ShardedHandle] = deque()
+        # Of each rank, answers that were taken off its link before their turn.
+        self._early: list[deque[bytes]] = [deque() for _ in links]
+        self._on_way: dict[int, _OnWay] = {}
+        self._moves = 0
+        self._failure: Exception | None = None
+
+    def submit(self, plan: StepPlan, now: float) -> ShardedHandle:
+        message = self._writer.write(plan)
+        for move in (*plan.before, *plan.beside):
+            self._on_way[self._moves] = _OnWay(move, len(self._links))
+            self._moves += 1
+        handle = ShardedHandle(self, plan, self._writer.checksum)
+        self._pending.append(handle)
+        for link in self._links:
+            link.send(message)
+        return handle
+
+    def check(self) -> None:
+        """Raise `RankError` if a rank is gone while no plan is on its way."""
+        for link in () if self._pending else self._links:
+            if link.is_ready():
+                raise RankError(f"a rank says something unasked: {link.receive(0.0)[:80]!r}")
+
+    def close(self) -> None:
+        """Let all ranks end."""
+        for link in self._links:
+            link.close()
+
+    def settle(self, handle: ShardedHandle, *, wait: bool) -> bool:
+        """Take answers until the handle has its outcome, or cannot get one; whether that is so. wait: for answers that
+        are not there yet, and raise what keeps the outcome away."""
+        while handle.outcome is None and self._failure is None:
+            if not (
+                wait or all(early or link.is_ready() for early, link in zip(self._early, self._links, strict=True))
+            ):
+                return False
+            try:
+                self._settle_next()
+            except Exception as error:
+                self._failure = error
+        if wait and handle.outcome is None and self._failure is not None:
+            raise self._failure
+        return True
+
+    def _settle_next(self) -> None:
+        answers = self._answers()
+        handle = self._pending.popleft()
+        plan = handle.plan
+        for shard, answer in zip(self._shards, answers, strict=True):
+            if (answer.plan, answer.checksum) != (plan.id, handle.checksum):
+                raise OutOfStepError(
+                    f"{shard.name} answers plan {answer.plan} where {plan.id} was asked, or other plans"
+                )
+        sampling = [answer for shard, answer in zip(self._shards, answers, strict=True) if shard.is_last]
+        if any(answer.tokens != sampling[0].tokens for answer in sampling):
+            raise OutOfStepError(f"plan {plan.id}: the ranks of the last stage sampled different tokens")
+        size = self._shards[0].tp_size
+        stages = [answers[first : first + size] for first in range(0, len(answers), size)]
+        # The ranks of a stage wait for each other: the slowest one's time is the stage's.
+        times = [StageTime(max(one.seconds for one in stage), min(one.idle for one in stage)) for stage in stages]
+        landed, failed = self._ended(answers)
+        handle.outcome = StepResult(
+            plan,
+            sampling[0].tokens,
+            sum(time.busy for time in times),
+            sampling[0].details,
+            sum(max(one.moving for one in stage) for stage in stages),
+            landed,
+            failed,
+            tuple(times) if len(times) > 1 else (),
+        )
+
+    def _answers(self) -> list[Done]:
+        """Of all ranks, to the oldest plan."""
+        deadline = time.monotonic() + self._timeout_s
+        answers: dict[int, Done] = {}
+        missing = deque(range(len(self._links)))
+        while missing:
+            rank, left = missing[0], deadline - time.monotonic()
+            try:
+                answer = self._receive(rank, max(0.0, min(left, _LOOK_S)))
+            except TimeoutError:
+                if left <= 0:
+                    name = self._shards[min(missing)].name
+                    raise RankError(f"{name} did not answer within {self._timeout_s:g} s") from None
+                missing.rotate(-1)  # one of the others may say why
+                self._look_at(answers)
+                continue
+            if isinstance(answer, Failed):
+                raise self._cause(answer, rank, answers)
+            answers[rank] = answer
+            missing.popleft()
+        return [answers[rank] for rank in range(len(self._links))]
+
+    def _receive(self, rank: int, timeout_s: float) -> FromRank:
+        """The next answer of a rank. Raises as `Link.receive` does."""
+        early = self._early[rank]
+        answer: FromRank = self._decoder.decode(early.popleft() if early else self._links[rank].receive(timeout_s))
+        return answer
+
+    def _look_at(self, ranks: Iterable[int]) -> None:
+        """Raise `RankError` if one of these is gone. They have answered, but what they computed may be lost on its way
+        to those who have not, and who would wait for it long."""
+        for rank in ranks:
+            if self._links[rank].is_ready():
+                self._early[rank].append(self._links[rank].receive(0.0))
+
+    def _cause(self, failure: Failed, rank: int, answered: Container[int]) -> Exception:
+        """What to say of a failure: where it is one that followed from another rank's, that one's, which may be the
+        answer to a later plan."""
+        told = self._error(rank, failure)
+        if not failure.lost_peer:
+            return told
+        deadline = time.monotonic() + _GRACE_S
+        for other in range(len(self._links)):
+            answer: FromRank | None = None
+            owed = 0 if other == rank else len(self._pending) - (other in answered)
+            while owed and not isinstance(answer, Failed):
+                try:
+                    answer = self._receive(other, max(0.0, deadline - time.monotonic()))
+                except RankError as gone:
+                    return gone
+                except TimeoutError:
+                    break
+                owed -= 1
+            if isinstance(answer, Failed) and not answer.lost_peer:
+                return self._error(other, answer)
+        return told
+
+    def _error(self, rank: int, failure: Failed) -> Exception:
+        kind = OutOfStepError if failure.out_of_step else RankError
+        return kind(f"{self._shards[rank].name} cannot go on: {failure.text}")
+
+    def _ended(self, answers: Sequence[Done]) -> tuple[list[Move], list[Move]]:
+        """Moves that have ended on every rank now: those that landed everywhere, and the others."""
+        landed: list[Move] = []
+        failed: list[Move] = []
+        for answer in answers:
+            for numbers, has_failed in ((answer.landed, False), (answer.failed, True)):
+                for number in numbers:
+                    on_way = self._on_way[number]
+                    on_way.ranks -= 1
+                    on_way.failed = on_way.failed or has_failed
+                    if not on_way.ranks:
+                        (failed if on_way.failed else landed).append(on_way.move)
+                        del self._on_way[number]
+        return landed, failed

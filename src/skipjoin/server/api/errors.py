@@ -1,0 +1,185 @@
+"""Errors as OpenAI's clients read them: `{"error": {"message", "type", "param", "code"}}`, whatever went wrong."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+
+from skipjoin.sampling import ParameterError
+from skipjoin.server.engines.errors import EngineError, NoReplicaError, RefusedError
+
+logger = logging.getLogger(__name__)
+
+# Clients and gateways choose their exception by status, then by these words.
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "service_unavailable_error",
+}
+_CODES = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large", 431: "headers_too_large"}
+# Errors of a request whose text would quote more than this say less.
+_LONGEST_TEXT = 1000
+
+
+class ApiError(Exception):
+    """An answer that is an error. param: the request's field at fault. headers: sent along."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message if len(message) <= _LONGEST_TEXT else message[:_LONGEST_TEXT] + "..."
+        self.code = code if code is not None else _CODES.get(status)
+        self.param = param
+        self.headers = dict(headers or {})
+
+    def body(self) -> bytes:
+        """The JSON body, which is also what a stream that fails sends as its last event."""
+        kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        # A message may quote text that is not valid Unicode.
+        return msgspec.json.encode({"error": error}) if _is_clean(error) else _encode_replaced(error)
+
+    def response(self) -> Response:
+        """The whole answer."""
+        return Response(self.body(), self.status, self.headers, "application/json")
+
+
+def _is_clean(error: Mapping[str, str | None]) -> bool:
+    return all(value is None or value.isascii() for value in error.values())
+
+
+def _encode_replaced(error: Mapping[str, str | None]) -> bytes:
+    clean = {key: value and value.encode("utf-8", "replace").decode() for key, value in error.items()}
+    return msgspec.json.encode({"error": clean})
+
+
+def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """400: the request can never succeed as it is."""
+    return ApiError(400, message, code=code, param=param)
+
+
+def unauthorized() -> ApiError:
+    """401, with a code that clients map to their authentication error."""
+    return ApiError(
+        401,
+        "this server needs an API key: send it as 'Authorization: Bearer KEY'",
+        code="invalid_api_key",
+        headers={"WWW-Authenticate": "Bearer"},
+    )
+
+
+def model_not_found(name: str, served: str) -> ApiError:
+    """404, with the code that clients map to their not-found error."""
+    return ApiError(404, f"the model {name!r} does not exist; this server serves {served!r}", code="model_not_found")
+
+
+def overloaded(message: str, retry_after_s: float) -> ApiError:
+    """429: the queue is full; Retry-After says when it is likely not to be."""
+    seconds = str(max(1, math.ceil(retry_after_s)))
+    return ApiError(429, message, code="queue_full", headers={"Retry-After": seconds})
+
+
+def unavailable(message: str, code: str, retry_after_s: int = 5) -> ApiError:
+    """503: not now, on this server."""
+    return ApiError(503, message, code=code, headers={"Retry-After": str(retry_after_s)})
+
+
+def from_engine(error: EngineError) -> ApiError:
+    """What a client gets where no engine has an answer for it: 503, or 400 for what the engine would not take."""
+    if isinstance(error, RefusedError):
+        return bad_request(str(error), error.param)
+    if isinstance(error, NoReplicaError):
+        return unavailable("no replica of the engine is alive; they are being started again", "no_replica")
+    return unavailable("the engine has stopped; the server is ending", "engine_dead")
+
+
+def deadline_exceeded() -> ApiError:
+    """408. Official clients retry it unless told not to, and a second try would be as late."""
+    return ApiError(
+        408,
+        "the request's deadline passed before it was done",
+        code="deadline_exceeded",
+        headers={"x-should-retry": "false"},
+    )
+
+
+def given_up(why: str) -> ApiError:
+    """500: the engine could not compute this request. why: what happened and what helps. Official clients would try
+    again, with the same outcome."""
+    return ApiError(500, why, code="given_up", headers={"x-should-retry": "false"})
+
+
+def from_parameter(error: ParameterError, names: Mapping[str, str] | None = None) -> ApiError:
+    """400 for a value outside its bounds. names: public names of fields that are called otherwise inside."""
+    name = (names or {}).get(error.param, error.param)
+    return bad_request(str(error).replace(error.param, name, 1), name)
+
+
+def from_validation(error: ValidationError) -> ApiError:
+    """400 that names the first field at fault and what it may be."""
+    found = error.errors(include_url=False, include_context=False)
+    param = _path(found[0]["loc"])
+    if found[0]["type"] == "extra_forbidden":
+        return bad_request(f"unknown or unsupported field {param!r}", param, "unknown_parameter")
+    if found[0]["type"] == "json_invalid":
+        return bad_request(f"the body is not valid JSON: {found[0]['msg'].removeprefix('Invalid JSON: ')}")
+    reasons = dict.fromkeys(
+        entry["msg"].removeprefix("Value error, ") for entry in found if _path(entry["loc"]) == param
+    )
+    where = param or "the body"
+    return bad_request(f"{where}: {'; '.join(reasons)}", param)
+
+
+def _path(location: tuple[int | str, ...]) -> str | None:
+    """Where in the body, without the names that pydantic gives to alternatives."""
+    parts = [str(part) for part in location if isinstance(part, int) or not part.startswith(_INTERNAL)]
+    return ".".join(parts) or None
+
+
+# How the tags of alternatives in `protocol` begin, and pydantic's mark of a key that is at fault.
+_INTERNAL = ("~", "[key]")
+
+
+def install(app: FastAPI) -> None:
+    """Make every error of the app, those of the framework included, an OpenAI body."""
+
+    async def on_api_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, ApiError)
+        return error.response()
+
+    async def on_engine_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, EngineError)
+        return from_engine(error).response()
+
+    async def on_http_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        text = {404: f"no such path: {request.method} {request.url.path}", 405: "method not allowed for this path"}
+        message = text.get(error.status_code, str(error.detail))
+        return ApiError(error.status_code, message, headers=error.headers).response()
+
+    async def on_bug(request: Request, error: Exception) -> Response:
+        # The text of an unforeseen exception may hold anything: it goes to the log (by the server), not out.
+        return ApiError(500, "internal error; the server's log has the details", code="internal_error").response()
+
+    app.add_exception_handler(ApiError, on_api_error)
+    app.add_exception_handler(EngineError, on_engine_error)
+    app.add_exception_handler(HTTPException, on_http_error)
+    app.add_exception_handler(Exception, on_bug)

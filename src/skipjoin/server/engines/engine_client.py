@@ -1,0 +1,294 @@
+"""The API process's view of the engines: requests out, tokens in, and what happens when one of them dies.
+
+`EngineClient` knows no transport: `join` takes what sends to an engine, `receive` gets what comes from it. The real
+transports are `EngineHandle` and `ReplicaSet`; tests put scripted engines in their place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import random
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+from skipjoin.core.request import FinishReason, Request
+from skipjoin.engine.text import Output
+from skipjoin.observe.metrics import Snapshot, merged
+from skipjoin.policies.dispatch import least_work
+from skipjoin.sampling import SamplingParams
+from skipjoin.server.engines.errors import EngineDeadError, NoReplicaError, RefusedError
+from skipjoin.server.engines.messages import Abort, FromEngine, Ready, Refused, Stats, Step, ToEngine
+from skipjoin.server.engines.sequences import Mailbox, Sequence
+from skipjoin.server.metrics import Metrics
+
+# How long a sequence waits for an engine while there is none.
+PATIENCE_S = 60.0
+
+
+class Replica:
+    """An engine that takes requests.
+
+    send: takes messages to it; must not block or raise. stats: what it told last. sequences: those that it has, by id.
+    """
+
+    __slots__ = ("info", "number", "send", "sequences", "stats")
+
+    def __init__(self, number: int, info: Ready, send: Callable[[ToEngine], None]) -> None:
+        self.number = number
+        self.info = info
+        self.send = send
+        self.stats = Stats(0, Snapshot.zero())
+        self.sequences: dict[int, Sequence] = {}
+
+
+class Load(NamedTuple):
+    """How busy the engines are together. usage: share of their KV blocks that are not free."""
+
+    running: int
+    waiting: int
+    usage: float
+
+
+class EngineClient:
+    """Submits requests to the engine with the least work, hands out their tokens, moves them when their engine dies.
+
+    A sequence goes on at another engine with its prompt and the tokens that it has: what its client sees is what it
+    would have seen. While no engine is there it waits, for at most `patience_s` seconds; after that, and once there
+    will never be one (`died`), it fails.
+
+    wanted: engines that there should be. seed: from which requests without a seed draw theirs. clock: seconds,
+    monotonic.
+    """
+
+    def __init__(
+        self,
+        metrics: Metrics,
+        *,
+        wanted: int = 1,
+        seed: int = 0,
+        patience_s: float = PATIENCE_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._metrics = metrics
+        self._seeds = random.Random(seed)
+        self._patience_s = patience_s
+        self._clock = clock
+        self._replicas: dict[int, Replica] = {}
+        self._places: dict[int, Replica | None] = {}  # of each sequence, by id; None: it waits for an engine
+        self._waiting: dict[int, Sequence] = {}
+        self._dispatch = least_work()
+        self._gone = Snapshot.zero()  # what engines counted that are gone
+        self._joined = 0
+        # Ids are ours alone: whatever ids clients choose, two requests never meet.
+        self._ids = itertools.count(1)
+        self.wanted = wanted
+        self.dead = False
+        self._tell_replicas()
+
+    @property
+    def active(self) -> int:
+        """Sequences that are not over."""
+        return len(self._places)
+
+    @property
+    def alive(self) -> int:
+        """Engines that take requests."""
+        return len(self._replicas)
+
+    def load(self) -> Load:
+        """How busy the engines are, by what they told last."""
+        replicas = self._replicas.values()
+        stats = [replica.stats for replica in replicas]
+        blocks = sum(replica.info.device_blocks for replica in replicas)
+        return Load(
+            sum(one.running for one in stats),
+            sum(one.waiting for one in stats),
+            sum(one.blocks_used for one in stats) / blocks if blocks else 0.0,
+        )
+
+    # -- engines ------------------------------------------------------------------------------------------
+
+    def join(self, info: Ready, send: Callable[[ToEngine], None]) -> Replica:
+        """An engine takes requests from now on, those first that wait for one."""
+        number = next(number for number in itertools.count() if number not in self._replicas)
+        replica = self._replicas[number] = Replica(number, info, send)
+        self._dispatch.join(number, info.cost)
+        self._joined += 1
+        self._tell_replicas()
+        waiting, self._waiting = self._waiting, {}
+        for sequence in waiting.values():
+            assert sequence.patience is not None
+            sequence.patience.cancel()
+            self._place(sequence)
+        return replica
+
+    def lose(self, replica: Replica) -> int:
+        """An engine is gone: its sequences go on elsewhere. How many they are."""
+        if self._replicas.get(replica.number) is not replica:
+            return 0
+        del self._replicas[replica.number]
+        self._dispatch.leave(replica.number)
+        self._gone = merged([self._gone, replica.stats.metrics.at_rest()])
+        orphans, replica.sequences = replica.sequences, {}
+        self._metrics.moved(len(orphans))
+        self._tell_replicas()
+        self._tell_numbers()
+        for sequence in orphans.values():
+            self._place(sequence)
+        return len(orphans)
+
+    def died(self) -> None:
+        """There is no engine and never will be."""
+        self.dead = True
+        self.fail_all(EngineDeadError())
+        for replica in list(self._replicas.values()):
+            self.lose(replica)
+
+    def receive(self, replica: Replica, message: FromEngine) -> None:
+        """Take a message from an engine. What comes from one that was lost counts for nothing."""
+        if isinstance(message, Step):
+            self._deliver(replica, message)
+        elif isinstance(message, Stats):
+            if self._replicas.get(replica.number) is replica:
+                replica.stats = message
+                self._tell_numbers()
+        elif isinstance(message, Refused) and (sequence := replica.sequences.get(message.id)) is not None:
+            sequence.mailbox.fail(RefusedError(message.text, message.param))
+            self._close(sequence, FinishReason.ABORT)
+
+    # -- sequences ----------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        mailbox: Mailbox,
+        index: int,
+        prompt: list[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        deadline_s: float | None = None,
+        on_start: Callable[[], None] | None = None,
+        on_end: Callable[[], None] | None = None,
+    ) -> Sequence:
+        """Start a sequence whose outputs go to `mailbox` as number `index`.
+
+        on_start: called when it first runs, if it does, and again if it must start anew. on_end: called once when it is
+        over, however that comes. Raises `EngineDeadError` or `NoReplicaError` if no engine is there.
+        """
+        if self.dead:
+            raise EngineDeadError
+        if not self._replicas:
+            raise NoReplicaError
+        if params.seed is None:
+            params = replace(params, seed=self._seeds.getrandbits(63))
+        now = self._clock()
+        info = next(iter(self._replicas.values())).info
+        request = Request(
+            next(self._ids),
+            now,
+            prompt,
+            params.max_tokens or max(1, info.max_model_len - len(prompt)),
+            priority=priority,
+            deadline=math.inf if deadline_s is None else now + deadline_s,
+        )
+        sequence = Sequence(request, params, mailbox, index)
+        sequence.on_start, sequence.on_end = on_start, on_end
+        self._place(sequence)
+        return sequence
+
+    def abort(self, sequences: list[Sequence]) -> None:
+        """Give up those of the sequences that are not over; nothing more comes from them."""
+        self._end(sequences, FinishReason.ABORT)
+
+    def complete(self, sequence: Sequence) -> None:
+        """The sequence has all that its client wants, though its engine would go on."""
+        self._end([sequence], FinishReason.STOP)
+
+    def fail_all(self, error: Exception) -> None:
+        """Give up everything: each waiting handler gets the error."""
+        held = [replica.sequences for replica in self._replicas.values()]
+        sequences = [sequence for some in (*held, self._waiting) for sequence in some.values()]
+        for sequence in sequences:
+            sequence.mailbox.fail(error)
+        self.abort(sequences)
+
+    # -- inside -------------------------------------------------------------------------------------------
+
+    def _place(self, sequence: Sequence) -> None:
+        """Send the sequence to the engine with the least work, or let it wait for one."""
+        request, now = sequence.request, self._clock()
+        left = None if request.deadline == math.inf else max(0.0, request.deadline - now)
+        if not self._replicas:
+            wait = self._patience_s if left is None else min(left, self._patience_s)
+            sequence.patience = asyncio.get_running_loop().call_later(wait, self._lose_patience, sequence)
+            self._waiting[sequence.id] = sequence
+            self._places[sequence.id] = None
+            return
+        replica = self._replicas[self._dispatch.choose(request)]
+        replica.sequences[sequence.id] = sequence
+        self._places[sequence.id] = replica
+        replica.send(sequence.message(left, now - request.arrival))
+
+    def _lose_patience(self, sequence: Sequence) -> None:
+        if sequence.request.deadline <= self._clock():
+            sequence.mailbox.put(Output(sequence.index, None, None, FinishReason.DEADLINE))
+        else:
+            sequence.mailbox.fail(NoReplicaError())
+        self._close(sequence, FinishReason.ABORT)
+
+    def _deliver(self, replica: Replica, step: Step) -> None:
+        sequences, details, generated = replica.sequences, step.details, self._dispatch.generated
+        for request_id in step.started:
+            if (sequence := sequences.get(request_id)) is not None and sequence.on_start is not None:
+                sequence.on_start()
+        ended = {request_id: FinishReason(reason) for request_id, reason in step.ended}
+        for position, (request_id, token) in enumerate(zip(step.ids, step.tokens, strict=True)):
+            sequence = sequences.get(request_id)
+            if sequence is None:  # aborted while the step ran
+                continue
+            request = sequence.request
+            request.output.append(token)
+            generated(request)
+            reason = ended.pop(request_id, None) if ended else None
+            detail = details.get(position) if details else None
+            sequence.mailbox.put(Output(sequence.index, token, detail, reason))
+            if reason is not None:
+                self._close(sequence, reason)
+        for request_id, reason in ended.items():
+            if (sequence := sequences.get(request_id)) is not None:
+                sequence.mailbox.put(Output(sequence.index, None, None, reason, step.errors.get(request_id, "")))
+                self._close(sequence, reason)
+
+    def _end(self, sequences: list[Sequence], reason: FinishReason) -> None:
+        gone: dict[Replica, list[int]] = {}
+        for sequence in sequences:
+            if sequence.id in self._places and (replica := self._close(sequence, reason)) is not None:
+                gone.setdefault(replica, []).append(sequence.id)
+        if not self.dead:
+            for replica, ids in gone.items():
+                replica.send(Abort(ids))
+
+    def _close(self, sequence: Sequence, reason: FinishReason) -> Replica | None:
+        """The sequence is over; which engine had it."""
+        replica = self._places.pop(sequence.id)
+        if replica is None:
+            del self._waiting[sequence.id]
+            assert sequence.patience is not None
+            sequence.patience.cancel()
+        else:
+            del replica.sequences[sequence.id]
+            self._dispatch.ended(sequence.request, reason)
+        if sequence.on_end is not None:
+            sequence.on_end()
+        return replica
+
+    def _tell_replicas(self) -> None:
+        self._metrics.replicas(self.wanted, self.alive, max(0, self._joined - self.wanted))
+
+    def _tell_numbers(self) -> None:
+        live = [replica.stats.metrics for replica in self._replicas.values()]
+        self._metrics.engine(merged(live, gone=self._gone))

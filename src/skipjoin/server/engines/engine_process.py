@@ -1,0 +1,33 @@
+"""The engine process: assembles the engine and serves it to the API process, which started this one.
+
+    python -m skipjoin.server.engines.engine_process < setup.json
+
+It ends when told to, when the engine fails, and when its parent is gone, however that happened.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from skipjoin.engine.build import assemble
+from skipjoin.engine.loop import EngineLoop
+from skipjoin.server.engines.engine_server import Loop, OnProgress, serve_engine
+from skipjoin.server.engines.messages import Ready, Setup
+
+
+def load_engine(setup: Setup, on_progress: OnProgress) -> tuple[Loop, Ready]:
+    """The engine and its facts."""
+    engine = assemble(setup.config, on_progress)
+    if (bound := setup.config.starvation_bound_s) is not None:
+        # Standard output is the engine's way to tell the operator something.
+        print(
+            f"No request goes {bound:g} s without running: who has not run for {engine.info.starvation_s:.4g} s is "
+            f"promoted, with at most {setup.config.max_live_requests} requests in the server",
+            flush=True,
+        )
+    facts = {name: getattr(engine.info, name) for name in Ready.__struct_fields__}
+    return EngineLoop(engine), Ready(**facts | {"cost": engine.info.cost.current})
+
+
+if __name__ == "__main__":
+    sys.exit(serve_engine(load_engine))

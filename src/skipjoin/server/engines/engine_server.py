@@ -1,0 +1,340 @@
+"""The engine's side of the socket: requests from messages into a loop, what its steps bring into messages.
+
+Free of torch: what it drives is a `Loop`, the real one or a stand-in for tests.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+import zmq
+
+from skipjoin.config import ConfigError
+from skipjoin.core.engine import EngineCore, RequestTooLargeError
+from skipjoin.core.events import Arrived, Event, Finished, Started, Token
+from skipjoin.model.config import ModelError
+from skipjoin.observe.metrics import EngineMetrics
+from skipjoin.observe.timeline import Timeline
+from skipjoin.sampling import ParameterError, SamplingParams, TokenDetail
+from skipjoin.server.engines.engine_program import ORPHANED
+from skipjoin.server.engines.link import NoAnswerError, knock
+from skipjoin.server.engines.messages import (
+    Abort,
+    Add,
+    Failed,
+    FromEngine,
+    Key,
+    Progress,
+    Ready,
+    Refused,
+    Setup,
+    Shutdown,
+    Stats,
+    Step,
+    ToEngine,
+)
+
+# How often an idle engine wakes to see whether its parent lives, and how often a busy one tells its numbers.
+HEARTBEAT_S = 1.0
+# A turn of the loop that is shorter ran no step.
+SPIN_S = 2e-4
+# Longest that what is left of a socket may hold up the end of the process, in seconds.
+_DESTROY_S = 2.0
+_PR_SET_PDEATHSIG = 1
+
+
+class Loop(Protocol):
+    """What this process needs of an engine: `skipjoin.engine.loop.EngineLoop`, or a stand-in for tests."""
+
+    core: EngineCore
+
+    def add(
+        self,
+        request_id: int,
+        prompt: list[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        deadline_s: float | None = None,
+        output: Sequence[int] = (),
+        age_s: float = 0.0,
+    ) -> None: ...
+    def abort(self, request_id: int) -> bool: ...
+    @property
+    def idle(self) -> bool: ...
+    def step(self) -> list[Event]: ...
+    def close(self) -> None: ...
+
+
+OnProgress = Callable[[str, float], None]
+Load = Callable[[Setup, OnProgress], tuple[Loop, Ready]]
+
+
+class Digest:
+    """Folds the core's events into one `Step` per engine step."""
+
+    def __init__(self) -> None:
+        self._new: set[int] = set()  # requests that have not run yet
+
+    def fold(self, events: Iterable[Event]) -> Step | None:
+        """What the API process must know of these events; None if that is nothing."""
+        ids: list[int] = []
+        tokens: list[int] = []
+        details: dict[int, TokenDetail] = {}
+        ended: list[tuple[int, str]] = []
+        started: list[int] = []
+        errors: dict[int, str] = {}
+        for event in events:
+            if isinstance(event, Token):
+                if event.detail is not None:
+                    details[len(ids)] = event.detail  # type: ignore[assignment]
+                ids.append(event.request.id)
+                tokens.append(event.token)
+            elif isinstance(event, Finished):
+                self._new.discard(event.request.id)
+                ended.append((event.request.id, event.reason.value))
+                if event.detail:
+                    errors[event.request.id] = event.detail
+            elif isinstance(event, Started):
+                if event.request.id in self._new:
+                    self._new.remove(event.request.id)
+                    started.append(event.request.id)
+            elif isinstance(event, Arrived):
+                self._new.add(event.request.id)
+        if ids or ended or started:
+            return Step(ids, tokens, details, ended, started, errors)
+        return None
+
+
+class Recorder:
+    """A timeline on the disk. If it cannot be written any more it says so once, and serving goes on without.
+
+    Raises `ConfigError` if it cannot be begun.
+    """
+
+    def __init__(self, path: str) -> None:
+        try:
+            self._file = Path(path).open("w", encoding="utf-8")  # noqa: SIM115 (closed by `_end`)
+        except OSError as error:
+            raise ConfigError(f"timeline {path} cannot be written: {error.strerror}") from error
+        self._timeline: Timeline | None = Timeline(self._file)
+
+    def observe(self, events: Iterable[Event]) -> None:
+        """Take what happened."""
+        self._write(lambda timeline: timeline.observe(events))
+
+    def flush(self) -> None:
+        """Let the file have all that is over."""
+        self._write(Timeline.flush)
+
+    def close(self) -> None:
+        """End the file."""
+        self._write(Timeline.close)
+        self._end()
+
+    def _write(self, act: Callable[[Timeline], None]) -> None:
+        if self._timeline is None:
+            return
+        try:
+            act(self._timeline)
+        except OSError as error:
+            print(f"the timeline {self._file.name} ends here: {error.strerror}", file=sys.stderr, flush=True)
+            self._end()
+
+    def _end(self) -> None:
+        self._timeline = None
+        with suppress(OSError):  # what it could not write it cannot write now
+            self._file.close()
+
+
+class EngineServer:
+    """Moves messages between the socket and the loop; owns neither's content.
+
+    parent: process id of who started this one. is_linked: whether the API process is there.
+    """
+
+    def __init__(self, socket: zmq.Socket[bytes], parent: int, is_linked: Callable[[], bool] = lambda: True) -> None:
+        self._socket = socket
+        self._parent = parent
+        self._is_linked = is_linked
+        self._is_cut = False
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(ToEngine)
+        self._told: Stats | None = None
+        self._told_at = 0.0
+        self._stopping = False
+
+    def send(self, message: FromEngine) -> None:
+        """Queue a message to the API process; never blocks. What nobody is there to take is lost."""
+        try:
+            self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            self._is_cut = True
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the API process is gone, or has given this one up."""
+        return self._is_cut or not self._is_linked()
+
+    def run(self, loop: Loop, metrics: EngineMetrics, recorder: Recorder | None = None) -> None:
+        """Serve until told to stop, or the parent or the API process is gone. metrics, recorder: told all that
+        happens."""
+        digest = Digest()
+        while not self._stopping and os.getppid() == self._parent and not self.is_alone:
+            # Messages are taken between steps; only an idle engine waits for one.
+            self._read_inbox(loop, wait=loop.idle)
+            begin = time.monotonic()
+            # After an abort of the last request the engine is idle, but its events are still to be told.
+            events = loop.step()
+            step = digest.fold(events)
+            done = not loop.core.requests
+            if step is not None and not done:
+                self.send(step)
+            metrics.observe(events)
+            if recorder is not None:
+                recorder.observe(events)
+                if loop.idle:
+                    recorder.flush()
+            self._tell_stats(loop, metrics, at_once=done)
+            if step is not None and done:
+                # After the numbers: whoever asks for them once all requests were answered finds these in them.
+                self.send(step)
+            if not events and not loop.idle and time.monotonic() - begin < SPIN_S:
+                self._socket.poll(1)  # nothing can run until a deadline or a message: do not spin
+
+    def _read_inbox(self, loop: Loop, *, wait: bool) -> None:
+        if wait and not self._socket.poll(int(HEARTBEAT_S * 1000)):
+            return
+        while not self._stopping:
+            try:
+                frame = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._handle(loop, self._decoder.decode(frame))
+
+    def _handle(self, loop: Loop, message: ToEngine) -> None:
+        if isinstance(message, Add):
+            self._add(loop, message)
+        elif isinstance(message, Abort):
+            for request_id in message.ids:
+                loop.abort(request_id)
+        elif isinstance(message, Shutdown):
+            self._stopping = True
+
+    def _add(self, loop: Loop, message: Add) -> None:
+        try:
+            loop.add(
+                message.id,
+                message.prompt,
+                message.params,
+                priority=message.priority,
+                deadline_s=message.deadline_s,
+                output=message.output,
+                age_s=message.age_s,
+            )
+        except ParameterError as error:
+            self.send(Refused(message.id, error.param, str(error)))
+        except RequestTooLargeError as error:
+            self.send(Refused(message.id, "max_tokens", str(error)))
+
+    def _tell_stats(self, loop: Loop, metrics: EngineMetrics, *, at_once: bool) -> None:
+        """Tell the numbers now and then."""
+        now = time.monotonic()
+        if now - self._told_at < HEARTBEAT_S / 4 and not at_once:
+            return
+        kv = loop.core.kv
+        stats = Stats(kv.device_total - kv.device_free, metrics.snapshot())
+        if stats != self._told or now - self._told_at >= HEARTBEAT_S:
+            self.send(stats)
+            self._told, self._told_at = stats, now
+
+
+def die_with_parent(parent: int) -> None:
+    """Let the kernel kill this process when its parent ends. Where it cannot, the loop sees it within a heartbeat."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit("the process that started the engine is gone")
+
+
+def serve_engine(load: Load) -> int:
+    """Be the engine process, to its end: 0 if told to end, 1 if the engine could not start or failed, or its link is
+    over, `ORPHANED` if nobody answers at the API process's door.
+
+    The setup is read from standard input; `load` makes the loop from it.
+    """
+    setup = msgspec.json.decode(sys.stdin.buffer.read(), type=Setup)
+    die_with_parent(setup.parent)
+    # Ctrl-C and service managers signal every process; when to end is the API process's decision.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    context = zmq.Context()
+    try:
+        socket, is_linked = _connect(context, setup)
+    except NoAnswerError as error:
+        print(f"the engine ends: {error}", file=sys.stderr, flush=True)
+        return ORPHANED
+    server = EngineServer(socket, setup.parent, is_linked)
+    recorder: Recorder | None = None
+    try:
+        if setup.config.timeline is not None:
+            recorder = Recorder(setup.config.timeline)
+        loop, ready = load(setup, lambda what, share: server.send(Progress(what, share)))
+        server.send(ready)
+        if setup.ready_fd is not None:
+            os.write(setup.ready_fd, b".")
+        metrics = EngineMetrics(
+            device_blocks=ready.device_blocks, block_size=ready.block_size, block_bytes=ready.block_bytes
+        )
+        try:
+            server.run(loop, metrics, recorder)
+        finally:
+            loop.close()
+        if server.is_alone:
+            print("the engine ends: its link to the API process is over", file=sys.stderr, flush=True)
+        code = int(server.is_alone)
+        socket.close(linger=0)
+        return code
+    except (ConfigError, ModelError) as error:  # a setting or a model that cannot be used: its text says it all
+        server.send(Failed(str(error)))
+        socket.close(linger=1000)
+        return 1
+    except Exception as error:
+        traceback.print_exc()
+        server.send(Failed(f"{type(error).__name__}: {error}"))
+        socket.close(linger=1000)
+        return 1
+    finally:
+        if recorder is not None:
+            recorder.close()
+        _destroy(context)
+
+
+def _destroy(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    """End the context; but not wait long for it: ZeroMQ may wait for ever for a link that was lost while it was being
+    made again, and this process must end."""
+    ending = threading.Thread(target=context.destroy, kwargs={"linger": 0}, daemon=True)
+    ending.start()
+    ending.join(_DESTROY_S)
+
+
+def _connect(context: zmq.Context[zmq.Socket[bytes]], setup: Setup) -> tuple[zmq.Socket[bytes], Callable[[], bool]]:
+    """The socket to the API process, and whether that is there. Raises `NoAnswerError`."""
+    if isinstance(setup.at, Key):
+        return knock(context, setup.at)
+    socket = context.socket(zmq.PAIR)
+    # Without a high-water mark a send never blocks; what is in flight is bounded by the requests admitted.
+    socket.set_hwm(0)
+    socket.connect(setup.at)
+    return socket, lambda: True  # it is the parent, too

@@ -1,0 +1,129 @@
+"""Ray Serve as the keeper of replicas: it starts them, asks how they are, and starts others in place of the dead.
+
+Nothing else of Serve is used: there is no proxy, and nobody calls a replica through it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from skipjoin.exec.ranks.cluster import ClusterError, import_ray
+
+# How often Serve asks a replica how it is; three bad answers are a death.
+_HEALTH_S = 0.5
+# A replica that does not answer Serve for so long is replaced. Its machine may be busy.
+_HEALTH_TIMEOUT_S = 20.0
+# What a replica may take to end before it is killed.
+_END_S = 5.0
+# Starts that may fail before Serve calls the first start of all replicas a failure.
+_TRIES = 3
+
+
+class Needs(NamedTuple):
+    """What a replica takes of the cluster.
+
+    cpus: of its engine, on one node. device: auto, cpu or cuda; with a GPU the engine takes one. ranks: processes that
+    the engine places itself, each with a CPU, and it is they that take GPUs; 0: it has the model in its own process.
+    """
+
+    cpus: int
+    device: str
+    ranks: int = 0
+
+    @property
+    def all_cpus(self) -> int:
+        """CPUs of the replica and its ranks together."""
+        return 1 + self.ranks if self.ranks else self.cpus
+
+
+class Keeper:
+    """Keeps replicas alive in the cluster that this process has entered. All calls block, and come from one thread.
+
+    name: of the application, which no other in the cluster may have. is_alone: whether the cluster is this program's
+    own, and ends with it.
+    """
+
+    def __init__(self, name: str, *, is_alone: bool) -> None:
+        self.name = name
+        self._is_alone = is_alone
+
+    def deploy(self, kind: type, arguments: Sequence[Any], *, replicas: int, needs: Needs) -> None:
+        """Let there be replicas of a class, made with these arguments. It has `check_health`, which raises if it is
+        sick. Raises `ClusterError` if the cluster has too few CPUs or GPUs."""
+        serve = _import_serve()
+        nodes = [node["Resources"] for node in import_ray().nodes() if node["Alive"]]
+        gpus = check_room(replicas, needs, nodes)
+        quiet = {"log_level": "ERROR", "enable_access_log": False}
+        serve.start(proxy_location="Disabled", logging_config=quiet)
+        deployment = serve.deployment(
+            kind,
+            name="replica",
+            num_replicas=replicas,
+            ray_actor_options={"num_cpus": 1 if needs.ranks else needs.cpus, "num_gpus": gpus},
+            health_check_period_s=_HEALTH_S,
+            health_check_timeout_s=_HEALTH_TIMEOUT_S,
+            graceful_shutdown_timeout_s=_END_S,
+            graceful_shutdown_wait_loop_s=0.1,
+            max_constructor_retry_count=_TRIES,
+            logging_config=quiet,
+        )
+        target = serve.RunTarget(deployment.bind(*arguments), self.name, route_prefix=None, logging_config=quiet)
+        serve.run_many([target], wait_for_applications_running=False, wait_for_ingress_deployment_creation=False)
+
+    def trouble(self) -> str | None:
+        """Why Serve will not bring the replicas up; None while it tries."""
+        serve = _import_serve()
+        try:
+            found = serve.status().applications.get(self.name)
+        except Exception as error:
+            return f"Ray Serve does not answer: {type(error).__name__}"
+        if found is None:
+            return "the application was deleted from Ray Serve"
+        return found.message if found.status == "DEPLOY_FAILED" else None
+
+    def close(self) -> None:
+        """End the replicas, where the cluster goes on without this process. Serve goes with its last application."""
+        if self._is_alone:
+            return
+        serve = _import_serve()
+        with suppress(Exception):  # whatever is wrong there, this process leaves
+            serve.delete(self.name)
+            if not serve.status().applications:
+                serve.shutdown()
+
+
+def delete(name: str) -> None:
+    """Called in a replica: end the application, this replica included, soon."""
+    _import_serve().delete(name, _blocking=False)
+
+
+def check_room(replicas: int, needs: Needs, nodes: Sequence[Mapping[str, float]]) -> int:
+    """Refuse more replicas than the cluster can hold, whoever uses it now. nodes: the resources of each. GPUs that
+    each engine's own process takes. Raises `ClusterError`."""
+    wants_gpus = needs.device == "cuda" or (needs.device == "auto" and any(node.get("GPU", 0) >= 1 for node in nodes))
+    each = {"CPU": needs.all_cpus} | ({"GPU": needs.ranks or 1} if wants_gpus else {})
+    if needs.ranks:  # they need not be where the engine is
+        places: Sequence[Mapping[str, float]] = [{name: sum(node.get(name, 0) for node in nodes) for name in each}]
+    else:
+        places = nodes
+    room = sum(min(int(place.get(name, 0) // much) for name, much in each.items()) for place in places)
+    if replicas > room:
+        takes = " and ".join(f"{much} {name}" for name, much in each.items())
+        have = "; ".join(", ".join(f"{node.get(name, 0):g} {name}" for name in each) for node in nodes)
+        raise ClusterError(
+            f"replicas must be at most {room}: each takes {takes}, and the cluster's nodes have {have}; got {replicas}"
+        )
+    return int(wants_gpus and not needs.ranks)
+
+
+def _import_serve() -> Any:
+    import_ray()
+    try:
+        from ray import serve  # noqa: PLC0415 (an optional back end)
+    except ImportError as error:
+        raise ClusterError(f"replicas need Ray Serve ({error}): pip install 'skipjoin[distributed]'") from error
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)  # it tells of every start
+    return serve

@@ -1,0 +1,244 @@
+"""Several engines behind one server: Ray Serve starts them, and starts them again; they speak to this process directly.
+
+Serve's part is life and placement. Requests and tokens do not go through it: every engine has a link of its own to the
+API process (`link`), which knows at once when one is gone and lets another go on with its requests (`EngineClient`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import signal
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+import msgspec
+
+from skipjoin.config import EngineConfig
+from skipjoin.exec.ranks.cluster import Cluster, ClusterError
+from skipjoin.server.engines.engine_client import EngineClient, Replica
+from skipjoin.server.engines.engine_handle import EngineStartError
+from skipjoin.server.engines.keeper import Keeper, Needs
+from skipjoin.server.engines.link import Door, Link
+from skipjoin.server.engines.messages import Failed, FromEngine, Progress, Ready, Setup
+from skipjoin.server.engines.replica import EngineReplica
+
+logger = logging.getLogger(__name__)
+
+# Starts that fail in a row, with no engine left, after which the server ends.
+MOST_FAILURES = 3
+# How often Serve is asked how it fares while engines are missing.
+_ASK_S = 1.0
+
+ResultT = TypeVar("ResultT")
+
+
+class ReplicaSet:
+    """The engines of a `client`, as many as it wants.
+
+    command: the program that is the engine process. on_progress: called while they start with what is being done and
+    the share done. address: host:port of the cluster to place them on; None: one of our own on this machine.
+    """
+
+    def __init__(
+        self,
+        client: EngineClient,
+        command: Sequence[str],
+        on_progress: Callable[[str, float], None],
+        *,
+        address: str | None = None,
+    ) -> None:
+        self.died = asyncio.Event()
+        self._client = client
+        self._command = tuple(command)
+        self._on_progress = on_progress
+        self._address = address
+        # Ray is called from one thread of its own. Its processes end with the thread that started them.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="skipjoin-ray")
+        self._cluster: Cluster | None = None
+        self._door: Door | None = None
+        self._numbers: dict[Link, int] = {}
+        self._started: asyncio.Future[Ready] | None = None
+        self._keeper: Keeper | None = None
+        self._life: asyncio.Task[None] | None = None
+        self._failures = 0  # starts that failed since one succeeded
+        self._is_ending = False
+
+    async def start(self, config: EngineConfig) -> Ready:
+        """Start all, and wait until they take requests. Raises `EngineStartError`, also if one of them cannot."""
+        self._started = asyncio.get_running_loop().create_future()
+        self._life = asyncio.create_task(self._live(config))
+        return await self._started
+
+    async def stop(self) -> None:
+        """End the engines and leave the cluster; one of our own ends, too."""
+        self._is_ending = True
+        if self._life is not None:
+            self._life.cancel()
+            await asyncio.wait((self._life,))
+        await self._in_thread(self._leave)
+        self._thread.shutdown()
+        if self._door is not None:
+            self._door.close()
+
+    def kill(self) -> None:
+        """Wait for nothing any more; `stop` ends the engines."""
+        self._is_ending = True
+        self._fail_start("it was told to end")
+
+    # -- Ray, in its thread -------------------------------------------------------------------------------
+
+    async def _in_thread(self, work: Callable[..., ResultT], *args: Any) -> ResultT:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, partial(work, *args))
+
+    def _enter(self, needs: Needs) -> None:
+        """Enter the cluster. Raises `ClusterError`."""
+        if self._address is None:
+            self._cluster = Cluster.start(needs.all_cpus * self._client.wanted)
+        else:
+            self._cluster = Cluster.join(self._address)
+        self._keeper = Keeper(f"skipjoin-{secrets.token_hex(4)}", is_alone=self._address is None)
+
+    def _deploy(self, setup: bytes, needs: Needs) -> None:
+        assert self._keeper is not None
+        arguments = (self._command, setup, self._keeper.name)
+        self._keeper.deploy(EngineReplica, arguments, replicas=self._client.wanted, needs=needs)
+
+    def _trouble(self) -> str | None:
+        return None if self._keeper is None else self._keeper.trouble()
+
+    def _leave(self) -> None:
+        if self._keeper is not None:
+            self._keeper.close()
+        if self._cluster is not None:
+            self._cluster.close()
+
+    # -- life ---------------------------------------------------------------------------------------------
+
+    async def _live(self, config: EngineConfig) -> None:
+        """Start everything, and look after it while engines are missing."""
+        try:
+            config = self._divide(config)
+            needs = Needs(config.threads or 1, config.device, config.ranks if config.is_distributed else 0)
+            self._on_progress("starting Ray", 0.0)
+            await self._in_thread(self._enter, needs)
+            _take_signals_back()
+            assert self._cluster is not None
+            self._door = Door(self._cluster.ip, self._admit)
+            if config.is_distributed:  # its ranks find their places in the same cluster
+                config = replace(config, ray_address=self._cluster.address)
+            setup = msgspec.json.encode(Setup(config, self._door.key, 0))
+            await self._in_thread(self._deploy, setup, needs)
+            self._on_progress("starting Ray", 1.0)
+        except (ClusterError, OSError) as error:
+            self._fail_start(str(error))
+            return
+        except Exception as error:
+            logger.exception("the replicas were not started")
+            self._fail_start(f"{type(error).__name__}: {error}")
+            return
+        while not self._is_ending:
+            await asyncio.sleep(_ASK_S)
+            if (
+                self._client.alive < self._client.wanted
+                and (reason := await self._in_thread(self._trouble)) is not None
+            ):
+                self._give_up(reason)
+
+    def _divide(self, config: EngineConfig) -> EngineConfig:
+        """Share this machine's cores between the engines, if they all run here and nobody has said how."""
+        if config.threads is not None or self._address is not None:
+            return config
+        return replace(config, threads=max(1, (os.cpu_count() or 1) // (self._client.wanted * config.ranks)))
+
+    def _fail_start(self, reason: str) -> None:
+        if self._started is not None and not self._started.done():
+            self._started.set_exception(EngineStartError(reason))
+
+    def _give_up(self, reason: str) -> None:
+        """Nobody brings the engines back: without one the server ends."""
+        self._fail_start(reason)
+        if self._client.alive == 0 and not self._is_ending:
+            logger.error("no replica is left, and none comes back: %s", reason)
+            self._is_ending = True
+            self._client.died()
+            self.died.set()
+
+    # -- engines ------------------------------------------------------------------------------------------
+
+    def _admit(self, link: Link) -> None:
+        """An engine is at the door."""
+        taken = set(self._numbers.values())
+        number = self._numbers[link] = next(n for n in range(1, len(taken) + 2) if n not in taken)
+        engine = _Engine(self, link, number)
+        link.on_message, link.on_lost = engine.receive, engine.lost
+
+    def came_up(self, number: int, info: Ready, link: Link) -> Replica:
+        """An engine takes requests."""
+        replica = self._client.join(info, link.send)
+        self._failures = 0
+        if self._started is not None and not self._started.done():
+            if self._client.alive == self._client.wanted:
+                self._started.set_result(info)
+        else:
+            logger.warning("replica %d is back", number)
+        return replica
+
+    def deliver(self, replica: Replica, message: FromEngine) -> None:
+        """An engine brings tokens or numbers."""
+        self._client.receive(replica, message)
+
+    def progressed(self, number: int, progress: Progress) -> None:
+        """An engine tells how far its start is."""
+        if self._started is not None and not self._started.done():
+            self._on_progress(f"replica {number}: {progress.what}", progress.share)
+
+    def went_down(self, number: int, link: Link, replica: Replica | None, failure: str | None) -> None:
+        """An engine is gone. replica: None if it never took requests. failure: its last words."""
+        del self._numbers[link]
+        moved = self._client.lose(replica) if replica is not None else 0
+        if self._is_ending:
+            return
+        if failure is not None:
+            self._fail_start(failure)
+        reason = failure or "its process or its machine is gone"
+        logger.warning("replica %d died (%s); %d of its requests go on elsewhere", number, reason, moved)
+        if replica is None:
+            self._failures += 1
+            if self._failures >= MOST_FAILURES:
+                self._give_up(f"{self._failures} starts in a row failed, the last one: {reason}")
+
+
+class _Engine:
+    """What one link says, in the replica set's words."""
+
+    def __init__(self, owner: ReplicaSet, link: Link, number: int) -> None:
+        self._owner = owner
+        self._link = link
+        self._number = number
+        self._replica: Replica | None = None
+        self._failure: str | None = None
+
+    def receive(self, message: FromEngine) -> None:
+        if isinstance(message, Progress):
+            self._owner.progressed(self._number, message)
+        elif isinstance(message, Failed):
+            self._failure = message.text
+        elif isinstance(message, Ready):
+            self._replica = self._owner.came_up(self._number, message, self._link)
+        elif self._replica is not None:
+            self._owner.deliver(self._replica, message)
+
+    def lost(self) -> None:
+        self._owner.went_down(self._number, self._link, self._replica, self._failure)
+
+
+def _take_signals_back() -> None:
+    """Ray answers SIGTERM with a dump of its stack; whoever answered before does so again. Main thread only."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.getsignal(number))

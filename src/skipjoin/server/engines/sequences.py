@@ -1,0 +1,82 @@
+"""What the API process holds of a sequence: where its outputs go, and all that another engine needs to go on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+
+from skipjoin.core.request import Request
+from skipjoin.engine.text import Output
+from skipjoin.sampling import SamplingParams
+from skipjoin.server.engines.messages import Add
+
+
+class Mailbox:
+    """Where the sequences of one HTTP request put their outputs, and where its handler waits for them."""
+
+    __slots__ = ("_error", "_items", "_waiter")
+
+    def __init__(self) -> None:
+        self._items: list[Output] = []
+        self._waiter: asyncio.Future[None] | None = None
+        self._error: Exception | None = None
+
+    async def get(self) -> list[Output]:
+        """All that came since the last call; waits while that is nothing. Raises what `fail` was given, after
+        what came before it."""
+        if not self._items and self._error is None:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        if self._items:
+            items, self._items = self._items, []
+            return items
+        assert self._error is not None
+        raise self._error
+
+    def put(self, output: Output) -> None:
+        """Add an output and wake the handler."""
+        self._items.append(output)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def fail(self, error: Exception) -> None:
+        """Nothing more will come: `get` raises the first error that it is told."""
+        if self._error is None:
+            self._error = error
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class Sequence:
+    """One request at an engine, from `submit` until it is over.
+
+    request: prompt, tokens so far, arrival and deadline, on this process's monotonic clock. params: with the seed, so
+    that another engine goes on with the same noise. patience: rings when it has waited for an engine for too long.
+    """
+
+    __slots__ = ("index", "mailbox", "on_end", "on_start", "params", "patience", "request")
+
+    def __init__(self, request: Request, params: SamplingParams, mailbox: Mailbox, index: int) -> None:
+        self.request = request
+        self.params = params
+        self.mailbox = mailbox
+        self.index = index
+        self.patience: asyncio.TimerHandle | None = None
+        self.on_start: Callable[[], None] | None = None
+        self.on_end: Callable[[], None] | None = None
+
+    @property
+    def id(self) -> int:
+        """Its id at whichever engine."""
+        return self.request.id
+
+    def message(self, deadline_s: float | None, age_s: float) -> Add:
+        """What makes an engine go on after the tokens that are known."""
+        request, params = self.request, self.params
+        if request.output and params.prompt_logprobs is not None:
+            params = replace(params, prompt_logprobs=None)  # they came with the first token
+        return Add(request.id, list(request.prompt), params, request.priority, deadline_s, list(request.output), age_s)

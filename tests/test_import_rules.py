@@ -134,7 +134,7 @@ BELOW_SERVER = {
 }
 # Where imports may stand inside functions if they are marked: optional back ends, the package itself, whose import
 # must stay light, the command line, whose help must come at once, and what needs Ray.
-LAZY = ("exec", "model", "__init__.py", "cli", "engine", "server/engines/keeper.py")
+LAZY = ("exec", "model", "__init__.py", "cli", "engine", "server/engines/supervisor.py")
 
 
 class Import(NamedTuple):

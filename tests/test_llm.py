@@ -21,7 +21,8 @@ from skipjoin.engine import build as engine_build
 from skipjoin.engine.build import EngineInfo, assemble
 from skipjoin.engine.load import model_folder
 from skipjoin.engine.sizing import host_blocks
-from skipjoin.exec import part
+from skipjoin.exec import rank_spec
+from skipjoin.exec.rank_spec import MemoryBudget
 from skipjoin.model.config import ModelError
 from skipjoin.sampling import ParameterError
 
@@ -193,7 +194,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Callable[..., EngineInfo]:
     """`start(free_gib, **settings)`: the facts of an engine on a machine with that much free RAM."""
 
     def started(free_gib: float, **settings: Any) -> EngineInfo:
-        monkeypatch.setattr(part, "free_ram", lambda: int(free_gib * GIB))
+        monkeypatch.setattr(rank_spec, "free_ram", lambda: int(free_gib * GIB))
         engine = assemble(EngineConfig(threads=1, device="cpu", profile="off", **settings))
         engine.executor.close()
         host = engine.executor.store.host
@@ -237,7 +238,7 @@ def test_page_locked_memory_leaves_a_gib_of_ram(llm: LLM) -> None:
     parts = [llm.engine.executor.parts[0]._replace(device_kind="cuda")]
 
     def blocks(gib: float | None) -> int:
-        return host_blocks(EngineConfig(swap_space_gib=gib), parts, [part.Room(0, 100 * GIB)], 10**9)
+        return host_blocks(EngineConfig(swap_space_gib=gib), parts, [MemoryBudget(0, 100 * GIB)], 10**9)
 
     assert [blocks(gib) for gib in (None, 99)] == [4 * GIB // BLOCK_BYTES, 99 * GIB // BLOCK_BYTES]
     with pytest.raises(ConfigError, match=r"at most 99 \(the machine has 100.0 GiB free\), got 99.5"):

@@ -236,14 +236,14 @@ def main() -> None:
             copies.append(result)
             rates = f"{result['blocks_gb_per_s']['median']:5.2f} of {result['memmove_gb_per_s']['median']:5.2f} GB/s"
             print(f"{block_kib:5} KiB {result['direction']:>3}  {rates}  {result['ratio']['median']:.0%}", flush=True)
-    beside = measure_beside(arguments.rounds)
-    print("steps", {name: value["median"] for name, value in beside.items() if isinstance(value, dict)})
+    overlapped = measure_beside(arguments.rounds)
+    print("steps", {name: value["median"] for name, value in overlapped.items() if isinstance(value, dict)})
     record = {
         "machine": machine,
         "repeats": arguments.repeats,
         "total_mib": TOTAL_BYTES >> 20,
         "copies": copies,
-        "beside": beside,
+        "beside": overlapped,
     }
     text = json.dumps(record, indent=1)
     if arguments.out is None:

@@ -33,9 +33,9 @@ from skipjoin.core.step import StepPlan, StepResult
 from skipjoin.engine.load import model_folder
 from skipjoin.exec.local import LocalExecutor
 from skipjoin.exec.memory import LargestStep
-from skipjoin.exec.part import make_store
+from skipjoin.exec.rank_spec import make_store
 from skipjoin.exec.ranks.cluster import Cluster, import_ray
-from skipjoin.exec.ranks.links import Address, Door, knock
+from skipjoin.exec.ranks.links import Address, RankListener, connect
 from skipjoin.exec.ranks.plan_messages import PlanReader, PlanWriter
 from skipjoin.exec.ranks.rank_actor import RankModel
 from skipjoin.exec.ranks.ranks import GroupSizes, RankGroup
@@ -64,7 +64,7 @@ class Echo:
         return ANSWER
 
     def serve(self, address: Address, secret: bytes, rank: int) -> None:
-        connection = knock(address, secret, rank)
+        connection = connect(address, secret, rank)
         while connection.recv_bytes():
             connection.send_bytes(ANSWER)
 
@@ -91,7 +91,7 @@ def echoes(count: int, **options: Any) -> list[Any]:
 
 
 def linked(cluster: Cluster, count: int) -> Callable[[], Any]:
-    door = Door(cluster.ip)
+    door = RankListener(cluster.ip)
     for rank, actor in enumerate(echoes(count)):
         actor.serve.remote(door.address, door.secret, rank)
     links = door.admit(count, 30)

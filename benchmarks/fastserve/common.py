@@ -13,7 +13,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from skipjoin.bench.bound import MaximumRate, field_value, maximum_rate, parse_bound
 from skipjoin.bench.simulation import Cell, Extent, System
-from skipjoin.bench.sweep import Grid, Plan, RateSearch, sweep
+from skipjoin.bench.sweep import Grid, RateSearch, SweepPlan, sweep
 from skipjoin.bench.systems import Machine
 from skipjoin.bench.workload import Synthetic, Workload, synthetic
 from skipjoin.observe.record import NO_SLO, Record, Slo
@@ -104,7 +104,7 @@ def slim(record: Record) -> Record:
 class Kept:
     """A plan that keeps the records of its cells, in the order of rate and seed."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: SweepPlan) -> None:
         self._plan = plan
         self._records: list[Record] = []
 
@@ -145,7 +145,7 @@ class Search(Kept):
         return [[rate, mean(some, self._bound.field)] for rate, some in by_rate(self.records).items()]
 
 
-def run_plans(name: str, plans: Sequence[Plan], options: Options) -> None:
+def run_plans(name: str, plans: Sequence[SweepPlan], options: Options) -> None:
     """Run all plans; how far they are goes to stderr."""
     sweep(plans, options.jobs, _Notices(name))
 

@@ -19,7 +19,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
-from skipjoin.bench.workload import Job
+from skipjoin.bench.workload import WorkloadRequest
 from skipjoin.config import EngineConfig
 from skipjoin.core.request import Request
 from skipjoin.core.step import Slice, StepPlan
@@ -29,7 +29,7 @@ from skipjoin.engine.loop import EngineLoop
 from skipjoin.exec.sampling import Sampling
 from skipjoin.observe.record import Record, add_usage, summarize
 from skipjoin.observe.requests import RequestFacts, RequestLog
-from skipjoin.observe.usage import Usage
+from skipjoin.observe.usage import EngineUsage
 from skipjoin.sampling import SamplingParams
 from skipjoin.sim.models import ModelShape, model_shape
 
@@ -229,13 +229,13 @@ def forced(output: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
 
 
-def room(engine: Engine, job: Job) -> bool:
+def room(engine: Engine, job: WorkloadRequest) -> bool:
     """Whether the engine can take it."""
     most = min(engine.info.max_model_len, engine.core.largest_request)
     return job.prompt_tokens + job.output_tokens <= most
 
 
-def drive(engine: Engine, jobs: Sequence[Job], until_s: float) -> Record:
+def drive(engine: Engine, jobs: Sequence[WorkloadRequest], until_s: float) -> Record:
     """Hand in jobs when they are due, between steps as the server does, and say what came of them.
 
     Latencies count from the moment a job was due. Those that are not over `until_s` seconds after the start count with
@@ -244,7 +244,7 @@ def drive(engine: Engine, jobs: Sequence[Job], until_s: float) -> Record:
     loop, info = EngineLoop(engine), engine.info
     ended: list[RequestFacts] = []
     log = RequestLog(ended.append)
-    usage = Usage(device_blocks=info.device_blocks, block_size=info.block_size, block_bytes=info.block_bytes)
+    usage = EngineUsage(device_blocks=info.device_blocks, block_size=info.block_size, block_bytes=info.block_bytes)
     taken = [(number, job) for number, job in enumerate(jobs) if room(engine, job)]
     prompts = {number: tokens(number, job.prompt_tokens, info.vocab_size) for number, job in taken}
     rejected = [job.stream for job in jobs if not room(engine, job)]

@@ -27,7 +27,7 @@ from common import (
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-from skipjoin.bench.workload import Job
+from skipjoin.bench.workload import WorkloadRequest
 from skipjoin.config import EngineConfig
 from skipjoin.engine.build import engine_around
 from skipjoin.engine.load import Loaded
@@ -105,7 +105,7 @@ def measure(task: Task) -> Figures:
 def _ours(loaded: Loaded, config: EngineConfig, load: _Load) -> float:
     """Tokens per second of the engine's loop."""
     engine = engine_around(loaded, config)
-    jobs = [Job(0.0, load.prompt, load.output, "default", 0)] * load.requests
+    jobs = [WorkloadRequest(0.0, load.prompt, load.output, "default", 0)] * load.requests
     record = drive(engine, jobs, 300.0)
     assert record["requests"]["finished"] == load.requests, record["requests"]
     return load.generated / float(record["duration_s"])

@@ -79,13 +79,13 @@ def measure(device: str = "cuda", step: Callable[[], object] | None = None) -> F
     ]
     step = step or decode_like(device)
     sizes = {name: BLOCK_BYTES[name] for name in ("llama-3-8b", "small")}
-    beside = [measure_beside(device, step, name, size, link) for name, size in sizes.items()]
+    overlapped = [measure_beside(device, step, name, size, link) for name, size in sizes.items()]
     return {
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
         "wanted": {"share": WANTED_SHARE, "slowdown": WANTED_SLOWDOWN},
         "link": link,
         "moves": moves,
-        "beside": beside,
+        "beside": overlapped,
     }
 
 

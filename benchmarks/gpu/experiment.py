@@ -46,7 +46,7 @@ from skipjoin.bench.simulation import Cell, Extent, System
 from skipjoin.bench.simulation import run as simulate
 from skipjoin.bench.sweep import RateSearch, sweep
 from skipjoin.bench.systems import Machine
-from skipjoin.bench.workload import Job, Workload, synthetic
+from skipjoin.bench.workload import Workload, WorkloadRequest, synthetic
 from skipjoin.config import EngineConfig
 from skipjoin.engine.build import engine_around
 from skipjoin.engine.load import Loaded
@@ -126,7 +126,7 @@ class Bench:
 
     def light_load(self) -> list[float]:
         """Seconds of the decode iterations of requests that are alone."""
-        job = Job(0.0, 160, 64, "default", 0)
+        job = WorkloadRequest(0.0, 160, 64, "default", 0)
         runs = [self._run("fcfs", [job], 60.0) for _ in range(4)]
         return [record["tpot_s"]["mean"] for record in runs[1:]]
 
@@ -140,7 +140,7 @@ class Bench:
         extent = Extent(rate, self._setting.duration_s, _SEED, until_s=self._setting.until_s)
         return Cell(self._system(recipe), self.workload, extent)
 
-    def _run(self, recipe: str, jobs: Sequence[Job], until_s: float) -> Record:
+    def _run(self, recipe: str, jobs: Sequence[WorkloadRequest], until_s: float) -> Record:
         assert self._loaded is not None
         assert self._config is not None
         config = dataclasses.replace(

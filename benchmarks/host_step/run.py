@@ -28,10 +28,10 @@ from skipjoin.core.engine import EngineCore
 from skipjoin.core.kv import KVLedger
 from skipjoin.core.request import Request
 from skipjoin.core.scheduler import Scheduler
-from skipjoin.exec.graphs import DecodeGraphs, Run, ladder
-from skipjoin.exec.part import make_store
+from skipjoin.exec.graphs import DecodeGraphs, Run, graph_batch_sizes
+from skipjoin.exec.rank_spec import make_store
 from skipjoin.exec.sampling import Sampling
-from skipjoin.exec.worker import Begun, Worker
+from skipjoin.exec.worker import InFlightStep, Worker
 from skipjoin.model.loader import random_model
 from skipjoin.policies.cost import LinearCost
 from skipjoin.recipes import Settings, build
@@ -69,7 +69,7 @@ def measure(recipe: str, batch: int) -> dict[str, float]:
     # Slot -1 is nowhere to the attention that graphs are for; to this one, which runs once, it is the last block's.
     model = random_model(CONFIG, attention="torch")
     store = make_store(model, blocks + 1, 0, BLOCK_SIZE)
-    graphs = DecodeGraphs(model, store.device, Nothing(), sizes=ladder(batch), longest=LONGEST)
+    graphs = DecodeGraphs(model, store.device, Nothing(), sizes=graph_batch_sizes(batch), longest=LONGEST)
     worker = Worker(model, store, graphs=graphs)
     cost = LinearCost(floor=0.004, prefill_token=1e-5, decode=1e-5, context_token=1e-9)
     settings = Settings(cost, max_seqs=batch, max_tokens=1 << 20, starvation_s=1e9)
@@ -78,7 +78,7 @@ def measure(recipe: str, batch: int) -> dict[str, float]:
     for number in range(batch):
         core.add(Request(number, 0.0, [number] * CONTEXT, STEPS + 50, sampling=sampling), 0.0)
     times: dict[str, list[float]] = {"decide": [], "begin": [], "finish": [], "settle": []}
-    begun: deque[Begun] = deque()
+    begun: deque[InFlightStep] = deque()
     for step in range(WARM_UP + STEPS):
         now = step * 0.004
         while len(begun) < 2:

@@ -32,9 +32,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from rich.progress import track
 
 from machine import describe_machine
-from skipjoin.bench.client import Exchange, Progress
+from skipjoin.bench.client import ClientProgress, Exchange
 from skipjoin.bench.http_request import Target
-from skipjoin.bench.load import Plan, measure
+from skipjoin.bench.load import LoadPlan, measure
 from skipjoin.bench.workload import synthetic
 from skipjoin.observe.record import Record, percentile
 
@@ -49,7 +49,7 @@ class Keeper:
     def begun(self, number: int, rate: float | None, seed: int) -> None:
         self.cpu_s, self.wall_s, self.queued_s = time.process_time(), time.monotonic(), queued()
 
-    def progress(self, progress: Progress) -> None:
+    def progress(self, progress: ClientProgress) -> None:
         pass
 
     def done(self, record: Record, exchanges: Sequence[Exchange]) -> None:
@@ -71,7 +71,7 @@ def measure_once(rate: float, duration_s: float, seed: int) -> dict[str, float]:
     ) as server:
         assert server.stdout is not None
         target = Target(base_url=f"http://127.0.0.1:{server.stdout.readline().strip()}")
-        plan = Plan(
+        plan = LoadPlan(
             workload=synthetic(LENGTHS, "poisson"), rates=(rate,), seeds=(seed,), duration_s=duration_s, warmup=4
         )
         keeper = Keeper()

@@ -32,7 +32,7 @@ from machine import describe_machine
 from random_model import VOCAB, make_model
 from skipjoin.bench.simulation import Cell, Extent, System, run
 from skipjoin.bench.systems import Machine
-from skipjoin.bench.workload import Job, synthetic
+from skipjoin.bench.workload import WorkloadRequest, synthetic
 from skipjoin.config import EngineConfig
 from skipjoin.core.events import Computed
 from skipjoin.core.step import StepShape
@@ -40,7 +40,7 @@ from skipjoin.engine.build import Engine, assemble
 from skipjoin.engine.loop import EngineLoop
 from skipjoin.observe.record import Record, add_usage, summarize
 from skipjoin.observe.requests import RequestFacts, RequestLog
-from skipjoin.observe.usage import Usage
+from skipjoin.observe.usage import EngineUsage
 from skipjoin.policies.cost import LinearCost, scaled
 from skipjoin.sampling import SamplingParams
 
@@ -65,14 +65,14 @@ def start(folder: Path, recipe: str, profile: Path) -> Engine:
     )
 
 
-def real_run(engine: Engine, jobs: list[Job], cost: LinearCost) -> tuple[Record, float]:
+def real_run(engine: Engine, jobs: list[WorkloadRequest], cost: LinearCost) -> tuple[Record, float]:
     """Send the jobs when they are due, and wait for all. What came of it, and how long steps took over `cost`."""
     loop = EngineLoop(engine)
     info = engine.info
     ended: list[RequestFacts] = []
     log = RequestLog(ended.append)
     taken_s = expected_s = 0.0
-    usage = Usage(
+    usage = EngineUsage(
         device_blocks=info.device_blocks,
         block_size=info.block_size,
         block_bytes=info.block_bytes,

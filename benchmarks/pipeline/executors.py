@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from random_model import VOCAB, make_model
 from skipjoin.exec.local import LocalExecutor
 from skipjoin.exec.memory import LargestStep
-from skipjoin.exec.part import make_store
+from skipjoin.exec.rank_spec import make_store
 from skipjoin.exec.ranks.rank_actor import RankModel
 from skipjoin.exec.ranks.ranks import GroupSizes, RankedExecutor
 from skipjoin.model.config import ModelConfig

@@ -48,7 +48,7 @@ from skipjoin.core.step import StepShape
 from skipjoin.engine.profiling.cases import Limits
 from skipjoin.engine.profiling.profiler import Effort, measure_profile
 from skipjoin.exec.base import Executor
-from skipjoin.exec.part import ModelExecutor
+from skipjoin.exec.rank_spec import ModelExecutor
 from skipjoin.exec.sampling import Sampling
 from skipjoin.exec.simulated import SimulatedExecutor
 from skipjoin.model.config import ModelConfig

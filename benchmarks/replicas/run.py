@@ -53,8 +53,8 @@ from skipjoin.bench.workload import synthetic
 from skipjoin.observe.record import Record
 from skipjoin.policies.dispatch import DISPATCH_RULES
 from skipjoin.server.engines.channel import Channel
-from skipjoin.server.engines.link import Door, Link, knock
-from skipjoin.server.engines.messages import Abort, Key, Step, ToEngine
+from skipjoin.server.engines.link import EngineLink, EngineListener, connect
+from skipjoin.server.engines.messages import Abort, ListenerKey, StepOutputs, ToEngine
 
 PARTS = ("rates", "latencies", "kills", "hop")
 BOUND = parse_bound("normalized_latency_s.mean<=0.3")
@@ -272,15 +272,15 @@ def echo(where: str) -> None:
     """An engine that answers each message with a step of `BATCH` tokens. where: a key as JSON, or an ipc address."""
     context = zmq.Context()
     if where.startswith("{"):
-        socket, _ = knock(context, msgspec.json.decode(where, type=Key))
+        socket, _ = connect(context, msgspec.json.decode(where, type=ListenerKey))
     else:
         socket = context.socket(zmq.PAIR)
         socket.connect(where)
     encoder, decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(ToEngine)
-    socket.send(encoder.encode(Step()))
+    socket.send(encoder.encode(StepOutputs()))
     while True:
         decoder.decode(socket.recv())
-        socket.send(encoder.encode(Step(list(range(BATCH)), list(range(BATCH)))))
+        socket.send(encoder.encode(StepOutputs(list(range(BATCH)), list(range(BATCH)))))
 
 
 class Player:
@@ -319,11 +319,11 @@ async def measure_hop() -> dict[str, Any]:
     channel = Channel(socket, ipc.receive)
     ipc.send = channel.send
 
-    def admit(link: Link) -> None:
+    def admit(link: EngineLink) -> None:
         link.on_message = tcp.receive
         tcp.send = link.send
 
-    door = Door("127.0.0.1", admit)
+    door = EngineListener("127.0.0.1", admit)
     wheres = (address, msgspec.json.encode(door.key).decode())
     engines = [subprocess.Popen([sys.executable, __file__, "--echo", where]) for where in wheres]
     try:

@@ -17,32 +17,34 @@ from hypothesis import strategies as st
 from openai_stub import DONE, OpenAiStub, complete, event, stream, token, usage, whole
 
 from skipjoin.bench import client as client_module
-from skipjoin.bench.client import Client, Run
+from skipjoin.bench.client import Client, ClientRun
 from skipjoin.bench.http_answer import Answer
 from skipjoin.bench.http_request import Bodies, Target, parse_extra, parse_prompt_ids
 from skipjoin.bench.load import figures
-from skipjoin.bench.workload import Job
+from skipjoin.bench.workload import WorkloadRequest
 from skipjoin.config import ConfigError
 from skipjoin.observe.record import Slo
 
 
-def jobs(count: int, *, gap_s: float = 0.002, tokens: int = 3) -> list[Job]:
+def jobs(count: int, *, gap_s: float = 0.002, tokens: int = 3) -> list[WorkloadRequest]:
     classes = (("interactive", 0), ("best-effort", 10))
-    return [Job(number * gap_s, 5, tokens, *classes[number % 2]) for number in range(count)]
+    return [WorkloadRequest(number * gap_s, 5, tokens, *classes[number % 2]) for number in range(count)]
 
 
-def go(url: str, wanted: Sequence[Job], *, timeout_s: float | None = None, **target: Any) -> tuple[Run, float]:
+def go(
+    url: str, wanted: Sequence[WorkloadRequest], *, timeout_s: float | None = None, **target: Any
+) -> tuple[ClientRun, float]:
     """One run against a server, and its seconds."""
 
-    async def run() -> tuple[Run, float]:
+    async def run() -> tuple[ClientRun, float]:
         async with Client(Target(base_url=url, model="stub", **target), timeout_s=timeout_s) as client:
-            started = Run(client, wanted, Bodies(client.target, "0"))
+            started = ClientRun(client, wanted, Bodies(client.target, "0"))
             return started, await started.go()
 
     return asyncio.run(run())
 
 
-def kinds(run: Run) -> dict[str, int]:
+def kinds(run: ClientRun) -> dict[str, int]:
     return dict(Counter(one.failure.kind if one.failure else "finished" for one in run.exchanges))
 
 
@@ -274,7 +276,7 @@ def test_a_server_that_dies_ends_the_run_and_all_is_accounted_for(monkeypatch: p
         return await complete(stub, request, body)
 
     with OpenAiStub(die) as stub:
-        run, seconds = go(stub.url, [*jobs(300, gap_s=0.01), Job(3600.0, 5, 3, "default", 0)])
+        run, seconds = go(stub.url, [*jobs(300, gap_s=0.01), WorkloadRequest(3600.0, 5, 3, "default", 0)])
     found = kinds(run)
     assert run.gone
     assert found.pop("finished") <= 10

@@ -14,7 +14,16 @@ from hypothesis import strategies as st
 from skipjoin.bench.arrivals import parse_arrivals
 from skipjoin.bench.lengths import parse_lengths
 from skipjoin.bench.trace import Trace, TraceRow
-from skipjoin.bench.workload import Job, Replay, Stream, Synthetic, Workload, parse_stream, synthetic, with_best_effort
+from skipjoin.bench.workload import (
+    Replay,
+    Stream,
+    Synthetic,
+    Workload,
+    WorkloadRequest,
+    parse_stream,
+    synthetic,
+    with_best_effort,
+)
 from skipjoin.config import ConfigError
 
 BATCH = "name=batch,lengths=uniform:512-1024,32-128,arrivals=gamma:2,share=0.5,priority=10"
@@ -131,7 +140,7 @@ def test_all_or_none_may_be_best_effort(share: float, names: set[str]) -> None:
 
 def test_a_recorded_trace_is_replayed_from_0_and_sped_up() -> None:
     jobs = Replay(TIMED, speedup=2).draw(None, None, 0)
-    assert jobs[:2] == [Job(0.0, 10, 5, "default", 0), Job(0.25, 11, 6, "default", 0)]
+    assert jobs[:2] == [WorkloadRequest(0.0, 10, 5, "default", 0), WorkloadRequest(0.25, 11, 6, "default", 0)]
     assert len(jobs) == 40
     # The seed and the rate have no part in it.
     assert Replay(TIMED, speedup=2).draw(9.0, 5.0, 1) == jobs[:20]

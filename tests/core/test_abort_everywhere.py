@@ -35,19 +35,19 @@ class Scene:
     """A stepper with a pressure on call; request 1 is the one to be aborted, 0 and 2 are the others."""
 
     stepper: Stepper
-    pressure: OnCall
+    eviction: OnCall
     victim: Request
 
     @classmethod
     def begin(
         cls, *, recipe: str = "fcfs", depth: int = 1, overlap: bool = False, prompt: int = 8, **world: int
     ) -> Scene:
-        pressure = OnCall()
-        setting = World(recipe, depth, overlap, lambda: pressure, **world)
+        eviction = OnCall()
+        setting = World(recipe, depth, overlap, lambda: eviction, **world)
         stepper = Stepper(setting.core(), token_of)
         victim = make(VICTIM, prompt, 20)
         stepper.add(make(0, 8, 20), victim, make(2, 8, 20, arrival=1.0))
-        return cls(stepper, pressure, victim)
+        return cls(stepper, eviction, victim)
 
     def outrank(self, prompt: int) -> None:
         """A request that comes before everybody else."""
@@ -107,7 +107,7 @@ def in_two_plans_in_flight() -> Scene:
     scene = Scene.begin(depth=2, overlap=True)
     scene.stepper.start()
     scene.stepper.start()
-    assert (scene.victim.awaited, len(scene.stepper.core.plans)) == (2, 2)
+    assert (scene.victim.pending_samples, len(scene.stepper.core.plans)) == (2, 2)
     return scene
 
 
@@ -121,7 +121,7 @@ def in_the_older_of_two_plans() -> Scene:
 
 
 def paused() -> Scene:
-    """Holding KV on the device, in no plan."""
+    """RequestBlocks KV on the device, in no plan."""
     scene = decoding()
     scene.hold_back()
     scene.stepper.step()
@@ -131,10 +131,10 @@ def paused() -> Scene:
 
 def moving_out_beside() -> Scene:
     scene = paused()
-    scene.pressure.out = [scene.victim]
+    scene.eviction.out = [scene.victim]
     plan = scene.stepper.start()
     assert plan is not None
-    assert [move.request for move in plan.beside] == [scene.victim]
+    assert [move.request for move in plan.overlapped] == [scene.victim]
     return scene
 
 
@@ -144,14 +144,14 @@ def moving_out_before() -> Scene:
     scene.outrank(37)
     plan = scene.stepper.start()
     assert plan is not None
-    assert scene.victim in [move.request for move in plan.before if move.direction is Direction.OUT]
+    assert scene.victim in [move.request for move in plan.blocking if move.direction is Direction.OUT]
     return scene
 
 
 def on_the_host() -> Scene:
     scene = moving_out_beside()
     scene.stepper.finish()
-    held = scene.stepper.core.kv.holding(scene.victim)
+    held = scene.stepper.core.kv.blocks_of(scene.victim)
     assert held is not None
     assert (held.device, held.moving) == ([], None)
     assert held.host
@@ -169,10 +169,10 @@ def dropped() -> Scene:
 
 def moving_in_beside() -> Scene:
     scene = on_the_host()
-    scene.pressure.back = [scene.victim]
+    scene.eviction.back = [scene.victim]
     plan = scene.stepper.start()
     assert plan is not None
-    assert [(move.direction, move.request) for move in plan.beside] == [(Direction.IN, scene.victim)]
+    assert [(move.direction, move.request) for move in plan.overlapped] == [(Direction.IN, scene.victim)]
     return scene
 
 
@@ -181,7 +181,7 @@ def moving_in_before_and_running() -> Scene:
     while (plan := scene.stepper.start()) is not None and not scene.victim.in_flight:
         scene.stepper.finish()
     assert plan is not None
-    assert (Direction.IN, scene.victim) in [(move.direction, move.request) for move in plan.before]
+    assert (Direction.IN, scene.victim) in [(move.direction, move.request) for move in plan.blocking]
     return scene
 
 
@@ -196,12 +196,12 @@ def moving_in_with_two_plans_in_flight() -> Scene:
     stepper.start()
     stepper.start()
     stepper.finish()
-    scene.pressure.out = [scene.victim]
+    scene.eviction.out = [scene.victim]
     stepper.start()
     for _ in range(40):
         stepper.finish()
         plan = stepper.start()
-        if plan is not None and scene.victim in [move.request for move in plan.before]:
+        if plan is not None and scene.victim in [move.request for move in plan.blocking]:
             return scene
         if len(stepper.core.plans) < 2:
             stepper.start()
@@ -212,7 +212,7 @@ def chosen_to_leave_in_flight() -> Scene:
     """Passed over in the newer plan, to be moved out when the older one is done."""
     scene = Scene.begin(depth=2, overlap=True)
     scene.stepper.start()
-    scene.pressure.out = [scene.victim]
+    scene.eviction.out = [scene.victim]
     scene.stepper.start()
     assert [VICTIM in {piece.request.id for piece in plan.slices} for plan in scene.stepper.core.plans] == [True, False]
     return scene
@@ -244,7 +244,7 @@ def kept_after_a_failed_move_out() -> Scene:
     scene.stepper.fails = always
     scene.stepper.finish()
     scene.stepper.fails = never
-    held = scene.stepper.core.kv.holding(scene.victim)
+    held = scene.stepper.core.kv.blocks_of(scene.victim)
     assert held is not None
     assert held.device
     assert scene.victim.computed > 0
@@ -256,7 +256,7 @@ def lost_on_the_way_back() -> Scene:
     scene.stepper.fails = always
     scene.stepper.finish()
     scene.stepper.fails = never
-    assert scene.stepper.core.kv.holding(scene.victim) is None
+    assert scene.stepper.core.kv.blocks_of(scene.victim) is None
     assert scene.victim.computed == 0
     return scene
 
@@ -330,19 +330,19 @@ def test_blocks_come_home_as_soon_as_no_plan_holds_them(
     core = scene.stepper.core
     holds = [
         any(piece.request is scene.victim for piece in plan.slices)
-        or any(move.request is scene.victim for move in (*plan.before, *plan.beside))
+        or any(move.request is scene.victim for move in (*plan.blocking, *plan.overlapped))
         for plan in core.plans
     ]
     core.abort(VICTIM, scene.stepper.now)
     if core.kv.is_moving and not any(holds):  # the move began with a plan that is done
-        assert core.kv.holding(scene.victim) is not None
+        assert core.kv.blocks_of(scene.victim) is not None
         scene.stepper.drain()
         return
     for number in range(len(holds)):
-        still_held = core.kv.holding(scene.victim) is not None
+        still_held = core.kv.blocks_of(scene.victim) is not None
         assert still_held == any(holds[number:])
         scene.stepper.finish()
-    assert core.kv.holding(scene.victim) is None
+    assert core.kv.blocks_of(scene.victim) is None
 
 
 @every_state
@@ -391,12 +391,12 @@ def test_blocks_of_who_is_given_up_come_home_with_the_last_plan_that_has_it(reac
     has = [any(piece.request is scene.victim for piece in plan.slices) for plan in core.plans]
     stepper.gives_up = lambda piece: piece.request is scene.victim
     for number in range(len(has)):
-        assert core.kv.holding(scene.victim) is not None or not any(has[number:])
+        assert core.kv.blocks_of(scene.victim) is not None or not any(has[number:])
         stepper.finish()
     if not any(has):
         stepper.drain()
     assert scene.victim.finish_reason is FinishReason.ERROR
-    assert core.kv.holding(scene.victim) is None
+    assert core.kv.blocks_of(scene.victim) is None
 
 
 def test_abort_after_the_end_changes_nothing() -> None:

@@ -28,12 +28,12 @@ from skipjoin.core.request import FinishReason, Request
 from skipjoin.core.step import Direction, StepResult
 from skipjoin.recipes import RECIPES
 from support.load import load, make
-from support.policies import PRESSURES, SOME_SYSTEMS
+from support.policies import EVICTIONS, SOME_SYSTEMS
 from support.watch import Run, Stepper, World, run
 
 RUNS = [
-    pytest.param(World(recipe, depth, overlap, PRESSURES[name]), id=f"{recipe}-{depth}-{overlap}-{name}")
-    for recipe, (depth, overlap), name in product(SOME_SYSTEMS, [(1, False), (2, False), (2, True)], sorted(PRESSURES))
+    pytest.param(World(recipe, depth, overlap, EVICTIONS[name]), id=f"{recipe}-{depth}-{overlap}-{name}")
+    for recipe, (depth, overlap), name in product(SOME_SYSTEMS, [(1, False), (2, False), (2, True)], sorted(EVICTIONS))
 ]
 
 
@@ -58,24 +58,24 @@ def check_story(story: list[Event]) -> None:
     assert kinds[-1] is Finished or set(kinds[kinds.index(Finished) :]) <= {Finished, Moved, MoveFailed}
     assert kinds.count(Arrived) == kinds.count(Finished) == 1
     assert all(one <= other for one, other in pairwise(e.now for e in story))
-    running = holding = False
+    running = blocks_of = False
     for event in story:
         match event:
             case Admitted():
-                assert not holding, "admitted twice"
-                holding = True
+                assert not blocks_of, "admitted twice"
+                blocks_of = True
             case Started():
-                assert holding, "started without blocks"
+                assert blocks_of, "started without blocks"
                 assert not running, "started twice"
                 running = True
             case Preempted(how=how):
                 # What was paused before may lose its place on the device later: not running, but holding.
                 assert running or how is not Preemption.PAUSE, "paused twice"
-                assert holding
+                assert blocks_of
                 running = False
-                holding = how is not Preemption.DROP
+                blocks_of = how is not Preemption.DROP
             case Finished():
-                running = holding = False
+                running = blocks_of = False
             case _:
                 pass
 
@@ -86,9 +86,9 @@ def test_every_story_is_in_order_and_agrees_with_the_plans(world: World) -> None
     by_request = stories(done)
     samples: Counter[int] = Counter()
     moves: Counter[int] = Counter()
-    for _, (_, slices, before, beside) in done.trace:
+    for _, (_, slices, before, overlapped) in done.trace:
         samples.update(number for number, _, _, sampled, _, _ in slices if sampled)
-        moves.update(number for _, number, _, _ in (*before, *beside))
+        moves.update(number for _, number, _, _ in (*before, *overlapped))
     for request in done.requests:
         story = by_request[request]
         check_story(story)
@@ -101,12 +101,12 @@ def test_every_story_is_in_order_and_agrees_with_the_plans(world: World) -> None
         assert ended == [request.finish_reason] == [FinishReason.LENGTH]
 
 
-@pytest.mark.parametrize("pressure", ["swap", "proactive", "chaos"])
+@pytest.mark.parametrize("eviction", ["swap", "proactive", "chaos"])
 @pytest.mark.parametrize(("depth", "overlap"), [(1, False), (2, False), (2, True)])
-def test_stories_are_in_order_where_moves_fail(pressure: str, depth: int, overlap: bool) -> None:
+def test_stories_are_in_order_where_moves_fail(eviction: str, depth: int, overlap: bool) -> None:
     """A move that fails has its place in the story, and who lost KV so is preempted at that moment."""
     draw = random.Random(7)
-    world = World("fastserve", depth, overlap, PRESSURES[pressure])
+    world = World("fastserve", depth, overlap, EVICTIONS[eviction])
     done = run(world, load(5, 20), fails=lambda move: draw.random() < 0.5)
     failures = 0
     for request, story in stories(done).items():

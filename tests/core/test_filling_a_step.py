@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from skipjoin.core.kv import KVLedger
-from skipjoin.core.policy import NO_OUTLOOK, Batcher, Outlook, Policies, Refusal, Reservation
+from skipjoin.core.policy import NO_OUTLOOK, AdmissionPolicy, Batcher, Outlook, Policies, Refusal
 from skipjoin.core.request import Request
 from skipjoin.core.scheduler import Scheduler
+from skipjoin.policies.admission import OnDemand, WholeMaximum
 from skipjoin.policies.batching import Greedy
-from skipjoin.policies.pressure import Recompute
-from skipjoin.policies.reservation import OnDemand, WholeMaximum
+from skipjoin.policies.eviction import Recompute
 from support.load import make
 from support.policies import Ranks
 from support.watch import Stepper, WatchedCore
@@ -31,11 +31,11 @@ class Verdicts:
 
 
 def queue(
-    batcher: Batcher, length: int, blocks: int = 1000, reservation: Reservation | None = None
+    batcher: Batcher, length: int, blocks: int = 1000, admission: AdmissionPolicy | None = None
 ) -> tuple[Stepper, Ranks]:
     """`length` waiting requests of one block each, ranked by id."""
     ordering = Ranks({number: number for number in range(length)})
-    policies = Policies(ordering, batcher, reservation or OnDemand(0.0), Recompute())
+    policies = Policies(ordering, batcher, admission or OnDemand(0.0), Recompute())
     stepper = Stepper(WatchedCore(Scheduler(policies, KVLedger(blocks, 0, 4))))
     stepper.add(*(make(number, 2, 2) for number in range(length)))
     return stepper, ordering
@@ -72,8 +72,8 @@ def test_close_keeps_out_newcomers_and_ends_the_reading_but_holders_run() -> Non
 
 
 def test_a_full_device_ends_the_reading_of_the_queue() -> None:
-    for reservation in (OnDemand(0.0), WholeMaximum()):
-        stepper, ordering = queue(Greedy(100, 1000, chunked=False), 500, blocks=3, reservation=reservation)
+    for admission in (OnDemand(0.0), WholeMaximum()):
+        stepper, ordering = queue(Greedy(100, 1000, chunked=False), 500, blocks=3, admission=admission)
         assert ran(stepper) == [0, 1, 2]
         assert ordering.read == 4
 

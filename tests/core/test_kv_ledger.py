@@ -29,7 +29,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.count = 0
 
     def on_device(self, request: Request) -> bool:
-        held = self.kv.holding(request)
+        held = self.kv.blocks_of(request)
         return held is None or (not held.host and request not in self.transit)
 
     @rule(target=requests)
@@ -39,7 +39,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(request=requests, blocks=st.integers(0, DEVICE))
     def promise(self, request: Request, blocks: int) -> None:
-        held = self.kv.holding(request)
+        held = self.kv.blocks_of(request)
         own = max(0, held.promised - len(held.device)) if held else 0
         have = len(held.device) if held else 0
         if self.on_device(request) and blocks - have <= self.kv.available + own:
@@ -67,7 +67,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(request=requests, share=st.floats(0, 1))
     def compute(self, request: Request, share: float) -> None:
-        held = self.kv.holding(request)
+        held = self.kv.blocks_of(request)
         if held is not None and self.on_device(request):
             request.computed = request.planned = max(request.computed, int(share * held.room))
 
@@ -78,29 +78,29 @@ class LedgerMachine(RuleBasedStateMachine):
                 self.kv.release(request)
             self.land(request)
         self.kv.release(request)
-        assert self.kv.holding(request) is None
+        assert self.kv.blocks_of(request) is None
         assert self.kv.footprint(request) == 0
 
-    @rule(request=requests, before=st.booleans())
-    def move_out(self, request: Request, before: bool) -> None:
-        if self.kv.holding(request) is None:
+    @rule(request=requests, blocking=st.booleans())
+    def move_out(self, request: Request, blocking: bool) -> None:
+        if self.kv.blocks_of(request) is None:
             return
         if not self.kv.can_move_out(request):
             with pytest.raises(LedgerError, match="cannot be moved out"):
-                self.kv.move_out(request, before=before)
+                self.kv.move_out(request, blocking=blocking)
             return
         free = self.kv.device_free
         table = self.kv.slots(request)
-        move = self.kv.move_out(request, before=before)
+        move = self.kv.move_out(request, blocking=blocking)
         assert move.source == table[: self.kv.blocks_for(request.computed)]
         assert len(move.target) == len(move.source)
         # Beside a step, what the copy reads stays fenced until it lands.
-        assert self.kv.device_free - free == (len(table) if before else len(table) - len(move.source))
-        self.transit[request] = (move, before)
+        assert self.kv.device_free - free == (len(table) if blocking else len(table) - len(move.source))
+        self.transit[request] = (move, blocking)
 
     @rule(request=requests)
     def move_in(self, request: Request) -> None:
-        if self.kv.holding(request) is None:
+        if self.kv.blocks_of(request) is None:
             return
         if not self.kv.can_move_in(request):
             with pytest.raises(LedgerError, match="cannot be moved in"):
@@ -118,10 +118,10 @@ class LedgerMachine(RuleBasedStateMachine):
         if request not in self.transit:
             return
         move, _ = self.transit.pop(request)
-        assert not self.kv.is_still(request)
+        assert not self.kv.is_settled(request)
         self.kv.land(move)
-        assert self.kv.is_still(request)
-        held = self.kv.holding(request)
+        assert self.kv.is_settled(request)
+        held = self.kv.blocks_of(request)
         assert held is not None
         if move.direction is Direction.OUT:
             assert (held.device, held.host, held.room) == ([], list(move.target), 0)
@@ -135,14 +135,14 @@ class LedgerMachine(RuleBasedStateMachine):
     def fail(self, request: Request) -> None:
         if request not in self.transit:
             return
-        move, before = self.transit.pop(request)
+        move, blocking = self.transit.pop(request)
         table = self.kv.slots(request)
         is_whole = self.kv.fail(move)
-        assert is_whole == (move.direction is Direction.OUT and not before)
-        assert self.kv.is_still(request)
+        assert is_whole == (move.direction is Direction.OUT and not blocking)
+        assert self.kv.is_settled(request)
         with pytest.raises(LedgerError, match="not in transit"):
             self.kv.fail(move)
-        held = self.kv.holding(request)
+        held = self.kv.blocks_of(request)
         assert held is not None
         assert held.host == []
         if is_whole:
@@ -159,7 +159,7 @@ class LedgerMachine(RuleBasedStateMachine):
             assert kv.blocks_in_transit[direction] == blocks
         assert kv.is_moving == bool(self.transit)
         kv.check()
-        held = [kv.holding(request) for request in kv.holders()]
+        held = [kv.blocks_of(request) for request in kv.holders()]
         assert kv.device_free + sum(len(one.device) for one in held if one) == DEVICE
         assert kv.host_free + sum(len(one.host) for one in held if one) == HOST
         assert kv.available == kv.device_free - kv.promised_idle
@@ -177,7 +177,7 @@ TestLedgerMachine = LedgerMachine.TestCase
 TestLedgerMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None, derandomize=True)
 
 
-def holding(kv: KVLedger, number: int, tokens: int) -> Request:
+def blocks_of(kv: KVLedger, number: int, tokens: int) -> Request:
     """A request whose `tokens` tokens are computed on the device."""
     request = make(number, tokens)
     kv.grow(request, tokens)
@@ -198,7 +198,7 @@ def double(kv: KVLedger) -> None:
 
 
 def double_between_holders(kv: KVLedger) -> None:
-    one, other = (kv.holding(request) for request in list(kv.holders())[:2])
+    one, other = (kv.blocks_of(request) for request in list(kv.holders())[:2])
     assert one is not None
     assert other is not None
     one.device[0] = other.device[0]
@@ -209,13 +209,13 @@ def swap_for_a_foreign_block(kv: KVLedger) -> None:
 
 
 def stale_table(kv: KVLedger) -> None:
-    held = kv.holding(next(kv.holders()))
+    held = kv.blocks_of(next(kv.holders()))
     assert held is not None
     held.table = held.table[::-1]
 
 
 def stale_room(kv: KVLedger) -> None:
-    held = kv.holding(next(kv.holders()))
+    held = kv.blocks_of(next(kv.holders()))
     assert held is not None
     held.room += BLOCK
 
@@ -233,7 +233,7 @@ def lose_count_of_transit(kv: KVLedger) -> None:
 
 
 def lie_on_both_tiers(kv: KVLedger) -> None:
-    held = kv.holding(next(kv.holders()))
+    held = kv.blocks_of(next(kv.holders()))
     assert held is not None
     held.host.append(kv._host_free.pop())
 
@@ -256,8 +256,8 @@ def lie_on_both_tiers(kv: KVLedger) -> None:
 )
 def test_the_check_finds(corrupt: Callable[[KVLedger], None]) -> None:
     kv = KVLedger(DEVICE, HOST, BLOCK)
-    holding(kv, 0, 9)
-    kv.promise(holding(kv, 1, 5), 4)
+    blocks_of(kv, 0, 9)
+    kv.promise(blocks_of(kv, 1, 5), 4)
     kv.check()
     corrupt(kv)
     with pytest.raises(LedgerError):
@@ -266,10 +266,10 @@ def test_the_check_finds(corrupt: Callable[[KVLedger], None]) -> None:
 
 def test_blocks_are_handed_out_lowest_first_and_again_in_the_same_order() -> None:
     kv = KVLedger(DEVICE, HOST, BLOCK)
-    first = holding(kv, 0, 12)
+    first = blocks_of(kv, 0, 12)
     assert kv.slots(first) == (0, 1, 2)
     kv.release(first)
-    assert kv.slots(holding(kv, 1, 12)) == (0, 1, 2)
+    assert kv.slots(blocks_of(kv, 1, 12)) == (0, 1, 2)
 
 
 def test_a_promise_is_not_a_block() -> None:
@@ -287,10 +287,10 @@ def test_a_promise_is_not_a_block() -> None:
 
 def test_a_move_before_the_step_frees_at_once_and_one_beside_it_when_it_lands() -> None:
     kv = KVLedger(DEVICE, HOST, BLOCK)
-    one, other = holding(kv, 0, 8), holding(kv, 1, 8)
-    kv.land(kv.move_out(one, before=True))
+    one, other = blocks_of(kv, 0, 8), blocks_of(kv, 1, 8)
+    kv.land(kv.move_out(one, blocking=True))
     assert kv.device_free == 10
-    move = kv.move_out(other, before=False)
+    move = kv.move_out(other, blocking=False)
     assert kv.device_free == 10
     kv.land(move)
     assert kv.device_free == 12
@@ -298,16 +298,16 @@ def test_a_move_before_the_step_frees_at_once_and_one_beside_it_when_it_lands() 
 
 def on_host(kv: KVLedger, number: int, tokens: int) -> Request:
     """A request whose KV has moved out."""
-    request = holding(kv, number, tokens)
-    kv.land(kv.move_out(request, before=True))
+    request = blocks_of(kv, number, tokens)
+    kv.land(kv.move_out(request, blocking=True))
     return request
 
 
 def test_a_failed_move_out_beside_a_step_leaves_the_kv_where_it_was() -> None:
     kv = KVLedger(DEVICE, HOST, BLOCK)
-    request = holding(kv, 0, 8)
+    request = blocks_of(kv, 0, 8)
     table = kv.slots(request)
-    move = kv.move_out(request, before=False)
+    move = kv.move_out(request, blocking=False)
     assert (kv.device_free, kv.host_free) == (10, 6)
     assert kv.blocks_in_transit == {Direction.OUT: 2, Direction.IN: 0}
     assert kv.fail(move)
@@ -320,8 +320,8 @@ def test_a_failed_move_out_beside_a_step_leaves_the_kv_where_it_was() -> None:
 def test_a_failed_move_out_before_a_step_has_lost_the_kv() -> None:
     """The step may have written where it lay."""
     kv = KVLedger(DEVICE, HOST, BLOCK)
-    request = holding(kv, 0, 8)
-    move = kv.move_out(request, before=True)
+    request = blocks_of(kv, 0, 8)
+    move = kv.move_out(request, blocking=True)
     assert not kv.fail(move)
     assert (kv.device_free, kv.host_free, kv.is_moving) == (12, 8, False)
     kv.release(request)
@@ -349,7 +349,7 @@ def test_a_failed_move_in_has_lost_the_kv(grows: bool) -> None:
 
 def test_a_move_ends_once_however_it_ends() -> None:
     kv = KVLedger(DEVICE, HOST, BLOCK)
-    move = kv.move_out(holding(kv, 0, 8), before=False)
+    move = kv.move_out(blocks_of(kv, 0, 8), blocking=False)
     kv.fail(move)
     with pytest.raises(LedgerError, match="not in transit"):
         kv.land(move)
@@ -361,14 +361,14 @@ def test_a_move_out_takes_computed_blocks_only_and_ends_the_promise() -> None:
     kv.promise(request, 10)
     kv.grow(request, 24)
     request.computed = request.planned = 5
-    move = kv.move_out(request, before=False)
+    move = kv.move_out(request, blocking=False)
     assert (move.source, kv.device_free, kv.promised_idle) == ((0, 1), 10, 0)
 
 
 def test_a_move_in_does_not_take_what_others_were_promised() -> None:
     kv = KVLedger(DEVICE, HOST, BLOCK)
-    request = holding(kv, 0, 16)
-    kv.land(kv.move_out(request, before=True))
+    request = blocks_of(kv, 0, 16)
+    kv.land(kv.move_out(request, blocking=True))
     kv.promise(make(1), 9)
     assert kv.device_free == 12
     assert not kv.can_move_in(request)
@@ -376,15 +376,15 @@ def test_a_move_in_does_not_take_what_others_were_promised() -> None:
 
 def test_a_request_in_flight_cannot_be_moved_out() -> None:
     kv = KVLedger(DEVICE, HOST, BLOCK)
-    request = holding(kv, 0, 8)
+    request = blocks_of(kv, 0, 8)
     request.planned += 1
     assert not kv.can_move_out(request)
 
 
 def test_a_full_host_takes_nobody() -> None:
     kv = KVLedger(DEVICE, 1, BLOCK)
-    assert not kv.can_move_out(holding(kv, 0, 5))
-    assert kv.can_move_out(holding(kv, 1, 4))
+    assert not kv.can_move_out(blocks_of(kv, 0, 5))
+    assert kv.can_move_out(blocks_of(kv, 1, 4))
 
 
 @pytest.mark.parametrize("sizes", [(0, 0, 4), (1, -1, 4), (1, 0, 0)])

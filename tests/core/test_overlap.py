@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from skipjoin.core.events import Finished
 from skipjoin.core.request import FinishReason, Request
 from support.load import load, make
-from support.policies import PRESSURES, SOME_SYSTEMS
+from support.policies import EVICTIONS, SOME_SYSTEMS
 from support.watch import Stepper, World, run
 
 STOP = 0
@@ -29,24 +29,24 @@ def stopping_load(seed: int) -> list[Request]:
 def until_stop(request: Request) -> list[int]:
     """What the request must generate, from its definition alone."""
     tokens: list[int] = []
-    for position in range(len(request.prompt), request.limit):
+    for position in range(len(request.prompt), request.max_total_tokens):
         tokens.append(stopping(request, position))
         if tokens[-1] == STOP:
             break
     return tokens
 
 
-@pytest.mark.parametrize(("recipe", "pressure"), list(product(SOME_SYSTEMS, sorted(PRESSURES))))
+@pytest.mark.parametrize(("recipe", "eviction"), list(product(SOME_SYSTEMS, sorted(EVICTIONS))))
 @pytest.mark.parametrize(("depth", "overlap"), [(1, False), (2, False), (2, True), (3, True), (4, False)])
-def test_output_does_not_depend_on_depth(recipe: str, pressure: str, depth: int, overlap: bool) -> None:
-    done = run(World(recipe, depth, overlap, PRESSURES[pressure]), stopping_load(2), sample=stopping)
+def test_output_does_not_depend_on_depth(recipe: str, eviction: str, depth: int, overlap: bool) -> None:
+    done = run(World(recipe, depth, overlap, EVICTIONS[eviction]), stopping_load(2), sample=stopping)
     assert done.output == {request.id: until_stop(request) for request in done.requests}
 
 
 @given(seed=st.integers(0, 10**6), blocks=st.integers(26, 80), seats=st.integers(1, 8))
 @settings(max_examples=25)
 def test_output_does_not_depend_on_depth_for_any_load(seed: int, blocks: int, seats: int) -> None:
-    world = World("fastserve", 2, True, PRESSURES["proactive"], device_blocks=blocks, max_seqs=seats)
+    world = World("fastserve", 2, True, EVICTIONS["proactive"], device_blocks=blocks, max_seqs=seats)
     done = run(world, stopping_load(seed), sample=stopping)
     assert done.output == {request.id: until_stop(request) for request in done.requests}
 

@@ -12,12 +12,12 @@ import pytest
 
 from skipjoin.core.events import Preempted, Preemption
 from skipjoin.core.kv import KVLedger
-from skipjoin.core.policy import Policies, Pressure, Promise
+from skipjoin.core.policy import EvictionPolicy, Grant, Policies
 from skipjoin.core.request import Request
 from skipjoin.core.scheduler import Scheduler
+from skipjoin.policies.admission import OnDemand
 from skipjoin.policies.batching import Greedy
-from skipjoin.policies.pressure import Defer, Recompute
-from skipjoin.policies.reservation import OnDemand
+from skipjoin.policies.eviction import Defer, Recompute
 from support.load import make
 from support.policies import Ranks, SwapAll
 from support.watch import Stepper, WatchedCore, World
@@ -28,8 +28,8 @@ def scene(
 ) -> tuple[Stepper, Ranks]:
     """Requests ranked by `numbers`, `chunk` tokens a step. With a host pool whoever makes way is swapped."""
     ordering = Ranks(numbers)
-    pressure = SwapAll() if host else Recompute()
-    policies = Policies(ordering, Greedy(seats, chunk, chunked=True), OnDemand(0.0), pressure)
+    eviction = SwapAll() if host else Recompute()
+    policies = Policies(ordering, Greedy(seats, chunk, chunked=True), OnDemand(0.0), eviction)
     core = WatchedCore(Scheduler(policies, KVLedger(blocks, host, 4)))
     return Stepper(core), ordering
 
@@ -115,20 +115,20 @@ def test_growth_evicts_the_tail_even_before_it_has_a_token() -> None:
 
 
 @pytest.mark.parametrize(("depth", "overlap"), [(1, False), (2, False), (2, True)])
-@pytest.mark.parametrize("pressure", [Recompute, SwapAll])
+@pytest.mark.parametrize("eviction", [Recompute, SwapAll])
 def test_two_that_outrank_each_other_in_turn_both_finish(
-    pressure: Callable[[], Pressure], depth: int, overlap: bool
+    eviction: Callable[[], EvictionPolicy], depth: int, overlap: bool
 ) -> None:
     """The deadlock of FastServe's section 4.2: who was killed is promoted, and kills who killed it. Here whoever has no
     KV outranks the other at once, and only one of them fits."""
     ordering = Ranks({0: 1, 1: 1})
-    policies = Policies(ordering, Greedy(8, 5, chunked=True), OnDemand(0.0), pressure())
+    policies = Policies(ordering, Greedy(8, 5, chunked=True), OnDemand(0.0), eviction())
     stepper = Stepper(WatchedCore(Scheduler(policies, KVLedger(6, 6, 4), depth=depth, overlap=overlap)))
     requests = [make(0, 13, 9), make(1, 13, 9)]
     stepper.add(*requests)
     for _ in range(1000):
         for request in requests:
-            held = stepper.core.kv.holding(request)
+            held = stepper.core.kv.blocks_of(request)
             ordering.numbers[request.id] = 2 if held and held.device else 1
         while stepper.start() is not None:
             pass
@@ -196,8 +196,8 @@ def test_a_request_that_cannot_come_back_yet_keeps_out_its_equals_behind_it() ->
 class NoPromise:
     """A reservation that promises nothing: every chunk of a prompt has to find space of its own."""
 
-    def admit(self, request: Request, kv: KVLedger) -> Promise:
-        return Promise(now=0)
+    def admit(self, request: Request, kv: KVLedger) -> Grant:
+        return Grant(now=0)
 
 
 def test_a_request_that_cannot_grow_yet_keeps_out_those_behind_it() -> None:
@@ -231,7 +231,7 @@ def test_swapped_blocks_come_back_before_the_step_and_dropped_ones_are_computed_
         assert ran(stepper) == {1}
         plan = stepper.step()
         assert [(piece.start, piece.tokens) for piece in plan.slices] == [(12, 1) if host else (0, 13)]
-        assert len(plan.before) == bool(host)
+        assert len(plan.blocking) == bool(host)
         stepper.drain()
 
 

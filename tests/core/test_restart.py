@@ -17,16 +17,16 @@ from skipjoin.core.scheduler import Scheduler
 from skipjoin.core.step import StepResult
 from skipjoin.observe.metrics import EngineMetrics
 from skipjoin.observe.timeline import Timeline
-from skipjoin.observe.usage import Usage
+from skipjoin.observe.usage import EngineUsage
+from skipjoin.policies.admission import OnDemand
 from skipjoin.policies.batching import Greedy
-from skipjoin.policies.reservation import OnDemand
 from support.load import load, make
-from support.policies import PRESSURES, SYSTEMS, OnCall, Ranks
+from support.policies import EVICTIONS, SYSTEMS, OnCall, Ranks
 from support.watch import Stepper, WatchedCore, World
 
 WORLDS = [
-    pytest.param(World(recipe, depth, overlap, PRESSURES[name]), id=f"{recipe}-{depth}-{overlap}-{name}")
-    for recipe, (depth, overlap), name in product(SYSTEMS, [(1, False), (2, True), (3, False)], sorted(PRESSURES))
+    pytest.param(World(recipe, depth, overlap, EVICTIONS[name]), id=f"{recipe}-{depth}-{overlap}-{name}")
+    for recipe, (depth, overlap), name in product(SYSTEMS, [(1, False), (2, True), (3, False)], sorted(EVICTIONS))
 ]
 
 
@@ -58,7 +58,7 @@ def test_everybody_gets_the_same_tokens_whenever_all_is_lost(world: World) -> No
     assert len(restarts) >= 3
     assert any(event.plans for event in restarts)
     for request in load(3, 12, priorities=(-1, 0, 7)):
-        assert stepper.tokens[request.id] == list(range(len(request.prompt), request.limit))
+        assert stepper.tokens[request.id] == list(range(len(request.prompt), request.max_total_tokens))
 
 
 @pytest.mark.parametrize("world", WORLDS[::7])
@@ -66,7 +66,7 @@ def test_observers_follow(world: World) -> None:
     stepper = disturbed(world, 0.05)
     restarts = sum(isinstance(event, Restarted) for event in stepper.events)
     pool = {"device_blocks": world.device_blocks, "block_size": world.block_size, "block_bytes": 8}
-    metrics, usage, file = EngineMetrics(**pool), Usage(**pool), io.StringIO()
+    metrics, usage, file = EngineMetrics(**pool), EngineUsage(**pool), io.StringIO()
     timeline = Timeline(file)
     for watcher in (metrics, usage, timeline):
         watcher.observe(stepper.events)
@@ -84,15 +84,15 @@ def test_observers_follow(world: World) -> None:
 
 
 def test_what_lay_on_the_host_or_was_on_its_way_is_lost_too() -> None:
-    pressure = OnCall()
-    policies = Policies(Ranks({0: 0, 1: 1, 2: 2}), Greedy(8, 1000, chunked=True), OnDemand(0.0), pressure)
+    eviction = OnCall()
+    policies = Policies(Ranks({0: 0, 1: 1, 2: 2}), Greedy(8, 1000, chunked=True), OnDemand(0.0), eviction)
     core = WatchedCore(Scheduler(policies, KVLedger(20, 20, 4)))
     stepper = Stepper(core)
     requests = [make(number, 8, 6) for number in range(3)]
     stepper.add(*requests)
     stepper.step()
     stepper.late = 3
-    pressure.out = requests[1:]
+    eviction.out = requests[1:]
     stepper.step()
     assert core.kv.is_moving
     stepper.start()
@@ -136,7 +136,7 @@ def test_a_ledger_that_is_cleared_hands_out_the_same_blocks_again() -> None:
         request.computed = 8
     first = kv.slots(one)
     kv.promise(two, 4)
-    kv.move_out(two, before=False)
+    kv.move_out(two, blocking=False)
     kv.clear()
     one.computed = two.computed = 0
     kv.check()

@@ -10,8 +10,8 @@ from skipjoin.core.policy import Policies
 from skipjoin.core.request import Request
 from skipjoin.core.scheduler import Scheduler
 from skipjoin.core.step import Direction, Move, StepPlan, StepResult
+from skipjoin.policies.admission import OnDemand
 from skipjoin.policies.batching import Greedy
-from skipjoin.policies.reservation import OnDemand
 from support.load import make
 from support.policies import OnCall, Ranks
 from support.watch import Stepper, WatchedCore
@@ -22,7 +22,7 @@ OUT, IN = Direction.OUT, Direction.IN
 class OnCallBeside(OnCall):
     """Nobody comes back from the host but on call."""
 
-    returns_beside = True
+    returns_overlapped = True
 
 
 class Scene:
@@ -35,11 +35,11 @@ class Scene:
         blocks: int = 20,
         host: int = 20,
         depth: int = 1,
-        pressure: OnCall | None = None,
+        eviction: OnCall | None = None,
     ) -> None:
-        self.pressure = pressure or OnCall()
+        self.eviction = eviction or OnCall()
         self.ordering = Ranks(numbers)
-        policies = Policies(self.ordering, Greedy(8, 1000, chunked=True), OnDemand(0.0), self.pressure)
+        policies = Policies(self.ordering, Greedy(8, 1000, chunked=True), OnDemand(0.0), self.eviction)
         kv = KVLedger(blocks, host, 4)
         self.stepper = Stepper(WatchedCore(Scheduler(policies, kv, depth=depth, overlap=depth > 1)))
         self.kv = kv
@@ -54,10 +54,10 @@ class Scene:
 
     def swap_out(self, request: Request) -> None:
         """Beside one step, landed when that is done."""
-        self.pressure.out = [request]
+        self.eviction.out = [request]
         plan = self.stepper.step()
-        assert [move.request for move in plan.beside] == [request]
-        held = self.kv.holding(request)
+        assert [move.request for move in plan.overlapped] == [request]
+        held = self.kv.blocks_of(request)
         assert held is not None
         assert held.host
         assert not held.device
@@ -86,7 +86,7 @@ def test_others_run_while_a_move_is_under_way_and_its_blocks_stay_fenced() -> No
     first, second = scene.add(0), scene.add(1)
     assert scene.ran() == [0, 1]
     scene.stepper.late = 3
-    scene.pressure.out = [second]
+    scene.eviction.out = [second]
     scene.add(2, prompt=5)
     for _ in range(3):  # three blocks are free of the seven, and request 0 takes one of them
         assert scene.ran() == [0, 2]
@@ -105,7 +105,7 @@ def test_a_request_on_its_way_back_joins_once_it_has_landed() -> None:
     scene.ran()
     scene.swap_out(mover)
     scene.stepper.late = 2
-    scene.pressure.back = [mover]
+    scene.eviction.back = [mover]
     assert [scene.ran() for _ in range(4)] == [[0], [0], [0], [0, 1]]
     scene.stepper.drain()
 
@@ -116,7 +116,7 @@ def test_where_nobody_can_run_plans_without_slices_give_the_move_time() -> None:
     scene.add(1)
     scene.ran()
     scene.stepper.late = 3
-    scene.pressure.out = [request]
+    scene.eviction.out = [request]
     assert scene.ran() == [1]
     scene.stepper.core.abort(1, scene.stepper.now)
     assert [scene.ran() for _ in range(4)] == [[], [], [], [0]]
@@ -129,7 +129,7 @@ def test_with_a_plan_in_flight_there_is_no_plan_that_only_waits() -> None:
     scene.add(1)
     scene.ran()
     scene.stepper.late = 2
-    scene.pressure.out = [request]
+    scene.eviction.out = [request]
     assert [piece.request.id for piece in started(scene.stepper.start()).slices] == [1]
     scene.stepper.core.abort(1, scene.stepper.now)
     for _ in range(2):
@@ -144,7 +144,7 @@ def test_moves_outlive_the_last_request() -> None:
     request = scene.add(0)
     scene.ran()
     scene.stepper.late = 5
-    scene.pressure.out = [request]
+    scene.eviction.out = [request]
     scene.stepper.start()
     scene.stepper.core.abort(0, scene.stepper.now)
     assert scene.kv.device_free < scene.kv.device_total
@@ -156,13 +156,13 @@ def test_who_is_chosen_to_leave_while_a_plan_runs_it_pauses_and_leaves_later() -
     scene.add(0)
     leaver = scene.add(1)
     assert [p.request.id for p in started(scene.stepper.start()).slices] == [0, 1]
-    scene.pressure.out = [leaver]
+    scene.eviction.out = [leaver]
     plan = started(scene.stepper.start())
     assert [piece.request.id for piece in plan.slices] == [0]
-    assert plan.beside == ()
+    assert plan.overlapped == ()
     scene.stepper.finish()
-    scene.pressure.out = [leaver]
-    assert [move.request for move in started(scene.stepper.start()).beside] == [leaver]
+    scene.eviction.out = [leaver]
+    assert [move.request for move in started(scene.stepper.start()).overlapped] == [leaver]
     assert leaver.evictions == 0, "it was not evicted: nobody needed its blocks"
     scene.stepper.drain()
 
@@ -172,9 +172,9 @@ def test_what_is_asked_for_and_impossible_is_left() -> None:
     scene = Scene({0: 1, 1: 2, 2: 3}, host=3)
     requests = [scene.add(number) for number in range(3)]
     scene.ran()
-    scene.pressure.out, scene.pressure.back = requests[1:], requests[1:]
+    scene.eviction.out, scene.eviction.back = requests[1:], requests[1:]
     plan = scene.stepper.step()
-    assert [(move.direction, move.request.id) for move in plan.beside] == [(OUT, 1)]
+    assert [(move.direction, move.request.id) for move in plan.overlapped] == [(OUT, 1)]
     scene.stepper.drain()
 
 
@@ -183,9 +183,9 @@ def test_who_matters_most_does_not_leave_beside_a_step() -> None:
     scene = Scene({0: 1, 1: 2})
     requests = [scene.add(0), scene.add(1)]
     scene.ran()
-    scene.pressure.out = requests
+    scene.eviction.out = requests
     plan = scene.stepper.step()
-    assert [move.request.id for move in plan.beside] == [1]
+    assert [move.request.id for move in plan.overlapped] == [1]
     assert [piece.request.id for piece in plan.slices] == [0]
     scene.stepper.drain()
 
@@ -199,7 +199,7 @@ def test_a_failed_move_out_beside_a_step_leaves_the_request_where_it_was() -> No
     request = scene.add(1)
     scene.ran()
     table = scene.kv.slots(request)
-    scene.pressure.out = [request]
+    scene.eviction.out = [request]
     scene.stepper.fails = always
     assert scene.ran() == [0]
     scene.stepper.fails = lambda move: False
@@ -220,10 +220,10 @@ def test_after_a_failed_move_nobody_leaves_beside_the_next_step() -> None:
     scene.ran()
     scene.stepper.fails = always
     for _ in range(3):
-        scene.pressure.out = [stubborn]
+        scene.eviction.out = [stubborn]
         scene.ran()
     assert stubborn.evictions == 1
-    assert scene.kv.holding(stubborn) is None
+    assert scene.kv.blocks_of(stubborn) is None
     scene.stepper.fails = lambda move: False
     scene.stepper.drain()
 
@@ -235,10 +235,10 @@ def test_a_failed_move_out_before_a_step_is_computed_again() -> None:
     scene.add(1, 2, prompt=16)
     scene.stepper.fails = always
     plan = scene.stepper.step()
-    assert [(move.direction, move.request.id) for move in plan.before] == [(OUT, 0)]
+    assert [(move.direction, move.request.id) for move in plan.blocking] == [(OUT, 0)]
     assert [piece.request.id for piece in plan.slices] == [1], "who made it leave is served all the same"
     assert scene.stepper.tokens[1] == [16]
-    assert (victim.computed, scene.kv.holding(victim)) == (0, None)
+    assert (victim.computed, scene.kv.blocks_of(victim)) == (0, None)
     kinds = [event.how if isinstance(event, Preempted) else type(event) for event in scene.story(victim)]
     assert kinds == [Preemption.SWAP, MoveFailed, Preemption.DROP]
     assert victim.evictions == 1, "only one was to make room"
@@ -252,11 +252,11 @@ def test_a_failed_move_in_beside_a_step_is_computed_again() -> None:
     request = scene.add(1)
     scene.ran()
     scene.swap_out(request)
-    scene.pressure.back = [request]
+    scene.eviction.back = [request]
     scene.stepper.fails = always
     assert scene.ran() == [0]
     scene.stepper.fails = lambda move: False
-    assert scene.kv.holding(request) is None
+    assert scene.kv.blocks_of(request) is None
     plan = scene.stepper.step()
     assert [(p.start, p.tokens) for p in plan.slices if p.request is request] == [(0, 9)]
     scene.stepper.drain()
@@ -272,11 +272,11 @@ def test_slices_that_read_a_failed_move_count_for_nothing(depth: int) -> None:
     scene.swap_out(request)
     known = request.known
     plan = started(scene.stepper.start())
-    assert [move.request for move in plan.before] == [request]
+    assert [move.request for move in plan.blocking] == [request]
     assert [piece.request.id for piece in plan.slices] == [0, 1]
     told = len(scene.stepper.tokens[0])
     core = scene.stepper.core
-    failed = [move for move in plan.before if move.request is request]
+    failed = [move for move in plan.blocking if move.request is request]
     lost: list[set[Request]] = []
     commit = core.scheduler.commit
 
@@ -289,7 +289,7 @@ def test_slices_that_read_a_failed_move_count_for_nothing(depth: int) -> None:
     scene.stepper.finish()
     assert lost == [{request}]
     assert len(scene.stepper.tokens[0]) == told + 1
-    assert (request.known, request.computed, request.planned, request.awaited) == (known, 0, 0, 0)
+    assert (request.known, request.computed, request.planned, request.pending_samples) == (known, 0, 0, 0)
     scene.stepper.drain()
     assert scene.stepper.tokens[1] == list(range(8, 13))
 
@@ -302,12 +302,12 @@ def test_a_request_that_ended_on_its_way_goes_whatever_becomes_of_the_move(direc
     scene.ran()
     if direction is IN:
         scene.swap_out(request)
-    scene.pressure.out, scene.pressure.back = [request], [request]
+    scene.eviction.out, scene.eviction.back = [request], [request]
     scene.stepper.start()
     scene.stepper.core.abort(1, scene.stepper.now)
     scene.stepper.fails = always
     scene.stepper.finish()
-    assert scene.kv.holding(request) is None
+    assert scene.kv.blocks_of(request) is None
     story = [event for event in scene.story(request) if isinstance(event, Preempted)]
     assert [event.how for event in story] == [Preemption.SWAP], "it has ended: it is not preempted again"
     scene.stepper.drain()
@@ -317,24 +317,24 @@ def test_a_request_that_ended_on_its_way_goes_whatever_becomes_of_the_move(direc
 
 
 def test_before_a_step_or_only_beside_one() -> None:
-    for pressure, before in ((OnCall(), 1), (OnCallBeside(), 0)):
-        scene = Scene({0: 1, 1: 2}, pressure=pressure)
+    for eviction, before in ((OnCall(), 1), (OnCallBeside(), 0)):
+        scene = Scene({0: 1, 1: 2}, eviction=eviction)
         scene.add(0)
         request = scene.add(1)
         scene.ran()
         scene.swap_out(request)
         plan = scene.stepper.step()
-        assert len(plan.before) == before
+        assert len(plan.blocking) == before
         assert [piece.request.id for piece in plan.slices] == [0, 1][: 1 + before]
-        scene.pressure.back = [request]
+        scene.eviction.back = [request]
         scene.stepper.step()
         assert scene.ran() == [0, 1]
         scene.stepper.drain()
 
 
-def test_who_matters_most_comes_back_before_the_step_though_others_wait_for_moves_beside() -> None:
+def test_who_matters_most_comes_back_before_the_step_though_others_wait_for_moves_overlapped() -> None:
     """The space that a move beside a step needs may never be left over."""
-    scene = Scene({0: 1, 1: 2, 2: 3}, blocks=8, pressure=OnCallBeside())
+    scene = Scene({0: 1, 1: 2, 2: 3}, blocks=8, eviction=OnCallBeside())
     scene.add(0, 9)
     away, other = scene.add(1, 9), scene.add(2, 9)
     scene.ran()
@@ -342,7 +342,7 @@ def test_who_matters_most_comes_back_before_the_step_though_others_wait_for_move
     assert scene.ran() == [0, 2]
     scene.ordering.numbers[1] = 0
     plan = scene.stepper.step()
-    assert [(move.direction, move.request) for move in plan.before if move.direction is IN] == [(IN, away)]
+    assert [(move.direction, move.request) for move in plan.blocking if move.direction is IN] == [(IN, away)]
     assert away in [piece.request for piece in plan.slices]
     assert other.evictions == 1, "it makes way"
     scene.ordering.numbers[2] = -1
@@ -350,7 +350,7 @@ def test_who_matters_most_comes_back_before_the_step_though_others_wait_for_move
 
 
 def test_newcomers_ranked_below_leave_the_blocks_alone_that_who_is_on_the_host_needs() -> None:
-    scene = Scene({0: 1, 1: 3, 2: 4, 3: 2}, blocks=8, pressure=OnCallBeside())
+    scene = Scene({0: 1, 1: 3, 2: 4, 3: 2}, blocks=8, eviction=OnCallBeside())
     scene.add(0, 6, prompt=12)
     away = scene.add(1, 6)
     scene.ran()
@@ -359,28 +359,28 @@ def test_newcomers_ranked_below_leave_the_blocks_alone_that_who_is_on_the_host_n
     assert scene.ran() == [0], "with 3 of the 4 blocks it would leave 1"
     scene.add(3, 1, prompt=12)
     assert scene.ran() == [0, 3], "who matters more than who is away takes them"
-    scene.pressure.back = [away]
+    scene.eviction.back = [away]
     scene.ran()
     assert 1 in scene.ran()
     scene.stepper.drain()
 
 
 def test_who_could_run_but_for_its_kv_is_named() -> None:
-    scene = Scene({0: 1, 1: 2, 2: 3}, pressure=OnCallBeside())
+    scene = Scene({0: 1, 1: 2, 2: 3}, eviction=OnCallBeside())
     scene.add(0)
     on_host, moving = scene.add(1), scene.add(2)
     scene.ran()
-    assert scene.stepper.step().absent == ()
+    assert scene.stepper.step().waiting_for_kv == ()
     scene.swap_out(on_host)
     scene.stepper.late = 1
-    scene.pressure.out = [moving]
-    assert scene.stepper.step().absent == (on_host, moving)
+    scene.eviction.out = [moving]
+    assert scene.stepper.step().waiting_for_kv == (on_host, moving)
     scene.stepper.late = 0
-    scene.pressure.back = [on_host]
-    assert scene.stepper.step().absent == (on_host, moving)
-    scene.pressure.back = [moving]
-    assert scene.stepper.step().absent == (moving,)
-    assert scene.stepper.step().absent == ()
+    scene.eviction.back = [on_host]
+    assert scene.stepper.step().waiting_for_kv == (on_host, moving)
+    scene.eviction.back = [moving]
+    assert scene.stepper.step().waiting_for_kv == (moving,)
+    assert scene.stepper.step().waiting_for_kv == ()
     scene.stepper.drain()
 
 
@@ -388,7 +388,7 @@ def test_without_a_host_pool_nobody_is_asked() -> None:
     scene = Scene({0: 1}, host=0)
     request = scene.add(0)
     scene.ran()
-    scene.pressure.out = [request]
+    scene.eviction.out = [request]
     assert scene.ran() == [0]
-    assert scene.pressure.out == [request]
+    assert scene.eviction.out == [request]
     scene.stepper.drain()

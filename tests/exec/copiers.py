@@ -52,7 +52,7 @@ class LateCopier:
         self._asked = 0
         self.most = 0
 
-    def run_before(self, moves: Sequence[Move]) -> Ended:
+    def run_blocking(self, moves: Sequence[Move]) -> Ended:
         return copy_in_order(self._store, moves)
 
     def begin(self, moves: Sequence[Move]) -> None:

@@ -14,7 +14,7 @@ from copiers import HarshStore, LateCopier
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.events import Event, Preemption
 from skipjoin.core.kv import KVLedger
-from skipjoin.core.policy import Batcher, Ordering, Policies, Pressure
+from skipjoin.core.policy import Batcher, EvictionPolicy, Ordering, Policies
 from skipjoin.core.request import Request
 from skipjoin.core.scheduler import Scheduler
 from skipjoin.core.step import Move, Slice
@@ -23,10 +23,10 @@ from skipjoin.exec.local import LocalExecutor
 from skipjoin.exec.sampling import Sampling
 from skipjoin.model.causal_lm import CausalLM
 from skipjoin.model.loader import random_model
+from skipjoin.policies.admission import OnDemand
 from skipjoin.policies.batching import Greedy
 from skipjoin.policies.cost import LinearCost
-from skipjoin.policies.pressure import Recompute
-from skipjoin.policies.reservation import OnDemand
+from skipjoin.policies.eviction import Recompute
 from skipjoin.policies.stages import EvenStages
 from skipjoin.sampling import SamplingParams
 
@@ -135,7 +135,7 @@ def make_store(
 
 
 def make_core(
-    pressure: Pressure,
+    eviction: EvictionPolicy,
     *,
     device_blocks: int,
     host_blocks: int = 0,
@@ -152,14 +152,14 @@ def make_core(
     if stages > 1:
         cost, cuts = LinearCost(floor=2.0, prefill_token=1.0, decode=0.5), chunk is not None
         batcher = EvenStages(batcher, cost, stages, most_seqs=seats * stages, most_tokens=tokens * stages, cuts=cuts)
-    policies = Policies(Rotating(), batcher, OnDemand(), pressure)
+    policies = Policies(Rotating(), batcher, OnDemand(), eviction)
     ledger = KVLedger(device_blocks, host_blocks, BLOCK_SIZE)
     return EngineCore(Scheduler(policies, ledger, depth=depth, overlap=overlap))
 
 
 def engine(
     model: CausalLM,
-    pressure: Pressure,
+    eviction: EvictionPolicy,
     *,
     device_blocks: int,
     host_blocks: int = 0,
@@ -170,11 +170,11 @@ def engine(
     delay_s: float = 0.0,
     fails: Callable[[Move], bool] = lambda move: False,
 ) -> tuple[EngineCore, LocalExecutor]:
-    """See `make_core` and `make_store`. late: plans that a `beside` move takes, 1 for the one that begins it; None: a
+    """See `make_core` and `make_store`. late: plans that a overlapped move takes, 1 for the one that begins it; None: a
     thread copies them."""
     store = make_store(model, device_blocks, host_blocks, delay_s=delay_s, fails=fails)
     core = make_core(
-        pressure,
+        eviction,
         device_blocks=device_blocks,
         host_blocks=host_blocks,
         seats=seats,

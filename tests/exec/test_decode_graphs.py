@@ -9,9 +9,9 @@ import pytest
 import torch
 from engines import CONFIGS, SwapAll, engine, make_store, mixed_requests, run, tiny_model
 
-from skipjoin.exec.graphs import DecodeGraphs, Run, graph_bytes, ladder, record_graphs
+from skipjoin.exec.graphs import DecodeGraphs, Run, graph_batch_sizes, graph_bytes, record_graphs
 from skipjoin.exec.local import LocalExecutor
-from skipjoin.model.batch import Frame, PackedBatch, Segment
+from skipjoin.model.batch import GraphBuffers, PackedBatch, Segment
 from skipjoin.model.loader import random_model
 
 pytest.importorskip("triton")
@@ -102,14 +102,14 @@ def test_what_fits() -> None:
 
 
 def test_a_frame_refuses_what_it_does_not_hold() -> None:
-    frame = Frame(2, torch.zeros((2, 2), dtype=torch.int64))
+    frame = GraphBuffers(2, torch.zeros((2, 2), dtype=torch.int64))
     with pytest.raises(ValueError, match="holds 2 decodes with tables of 2 blocks"):
         PackedBatch.build([Segment([1, 2], 0, [0])], 4, frame=frame)
 
 
 def test_batches_in_one_frame_are_the_same_tensors() -> None:
     tables = torch.zeros((5, 4), dtype=torch.int64)
-    frame = Frame(3, tables)
+    frame = GraphBuffers(3, tables)
     first = PackedBatch.build([Segment([7], 5, [3, 2]), Segment([8], 0, [1])], 4, frame=frame)
     second = PackedBatch.build([Segment([], 9, [6, 5, 4], awaits=2)], 4, frame=frame)
     assert first.slots.data_ptr() == second.slots.data_ptr()
@@ -149,7 +149,7 @@ def test_their_memory_is_set_aside() -> None:
 
 @pytest.mark.parametrize("most", [1, 2, 5, 8, 13, 128, 200, 256, 1024])
 def test_ladder(most: int) -> None:
-    sizes = ladder(most)
+    sizes = graph_batch_sizes(most)
     assert sizes == sorted(set(sizes))
     assert sizes[-1] == most
     for batch in range(1, most + 1):

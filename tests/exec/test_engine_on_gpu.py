@@ -6,17 +6,17 @@ import pytest
 import torch
 from engines import BLOCK_SIZE, CONFIGS, Restless, SwapAll, make_core, mixed_requests, run, tiny_model
 
-from skipjoin.core.policy import Pressure
+from skipjoin.core.policy import EvictionPolicy
 from skipjoin.core.request import Request
-from skipjoin.exec.graphs import DecodeGraphs, ladder, record_graphs
+from skipjoin.exec.graphs import DecodeGraphs, graph_batch_sizes, record_graphs
 from skipjoin.exec.local import LocalExecutor
-from skipjoin.exec.part import make_store
+from skipjoin.exec.rank_spec import make_store
 from skipjoin.exec.sampling import Sampling
 from skipjoin.model.causal_lm import CausalLM
 from skipjoin.model.config import ModelConfig
 from skipjoin.model.loader import RandomWeights
 from skipjoin.model.parallel import Alone
-from skipjoin.policies.pressure import Recompute
+from skipjoin.policies.eviction import Recompute
 from skipjoin.sampling import SamplingParams
 
 pytestmark = [
@@ -25,7 +25,7 @@ pytestmark = [
 ]
 
 CARD = torch.device("cuda", 0)
-PRESSURES = {"swap": SwapAll, "recompute": Recompute, "restless": lambda: Restless(5)}
+EVICTIONS = {"swap": SwapAll, "recompute": Recompute, "restless": lambda: Restless(5)}
 
 
 class OnCard(RandomWeights):
@@ -47,7 +47,7 @@ def model_on_card(family: str, back_end: str = "triton") -> CausalLM:
 def outputs(
     model: CausalLM,
     requests: list[Request],
-    pressure: Pressure,
+    eviction: EvictionPolicy,
     *,
     blocks: int,
     host_blocks: int,
@@ -61,11 +61,11 @@ def outputs(
         store.host.tensor.fill_(torch.nan)
     recorded: DecodeGraphs | None = None
     if graphs:
-        recorded = record_graphs(model, store.device, ladder(4), 64)
+        recorded = record_graphs(model, store.device, graph_batch_sizes(4), 64)
         assert recorded is not None
     executor = LocalExecutor(model, store, graphs=recorded)
     core = make_core(
-        pressure,
+        eviction,
         device_blocks=blocks,
         host_blocks=host_blocks,
         seats=4,
@@ -93,14 +93,14 @@ def test_tokens_of_the_cpu(family: str, graphs: bool) -> None:
     assert got == on_cpu(family, mixed_requests())
 
 
-@pytest.mark.parametrize("pressure", sorted(PRESSURES))
+@pytest.mark.parametrize("eviction", sorted(EVICTIONS))
 @pytest.mark.parametrize(("depth", "graphs", "chunk"), [(1, False, 5), (2, True, None), (2, True, 6)])
 @pytest.mark.parametrize("family", ["llama", "mistral", "opt"])
-def test_preemption_is_invisible(family: str, depth: int, graphs: bool, chunk: int | None, pressure: str) -> None:
+def test_preemption_is_invisible(family: str, depth: int, graphs: bool, chunk: int | None, eviction: str) -> None:
     got = outputs(
         model_on_card(family),
         mixed_requests(),
-        PRESSURES[pressure](),
+        EVICTIONS[eviction](),
         blocks=16,
         host_blocks=60,
         depth=depth,

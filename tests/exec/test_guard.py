@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason=
 # It starts two processes that are nobody's children, one of which writes into the folder, and tells their ids.
 PROGRAM = """
 import pathlib, subprocess, sys
-from skipjoin.exec.ranks.guard import Guard
+from skipjoin.exec.ranks.guard import ProcessGuard
 
 def detach(log):
     code = "import subprocess, sys; p = subprocess.Popen(['sleep', '60'], stdout=open(sys.argv[1], 'w')); print(p.pid)"
@@ -22,7 +22,7 @@ def detach(log):
     return made.stdout.strip()
 
 folder = pathlib.Path(sys.argv[1])
-guard = Guard(folder)
+guard = ProcessGuard(folder)
 print(detach(str(folder / "log")), detach("/dev/null"), flush=True)
 log = open(folder / "own", "w")
 sys.stdin.readline()

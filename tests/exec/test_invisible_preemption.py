@@ -13,7 +13,7 @@ from skipjoin.core.events import Event, Moved, MoveFailed, Planned, Preempted, P
 from skipjoin.core.request import Request
 from skipjoin.core.step import Direction, Move
 from skipjoin.exec.local import LocalExecutor
-from skipjoin.policies.pressure import Recompute
+from skipjoin.policies.eviction import Recompute
 
 
 class Fails:
@@ -30,16 +30,16 @@ class Fails:
 
 OUT, IN = Direction.OUT, Direction.IN
 # No moves are needed here: those that are made are.
-_RESTLESS = dict(pressure=lambda: Restless(5), device_blocks=40, host_blocks=40, seats=2, chunk=5)
-_SWAPPED = dict(pressure=SwapAll, device_blocks=8, host_blocks=60, seats=1)
+_RESTLESS = dict(eviction=lambda: Restless(5), device_blocks=40, host_blocks=40, seats=2, chunk=5)
+_SWAPPED = dict(eviction=SwapAll, device_blocks=8, host_blocks=60, seats=1)
 # The largest request has 26 tokens: 7 blocks of 4.
 FORCED = {
-    "paused at every step": dict(pressure=Recompute, device_blocks=60, seats=1),
-    "prompts in chunks of 3": dict(pressure=Recompute, device_blocks=60, seats=2, chunk=3),
-    "dropped at every step": dict(pressure=Recompute, device_blocks=8, seats=1),
+    "paused at every step": dict(eviction=Recompute, device_blocks=60, seats=1),
+    "prompts in chunks of 3": dict(eviction=Recompute, device_blocks=60, seats=2, chunk=3),
+    "dropped at every step": dict(eviction=Recompute, device_blocks=8, seats=1),
     "swapped at every step": _SWAPPED,
     "swapped at every step of a prompt": _SWAPPED | dict(chunk=3),
-    "swapped, host too small": dict(pressure=SwapAll, device_blocks=8, host_blocks=6, seats=2),
+    "swapped, host too small": dict(eviction=SwapAll, device_blocks=8, host_blocks=6, seats=2),
     "swapped, copies out fail": _SWAPPED | dict(fails=lambda: Fails(OUT)),
     "swapped, copies in fail": _SWAPPED | dict(fails=lambda: Fails(IN)),
     "moved beside every step": _RESTLESS,
@@ -50,9 +50,9 @@ FORCED = {
     "moved beside, copies out fail": _RESTLESS | dict(fails=lambda: Fails(OUT)),
     "moved beside, copies in fail": _RESTLESS | dict(fails=lambda: Fails(IN)),
     "moved beside, late copies fail": _RESTLESS | dict(late=4, fails=lambda: Fails(OUT, IN)),
-    "overlapped": dict(pressure=Recompute, device_blocks=60, seats=3, depth=2),
-    "overlapped, dropped": dict(pressure=Recompute, device_blocks=12, seats=2, depth=2),
-    "overlapped, swapped, chunks": dict(pressure=SwapAll, device_blocks=14, host_blocks=60, seats=2, depth=2, chunk=7),
+    "overlapped": dict(eviction=Recompute, device_blocks=60, seats=3, depth=2),
+    "overlapped, dropped": dict(eviction=Recompute, device_blocks=12, seats=2, depth=2),
+    "overlapped, swapped, chunks": dict(eviction=SwapAll, device_blocks=14, host_blocks=60, seats=2, depth=2, chunk=7),
     "overlapped, swapped, copies fail": _SWAPPED
     | dict(device_blocks=14, depth=2, chunk=7, fails=lambda: Fails(OUT, IN)),
     "overlapped, moved beside": _RESTLESS | dict(depth=2),
@@ -106,7 +106,7 @@ def happened(events: list[Event]) -> Counter[object]:
             found[event.how] += 1
         elif isinstance(event, Planned):
             steps += bool(event.plan.slices)
-            for kind, moves in (("before", event.plan.before), ("beside", event.plan.beside)):
+            for kind, moves in (("blocking", event.plan.blocking), ("overlapped", event.plan.overlapped)):
                 for move in moves:
                     kinds[id(move)], begun[id(move)] = kind, steps
         elif isinstance(event, Moved | MoveFailed):

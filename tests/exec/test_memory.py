@@ -11,9 +11,9 @@ from engines import BLOCK_SIZE, CONFIGS, make_store, tiny_model
 
 from skipjoin.config import ConfigError, EngineConfig
 from skipjoin.engine.sizing import device_blocks
-from skipjoin.exec import memory, part
+from skipjoin.exec import memory, rank_spec
 from skipjoin.exec.memory import LargestStep, largest_steps, measure_peak, peak_of
-from skipjoin.exec.part import Part, Room, room_of
+from skipjoin.exec.rank_spec import MemoryBudget, RankSpec, memory_budget_of
 from skipjoin.exec.worker import Worker
 from skipjoin.model.causal_lm import CausalLM
 from skipjoin.model.config import ModelError
@@ -142,24 +142,24 @@ def test_a_step_that_does_not_fit_names_the_settings(monkeypatch: pytest.MonkeyP
 
 
 def test_the_pool_gets_what_steps_and_others_leave(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(part, "free_ram", lambda: 100 * GIB)
+    monkeypatch.setattr(rank_spec, "free_ram", lambda: 100 * GIB)
     card = FakeCard(monkeypatch, free=60 * GIB)  # 20 GiB are weights and others
     card.use(0, cached=6 * GIB)  # the allocator's, hence ours
-    room = room_of(on_card(), 0.9, 2, peak=3 * GIB, graph_bytes=GIB)
-    assert room == Room(72 * GIB - 20 * GIB - 4 * GIB, 50 * GIB, 4 * GIB)
+    room = memory_budget_of(on_card(), 0.9, 2, peak=3 * GIB, graph_bytes=GIB)
+    assert room == MemoryBudget(72 * GIB - 20 * GIB - 4 * GIB, 50 * GIB, 4 * GIB)
     card.free = 11 * GIB
-    assert room_of(on_card(), 0.9, peak=4 * GIB).device == 0
-    assert room_of(tiny_model("llama"), 0.9, peak=4 * GIB) == Room(100 * GIB, 100 * GIB)
+    assert memory_budget_of(on_card(), 0.9, peak=4 * GIB).device == 0
+    assert memory_budget_of(tiny_model("llama"), 0.9, peak=4 * GIB) == MemoryBudget(100 * GIB, 100 * GIB)
 
 
-def parts(weights_gib: float, kind: str = "cuda") -> Part:
-    return Part(0, int(weights_gib * GIB), 2 << 20, 4096, "bfloat16", 2, kind, "some device", "torch", 1)
+def parts(weights_gib: float, kind: str = "cuda") -> RankSpec:
+    return RankSpec(0, int(weights_gib * GIB), 2 << 20, 4096, "bfloat16", 2, kind, "some device", "torch", 1)
 
 
 def test_too_small_a_pool_says_where_the_memory_is() -> None:
     config = EngineConfig(gpu_memory_utilization=0.5, block_size=16)
     ranks = [parts(14.96), parts(15.5)]
-    rooms = [Room(5 * GIB, GIB, 1 << 29), Room(GIB, GIB, int(1.25 * GIB))]
+    rooms = [MemoryBudget(5 * GIB, GIB, 1 << 29), MemoryBudget(GIB, GIB, int(1.25 * GIB))]
     with pytest.raises(ConfigError) as caught:
         device_blocks(config, ranks, rooms, 16_384)
     text = str(caught.value)
@@ -169,14 +169,14 @@ def test_too_small_a_pool_says_where_the_memory_is() -> None:
     assert device_blocks(config, ranks, rooms, 8192) == 512
     # With none at all, no length would do.
     with pytest.raises(ConfigError, match=r"pool of 0 blocks .* max_num_seqs lower$"):
-        device_blocks(config, [parts(15)], [Room(0, GIB, GIB)], 4096)
+        device_blocks(config, [parts(15)], [MemoryBudget(0, GIB, GIB)], 4096)
 
 
 def test_a_pool_that_was_asked_for_is_what_the_text_is_about() -> None:
     for kind in ("cuda", "cpu"):
         config = EngineConfig(kv_cache_gib=0.01)
         with pytest.raises(ConfigError, match=r"set kv_cache_gib to at least 0\.5, or max_model_len to at most 80"):
-            device_blocks(config, [parts(1, kind)], [Room(GIB, GIB)], 4096)
+            device_blocks(config, [parts(1, kind)], [MemoryBudget(GIB, GIB)], 4096)
 
 
 # -- on a card ------------------------------------------------------------------------------------------------------
@@ -193,6 +193,6 @@ def test_a_step_stays_within_what_was_measured() -> None:
     assert torch.cuda.memory_allocated() == before
     # The logits of all rows alone.
     assert peak > 64 * 32_000 * 4
-    store = part.make_store(model, 2, 0, 16)
+    store = rank_spec.make_store(model, 2, 0, 16)
     worker = Worker(model, store)
     assert peak_of(CUDA, lambda: worker.run(largest_steps(largest, 16)[1]) and None) <= peak * 1.05

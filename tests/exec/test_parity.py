@@ -20,8 +20,8 @@ from skipjoin.exec.local import LocalExecutor
 from skipjoin.exec.sampling import Sampling
 from skipjoin.exec.simulated import SimulatedExecutor, SimulatedHandle
 from skipjoin.policies.cost import LinearCost
+from skipjoin.policies.eviction import Swap
 from skipjoin.policies.predictors import MaxTokens
-from skipjoin.policies.pressure import Swap
 from skipjoin.recipes import RECIPES, Settings, build
 from skipjoin.sampling import SamplingParams
 from skipjoin.sim.driver import Replica, simulate
@@ -31,7 +31,7 @@ COST = LinearCost(floor=0.01, prefill_token=1e-3, decode=1e-4, context_token=1e-
 BLOCKS = 16
 SETTINGS = Settings(COST, max_seqs=4, max_tokens=24, starvation_s=0.5, predictor=MaxTokens())
 # With a host pool the others do what they do without.
-SWAPPING = [recipe for recipe in RECIPES if isinstance(build(recipe, SETTINGS).pressure, Swap)]
+SWAPPING = [recipe for recipe in RECIPES if isinstance(build(recipe, SETTINGS).eviction, Swap)]
 
 
 class LocalOnVirtualClock(SimulatedExecutor):
@@ -86,9 +86,9 @@ class Run:
                 pieces = tuple((piece.request.id, *piece[1:]) for piece in plan.slices)
                 moves = [
                     tuple((move.direction, move.request.id, *move[2:]) for move in part)
-                    for part in (plan.before, plan.beside)
+                    for part in (plan.blocking, plan.overlapped)
                 ]
-                self._begun.update((move, len(self.made)) for move in (*plan.before, *plan.beside))
+                self._begun.update((move, len(self.made)) for move in (*plan.blocking, *plan.overlapped))
                 self.made.append((round(event.now, 9), pieces, *moves))
             elif isinstance(event, Moved):
                 self.moved += 1

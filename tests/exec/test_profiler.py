@@ -17,7 +17,7 @@ from skipjoin.engine.profiling.guess import guess_cost
 from skipjoin.engine.profiling.profiler import Effort, measure_profile, profile_key, shape_hash
 from skipjoin.exec.kv_store import KVStore
 from skipjoin.exec.local import LocalExecutor, LocalHandle
-from skipjoin.exec.part import Part, part_of
+from skipjoin.exec.rank_spec import RankSpec, rank_spec_of
 from skipjoin.exec.ranks.sharded import ShardedExecutor
 from skipjoin.model.config import ModelConfig
 from skipjoin.policies.cost import STEP_TERMS, LinearCost
@@ -164,7 +164,7 @@ def test_the_key_is_the_same_for_models_of_one_shape() -> None:
 def test_the_key_holds_no_path(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("a-model")
     model = tiny_model("llama")
-    known = model.config, [part_of(model, BLOCK_SIZE, 1)], "1.2.3"
+    known = model.config, [rank_spec_of(model, BLOCK_SIZE, 1)], "1.2.3"
     assert profile_key(str(folder), *known).model == folder.name
     assert profile_key("org/name", *known).model == "org/name"
 
@@ -172,14 +172,14 @@ def test_the_key_holds_no_path(tmp_path_factory: pytest.TempPathFactory) -> None
 @pytest.mark.parametrize("family", CONFIGS)
 def test_a_guess_is_a_positive_cost_that_grows_with_everything(family: str) -> None:
     model = tiny_model(family)
-    part = part_of(model, BLOCK_SIZE, 1)
+    part = rank_spec_of(model, BLOCK_SIZE, 1)
     cost = guess_cost([part], BLOCK_SIZE)
     assert all(getattr(cost, name) > 0 for name in (*STEP_TERMS, "block", "transfer_floor"))
-    assert guess_cost([part_of(model, 2 * BLOCK_SIZE, 1)], 2 * BLOCK_SIZE).block == pytest.approx(2 * cost.block)
+    assert guess_cost([rank_spec_of(model, 2 * BLOCK_SIZE, 1)], 2 * BLOCK_SIZE).block == pytest.approx(2 * cost.block)
 
 
 def test_a_guess_for_several_ranks_adds_up_the_stages_not_the_ranks_of_one() -> None:
-    part = part_of(tiny_model("llama"), BLOCK_SIZE, 1)
+    part = rank_spec_of(tiny_model("llama"), BLOCK_SIZE, 1)
     one = guess_cost([part], BLOCK_SIZE)
     assert guess_cost([part, part], BLOCK_SIZE) == one
     two = guess_cost([part, part, part._replace(stage=1), part._replace(stage=1)], BLOCK_SIZE)
@@ -199,8 +199,8 @@ class Shown(ShardedExecutor):
     touched = 0
 
     @property
-    def parts(self) -> list[Part]:
-        part = part_of(tiny_model("llama"), BLOCK_SIZE, 1)
+    def parts(self) -> list[RankSpec]:
+        part = rank_spec_of(tiny_model("llama"), BLOCK_SIZE, 1)
         return [part._replace(stage=stage, weight_bytes=500, block_bytes=32) for stage in range(2)]
 
     def touch(self, blocks: int) -> None:

@@ -22,9 +22,9 @@ from skipjoin.config import ConfigError
 from skipjoin.core.events import Restarted
 from skipjoin.engine.build import Engine, assemble
 from skipjoin.exec.base import RankError
-from skipjoin.exec.ranks.links import Door
+from skipjoin.exec.ranks import ranks
+from skipjoin.exec.ranks.links import RankListener
 from skipjoin.exec.ranks.nodes import Node, away_from, silent
-from skipjoin.exec.ranks.ranks import ranks
 from skipjoin.model.config import ModelError
 
 pytestmark = pytest.mark.ray
@@ -233,12 +233,12 @@ def test_an_address_where_nobody_answers(address: str) -> None:
 def test_a_process_ends_with_its_connection_whatever_it_does() -> None:
     code = """
 import sys, time
-from skipjoin.exec.ranks.links import end_with, knock
-connection = knock((sys.argv[1], int(sys.argv[2])), bytes.fromhex(sys.argv[3]), 0)
+from skipjoin.exec.ranks.links import end_with, connect
+connection = connect((sys.argv[1], int(sys.argv[2])), bytes.fromhex(sys.argv[3]), 0)
 end_with(connection)
 time.sleep(60)
 """
-    door = Door("127.0.0.1")
+    door = RankListener("127.0.0.1")
     words = [door.address[0], str(door.address[1]), door.secret.hex()]
     with subprocess.Popen([sys.executable, "-c", code, *words]) as process:
         (link,) = door.admit(1, 30.0)

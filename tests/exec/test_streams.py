@@ -21,7 +21,7 @@ from skipjoin.exec.kv_store import KVStore
 from skipjoin.exec.transfer import Ended, StreamCopier
 from skipjoin.model.config import ModelConfig
 from support.load import load
-from support.policies import PRESSURES
+from support.policies import EVICTIONS
 from support.watch import WatchedCore, World
 
 OUT, IN = Direction.OUT, Direction.IN
@@ -137,8 +137,8 @@ class Device:
         self._streams = streams
 
     def begin(self, plan: StepPlan) -> tuple[StepPlan, Ended, FakeEvent]:
-        ended = self.copier.run_before(plan.before)
-        self.copier.begin(plan.beside)
+        ended = self.copier.run_blocking(plan.blocking)
+        self.copier.begin(plan.overlapped)
         end = FakeEvent()
         for piece in plan.slices:
             self._streams.model.work.append(lambda piece=piece: self._compute(piece))
@@ -173,7 +173,7 @@ def serve(core: WatchedCore, device: Device, requests: list[Request], streams: S
             core.add(requests.pop(0), now)
         while (plan := core.start_step(now)) is not None:
             flying.append(device.begin(plan))
-            moves += len(plan.before) + len(plan.beside)
+            moves += len(plan.blocking) + len(plan.overlapped)
         for _ in range(streams.draw.randrange(4)):
             streams.turn()
         if flying:
@@ -184,15 +184,15 @@ def serve(core: WatchedCore, device: Device, requests: list[Request], streams: S
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("pressure", ["chaos", "proactive", "swap"])
+@pytest.mark.parametrize("eviction", ["chaos", "proactive", "swap"])
 @pytest.mark.parametrize(("depth", "overlap"), [(1, False), (2, True)])
 def test_in_any_order_of_streams_everybody_reads_its_own(
-    monkeypatch: pytest.MonkeyPatch, seed: int, pressure: str, depth: int, *, overlap: bool
+    monkeypatch: pytest.MonkeyPatch, seed: int, eviction: str, depth: int, *, overlap: bool
 ) -> None:
     streams = Streams(monkeypatch, seed)
     device = Device(streams)
     world = World(
-        "fastserve", depth, overlap, PRESSURES[pressure], device_blocks=DEVICE_BLOCKS, host_blocks=HOST_BLOCKS
+        "fastserve", depth, overlap, EVICTIONS[eviction], device_blocks=DEVICE_BLOCKS, host_blocks=HOST_BLOCKS
     )
     core = world.core()
     moves = serve(core, device, load(seed, 14, rate=200.0), streams)
@@ -217,7 +217,7 @@ def test_directions_do_not_wait_for_each_other_and_moves_before_a_step_for_neith
     copier.begin([*out, *back])
     others = [stream for stream in streams.all if stream is not streams.model]
     assert len(others) == 2
-    assert copier.run_before(now[::-1]).landed == now
+    assert copier.run_blocking(now[::-1]).landed == now
     while streams.model.work:
         streams.model.work.popleft()()
     # The steps could go on, though nothing that was begun has moved.
@@ -241,7 +241,7 @@ def test_a_move_in_beside_waits_for_the_moves_out_before_it(monkeypatch: pytest.
     pool, host = store.device.block_view(), store.host.block_view()
     pool[4], host[5] = 1.0, 2.0
     streams.model.work.append(lambda: pool[7].fill_(3.0))
-    copier.run_before([Move(OUT, Request(0, 0.0, [0], 1), (4,), (4,))])
+    copier.run_blocking([Move(OUT, Request(0, 0.0, [0], 1), (4,), (4,))])
     if seed % 2:
         streams.model.work.append(lambda: None)  # a step
     copier.begin([Move(IN, Request(1, 0.0, [0], 1), (5,), (4,)), Move(OUT, Request(2, 0.0, [0], 1), (7,), (8,))])

@@ -172,7 +172,7 @@ def test_streams_keep_the_order_that_steps_need(block_size: int) -> None:
         pool[2] = float(value)
         copier.begin([move(OUT, [2], [5])])  # after the step before
         pool[4] = 100.0 + value
-        assert copier.run_before([move(IN, [3], [4]), move(OUT, [4], [6])]).failed == []
+        assert copier.run_blocking([move(IN, [3], [4]), move(OUT, [4], [6])]).failed == []
         seen = pool[4].clone()  # the step
         pool[4] = float("nan")
         copier.begin([move(IN, [3], [4])])
@@ -264,10 +264,10 @@ class Steps:
         self._plans = 0
 
     def run(
-        self, before: list[Move] | None = None, beside: list[Move] | None = None, *, slices: bool = True
+        self, blocking: list[Move] | None = None, overlapped: list[Move] | None = None, *, slices: bool = True
     ) -> StepResult:
         piece = Slice(self._request, 0, 1, True, False, (0,))
-        plan = StepPlan(self._plans, (piece,) * slices, tuple(before or ()), tuple(beside or ()))
+        plan = StepPlan(self._plans, (piece,) * slices, tuple(blocking or ()), tuple(overlapped or ()))
         self._plans += 1
         result = self.executor.submit(plan, 0.0).result()
         assert [token is not None for token in result.tokens] == [True] * slices
@@ -293,7 +293,7 @@ def until_landed(steps: Steps, count: int) -> list[Move]:
 def test_a_move_before_has_landed_with_its_plan(store: HarshStore, steps: Steps) -> None:
     kept = pools(store)[OUT][5].clone()
     moves = [move(IN, [4], [9]), move(OUT, [5], [7])]
-    result = steps.run(before=moves)
+    result = steps.run(blocking=moves)
     assert result.landed == moves[::-1]  # those out first
     assert result.failed == []
     assert 0 < result.moving <= result.seconds
@@ -307,7 +307,7 @@ def test_a_move_before_that_fails_stops_nothing(
     bad, good, later = move(OUT, [5], [7]), move(OUT, [6], [8]), move(IN, [9], [5])
     store.fails = lambda one: one is bad
     with caplog.at_level(logging.ERROR):
-        result = steps.run(before=[later, bad, good])
+        result = steps.run(blocking=[later, bad, good])
     assert result.landed == [good, later]
     assert result.failed == [bad]
     assert len(caplog.records) == 1
@@ -317,7 +317,7 @@ def test_what_lands_beside_is_told_by_the_next_result(store: HarshStore, steps: 
     moves = [move(OUT, [5], [7]), move(IN, [3], [9])]
     bad = move(OUT, [8], [2])
     store.fails = lambda one: one is bad
-    first = steps.run(beside=[moves[0], bad, moves[1]])
+    first = steps.run(overlapped=[moves[0], bad, moves[1]])
     landed, failed = list(first.landed), list(first.failed)
     give_up = time.perf_counter() + LONG_S
     while len(landed) + len(failed) < 3 and time.perf_counter() < give_up:
@@ -332,14 +332,14 @@ def test_a_move_in_beside_may_write_where_a_move_out_before_has_just_left(store:
     one, two, three = (pools(store)[OUT][block].clone() for block in (3, 4, 5))
     other, third = pools(store)[IN][8].clone(), pools(store)[IN][9].clone()
     store.delay_s = 0.01  # so that a copy which does not wait for the one before it comes too early
-    steps.run(before=[move(IN, [9], [3]), move(OUT, [3, 4, 5], [0, 1, 2])], beside=[move(IN, [8], [4])])
+    steps.run(blocking=[move(IN, [9], [3]), move(OUT, [3, 4, 5], [0, 1, 2])], overlapped=[move(IN, [8], [4])])
     assert len(until_landed(steps, 1)) == 1
     assert torch.equal(pools(store)[IN][:3], torch.stack([one, two, three]))
     assert torch.equal(pools(store)[OUT][3], third)
     assert torch.equal(pools(store)[OUT][4], other)
 
 
-def test_moves_beside_begin_when_their_plan_does(store: HarshStore, steps: Steps) -> None:
+def test_moves_overlapped_begin_when_their_plan_does(store: HarshStore, steps: Steps) -> None:
     """The plan submitted first moves out, slowly, what the next one moves in over."""
     kept, other = pools(store)[OUT][5].clone(), pools(store)[IN][8].clone()
     store.delay_s = 0.02
@@ -355,7 +355,7 @@ def test_no_step_waits_for_a_slow_copy(store: HarshStore, steps: Steps) -> None:
     may_end = threading.Event()
     store.fails = lambda one: not may_end.wait(LONG_S)
     moves = [move(OUT, [5], [7]), move(OUT, [6], [8])]
-    results = [steps.run(beside=moves), *(steps.run() for _ in range(20))]
+    results = [steps.run(overlapped=moves), *(steps.run() for _ in range(20))]
     assert not any(result.landed or result.failed for result in results)
     # Steps without slices do, a moment, and only they.
     begin = time.perf_counter()
@@ -374,11 +374,11 @@ def test_a_plan_without_slices_ends_when_a_move_has(store: HarshStore) -> None:
             return super().landed(timeout_s)
 
     steps = Steps(store, lambda store: Patient(store, 2))
-    result = steps.run(beside=[move(OUT, [5], [7])], slices=False)
+    result = steps.run(overlapped=[move(OUT, [5], [7])], slices=False)
     assert (result.landed, result.seconds < PAUSE_S) == ([], True)
     assert len(steps.run(slices=False).landed) == 1
     steps.run()
-    steps.run(before=[move(OUT, [5], [7])], slices=False)
+    steps.run(blocking=[move(OUT, [5], [7])], slices=False)
     assert Patient.asked_for == [PAUSE_S, PAUSE_S, 0, 0]
     steps.executor.close()
 
@@ -386,7 +386,7 @@ def test_a_plan_without_slices_ends_when_a_move_has(store: HarshStore) -> None:
 def test_closing_the_executor_while_it_copies_does_not_hang(store: HarshStore) -> None:
     store.delay_s = 0.05
     steps = Steps(store)
-    steps.run(beside=[move(OUT, [i % DEVICE_BLOCKS], [i % HOST_BLOCKS]) for i in range(10_000)])
+    steps.run(overlapped=[move(OUT, [i % DEVICE_BLOCKS], [i % HOST_BLOCKS]) for i in range(10_000)])
     begin = time.perf_counter()
     steps.executor.close()
     assert time.perf_counter() - begin < LONG_S
@@ -397,7 +397,7 @@ def test_without_a_host_pool_there_is_no_thread_and_no_move() -> None:
     steps = Steps(make_store(KVStore, host_blocks=0))
     assert steps.run().landed == []
     with pytest.raises(ValueError, match="plan 1 moves KV blocks, but there is no host pool"):
-        steps.run(beside=[move(OUT, [0], [0])])
+        steps.run(overlapped=[move(OUT, [0], [0])])
     begun = {thread.name for thread in set(threading.enumerate()) - before}
     assert not [name for name in begun if name.startswith("skipjoin-copy")]
     steps.executor.close()

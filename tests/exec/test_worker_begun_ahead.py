@@ -13,7 +13,7 @@ from skipjoin.core.events import Event, Finished, Token
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.core.step import Slice, StepPlan, StepResult
 from skipjoin.exec.sampling import Sampling
-from skipjoin.exec.worker import Begun, Worker
+from skipjoin.exec.worker import InFlightStep, Worker
 from skipjoin.model.batch import PackedBatch
 from skipjoin.model.causal_lm import CausalLM
 from skipjoin.model.kv_cache import PagedKV
@@ -28,7 +28,7 @@ class Ahead:
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
         self.most_begun = 0
-        self._begun: deque[Begun] = deque()
+        self._begun: deque[InFlightStep] = deque()
 
     def submit(self, plan: StepPlan, now: float) -> Ahead:
         self._begun.append(self.worker.begin(plan))

@@ -36,7 +36,7 @@ class Mirrored(LocalExecutor):
         assert self.reader.checksum == self.writer.checksum
         self.most_mirrored = max(self.most_mirrored, len(self.reader._requests))
         check_same(plan, read)
-        self._moves += (*plan.before, *plan.beside)
+        self._moves += (*plan.blocking, *plan.overlapped)
         return Back(self, plan, self._local.submit(read, now))
 
     def moves(self, ended):
@@ -63,7 +63,7 @@ def check_same(made: StepPlan, read: StepPlan) -> None:
     for ours, theirs in zip(read.slices, made.slices, strict=True):
         assert ours[1:] == theirs[1:]
         check_same_request(ours.request, theirs.request, ours.start + ours.tokens - ours.awaits)
-    for ours_moves, theirs_moves in ((read.before, made.before), (read.beside, made.beside)):
+    for ours_moves, theirs_moves in ((read.blocking, made.blocking), (read.overlapped, made.overlapped)):
         for one, other in zip(ours_moves, theirs_moves, strict=True):
             assert (one.direction, one.source, one.target) == (other.direction, other.source, other.target)
             assert one.request.id == other.request.id
@@ -78,11 +78,11 @@ def check_same_request(ours: Request, theirs: Request, end: int) -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("pressure", [SwapAll, lambda: Restless(3)])
-def test_ranks_see_the_plans_that_were_made(pressure: Callable, depth: int) -> None:
+@pytest.mark.parametrize("eviction", [SwapAll, lambda: Restless(3)])
+def test_ranks_see_the_plans_that_were_made(eviction: Callable, depth: int) -> None:
     model = tiny_model("llama")
     options = dict(device_blocks=14, host_blocks=60, seats=2, chunk=7)
-    core, local = engine(model, pressure(), depth=depth, **options)
+    core, local = engine(model, eviction(), depth=depth, **options)
     executor = Mirrored(local)
     requests = mixed_requests()
     events = run(core, executor, requests)  # type: ignore[arg-type]
@@ -90,7 +90,7 @@ def test_ranks_see_the_plans_that_were_made(pressure: Callable, depth: int) -> N
     run(*engine(model, SwapAll(), device_blocks=60), alone)
     assert [request.output for request in requests] == [request.output for request in alone]
     plans = [event.plan for event in events if isinstance(event, Planned)]
-    assert any(plan.before or plan.beside for plan in plans)
+    assert any(plan.blocking or plan.overlapped for plan in plans)
     assert any(piece.awaits for plan in plans for piece in plan.slices) == (depth > 1)
 
 
@@ -140,10 +140,10 @@ def test_moves_are_numbered_over_all_plans_and_may_repeat() -> None:
     writer, reader, request = PlanWriter(), PlanReader(), request_of(0)
     move = Move(Direction.OUT, request, (3,), (4,))
     back = Move(Direction.IN, request, (4,), (3,))
-    first = reader.read(writer.write(StepPlan(0, (), before=(move,), beside=(back,))))
-    assert reader.numbers_of([*first.beside, *first.before]) == [1, 0]
-    again = reader.read(writer.write(StepPlan(1, (), beside=(move,))))
-    assert reader.numbers_of(again.beside) == [2]
+    first = reader.read(writer.write(StepPlan(0, (), blocking=(move,), overlapped=(back,))))
+    assert reader.numbers_of([*first.overlapped, *first.blocking]) == [1, 0]
+    again = reader.read(writer.write(StepPlan(1, (), overlapped=(move,))))
+    assert reader.numbers_of(again.overlapped) == [2]
     request.finish_reason = FinishReason.ABORT
     reader.read(writer.write(StepPlan(2, ())))
     assert not reader._requests

@@ -21,13 +21,13 @@ from skipjoin.exec.ranks.plan_messages import OutOfStepError
 from skipjoin.model.loader import random_model
 from skipjoin.model.parallel import GroupError, Shard
 from skipjoin.model.torch_group import TorchGroup
-from skipjoin.policies.pressure import Recompute
+from skipjoin.policies.eviction import Recompute
 
 pytestmark = pytest.mark.timeout(240)
 LAYOUTS = {"tp 2": (2, 1), "pp 2": (1, 2), "tp 2 x pp 2": (2, 2)}
 # By layout, how requests are made to leave the device. With stages as many plans are in flight as there are stages.
-SWAPPED = dict(pressure=SwapAll, device_blocks=14, host_blocks=60, seats=3, chunk=7)
-MOVED = dict(pressure=lambda: Restless(5), device_blocks=20, host_blocks=40, seats=3, chunk=9)
+SWAPPED = dict(eviction=SwapAll, device_blocks=14, host_blocks=60, seats=3, chunk=7)
+MOVED = dict(eviction=lambda: Restless(5), device_blocks=20, host_blocks=40, seats=3, chunk=9)
 FORCED = {"swapped": SWAPPED, "moved beside": MOVED}
 EXPECTED = {
     "swapped": {"moved out before", "moved in before"},

@@ -21,21 +21,21 @@ from skipjoin.core.request import Request
 from skipjoin.core.step import Direction, Move, Slice, StageTime, StepPlan
 from skipjoin.exec.base import RankError
 from skipjoin.exec.kv_store import KVStore
-from skipjoin.exec.ranks.messages import Done, Failed
+from skipjoin.exec.ranks.messages import Done, RankFailed
 from skipjoin.exec.ranks.plan_messages import OutOfStepError, PlanReader
 from skipjoin.exec.ranks.sharded import ShardedExecutor
 from skipjoin.exec.sampling import Sampling
 from skipjoin.exec.worker import Worker
 from skipjoin.model.loader import random_model
 from skipjoin.model.parallel import Shard
-from skipjoin.policies.pressure import Recompute
+from skipjoin.policies.eviction import Recompute
 from skipjoin.sampling import SamplingParams
 
 LAYOUTS = ((2, 1), (1, 2), (2, 2), (1, 3))
-_RESTLESS = dict(pressure=lambda: Restless(5), device_blocks=40, host_blocks=40, seats=2, chunk=5)
-_SWAPPED = dict(pressure=SwapAll, device_blocks=16, host_blocks=60, seats=2)
+_RESTLESS = dict(eviction=lambda: Restless(5), device_blocks=40, host_blocks=40, seats=2, chunk=5)
+_SWAPPED = dict(eviction=SwapAll, device_blocks=16, host_blocks=60, seats=2)
 FORCED = {
-    "dropped": dict(pressure=Recompute, device_blocks=16, seats=3),
+    "dropped": dict(eviction=Recompute, device_blocks=16, seats=3),
     "swapped": _SWAPPED,
     "swapped, copies fail": _SWAPPED | dict(fails=["OUT", "IN"], chunk=7),
     "moved beside": _RESTLESS,
@@ -234,7 +234,7 @@ def test_a_later_stage_moves_while_it_waits_and_its_seconds_are_without_waiting(
     pools = dict(device_blocks=4, host_blocks=4, block_size=BLOCK_SIZE)
     store = Store(model.config, model.dtype, model.device, shard=model.shard, **pools)  # type: ignore[arg-type]
     worker = Worker(model, store)
-    result = worker.run(StepPlan(0, (Slice(REQUEST, 0, 2, True, False, (1,)),), before=(MOVES[0],)))
+    result = worker.run(StepPlan(0, (Slice(REQUEST, 0, 2, True, False, (1,)),), blocking=(MOVES[0],)))
     worker.close()
     assert copied == [1]
     assert list(result.landed) == [MOVES[0]]
@@ -334,7 +334,7 @@ def test_a_move_has_landed_when_it_has_everywhere_and_fails_if_it_does_anywhere(
         ScriptedLink({"landed": [0]}, {"landed": [1]}, {"failed": [2]}),
     ]
     executor = executor_of(*links)
-    handles = [executor.submit(StepPlan(0, (), beside=MOVES), 0.0)]
+    handles = [executor.submit(StepPlan(0, (), overlapped=MOVES), 0.0)]
     handles += [executor.submit(StepPlan(number, ()), 0.0) for number in (1, 2)]
     assert all(handle.done() for handle in handles)
     assert [list(handle.result().landed) for handle in handles] == [[MOVES[0]], [], [MOVES[1]]]
@@ -353,7 +353,7 @@ def test_results_come_in_order_and_wait_for_all_ranks() -> None:
 
 
 GONE, HUNG = RankError("process 7 is gone"), None
-LOST, BROKEN = Failed("GroupError: nobody there", True), Failed("ValueError: bad", False)
+LOST, BROKEN = RankFailed("GroupError: nobody there", True), RankFailed("ValueError: bad", False)
 
 
 @pytest.mark.parametrize(

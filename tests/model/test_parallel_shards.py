@@ -145,7 +145,7 @@ def test_parts_on_disk_and_drawn_are_those_of_whole_tensors(tmp_path, part):
     assert not torch.equal(bias.take("b", 9), bias.take("c", 9))
 
 
-class Reading:
+class HostCopy:
     """Counts the numbers that are read of each tensor of a file. wholes: names of those that were read at once."""
 
     def __init__(self, file, read: Counter[str], wholes: set[str]) -> None:
@@ -183,7 +183,7 @@ def test_a_rank_reads_only_what_it_owns(tmp_path, monkeypatch, name):
     read: Counter[str] = Counter()
     wholes: set[str] = set()
     monkeypatch.setattr(
-        loader, "safe_open", lambda path, framework: Reading(safe_open(path, framework=framework), read, wholes)
+        loader, "safe_open", lambda path, framework: HostCopy(safe_open(path, framework=framework), read, wholes)
     )
     tied = name in ("llama-tied-mha", "opt")
     total: Counter[str] = Counter()

@@ -20,15 +20,15 @@ from skipjoin.observe.metrics import ENGINE_METRICS, EngineMetrics, Histogram, S
 from skipjoin.observe.requests import RequestFacts, RequestLog
 from skipjoin.observe.stages import StageUse
 from skipjoin.observe.timeline import Timeline
-from skipjoin.observe.usage import Usage
-from skipjoin.policies.pressure import Recompute
+from skipjoin.observe.usage import EngineUsage
+from skipjoin.policies.eviction import Recompute
 from support.load import load, make
-from support.policies import PRESSURES, SOME_SYSTEMS, Chaos, SwapAll
+from support.policies import EVICTIONS, SOME_SYSTEMS, Chaos, SwapAll
 from support.watch import Stepper, World, run
 
 WORLDS = [
-    pytest.param(World(recipe, depth, overlap, PRESSURES[name]), id=f"{recipe}-{depth}-{overlap}-{name}")
-    for recipe, (depth, overlap), name in product(SOME_SYSTEMS, [(1, False), (2, True)], sorted(PRESSURES))
+    pytest.param(World(recipe, depth, overlap, EVICTIONS[name]), id=f"{recipe}-{depth}-{overlap}-{name}")
+    for recipe, (depth, overlap), name in product(SOME_SYSTEMS, [(1, False), (2, True)], sorted(EVICTIONS))
 ]
 BLOCK_BYTES = 1000
 
@@ -73,7 +73,7 @@ def test_a_run_in_numbers(world: World) -> None:
 
     facts: list[RequestFacts] = []
     RequestLog(facts.append).observe(done.events)
-    usage = Usage(device_blocks=world.device_blocks, block_size=world.block_size, block_bytes=BLOCK_BYTES)
+    usage = EngineUsage(device_blocks=world.device_blocks, block_size=world.block_size, block_bytes=BLOCK_BYTES)
     usage.observe(done.events)
     outputs = [len(request.output) for request in done.requests]
     prompts = [len(request.prompt) for request in done.requests]
@@ -148,10 +148,10 @@ def test_time_of_pipeline_stages(stages: int) -> None:
     assert (idle[0] > 0) == (stages > 1)
 
 
-@pytest.mark.parametrize("pressure", [Recompute, SwapAll])
+@pytest.mark.parametrize("eviction", [Recompute, SwapAll])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_gauges_follow_the_engine(pressure: type[Recompute], overlap: bool) -> None:
-    world = World("fastserve", 1 + overlap, overlap, pressure, device_blocks=12)
+def test_gauges_follow_the_engine(eviction: type[Recompute], overlap: bool) -> None:
+    world = World("fastserve", 1 + overlap, overlap, eviction, device_blocks=12)
     core = world.core()
     stepper, metrics = Stepper(core), metrics_of(world)
     seen = 0
@@ -166,14 +166,14 @@ def test_gauges_follow_the_engine(pressure: type[Recompute], overlap: bool) -> N
         running, waiting = found.row("num_requests_running")[0], found.row("num_requests_waiting")[0]
         assert running + waiting == len(core.requests)
         assert running >= (len(core.plans[-1].slices) if core.plans and not overlap else 0)
-        holdings = ((one, core.kv.holding(one)) for one in core.kv.holders())
+        holdings = ((one, core.kv.blocks_of(one)) for one in core.kv.holders())
         on_host = {one for one, held in holdings if held and held.host and held.moving is not Direction.OUT}
         on_host -= {piece.request for plan in core.plans for piece in plan.slices}
         assert found.row("num_requests_swapped") == [len(on_host)]
         swapped += len(on_host)
         if core.plans:
             assert 0 < found.row("kv_cache_usage_perc")[0] <= 1
-    assert (swapped > 0) == (pressure is SwapAll)
+    assert (swapped > 0) == (eviction is SwapAll)
     assert metrics.snapshot().row("kv_cache_usage_perc") == [0]
 
 
@@ -243,14 +243,14 @@ def test_nothing_is_kept_of_requests_that_are_gone(overlap: bool) -> None:
 
 
 def test_a_request_given_up_on_its_way_to_the_host_is_not_counted_there() -> None:
-    world = World("fastserve", pressure=lambda: Chaos(3))
+    world = World("fastserve", eviction=lambda: Chaos(3))
     core, metrics = world.core(), metrics_of(world)
     stepper = Stepper(core)
     stepper.add(*(make(number, 10, 20) for number in range(12)))
     given_up = 0
     while core.requests:
         stepper.start()
-        moving = [one for one in core.kv.holders() if core.kv.holding(one).moving is Direction.OUT]  # type: ignore[union-attr]
+        moving = [one for one in core.kv.holders() if core.kv.blocks_of(one).moving is Direction.OUT]  # type: ignore[union-attr]
         given_up += sum(core.abort(request.id, stepper.now) for request in moving)
         stepper.finish()
     metrics.observe(stepper.events)
@@ -259,14 +259,14 @@ def test_a_request_given_up_on_its_way_to_the_host_is_not_counted_there() -> Non
 
 
 def test_swaps_are_told_apart_by_direction_and_by_whether_the_step_waited() -> None:
-    world = World("fastserve", pressure=lambda: Chaos(3))
+    world = World("fastserve", eviction=lambda: Chaos(3))
     done = run(world, load(5, 20))
     metrics = metrics_of(world)
     metrics.observe(done.events)
     expected = {Direction.OUT: [0, 0], Direction.IN: [0, 0]}
     for event in done.events:
         if isinstance(event, Computed):
-            for proactive, moves in enumerate((event.result.plan.before, event.result.plan.beside)):
+            for proactive, moves in enumerate((event.result.plan.blocking, event.result.plan.overlapped)):
                 for move in moves:
                     expected[move.direction][proactive] += BLOCK_BYTES * len(move.source)
     found = metrics.snapshot()

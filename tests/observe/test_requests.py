@@ -13,7 +13,7 @@ from skipjoin.core.events import Computed, Finished, Planned, Preempted, Started
 from skipjoin.observe.requests import RequestFacts, RequestLog
 from skipjoin.recipes import RECIPES
 from support.load import load, make
-from support.policies import PRESSURES, UnitCost
+from support.policies import EVICTIONS, UnitCost
 from support.watch import Run, World, run
 
 UNIT = World("fcfs", cost=UnitCost())
@@ -70,9 +70,9 @@ def test_a_gap_that_is_still_open_counts() -> None:
 
 @pytest.mark.parametrize("recipe", sorted(RECIPES))
 @settings(max_examples=10, deadline=None)
-@given(seed=st.integers(0, 1000), depth=st.sampled_from([1, 2]), pressure=st.sampled_from([None, *sorted(PRESSURES)]))
-def test_figures_agree_with_the_events(recipe: str, seed: int, depth: int, pressure: str | None) -> None:
-    world = World(recipe, depth, overlap=depth > 1, pressure=PRESSURES[pressure] if pressure else None)
+@given(seed=st.integers(0, 1000), depth=st.sampled_from([1, 2]), eviction=st.sampled_from([None, *sorted(EVICTIONS)]))
+def test_figures_agree_with_the_events(recipe: str, seed: int, depth: int, eviction: str | None) -> None:
+    world = World(recipe, depth, overlap=depth > 1, eviction=EVICTIONS[eviction] if eviction else None)
     done = run(world, load(seed, 16))
     facts = facts_of(done)
     assert sorted(facts) == [request.id for request in done.requests]
@@ -94,7 +94,7 @@ def test_figures_agree_with_the_events(recipe: str, seed: int, depth: int, press
             # Who could run but for its KV waits for a swap, and so does everybody in a plan that only waits.
             missed = result.seconds if result.plan.slices else event.now - max(planned[result.plan.id], computed)
             computed = event.now
-            for request in result.plan.absent:
+            for request in result.plan.waiting_for_kv:
                 if request.id not in over:
                     swapping[request.id] += missed
         elif isinstance(event, Preempted):

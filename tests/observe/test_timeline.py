@@ -22,15 +22,15 @@ from skipjoin.observe.stages import StageUse
 from skipjoin.observe.timeline import Timeline
 from skipjoin.sim.driver import Replica, simulate
 from support.load import load, make
-from support.policies import PRESSURES, SOME_SYSTEMS, SwapAll, UnitCost
+from support.policies import EVICTIONS, SOME_SYSTEMS, SwapAll, UnitCost
 from support.watch import Run, Stepper, World, run
 
 PIPELINES = [(1, False, 1), (2, False, 1), (2, True, 1), (2, False, 2)]
 WORLDS = [
     pytest.param(
-        World(recipe, depth, overlap, PRESSURES[name], stages=stages), id=f"{recipe}-{depth}-{overlap}-{stages}-{name}"
+        World(recipe, depth, overlap, EVICTIONS[name], stages=stages), id=f"{recipe}-{depth}-{overlap}-{stages}-{name}"
     )
-    for recipe, (depth, overlap, stages), name in product(SOME_SYSTEMS, PIPELINES, sorted(PRESSURES))
+    for recipe, (depth, overlap, stages), name in product(SOME_SYSTEMS, PIPELINES, sorted(EVICTIONS))
 ]
 PHASES = {"prefill", "decode"}
 PREEMPTIONS = {how.value for how in Preemption}
@@ -113,7 +113,7 @@ def test_every_token_step_copy_and_end_is_drawn_once(world: World) -> None:
         moves = [
             (move.request.id, len(move.source), when)
             for result in results
-            for when, some in (("before", result.plan.before), ("beside", result.plan.beside))
+            for when, some in (("blocking", result.plan.blocking), ("overlapped", result.plan.overlapped))
             for move in some
             if move.direction is direction
         ]
@@ -254,7 +254,7 @@ def test_why_requests_left(overlap: bool) -> None:
 
 def test_a_swap_as_it_is_drawn() -> None:
     """A request in its decode makes way for a more important one, and comes back."""
-    world = World("fcfs", pressure=SwapAll, device_blocks=6, block_size=4, max_seqs=4)
+    world = World("fcfs", eviction=SwapAll, device_blocks=6, block_size=4, max_seqs=4)
     stepper = Stepper(world.core())
     stepper.add(make(0, 16, 6, priority=1))
     stepper.step()
@@ -265,8 +265,8 @@ def test_a_swap_as_it_is_drawn() -> None:
     found = [(s["name"], s["args"]) for s in spans(entries) if s["name"] != "step"]
     story = [(name, args["left"]) for name, args in found if args["request"] == 0 and name in PHASES]
     assert story == [("prefill", "caught up"), ("decode", Preemption.SWAP.value), ("decode", "length")]
-    assert [args for name, args in found if name == "out"] == [{"request": 0, "blocks": 5, "when": "before"}]
-    assert [args for name, args in found if name == "in"] == [{"request": 0, "blocks": 5, "when": "before"}]
+    assert [args for name, args in found if name == "out"] == [{"request": 0, "blocks": 5, "when": "blocking"}]
+    assert [args for name, args in found if name == "in"] == [{"request": 0, "blocks": 5, "when": "blocking"}]
     counters = [entry for entry in entries if entry["ph"] == "C"]
     shown = {
         name: [entry["args"]["value"] for entry in counters if entry["name"] == name]

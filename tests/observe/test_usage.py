@@ -10,17 +10,17 @@ import pytest
 from skipjoin.core.events import Computed, Event, Moved, MoveFailed, Planned
 from skipjoin.core.step import Direction, Move
 from skipjoin.exec.simulated import SimulatedExecutor
-from skipjoin.observe.usage import POINTS, Usage
+from skipjoin.observe.usage import POINTS, EngineUsage
 from skipjoin.sim.driver import Replica, simulate
 from support.load import load, make
-from support.policies import PRESSURES, SOME_SYSTEMS, OnCall, UnitCost
+from support.policies import EVICTIONS, SOME_SYSTEMS, OnCall, UnitCost
 from support.watch import Stepper, World, run
 
 BLOCK_BYTES = 1000
 
 
-def usage_of(world: World) -> Usage:
-    return Usage(device_blocks=world.device_blocks, block_size=world.block_size, block_bytes=BLOCK_BYTES)
+def usage_of(world: World) -> EngineUsage:
+    return EngineUsage(device_blocks=world.device_blocks, block_size=world.block_size, block_bytes=BLOCK_BYTES)
 
 
 def failing(share: float) -> Callable[[Move], bool]:
@@ -31,19 +31,19 @@ def failing(share: float) -> Callable[[Move], bool]:
 
 @pytest.mark.parametrize("fails", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("pressure", sorted(PRESSURES))
+@pytest.mark.parametrize("eviction", sorted(EVICTIONS))
 @pytest.mark.parametrize("recipe", SOME_SYSTEMS)
 def test_used_kv_is_what_requests_have_computed_on_the_device(
-    recipe: str, pressure: str, depth: int, fails: float
+    recipe: str, eviction: str, depth: int, fails: float
 ) -> None:
-    world = World(recipe, depth, overlap=depth > 1, pressure=PRESSURES[pressure])
+    world = World(recipe, depth, overlap=depth > 1, eviction=EVICTIONS[eviction])
     core, usage = world.core(), usage_of(world)
     seen: list[float] = []
     bytes_moved = dict.fromkeys(Direction, 0)
 
     def look(events: list[Event]) -> None:
         usage.observe(events)
-        holders = [request for request in core.kv.holders() if not core.kv.holding(request).host]  # type: ignore[union-attr]
+        holders = [request for request in core.kv.holders() if not core.kv.blocks_of(request).host]  # type: ignore[union-attr]
         resident = sum(request.computed for request in holders if request.finish_reason is None)
         seen.append(resident)
         # A step under way has been decided, and its evictions are done, but it has computed nothing yet.
@@ -62,7 +62,7 @@ def test_used_kv_is_what_requests_have_computed_on_the_device(
     if recipe == "static":
         return
     assert kv["preemptions"] > 0
-    moves = pressure in ("swap", "proactive", "chaos")
+    moves = eviction in ("swap", "proactive", "chaos")
     assert (kv["recomputed_tokens"] > 0) or (moves and not fails)
     assert (kv["swapped_out_bytes"] > 0) == (moves and fails < 1)
     assert kv["swapped_in_bytes"] <= kv["swapped_out_bytes"]
@@ -75,12 +75,12 @@ def events_of(stepper: Stepper) -> list[Event]:
 
 
 @pytest.mark.parametrize("direction", list(Direction))
-@pytest.mark.parametrize("when", ["before", "beside"])
+@pytest.mark.parametrize("when", ["blocking", "overlapped"])
 def test_a_failed_move_moved_no_bytes_and_what_it_lost_is_not_used(direction: Direction, when: str) -> None:
     """Request 1 goes to the host and comes back, of 9 tokens; one of its moves fails. Request 0 is there for company,
     request 2 to take all memory."""
-    pressure = OnCall()
-    world = World("fcfs", pressure=lambda: pressure, device_blocks=12)
+    eviction = OnCall()
+    world = World("fcfs", eviction=lambda: eviction, device_blocks=12)
     stepper, usage = Stepper(world.core()), usage_of(world)
     request = make(1, 8, 20)
     stepper.add(make(0, 8, 30), request)
@@ -89,12 +89,12 @@ def test_a_failed_move_moved_no_bytes_and_what_it_lost_is_not_used(direction: Di
 
     def move(towards: Direction) -> None:
         stepper.fails = (lambda move: True) if towards is direction else (lambda move: False)
-        if when == "beside":
-            pressure.out = pressure.back = [request]
+        if when == "overlapped":
+            eviction.out = eviction.back = [request]
         elif towards is Direction.OUT:
             stepper.add(make(2, 30, 2, priority=-1))
         stepper.step()
-        while towards is Direction.IN and when == "before" and request.finish_reason is None and not done():
+        while towards is Direction.IN and when == "blocking" and request.finish_reason is None and not done():
             stepper.step()
 
     def done() -> bool:
@@ -109,9 +109,9 @@ def test_a_failed_move_moved_no_bytes_and_what_it_lost_is_not_used(direction: Di
     if direction is Direction.IN:
         move(Direction.IN)
     usage.observe(events_of(stepper))
-    holders = (one for one in stepper.core.kv.holders() if not stepper.core.kv.holding(one).host)  # type: ignore[union-attr]
+    holders = (one for one in stepper.core.kv.holders() if not stepper.core.kv.blocks_of(one).host)  # type: ignore[union-attr]
     assert usage._used == sum(one.computed for one in holders)
-    stays = direction is Direction.OUT and when == "beside"
+    stays = direction is Direction.OUT and when == "overlapped"
     assert (request.computed == 9) == stays
     assert (usage.swapped_out_bytes > 0) == (direction is Direction.IN)
     assert usage.swapped_in_bytes == 0
@@ -124,13 +124,13 @@ def test_a_failed_move_moved_no_bytes_and_what_it_lost_is_not_used(direction: Di
 
 def test_plans_that_only_wait_are_no_steps() -> None:
     """The second request's KV is on its way when the first one ends: nobody can run until it lands."""
-    pressure = OnCall()
-    world = World("fcfs", pressure=lambda: pressure)
+    eviction = OnCall()
+    world = World("fcfs", eviction=lambda: eviction)
     stepper, usage = Stepper(world.core()), usage_of(world)
     leaving = make(1, 8, 4)
     stepper.add(make(0, 8, 2), leaving)
     stepper.step()
-    stepper.late, pressure.out = 3, [leaving]
+    stepper.late, eviction.out = 3, [leaving]
     waits = [not stepper.step().slices for _ in range(4)]
     assert waits == [False, True, True, True]
     stepper.late = 0

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skipjoin.core.policy import Batcher, Packing, Refusal
+from skipjoin.core.policy import BatchBuilder, Batcher, Refusal
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.policies.batching import Greedy, RunToCompletion
 from skipjoin.policies.stages import EvenStages
@@ -33,12 +33,12 @@ BATCHERS: dict[str, Callable[[], Batcher]] = {
 every_batcher = pytest.mark.parametrize("batcher", BATCHERS.values(), ids=BATCHERS.keys())
 
 
-def fill(packing: Packing, pending: Sequence[int]) -> list[int | Refusal]:
+def fill(packing: BatchBuilder, pending: Sequence[int]) -> list[int | Refusal]:
     """The verdict on each of so many new requests in turn; who gets tokens takes them."""
     return run_through(packing, [make(number, tokens) for number, tokens in enumerate(pending)])
 
 
-def run_through(packing: Packing, requests: Sequence[Request]) -> list[int | Refusal]:
+def run_through(packing: BatchBuilder, requests: Sequence[Request]) -> list[int | Refusal]:
     """The verdict on each of the requests in turn; who gets tokens takes them."""
     verdicts: list[int | Refusal] = []
     for request in requests:

@@ -10,9 +10,9 @@ from skipjoin.core.events import Preempted, Preemption
 from skipjoin.core.kv import KVLedger
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.policies.cost import LinearCost
+from skipjoin.policies.eviction import Swap
 from skipjoin.policies.mlfq import SkipJoinMlfq
 from skipjoin.policies.ordering import Prioritized
-from skipjoin.policies.pressure import Swap
 from skipjoin.recipes import Settings, build
 from support.load import load, make
 from support.watch import World, run
@@ -30,44 +30,44 @@ def holder(kv: KVLedger, number: int, tokens: int, priority: int = 0) -> Request
     return request
 
 
-def ways(pressure: Swap, victim: Request, kv: KVLedger, now: float, newcomer: Request | None) -> list[Preemption]:
-    return [how for _, how in pressure.victims(1, [victim], kv, now, newcomer)]
+def ways(eviction: Swap, victim: Request, kv: KVLedger, now: float, newcomer: Request | None) -> list[Preemption]:
+    return [how for _, how in eviction.victims(1, [victim], kv, now, newcomer)]
 
 
 def test_after_a_drop_newcomers_wait_until_it_is_a_small_share_of_the_time() -> None:
     kv = KVLedger(10, 0, 4)
     victim, newcomer = holder(kv, 0, 8), make(1, 4, 10)
-    pressure = Swap(COST, drop_share=0.1)
-    assert ways(pressure, victim, kv, 5.0, newcomer) == [Preemption.DROP]
-    assert ways(pressure, victim, kv, 5.0, newcomer) == [Preemption.DROP]  # to ask changes nothing
-    pressure.dropped(8, 5.0)
-    assert ways(pressure, victim, kv, 84.9, newcomer) == []
-    assert ways(pressure, victim, kv, 85.1, newcomer) == [Preemption.DROP]
-    pressure.dropped(8, 85.1)
-    pressure.dropped(8, 85.1)
-    assert ways(pressure, victim, kv, 245.0, newcomer) == []
-    assert ways(pressure, victim, kv, 245.2, newcomer) == [Preemption.DROP]
+    eviction = Swap(COST, drop_share=0.1)
+    assert ways(eviction, victim, kv, 5.0, newcomer) == [Preemption.DROP]
+    assert ways(eviction, victim, kv, 5.0, newcomer) == [Preemption.DROP]  # to ask changes nothing
+    eviction.dropped(8, 5.0)
+    assert ways(eviction, victim, kv, 84.9, newcomer) == []
+    assert ways(eviction, victim, kv, 85.1, newcomer) == [Preemption.DROP]
+    eviction.dropped(8, 85.1)
+    eviction.dropped(8, 85.1)
+    assert ways(eviction, victim, kv, 245.0, newcomer) == []
+    assert ways(eviction, victim, kv, 245.2, newcomer) == [Preemption.DROP]
 
 
 def test_growth_and_more_important_requests_do_not_wait() -> None:
     kv = KVLedger(10, 0, 4)
     victim = holder(kv, 0, 8)
-    pressure = Swap(COST)
-    pressure.dropped(8, 0.0)
-    assert ways(pressure, victim, kv, 1.0, None) == [Preemption.DROP]
-    assert ways(pressure, victim, kv, 1.0, make(1, 4, 10, priority=-1)) == [Preemption.DROP]
-    assert ways(pressure, victim, kv, 1.0, make(2, 4, 10, priority=1)) == []
+    eviction = Swap(COST)
+    eviction.dropped(8, 0.0)
+    assert ways(eviction, victim, kv, 1.0, None) == [Preemption.DROP]
+    assert ways(eviction, victim, kv, 1.0, make(1, 4, 10, priority=-1)) == [Preemption.DROP]
+    assert ways(eviction, victim, kv, 1.0, make(2, 4, 10, priority=1)) == []
 
 
 def test_moves_are_not_paced_while_the_host_has_room() -> None:
     kv = KVLedger(10, 3, 4)
     victims, newcomer = [holder(kv, 0, 8), holder(kv, 1, 4), holder(kv, 2, 8)], make(3, 4, 10)
-    pressure = Swap(COST)
-    pressure.dropped(8, 0.0)
-    first = pressure.victims(3, victims, kv, 1.0, newcomer)
+    eviction = Swap(COST)
+    eviction.dropped(8, 0.0)
+    first = eviction.victims(3, victims, kv, 1.0, newcomer)
     assert [(victim.id, how) for victim, how in first] == [(0, Preemption.SWAP), (1, Preemption.SWAP)]
-    assert pressure.victims(4, victims, kv, 1.0, newcomer) == ()
-    grown = pressure.victims(4, victims, kv, 1.0, None)
+    assert eviction.victims(4, victims, kv, 1.0, newcomer) == ()
+    grown = eviction.victims(4, victims, kv, 1.0, None)
     assert [how for _, how in grown] == [Preemption.SWAP, Preemption.SWAP, Preemption.DROP]
 
 
@@ -102,6 +102,6 @@ def test_recipes_take_quantum_and_pace_from_their_settings(paced: bool) -> None:
     assert isinstance(band, SkipJoinMlfq)
     assert band.level(request) == 2  # a second is nearly four quanta
     kv = KVLedger(10, 0, 4)
-    pressure = policies.pressure
-    pressure.dropped(8, 0.0)
-    assert bool(pressure.victims(1, [holder(kv, 1, 8)], kv, 1.0, request)) is not paced
+    eviction = policies.eviction
+    eviction.dropped(8, 0.0)
+    assert bool(eviction.victims(1, [holder(kv, 1, 8)], kv, 1.0, request)) is not paced

@@ -41,9 +41,9 @@ def fill(stepper: Stepper) -> list[StepPlan]:
 
 def added(cost: CostModel, plan: StepPlan) -> float:
     """Seconds that the plan's slices add to a step in which nothing hides behind the weights."""
-    beside, shape = StepShape(prefill=1 << 16), StepShape.of(plan.slices)
-    together = StepShape(*(one + other for one, other in zip(beside, shape, strict=True)))
-    return cost.step(together) - cost.step(beside)
+    overlapped, shape = StepShape(prefill=1 << 16), StepShape.of(plan.slices)
+    together = StepShape(*(one + other for one, other in zip(overlapped, shape, strict=True)))
+    return cost.step(together) - cost.step(overlapped)
 
 
 def largest(cost: CostModel, plans: list[StepPlan]) -> float:
@@ -190,7 +190,7 @@ def test_nobody_is_left_over_for_long(recipe: str, stages: int, seed: int, conte
         while arriving and arriving[0].arrival <= stepper.now:
             stepper.add(arriving.pop(0))
         while True:
-            idle = [r for r in core.requests.values() if r.planned and not r.awaited and not r.is_satisfied]
+            idle = [r for r in core.requests.values() if r.planned and not r.pending_samples and not r.is_satisfied]
             plan = stepper.start()
             if plan is None:
                 assert not idle or len(core.plans) == stages
@@ -210,7 +210,7 @@ def test_nobody_is_left_over_for_long(recipe: str, stages: int, seed: int, conte
 @pytest.mark.parametrize("recipe", ["fastserve-reactive", "fastserve-recompute", "fcfs"])
 def test_who_lost_its_kv_comes_back_beside_plans_that_have_their_share(recipe: str, stages: int) -> None:
     """The least important one, whether from the host or from its prompt on, as soon as there is space."""
-    world = World(recipe, stages, stages=stages, device_blocks=60, pressure=SwapAll if recipe == "fcfs" else None)
+    world = World(recipe, stages, stages=stages, device_blocks=60, eviction=SwapAll if recipe == "fcfs" else None)
     stepper = Stepper(replace(world, starvation_s=1e6, max_seqs=20).core())
     last = make(0, 60, 30, priority=1)
     stepper.add(last, *(make(number, 4, 60) for number in range(1, 7)))
@@ -241,7 +241,7 @@ def test_a_plan_has_its_share_or_everybody(seed: int, stages: int, recipe: str) 
         while arriving and arriving[0].arrival <= stepper.now:
             stepper.add(arriving.pop(0))
         while (plan := stepper.start()) is not None:
-            left = [r for r in core.requests.values() if not r.awaited and r.pending and not r.is_satisfied]
+            left = [r for r in core.requests.values() if not r.pending_samples and r.pending and not r.is_satisfied]
             free = stages - len(core.plans)
             own = added(COST, plan)
             others = sum(added(COST, other) for other in core.plans if other is not plan)

@@ -71,7 +71,7 @@ class Life:
         for piece in slices:
             if piece.samples:
                 piece.request.known += 1
-                if piece.request.known >= piece.request.limit:
+                if piece.request.known >= piece.request.max_total_tokens:
                     self.leave(piece.request)
 
     def evict(self, request: Request, *, drop: bool) -> None:

@@ -6,9 +6,9 @@ from itertools import count
 
 import pytest
 
+from skipjoin.policies.eviction import ProactiveSwap
 from skipjoin.policies.mlfq import SkipJoinMlfq
 from skipjoin.policies.ordering import Fcfs, Prioritized
-from skipjoin.policies.pressure import ProactiveSwap
 from support.load import make
 from support.policies import COST
 from support.watch import Stepper, World
@@ -85,7 +85,7 @@ def settled(world: World, *low: tuple[int, int]) -> Stepper:
 
 
 def swaps_ahead(world: World) -> bool:
-    return isinstance(world.policies().pressure, ProactiveSwap)
+    return isinstance(world.policies().eviction, ProactiveSwap)
 
 
 def plans_until(stepper: Stepper, number: int, most: int = 10) -> int:

@@ -16,7 +16,7 @@ from skipjoin.core.kv import KVLedger
 from skipjoin.core.request import Request
 from skipjoin.core.step import Direction, Move
 from skipjoin.policies.cost import LinearCost
-from skipjoin.policies.pressure import ProactiveSwap
+from skipjoin.policies.eviction import ProactiveSwap
 from support.load import make
 from support.policies import Ranks
 
@@ -44,7 +44,7 @@ class Scene:
 
     def __init__(self, *places: Place, device: int = 20, host: int = 40, cost: LinearCost = COST) -> None:
         self.kv = KVLedger(device, host, 4)
-        self.pressure = ProactiveSwap(cost)
+        self.eviction = ProactiveSwap(cost)
         self.ordering = Ranks({})
         self.now = 0.0
         self.requests: list[Request] = []
@@ -56,7 +56,7 @@ class Scene:
         request = make(99)
         still.grow(request, 4)
         for now in (-2.0, -1.0):
-            self.pressure.ahead([request], Ranks({99: 0}), still, now)
+            self.eviction.ahead([request], Ranks({99: 0}), still, now)
 
     def _place(self, place: Place) -> None:
         request = make(len(self.requests), place.blocks * 4)
@@ -64,19 +64,19 @@ class Scene:
         request.computed = request.planned = request.known
         request.known += place.pending
         if place.is_on_host:
-            self.kv.land(self.kv.move_out(request, before=True))
+            self.kv.land(self.kv.move_out(request, blocking=True))
         self.ordering.numbers[request.id] = place.turn
         self.requests.append(request)
 
     def expect(self, prompt: int) -> None:
         """A request arrives."""
-        self.pressure.arrived(make(1000, prompt), self.now)
+        self.eviction.arrived(make(1000, prompt), self.now)
 
     def step(self) -> tuple[list[int], list[int]]:
         """The turns of those who begin to leave and to come back beside the next step, in order."""
-        still = [request for request in self.requests if self.kv.is_still(request)]
-        out, back = self.pressure.ahead(still, self.ordering, self.kv, self.now)
-        self.moves = [self.kv.move_out(request, before=False) for request in out]
+        still = [request for request in self.requests if self.kv.is_settled(request)]
+        out, back = self.eviction.ahead(still, self.ordering, self.kv, self.now)
+        self.moves = [self.kv.move_out(request, blocking=False) for request in out]
         self.moves += [self.kv.move_in(request) for request in back]
         self._transit += self.moves
         self.now += 1.0
@@ -116,7 +116,7 @@ def test_blocks_are_kept_for_who_may_arrive() -> None:
     for _ in range(50):
         scene.now += 1.0
         scene.expect(prompt=12)
-        scene.pressure.ahead([], scene.ordering, scene.kv, scene.now)
+        scene.eviction.ahead([], scene.ordering, scene.kv, scene.now)
     out, back = scene.step()
     # Twelve tokens, three blocks, a second: six for two seconds, and the one for growth.
     assert (out, back) == ([10], [])
@@ -125,8 +125,8 @@ def test_blocks_are_kept_for_who_may_arrive() -> None:
     for _ in range(50):
         scene.now += 0.1
         scene.expect(prompt=400)
-    scene.pressure.ahead([], scene.ordering, scene.kv, scene.now)
-    assert scene.pressure._spare(scene.kv, scene.now) == 1 + 11
+    scene.eviction.ahead([], scene.ordering, scene.kv, scene.now)
+    assert scene.eviction._spare(scene.kv, scene.now) == 1 + 11
 
 
 def test_whose_turn_is_soonest_comes_back_first_into_what_is_free() -> None:
@@ -218,12 +218,12 @@ def test_one_request_at_a_time_where_the_link_is_slower_than_steps() -> None:
 def test_what_takes_next_to_no_time_moves_before_the_step_that_needs_it() -> None:
     free = Scene(*(Place(turn) for turn in range(5)), cost=replace(COST, block=0.0))
     assert free.step() == ([], [])
-    assert not free.pressure.returns_beside
+    assert not free.eviction.returns_overlapped
     dear = Scene(*(Place(turn) for turn in range(5)))
     assert dear.step() == ([4], [])
     dear.now += 1e6
     dear.step()
-    assert dear.pressure.returns_beside, "steps that are long because KV moved before them make no move cheap"
+    assert dear.eviction.returns_overlapped, "steps that are long because KV moved before them make no move cheap"
 
 
 # -- what does not move -----------------------------------------------------------------------------------------------
@@ -274,6 +274,6 @@ def test_a_full_host_is_asked_for_no_more_than_it_can_take(host: int) -> None:
     """The pressure may ask for more: the scheduler moves what can move, and the rest stays where it is."""
     scene = Scene(*(Place(turn) for turn in range(5)), host=host)
     still = list(scene.requests)
-    out, back = scene.pressure.ahead(still, scene.ordering, scene.kv, 0.0)
+    out, back = scene.eviction.ahead(still, scene.ordering, scene.kv, 0.0)
     assert back == []
     assert not [request for request in out if scene.kv.can_move_out(request)]

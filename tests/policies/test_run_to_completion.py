@@ -11,15 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skipjoin.core.events import Event, Finished, Planned
-from skipjoin.core.policy import Ordering, Policies, Pressure, Refusal, Reservation
+from skipjoin.core.policy import AdmissionPolicy, EvictionPolicy, Ordering, Policies, Refusal
 from skipjoin.core.request import FinishReason, Request
+from skipjoin.policies.admission import OnDemand, WholeMaximum
 from skipjoin.policies.batching import RunToCompletion
+from skipjoin.policies.eviction import Recompute
 from skipjoin.policies.mlfq import SkipJoinMlfq
 from skipjoin.policies.ordering import Fcfs, Prioritized
-from skipjoin.policies.pressure import Recompute
-from skipjoin.policies.reservation import OnDemand, WholeMaximum
 from support.load import load, make
-from support.policies import COST, PRESSURES, Ranks, UnitCost
+from support.policies import COST, EVICTIONS, Ranks, UnitCost
 from support.watch import Run, Stepper, World, run
 
 PIPELINES = [(1, False), (2, False), (2, True), (3, False), (3, True)]
@@ -34,14 +34,14 @@ def static(
     max_tokens: int = 64,
     *,
     ordering: Callable[[], Ordering] = Fcfs,
-    reservation: Reservation | None = None,
-    pressure: Pressure | None = None,
+    admission: AdmissionPolicy | None = None,
+    eviction: EvictionPolicy | None = None,
 ) -> Policies:
     return Policies(
         Prioritized(ordering),
         RunToCompletion(max_seqs, max_tokens),
-        reservation or WholeMaximum(),
-        pressure or Recompute(),
+        admission or WholeMaximum(),
+        eviction or Recompute(),
     )
 
 
@@ -191,7 +191,7 @@ def test_asking_for_a_step_when_nobody_can_run_does_not_end_recruiting() -> None
 def test_a_member_whose_memory_is_taken_stays_a_member() -> None:
     """Ten blocks of four tokens: the first request grows into the second one's blocks. It waits, comes back before
     anybody new, more important ones included, and nobody joins while it is away."""
-    one = stepper(static(3, reservation=OnDemand(0.0)), device_blocks=10)
+    one = stepper(static(3, admission=OnDemand(0.0)), device_blocks=10)
     first, second = make(0, 20, 12), make(1, 20, 6)
     one.add(first, second)
     assert [ran(one), ran(one)] == [[0, 1], [0]]
@@ -279,8 +279,8 @@ def assert_static(events: list[Event], max_seqs: int) -> None:
 
 @given(
     ordering=st.sampled_from(sorted(ORDERINGS)),
-    pressure=st.sampled_from(sorted(PRESSURES)),
-    reservation=st.sampled_from([OnDemand(), WholeMaximum()]),
+    eviction=st.sampled_from(sorted(EVICTIONS)),
+    admission=st.sampled_from([OnDemand(), WholeMaximum()]),
     pipeline=st.sampled_from(PIPELINES),
     seed=st.integers(0, 10**6),
     device_blocks=st.integers(25, 70),  # the largest request of the load has 100 tokens, 25 blocks
@@ -291,8 +291,8 @@ def assert_static(events: list[Event], max_seqs: int) -> None:
 def test_any_load_is_served_in_static_batches(
     *,
     ordering: str,
-    pressure: str,
-    reservation: Reservation,
+    eviction: str,
+    admission: AdmissionPolicy,
     pipeline: tuple[int, bool],
     seed: int,
     device_blocks: int,
@@ -305,8 +305,8 @@ def test_any_load_is_served_in_static_batches(
         max_seqs,
         max_tokens,
         ordering=ORDERINGS[ordering],
-        reservation=reservation,
-        pressure=PRESSURES[pressure](),
+        admission=admission,
+        eviction=EVICTIONS[eviction](),
     )
     done = run(world, load(seed, 14, priorities=(0, seed % 3)), core=world.core(policies))
     assert all(request.finish_reason is FinishReason.LENGTH for request in done.requests)
@@ -314,10 +314,10 @@ def test_any_load_is_served_in_static_batches(
     assert_static(done.events, max_seqs)
 
 
-@pytest.mark.parametrize("pressure", sorted(PRESSURES))
-def test_aborts_never_hold_up_the_others(pressure: str) -> None:
+@pytest.mark.parametrize("eviction", sorted(EVICTIONS))
+def test_aborts_never_hold_up_the_others(eviction: str) -> None:
     """Somebody is aborted after every other step, whatever state it is in."""
-    one = Stepper(World(depth=2).core(static(reservation=OnDemand(), pressure=PRESSURES[pressure]())))
+    one = Stepper(World(depth=2).core(static(admission=OnDemand(), eviction=EVICTIONS[eviction]())))
     requests = load(3, 40)
     one.add(*requests)
     for number in range(0, 40, 2):

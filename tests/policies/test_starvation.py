@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from skipjoin.policies.cost import LinearCost
-from skipjoin.policies.starvation import Extremes, least_bound, most_requests, starvation_after, starvation_within
+from skipjoin.policies.starvation import WorstCase, least_bound, most_requests, starvation_after, starvation_within
 
 # Steps of 0.1 s whatever they do, as the prompt of the longest request is one of them; 10 ms per block moved.
-MOST = Extremes(
+MOST = WorstCase(
     LinearCost(floor=0.1, prefill_token=0.0, block=0.01),
     requests=8,
     max_len=64,
@@ -22,7 +22,7 @@ MOST = Extremes(
     host_blocks=0,
     block_size=4,
     depth=1,
-    moves_beside=False,
+    moves_overlapped=False,
 )
 
 
@@ -51,8 +51,8 @@ def test_moves_before_steps_take_the_whole_device_out_and_in() -> None:
     assert reactive.around_s == pytest.approx(3 * (0.1 + 2.0))
 
 
-def test_moves_beside_steps_cost_a_share_of_them_and_the_wait_for_the_link() -> None:
-    proactive = replace(MOST, host_blocks=100, moves_beside=True)
+def test_moves_overlapped_steps_cost_a_share_of_them_and_the_wait_for_the_link() -> None:
+    proactive = replace(MOST, host_blocks=100, moves_overlapped=True)
     assert proactive.stay_s == pytest.approx(8 * ((7 + 3) * 0.25 + 6 * 0.16) + 2.0)
 
 

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from skipjoin.core.request import Request
 from support.load import load
-from support.policies import PRESSURES, SYSTEMS
+from support.policies import EVICTIONS, SYSTEMS
 from support.watch import Run, World, run
 
 HASHES = Path(__file__).with_suffix(".json")
@@ -26,14 +26,14 @@ HASHES = Path(__file__).with_suffix(".json")
 PIPELINES = [(1, False, 1), (2, False, 1), (2, True, 1), (2, False, 2), (3, False, 3)]
 
 
-def world_of(recipe: str, pipeline: tuple[int, bool, int], pressure: str | None, **settings: Any) -> World:
+def world_of(recipe: str, pipeline: tuple[int, bool, int], eviction: str | None, **settings: Any) -> World:
     depth, overlap, stages = pipeline
-    return World(recipe, depth, overlap, PRESSURES[pressure] if pressure else None, stages=stages, **settings)
+    return World(recipe, depth, overlap, EVICTIONS[eviction] if eviction else None, stages=stages, **settings)
 
 
 WORLDS = {
     f"{recipe}-{'-'.join(map(str, pipeline))}-{name}": world_of(recipe, pipeline, name)
-    for recipe, pipeline, name in product(SYSTEMS, PIPELINES, sorted(PRESSURES))
+    for recipe, pipeline, name in product(SYSTEMS, PIPELINES, sorted(EVICTIONS))
 }
 
 

@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 from recorded_traces import PIPELINES, WORLDS, drawn, served, stored, trace_hash, world_of
 
 from skipjoin.core.events import Finished, Moved, MoveFailed, Planned, Preempted, Preemption
-from skipjoin.core.policy import Promise
+from skipjoin.core.policy import Grant
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.core.step import Move, Slice
 from skipjoin.policies.predictors import MaxTokens
 from skipjoin.recipes import RECIPES, Settings, build
 from support.load import load, make
-from support.policies import COST, PRESSURES, SYSTEMS
+from support.policies import COST, EVICTIONS, SYSTEMS
 from support.watch import GIVEN_UP, Run, Stepper, World, run
 
 every_world = pytest.mark.parametrize("world", [pytest.param(world, id=name) for name, world in WORLDS.items()])
@@ -35,7 +35,7 @@ def assert_served(done: Run) -> None:
     """Everybody got its tokens, each of them once and in order."""
     for request in done.requests:
         assert request.finish_reason is FinishReason.LENGTH
-        assert request.output == list(range(len(request.prompt), request.limit))
+        assert request.output == list(range(len(request.prompt), request.max_total_tokens))
 
 
 def assert_evictions_are_paid_for(done: Run) -> None:
@@ -72,15 +72,15 @@ def test_a_plan_without_slices_only_gives_moves_time(world: World) -> None:
     """And they need little on a link as fast as this one; where moves are made before steps only, they need none."""
     done = served(world)
     alone = [not slices for _, (_, slices, _, _) in done.trace]
-    if world.pressure is PRESSURES["proactive"]:
+    if world.eviction is EVICTIONS["proactive"]:
         assert sum(alone) < len(alone) / 10
-    elif world.pressure is not PRESSURES["chaos"]:
+    elif world.eviction is not EVICTIONS["chaos"]:
         assert not any(alone)
     transit: set[int] = set()
     for event in done.events:
         match event:
             case Planned(plan=plan):
-                transit.update(move.request.id for move in (*plan.before, *plan.beside))
+                transit.update(move.request.id for move in (*plan.blocking, *plan.overlapped))
                 assert plan.slices or transit
             case Moved(move=move):
                 transit.remove(move.request.id)
@@ -120,7 +120,7 @@ def failing(seed: int, share: float) -> Callable[[Move], bool]:
 @given(
     recipe=st.sampled_from(sorted(RECIPES)),
     pipeline=st.sampled_from([*PIPELINES, (3, False, 1), (3, True, 1), (4, False, 4)]),
-    pressure=st.sampled_from([None, *sorted(PRESSURES)]),
+    eviction=st.sampled_from([None, *sorted(EVICTIONS)]),
     seed=st.integers(0, 10**6),
     device_blocks=st.integers(25, 70),  # the largest request of the load has 100 tokens, 25 blocks
     host_blocks=st.integers(0, 80),
@@ -135,7 +135,7 @@ def test_any_world_serves_any_load(
     *,
     recipe: str,
     pipeline: tuple[int, bool, int],
-    pressure: str | None,
+    eviction: str | None,
     seed: int,
     device_blocks: int,
     host_blocks: int,
@@ -149,12 +149,12 @@ def test_any_world_serves_any_load(
     world = world_of(
         recipe,
         pipeline,
-        pressure,
+        eviction,
         device_blocks=device_blocks,
         host_blocks=host_blocks,
         max_seqs=max_seqs,
         # Chaos stops a third of all holders at every step, so few prompts would get through in chunks of a token.
-        max_tokens=max(8, max_tokens) if pressure == "chaos" else max_tokens,
+        max_tokens=max(8, max_tokens) if eviction == "chaos" else max_tokens,
         starvation_s=starvation_s,
         machine=replace(COST, block=block_s, transfer_floor=block_s),
     )
@@ -166,14 +166,14 @@ def test_any_world_serves_any_load(
 @given(
     recipe=st.sampled_from(sorted(RECIPES)),
     pipeline=st.sampled_from([*PIPELINES, (3, True, 1)]),
-    pressure=st.sampled_from([None, *sorted(PRESSURES)]),
+    eviction=st.sampled_from([None, *sorted(EVICTIONS)]),
     seed=st.integers(0, 10**6),
     share=st.sampled_from([0.01, 0.1, 0.5, 1.0]),
     fails=st.sampled_from([0.0, 0.3]),
 )
 @settings(max_examples=60, deadline=None)
 def test_who_is_given_up_ends_alone(
-    *, recipe: str, pipeline: tuple[int, bool, int], pressure: str | None, seed: int, share: float, fails: float
+    *, recipe: str, pipeline: tuple[int, bool, int], eviction: str | None, seed: int, share: float, fails: float
 ) -> None:
     """Slices are given up at random; all other requests get all their tokens, and no block is lost or used twice."""
     draw = random.Random(seed + 1)
@@ -184,11 +184,11 @@ def test_who_is_given_up_ends_alone(
             given_up.add(piece.request)
         return chosen
 
-    done = run(world_of(recipe, pipeline, pressure), load(seed, 16), fails=failing(seed, fails), gives_up=gives_up)
+    done = run(world_of(recipe, pipeline, eviction), load(seed, 16), fails=failing(seed, fails), gives_up=gives_up)
     ends = {event.request: event for event in done.events if isinstance(event, Finished)}
     assert len(ends) == sum(isinstance(event, Finished) for event in done.events) == 16
     for request in done.requests:
-        whole = list(range(len(request.prompt), request.limit))
+        whole = list(range(len(request.prompt), request.max_total_tokens))
         assert request.output == whole[: len(request.output)]
         if request.finish_reason is FinishReason.ERROR:
             assert request in given_up
@@ -201,11 +201,11 @@ def test_who_is_given_up_ends_alone(
             assert request not in given_up
 
 
-@pytest.mark.parametrize("pressure", ["proactive", "chaos"])
-def test_on_a_link_of_a_second_per_block_others_run_meanwhile(pressure: str) -> None:
+@pytest.mark.parametrize("eviction", ["proactive", "chaos"])
+def test_on_a_link_of_a_second_per_block_others_run_meanwhile(eviction: str) -> None:
     """Every copy takes hundreds of steps, and half of them fail."""
     slow = replace(COST, block=1.0, transfer_floor=0.0)
-    world = World(pressure=PRESSURES[pressure], device_blocks=20, starvation_s=1e6, machine=slow)
+    world = World(eviction=EVICTIONS[eviction], device_blocks=20, starvation_s=1e6, machine=slow)
     done = run(world, [make(number, 16, 8) for number in range(6)], fails=failing(0, 0.5))
     assert_served(done)
     moving = meanwhile = 0
@@ -213,7 +213,7 @@ def test_on_a_link_of_a_second_per_block_others_run_meanwhile(pressure: str) -> 
         match event:
             case Planned(plan=plan):
                 meanwhile += moving > 0 and len(plan.slices)
-                moving += len(plan.before) + len(plan.beside)
+                moving += len(plan.blocking) + len(plan.overlapped)
             case Moved() | MoveFailed():
                 moving -= 1
             case _:
@@ -221,10 +221,10 @@ def test_on_a_link_of_a_second_per_block_others_run_meanwhile(pressure: str) -> 
     assert meanwhile > 5
 
 
-@pytest.mark.parametrize("pressure", ["swap", "proactive", "chaos"])
+@pytest.mark.parametrize("eviction", ["swap", "proactive", "chaos"])
 @pytest.mark.parametrize("host_blocks", range(6))
-def test_a_full_host_pool_makes_way_for_recomputation(pressure: str, host_blocks: int) -> None:
-    world = World(pressure=PRESSURES[pressure], device_blocks=12, host_blocks=host_blocks)
+def test_a_full_host_pool_makes_way_for_recomputation(eviction: str, host_blocks: int) -> None:
+    world = World(eviction=EVICTIONS[eviction], device_blocks=12, host_blocks=host_blocks)
     done = run(world, load(3, 20, prompts=(1, 20), outputs=(1, 20)))
     assert_served(done)
     ways = Counter(event.how for event in done.events if isinstance(event, Preempted))
@@ -261,15 +261,15 @@ def test_no_seat_stays_empty_while_somebody_could_take_it(recipe: str, seed: int
         evicted = evictions != sum(request.evictions for request in core.requests.values())
         if len(plan.slices) < world.max_seqs and tokens > 0 and not evicted:
             idle = [request for request in core.requests.values() if not request.in_flight]
-            away = [r for r in idle if (held := kv.holding(r)) and (held.host or held.moving)]
-            short = [r for r in idle if kv.holding(r) and r not in away and kv.shortfall(r, r.known) > 0]
-            assert [r for r in idle if kv.holding(r) and r not in away] == short
-            queue = sorted((r for r in idle if not kv.holding(r)), key=policies.ordering.rank)
+            away = [r for r in idle if (held := kv.blocks_of(r)) and (held.host or held.moving)]
+            short = [r for r in idle if kv.blocks_of(r) and r not in away and kv.shortfall(r, r.known) > 0]
+            assert [r for r in idle if kv.blocks_of(r) and r not in away] == short
+            queue = sorted((r for r in idle if not kv.blocks_of(r)), key=policies.ordering.rank)
             if queue and not short and queue[0].pending <= tokens:
-                promise = policies.reservation.admit(queue[0], kv)
+                promise = policies.admission.admit(queue[0], kv)
                 rank = policies.ordering.rank
-                owed = sum(kv.footprint_on_host(r) for r in away if kv.is_still(r) and rank(r) < rank(queue[0]))
-                if isinstance(promise, Promise):
+                owed = sum(kv.footprint_on_host(r) for r in away if kv.is_settled(r) and rank(r) < rank(queue[0]))
+                if isinstance(promise, Grant):
                     assert max(promise.now, promise.blocks) + promise.spare > kv.available - owed
         stepper.finish()
     stepper.drain()
@@ -280,22 +280,22 @@ def test_pressure_on_memory_is_real_in_these_worlds() -> None:
     """Otherwise the properties above would hold for want of trying."""
     for recipe in SYSTEMS:
         is_roomy = recipe in ("static", "orca")
-        for pressure in PRESSURES:
-            done = served(World(recipe, pressure=PRESSURES[pressure]))
+        for eviction in EVICTIONS:
+            done = served(World(recipe, eviction=EVICTIONS[eviction]))
             made_way = [event.how for event in done.events if isinstance(event, Preempted)]
             before = sum(bool(plan[2]) for _, plan in done.trace)
-            beside = sum(bool(plan[3]) for _, plan in done.trace)
-            if pressure == "chaos":
-                assert beside > 5
+            overlapped = sum(bool(plan[3]) for _, plan in done.trace)
+            if eviction == "chaos":
+                assert overlapped > 5
             elif is_roomy:  # what is promised is short, too, to who looks ahead
                 assert before == 0
-                assert (len(made_way) > 0) == (pressure == "proactive")
+                assert (len(made_way) > 0) == (eviction == "proactive")
             else:
                 # Who keeps what it holds makes way for growth only, and in order of arrival that is rare, too.
-                assert made_way.count(Preemption.DROP) + made_way.count(Preemption.SWAP) > (pressure != "defer")
-                assert before > 0 or pressure != "swap"
-                assert before == 0 or pressure in ("swap", "proactive")
-                assert (beside > 0) == (pressure == "proactive")
+                assert made_way.count(Preemption.DROP) + made_way.count(Preemption.SWAP) > (eviction != "defer")
+                assert before > 0 or eviction != "swap"
+                assert before == 0 or eviction in ("swap", "proactive")
+                assert (overlapped > 0) == (eviction == "proactive")
 
 
 def test_whole_maximum_never_runs_short() -> None:

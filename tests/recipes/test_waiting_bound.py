@@ -22,13 +22,13 @@ from skipjoin.exec.simulated import SimulatedExecutor, SimulatedHandle
 from skipjoin.policies.cost import LinearCost
 from skipjoin.policies.mlfq import SkipJoinMlfq
 from skipjoin.policies.ordering import Prioritized
-from skipjoin.policies.starvation import Extremes, least_bound, starvation_within
+from skipjoin.policies.starvation import WorstCase, least_bound, starvation_within
 from skipjoin.recipes import Settings, build
 from support.load import make
 from support.policies import COST
 
 LONGEST, BLOCK_SIZE = 64, 4
-MOST = Extremes(
+MOST = WorstCase(
     COST,
     requests=4,
     max_len=LONGEST,
@@ -38,7 +38,7 @@ MOST = Extremes(
     host_blocks=0,
     block_size=BLOCK_SIZE,
     depth=1,
-    moves_beside=False,
+    moves_overlapped=False,
 )
 # Attention makes long KV worth moving on both links; on the slow one that takes as long as a step.
 FAST = replace(COST, attention_pair=1e-5, block=1e-5, transfer_floor=1e-5)
@@ -96,7 +96,7 @@ class Duel:
     """An engine and its adversary. longest: the longest wait so far in seconds, of requests that still wait, too."""
 
     recipe: str
-    most: Extremes
+    most: WorstCase
     adversary: Adversary
     starvation_s: float
     seed: int = 0
@@ -153,9 +153,9 @@ class Duel:
         self._since = {request: since for request, since in self._since.items() if request.finish_reason is None}
 
 
-def extremes(mode: str, depth: int, requests: int, seats: int, stages: int = 1) -> tuple[str, Extremes]:
-    recipe, cost, host_blocks, beside = MODES[mode]
-    most = replace(MOST, cost=cost, host_blocks=host_blocks, moves_beside=beside, stages=stages)
+def extremes(mode: str, depth: int, requests: int, seats: int, stages: int = 1) -> tuple[str, WorstCase]:
+    recipe, cost, host_blocks, overlapped = MODES[mode]
+    most = replace(MOST, cost=cost, host_blocks=host_blocks, moves_overlapped=overlapped, stages=stages)
     return recipe, replace(most, depth=depth, requests=requests, max_seqs=seats)
 
 
@@ -214,5 +214,5 @@ def test_kv_on_the_host_comes_back_though_those_who_run_leave_no_room_beside_the
 ) -> None:
     """Short ones, each soon replaced, always hold a little, and their turns count as no later than the long one's."""
     cost = replace(COST, attention_pair=3e-5, block=5e-4)
-    most = replace(MOST, cost=cost, requests=3, device_blocks=blocks, host_blocks=20, moves_beside=True)
+    most = replace(MOST, cost=cost, requests=3, device_blocks=blocks, host_blocks=20, moves_overlapped=True)
     assert Duel("fastserve", most, lambda sent, *_: long if sent == 0 else short, 1.0).run(15.0) < 1.5

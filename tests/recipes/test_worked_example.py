@@ -14,12 +14,12 @@ import pytest
 
 from skipjoin.core.events import Finished
 from skipjoin.core.policy import Ordering, Policies
+from skipjoin.policies.admission import OnDemand
 from skipjoin.policies.batching import Greedy
+from skipjoin.policies.eviction import Recompute
 from skipjoin.policies.mlfq import SkipJoinMlfq
 from skipjoin.policies.ordering import Fcfs, ShortestRemaining
 from skipjoin.policies.predictors import MaxTokens
-from skipjoin.policies.pressure import Recompute
-from skipjoin.policies.reservation import OnDemand
 from support.load import make
 from support.policies import UnitCost
 from support.watch import World, run

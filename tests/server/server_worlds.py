@@ -22,10 +22,10 @@ from skipjoin.model.tokenizer import load_tokenizer
 from skipjoin.policies.cost import LinearCost
 from skipjoin.sampling import Scored, TokenDetail
 from skipjoin.server.api.app import build_app
-from skipjoin.server.api.auth import Guard
+from skipjoin.server.api.auth import AccessGuard
 from skipjoin.server.api.service import Service
-from skipjoin.server.engines.engine_client import EngineClient, Replica
-from skipjoin.server.engines.messages import Abort, Add, FromEngine, Ready, Shutdown, Step
+from skipjoin.server.engines.engine_client import ConnectedEngine, EngineClient
+from skipjoin.server.engines.messages import Abort, Add, FromEngine, Ready, Shutdown, StepOutputs
 from skipjoin.server.metrics import Metrics
 
 HERE = Path(__file__).parent
@@ -43,7 +43,7 @@ class ScriptedEngine:
 
     def __init__(self, client: EngineClient) -> None:
         self.client = client
-        self.replica: Replica | None = None
+        self.replica: ConnectedEngine | None = None
         self.live: dict[int, tuple[Add, int]] = {}
         self.added: list[Add] = []
         self.aborted: list[int] = []
@@ -98,14 +98,14 @@ class ScriptedEngine:
                 reason = FinishReason.STOP if token in stops else FinishReason.LENGTH
                 ended.append((request_id, reason.value))
                 del self.live[request_id]
-        self.tell(Step(ids, tokens, details, ended, started))
+        self.tell(StepOutputs(ids, tokens, details, ended, started))
 
     def end_all(self, reason: FinishReason, error: str = "") -> None:
         """Everything that is there ends without a token."""
         ended = [(request_id, reason.value) for request_id in self.live]
         errors = dict.fromkeys(self.live, error) if error else {}
         self.live.clear()
-        self.tell(Step(ended=ended, errors=errors))
+        self.tell(StepOutputs(ended=ended, errors=errors))
 
 
 def _detail(add: Add, token: int, *, first: bool) -> TokenDetail:
@@ -133,7 +133,7 @@ class Api:
         for engine in self.engines:
             engine.join(ready)
         self.service.open(ready, load_tokenizer(folder))
-        self.app: Guard = build_app(self.service)
+        self.app: AccessGuard = build_app(self.service)
         transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
         self.http = httpx.AsyncClient(transport=transport, base_url="http://test")
 

@@ -17,8 +17,8 @@ from skipjoin.engine.text import Output
 from skipjoin.sampling import SamplingParams
 from skipjoin.server.engines.engine_client import EngineClient
 from skipjoin.server.engines.errors import EngineDeadError, NoReplicaError
-from skipjoin.server.engines.messages import Ready, Refused, Step
-from skipjoin.server.engines.sequences import Mailbox, Sequence
+from skipjoin.server.engines.messages import Ready, Refused, StepOutputs
+from skipjoin.server.engines.sequences import EngineSequence, Mailbox
 from skipjoin.server.metrics import Metrics
 
 pytestmark = pytest.mark.anyio
@@ -54,7 +54,7 @@ class World:
         engine.join(READY)
         return engine
 
-    def submit(self, index: int = 0, prompt: list[int] = PROMPT, **options: Any) -> Sequence:
+    def submit(self, index: int = 0, prompt: list[int] = PROMPT, **options: Any) -> EngineSequence:
         params = options.pop("params", None) or SamplingParams(max_tokens=options.pop("max_tokens", 10))
         on_end: Callable[[], None] = lambda: self.ended.append(index)  # noqa: E731
         return self.client.submit(self.mailbox, index, prompt, params, on_end=on_end, **options)
@@ -147,7 +147,7 @@ async def test_words_of_a_dead_engine_count_for_nothing() -> None:
     sequence = world.submit()
     first = world.home()
     first.die()
-    first.tell(Step([sequence.id], [99], {}, [(sequence.id, "length")], []))
+    first.tell(StepOutputs([sequence.id], [99], {}, [(sequence.id, "length")], []))
     first.tell(Refused(sequence.id, None, "no"))
     assert world.taken() == []
     world.home().step()

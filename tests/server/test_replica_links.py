@@ -25,8 +25,8 @@ from skipjoin.server.engines import link
 from skipjoin.server.engines.engine_handle import EngineStartError
 from skipjoin.server.engines.engine_program import ORPHANED
 from skipjoin.server.engines.errors import EngineDeadError
-from skipjoin.server.engines.link import Door, Link, NoAnswerError, knock
-from skipjoin.server.engines.messages import Add, Key, Setup
+from skipjoin.server.engines.link import EngineLink, EngineListener, NoAnswerError, connect
+from skipjoin.server.engines.messages import Add, ListenerKey, Setup
 from skipjoin.server.engines.sequences import Mailbox
 
 pytestmark = pytest.mark.anyio
@@ -182,18 +182,18 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link, "KNOCK_S", 0.5)
 
 
-def try_to_knock(key: Key) -> None:
+def try_to_knock(key: ListenerKey) -> None:
     context = zmq.Context()
     try:
-        knock(context, key)
+        connect(context, key)
     finally:
         context.destroy(linger=0)
 
 
 @pytest.mark.usefixtures("impatient")
 async def test_strangers_are_not_let_in() -> None:
-    links: list[Link] = []
-    door = Door("127.0.0.1", links.append)
+    links: list[EngineLink] = []
+    door = EngineListener("127.0.0.1", links.append)
     public, secret = (part.decode() for part in zmq.curve_keypair())
     other, _ = (part.decode() for part in zmq.curve_keypair())
     strangers = [
@@ -214,12 +214,12 @@ async def test_strangers_are_not_let_in() -> None:
 
 
 async def test_who_knocks_and_does_not_come_in_is_forgotten(impatient: None) -> None:
-    lost: list[Link] = []
+    lost: list[EngineLink] = []
 
-    def admit(one: Link) -> None:
+    def admit(one: EngineLink) -> None:
         one.on_lost = lambda: lost.append(one)
 
-    door = Door("127.0.0.1", admit)
+    door = EngineListener("127.0.0.1", admit)
     monitor_only = zmq.Context()
     socket = monitor_only.socket(zmq.REQ)
     link._lock(socket, door.key)
@@ -232,10 +232,10 @@ async def test_who_knocks_and_does_not_come_in_is_forgotten(impatient: None) -> 
 
 async def test_what_crosses_the_network_cannot_be_read() -> None:
     """Either end refuses to speak without encryption, and both speak."""
-    links: list[Link] = []
-    door = Door("127.0.0.1", links.append)
+    links: list[EngineLink] = []
+    door = EngineListener("127.0.0.1", links.append)
     context = zmq.Context()
-    socket, _ = await asyncio.to_thread(knock, context, door.key)
+    socket, _ = await asyncio.to_thread(connect, context, door.key)
     ends = [socket, links[0]._socket, door._socket]
     assert [end.getsockopt(zmq.MECHANISM) for end in ends] == [zmq.CURVE] * 3
     await until(lambda: links[0]._is_in)
@@ -248,7 +248,7 @@ async def test_what_crosses_the_network_cannot_be_read() -> None:
 
 async def test_an_engine_without_an_api_process_ends(tokenizer_folder: Path) -> None:
     """Nobody answers at the door: it says so with its exit code."""
-    door = Door("127.0.0.1", lambda one: None)
+    door = EngineListener("127.0.0.1", lambda one: None)
     door.close()
     program = (
         "import sys; import skipjoin.server.engines.link as link; link.KNOCK_S = 0.3\n"

@@ -17,7 +17,7 @@ import pytest
 from server_worlds import ServerProcess
 
 from skipjoin.exec.ranks.cluster import ClusterError
-from skipjoin.server.engines.keeper import Needs, check_room
+from skipjoin.server.engines.supervisor import Needs, check_room
 
 needs_ray = pytest.mark.ray
 CHAT = {

@@ -22,7 +22,7 @@ from skipjoin.config import ConfigError, EngineConfig, ServerConfig
 from skipjoin.observe.metrics import EngineMetrics, Snapshot
 from skipjoin.sampling import SamplingParams
 from skipjoin.server.engines.engine_server import EngineServer
-from skipjoin.server.engines.messages import Add, FromEngine, Setup, Shutdown, Stats, Step, ToEngine
+from skipjoin.server.engines.messages import Add, FromEngine, Setup, Shutdown, Stats, StepOutputs, ToEngine
 
 GOLDEN = HERE / "metrics_names.txt"
 Numbers = dict[tuple[str, tuple[tuple[str, str], ...]], float]
@@ -162,7 +162,7 @@ class Wire:
     def send(self, frame: bytes, flags: int) -> None:
         message: FromEngine = msgspec.msgpack.decode(frame, type=FromEngine)  # type: ignore[arg-type]
         self.sent.append(message)
-        if isinstance(message, Step) and message.ended:
+        if isinstance(message, StepOutputs) and message.ended:
             self._inbox.append(Shutdown())
 
 
@@ -172,12 +172,12 @@ def test_the_last_answer_comes_after_its_numbers() -> None:
     loop = SimulatedLoop(Setup(EngineConfig(), "", 0), 0.0, BLOCKS, 100)
     EngineServer(wire, os.getppid()).run(loop, EngineMetrics(device_blocks=BLOCKS, block_size=16, block_bytes=1))  # type: ignore[arg-type]
     *_, numbers, last = wire.sent
-    assert isinstance(last, Step)
+    assert isinstance(last, StepOutputs)
     assert last.ended == [(1, "length")]
     assert isinstance(numbers, Stats)
     assert numbers.metrics.row("generation_tokens_total") == [4]
     assert (numbers.running, numbers.waiting, numbers.blocks_used) == (0, 0, 0)
-    started = [message.started for message in wire.sent if isinstance(message, Step) and message.started]
+    started = [message.started for message in wire.sent if isinstance(message, StepOutputs) and message.started]
     assert started == [[1]]
 
 

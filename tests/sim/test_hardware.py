@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skipjoin.config import ConfigError
-from skipjoin.sim.hardware import DEVICES, GIB, Device, Group, parse_hardware
+from skipjoin.sim.hardware import DEVICES, GIB, Device, DeviceGroup, parse_hardware
 from skipjoin.sim.models import MODELS, model_shape
 
 # Billions of parameters: the sizes that the papers of OPT, Llama and Llama 2 give, and to more digits those of the
@@ -72,7 +72,7 @@ def test_an_unknown_model_names_the_nearest_ones(name: str, hint: str) -> None:
 
 @given(device=st.sampled_from(list(DEVICES.values())), tp=st.integers(1, 8), pp=st.integers(1, 99))
 def test_a_groups_name_means_that_group(device: Device, tp: int, pp: int) -> None:
-    group = Group(device, tp, pp)
+    group = DeviceGroup(device, tp, pp)
     assert group.gpus == tp * pp
     assert parse_hardware(group.name) == group
     assert parse_hardware(group.name.upper()) == group
@@ -86,7 +86,7 @@ def test_a_servers_ram_is_shared_by_its_gpus() -> None:
 
 @pytest.mark.parametrize("text", ["a100-40gb", "a100-40", "A100-40GB", "A100 40GB", "a100_40", " a100-40gb "])
 def test_spellings_of_one_gpu(text: str) -> None:
-    assert parse_hardware(text) == Group(DEVICES["a100-40gb"])
+    assert parse_hardware(text) == DeviceGroup(DEVICES["a100-40gb"])
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from skipjoin.config import ConfigError
 from skipjoin.core.policy import CostModel
 from skipjoin.core.step import StepShape
-from skipjoin.sim.hardware import DEVICES, GIB, Device, Group, parse_hardware
+from skipjoin.sim.hardware import DEVICES, GIB, Device, DeviceGroup, parse_hardware
 from skipjoin.sim.models import MODELS, ModelShape, model_shape
 from skipjoin.sim.roofline import Efficiency, RooflineCost, check_split, kv_blocks
 
@@ -213,13 +213,13 @@ def test_what_is_left_is_what_the_fullest_gpu_leaves(name: str, split: str) -> N
     pp=st.integers(1, 8),
 )
 def test_a_refusal_names_what_would_do(model: ModelShape, device: Device, tp: int, pp: int) -> None:
-    group = Group(device, tp, pp)
+    group = DeviceGroup(device, tp, pp)
     try:
         assert kv_blocks(model, group, 16) > 0
     except ConfigError as error:
         text = str(error)
         if "nearest" in text:
-            check_split(model, Group(device, int(text.rpartition(" ")[2]), pp))
+            check_split(model, DeviceGroup(device, int(text.rpartition(" ")[2]), pp))
             return
         names = text.rpartition("; ")[2].removesuffix(" would do").split(" or ")
         assert parse_hardware(names[0]).device is device
@@ -256,4 +256,4 @@ def test_settings_out_of_bounds_are_refused() -> None:
     with pytest.raises(ConfigError, match="block_size must be at least 1, got 0"):
         RooflineCost(model, group, block_size=0)
     with pytest.raises(ConfigError, match="tp must divide"):
-        RooflineCost(model, Group(group.device, 7))
+        RooflineCost(model, DeviceGroup(group.device, 7))

@@ -23,9 +23,9 @@ def move(direction: Direction, blocks: int, number: int = 0) -> Move:
     return Move(direction, make(99), some, some)
 
 
-def plan(number: int, *beside: Move, before: tuple[Move, ...] = (), works: bool = True) -> StepPlan:
+def plan(number: int, *overlapped: Move, blocking: tuple[Move, ...] = (), works: bool = True) -> StepPlan:
     work = (Slice(make(number), 0, 4, True, False, ()),) if works else ()
-    return StepPlan(number, work, before, beside)
+    return StepPlan(number, work, blocking, overlapped)
 
 
 def landings(handles: list[SimulatedHandle]) -> list[list[Move]]:
@@ -66,29 +66,29 @@ def test_what_ends_together_is_told_in_the_order_in_which_it_ended() -> None:
     long, short, forced = move(OUT, 3), move(IN, 1), move(OUT, 4)
     handles = run_steps(SimulatedExecutor(COST), plan(0, long, short), *(plan(number) for number in (1, 2)))
     assert landings(handles) == [[short], [], [long]]
-    handles = [SimulatedExecutor(COST).submit(plan(0, long, short, before=(forced,)), 0.0)]
+    handles = [SimulatedExecutor(COST).submit(plan(0, long, short, blocking=(forced,)), 0.0)]
     assert landings(handles) == [[forced, short]]
     executor = SimulatedExecutor(COST)
     executor.submit(plan(0, long, short, works=False), 0.0)
-    assert landings([executor.submit(plan(1, before=(forced,)), 3.5)]) == [[forced, short, long]]
+    assert landings([executor.submit(plan(1, blocking=(forced,)), 3.5)]) == [[forced, short, long]]
 
 
 def test_moves_before_a_step_go_first_and_hold_up_those_beside() -> None:
     """The link is theirs while the step stands still."""
     out, back, later, forced = move(OUT, 3), move(IN, 2), move(IN, 1), move(OUT, 3)
     executor = SimulatedExecutor(COST)
-    handles = run_steps(executor, plan(0, out, back), plan(1, later, before=(forced,)), plan(2), plan(3))
+    handles = run_steps(executor, plan(0, out, back), plan(1, later, blocking=(forced,)), plan(2), plan(3))
     # After one second the forced move takes three, and the step its own: of the others, one second is left for the
     # second block on its way in, then come the third one on its way out and the one that began last.
     assert (handles[1].ready_at, handles[1].result().seconds, handles[1].result().moving) == (5.0, 4.0, 3.0)
     assert landings(handles) == [[], [forced, back], [out, later], []]
 
 
-def test_moves_beside_a_step_begin_once_its_own_before_moves_are_done() -> None:
-    forced, beside = move(OUT, 3), move(IN, 2)
-    handles = run_steps(SimulatedExecutor(COST), plan(0, beside, before=(forced,)), plan(1))
+def test_moves_overlapped_a_step_begin_once_its_own_before_moves_are_done() -> None:
+    forced, overlapped = move(OUT, 3), move(IN, 2)
+    handles = run_steps(SimulatedExecutor(COST), plan(0, overlapped, blocking=(forced,)), plan(1))
     assert [handle.ready_at for handle in handles] == [4.0, 5.0]
-    assert landings(handles) == [[forced], [beside]]
+    assert landings(handles) == [[forced], [overlapped]]
 
 
 def test_a_plan_that_only_waits_ends_with_the_first_landing() -> None:
@@ -123,7 +123,7 @@ def test_a_plan_that_only_waits_overtakes_nobody() -> None:
 def test_what_fails_is_told_apart_in_its_order() -> None:
     moves = [move(OUT, 1, number) for number in range(4)]
     executor = SimulatedExecutor(COST, fails=lambda one: one.source[0] % 2 == 1)
-    result = executor.submit(plan(0, before=tuple(moves)), 0.0).result()
+    result = executor.submit(plan(0, blocking=tuple(moves)), 0.0).result()
     assert (result.landed, result.failed) == ([moves[0], moves[2]], [moves[1], moves[3]])
     assert result.seconds == 5.0, "to fail takes as long"
 
@@ -154,16 +154,16 @@ def test_every_move_ends_once_and_no_sooner_than_the_link_is_through_with_it(
 
     executor = SimulatedExecutor(FAST, stages=stages, fails=fails)
     now, begun, ended, busy = 0.0, [], [], {OUT: 0.0, IN: 0.0}
-    for number, (before, beside, works, gap) in enumerate(steps):
+    for number, (blocking, overlapped, works, gap) in enumerate(steps):
         now += gap
-        result_of = executor.submit(plan(number, *beside, before=tuple(before), works=works), now)
+        result_of = executor.submit(plan(number, *overlapped, blocking=tuple(blocking), works=works), now)
         result = result_of.result()
         assert [one for one in result.landed if fails(one)] == [one for one in result.failed if not fails(one)] == []
         own = [*result.landed, *result.failed]
-        assert all(any(one is other for other in own) for one in before), "a before move is in its own result"
-        begun += [*before, *beside]
+        assert all(any(one is other for other in own) for one in blocking), "a blocking move is in its own result"
+        begun += [*blocking, *overlapped]
         ended += own
-        for one in (*before, *beside):
+        for one in (*blocking, *overlapped):
             busy[one.direction] += FAST.block * len(one.source) / stages
         now = max(now, result_of.ready_at)
     for number in range(5000):

@@ -21,7 +21,7 @@ from support.watch import Run, World
 COST = LinearCost(floor=1.0, prefill_token=0.5, block=0.25)
 
 
-def plan(number: int, tokens: int = 0, *, before: int = 0, beside: int = 0) -> StepPlan:
+def plan(number: int, tokens: int = 0, *, blocking: int = 0, overlapped: int = 0) -> StepPlan:
     """A prefill of `tokens` tokens with moves of so many blocks."""
 
     def moves(count: int) -> tuple[Move, ...]:
@@ -29,7 +29,7 @@ def plan(number: int, tokens: int = 0, *, before: int = 0, beside: int = 0) -> S
         return (Move(Direction.OUT, make(99), some, some),) if count else ()
 
     slices = (Slice(make(number), 0, tokens, True, False, ()),) if tokens else ()
-    return StepPlan(number, slices, moves(before), moves(beside))
+    return StepPlan(number, slices, moves(blocking), moves(overlapped))
 
 
 def run_in_stages(world: World, stages: int, requests: list[Request]) -> Run:
@@ -57,17 +57,17 @@ def test_a_short_plan_waits_behind_a_long_one_and_a_long_one_leaves_a_bubble() -
 
 def test_moves_before_a_step_hold_up_every_stage_for_its_share() -> None:
     executor = SimulatedExecutor(COST, stages=2)
-    first, second = executor.submit(plan(0, 6), 0.0), executor.submit(plan(1, 6, before=8), 0.0)
+    first, second = executor.submit(plan(0, 6), 0.0), executor.submit(plan(1, 6, blocking=8), 0.0)
     # Each stage has half of the 2 s of moves and half of the 4 s of work.
     assert (first.ready_at, second.ready_at) == (4.0, 8.0)
     assert (second.result().seconds, second.result().moving) == (6.0, 2.0)
-    beside = executor.submit(plan(2, 6, beside=8), 100.0)
-    assert (beside.ready_at, beside.result().moving) == (104.0, 0.0)
+    overlapped = executor.submit(plan(2, 6, overlapped=8), 100.0)
+    assert (overlapped.ready_at, overlapped.result().moving) == (104.0, 0.0)
 
 
 PLANS = st.lists(
     st.builds(
-        lambda gap, tokens, before, beside: (gap, plan(0, tokens, before=before, beside=beside)),
+        lambda gap, tokens, blocking, overlapped: (gap, plan(0, tokens, blocking=blocking, overlapped=overlapped)),
         st.sampled_from([0.0, 0.5, 10.0]),
         st.integers(0, 20),
         st.integers(0, 10),
@@ -80,7 +80,7 @@ PLANS = st.lists(
 @given(plans=PLANS, stages=st.integers(1, 5))
 def test_no_plan_overtakes_and_no_stage_does_two_at_once(plans: list[tuple[float, StepPlan]], stages: int) -> None:
     staged, serial = SimulatedExecutor(COST, stages=stages), SimulatedExecutor(COST)
-    now, before, busy = 0.0, 0.0, 0.0
+    now, last_ready, busy = 0.0, 0.0, 0.0
     for gap, one in plans:
         now += gap
         handle, alone = staged.submit(one, now), serial.submit(one, now)
@@ -88,13 +88,13 @@ def test_no_plan_overtakes_and_no_stage_does_two_at_once(plans: list[tuple[float
         seconds = result.seconds
         busy = max(busy, now) + seconds
         # What has only moves beside it waits for them, for a moment.
-        pause = 0.0 if one.slices or one.before else PAUSE_S
+        pause = 0.0 if one.slices or one.blocking else PAUSE_S
         assert busy <= alone.ready_at <= busy + pause
         assert replace(alone.result(), landed=()) == replace(result, landed=(), stages=())
         assert sum(stage.busy for stage in result.stages) == pytest.approx(seconds if stages > 1 else 0.0)
-        assert handle.ready_at >= max(now + seconds, before + seconds / stages) - 1e-9
+        assert handle.ready_at >= max(now + seconds, last_ready + seconds / stages) - 1e-9
         assert handle.ready_at <= alone.ready_at + pause + 1e-9
-        before = handle.ready_at
+        last_ready = handle.ready_at
 
 
 @given(seconds=st.integers(1, 30), count=st.integers(1, 20), stages=st.integers(1, 5))
@@ -134,8 +134,8 @@ def test_stages_tell_how_long_they_worked_and_waited() -> None:
         [StageTime(1.0, 0.0), StageTime(1.0, 0.0)],
         [StageTime(4.0, 0.0), StageTime(4.0, 0.0)],
     ]
-    late = executor.submit(plan(3, 2, before=8), 20.0)
-    # Its plans before ended at 12 and 16. Half of the 2 s of moves and of the 2 s of work are a stage's.
+    late = executor.submit(plan(3, 2, blocking=8), 20.0)
+    # The plans before it ended at 12 and 16. Half of the 2 s of moves and of the 2 s of work are a stage's.
     assert list(late.result().stages) == [StageTime(2.0, 8.0), StageTime(2.0, 6.0)]
     assert SimulatedExecutor(COST).submit(plan(0, 6), 0.0).result().stages == ()
 
@@ -150,7 +150,10 @@ def test_stages_of_unequal_shares_wait_for_the_longest() -> None:
         [StageTime(3.0, 0.0), StageTime(1.0, 2.0)],
     ]
     # Blocks lie in layers, of which all stages have as many.
-    assert executor.submit(plan(3, 0, before=8), 100.0).result().stages == (StageTime(1.0, 91.0), StageTime(1.0, 91.0))
+    assert executor.submit(plan(3, 0, blocking=8), 100.0).result().stages == (
+        StageTime(1.0, 91.0),
+        StageTime(1.0, 91.0),
+    )
 
 
 @pytest.mark.parametrize(

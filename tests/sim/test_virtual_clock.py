@@ -124,7 +124,7 @@ def test_a_scheduler_that_loses_requests_is_found_out() -> None:
         simulate(Replica(plain, SimulatedExecutor(UNIT.cost)), load(0, 3))
 
 
-def test_moves_before_a_step_add_to_it_and_moves_beside_do_not() -> None:
+def test_moves_before_a_step_add_to_it_and_moves_overlapped_do_not() -> None:
     cost = LinearCost(floor=1.0, prefill_token=0.0, block=0.4, transfer_floor=0.1)
     request, other = make(0), make(1)
     work = (Slice(request, 0, 8, True, False, (0, 1)),)
@@ -134,11 +134,11 @@ def test_moves_before_a_step_add_to_it_and_moves_beside_do_not() -> None:
         return SimulatedExecutor(cost).submit(plan, 0.0).result().seconds
 
     assert seconds(StepPlan(0, work)) == 1.0
-    assert seconds(StepPlan(0, work, before=(two,))) == pytest.approx(1.9)
-    assert seconds(StepPlan(0, work, beside=(two,))) == 1.0
-    assert seconds(StepPlan(0, work, beside=(five,))) == 1.0
-    assert seconds(StepPlan(0, (), beside=(two,))) == 0.0
-    assert seconds(StepPlan(0, (), before=(two,))) == pytest.approx(0.9)
+    assert seconds(StepPlan(0, work, blocking=(two,))) == pytest.approx(1.9)
+    assert seconds(StepPlan(0, work, overlapped=(two,))) == 1.0
+    assert seconds(StepPlan(0, work, overlapped=(five,))) == 1.0
+    assert seconds(StepPlan(0, (), overlapped=(two,))) == 0.0
+    assert seconds(StepPlan(0, (), blocking=(two,))) == pytest.approx(0.9)
 
 
 def test_the_executor_samples_where_slices_say_so() -> None:

@@ -8,11 +8,11 @@ from typing import Any
 
 from skipjoin.core.events import Preemption
 from skipjoin.core.kv import KVLedger
-from skipjoin.core.policy import Ordering, Pressure
+from skipjoin.core.policy import EvictionPolicy, Ordering
 from skipjoin.core.request import Request
 from skipjoin.core.step import Slice, StepShape
 from skipjoin.policies.cost import LinearCost
-from skipjoin.policies.pressure import Defer, ProactiveSwap, Recompute, Swap
+from skipjoin.policies.eviction import Defer, ProactiveSwap, Recompute, Swap
 from skipjoin.recipes import RECIPES
 
 # A machine on which every term of the cost counts. Moving any KV takes less than to compute it again, and long enough
@@ -121,7 +121,7 @@ SYSTEMS = sorted(name for name in RECIPES if not name.startswith("fastserve-"))
 # What one class does for all: batches, prompts in chunks, promotions, and ranks that change at every step.
 SOME_SYSTEMS = ("static", "sarathi", "fastserve", "srpt")
 # Every pressure there is, each run with one of its own.
-PRESSURES: dict[str, Callable[[], Pressure]] = {
+EVICTIONS: dict[str, Callable[[], EvictionPolicy]] = {
     "recompute": Recompute,
     "defer": Defer,
     "swap": lambda: Swap(COST),

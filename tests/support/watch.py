@@ -11,7 +11,7 @@ from typing import Any
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.events import Event, Token
 from skipjoin.core.kv import KVLedger
-from skipjoin.core.policy import CostModel, Policies, Pressure
+from skipjoin.core.policy import CostModel, EvictionPolicy, Policies
 from skipjoin.core.request import Request
 from skipjoin.core.scheduler import Scheduler
 from skipjoin.core.step import Direction, Move, Slice, StepPlan, StepResult
@@ -37,7 +37,7 @@ class World:
     recipe: str = "fastserve"
     depth: int = 1
     overlap: bool = False
-    pressure: Callable[[], Pressure] | None = None
+    eviction: Callable[[], EvictionPolicy] | None = None
     device_blocks: int = 40
     host_blocks: int = 60
     block_size: int = 4
@@ -59,7 +59,7 @@ class World:
             stages=self.stages,
         )
         policies = build(self.recipe, settings)
-        return policies if self.pressure is None else replace(policies, pressure=self.pressure())
+        return policies if self.eviction is None else replace(policies, eviction=self.eviction())
 
     def core(self, policies: Policies | None = None) -> WatchedCore:
         """A watched core of this world."""
@@ -108,7 +108,7 @@ class WatchedCore(EngineCore):
         self._check_evictions(plan, before)
         self.plans.append(plan)
         self.trace.append((now, plan_value(plan)))
-        self._fruitless += bool(plan.slices or plan.before or plan.beside)
+        self._fruitless += bool(plan.slices or plan.blocking or plan.overlapped)
         assert self._fruitless < PATIENCE, "work goes on and on, and nobody gets a token"
         return plan
 
@@ -131,7 +131,7 @@ class WatchedCore(EngineCore):
         super().restart(now)
         self.kv.check()
         assert list(self.kv.holders()) == []
-        assert not any(one.planned or one.computed or one.awaited for one in self.requests.values())
+        assert not any(one.planned or one.computed or one.pending_samples for one in self.requests.values())
 
     def assert_home(self) -> None:
         """Every block of both tiers is free, and nobody is promised any."""
@@ -144,15 +144,15 @@ class WatchedCore(EngineCore):
     # -- what is checked of a plan ------------------------------------------------------------------------
 
     def _check_effect(self, plan: StepPlan) -> None:
-        assert plan.slices or plan.before or plan.beside or self.kv.is_moving, "a plan without effect"
+        assert plan.slices or plan.blocking or plan.overlapped or self.kv.is_moving, "a plan without effect"
         ran = [piece.request for piece in plan.slices]
-        moved = [move.request for move in (*plan.before, *plan.beside)]
+        moved = [move.request for move in (*plan.blocking, *plan.overlapped)]
         assert len(set(ran)) == len(ran), "a request twice in one plan"
         assert len(set(moved)) == len(moved), "a request moved twice in one plan"
-        for move in (*plan.before, *plan.beside):
+        for move in (*plan.blocking, *plan.overlapped):
             assert len(move.source) == len(move.target) > 0
-        out = {move.request for move in plan.before if move.direction is Direction.OUT}
-        idle = out | {move.request for move in plan.beside}
+        out = {move.request for move in plan.blocking if move.direction is Direction.OUT}
+        idle = out | {move.request for move in plan.overlapped}
         assert not idle.intersection(ran), "a request runs while its KV leaves, or arrives too late"
 
     def _check_slices(self, plan: StepPlan, before: dict[Request, _State]) -> None:
@@ -163,8 +163,8 @@ class WatchedCore(EngineCore):
             end = piece.start + piece.tokens
             assert piece.tokens >= 1
             assert piece.start == (0 if piece.request.evictions > was.evictions else was.planned)
-            assert end <= was.known + was.awaited < piece.request.limit
-            assert piece.samples == (end == was.known + was.awaited)
+            assert end <= was.known + was.pending_samples < piece.request.max_total_tokens
+            assert piece.samples == (end == was.known + was.pending_samples)
             assert piece.awaits == (end > was.known)
             assert piece.blocks == kv.slots(piece.request)
             assert len(piece.blocks) >= kv.blocks_for(end)
@@ -212,7 +212,7 @@ class _State:
 
     known: int
     planned: int
-    awaited: int
+    pending_samples: int
     evictions: int
     device: int
     is_fresh: bool
@@ -221,12 +221,12 @@ class _State:
 
     @classmethod
     def of(cls, request: Request, core: EngineCore) -> _State:
-        held = core.kv.holding(request)
+        held = core.kv.blocks_of(request)
         on_device = len(held.device) if held is not None and held.moving is None else 0
         return cls(
             request.known,
             request.planned,
-            request.awaited,
+            request.pending_samples,
             request.evictions,
             on_device,
             request.is_fresh,
@@ -242,7 +242,7 @@ def plan_value(plan: StepPlan) -> Any:
         return tuple((move.direction.name, move.request.id, move.source, move.target) for move in some)
 
     slices = tuple((piece.request.id, *piece[1:]) for piece in plan.slices)
-    return plan.id, slices, moves(plan.before), moves(plan.beside)
+    return plan.id, slices, moves(plan.blocking), moves(plan.overlapped)
 
 
 @dataclass
@@ -308,8 +308,8 @@ class Stepper:
     """A driver in slow motion: the test says when plans start and when they finish.
 
     tokens: each request's generated tokens by id, as the events told them. late: plans that finish, beyond its own,
-    before a `beside` move ends. fails: which moves do. gives_up: which slices the executor does. They may change at any
-    time.
+    before an overlapped move ends. fails: which moves do. gives_up: which slices the executor does. They may
+    change at any time.
     """
 
     def __init__(self, core: WatchedCore, sample: Callable[[Request, int], int] = position_as_token) -> None:
@@ -338,8 +338,8 @@ class Stepper:
         self.now += 0.01
         plan = self.core.plans[0]
         tokens = [self._sample(p.request, p.start + p.tokens) if p.samples else None for p in plan.slices]
-        transit = [*self._transit, *((self.late, move) for move in plan.beside)]
-        ended = [*plan.before, *(move for left, move in transit if left == 0)]
+        transit = [*self._transit, *((self.late, move) for move in plan.overlapped)]
+        ended = [*plan.blocking, *(move for left, move in transit if left == 0)]
         self._transit = [(left - 1, move) for left, move in transit if left > 0]
         failed = [move for move in ended if self.fails(move)]
         landed = [move for move in ended if move not in failed]

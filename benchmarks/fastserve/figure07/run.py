@@ -23,7 +23,7 @@ from report import main, table
 
 from skipjoin.bench.plots import style
 from skipjoin.bench.simulation import Cell, Extent, System, run
-from skipjoin.bench.workload import DEFAULT, Job
+from skipjoin.bench.workload import DEFAULT, WorkloadRequest
 from skipjoin.core.events import Event, Finished, Planned
 from skipjoin.core.step import StepShape
 
@@ -51,8 +51,10 @@ class Example:
 
     best_effort: float | None = None
 
-    def draw(self, rate_rps: float | None, duration_s: float | None, seed: int, limit: int | None = None) -> list[Job]:
-        return [Job(0.0, prompt, output, DEFAULT, 0) for prompt, output in JOBS]
+    def draw(
+        self, rate_rps: float | None, duration_s: float | None, seed: int, limit: int | None = None
+    ) -> list[WorkloadRequest]:
+        return [WorkloadRequest(0.0, prompt, output, DEFAULT, 0) for prompt, output in JOBS]
 
     def describe(
         self, rate_rps: float | None, duration_s: float | None, seed: int, limit: int | None = None

@@ -17,7 +17,7 @@ import msgspec
 
 from skipjoin.bench.http_answer import Answer, Failure, failure
 from skipjoin.bench.http_request import Bodies, Target
-from skipjoin.bench.workload import Job
+from skipjoin.bench.workload import WorkloadRequest
 from skipjoin.config import ConfigError
 from skipjoin.observe.requests import RequestFacts
 
@@ -44,7 +44,7 @@ class Exchange:
     None: never. failure: None if it is complete.
     """
 
-    job: Job
+    job: WorkloadRequest
     facts: RequestFacts
     sent: float | None = None
     failure: Failure | None = None
@@ -73,7 +73,7 @@ class Exchange:
 
 
 @dataclass(slots=True)
-class Progress:
+class ClientProgress:
     """How far a run is, in requests; `lag` is the longest since the last time that it was told."""
 
     total: int
@@ -168,16 +168,20 @@ class Client:
         facts.reason = whole if exchange.failure is None else exchange.failure.kind
 
 
-class Run:
+class ClientRun:
     """One run of a client over jobs. on_progress: told twice a second."""
 
     def __init__(
-        self, client: Client, jobs: Sequence[Job], bodies: Bodies, on_progress: Callable[[Progress], None] | None = None
+        self,
+        client: Client,
+        jobs: Sequence[WorkloadRequest],
+        bodies: Bodies,
+        on_progress: Callable[[ClientProgress], None] | None = None,
     ) -> None:
         self._client = client
         self._bodies = bodies
         self._on_progress = on_progress
-        self._progress = Progress(len(jobs))
+        self._progress = ClientProgress(len(jobs))
         self._failing_since: float | None = None
         self._failures = 0
         self._start = 0.0
@@ -253,7 +257,7 @@ class Run:
             await asyncio.sleep(_TICK_S)
 
 
-async def warm_up(client: Client, jobs: Sequence[Job], bodies: Bodies) -> None:
+async def warm_up(client: Client, jobs: Sequence[WorkloadRequest], bodies: Bodies) -> None:
     """Send jobs one after the other. Raises `ConfigError` if not one is answered as it should be."""
     failures: list[Failure] = []
     for number, job in enumerate(jobs):

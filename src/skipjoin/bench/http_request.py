@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from skipjoin.bench.workload import Job
+from skipjoin.bench.workload import WorkloadRequest
 from skipjoin.config import ConfigError, unknown
 
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
@@ -95,7 +95,7 @@ class Bodies:
         low, high = target.prompt_ids
         self._ids = tuple(range(low, high + 1))
 
-    def make(self, job: Job) -> bytes:
+    def make(self, job: WorkloadRequest) -> bytes:
         """The JSON of the next request."""
         target = self._target
         body: dict[str, Any] = {

@@ -91,7 +91,7 @@ class PromptBin:
 class QuantileTable:
     """A measured joint distribution, as prompt quantiles and the output quantiles given the prompt.
 
-    Drawn by inverse transform: one level picks the bin and the place in it, another the output. Between two
+    SampledTokens by inverse transform: one level picks the bin and the place in it, another the output. Between two
     quantiles it is linear; inside a bin the output does not depend on the prompt.
     """
 

@@ -16,9 +16,9 @@ from typing import Any, Protocol
 
 import uvloop
 
-from skipjoin.bench.client import CONNECTION_FAILURES, REJECTED, Client, Exchange, Progress, Run, warm_up
+from skipjoin.bench.client import CONNECTION_FAILURES, REJECTED, Client, ClientProgress, ClientRun, Exchange, warm_up
 from skipjoin.bench.http_request import Bodies, Target
-from skipjoin.bench.workload import Job, Workload
+from skipjoin.bench.workload import Workload, WorkloadRequest
 from skipjoin.config import ConfigError
 from skipjoin.machine import cpu_name
 from skipjoin.observe.record import NO_SLO, Record, Slo, percentile, summarize
@@ -31,7 +31,7 @@ _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class LoadPlan:
     """What to measure: every seed at every rate. Raises `ConfigError`.
 
     rates: requests per second; None: as a trace has it. One of duration_s and limit, as in `Workload.draw`.
@@ -63,7 +63,7 @@ class Plan:
         """Rate and seed of each run, in order."""
         return list(product(self.rates, self.seeds))
 
-    def draw(self, rate: float | None, seed: int) -> list[Job]:
+    def draw(self, rate: float | None, seed: int) -> list[WorkloadRequest]:
         """The jobs of a run. Raises `ConfigError`."""
         jobs = self.workload.draw(rate, self.duration_s, seed, self.limit)
         if not jobs:
@@ -71,20 +71,20 @@ class Plan:
         return jobs
 
 
-class Watcher(Protocol):
+class LoadWatcher(Protocol):
     """Told how the runs go."""
 
     def begun(self, number: int, rate: float | None, seed: int) -> None:
         """Run `number`, from 0, starts."""
 
-    def progress(self, progress: Progress) -> None:
+    def progress(self, progress: ClientProgress) -> None:
         """How far the present run is; twice a second."""
 
     def done(self, record: Record, exchanges: Sequence[Exchange]) -> None:
         """A run is over. What this raises ends everything."""
 
 
-def measure(target: Target, plan: Plan, watcher: Watcher) -> str | None:
+def measure(target: Target, plan: LoadPlan, watcher: LoadWatcher) -> str | None:
     """Run the plan. Returns why it ended early, None if it did not.
 
     Raises `ConfigError` for a workload that cannot be drawn, and for a server that cannot be reached or answers none
@@ -95,7 +95,7 @@ def measure(target: Target, plan: Plan, watcher: Watcher) -> str | None:
         return runner.run(_measure(target, plan, watcher))
 
 
-async def _measure(target: Target, plan: Plan, watcher: Watcher) -> str | None:
+async def _measure(target: Target, plan: LoadPlan, watcher: LoadWatcher) -> str | None:
     rate, seed = plan.runs()[0]
     first = plan.draw(rate, seed)
     async with Client(target, timeout_s=plan.timeout_s) as client:
@@ -109,7 +109,7 @@ async def _measure(target: Target, plan: Plan, watcher: Watcher) -> str | None:
             watcher.begun(number, rate, seed)
             # Bodies differ by rate, or a server that caches prefixes would know those of the run before.
             bodies = Bodies(client.target, f"{seed}/{rate}/prompts")
-            run = Run(client, plan.draw(rate, seed), bodies, watcher.progress)
+            run = ClientRun(client, plan.draw(rate, seed), bodies, watcher.progress)
             with _quiet_memory():
                 seconds = await run.go()
             workload = plan.workload.describe(rate, plan.duration_s, seed, plan.limit)
@@ -149,7 +149,7 @@ def _quiet_memory() -> Iterator[None]:
 # -- the record -------------------------------------------------------------------------------------------
 
 
-async def _head(client: Client, plan: Plan) -> Record:
+async def _head(client: Client, plan: LoadPlan) -> Record:
     """What all records share: who was measured, and how. Settles which model is asked for."""
     models = await client.models()
     target = client.target

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from skipjoin.bench.workload import Job, Workload
+from skipjoin.bench.workload import Workload, WorkloadRequest
 from skipjoin.config import DEFAULT_SLO_S, ConfigError
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.events import Event
@@ -20,7 +20,7 @@ from skipjoin.core.step import StepShape
 from skipjoin.exec.simulated import SimulatedExecutor
 from skipjoin.observe.record import NO_SLO, Record, Slo, add_usage, summarize
 from skipjoin.observe.requests import RequestFacts, RequestLog
-from skipjoin.observe.usage import Usage
+from skipjoin.observe.usage import EngineUsage
 from skipjoin.policies.dispatch import DISPATCH_RULES, make_dispatch
 from skipjoin.policies.starvation import starvation_after
 from skipjoin.recipes import Settings, build
@@ -100,7 +100,7 @@ class System:
             "dispatch": self.dispatch if self.replicas > 1 else None,
         }
 
-    def light_load(self, jobs: Sequence[Job]) -> tuple[float, float]:
+    def light_load(self, jobs: Sequence[WorkloadRequest]) -> tuple[float, float]:
         """Seconds of a prefill and of a decode step of the mean lengths when nobody else is there."""
         prompt = max(1, round(sum(job.prompt_tokens for job in jobs) / max(1, len(jobs))))
         output = sum(job.output_tokens for job in jobs) / max(1, len(jobs))
@@ -133,7 +133,7 @@ class Cell:
     slo: Slo = NO_SLO
     slo_scale: float | None = None
 
-    def jobs(self) -> list[Job]:
+    def jobs(self) -> list[WorkloadRequest]:
         """What the run is asked to do. Raises `ConfigError` for a workload that cannot be drawn."""
         extent = self.extent
         return self.workload.draw(extent.rate_rps, extent.duration_s, extent.seed, extent.limit)
@@ -175,7 +175,7 @@ def run(
     ended: list[RequestFacts] = []
     logs = [RequestLog(ended.append) for _ in range(system.replicas)]
     usages = [
-        Usage(device_blocks=system.kv_blocks, block_size=system.block_size, block_bytes=system.block_bytes)
+        EngineUsage(device_blocks=system.kv_blocks, block_size=system.block_size, block_bytes=system.block_bytes)
         for _ in logs
     ]
     told = 0
@@ -228,12 +228,12 @@ def _replica(system: System) -> Replica:
     return Replica(core, executor, decision_s=system.decision_s)
 
 
-def _room(system: System, job: Job) -> int:
+def _room(system: System, job: WorkloadRequest) -> int:
     """Most tokens that a job can generate; a server would refuse one that wants more."""
     return min(system.max_model_len, system.kv_blocks * system.block_size) - job.prompt_tokens
 
 
-def _request(system: System, number: int, job: Job) -> Request:
+def _request(system: System, number: int, job: WorkloadRequest) -> Request:
     asked = job.output_tokens if system.max_tokens is None else max(job.output_tokens, system.max_tokens)
     return Request(
         number,

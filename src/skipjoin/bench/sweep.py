@@ -26,7 +26,7 @@ _LOWEST_RPS, _HIGHEST_RPS = 1e-4, 1e5
 _TICK_S = 0.2
 
 
-class Plan(Protocol):
+class SweepPlan(Protocol):
     """Which cells to run; what comes of them may call for more."""
 
     def first(self) -> Iterable[Cell]:
@@ -102,7 +102,7 @@ class RateSearch:
         return [replace(cell, extent=replace(cell.extent, rate_rps=rate)) for cell in self._cells]
 
 
-class Watcher(Protocol):
+class SweepWatcher(Protocol):
     """Told how a sweep goes."""
 
     def begun(self, number: int, cell: Cell) -> None:
@@ -115,15 +115,15 @@ class Watcher(Protocol):
         """A cell is finished."""
 
 
-def sweep(plans: Sequence[Plan], processes: int, watcher: Watcher) -> None:
+def sweep(plans: Sequence[SweepPlan], processes: int, watcher: SweepWatcher) -> None:
     """Run everything; raises what a run raised. An interrupt ends it at once; what was `done` before stays so."""
     context = get_context("spawn")  # a fork would take locks of other threads with it
     shares: Queue[tuple[int, float]] = context.Queue()
     pool = ProcessPoolExecutor(processes, mp_context=context, initializer=_enter, initargs=(shares,))
     numbers = count()
-    waiting: dict[Future[Record], tuple[int, Plan, Cell]] = {}
+    waiting: dict[Future[Record], tuple[int, SweepPlan, Cell]] = {}
 
-    def begin(plan: Plan, cells: Iterable[Cell]) -> None:
+    def begin(plan: SweepPlan, cells: Iterable[Cell]) -> None:
         for cell in cells:
             number = next(numbers)
             watcher.begun(number, cell)

@@ -22,7 +22,7 @@ INTERACTIVE, BEST_EFFORT = ("interactive", 0), ("best-effort", 10)
 STREAM_FIELDS = ("name", "lengths", "arrivals", "share", "priority")
 
 
-class Job(NamedTuple):
+class WorkloadRequest(NamedTuple):
     """A request to send. at: seconds from the start. stream: the class it counts for. priority: lower is earlier."""
 
     at: float
@@ -41,7 +41,9 @@ class Workload(Protocol):
     @property
     def best_effort(self) -> float | None: ...
 
-    def draw(self, rate_rps: float | None, duration_s: float | None, seed: int, limit: int | None = None) -> list[Job]:
+    def draw(
+        self, rate_rps: float | None, duration_s: float | None, seed: int, limit: int | None = None
+    ) -> list[WorkloadRequest]:
         """Jobs by time: those before `duration_s`, or the first `limit`. Raises `ConfigError`.
 
         A longer duration or a higher limit adds jobs at the end and changes none before.
@@ -68,7 +70,7 @@ class Stream:
     def __post_init__(self) -> None:
         in_bounds(f"share of stream {self.name!r}", self.share, most=1)
 
-    def jobs(self, rate_rps: float, seed: int, index: int) -> Iterator[Job]:
+    def jobs(self, rate_rps: float, seed: int, index: int) -> Iterator[WorkloadRequest]:
         """Endless jobs at `rate_rps` in all, of which this stream, number `index`, makes its share.
 
         The k-th job has the same lengths at every rate.
@@ -76,7 +78,7 @@ class Stream:
         lengths = _generator(seed, index, "lengths")
         for time in self.arrivals.times(_generator(seed, index, "arrivals")):
             prompt, output = self.lengths.draw(lengths)
-            yield Job(time / rate_rps / self.share, prompt, output, self.name, self.priority)
+            yield WorkloadRequest(time / rate_rps / self.share, prompt, output, self.name, self.priority)
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,9 @@ class Synthetic:
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ConfigError(f"the names of streams must differ, {twice[0]!r} is there twice")
 
-    def draw(self, rate_rps: float | None, duration_s: float | None, seed: int, limit: int | None = None) -> list[Job]:
+    def draw(
+        self, rate_rps: float | None, duration_s: float | None, seed: int, limit: int | None = None
+    ) -> list[WorkloadRequest]:
         """As in `Workload`. One of `duration_s` and `limit` must be given."""
         rate = in_bounds("rate_rps", rate_rps)
         _check_extent(duration_s, limit)
@@ -150,7 +154,9 @@ class Replay:
         if not self.trace.has_arrivals and self.speedup != 1:
             raise ConfigError(f"speedup is for a trace with arrival times, which {self.trace.name} does not have")
 
-    def draw(self, rate_rps: float | None, duration_s: float | None, seed: int, limit: int | None = None) -> list[Job]:
+    def draw(
+        self, rate_rps: float | None, duration_s: float | None, seed: int, limit: int | None = None
+    ) -> list[WorkloadRequest]:
         """As in `Workload`. With neither `duration_s` nor `limit` every row comes once.
 
         rate_rps: of no effect where the trace has arrival times, which also end the jobs with its last row.
@@ -167,17 +173,17 @@ class Replay:
             jobs = self._as_recorded()
         return _cut(_with_classes(jobs, self.best_effort, seed, 0), duration_s, limit)
 
-    def _as_recorded(self) -> Iterator[Job]:
+    def _as_recorded(self) -> Iterator[WorkloadRequest]:
         first = self.trace.rows[0].arrival_s or 0.0
         for arrival, prompt, output in self.trace.rows:
-            yield Job(((arrival or 0.0) - first) / self.speedup, prompt, output, DEFAULT, 0)
+            yield WorkloadRequest(((arrival or 0.0) - first) / self.speedup, prompt, output, DEFAULT, 0)
 
-    def _at_rate(self, rate_rps: float, seed: int) -> Iterator[Job]:
+    def _at_rate(self, rate_rps: float, seed: int) -> Iterator[WorkloadRequest]:
         assert self.arrivals is not None
         rows = self.trace.rows
         row = int(_generator(seed, 0, "offset").random() * len(rows))
         for time in self.arrivals.times(_generator(seed, 0, "arrivals")):
-            yield Job(time / rate_rps, rows[row].prompt_tokens, rows[row].output_tokens, DEFAULT, 0)
+            yield WorkloadRequest(time / rate_rps, rows[row].prompt_tokens, rows[row].output_tokens, DEFAULT, 0)
             row = (row + 1) % len(rows)
 
     def describe(
@@ -255,7 +261,9 @@ def _generator(seed: int, stream: int, purpose: str) -> random.Random:
     return random.Random(f"{seed}/{stream}/{purpose}")
 
 
-def _with_classes(jobs: Iterator[Job], best_effort: float | None, seed: int, index: int) -> Iterator[Job]:
+def _with_classes(
+    jobs: Iterator[WorkloadRequest], best_effort: float | None, seed: int, index: int
+) -> Iterator[WorkloadRequest]:
     if best_effort is None:
         return jobs
     chance = _generator(seed, index, "class")
@@ -277,7 +285,7 @@ def _check_extent(duration_s: float | None, limit: int | None) -> None:
         raise ConfigError(f"limit must be at least 1 request, got {limit}")
 
 
-def _cut(jobs: Iterator[Job], duration_s: float | None, limit: int | None) -> list[Job]:
+def _cut(jobs: Iterator[WorkloadRequest], duration_s: float | None, limit: int | None) -> list[WorkloadRequest]:
     if duration_s is None:
         return list(islice(jobs, limit))
     return list(takewhile(lambda job: job.at < duration_s, jobs))

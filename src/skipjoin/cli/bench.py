@@ -80,9 +80,9 @@ def bench(
 ) -> None:
     """Measure an OpenAI-compatible server under load that does not wait for it."""
     from skipjoin.bench.http_request import Target, parse_extra, parse_prompt_ids  # noqa: PLC0415
-    from skipjoin.bench.load import Plan, measure  # noqa: PLC0415
+    from skipjoin.bench.load import LoadPlan, measure  # noqa: PLC0415
     from skipjoin.bench.results import ResultsFile  # noqa: PLC0415
-    from skipjoin.cli.bench_report import Report, RequestsFile  # noqa: PLC0415
+    from skipjoin.cli.bench_report import BenchReport, RequestsFile  # noqa: PLC0415
 
     with plain_errors():
         target = Target(
@@ -104,7 +104,7 @@ def bench(
         all_rates = rates_of(rates, workload)
         if duration is None and requests is None and all_rates != (None,):
             duration = _DURATION_S
-        plan = Plan(
+        plan = LoadPlan(
             workload=workload,
             rates=all_rates,
             seeds=parse_seeds(seeds),
@@ -120,7 +120,7 @@ def bench(
         existing = existing_results(overwrite=overwrite, append=append)
         results = ResultsFile(out, existing=existing) if out else None
         times = RequestsFile(record_requests, existing) if record_requests else None
-        with Report(plan, results, times) as report:
+        with BenchReport(plan, results, times) as report:
             try:
                 reason = measure(target, plan, report)
             except KeyboardInterrupt:

@@ -11,11 +11,11 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn
-from rich.progress import Progress as Bars
+from rich.progress import ClientProgress as Bars
 from rich.table import Table
 
-from skipjoin.bench.client import Exchange, Progress
-from skipjoin.bench.load import TOO_LATE_S, Plan
+from skipjoin.bench.client import ClientProgress, Exchange
+from skipjoin.bench.load import TOO_LATE_S, LoadPlan
 from skipjoin.bench.results import Existing, Record, ResultsFile
 from skipjoin.config import ConfigError
 
@@ -46,10 +46,10 @@ class RequestsFile:
         self._file.close()
 
 
-class Report:
+class BenchReport:
     """Keeps every finished run, in the files at once, and shows how far the present one is; at its end a table."""
 
-    def __init__(self, plan: Plan, results: ResultsFile | None, requests: RequestsFile | None) -> None:
+    def __init__(self, plan: LoadPlan, results: ResultsFile | None, requests: RequestsFile | None) -> None:
         self._total = len(plan.runs())
         self._results = results
         self._requests = requests
@@ -68,7 +68,7 @@ class Report:
         )
         self._task = self._bars.add_task("warm-up", total=None, counts="")
 
-    def __enter__(self) -> Report:
+    def __enter__(self) -> BenchReport:
         self._bars.start()
         self._bars.refresh()
         return self
@@ -96,7 +96,7 @@ class Report:
         pace = "as recorded" if rate is None else f"{rate:g} req/s"
         self._bars.reset(self._task, description=f"run {number + 1}/{self._total}: {pace}, seed {seed}", counts="")
 
-    def progress(self, progress: Progress) -> None:
+    def progress(self, progress: ClientProgress) -> None:
         counts = (
             f"{progress.sent}/{progress.total} sent, {progress.done - progress.failed} done, "
             f"{progress.failed} errors, lag {progress.lag * _MS:.1f} ms"

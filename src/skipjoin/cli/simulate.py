@@ -119,7 +119,7 @@ def simulate(
     from skipjoin.bench.results import ResultsFile  # noqa: PLC0415
     from skipjoin.bench.sweep import Grid, RateSearch, sweep  # noqa: PLC0415
     from skipjoin.bench.systems import Machine  # noqa: PLC0415
-    from skipjoin.cli.simulate_report import Report, trace_run  # noqa: PLC0415
+    from skipjoin.cli.simulate_report import SimulationReport, trace_run  # noqa: PLC0415
 
     with plain_errors():
         if slo_scale is not None and (slo_ttft or slo_tpot or slo_jct):
@@ -172,7 +172,7 @@ def simulate(
         results = ResultsFile(out, existing=existing_results(overwrite=overwrite, append=append)) if out else None
         # Told to end as by an interrupt, it takes its processes with it.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-        with Report(results, bound) as report:
+        with SimulationReport(results, bound) as report:
             plans = [Grid(cells)] if bound is None else [RateSearch(group, bound) for group in _by_system(cells)]
             try:
                 if timeline is not None:

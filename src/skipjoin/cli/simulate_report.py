@@ -32,7 +32,7 @@ _COLUMNS = {
 }
 
 
-class Report:
+class SimulationReport:
     """Keeps every finished run, in the file at once, and shows how far the others are; at its end a table.
 
     results: where records go; None: nowhere. bound: what a search looks for.
@@ -57,7 +57,7 @@ class Report:
         self._runs: TaskID = self._bars.add_task("runs", total=None)
         self._requests: TaskID = self._bars.add_task("of the present ones", total=100)
 
-    def __enter__(self) -> Report:
+    def __enter__(self) -> SimulationReport:
         self._bars.start()
         return self
 
@@ -123,7 +123,7 @@ class Report:
         return table
 
 
-def trace_run(cell: Cell, path: Path, report: Report) -> None:
+def trace_run(cell: Cell, path: Path, report: SimulationReport) -> None:
     """Run one cell here, and write its timeline. Raises `ConfigError` if the file cannot be written."""
     try:
         file = path.open("w", encoding="utf-8")

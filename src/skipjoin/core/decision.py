@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from skipjoin.core.events import Admitted, Event, Preempted, Preemption, Started
-from skipjoin.core.kv import Holding, KVLedger
+from skipjoin.core.kv import KVLedger, RequestBlocks
 from skipjoin.core.policy import Outlook, Policies, Refusal, Wait
 from skipjoin.core.request import NEVER, Request
 from skipjoin.core.step import Move, Slice, StepPlan
@@ -38,8 +38,8 @@ class Decision:
     """
 
     def __init__(self, policies: Policies, kv: KVLedger, events: list[Event], situation: Situation) -> None:
-        self.before: list[Move] = []
-        self.absent: list[Request] = []  # who would run if its KV were on the device
+        self.blocking: list[Move] = []
+        self.waiting_for_kv: list[Request] = []  # who would run if its KV were on the device
         self._taken = 0  # device blocks of those who run
         self._at = situation
         self._kv = kv
@@ -60,10 +60,10 @@ class Decision:
         kv = self._kv
         if not kv.host_total:
             return []
-        still = [request for request in kv.holders() if request.finish_reason is None and kv.is_still(request)]
-        pressure = self._policies.pressure
-        out, back = pressure.ahead(still, self._ordering, kv, self._at.now)
-        if out or pressure.returns_beside or self._at.depth > 1:
+        still = [request for request in kv.holders() if request.finish_reason is None and kv.is_settled(request)]
+        eviction = self._policies.eviction
+        out, back = eviction.ahead(still, self._ordering, kv, self._at.now)
+        if out or eviction.returns_overlapped or self._at.depth > 1:
             self._first = next((one for one in self._ordering.ranked(self._at.now) if not one.is_satisfied), None)
         moves: list[Move] = []
         for request in out if self._at.may_leave else ():
@@ -72,7 +72,7 @@ class Decision:
             if request.in_flight:
                 self._yielding.add(request)
             elif kv.can_move_out(request):
-                moves.append(kv.move_out(request, before=False))
+                moves.append(kv.move_out(request, blocking=False))
                 self._evicted.append(request)
                 request.last_plan = NEVER
                 self._events.append(Preempted(request, self._at.now, Preemption.SWAP))
@@ -89,15 +89,15 @@ class Decision:
         plan_id, latest = at.plan_id, at.latest
         overlap, yielding = at.overlap, self._yielding
         packing = self._policies.batcher.open(at.now, Outlook(at.in_flight, self._could_run()))
-        offer, take, holding = packing.offer, packing.take, kv.holding
+        offer, take, blocks_of = packing.offer, packing.take, kv.blocks_of
         for request in self._candidates():
             planned = request.planned
             known = request.known
-            end = known + request.awaited
+            end = known + request.pending_samples
             # Nothing to do: all it may generate is on its way, or a token that must be known first.
-            if end >= request.limit or (request.awaited and not overlap):
+            if end >= request.max_total_tokens or (request.pending_samples and not overlap):
                 continue
-            held = holding(request)
+            held = blocks_of(request)
             if (held is None and self._closed) or request in yielding:
                 continue
             verdict = offer(request, end - planned)
@@ -118,7 +118,7 @@ class Decision:
             slices.append(Slice(request, planned, verdict, samples, target > known, held.table))
             request.planned = target
             if samples:
-                request.awaited += 1
+                request.pending_samples += 1
             if request.last_plan < latest:
                 self._events.append(Started(request, self._at.now))
             request.last_plan = plan_id
@@ -143,15 +143,15 @@ class Decision:
 
     def _could_run(self) -> Iterator[tuple[Request, int]]:
         """See `Outlook.idle`."""
-        kv, reservation, overlap, yielding = self._kv, self._policies.reservation, self._at.overlap, self._yielding
-        room, passes_over, holding = kv.available, self._policies.pressure.returns_beside, kv.holding
+        kv, admission, overlap, yielding = self._kv, self._policies.admission, self._at.overlap, self._yielding
+        room, passes_over, blocks_of = kv.available, self._policies.eviction.returns_overlapped, kv.blocks_of
         for request in self._ordering.ranked(self._at.now):
-            end = request.known + request.awaited
-            if end >= request.limit or (request.awaited and not overlap) or request in yielding:
+            end = request.known + request.pending_samples
+            if end >= request.max_total_tokens or (request.pending_samples and not overlap) or request in yielding:
                 continue
-            held = holding(request)
+            held = blocks_of(request)
             if held is None:
-                promise = reservation.admit(request, kv)
+                promise = admission.admit(request, kv)
                 if isinstance(promise, Wait) or (need := max(promise.now, promise.blocks)) + promise.spare > room:
                     break
                 room -= need
@@ -163,18 +163,20 @@ class Decision:
         else:
             return
         for holder in self._holders_after(request):
-            held, end = holding(holder), holder.known + holder.awaited
-            can_run = end < holder.limit and (overlap or not holder.awaited) and holder not in yielding
+            held, end = blocks_of(holder), holder.known + holder.pending_samples
+            can_run = (
+                end < holder.max_total_tokens and (overlap or not holder.pending_samples) and holder not in yielding
+            )
             if can_run and held is not None and held.device:
                 yield holder, end - holder.planned
 
     def _holders_ranked(self) -> list[Request]:
         """The holders that this step may run or evict, best first."""
         if self._holders is None:
-            holding, passes_over = self._kv.holding, self._policies.pressure.returns_beside
+            blocks_of, passes_over = self._kv.blocks_of, self._policies.eviction.returns_overlapped
             able = []
             for request in self._kv.holders():
-                held = holding(request)
+                held = blocks_of(request)
                 if held is None or held.moving is not None or request.finish_reason is not None:
                     continue
                 if held.device or not passes_over:
@@ -184,7 +186,7 @@ class Decision:
 
     # -- making room --------------------------------------------------------------------------------------
 
-    def _secure(self, request: Request, held: Holding | None, target: int) -> Holding | None:
+    def _secure(self, request: Request, held: RequestBlocks | None, target: int) -> RequestBlocks | None:
         """Device space for `target` tokens of the request, or None if it must wait."""
         if held is None:
             if self._is_below_floor(request) or (held := self._admit(request, target)) is None:
@@ -194,7 +196,7 @@ class Decision:
             self._miss(request, len(held.host))
             return None
         # Who matters most does not wait for moves beside steps: the space that they need may never be left over.
-        if held.host and self._policies.pressure.returns_beside and request is not self._first:
+        if held.host and self._policies.eviction.returns_overlapped and request is not self._first:
             self._owed += len(held.host)
             self._miss(request, 0)
             return None
@@ -217,14 +219,14 @@ class Decision:
         if request.in_flight:  # its KV arrives just before the slices of a plan that has not committed
             return
         if self._taken + self._owed + blocks <= self._kv.device_total:
-            self.absent.append(request)
+            self.waiting_for_kv.append(request)
         else:
             # Those who matter more than everybody from here on fill the device.
             self._closed = True
 
-    def _admit(self, request: Request, target: int) -> Holding | None:
+    def _admit(self, request: Request, target: int) -> RequestBlocks | None:
         """First blocks for a request that holds none."""
-        promise = self._policies.reservation.admit(request, self._kv)
+        promise = self._policies.admission.admit(request, self._kv)
         if isinstance(promise, Wait):
             return None
         need = max(promise.now, promise.blocks, self._kv.blocks_for(target)) + promise.spare
@@ -236,12 +238,12 @@ class Decision:
         request.is_fresh = True
         return self._kv.grow(request, target)
 
-    def _return(self, request: Request, blocks: int, target: int) -> Holding | None:
+    def _return(self, request: Request, blocks: int, target: int) -> RequestBlocks | None:
         """Bring the request's KV back from the host, before the slices run."""
         need = max(blocks, self._kv.blocks_for(target))
         if not self._make_room(request, need - self._kv.available, newcomer=True):
             return None
-        self.before.append(self._kv.move_in(request))
+        self.blocking.append(self._kv.move_in(request))
         request.is_fresh = True
         return self._kv.grow(request, target)
 
@@ -253,19 +255,19 @@ class Decision:
         """Evict until `short` more blocks are available; evicts nobody unless that succeeds."""
         if short <= 0:
             return True
-        footprint, pressure = self._kv.footprint, self._policies.pressure
+        footprint, eviction = self._kv.footprint, self._policies.eviction
         candidates = self._evictable(request, newcomer=newcomer)
         still = [victim for victim in candidates if not victim.in_flight]
         comes = request if newcomer else None
         if sum(map(footprint, still)) >= short:
-            victims = pressure.victims(short, still, self._kv, self._at.now, comes)
+            victims = eviction.victims(short, still, self._kv, self._at.now, comes)
             dropped = sum(self._evict(victim, how) for victim, how in victims)
             if newcomer and dropped:
-                pressure.dropped(dropped, self._at.now)
+                eviction.dropped(dropped, self._at.now)
             return bool(victims)
         if sum(map(footprint, candidates)) >= short:
             # Plans in flight hold some of them. Whoever runs in every plan could never be evicted, so they pause.
-            victims = pressure.victims(short, candidates, self._kv, self._at.now, comes)
+            victims = eviction.victims(short, candidates, self._kv, self._at.now, comes)
             self._yielding.update(victim for victim, _ in victims)
         return False
 
@@ -281,7 +283,7 @@ class Decision:
         for victim in reversed(self._holders_ranked()):
             if ordering.rank(victim) <= own:
                 break
-            held = self._kv.holding(victim)
+            held = self._kv.blocks_of(victim)
             if held is None or held.moving is not None or not held.device:
                 continue
             if newcomer:
@@ -300,7 +302,7 @@ class Decision:
             self._floor = rank
         self._evicted.append(victim)
         if how is Preemption.SWAP and self._kv.can_move_out(victim):
-            self.before.append(self._kv.move_out(victim, before=True))
+            self.blocking.append(self._kv.move_out(victim, blocking=True))
         else:
             how, dropped = Preemption.DROP, victim.computed
             self._kv.release(victim)

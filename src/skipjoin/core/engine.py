@@ -39,9 +39,9 @@ class EngineCore:
     def add(self, request: Request, now: float) -> None:
         """Take a request. Raises `RequestTooLargeError` if it could not run even alone, ValueError if its id is in
         use."""
-        if request.limit > self.largest_request:
+        if request.max_total_tokens > self.largest_request:
             raise RequestTooLargeError(
-                f"the request may grow to {request.limit} tokens (prompt plus max_tokens), "
+                f"the request may grow to {request.max_total_tokens} tokens (prompt plus max_tokens), "
                 f"the KV pool holds {self.largest_request}"
             )
         if request.id in self.requests:
@@ -95,7 +95,7 @@ class EngineCore:
             events.append(Token(request, now, token, details.get(index) if details else None))
             if token in request.stop_tokens and len(request.output) >= request.min_tokens:
                 self._finish(request, FinishReason.STOP, now)
-            elif known >= request.limit:
+            elif known >= request.max_total_tokens:
                 self._finish(request, FinishReason.LENGTH, now)
 
     def restart(self, now: float) -> None:

@@ -15,7 +15,7 @@ class LedgerError(AssertionError):
 
 
 @dataclass(slots=True)
-class Holding:
+class RequestBlocks:
     """What one request holds: blocks on one tier, a promise, and maybe a move that has not landed.
 
     room: tokens that the device blocks can carry. table: the device blocks as a frozen value for plans.
@@ -55,7 +55,7 @@ class KVLedger:
         self.blocks_in_transit = dict.fromkeys(Direction, 0)
         self._device_free: list[int] = []
         self._host_free: list[int] = []
-        self._held: dict[Request, Holding] = {}
+        self._held: dict[Request, RequestBlocks] = {}
         self.clear()
 
     # -- questions ----------------------------------------------------------------------------------------
@@ -79,7 +79,7 @@ class KVLedger:
         """Blocks that carry `tokens` tokens."""
         return -(-tokens // self.block_size)
 
-    def holding(self, request: Request) -> Holding | None:
+    def blocks_of(self, request: Request) -> RequestBlocks | None:
         """What the request holds, or None. To be read, never changed, by anyone but the ledger."""
         return self._held.get(request)
 
@@ -87,7 +87,7 @@ class KVLedger:
         """Every request that holds anything, in the order in which they began to."""
         return iter(self._held)
 
-    def is_still(self, request: Request) -> bool:
+    def is_settled(self, request: Request) -> bool:
         """Whether the request holds something and none of it is in transit."""
         held = self._held.get(request)
         return held is not None and held.moving is None
@@ -130,12 +130,12 @@ class KVLedger:
 
     def promise(self, request: Request, blocks: int) -> None:
         """Let the request claim `blocks` device blocks in all."""
-        held = self._held.setdefault(request, Holding())
+        held = self._held.setdefault(request, RequestBlocks())
         self._set_promise(held, blocks)
 
-    def grow(self, request: Request, tokens: int) -> Holding:
+    def grow(self, request: Request, tokens: int) -> RequestBlocks:
         """Give the request device blocks for `tokens` tokens in all; ask `shortfall` first."""
-        held = self._held.setdefault(request, Holding())
+        held = self._held.setdefault(request, RequestBlocks())
         missing = self.blocks_for(tokens) - len(held.device)
         if held.moving is Direction.OUT or (held.host and held.moving is None):
             raise LedgerError(f"request {request.id} grows while its KV is not on the device")
@@ -172,10 +172,10 @@ class KVLedger:
 
     # -- moving -------------------------------------------------------------------------------------------
 
-    def move_out(self, request: Request, *, before: bool) -> Move:
+    def move_out(self, request: Request, *, blocking: bool) -> Move:
         """Begin moving the request's computed KV to the host. Blocks beyond it are freed at once.
 
-        before: the copy is taken before the plan's slices run, so the device blocks are free at once;
+        blocking: the copy is taken before the plan's slices run, so the device blocks are free at once;
         otherwise they are fenced until `land`. The promise ends either way.
         """
         held = self._held[request]
@@ -186,8 +186,8 @@ class KVLedger:
         source, beyond = held.device[:blocks], held.device[blocks:]
         self._device_free.extend(reversed(beyond))
         held.host = [self._host_free.pop() for _ in range(blocks)]
-        held.device = [] if before else source
-        if before:
+        held.device = [] if blocking else source
+        if blocking:
             self._device_free.extend(reversed(source))
         self._refresh(held)
         return self._begin(held, Move(Direction.OUT, request, tuple(source), tuple(held.host)))
@@ -260,12 +260,12 @@ class KVLedger:
         if idle != self.promised_idle:
             raise LedgerError(f"{self.promised_idle} promised blocks are counted as idle, {idle} are")
 
-    def _begin(self, held: Holding, move: Move) -> Move:
+    def _begin(self, held: RequestBlocks, move: Move) -> Move:
         held.moving = move.direction
         self.blocks_in_transit[move.direction] += len(move.source)
         return move
 
-    def _end(self, move: Move) -> Holding:
+    def _end(self, move: Move) -> RequestBlocks:
         held = self._held[move.request]
         if held.moving is not move.direction:
             raise LedgerError(f"request {move.request.id}: a move ended that was not in transit")
@@ -273,20 +273,20 @@ class KVLedger:
         self.blocks_in_transit[move.direction] -= len(move.source)
         return held
 
-    def _free_device(self, held: Holding) -> None:
+    def _free_device(self, held: RequestBlocks) -> None:
         self._device_free.extend(reversed(held.device))
         held.device = []
         self._refresh(held)
 
-    def _free_host(self, held: Holding) -> None:
+    def _free_host(self, held: RequestBlocks) -> None:
         self._host_free.extend(reversed(held.host))
         held.host = []
 
-    def _set_promise(self, held: Holding, blocks: int) -> None:
+    def _set_promise(self, held: RequestBlocks, blocks: int) -> None:
         self.promised_idle -= max(0, held.promised - len(held.device))
         held.promised = blocks
         self.promised_idle += max(0, held.promised - len(held.device))
 
-    def _refresh(self, held: Holding) -> None:
+    def _refresh(self, held: RequestBlocks) -> None:
         held.table = tuple(held.device)
         held.room = len(held.device) * self.block_size

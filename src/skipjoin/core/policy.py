@@ -84,7 +84,7 @@ class Refusal(Enum):
     STOP = "look no further"
 
 
-class Packing(Protocol):
+class BatchBuilder(Protocol):
     """One step's batch while it is being filled."""
 
     def offer(self, request: Request, pending: int) -> int | Refusal:
@@ -115,13 +115,13 @@ NO_OUTLOOK = Outlook()
 class Batcher(Protocol):
     """Which of the ordered requests run together, and how many tokens of each."""
 
-    def open(self, now: float, outlook: Outlook = NO_OUTLOOK) -> Packing:
+    def open(self, now: float, outlook: Outlook = NO_OUTLOOK) -> BatchBuilder:
         """Begin a step's batch."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Promise:
+class Grant:
     """Admission. now: device blocks that must be available for the request now; blocks: how many it may claim in
     all; spare: blocks that must stay available besides."""
 
@@ -136,23 +136,23 @@ class Wait(Enum):
     WAIT = "wait"
 
 
-class Reservation(Protocol):
+class AdmissionPolicy(Protocol):
     """How much KV a request is promised when it gets its first block."""
 
-    def admit(self, request: Request, kv: KVLedger) -> Promise | Wait:
+    def admit(self, request: Request, kv: KVLedger) -> Grant | Wait:
         """Decide over a request that holds nothing. `kv` as of now; what evictions would free is not counted."""
         ...
 
 
-class Pressure(Protocol):
+class EvictionPolicy(Protocol):
     """What leaves the device when space is short, and what moves ahead of need.
 
-    returns_beside: whether KV comes back from the host beside steps only, as `ahead` says, while its request is passed
-    over; otherwise before the step that runs it.
+    returns_overlapped: whether KV comes back from the host beside steps only, as `ahead` says, while its request is
+    passed over; otherwise before the step that runs it.
     """
 
     @property
-    def returns_beside(self) -> bool: ...
+    def returns_overlapped(self) -> bool: ...
 
     def arrived(self, request: Request, now: float) -> None:
         """The request entered the engine."""
@@ -177,7 +177,7 @@ class Pressure(Protocol):
         """Requests to move out and in beside this step, which none of them joins. Asked before the step is filled.
 
         still: the holders of KV, on either tier, of which nothing is in transit, in no order that matters. One that a
-        plan in flight runs pauses in this step, and can leave beside a later one. With `returns_beside`, somebody must
+        plan in flight runs pauses in this step, and can leave beside a later one. With `returns_overlapped`, one must
         come in where all KV lies on the host.
         """
         ...
@@ -189,5 +189,5 @@ class Policies:
 
     ordering: Ordering
     batcher: Batcher
-    reservation: Reservation
-    pressure: Pressure
+    admission: AdmissionPolicy
+    eviction: EvictionPolicy

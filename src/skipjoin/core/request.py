@@ -26,7 +26,8 @@ class Request:
 
     Progress is two counters: tokens *known* (prompt and generated) and tokens *computed* (their KV exists).
     Prefill, a chunk of it, decode and recomputation are all "computed catches up with known". `planned` and
-    `awaited` say what the plans in flight will add: with no plan in flight, planned == computed and awaited == 0.
+    `pending_samples` say what the plans in flight will add: with no plan in flight, planned == computed and
+    pending_samples == 0.
 
     id: unique and increasing with arrival. arrival, deadline: seconds on the driver's clock.
     max_tokens: most tokens to generate, at least 1. stop_tokens end the output once min_tokens are generated.
@@ -45,12 +46,12 @@ class Request:
     sampling: object = None
 
     output: list[int] = field(default_factory=list)
-    brought: int = 0  # tokens of its output that it came with
+    resumed_tokens: int = 0  # tokens of its output that it came with
     known: int = 0
     computed: int = 0
     planned: int = 0  # computed, once every plan in flight has committed
-    awaited: int = 0  # tokens that plans in flight will sample
-    limit: int = 0  # known never passes this: prompt + max_tokens
+    pending_samples: int = 0  # tokens that plans in flight will sample
+    max_total_tokens: int = 0  # known never passes this: prompt + max_tokens
     last_plan: int = NEVER  # id of the last plan it had a slice in
     evictions: int = 0  # times its KV was dropped or swapped out to make room
     is_fresh: bool = False  # no token was sampled for it since its KV last came to the device
@@ -63,14 +64,14 @@ class Request:
             raise ValueError(f"request {self.id}: max_tokens must be at least 1, got {self.max_tokens}")
         if len(self.output) >= self.max_tokens:
             raise ValueError(f"request {self.id}: all of its {self.max_tokens} tokens are generated already")
-        self.brought = len(self.output)
-        self.known = len(self.prompt) + self.brought
-        self.limit = len(self.prompt) + self.max_tokens
+        self.resumed_tokens = len(self.output)
+        self.known = len(self.prompt) + self.resumed_tokens
+        self.max_total_tokens = len(self.prompt) + self.max_tokens
 
     @property
     def pending(self) -> int:
         """Tokens to compute before the next sample, counting those that plans in flight will sample."""
-        return self.known + self.awaited - self.planned
+        return self.known + self.pending_samples - self.planned
 
     @property
     def in_flight(self) -> bool:
@@ -80,7 +81,7 @@ class Request:
     @property
     def is_satisfied(self) -> bool:
         """Whether all that it may generate is known or being sampled."""
-        return self.known + self.awaited >= self.limit
+        return self.known + self.pending_samples >= self.max_total_tokens
 
     def tokens(self, start: int, end: int) -> list[int]:
         """The known tokens at positions [start, end)."""

@@ -66,13 +66,13 @@ class Scheduler:
     def add(self, request: Request, now: float) -> None:
         """Let the request compete for the device."""
         self.policies.ordering.arrived(request, now)
-        self.policies.pressure.arrived(request, now)
+        self.policies.eviction.arrived(request, now)
 
     def remove(self, request: Request, now: float) -> None:
         """The request is finished or aborted (its finish_reason is set). Its blocks come home now, or when the
         last plan that holds or moves them commits."""
         self.policies.ordering.left(request, now)
-        self._release_if_still(request)
+        self._release_if_settled(request)
 
     # -- deciding -----------------------------------------------------------------------------------------
 
@@ -92,13 +92,14 @@ class Scheduler:
         )
         self._has_failed_move = False
         decision = Decision(self.policies, self.kv, self.events, situation)
-        beside = decision.move_ahead()
-        slices, before = decision.fill(), decision.before
+        overlapped = decision.move_ahead()
+        slices, blocking = decision.fill(), decision.blocking
         decision.tell_ordering()
         # With a plan in flight, its result is what to wait for.
-        if not (slices or before or beside) and (self._in_flight or not self.kv.is_moving):
+        if not (slices or blocking or overlapped) and (self._in_flight or not self.kv.is_moving):
             return None
-        plan = StepPlan(self._next_id, tuple(slices), tuple(before), tuple(beside), tuple(decision.absent))
+        waiting = tuple(decision.waiting_for_kv)
+        plan = StepPlan(self._next_id, tuple(slices), tuple(blocking), tuple(overlapped), waiting)
         self._next_id += 1
         self._in_flight.append(plan)
         self._note_pauses(plan, now)
@@ -135,7 +136,7 @@ class Scheduler:
         for request, start, tokens, samples, _, _ in plan.slices:
             request.computed = start + tokens
             if samples:
-                request.awaited -= 1
+                request.pending_samples -= 1
                 request.is_fresh = False
             gone = gone or request.finish_reason is not None
         alive = plan.slices
@@ -163,7 +164,7 @@ class Scheduler:
         self._recent.clear()
         self._has_failed_move = False
         for request in holders:
-            request.awaited = 0
+            request.pending_samples = 0
             self._drop(request, now)
 
     def _settle_moves(self, result: StepResult, now: float) -> set[Request]:
@@ -194,8 +195,8 @@ class Scheduler:
 
     def _release_if_finished(self, request: Request) -> None:
         if request.finish_reason is not None:
-            self._release_if_still(request)
+            self._release_if_settled(request)
 
-    def _release_if_still(self, request: Request) -> None:
-        if self.kv.is_still(request) and not request.in_flight:
+    def _release_if_settled(self, request: Request) -> None:
+        if self.kv.is_settled(request) and not request.in_flight:
             self.kv.release(request)

@@ -74,26 +74,26 @@ class StepShape(NamedTuple):
 class StepPlan:
     """One decision. Executors run plans in the order of their ids and change nothing in them.
 
-    before: moves that must land before the slices run. beside: moves that begin with the slices and land when they
-    do, perhaps many plans later; nothing waits for them. Blocks that a move reads stay reserved until it has landed,
-    except the source of a `before` move out: its copy is taken first, so this very plan may write there.
+    blocking: moves that must land before the slices run. overlapped: moves that begin with the slices and land when
+    they do, perhaps many plans later; nothing waits for them. Blocks that a move reads stay reserved until it has
+    landed, except the source of a blocking move out: its copy is taken first, so this very plan may write there.
 
     A plan without slices gives moves time to land: it ends as soon as one has, or after a moment (`PAUSE_S`).
 
-    absent: requests that would be in this step if their KV were on the device: for whoever counts what swapping costs.
+    waiting_for_kv: requests that would be in this step if their KV were on the device, which is what swapping costs.
     """
 
     id: int
     slices: tuple[Slice, ...]
-    before: tuple[Move, ...] = ()
-    beside: tuple[Move, ...] = ()
-    absent: tuple[Request, ...] = ()
+    blocking: tuple[Move, ...] = ()
+    overlapped: tuple[Move, ...] = ()
+    waiting_for_kv: tuple[Request, ...] = ()
 
 
 class StageTime(NamedTuple):
     """One pipeline stage's part in a step.
 
-    busy: seconds that it worked, its `before` moves included. idle: seconds that it had stood still by then since it
+    busy: seconds that it worked, its blocking moves included. idle: seconds that it had stood still by then since it
     ended the step before, for want of a plan or of what the stage before computes; 0 in its first step.
     """
 
@@ -106,11 +106,11 @@ class StepResult:
     """The outcome of a plan.
 
     tokens: one entry per slice: the sampled token, or None where the slice does not sample.
-    seconds: how long the step took, its `before` moves included; in a pipeline, all stages one after the other.
+    seconds: how long the step took, its blocking moves included; in a pipeline, all stages one after the other.
     details: what else the sampler reports (log-probabilities), by index into the plan's slices.
-    moving: the part of `seconds` in which the step stood still for its `before` moves.
+    moving: the part of `seconds` in which the step stood still for its blocking moves.
     landed, failed: moves that ended since the result before this one, in the order in which they did: all of the
-    plan's `before` moves, and `beside` moves of this plan or of earlier ones. What a failed move would have written
+    plan's blocking moves, and overlapped moves of this plan or of earlier ones. What a failed move would have written
     is worth nothing, and so are the slices that read it.
     stages: of a pipeline, from the first to the last; their busy seconds add up to `seconds`. Empty where one stage
     does it all.

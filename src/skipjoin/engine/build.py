@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from skipjoin.config import ConfigError, EngineConfig
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.kv import KVLedger
-from skipjoin.engine.load import Loaded, Progress, load
+from skipjoin.engine.load import Loaded, OnProgress, load
 from skipjoin.engine.profiling.startup import start_cost
 from skipjoin.engine.scheduling import depth_of, make_scheduler, recipe_settings
-from skipjoin.exec.part import ModelExecutor
+from skipjoin.exec.rank_spec import ModelExecutor
 from skipjoin.policies.cost import LearningCost
 from skipjoin.recipes import RECIPES, build
 
@@ -53,7 +53,7 @@ class Engine:
     seed: int
 
 
-def assemble(config: EngineConfig, on_progress: Progress = lambda what, share: None) -> Engine:
+def assemble(config: EngineConfig, on_progress: OnProgress = lambda what, share: None) -> Engine:
     """Load the model, size the KV pools, learn what steps cost, build the scheduler.
 
     Raises `ModelError` for a model that cannot be used and `ConfigError` for a setting that cannot be met.
@@ -68,7 +68,7 @@ def assemble(config: EngineConfig, on_progress: Progress = lambda what, share: N
         raise
 
 
-def engine_around(loaded: Loaded, config: EngineConfig, on_progress: Progress = lambda what, share: None) -> Engine:
+def engine_around(loaded: Loaded, config: EngineConfig, on_progress: OnProgress = lambda what, share: None) -> Engine:
     """An engine on a model that is loaded, with all of its KV pools. config: as it was loaded with, but for what
     concerns the scheduler. Engines that follow each other may share a model, each when the one before it is idle.
 

@@ -14,10 +14,10 @@ from skipjoin.config import ConfigError, EngineConfig
 from skipjoin.engine.profiling.profiler import profile_key
 from skipjoin.engine.sizing import device_blocks, host_blocks
 from skipjoin.exec.base import RankError
-from skipjoin.exec.graphs import graph_bytes, ladder, record_graphs
+from skipjoin.exec.graphs import graph_batch_sizes, graph_bytes, record_graphs
 from skipjoin.exec.local import LocalExecutor
 from skipjoin.exec.memory import LargestStep, measure_peak
-from skipjoin.exec.part import ModelExecutor, Part, Room, make_store, part_of, room_of
+from skipjoin.exec.rank_spec import MemoryBudget, ModelExecutor, RankSpec, make_store, memory_budget_of, rank_spec_of
 from skipjoin.model.config import ModelConfig
 from skipjoin.model.loader import load_model, resolve_folder
 from skipjoin.model.parallel import check_shards
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from skipjoin.exec.ranks.ranks import RankedExecutor
 
 # Called with (what is being done, share done between 0 and 1).
-Progress = Callable[[str, float], None]
+OnProgress = Callable[[str, float], None]
 
 
 class Loaded(NamedTuple):
@@ -48,7 +48,7 @@ def model_folder(name: str, load_format: str = "auto") -> Path:
     return builtin_model_path() if name == MODEL_NAME else resolve_folder(name, weights=load_format != "dummy")
 
 
-def load(config: EngineConfig, on_progress: Progress = lambda what, share: None) -> Loaded:
+def load(config: EngineConfig, on_progress: OnProgress = lambda what, share: None) -> Loaded:
     """Load the model and make its KV pools. Raises `ModelError` for a model that cannot be used and `ConfigError` for
     a setting that cannot be met."""
     folder = model_folder(config.model, config.load_format)
@@ -62,7 +62,7 @@ def load(config: EngineConfig, on_progress: Progress = lambda what, share: None)
     return Loaded(folder, model_config, executor, max_len, key)
 
 
-def _load_here(config: EngineConfig, folder: Path, max_len: int, on_progress: Progress) -> LocalExecutor:
+def _load_here(config: EngineConfig, folder: Path, max_len: int, on_progress: OnProgress) -> LocalExecutor:
     """All of the model in this process."""
     if config.threads is not None:
         torch.set_num_threads(config.threads)
@@ -79,17 +79,19 @@ def _load_here(config: EngineConfig, folder: Path, max_len: int, on_progress: Pr
     model.attention.tune(model.config, model.dtype, model.device, config.block_size, model.shard)
     peak = measure_peak(model, _largest_step(config, max_len), config.block_size)
     # Graphs need attention whose grids follow from shapes alone.
-    sizes = ladder(config.max_num_seqs) if model.attention.name == "triton" and not config.enforce_eager else []
-    room = room_of(model, config.gpu_memory_utilization, peak=peak, graph_bytes=graph_bytes(model, sizes, peak))
-    parts = (part_of(model, config.block_size, torch.get_num_threads()),)
-    blocks, host_blocks = _pools(config, parts, (room,), max_len)
+    has_graphs = model.attention.name == "triton" and not config.enforce_eager
+    sizes = graph_batch_sizes(config.max_num_seqs) if has_graphs else []
+    graphs_take = graph_bytes(model, sizes, peak)
+    budget = memory_budget_of(model, config.gpu_memory_utilization, peak=peak, graph_bytes=graphs_take)
+    parts = (rank_spec_of(model, config.block_size, torch.get_num_threads()),)
+    blocks, host_blocks = _pools(config, parts, (budget,), max_len)
     store = make_store(model, blocks, host_blocks, config.block_size)
     on_record = partial(on_progress, "recording decode steps")
     graphs = record_graphs(model, store.device, sizes, max_len, on_record) if sizes else None
     return LocalExecutor(model, store, threads=config.threads, graphs=graphs)
 
 
-def _load_ranks(config: EngineConfig, folder: Path, max_len: int, on_progress: Progress) -> RankedExecutor:
+def _load_ranks(config: EngineConfig, folder: Path, max_len: int, on_progress: OnProgress) -> RankedExecutor:
     """The model on ranks that Ray places. Raises `ConfigError` for a cluster that cannot have them."""
     # What ranks need, Ray and its messages, an engine in one process can do without.
     from skipjoin.exec.ranks.cluster import ClusterError  # noqa: PLC0415
@@ -125,7 +127,9 @@ def _largest_step(config: EngineConfig, max_len: int) -> LargestStep:
     return LargestStep(config.max_num_batched_tokens, config.max_num_seqs, max_len)
 
 
-def _pools(config: EngineConfig, parts: Sequence[Part], rooms: Sequence[Room], max_len: int) -> tuple[int, int]:
+def _pools(
+    config: EngineConfig, parts: Sequence[RankSpec], rooms: Sequence[MemoryBudget], max_len: int
+) -> tuple[int, int]:
     """KV blocks on the device and on the host."""
     blocks = device_blocks(config, parts, rooms, max_len)
     return blocks, host_blocks(config, parts, rooms, blocks)

@@ -10,11 +10,11 @@ from skipjoin.core.kv import KVLedger
 from skipjoin.core.policy import CostModel, Policies
 from skipjoin.core.scheduler import Scheduler
 from skipjoin.engine.load import Loaded
-from skipjoin.exec.part import ModelExecutor
+from skipjoin.exec.rank_spec import ModelExecutor
 from skipjoin.policies.cost import LearningCost
+from skipjoin.policies.eviction import Swap
 from skipjoin.policies.predictors import MaxTokens
-from skipjoin.policies.pressure import Swap
-from skipjoin.policies.starvation import Extremes, least_bound, most_requests, starvation_after, starvation_within
+from skipjoin.policies.starvation import WorstCase, least_bound, most_requests, starvation_after, starvation_within
 from skipjoin.recipes import Settings, build
 
 
@@ -58,22 +58,22 @@ def recipe_settings(config: EngineConfig, loaded: Loaded, cost: LearningCost) ->
     return replace(settings, starvation_s=starvation_within(bound, most), paced=False)
 
 
-def _extremes(config: EngineConfig, loaded: Loaded, settings: Settings) -> Extremes:
+def _extremes(config: EngineConfig, loaded: Loaded, settings: Settings) -> WorstCase:
     """The most that can come together in this engine."""
     if config.max_live_requests is None:
         raise ConfigError("starvation_bound_s needs max_live_requests, which the server sets to max_num_queued_reqs")
-    pressure = build(config.recipe, settings).pressure
+    eviction = build(config.recipe, settings).eviction
     blocks, host_blocks, block_size = loaded.executor.pools
-    return Extremes(
+    return WorstCase(
         settings.cost,
         requests=config.max_live_requests,
         max_len=loaded.max_len,
         max_seqs=settings.max_seqs,
         max_tokens=settings.max_tokens,
         device_blocks=blocks,
-        host_blocks=host_blocks if isinstance(pressure, Swap) else 0,
+        host_blocks=host_blocks if isinstance(eviction, Swap) else 0,
         block_size=block_size,
         depth=depth_of(config, loaded.executor),
-        moves_beside=pressure.returns_beside,
+        moves_overlapped=eviction.returns_overlapped,
         stages=config.pipeline_parallel_size,
     )

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from skipjoin.config import ConfigError, EngineConfig
-from skipjoin.exec.part import Part, Room
+from skipjoin.exec.rank_spec import MemoryBudget, RankSpec
 
 _GIB = 1 << 30
 # Share of free memory that the KV pools take on a CPU, where other programs live beside us, and their most.
@@ -15,7 +15,7 @@ _CPU_SHARE, _CPU_MOST = 0.25, 8 * _GIB
 _SWAP_SHARE, _SWAP_MOST, _SWAP_SPARE = 0.25, 4 * _GIB, 1 * _GIB
 
 
-def device_blocks(config: EngineConfig, parts: Sequence[Part], rooms: Sequence[Room], max_len: int) -> int:
+def device_blocks(config: EngineConfig, parts: Sequence[RankSpec], rooms: Sequence[MemoryBudget], max_len: int) -> int:
     """Blocks of the KV pool: what the memory of every rank allows, and never more than all running requests can fill.
 
     max_len: tokens of the longest request, which must fit. Raises `ConfigError`.
@@ -39,7 +39,7 @@ def device_blocks(config: EngineConfig, parts: Sequence[Part], rooms: Sequence[R
     return blocks
 
 
-def _what_is_left(config: EngineConfig, parts: Sequence[Part], rooms: Sequence[Room], need: float) -> str:
+def _what_is_left(config: EngineConfig, parts: Sequence[RankSpec], rooms: Sequence[MemoryBudget], need: float) -> str:
     """Why the GPU with the least room has no more, and what helps. need: GiB of the smallest pool, of all ranks."""
     part, room = min(zip(parts, rooms, strict=True), key=lambda pair: pair[1].device // pair[0].block_bytes)
     need *= part.block_bytes / sum(part.block_bytes for part in parts)
@@ -50,7 +50,9 @@ def _what_is_left(config: EngineConfig, parts: Sequence[Part], rooms: Sequence[R
     )
 
 
-def host_blocks(config: EngineConfig, parts: Sequence[Part], rooms: Sequence[Room], device_blocks: int) -> int:
+def host_blocks(
+    config: EngineConfig, parts: Sequence[RankSpec], rooms: Sequence[MemoryBudget], device_blocks: int
+) -> int:
     """Blocks of the host pool: what was asked for, if the RAM of every rank holds it beside all else, or a share of
     what is free. Raises `ConfigError`."""
     block_bytes = sum(part.block_bytes for part in parts)
@@ -75,19 +77,19 @@ def host_blocks(config: EngineConfig, parts: Sequence[Part], rooms: Sequence[Roo
     return size // block_bytes
 
 
-def _usual(part: Part, room: Room) -> int:
+def _usual(part: RankSpec, room: MemoryBudget) -> int:
     """Bytes that a rank's KV pool takes if nothing else is said."""
     return room.device if part.device_kind == "cuda" else min(_CPU_MOST, int(room.device * _CPU_SHARE))
 
 
-def _host_room(part: Part, room: Room, device_blocks: int) -> int:
+def _host_room(part: RankSpec, room: MemoryBudget, device_blocks: int) -> int:
     """Most bytes of a rank's host pool."""
     # A CPU's device pool lies in RAM too, and takes none of it until blocks are used.
     taken = 0 if part.device_kind == "cuda" else device_blocks * part.block_bytes
     return max(0, room.ram - taken - _SWAP_SPARE)
 
 
-def _have(part: Part, room: Room, device_blocks: int, ranks: int) -> str:
+def _have(part: RankSpec, room: MemoryBudget, device_blocks: int, ranks: int) -> str:
     have = f"{'the machine has' if ranks == 1 else 'a rank can have'} {room.ram / _GIB:.1f} GiB free"
     if part.device_kind == "cuda":
         return have

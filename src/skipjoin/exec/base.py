@@ -29,9 +29,9 @@ HandleT_co = TypeVar("HandleT_co", bound=Handle, covariant=True)
 class Executor(Protocol[HandleT_co]):
     """Carries out plans in the order in which they are submitted.
 
-    A plan's `before` moves land before its slices run, and those out before those in. Its `beside` moves begin after
+    A plan's blocking moves land before its slices run, and those out before those in. Its overlapped moves begin after
     them, no sooner than its turn comes. Each move is in `landed` or in `failed` of one result, exactly once, whatever
-    plan was the last: a `before` move in its own plan's. What ends without slices to run is asked for with plans that
+    plan was the last: a blocking move in its own plan's. What ends without slices to run is asked for with plans that
     have none.
 
     In a pipeline every stage has its part of each plan, begins it when the stage before has handed it on, and ends it

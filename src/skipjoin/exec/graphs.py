@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from skipjoin.model.batch import Frame, PackedBatch, Segment
+from skipjoin.model.batch import GraphBuffers, PackedBatch, Segment
 from skipjoin.model.causal_lm import CausalLM
 from skipjoin.model.kv_cache import PagedKV
 
@@ -27,7 +27,7 @@ Run = Callable[[], torch.Tensor]
 OnProgress = Callable[[float], None]
 
 
-class Recorder(Protocol):
+class GraphRecorder(Protocol):
     """Records what a function computes, so that it can be computed again at less cost."""
 
     def record(self, run: Run) -> Run:
@@ -63,7 +63,7 @@ class CudaRecorder:
         return again
 
 
-def ladder(most: int) -> list[int]:
+def graph_batch_sizes(most: int) -> list[int]:
     """Batch sizes to record, up to `most`: under a fifth of a batch is padding."""
     return [*takewhile(lambda size: size < most, _sizes()), most]
 
@@ -81,15 +81,15 @@ def _sizes() -> Iterator[int]:
 class DecodeGraphs:
     """The model's decode steps for batches of the sizes given; smaller batches are padded to the next.
 
-    A step fits if a `Frame` holds it. Padding computes something in its own rows, which nobody reads, and writes no
-    keys and values: its slot is -1. Attention must know such slots.
+    A step fits if a `GraphBuffers` holds it. Padding computes something in rows of its own, which are
+    never read, and writes no keys and values: its slot is -1. Attention must know such slots.
     """
 
     def __init__(
         self,
         model: CausalLM,
         pool: PagedKV,
-        recorder: Recorder,
+        recorder: GraphRecorder,
         *,
         sizes: Sequence[int],
         longest: int,
@@ -103,12 +103,12 @@ class DecodeGraphs:
         self._logits = torch.zeros((self._sizes[-1], model.config.vocab_size), device=model.device)
         tables = (self._sizes[-1], -(-longest // pool.block_size))
         self._tables = torch.zeros(tables, dtype=torch.int64, device=model.device)
-        self._frames: dict[int, Frame] = {}
+        self._frames: dict[int, GraphBuffers] = {}
         self._runs: dict[int, Run] = {}
         # From the largest on, so that the smaller ones find room in its memory.
         for done, size in enumerate(reversed(self._sizes)):
             on_progress(done / len(self._sizes))
-            frame = Frame(size, self._tables)
+            frame = GraphBuffers(size, self._tables)
             # Nobody holds a block yet, so that this token may be written into the first.
             batch = PackedBatch.build([Segment([0], 0, [0])], pool.block_size, model.device, frame=frame)
 

@@ -9,9 +9,9 @@ import torch
 from skipjoin.core.step import Direction, StepPlan, StepResult
 from skipjoin.exec.graphs import DecodeGraphs
 from skipjoin.exec.kv_store import KVStore
-from skipjoin.exec.part import measure_transfers, part_of, touch
+from skipjoin.exec.rank_spec import measure_transfers, rank_spec_of, touch
 from skipjoin.exec.transfer import Copier
-from skipjoin.exec.worker import Begun, Worker
+from skipjoin.exec.worker import InFlightStep, Worker
 from skipjoin.model.causal_lm import CausalLM
 from skipjoin.profile import Transfer
 
@@ -19,7 +19,7 @@ from skipjoin.profile import Transfer
 class LocalHandle:
     """A plan on its way through the model."""
 
-    def __init__(self, worker: Worker, begun: Future[Begun]) -> None:
+    def __init__(self, worker: Worker, begun: Future[InFlightStep]) -> None:
         self._worker, self._begun = worker, begun
         self._result: StepResult | None = None
 
@@ -65,7 +65,7 @@ class LocalExecutor:
             initializer=torch.set_num_threads,
             initargs=(threads,),
         )
-        self.parts = (part_of(model, store.device.block_size, threads),)
+        self.parts = (rank_spec_of(model, store.device.block_size, threads),)
 
     @property
     def pools(self) -> tuple[int, int, int]:

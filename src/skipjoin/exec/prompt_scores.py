@@ -11,7 +11,7 @@ from skipjoin.core.request import Request
 from skipjoin.core.step import Slice
 from skipjoin.exec.sampling import Sampling
 from skipjoin.model.sampler import PromptLogprob, prompt_logprobs
-from skipjoin.model.transfer import Reading
+from skipjoin.model.transfer import HostCopy
 from skipjoin.sampling import Scored
 
 
@@ -21,7 +21,7 @@ def wants_scores(piece: Slice) -> bool:
     return _asked(request) is not None and piece.start < len(request.prompt) and not request.output
 
 
-def score_prompt(piece: Slice, logits: torch.Tensor) -> Reading[list[PromptLogprob]]:
+def score_prompt(piece: Slice, logits: torch.Tensor) -> HostCopy[list[PromptLogprob]]:
     """Score the prompt tokens that the slice's rows predict. logits: one row per token of the slice."""
     targets = _targets(piece)
     return prompt_logprobs(logits[: len(targets)], targets, _asked(piece.request) or 0)

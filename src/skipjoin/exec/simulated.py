@@ -51,10 +51,10 @@ class SimulatedHandle:
 class SimulatedExecutor:
     """One device that runs plans back to back, or a pipeline of stages that each do so.
 
-    A plan takes the time of its `before` moves, then that of its slices. Every stage has its share of the layers, hence
+    A plan takes the time of its blocking moves, then that of its slices. Every stage has its share of the layers, hence
     of all these times, and begins a plan when it is free and the stage before it has handed the plan on; its own part
     of the moves comes first (FastServe section 4.3). So as many plans run at once as there are stages, and none
-    overtakes another. `beside` moves queue for the link, one queue per direction; `before` moves go ahead of them.
+    overtakes another. overlapped moves queue for the link, one queue per direction; blocking moves go ahead of them.
 
     cost: seconds of steps, all stages together, and of transfers. sample: the token that a request gets at a
     position. stages: how many there are, all equal; or the share of the computing of a step that each of them has.
@@ -81,16 +81,16 @@ class SimulatedExecutor:
 
     def submit(self, plan: StepPlan, now: float) -> SimulatedHandle:
         begin = max(now, self._free_at[0])
-        moving = self._transfer(plan.before)
+        moving = self._transfer(plan.blocking)
         compute = self._cost.step(StepShape.of(plan.slices)) if plan.slices else 0.0
         seconds = moving + compute
         parts = [moving / len(self._shares) + compute * share for share in self._shares]
         ready_at, stages = self._run(parts, now)
         # The last stage does what the first one did as much later as it gets the plan.
         self._begin(plan, begin, begin + moving / len(parts), ready_at - parts[-1] - begin)
-        if not (plan.slices or plan.before):
+        if not (plan.slices or plan.blocking):
             ready_at = max(ready_at, min(begin + PAUSE_S, self._transit[0][0] if self._transit else begin))
-        ended = list(plan.before)
+        ended = list(plan.blocking)
         while self._transit and self._transit[0][0] <= ready_at:
             ended.append(heapq.heappop(self._transit)[2])
         tokens = tuple(
@@ -112,7 +112,7 @@ class SimulatedExecutor:
         return ready_at, tuple(times) if len(parts) > 1 else ()
 
     def _begin(self, plan: StepPlan, begin: float, moved: float, lag: float) -> None:
-        """Put the plan's `beside` moves on the link once its `before` moves, which take from `begin` to `moved`, are
+        """Put the plan's overlapped moves on the link once its blocking moves, which take from `begin` to `moved`, are
         done. lag: how much later the last stage does what the first one does."""
         link = self._link_free_at
         for direction, free_at in link.items():
@@ -120,7 +120,7 @@ class SimulatedExecutor:
         if moved > begin:  # all that is left is later by as much, so the heap stays one
             late = moved - begin
             self._transit = [(at + late if at > begin else at, number, move) for at, number, move in self._transit]
-        for move in plan.beside:
+        for move in plan.overlapped:
             link[move.direction] += self._cost.transfer(len(move.source)) / len(self._shares)
             self._moves += 1
             heapq.heappush(self._transit, (link[move.direction] + lag, self._moves, move))

@@ -30,7 +30,7 @@ class Ended(NamedTuple):
 class Copier(Protocol):
     """Carries moves while the model runs. One thread, the model's, makes all calls but `close`."""
 
-    def run_before(self, moves: Sequence[Move]) -> Ended:
+    def run_blocking(self, moves: Sequence[Move]) -> Ended:
         """Carry out moves ahead of what the calling thread computes, or queues on its stream, next; those out first,
         for the others may go where they leave. Does not wait for those that were begun.
 
@@ -91,7 +91,7 @@ class ThreadCopier:
         self._on_way: deque[tuple[Move, Future[None]]] = deque()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="skipjoin-copy")
 
-    def run_before(self, moves: Sequence[Move]) -> Ended:
+    def run_blocking(self, moves: Sequence[Move]) -> Ended:
         return copy_in_order(self._store, moves)
 
     def begin(self, moves: Sequence[Move]) -> None:
@@ -121,11 +121,11 @@ class StreamCopier:
 
     Why no more order is needed than begin's waiting for the model's stream:
 
-    - Moves `before` a step are queued on the model's stream between the step before and this one. So they read what
+    - Moves blocking a step are queued on the model's stream between the step before and this one. So they read what
       all earlier steps wrote, and all that follows there may write where they read. They overtake what was begun.
     - A move that begins beside a step waits for what is on the model's stream by then: for all earlier steps, and for
-      the `before` moves of this and of earlier plans. That is what makes room for the moves in: device blocks that a
-      `before` move out leaves are free at once, every other block only when the plan, or the move, that has it has been
+      the blocking moves of this and of earlier plans. That is what makes room for the moves in: device blocks that a
+      blocking move out leaves are free at once, every other block only when the plan, or the move, that has it has been
       settled, hence is past on its stream.
     - Two moves that were begun have no block in common. Source and target of either are fenced until it has landed, so
       the ledger cannot name them again, nor can a step touch them; and a move back begins after the one out has landed.
@@ -136,7 +136,7 @@ class StreamCopier:
         self._device = store.device.tensor.device
         self._lanes = {direction: _Lane(torch.cuda.Stream(self._device), deque()) for direction in Direction}
 
-    def run_before(self, moves: Sequence[Move]) -> Ended:
+    def run_blocking(self, moves: Sequence[Move]) -> Ended:
         return copy_in_order(self._store, moves)
 
     def begin(self, moves: Sequence[Move]) -> None:

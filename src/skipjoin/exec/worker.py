@@ -18,15 +18,15 @@ from skipjoin.exec.sampling import Sampling
 from skipjoin.exec.transfer import Copier, Ended, copier_for
 from skipjoin.model.batch import PackedBatch, Segment
 from skipjoin.model.causal_lm import CausalLM
-from skipjoin.model.sampler import Drawn, PromptLogprob, Sampler, SampleRow, needs_output
-from skipjoin.model.transfer import Reading, send
+from skipjoin.model.sampler import PromptLogprob, SampledTokens, Sampler, SampleRow, needs_output
+from skipjoin.model.transfer import HostCopy, send
 from skipjoin.sampling import Scored, TokenDetail
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class Begun:
+class InFlightStep:
     """A plan whose work is queued on the device, or done on a CPU.
 
     chosen: slices that sample, by index, in the order of `drawn`'s rows. given_up: see `StepResult`. scores: prompt
@@ -38,8 +38,8 @@ class Begun:
     ended: Ended
     moving: tuple[Mark, Mark] | None = None
     chosen: list[int] = field(default_factory=list)
-    drawn: Drawn | None = None
-    scores: list[tuple[Slice, Reading[list[PromptLogprob]]]] = field(default_factory=list)
+    drawn: SampledTokens | None = None
+    scores: list[tuple[Slice, HostCopy[list[PromptLogprob]]]] = field(default_factory=list)
     given_up: dict[int, str] = field(default_factory=dict)
     end: Mark | None = None
     stages: tuple[StageTime, ...] = ()
@@ -53,12 +53,12 @@ class Worker:
     `begin` returns. A plan may begin before the one before it is finished: what that one samples stays on the device,
     where the next finds it. One thread makes all calls of `begin`, one all calls of `finish`, in the same order.
 
-    All ranks run the same plans. A stage makes a plan's `before` moves while the one before it still computes
+    All ranks run the same plans. A stage makes a plan's blocking moves while the one before it still computes
     (FastServe section 4.3). Every rank of the last stage samples, and all of them the same tokens: they are a function
     of logits, seed and position. So a slice that awaits a token finds it where the stage that samples is also the one
     that embeds. With several stages no slice may await one: whoever decides must know a token before it plans the next.
 
-    Every request's `sampling` is a `Sampling`. copier: of `beside` moves, which are handed to it when their plan's turn
+    Every request's `sampling` is a `Sampling`. copier: of overlapped moves, which it gets when their plan's turn
     comes, not before: they may write where an earlier plan's moves still read. None: the one that suits the store.
     Without a host pool there is none. graphs: for the steps that fit them.
     """
@@ -77,7 +77,7 @@ class Worker:
         self._clock = DeviceClock(model.device) if on_device else HostClock(model.device)
         # What the latest plan sampled, and in which row for whom: for slices of the next one that await it. Whether it
         # gave a slice up.
-        self._drawn: Drawn | None = None
+        self._drawn: SampledTokens | None = None
         self._rows: dict[Request, int] = {}
         self._has_given_up = False
         self._prompts = PromptScores()
@@ -87,30 +87,30 @@ class Worker:
         """Carry out a plan: `begin`, then `finish`."""
         return self.finish(self.begin(plan))
 
-    def begin(self, plan: StepPlan) -> Begun:
+    def begin(self, plan: StepPlan) -> InFlightStep:
         """Queue a plan's moves, its step and its sampling. Raises ValueError for a plan that cannot be carried out
         here, and `GroupError`."""
-        if self._copier is None and (plan.before or plan.beside):
+        if self._copier is None and (plan.blocking or plan.overlapped):
             raise ValueError(f"plan {plan.id} moves KV blocks, but there is no host pool")
         waited = self.model.group.waited_s
-        begun = Begun(plan, self._clock.mark(), Ended([], []))
-        if self._copier is not None and plan.before:
-            begun.ended = self._copier.run_before(plan.before)
+        begun = InFlightStep(plan, self._clock.mark(), Ended([], []))
+        if self._copier is not None and plan.blocking:
+            begun.ended = self._copier.run_blocking(plan.blocking)
             begun.moving = begun.start, self._clock.mark()
-        if self._copier is not None and plan.beside:
-            self._copier.begin(plan.beside)
+        if self._copier is not None and plan.overlapped:
+            self._copier.begin(plan.overlapped)
         if plan.slices:
             self._compute(plan.slices, begun)
         begun.end = self._clock.mark()
         begun.waited = self.model.group.waited_s - waited
         begun.stages = self._stage_times(begun)
         if self._copier is not None:
-            more = self._copier.landed(0.0 if plan.slices or plan.before else PAUSE_S)
+            more = self._copier.landed(0.0 if plan.slices or plan.blocking else PAUSE_S)
             begun.ended.landed.extend(more.landed)
             begun.ended.failed.extend(more.failed)
         return begun
 
-    def finish(self, begun: Begun) -> StepResult:
+    def finish(self, begun: InFlightStep) -> StepResult:
         """Wait for a plan's work. The result has tokens if this rank samples; its seconds are those in which this rank
         did not wait for the stage before, and its `stages`, if there are several, are this rank's own time alone."""
         plan, drawn = begun.plan, begun.drawn
@@ -131,7 +131,7 @@ class Worker:
             plan, tokens, seconds, details, moving, *begun.ended, stages=begun.stages, given_up=begun.given_up
         )
 
-    def is_done(self, begun: Begun) -> bool:
+    def is_done(self, begun: InFlightStep) -> bool:
         """Whether `finish` would return at once."""
         assert begun.end is not None
         return self._clock.is_past(begun.end)
@@ -141,7 +141,7 @@ class Worker:
         if self._copier is not None:
             self._copier.close()
 
-    def _stage_times(self, begun: Begun) -> tuple[StageTime, ...]:
+    def _stage_times(self, begun: InFlightStep) -> tuple[StageTime, ...]:
         """This rank's part in a pipeline's step; several ranks have the host's clock."""
         if self.model.shard.pp_size == 1:
             return ()
@@ -152,7 +152,7 @@ class Worker:
         self._ended = end
         return (StageTime(end - start - begun.waited, idle),)
 
-    def _compute(self, slices: Sequence[Slice], begun: Begun) -> None:
+    def _compute(self, slices: Sequence[Slice], begun: InFlightStep) -> None:
         """Run the slices. Where the device has no memory for all of them, the largest is given up and the others run:
         what they compute does not depend on each other."""
         going = list(range(len(slices)))
@@ -173,7 +173,7 @@ class Worker:
             torch.cuda.empty_cache()
         self._drawn, self._rows, self._has_given_up = drawn, rows, bool(begun.given_up)
 
-    def _is_orphan(self, piece: Slice, index: int, begun: Begun) -> bool:
+    def _is_orphan(self, piece: Slice, index: int, begun: InFlightStep) -> bool:
         """Whether a slice awaits a token that will not come, since the one that was to sample it was given up."""
         if piece.awaits and piece.request not in self._rows:
             begun.given_up[index] = "the step before gave this request up"
@@ -181,8 +181,8 @@ class Worker:
         return False
 
     def _attempt(
-        self, slices: Sequence[Slice], going: Sequence[int], begun: Begun
-    ) -> tuple[Drawn | None, dict[Request, int]]:
+        self, slices: Sequence[Slice], going: Sequence[int], begun: InFlightStep
+    ) -> tuple[SampledTokens | None, dict[Request, int]]:
         """Run those of the slices that are going; what they sampled, in which row for whom."""
         # An attempt that failed may have left some.
         begun.scores, begun.chosen, begun.drawn = [], [], None

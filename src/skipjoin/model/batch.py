@@ -39,7 +39,7 @@ class Segment(NamedTuple):
         return len(self.tokens) + (self.awaits is not None)
 
 
-class Frame:
+class GraphBuffers:
     """A place on a device for batches of up to `seats` segments of one token each, whose tables have up to `width`
     blocks: every batch that is built in it has the same tensors, with other contents.
 
@@ -129,7 +129,7 @@ class PackedBatch:
         block_size: int,
         device: torch.device | str = "cpu",
         *,
-        frame: Frame | None = None,
+        frame: GraphBuffers | None = None,
     ) -> PackedBatch:
         """Pack segments in the order given. frame: where the tensors are; seats without a segment are at the end.
 
@@ -170,7 +170,7 @@ class PackedBatch:
         if not plain:
             to.offsets[:n], to.reversed[:n] = skipped, [s.reverse for s in segments]
         to.slots[:tokens], to.slots[tokens:] = _slots(to, tables, owner, block_size, plain=plain), -1
-        awaited = _fill_sources(to, segments)
+        pending_samples = _fill_sources(to, segments)
         to.wanted[:] = rows or ()
         buffer = to_device(torch.from_numpy(flat), torch.device(device))
         parts = _Parts(*(buffer[a:b] for a, b in pairwise(bounds)))
@@ -181,7 +181,7 @@ class PackedBatch:
             parts.token_ids,
             parts.positions,
             parts.slots,
-            parts.sources if awaited or frame is not None else None,
+            parts.sources if pending_samples or frame is not None else None,
             parts.query_start,
             parts.context_lens,
             parts.offsets,

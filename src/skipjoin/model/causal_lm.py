@@ -13,7 +13,7 @@ from skipjoin.model.families.gpt_neox import GPTNeoXDecoder
 from skipjoin.model.families.llama import LlamaDecoder
 from skipjoin.model.families.opt import OPTDecoder
 from skipjoin.model.kv_cache import PagedKV
-from skipjoin.model.layers import Builder, Embedding, Step, Weights
+from skipjoin.model.layers import Builder, Embedding, LayerInputs, Weights
 from skipjoin.model.ops.base import LayerOps, Linear
 from skipjoin.model.parallel import Group, check_shards
 
@@ -27,7 +27,7 @@ class Decoder(Protocol):
 
     def embed(self, batch: PackedBatch) -> torch.Tensor: ...
 
-    def advance(self, x: torch.Tensor, step: Step) -> torch.Tensor: ...
+    def advance(self, x: torch.Tensor, step: LayerInputs) -> torch.Tensor: ...
 
     def finish(self, hidden: torch.Tensor) -> torch.Tensor: ...
 
@@ -104,7 +104,7 @@ class CausalLM:
         `GroupError`.
         """
         self.check(batch, kv)
-        hidden = self._decoder.advance(self._enter(batch), Step(batch, kv, self.attention))
+        hidden = self._decoder.advance(self._enter(batch), LayerInputs(batch, kv, self.attention))
         if self._output is None:
             self.group.send(hidden)
         if self._output is None or batch.num_rows == 0:  # a chunk of a prompt, not its end

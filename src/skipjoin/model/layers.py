@@ -30,7 +30,7 @@ class Weights(Protocol):
 
 
 @dataclass(slots=True)
-class Step:
+class LayerInputs:
     """What one forward pass shares between its layers."""
 
     batch: PackedBatch
@@ -202,7 +202,9 @@ class SelfAttention:
         self._dim = config.head_dim
         self._scale, self._window = config.head_dim**-0.5, config.windows[layer]
 
-    def add_to(self, x: torch.Tensor, total: torch.Tensor, step: Step, then: Norm | None = None) -> torch.Tensor | None:
+    def add_to(
+        self, x: torch.Tensor, total: torch.Tensor, step: LayerInputs, then: Norm | None = None
+    ) -> torch.Tensor | None:
         """total += attention over `x`, both [T, hidden]; writes the tokens' keys and values into the cache. then: as in
         `Linear.add_to`."""
         qkv = self._qkv(x).view(-1, self._heads + 2 * self._kv_heads, self._dim)
@@ -221,12 +223,14 @@ class Layer(Protocol):
 
     norm: Norm
 
-    def __call__(self, x: torch.Tensor, normed: torch.Tensor, step: Step, then: Norm | None) -> torch.Tensor | None:
+    def __call__(
+        self, x: torch.Tensor, normed: torch.Tensor, step: LayerInputs, then: Norm | None
+    ) -> torch.Tensor | None:
         """Add this layer's part to `x` in place. normed: `norm` of `x`. Returns `then` of the result."""
         ...
 
 
-def advance(layers: Sequence[Layer], x: torch.Tensor, step: Step) -> torch.Tensor:
+def advance(layers: Sequence[Layer], x: torch.Tensor, step: LayerInputs) -> torch.Tensor:
     """[T, hidden] through the layers, in place. The norm that a layer begins with is made by the one before, together
     with its last sum; after the last of a stage there is none: the next stage, or the wanted rows, get the sum."""
     normed = layers[0].norm(x)

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
-from skipjoin.model.transfer import Reading, send
+from skipjoin.model.transfer import HostCopy, send
 from skipjoin.sampling import SamplingParams
 
 _MASK = (1 << 64) - 1
@@ -44,11 +44,11 @@ class Sampled(NamedTuple):
     top: Alternatives = ()
 
 
-class Drawn(NamedTuple):
+class SampledTokens(NamedTuple):
     """The tokens of all rows where the logits are, int64 [rows], and their report on its way to the host."""
 
     tokens: torch.Tensor
-    report: Reading[list[Sampled]]
+    report: HostCopy[list[Sampled]]
 
 
 class PromptLogprob(NamedTuple):
@@ -79,7 +79,7 @@ class Sampler:
         self._find_thresholds = find_thresholds or largest_first
 
     @torch.inference_mode()
-    def sample(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> Drawn:
+    def sample(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> SampledTokens:
         """One token per row. logits: float32 [len(rows), vocab_size], not changed, not needed when this returns. On
         CUDA nothing here waits for the device, if what finds the thresholds does not.
 
@@ -90,7 +90,7 @@ class Sampler:
         if logits.shape != (len(rows), self.vocab_size):
             raise ValueError(f"logits are {tuple(logits.shape)}, rows mean {(len(rows), self.vocab_size)}")
         if not rows:
-            return Drawn(logits.new_empty(0, dtype=torch.int64), Reading([], lambda _: []))
+            return SampledTokens(logits.new_empty(0, dtype=torch.int64), HostCopy([], lambda _: []))
         shaped = self._shaped(logits, rows)
         random = [i for i, row in enumerate(rows) if row.params.temperature > 0]
         if len(random) < len(rows):
@@ -100,7 +100,7 @@ class Sampler:
         elif random:
             index = send(random, logits.device)
             tokens[index] = _draw(shaped[index], [rows[i] for i in random], self._find_thresholds)
-        return Drawn(tokens, _report(logits, tokens, rows))
+        return SampledTokens(tokens, _report(logits, tokens, rows))
 
     def _shaped(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
         """The logits with what the parameters add and forbid; `logits` itself where nothing does."""
@@ -162,10 +162,10 @@ def _mix(z: int) -> int:
 
 
 @torch.inference_mode()
-def prompt_logprobs(logits: torch.Tensor, targets: Sequence[int], k: int) -> Reading[list[PromptLogprob]]:
+def prompt_logprobs(logits: torch.Tensor, targets: Sequence[int], k: int) -> HostCopy[list[PromptLogprob]]:
     """Log-probabilities of given tokens. logits: [n, vocab]; targets: n token ids; k: alternatives each."""
     if not len(targets):
-        return Reading([], lambda _: [])
+        return HostCopy([], lambda _: [])
     index = send(targets, logits.device, torch.int64)[:, None]
     pieces = zip(logits.split(_SCORED_ROWS), index.split(_SCORED_ROWS), strict=True)
     scored = [_scored(piece, wanted, k) for piece, wanted in pieces]
@@ -175,7 +175,7 @@ def prompt_logprobs(logits: torch.Tensor, targets: Sequence[int], k: int) -> Rea
         rows = zip(chosen.tolist(), _alternatives(ids, values), ranks.tolist(), strict=True)
         return [PromptLogprob(logprob, top, rank) for logprob, top, rank in rows]
 
-    return Reading([torch.cat(parts) for parts in zip(*scored, strict=True)], told)
+    return HostCopy([torch.cat(parts) for parts in zip(*scored, strict=True)], told)
 
 
 def _scored(logits: torch.Tensor, index: torch.Tensor, k: int) -> tuple[torch.Tensor, ...]:
@@ -191,10 +191,10 @@ def _argmax(logits: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(logits.numpy().argmax(-1)) if logits.device.type == "cpu" else logits.argmax(-1)
 
 
-def _report(logits: torch.Tensor, tokens: torch.Tensor, rows: Sequence[SampleRow]) -> Reading[list[Sampled]]:
+def _report(logits: torch.Tensor, tokens: torch.Tensor, rows: Sequence[SampleRow]) -> HostCopy[list[Sampled]]:
     wanted = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
     if not wanted:
-        return Reading([tokens], lambda host: [Sampled(token) for token in host[0].tolist()])
+        return HostCopy([tokens], lambda host: [Sampled(token) for token in host[0].tolist()])
     index = send(wanted, logits.device)
     logprobs = logits[index].log_softmax(-1)
     chosen = logprobs.gather(1, tokens[index, None])[:, 0]
@@ -208,7 +208,7 @@ def _report(logits: torch.Tensor, tokens: torch.Tensor, rows: Sequence[SampleRow
             sampled[i] = Sampled(sampled[i].token, logprob, top[:count])
         return sampled
 
-    return Reading([tokens, chosen, best.indices, best.values], told)
+    return HostCopy([tokens, chosen, best.indices, best.values], told)
 
 
 def _alternatives(ids: torch.Tensor, values: torch.Tensor) -> list[Alternatives]:

@@ -21,7 +21,7 @@ def send(values: Sequence[Any], device: torch.device, dtype: torch.dtype | None 
     return to_device(torch.tensor(values, dtype=dtype), device)
 
 
-class Reading(Generic[T]):
+class HostCopy(Generic[T]):
     """A value on its way to the host, which is asked for when its tensors are computed.
 
     make: what the tensors, on the host, say. They are copied in the order of the current stream; what is queued later

@@ -23,7 +23,7 @@ from skipjoin.core.request import FinishReason, Request
 from skipjoin.core.step import Direction, Move
 from skipjoin.observe.requests import RequestFacts, RequestLog
 from skipjoin.observe.stages import StageUse
-from skipjoin.observe.usage import Usage
+from skipjoin.observe.usage import EngineUsage
 
 
 class Metric(NamedTuple):
@@ -182,7 +182,7 @@ class Histogram:
 
 
 class EngineMetrics:
-    """Counts what core events tell; what it counts of requests and KV is what `RequestLog` and `Usage` say.
+    """Counts what core events tell; what it counts of requests and KV is what `RequestLog` and `EngineUsage` say.
 
     device_blocks, block_size: the KV pool. block_bytes: of one block, all layers.
     """
@@ -193,7 +193,7 @@ class EngineMetrics:
         self._rows = Snapshot.zero()
         self._gaps: list[float] = []  # between tokens, of the events at hand
         self._log = RequestLog(self._ended, on_first=self._got_first, on_gap=self._gaps.append)
-        self._usage = Usage(device_blocks=device_blocks, block_size=block_size, block_bytes=block_bytes)
+        self._usage = EngineUsage(device_blocks=device_blocks, block_size=block_size, block_bytes=block_bytes)
         self._stages = StageUse()
         self._live: set[Request] = set()
         self._running: set[Request] = set()
@@ -284,11 +284,11 @@ class EngineMetrics:
         result = event.result
         plan = result.plan
         self._in_flight -= 1
-        if plan.before:  # what an executor measures for no copies is noise
+        if plan.blocking:  # what an executor measures for no copies is noise
             self._stall[0] += result.moving
         if plan.slices:
             self._batch.observe(sum(piece.tokens for piece in plan.slices))
-        for proactive, moves in enumerate((plan.before, plan.beside)):
+        for proactive, moves in enumerate((plan.blocking, plan.overlapped)):
             for move in moves:
                 self._swapped[move.direction][proactive] += len(move.source) * self._block_bytes
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from skipjoin.observe.requests import RequestFacts
-from skipjoin.observe.usage import Usage
+from skipjoin.observe.usage import EngineUsage
 
 Record = dict[str, Any]
 # Digits that are kept: a run's figures are not known better.
@@ -68,7 +68,7 @@ def _figures(facts: Sequence[RequestFacts], now: float, rejected: int, errors: i
     }
 
 
-def add_usage(record: Record, usages: Sequence[Usage]) -> None:
+def add_usage(record: Record, usages: Sequence[EngineUsage]) -> None:
     """Add what the engine alone sees: steps, batches, KV. usages: one per replica; shares are their means, and the
     series is the first one's."""
     count = len(usages)

@@ -165,8 +165,8 @@ class RequestLog:
             request.id,
             request.arrival,
             len(request.prompt),
-            request.limit - len(request.prompt),
-            earlier_tokens=request.brought,
+            request.max_total_tokens - len(request.prompt),
+            earlier_tokens=request.resumed_tokens,
         )
 
     def _begin(self, facts: RequestFacts, now: float) -> None:
@@ -202,7 +202,7 @@ class RequestLog:
                 facts.scheduling_s += host
         # A plan without slices lasts as long as it waits for moves.
         missed = result.seconds if result.plan.slices else now - since
-        for request in result.plan.absent:
+        for request in result.plan.waiting_for_kv:
             facts = live.get(request)
             if facts is not None:
                 facts.swapping_s += missed

@@ -272,14 +272,14 @@ class Timeline:
     def _copies(self, result: StepResult, begin: int, end: int) -> None:
         plan = result.plan
         for direction, lane, name in ((Direction.OUT, _OUT, "out"), (Direction.IN, _IN, "in")):
-            before = [move for move in plan.before if move.direction is direction]
-            beside = [move for move in plan.beside if move.direction is direction]
+            before = [move for move in plan.blocking if move.direction is direction]
+            overlapped = [move for move in plan.overlapped if move.direction is direction]
             middle = begin + round(result.moving * 1e9)
             if not result.moving:  # the executor does not tell it apart
-                middle = begin + (end - begin) * _blocks(before) // max(1, _blocks(before) + _blocks(beside))
+                middle = begin + (end - begin) * _blocks(before) // max(1, _blocks(before) + _blocks(overlapped))
             middle = min(middle, end)
-            self._share(before, (lane, name, "before"), begin, middle)
-            self._share(beside, (lane, name, "beside"), middle, end)
+            self._share(before, (lane, name, "blocking"), begin, middle)
+            self._share(overlapped, (lane, name, "overlapped"), middle, end)
 
     def _share(self, moves: Sequence[Move], place: tuple[Lane, str, str], begin: int, end: int) -> None:
         """One span per move, one after the other, as long as their blocks are many."""

@@ -23,7 +23,7 @@ class Point(NamedTuple):
     waiting: int
 
 
-class Usage:
+class EngineUsage:
     """Steps, batches, preemptions, KV moved and KV held.
 
     Used KV is what computed tokens fill; allocated KV is what requests hold or are promised. Both are means over

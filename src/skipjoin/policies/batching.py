@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from skipjoin.core.policy import NO_OUTLOOK, Outlook, Packing, Refusal
+from skipjoin.core.policy import NO_OUTLOOK, BatchBuilder, Outlook, Refusal
 from skipjoin.core.request import Request
 
 
@@ -27,12 +27,12 @@ class Greedy:
         self.max_tokens = max_tokens
         self.chunked = chunked
 
-    def open(self, now: float, outlook: Outlook = NO_OUTLOOK) -> Packing:
-        kind = ChunkedPacking if self.chunked else WholePacking
+    def open(self, now: float, outlook: Outlook = NO_OUTLOOK) -> BatchBuilder:
+        kind = ChunkedBuilder if self.chunked else WholeBuilder
         return kind(self.max_seqs, self.max_tokens)
 
 
-class ChunkedPacking:
+class ChunkedBuilder:
     """One step's batch under `Greedy`, prompts cut to fit."""
 
     __slots__ = ("_seqs", "_tokens")
@@ -50,7 +50,7 @@ class ChunkedPacking:
         self._tokens -= tokens
 
 
-class WholePacking:
+class WholeBuilder:
     """One step's batch under `Greedy`, prompts computed whole."""
 
     __slots__ = ("_prompts", "_seqs", "_tokens")
@@ -97,16 +97,16 @@ class RunToCompletion:
         _check_budgets(max_seqs, max_tokens)
         self.max_seqs = max_seqs
         self.max_tokens = max_tokens
-        self._step = MemberPacking(set(), max_seqs, max_tokens, recruits=True)
+        self._step = MemberBuilder(set(), max_seqs, max_tokens, recruits=True)
 
-    def open(self, now: float, outlook: Outlook = NO_OUTLOOK) -> Packing:
+    def open(self, now: float, outlook: Outlook = NO_OUTLOOK) -> BatchBuilder:
         members = {request for request in self._step.members if request.finish_reason is None}
         recruits = not members or self._step.keeps_recruiting
-        self._step = MemberPacking(members, self.max_seqs, self.max_tokens, recruits=recruits)
+        self._step = MemberBuilder(members, self.max_seqs, self.max_tokens, recruits=recruits)
         return self._step
 
 
-class MemberPacking:
+class MemberBuilder:
     """One step's batch under `RunToCompletion`.
 
     members: the requests of the static batch that have not ended, at most `seqs`; those who join are added.
@@ -119,7 +119,7 @@ class MemberPacking:
         self.members = members
         self._recruits = recruits
         self._seqs = seqs
-        self._whole = WholePacking(seqs, tokens)
+        self._whole = WholeBuilder(seqs, tokens)
         # Members whose KV was dropped (all others have tokens planned) and who have not come back in this step.
         self._absent = {request for request in members if not request.planned}
         self._ran = self._joined = self._cramped = False

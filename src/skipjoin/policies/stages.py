@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from skipjoin.core.policy import NO_OUTLOOK, Batcher, CostModel, Outlook, Packing, Refusal
+from skipjoin.core.policy import NO_OUTLOOK, BatchBuilder, Batcher, CostModel, Outlook, Refusal
 from skipjoin.core.request import Request
 from skipjoin.core.step import StepShape
 
@@ -22,12 +22,12 @@ class _Loads:
 
     def __init__(self, cost: CostModel) -> None:
         self.revision = cost.revision
-        beside = cost.step(_BESIDE)
+        overlapped = cost.step(_BESIDE)
 
         def further(**work: int) -> float:
             (name, count), *_ = work.items()
             shape = _BESIDE._replace(**{name: getattr(_BESIDE, name) + count})
-            return max(0.0, cost.step(shape) - beside) / count
+            return max(0.0, cost.step(shape) - overlapped) / count
 
         self._token, self._pair = further(prefill=_MANY), further(attention=_MANY**2)
         self._decode, self._context = further(decodes=_MANY), further(context=_MANY**2)
@@ -87,9 +87,9 @@ class EvenStages:
         self._cost = cost
         self._loads = _Loads(cost)
         self._flying: dict[int, float] = {}  # loads of the plans in flight
-        self._last: EvenPacking | None = None
+        self._last: EvenBuilder | None = None
 
-    def open(self, now: float, outlook: Outlook = NO_OUTLOOK) -> Packing:
+    def open(self, now: float, outlook: Outlook = NO_OUTLOOK) -> BatchBuilder:
         if self._loads.revision != self._cost.revision:
             self._loads = _Loads(self._cost)
         known, last = self._flying, self._last
@@ -98,12 +98,12 @@ class EvenStages:
             plan.id: known.get(plan.id, last.load if last is not None else 0.0) for plan in outlook.in_flight
         }
         passed = last.passed_over() if last is not None else {}
-        self._last = EvenPacking(self, self.batcher.open(now), self._loads, tuple(self._flying.values()), passed)
+        self._last = EvenBuilder(self, self.batcher.open(now), self._loads, tuple(self._flying.values()), passed)
         self._last.look_at(outlook)
         return self._last
 
 
-class EvenPacking:
+class EvenBuilder:
     """One step's batch under `EvenStages`.
 
     inner: the batch of the batcher that limits it. flying: loads of the plans in flight. passed: how often in a row
@@ -111,7 +111,7 @@ class EvenPacking:
     """
 
     def __init__(
-        self, rules: EvenStages, inner: Packing, loads: _Loads, flying: Sequence[float], passed: dict[Request, int]
+        self, rules: EvenStages, inner: BatchBuilder, loads: _Loads, flying: Sequence[float], passed: dict[Request, int]
     ) -> None:
         self._rules = rules
         self._inner = inner

@@ -24,13 +24,13 @@ def starvation_after(slo_s: float) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Extremes:
+class WorstCase:
     """The most of everything that can come together.
 
     cost: what steps and moves take. requests: live at once. max_len: tokens of a request, at most what the device
     holds. max_seqs, max_tokens: of a step. device_blocks, host_blocks: KV blocks of block_size tokens; no
-    host_blocks where KV never moves. depth: plans in flight. moves_beside: whether KV moves beside steps, too. stages:
-    between which steps are shared out (`EvenStages`); then as many plans are in flight.
+    host_blocks where KV never moves. depth: plans in flight. moves_overlapped: whether KV moves beside steps, too.
+    stages: between which steps are shared out (`EvenStages`); then as many plans are in flight.
     """
 
     cost: CostModel
@@ -42,7 +42,7 @@ class Extremes:
     host_blocks: int
     block_size: int
     depth: int
-    moves_beside: bool
+    moves_overlapped: bool
     stages: int = 1
 
     @property
@@ -73,7 +73,7 @@ class Extremes:
     @property
     def stay_s(self) -> float:
         """The longest stay in the first queue, from promotion to the plan that runs the request."""
-        if not self.moves_beside:
+        if not self.moves_overlapped:
             return self.requests * self.turn_steps * (self.step_s + self._all_moves_s)
         step_s = (1 + _MOVING_SHARE) * self.step_s
         own = self.cost.transfer(self.blocks)
@@ -90,7 +90,7 @@ class Extremes:
         return 2 * self.cost.transfer(self.device_blocks) if self.host_blocks else 0.0
 
 
-def least_bound(most: Extremes) -> float:
+def least_bound(most: WorstCase) -> float:
     """The shortest time in seconds that can be promised as a bound on waiting, from a request's arrival, or the end of
     a step that ran it, to the end of the next step that runs it: `around_s + 2 x stay_s`.
 
@@ -132,7 +132,7 @@ def least_bound(most: Extremes) -> float:
     return most.around_s + 2 * most.stay_s
 
 
-def starvation_within(bound_s: float, most: Extremes) -> float:
+def starvation_within(bound_s: float, most: WorstCase) -> float:
     """The threshold in seconds with which no wait exceeds `bound_s`, which is at least `least_bound(most)`.
 
     Raises ValueError if it is less.
@@ -142,7 +142,7 @@ def starvation_within(bound_s: float, most: Extremes) -> float:
     return bound_s - most.around_s - most.stay_s
 
 
-def most_requests(bound_s: float, most: Extremes) -> int:
+def most_requests(bound_s: float, most: WorstCase) -> int:
     """How many requests may be live so that the bound can be promised, at most as many as are; 0: not even one."""
     low, high = 0, most.requests
     while low < high:

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from skipjoin.core.policy import Batcher, CostModel, LengthPredictor, Ordering, Policies
+from skipjoin.policies.admission import OnDemand, WholeMaximum
 from skipjoin.policies.batching import Greedy, RunToCompletion
+from skipjoin.policies.eviction import DROP_SHARE, Defer, ProactiveSwap, Recompute, Swap
 from skipjoin.policies.mlfq import PROMOTION_SHARE, SkipJoinMlfq
 from skipjoin.policies.ordering import Fcfs, FixedKey, Prioritized, ShortestRemaining
-from skipjoin.policies.pressure import DROP_SHARE, Defer, ProactiveSwap, Recompute, Swap
-from skipjoin.policies.reservation import OnDemand, WholeMaximum
 from skipjoin.policies.stages import EvenStages
 
 
@@ -122,19 +122,19 @@ def fastserve(s: Settings) -> Policies:
 @recipe
 def fastserve_reactive(s: Settings) -> Policies:
     """FastServe, KV swapped before the step that is short of blocks."""
-    return replace(fastserve(s), pressure=Swap(s.cost, drop_share=_drop_share(s)))
+    return replace(fastserve(s), eviction=Swap(s.cost, drop_share=_drop_share(s)))
 
 
 @recipe
 def fastserve_recompute(s: Settings) -> Policies:
     """FastServe, KV dropped where blocks are short."""
-    return replace(fastserve(s), pressure=Recompute())
+    return replace(fastserve(s), eviction=Recompute())
 
 
 @recipe
 def fastserve_defer(s: Settings) -> Policies:
     """FastServe, newcomers wait where blocks are short."""
-    return replace(fastserve(s), pressure=Defer())
+    return replace(fastserve(s), eviction=Defer())
 
 
 @recipe

@@ -57,7 +57,7 @@ DEVICES: dict[str, Device] = {device.name: device for device in _DEVICES}
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class DeviceGroup:
     """GPUs that serve one copy of a model. Raises `ConfigError` on a split outside its bounds.
 
     tp: GPUs that share each layer (tensor parallelism), all in one server. pp: stages of consecutive layers, `tp`
@@ -89,13 +89,13 @@ class Group:
 _SPLIT = re.compile(r"(?:tp(?P<tp>\d{1,4}))?(?:pp(?P<pp>\d{1,4}))?")
 
 
-def parse_hardware(text: str) -> Group:
+def parse_hardware(text: str) -> DeviceGroup:
     """The group that a text such as a100-40gb, A100-40 or a100-40gb:tp8pp2 means. Raises `ConfigError`."""
     name, colon, split = text.strip().lower().partition(":")
     found = _SPLIT.fullmatch(split)
     if found is None or (colon and not split):
         raise ConfigError(f"hardware must be a GPU and how it is split, such as a100-40gb:tp8pp2, got {text!r}")
-    return Group(_device(name), int(found["tp"] or 1), int(found["pp"] or 1))
+    return DeviceGroup(_device(name), int(found["tp"] or 1), int(found["pp"] or 1))
 
 
 def _device(name: str) -> Device:

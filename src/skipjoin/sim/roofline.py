@@ -14,7 +14,7 @@ from skipjoin.sim.hardware import (
     NETWORK_BYTES_PER_S,
     NETWORK_LATENCY_S,
     Device,
-    Group,
+    DeviceGroup,
 )
 from skipjoin.sim.models import ModelShape
 
@@ -85,7 +85,7 @@ class RooflineCost:
     def __init__(
         self,
         model: ModelShape,
-        group: Group,
+        group: DeviceGroup,
         efficiency: Efficiency = DEFAULT_EFFICIENCY,
         block_size: int = 16,
     ) -> None:
@@ -132,7 +132,7 @@ class RooflineCost:
         return self._transfer_s + blocks * self._block_s
 
 
-def _links(model: ModelShape, group: Group, share: Efficiency) -> tuple[float, float]:
+def _links(model: ModelShape, group: DeviceGroup, share: Efficiency) -> tuple[float, float]:
     """Seconds that a step spends on links between GPUs, whatever its size and for each token."""
     device, tp, hops = group.device, group.tp, group.pp - 1
     token_bytes = model.hidden * model.parameter_bytes
@@ -147,7 +147,7 @@ def _links(model: ModelShape, group: Group, share: Efficiency) -> tuple[float, f
     return reduces * reduce_s + hops * hop_s, reduces * reduce_token_s + hops * hop_token_s
 
 
-def check_split(model: ModelShape, group: Group) -> None:
+def check_split(model: ModelShape, group: DeviceGroup) -> None:
     """Raises `ConfigError`, with the nearest value that would do, if the model cannot be split over the group."""
     if model.kv_heads % group.tp:
         nearest = min(_splits(model), key=lambda tp: (abs(tp - group.tp), -tp))
@@ -164,7 +164,7 @@ def _splits(model: ModelShape) -> list[int]:
 
 
 def kv_blocks(
-    model: ModelShape, group: Group, block_size: int, kv_gib: float | None = None, utilization: float = 0.9
+    model: ModelShape, group: DeviceGroup, block_size: int, kv_gib: float | None = None, utilization: float = 0.9
 ) -> int:
     """KV blocks of `block_size` tokens that the group holds beside the model.
 
@@ -193,12 +193,12 @@ def kv_blocks(
     return pool // block_bytes
 
 
-def _most_layers(model: ModelShape, group: Group) -> int:
+def _most_layers(model: ModelShape, group: DeviceGroup) -> int:
     """Layers of the fullest stage."""
     return -(-model.layers // group.pp)
 
 
-def _fixed_bytes(model: ModelShape, group: Group) -> int:
+def _fixed_bytes(model: ModelShape, group: DeviceGroup) -> int:
     """Weights and activations on each GPU of the fullest stage."""
     if group.pp == 1:
         weights = model.parameters
@@ -210,13 +210,13 @@ def _fixed_bytes(model: ModelShape, group: Group) -> int:
     return (weights // group.tp + _ACTIVATION_TOKENS * widths) * model.parameter_bytes
 
 
-def _kv_room_bytes(model: ModelShape, group: Group, usable: float) -> int:
+def _kv_room_bytes(model: ModelShape, group: DeviceGroup, usable: float) -> int:
     """Bytes that a KV pool may have on all GPUs together; below 0: the weights do not fit."""
     left = int(group.device.memory_bytes * usable) - _fixed_bytes(model, group)
     return left * group.tp * model.layers // _most_layers(model, group)
 
 
-def _too_small(model: ModelShape, group: Group, usable: float, block_bytes: int) -> ConfigError:
+def _too_small(model: ModelShape, group: DeviceGroup, usable: float, block_bytes: int) -> ConfigError:
     """The error for a group that does not hold the model and one block."""
     need, have = _fixed_bytes(model, group), int(group.device.memory_bytes * usable)
     fits = " or ".join(_fitting(model, group.device, usable, block_bytes))
@@ -230,13 +230,13 @@ def _too_small(model: ModelShape, group: Group, usable: float, block_bytes: int)
 def _fitting(model: ModelShape, device: Device, usable: float, block_bytes: int) -> Iterator[str]:
     """The smallest group of the device that holds the model and a block, then the smallest single GPU that does."""
 
-    def holds(group: Group) -> bool:
+    def holds(group: DeviceGroup) -> bool:
         return _kv_room_bytes(model, group, usable) >= block_bytes
 
     stages = range(1, min(_MOST_STAGES, model.layers) + 1)
-    groups = [group for tp in _splits(model) for pp in stages if holds(group := Group(device, tp, pp))]
+    groups = [group for tp in _splits(model) for pp in stages if holds(group := DeviceGroup(device, tp, pp))]
     if groups:
         yield min(groups, key=lambda group: (group.gpus, group.pp)).name
-    single = [other for other in DEVICES.values() if other is not device and holds(Group(other))]
+    single = [other for other in DEVICES.values() if other is not device and holds(DeviceGroup(other))]
     if single:
         yield min(single, key=lambda other: other.memory_bytes).name

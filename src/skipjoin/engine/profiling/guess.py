@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from skipjoin.exec.part import Part, by_stage
+from skipjoin.exec.rank_spec import RankSpec, by_stage
 from skipjoin.policies.cost import LinearCost
 
 
@@ -28,14 +28,14 @@ RATES = {
 }
 
 
-def guess_cost(parts: Sequence[Part], block_size: int) -> LinearCost:
+def guess_cost(parts: Sequence[RankSpec], block_size: int) -> LinearCost:
     """Every step reads the weights once, and meanwhile computes two operations per weight and token. parts: of all
     ranks; those of a stage work at the same time, and stages one after the other."""
     stages = [_guess(stage[0], block_size) for stage in by_stage(parts)]
     return LinearCost(*(sum(terms) for terms in zip(*map(dataclasses.astuple, stages), strict=True)))
 
 
-def _guess(part: Part, block_size: int) -> LinearCost:
+def _guess(part: RankSpec, block_size: int) -> LinearCost:
     """What its own part of a step costs a rank."""
     rates = RATES[part.device_kind]
     token = 2 * part.weight_bytes / part.itemsize / rates.arithmetic

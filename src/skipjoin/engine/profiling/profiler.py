@@ -23,7 +23,7 @@ from skipjoin.core.step import Direction, Slice, StepPlan, StepShape
 from skipjoin.engine.profiling.cases import Case, Limits, Pieces, cases
 from skipjoin.engine.profiling.guess import guess_cost
 from skipjoin.exec.fit import cost_errors, fit_cost
-from skipjoin.exec.part import ModelExecutor, Part, by_stage
+from skipjoin.exec.rank_spec import ModelExecutor, RankSpec, by_stage
 from skipjoin.exec.sampling import Sampling
 from skipjoin.machine import cpu_name
 from skipjoin.model.config import ModelConfig
@@ -83,7 +83,7 @@ class _Measured(NamedTuple):
     held_out: bool
 
 
-def profile_key(name: str, config: ModelConfig, parts: Sequence[Part], version: str) -> ProfileKey:
+def profile_key(name: str, config: ModelConfig, parts: Sequence[RankSpec], version: str) -> ProfileKey:
     """Of this model on these ranks. name: for people; of a folder its last part is kept."""
     part, stages = parts[0], by_stage(parts)
     return ProfileKey(

@@ -12,12 +12,12 @@ from skipjoin.core.engine import EngineCore
 from skipjoin.core.kv import KVLedger
 from skipjoin.core.request import Request
 from skipjoin.engine.driver import StepDriver
-from skipjoin.engine.load import Loaded, Progress, load
+from skipjoin.engine.load import Loaded, OnProgress, load
 from skipjoin.engine.profiling.cases import Limits
 from skipjoin.engine.profiling.guess import guess_cost
 from skipjoin.engine.profiling.profiler import FIRST_START, Effort, measure_profile
 from skipjoin.engine.scheduling import depth_of, make_scheduler, plain_settings
-from skipjoin.exec.part import ModelExecutor
+from skipjoin.exec.rank_spec import ModelExecutor
 from skipjoin.exec.sampling import Sampling
 from skipjoin.policies.cost import LinearCost
 from skipjoin.profile import Profile, ProfileKey, cache_path, cached_profile, one_at_a_time, read_profile, write_profile
@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 _HOST_STEPS, _HOST_REQUESTS, _HOST_SHARE = 48, 16, 0.05
 
 
-def profile_model(config: EngineConfig, effort: Effort, on_progress: Progress = lambda what, share: None) -> Profile:
+def profile_model(config: EngineConfig, effort: Effort, on_progress: OnProgress = lambda what, share: None) -> Profile:
     """Load the model and measure what steps and transfers cost. Raises as `assemble` does."""
     loaded = load(config, on_progress)
     try:
@@ -38,7 +38,7 @@ def profile_model(config: EngineConfig, effort: Effort, on_progress: Progress = 
         loaded.executor.close()
 
 
-def start_cost(config: EngineConfig, loaded: Loaded, on_progress: Progress) -> LinearCost:
+def start_cost(config: EngineConfig, loaded: Loaded, on_progress: OnProgress) -> LinearCost:
     """What steps cost until steps have told."""
     if config.profile == "off":
         return guess_cost(loaded.executor.parts, config.block_size)
@@ -55,7 +55,7 @@ def start_cost(config: EngineConfig, loaded: Loaded, on_progress: Progress) -> L
 
 
 def measure(
-    loaded: Loaded, config: EngineConfig, effort: Effort, on_progress: Progress = lambda what, share: None
+    loaded: Loaded, config: EngineConfig, effort: Effort, on_progress: OnProgress = lambda what, share: None
 ) -> Profile:
     """What steps and transfers of a loaded model cost. It writes into KV blocks: no engine may be at work."""
     blocks, _, block_size = loaded.executor.pools

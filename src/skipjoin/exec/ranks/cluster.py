@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from skipjoin.exec.ranks.guard import Guard
+from skipjoin.exec.ranks.guard import ProcessGuard
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -56,7 +56,7 @@ class Cluster:
     def __init__(self, address: str, ip: str, folder: Path | None = None, *, is_ours: bool = True) -> None:
         self.address, self.ip = address, ip
         self._is_ours = is_ours
-        self._guard = Guard(folder) if folder is not None else None
+        self._guard = ProcessGuard(folder) if folder is not None else None
 
     @classmethod
     def start(cls, cpus: int) -> Cluster:

@@ -24,7 +24,7 @@ from pathlib import Path
 _ROUNDS, _ROUND_S = 20, 0.1
 
 
-class Guard:
+class ProcessGuard:
     """From now on, on Linux, no process that writes into the folder outlives this one."""
 
     def __init__(self, folder: Path) -> None:

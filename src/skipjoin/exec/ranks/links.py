@@ -32,7 +32,7 @@ _GRACE_S = 2.0
 _NUMBER = struct.Struct("<I")
 
 
-class Door:
+class RankListener:
     """Where the ranks of an engine connect to it, once each.
 
     ip: of the interface that they can reach.
@@ -81,7 +81,7 @@ class Door:
         return connection, number
 
 
-def knock(address: Address, secret: bytes, rank: int) -> Connection:
+def connect(address: Address, secret: bytes, rank: int) -> Connection:
     """A rank's connection to its engine. Raises OSError, and `RankError` if it is turned away."""
     connection = _prepared(socket.create_connection(address, _SILENCE_S))
     try:

@@ -49,7 +49,7 @@ class SlicePart(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class MovePart(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """See `Move`. Moves are numbered from 0 over all plans, in each first those before, then those beside."""
+    """See `Move`. Moves are numbered from 0 over all plans, in each first the blocking ones, then the overlapped."""
 
     is_out: bool
     request: int
@@ -62,8 +62,8 @@ class PlanMessage(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     id: int
     slices: list[SlicePart]
-    before: list[MovePart] = []
-    beside: list[MovePart] = []
+    blocking: list[MovePart] = []
+    overlapped: list[MovePart] = []
     new: list[NewRequest] = []
     known: list[KnownTokens] = []
     ended: list[int] = []
@@ -85,7 +85,7 @@ class Done(msgspec.Struct, frozen=True, tag="done", array_like=True, gc=False):
     details: dict[int, TokenDetail] = {}
 
 
-class Failed(msgspec.Struct, frozen=True, tag="failed", array_like=True, gc=False):
+class RankFailed(msgspec.Struct, frozen=True, tag="failed", array_like=True, gc=False):
     """The rank cannot go on. lost_peer: only because another one did not. out_of_step: it got other plans than the
     others, so that nothing it computes can be trusted."""
 
@@ -94,7 +94,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed", array_like=True, gc=Fals
     out_of_step: bool = False
 
 
-FromRank = Done | Failed
+FromRank = Done | RankFailed
 
 
 def checksum_after(before: bytes, body: bytes) -> bytes:

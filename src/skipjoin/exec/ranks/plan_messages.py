@@ -57,8 +57,8 @@ class PlanWriter:
         message = PlanMessage(
             plan.id,
             [self._slice(piece, new, known) for piece in plan.slices],
-            [self._move(move, new) for move in plan.before],
-            [self._move(move, new) for move in plan.beside],
+            [self._move(move, new) for move in plan.blocking],
+            [self._move(move, new) for move in plan.overlapped],
             new,
             known,
             self._ended(len(plan.slices) + _LOOKS),
@@ -142,11 +142,11 @@ class PlanReader:
         for known in plan.known:
             self._requests[known.request].request.output.extend(known.tokens)
         slices = tuple(self._slice(part) for part in plan.slices)
-        before, beside = self._read_moves(plan.before), self._read_moves(plan.beside)
+        blocking, overlapped = self._read_moves(plan.blocking), self._read_moves(plan.overlapped)
         # A move on its way keeps its request.
         for number in plan.ended:
             del self._requests[number]
-        return StepPlan(plan.id, slices, before, beside)
+        return StepPlan(plan.id, slices, blocking, overlapped)
 
     def numbers_of(self, ended: Sequence[Move]) -> list[int]:
         """Of moves that ended, which are forgotten by this."""

@@ -7,7 +7,7 @@ import logging
 import msgspec
 
 from skipjoin.core.step import StepPlan, StepResult
-from skipjoin.exec.ranks.messages import Done, Failed, FromRank
+from skipjoin.exec.ranks.messages import Done, FromRank, RankFailed
 from skipjoin.exec.ranks.plan_messages import OutOfStepError, PlanReader
 from skipjoin.exec.worker import Worker
 from skipjoin.model.parallel import GroupError
@@ -26,7 +26,7 @@ class Rank:
         self._worker = worker
         self._plans = PlanReader()
         self._encoder = msgspec.msgpack.Encoder()
-        self._failure: Failed | None = None
+        self._failure: RankFailed | None = None
 
     def run(self, message: bytes) -> bytes:
         """Carry out the plan of a message; the answer, an encoded `FromRank`. Raises nothing."""
@@ -59,11 +59,11 @@ class Rank:
             dict(result.details) if shard.tp_rank == 0 else {},  # type: ignore[arg-type]
         )
 
-    def _fail(self, error: Exception) -> Failed:
+    def _fail(self, error: Exception) -> RankFailed:
         group = self._worker.model.group
         _log.error("%s cannot go on: %s", group.shard.name, error, exc_info=error)
         group.close()
-        self._failure = Failed(
+        self._failure = RankFailed(
             f"{type(error).__name__}: {error}", isinstance(error, GroupError), isinstance(error, OutOfStepError)
         )
         return self._failure

@@ -18,9 +18,17 @@ from skipjoin.core.step import Direction
 from skipjoin.exec.base import RankError
 from skipjoin.exec.kv_store import KVStore
 from skipjoin.exec.memory import LargestStep, measure_peak
-from skipjoin.exec.part import Part, Room, make_store, measure_transfers, part_of, room_of, touch
+from skipjoin.exec.rank_spec import (
+    MemoryBudget,
+    RankSpec,
+    make_store,
+    measure_transfers,
+    memory_budget_of,
+    rank_spec_of,
+    touch,
+)
 from skipjoin.exec.ranks.cluster import import_ray
-from skipjoin.exec.ranks.links import Address, end_with, knock
+from skipjoin.exec.ranks.links import Address, connect, end_with
 from skipjoin.exec.ranks.rank import Rank
 from skipjoin.exec.worker import Worker
 from skipjoin.model.causal_lm import CausalLM
@@ -52,7 +60,7 @@ class RankModel(NamedTuple):
     largest: LargestStep
 
 
-class Place(NamedTuple):
+class RankPlace(NamedTuple):
     """Where a rank's process runs, and what with. node: Ray's name of it."""
 
     node: str
@@ -83,10 +91,10 @@ class RankActor:
         self._threads = 1
         self._block_size = 0
 
-    def place(self) -> Place:
+    def place(self) -> RankPlace:
         """Where this is."""
         context = import_ray().get_runtime_context()
-        return Place(context.get_node_id(), self._ip(), versions())
+        return RankPlace(context.get_node_id(), self._ip(), versions())
 
     def open_store(self) -> Address:
         """Where the ranks will find each other: at this one, on the interface that the cluster uses and no other."""
@@ -95,7 +103,9 @@ class RankActor:
         address: Address = self._store_socket.getsockname()[:2]
         return address
 
-    def load(self, model: RankModel, shard: Shard, meeting: Address | None, ranks_here: int) -> tuple[Part, Room]:
+    def load(
+        self, model: RankModel, shard: Shard, meeting: Address | None, ranks_here: int
+    ) -> tuple[RankSpec, MemoryBudget]:
         """Join the others and load this rank's part. meeting: what `open_store` said; None: there are no others.
         ranks_here: on this node. Raises `ModelError`, `GroupError`."""
         device = choose_device(model.device)
@@ -115,8 +125,8 @@ class RankActor:
         loaded = self._model
         loaded.attention.tune(loaded.config, loaded.dtype, loaded.device, model.block_size, loaded.shard)
         peak = measure_peak(loaded, model.largest, model.block_size)
-        part = part_of(loaded, model.block_size, self._threads)
-        return part, room_of(loaded, model.gpu_share, ranks_here, peak=peak)
+        part = rank_spec_of(loaded, model.block_size, self._threads)
+        return part, memory_budget_of(loaded, model.gpu_share, ranks_here, peak=peak)
 
     def progress(self) -> float:
         """How much is loaded, between 0 and 1."""
@@ -140,7 +150,7 @@ class RankActor:
         torch.set_num_threads(self._threads)  # they are counted per thread, and this is another one
         rank = Rank(Worker(self._loaded, self._store))
         with contextlib.suppress(EOFError, OSError, RankError):
-            connection = knock(address, secret, self._loaded.shard.rank)
+            connection = connect(address, secret, self._loaded.shard.rank)
             end_with(connection)
             while True:
                 connection.send_bytes(rank.run(connection.recv_bytes()))

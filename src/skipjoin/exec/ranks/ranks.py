@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 from skipjoin.core.step import Direction, StepPlan
 from skipjoin.exec.base import RankError
-from skipjoin.exec.part import Part, Room
+from skipjoin.exec.rank_spec import MemoryBudget, RankSpec
 from skipjoin.exec.ranks.cluster import Cluster, ClusterError, import_ray
-from skipjoin.exec.ranks.links import Door
+from skipjoin.exec.ranks.links import RankListener
 from skipjoin.exec.ranks.nodes import Node, away_from, known_nodes, silent
-from skipjoin.exec.ranks.rank_actor import Place, RankActor, RankModel, versions
+from skipjoin.exec.ranks.rank_actor import RankActor, RankModel, RankPlace, versions
 from skipjoin.exec.ranks.sharded import ShardedExecutor, ShardedHandle
 from skipjoin.model.config import ModelError
 from skipjoin.model.parallel import Shard
@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 OnProgress = Callable[[str, float], None]
 # From what the ranks have: KV blocks on the device and on the host.
-PoolsFor = Callable[[Sequence[Part], Sequence[Room]], tuple[int, int]]
+PoolsFor = Callable[[Sequence[RankSpec], Sequence[MemoryBudget]], tuple[int, int]]
 
 # Longest waits, in seconds: for a place in the cluster, for a rank to do as it is asked, for a connection, for a plan.
 _PLACE_S, _START_S, _CONNECT_S, _PLAN_S = 30.0, 120.0, 10.0, 120.0
@@ -104,7 +104,7 @@ class RankGroup:
         sizes = self._sizes
         on_progress("placing ranks", 0.0)
         self._place(model.device, patience_s)
-        places: list[Place] = self.ask("place")
+        places: list[RankPlace] = self.ask("place")
         self._check_versions(places)
         meeting = self._answers([self._actors[0].open_store.remote()])[0] if sizes.ranks > 1 else None
         here = Counter(place.node for place in places)
@@ -113,11 +113,11 @@ class RankGroup:
             for rank, actor in enumerate(self._actors)
         ]
         self._follow(loading, on_progress)
-        found: list[tuple[Part, Room]] = self._answers(loading)
+        found: list[tuple[RankSpec, MemoryBudget]] = self._answers(loading)
         self.parts = tuple(part for part, _ in found)
         self.blocks = pools_for(self.parts, [room for _, room in found])
         self.ask("make_pools", *self.blocks)
-        door = Door(cluster.ip)
+        door = RankListener(cluster.ip)
         try:
             for actor in self._actors:
                 actor.serve.remote(door.address, door.secret)
@@ -173,7 +173,7 @@ class RankGroup:
     def _wish(self) -> str:
         return f"tensor_parallel_size {self._sizes.tp} x pipeline_parallel_size {self._sizes.pp}"
 
-    def _check_versions(self, places: Sequence[Place]) -> None:
+    def _check_versions(self, places: Sequence[RankPlace]) -> None:
         for place in places:
             for name, ours in versions().items():
                 if (theirs := place.versions[name]) != ours:

@@ -12,7 +12,7 @@ import msgspec
 
 from skipjoin.core.step import Move, StageTime, StepPlan, StepResult
 from skipjoin.exec.base import RankError
-from skipjoin.exec.ranks.messages import Done, Failed, FromRank
+from skipjoin.exec.ranks.messages import Done, FromRank, RankFailed
 from skipjoin.exec.ranks.plan_messages import OutOfStepError, PlanWriter
 from skipjoin.model.parallel import Shard
 
@@ -22,7 +22,7 @@ _GRACE_S = 2.0
 _LOOK_S = 0.1
 
 
-class Link(Protocol):
+class RankLink(Protocol):
     """The way to one rank, which answers each message, in order."""
 
     def send(self, message: bytes) -> None:
@@ -79,7 +79,7 @@ class ShardedExecutor:
     token: `Scheduler(depth=stages, overlap=False)`.
     """
 
-    def __init__(self, links: Sequence[Link], *, tp_size: int, timeout_s: float) -> None:
+    def __init__(self, links: Sequence[RankLink], *, tp_size: int, timeout_s: float) -> None:
         if not links or len(links) % tp_size:
             raise ValueError(f"{len(links)} ranks cannot form stages of tp_size {tp_size}")
         self._links = links
@@ -96,7 +96,7 @@ class ShardedExecutor:
 
     def submit(self, plan: StepPlan, now: float) -> ShardedHandle:
         message = self._writer.write(plan)
-        for move in (*plan.before, *plan.beside):
+        for move in (*plan.blocking, *plan.overlapped):
             self._on_way[self._moves] = _OnWay(move, len(self._links))
             self._moves += 1
         handle = ShardedHandle(self, plan, self._writer.checksum)
@@ -176,7 +176,7 @@ class ShardedExecutor:
                 missing.rotate(-1)  # one of the others may say why
                 self._look_at(answers)
                 continue
-            if isinstance(answer, Failed):
+            if isinstance(answer, RankFailed):
                 raise self._cause(answer, rank, answers)
             answers[rank] = answer
             missing.popleft()
@@ -195,7 +195,7 @@ class ShardedExecutor:
             if self._links[rank].is_ready():
                 self._early[rank].append(self._links[rank].receive(0.0))
 
-    def _cause(self, failure: Failed, rank: int, answered: Container[int]) -> Exception:
+    def _cause(self, failure: RankFailed, rank: int, answered: Container[int]) -> Exception:
         """What to say of a failure: where it is one that followed from another rank's, that one's, which may be the
         answer to a later plan."""
         told = self._error(rank, failure)
@@ -205,7 +205,7 @@ class ShardedExecutor:
         for other in range(len(self._links)):
             answer: FromRank | None = None
             owed = 0 if other == rank else len(self._pending) - (other in answered)
-            while owed and not isinstance(answer, Failed):
+            while owed and not isinstance(answer, RankFailed):
                 try:
                     answer = self._receive(other, max(0.0, deadline - time.monotonic()))
                 except RankError as gone:
@@ -213,11 +213,11 @@ class ShardedExecutor:
                 except TimeoutError:
                     break
                 owed -= 1
-            if isinstance(answer, Failed) and not answer.lost_peer:
+            if isinstance(answer, RankFailed) and not answer.lost_peer:
                 return self._error(other, answer)
         return told
 
-    def _error(self, rank: int, failure: Failed) -> Exception:
+    def _error(self, rank: int, failure: RankFailed) -> Exception:
         kind = OutOfStepError if failure.out_of_step else RankError
         return kind(f"{self._shards[rank].name} cannot go on: {failure.text}")
 

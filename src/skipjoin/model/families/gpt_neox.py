@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from skipjoin.model.batch import PackedBatch
-from skipjoin.model.layers import Builder, Rotary, SelfAttention, Step, activation, advance
+from skipjoin.model.layers import Builder, LayerInputs, Rotary, SelfAttention, activation, advance
 from skipjoin.model.ops.base import Linear, Norm
 from skipjoin.model.parallel import scaled
 
@@ -19,14 +19,14 @@ class GPTNeoXDecoder:
         config, shard = builder.config, builder.shard
         self.embedding = builder.embedding(self.EMBEDDING) if shard.is_first else None
         rotary = Rotary(config, device)
-        self._layers = [_Layer(builder, i, rotary) for i in shard.layers(config)]
+        self._layers = [_NeoXLayer(builder, i, rotary) for i in shard.layers(config)]
         self._norm = builder.layer_norm("gpt_neox.final_layer_norm") if shard.is_last else None
 
     def embed(self, batch: PackedBatch) -> torch.Tensor:
         """The batch's tokens as [T, hidden], on the first stage."""
         return self.embedding(batch.token_ids)
 
-    def advance(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+    def advance(self, x: torch.Tensor, step: LayerInputs) -> torch.Tensor:
         """[T, hidden] through the layers that this rank has; may change `x`."""
         return advance(self._layers, x, step)
 
@@ -35,7 +35,7 @@ class GPTNeoXDecoder:
         return self._norm(hidden)
 
 
-class _Layer:
+class _NeoXLayer:
     def __init__(self, builder: Builder, index: int, rotary: Rotary) -> None:
         config, shard, name = builder.config, builder.shard, f"gpt_neox.layers.{index}"
         hidden, width = config.hidden_size, config.intermediate_size
@@ -56,14 +56,16 @@ class _Layer:
         self.norm = builder.layer_norm(f"{name}.input_layernorm")
         self._mlp_norm = builder.layer_norm(f"{name}.post_attention_layernorm")
 
-    def __call__(self, x: torch.Tensor, normed: torch.Tensor, step: Step, then: Norm | None) -> torch.Tensor | None:
+    def __call__(
+        self, x: torch.Tensor, normed: torch.Tensor, step: LayerInputs, then: Norm | None
+    ) -> torch.Tensor | None:
         """See `Layer`."""
         if self._parallel:
-            beside = self._mlp_norm(x)
+            overlapped = self._mlp_norm(x)
             self._attention.add_to(normed, x, step)
         else:
-            beside = self._attention.add_to(normed, x, step, self._mlp_norm)
-        return self._down.add_to(activation(self._activation, self._up(beside)), x, then)
+            overlapped = self._attention.add_to(normed, x, step, self._mlp_norm)
+        return self._down.add_to(activation(self._activation, self._up(overlapped)), x, then)
 
 
 def _query_key_value(builder: Builder, name: str) -> Linear:

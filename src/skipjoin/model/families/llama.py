@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from skipjoin.model.batch import PackedBatch
-from skipjoin.model.layers import Builder, Rotary, SelfAttention, Step, advance
+from skipjoin.model.layers import Builder, LayerInputs, Rotary, SelfAttention, advance
 from skipjoin.model.ops.base import Norm
 
 
@@ -18,14 +18,14 @@ class LlamaDecoder:
         config, shard = builder.config, builder.shard
         self.embedding = builder.embedding(self.EMBEDDING) if shard.is_first else None
         rotary = Rotary(config, device)
-        self._layers = [_Layer(builder, i, rotary) for i in shard.layers(config)]
+        self._layers = [_LlamaLayer(builder, i, rotary) for i in shard.layers(config)]
         self._norm = builder.rms_norm("model.norm", config.hidden_size) if shard.is_last else None
 
     def embed(self, batch: PackedBatch) -> torch.Tensor:
         """The batch's tokens as [T, hidden], on the first stage."""
         return self.embedding(batch.token_ids)
 
-    def advance(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+    def advance(self, x: torch.Tensor, step: LayerInputs) -> torch.Tensor:
         """[T, hidden] through the layers that this rank has; may change `x`."""
         return advance(self._layers, x, step)
 
@@ -34,7 +34,7 @@ class LlamaDecoder:
         return self._norm(hidden)
 
 
-class _Layer:
+class _LlamaLayer:
     def __init__(self, builder: Builder, index: int, rotary: Rotary) -> None:
         config, shard, name = builder.config, builder.shard, f"model.layers.{index}"
         hidden, dim = config.hidden_size, config.head_dim
@@ -59,7 +59,9 @@ class _Layer:
         self.norm = builder.rms_norm(f"{name}.input_layernorm", hidden)
         self._mlp_norm = builder.rms_norm(f"{name}.post_attention_layernorm", hidden)
 
-    def __call__(self, x: torch.Tensor, normed: torch.Tensor, step: Step, then: Norm | None) -> torch.Tensor | None:
+    def __call__(
+        self, x: torch.Tensor, normed: torch.Tensor, step: LayerInputs, then: Norm | None
+    ) -> torch.Tensor | None:
         """See `Layer`."""
         normed = self._attention.add_to(normed, x, step, self._mlp_norm)
         return self._down.add_to(self._gate_up(normed), x, then)

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from skipjoin.model.batch import PackedBatch
-from skipjoin.model.layers import Builder, SelfAttention, Step, activation, advance
+from skipjoin.model.layers import Builder, LayerInputs, SelfAttention, activation, advance
 from skipjoin.model.ops.base import Norm
 
 # The first two rows of OPT's position table belong to padding.
@@ -28,7 +28,7 @@ class OPTDecoder:
             self._positions = builder.tensor(f"{name}.embed_positions.weight", positions, hidden)
             if embed != hidden:
                 self._project_in = builder.linear(f"{name}.project_in", (hidden,), embed, False)
-        self._layers = [_Layer(builder, i) for i in shard.layers(config)]
+        self._layers = [_OptLayer(builder, i) for i in shard.layers(config)]
         self._norm_before = config.norm_before
         if shard.is_last:
             if embed != hidden:
@@ -42,7 +42,7 @@ class OPTDecoder:
             x = self._project_in(x)
         return x + F.embedding(batch.positions + POSITION_OFFSET, self._positions)
 
-    def advance(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+    def advance(self, x: torch.Tensor, step: LayerInputs) -> torch.Tensor:
         """[T, hidden] through the layers that this rank has; may change `x`."""
         if self._norm_before:
             return advance(self._layers, x, step)
@@ -57,7 +57,7 @@ class OPTDecoder:
         return hidden if self._project_out is None else self._project_out(hidden)
 
 
-class _Layer:
+class _OptLayer:
     def __init__(self, builder: Builder, index: int) -> None:
         config, shard, name = builder.config, builder.shard, f"model.decoder.layers.{index}"
         hidden, width = config.hidden_size, config.intermediate_size
@@ -75,12 +75,14 @@ class _Layer:
         self._mlp_norm = builder.layer_norm(f"{name}.final_layer_norm")
         self._activation = config.activation
 
-    def __call__(self, x: torch.Tensor, normed: torch.Tensor, step: Step, then: Norm | None) -> torch.Tensor | None:
+    def __call__(
+        self, x: torch.Tensor, normed: torch.Tensor, step: LayerInputs, then: Norm | None
+    ) -> torch.Tensor | None:
         """See `Layer`."""
         normed = self._attention.add_to(normed, x, step, self._mlp_norm)
         return self._down.add_to(self._inner(normed), x, then)
 
-    def norm_after(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+    def norm_after(self, x: torch.Tensor, step: LayerInputs) -> torch.Tensor:
         """[T, hidden] -> [T, hidden] where each part is followed by its norm; changes `x`."""
         x = self._attention.add_to(x, x, step, self.norm)
         return self._down.add_to(self._inner(x), x, self._mlp_norm)

@@ -10,10 +10,10 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from skipjoin.server.api import chat, completions, errors
-from skipjoin.server.api.auth import Guard
+from skipjoin.server.api.auth import AccessGuard
 from skipjoin.server.api.errors import bad_request, unavailable
 from skipjoin.server.api.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from skipjoin.server.api.responses import Detokenized, Load, ModelCard, ModelList, Tokens, encode
+from skipjoin.server.api.responses import Detokenized, LoadAnswer, ModelCard, ModelList, Tokens, encode
 from skipjoin.server.api.service import Phase, Service
 from skipjoin.version import VERSION
 
@@ -25,7 +25,7 @@ _BODIES: dict[str, type[BaseModel]] = {
 }
 
 
-def build_app(service: Service) -> Guard:
+def build_app(service: Service) -> AccessGuard:
     """The application around a service. `.app` of what is returned is the FastAPI object inside the door."""
     app = FastAPI(
         title="Skipjoin",
@@ -42,7 +42,7 @@ def build_app(service: Service) -> Guard:
     _add_tokenizer(app, service)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     config = service.config
-    return Guard(
+    return AccessGuard(
         app,
         api_keys=config.api_keys,
         max_header_bytes=config.max_header_bytes,
@@ -89,7 +89,7 @@ def _add_health(app: FastAPI, service: Service) -> None:
         """How busy the server is."""
         service.check_alive()
         load, admission = service.client.load(), service.admission
-        return _json(Load(admission.requests, load.running, load.waiting, admission.tokens, load.usage))
+        return _json(LoadAnswer(admission.requests, load.running, load.waiting, admission.tokens, load.usage))
 
 
 def _add_models(app: FastAPI, service: Service) -> None:

@@ -17,7 +17,7 @@ _MAX_ID = 128
 _NOT_ID = re.compile(r"[^A-Za-z0-9._:@/+=-]")
 
 
-class Guard:
+class AccessGuard:
     """Checks API key and sizes of every request, and gives each answer its `x-request-id`.
 
     api_keys: any of them opens; none: no key is asked for. max_header_bytes: of all headers and the target.

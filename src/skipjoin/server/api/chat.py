@@ -16,7 +16,7 @@ from skipjoin.sampling import Scored
 from skipjoin.server.api.completions import LOWEST_LOGPROB
 from skipjoin.server.api.errors import bad_request
 from skipjoin.server.api.generation import Job, StreamReply, WholeReply
-from skipjoin.server.api.limits import Place, estimate_tokens
+from skipjoin.server.api.limits import AdmissionSlot, estimate_tokens
 from skipjoin.server.api.protocol import ChatRequest, TemplateOptions
 from skipjoin.server.api.responses import (
     ChatChoice,
@@ -63,7 +63,7 @@ async def _job(
     body: ChatRequest,
     service: Service,
     messages: list[dict[str, str]],
-    places: list[Place],
+    places: list[AdmissionSlot],
     *,
     deadline_s: float | None,
     arrived: float,

@@ -15,7 +15,7 @@ from skipjoin.model.tokenizer import Tokenizer
 from skipjoin.sampling import Scored
 from skipjoin.server.api.errors import bad_request
 from skipjoin.server.api.generation import Job, StreamReply, WholeReply
-from skipjoin.server.api.limits import Place, estimate_tokens
+from skipjoin.server.api.limits import AdmissionSlot, estimate_tokens
 from skipjoin.server.api.protocol import CompletionRequest
 from skipjoin.server.api.responses import Completion, CompletionChoice, CompletionLogprobs, Usage, encode
 from skipjoin.server.api.service import Service, stop_strings, wants_usage
@@ -60,7 +60,7 @@ async def _job(
     body: CompletionRequest,
     service: Service,
     prompts: Sequence[str | list[int]],
-    places: list[Place],
+    places: list[AdmissionSlot],
     *,
     deadline_s: float | None,
     arrived: float,

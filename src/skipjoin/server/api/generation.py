@@ -16,13 +16,12 @@ from skipjoin.core.request import FinishReason
 from skipjoin.engine.text import Choice
 from skipjoin.sampling import SamplingParams
 from skipjoin.server.api.errors import ApiError, deadline_exceeded, from_engine, given_up, unavailable
-from skipjoin.server.api.limits import Place
+from skipjoin.server.api.limits import AdmissionSlot
 from skipjoin.server.api.responses import Usage
 from skipjoin.server.api.service import Service, remaining, seed_of
 from skipjoin.server.engines.engine_client import EngineClient
 from skipjoin.server.engines.errors import EngineError
-from skipjoin.server.engines.sequences import Mailbox
-from skipjoin.server.engines.sequences import Sequence as EngineSequence
+from skipjoin.server.engines.sequences import EngineSequence, Mailbox
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +39,7 @@ class Job:
 
     choices: list[Choice]
     params: list[SamplingParams]
-    places: list[Place]
+    places: list[AdmissionSlot]
     n: int
     priority: int
     deadline_s: float | None
@@ -63,7 +62,7 @@ class Format(Protocol):
         ...
 
 
-class Run:
+class JobRun:
     """A job at the engine. It must be closed, after which nothing of it is left there."""
 
     def __init__(self, job: Job, client: EngineClient) -> None:
@@ -138,13 +137,13 @@ def _check_reason(reason: FinishReason, error: str) -> None:
 
 
 @asynccontextmanager
-async def _at_work(job: Job, service: Service, receive: Receive) -> AsyncIterator[Run]:
+async def _at_work(job: Job, service: Service, receive: Receive) -> AsyncIterator[JobRun]:
     """The job's run, while the client's connection is watched; closed whatever happens."""
     service.busy += 1
     watcher: asyncio.Task[None] | None = None
-    run: Run | None = None
+    run: JobRun | None = None
     try:
-        run = Run(job, service.client)
+        run = JobRun(job, service.client)
         watcher = asyncio.create_task(_watch(receive, run))
         yield run
     finally:
@@ -157,7 +156,7 @@ async def _at_work(job: Job, service: Service, receive: Receive) -> AsyncIterato
             place.ended()
 
 
-async def _watch(receive: Receive, run: Run) -> None:
+async def _watch(receive: Receive, run: JobRun) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
     run.disconnected()
@@ -214,7 +213,7 @@ class StreamReply(Response):
             return
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
-    async def _send_all(self, run: Run, send: Send) -> bytes:
+    async def _send_all(self, run: JobRun, send: Send) -> bytes:
         """Send events until all choices are over; the bytes that end the stream."""
         while True:
             news = await run.next()

@@ -46,7 +46,7 @@ class Rate:
         return self._level
 
 
-class Place:
+class AdmissionSlot:
     """One sequence's share of the limits, from the door until it is over. Every method may be called again."""
 
     __slots__ = ("_admission", "_open", "_tokens")
@@ -92,7 +92,7 @@ class Admission:
         self._ends = Rate(clock)
         self._starts = Rate(clock)
 
-    def reserve(self, prompt_tokens: Sequence[int]) -> list[Place]:
+    def reserve(self, prompt_tokens: Sequence[int]) -> list[AdmissionSlot]:
         """Places for sequences with prompts of about so many tokens, all or none.
 
         Raises 429 where there is no room now, with when there is likely to be, and 400 where there never is.
@@ -122,7 +122,7 @@ class Admission:
             )
         self.requests += count
         self.tokens += tokens
-        return [Place(self, share) for share in prompt_tokens]
+        return [AdmissionSlot(self, share) for share in prompt_tokens]
 
     def note_start(self, tokens: int) -> None:
         """`tokens` prompt tokens wait no longer: their request runs."""

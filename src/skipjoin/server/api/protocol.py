@@ -126,7 +126,7 @@ Prompt = _one_of(
 )
 
 
-class Generation(Body):
+class GenerationBody(Body):
     """What both kinds of completion share."""
 
     model: Label = None
@@ -185,7 +185,7 @@ class Generation(Body):
     return_tokens_as_token_ids: Off = None
 
 
-class CompletionRequest(Generation):
+class CompletionRequest(GenerationBody):
     """POST /v1/completions. echo: the prompt stands before the output, and in the log-probabilities; with it
     max_tokens may be 0: the prompt is scored and nothing generated."""
 
@@ -247,7 +247,7 @@ class TemplateOptions(Body):
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES), Field(fail_fast=True)]
 
 
-class ChatRequest(Generation):
+class ChatRequest(GenerationBody):
     """POST /v1/chat/completions."""
 
     messages: Messages

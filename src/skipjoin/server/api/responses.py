@@ -167,7 +167,7 @@ class Detokenized(msgspec.Struct, frozen=True):
     prompt: str
 
 
-class Load(msgspec.Struct, frozen=True):
+class LoadAnswer(msgspec.Struct, frozen=True):
     """GET /load. server_load: sequences in the server. queued_tokens: prompt tokens of those that have not run."""
 
     server_load: int

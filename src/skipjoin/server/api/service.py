@@ -26,7 +26,7 @@ from skipjoin.server.api.errors import (
     unavailable,
 )
 from skipjoin.server.api.limits import Admission
-from skipjoin.server.api.protocol import MAX_DEADLINE_MS, Body, Generation
+from skipjoin.server.api.protocol import MAX_DEADLINE_MS, Body, GenerationBody
 from skipjoin.server.engines.engine_client import EngineClient
 from skipjoin.server.engines.errors import EngineDeadError, NoReplicaError
 from skipjoin.server.engines.messages import Ready
@@ -138,7 +138,7 @@ class Service:
         except ValidationError as error:
             raise from_validation(error) from error
 
-    def deadline_s(self, request: Request, body: Generation) -> float | None:
+    def deadline_s(self, request: Request, body: GenerationBody) -> float | None:
         """Seconds that the request has, counted from its arrival: by its body, else its header, else the default."""
         milliseconds = body.deadline_ms
         if milliseconds is None and (text := request.headers.get(_DEADLINE_HEADER)) is not None:
@@ -187,7 +187,7 @@ class Service:
     # -- sampling -----------------------------------------------------------------------------------------
 
     def sampling(
-        self, body: Generation, *, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None
+        self, body: GenerationBody, *, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None
     ) -> SamplingParams:
         """The body's sampling rules for one prompt; fields that are null or missing take the defaults. Raises 400."""
         given: dict[str, Any] = {
@@ -217,7 +217,7 @@ class Service:
         return params
 
 
-def stop_strings(body: Generation) -> tuple[str, ...]:
+def stop_strings(body: GenerationBody) -> tuple[str, ...]:
     """The body's stop strings."""
     if body.stop is None:
         return ()
@@ -241,7 +241,7 @@ def remaining(deadline_s: float | None, arrived: float) -> float | None:
     return left
 
 
-def wants_usage(body: Generation) -> tuple[bool, bool]:
+def wants_usage(body: GenerationBody) -> tuple[bool, bool]:
     """Whether a stream ends with the usage, and whether every event carries it. Raises 400 without a stream."""
     options = body.stream_options
     if options is None:

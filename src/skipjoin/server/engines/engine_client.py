@@ -21,15 +21,15 @@ from skipjoin.observe.metrics import Snapshot, merged
 from skipjoin.policies.dispatch import least_work
 from skipjoin.sampling import SamplingParams
 from skipjoin.server.engines.errors import EngineDeadError, NoReplicaError, RefusedError
-from skipjoin.server.engines.messages import Abort, FromEngine, Ready, Refused, Stats, Step, ToEngine
-from skipjoin.server.engines.sequences import Mailbox, Sequence
+from skipjoin.server.engines.messages import Abort, FromEngine, Ready, Refused, Stats, StepOutputs, ToEngine
+from skipjoin.server.engines.sequences import EngineSequence, Mailbox
 from skipjoin.server.metrics import Metrics
 
 # How long a sequence waits for an engine while there is none.
 PATIENCE_S = 60.0
 
 
-class Replica:
+class ConnectedEngine:
     """An engine that takes requests.
 
     send: takes messages to it; must not block or raise. stats: what it told last. sequences: those that it has, by id.
@@ -42,10 +42,10 @@ class Replica:
         self.info = info
         self.send = send
         self.stats = Stats(0, Snapshot.zero())
-        self.sequences: dict[int, Sequence] = {}
+        self.sequences: dict[int, EngineSequence] = {}
 
 
-class Load(NamedTuple):
+class EngineLoad(NamedTuple):
     """How busy the engines are together. usage: share of their KV blocks that are not free."""
 
     running: int
@@ -77,9 +77,9 @@ class EngineClient:
         self._seeds = random.Random(seed)
         self._patience_s = patience_s
         self._clock = clock
-        self._replicas: dict[int, Replica] = {}
-        self._places: dict[int, Replica | None] = {}  # of each sequence, by id; None: it waits for an engine
-        self._waiting: dict[int, Sequence] = {}
+        self._replicas: dict[int, ConnectedEngine] = {}
+        self._places: dict[int, ConnectedEngine | None] = {}  # of each sequence, by id; None: it waits for an engine
+        self._waiting: dict[int, EngineSequence] = {}
         self._dispatch = least_work()
         self._gone = Snapshot.zero()  # what engines counted that are gone
         self._joined = 0
@@ -99,12 +99,12 @@ class EngineClient:
         """Engines that take requests."""
         return len(self._replicas)
 
-    def load(self) -> Load:
+    def load(self) -> EngineLoad:
         """How busy the engines are, by what they told last."""
         replicas = self._replicas.values()
         stats = [replica.stats for replica in replicas]
         blocks = sum(replica.info.device_blocks for replica in replicas)
-        return Load(
+        return EngineLoad(
             sum(one.running for one in stats),
             sum(one.waiting for one in stats),
             sum(one.blocks_used for one in stats) / blocks if blocks else 0.0,
@@ -112,10 +112,10 @@ class EngineClient:
 
     # -- engines ------------------------------------------------------------------------------------------
 
-    def join(self, info: Ready, send: Callable[[ToEngine], None]) -> Replica:
+    def join(self, info: Ready, send: Callable[[ToEngine], None]) -> ConnectedEngine:
         """An engine takes requests from now on, those first that wait for one."""
         number = next(number for number in itertools.count() if number not in self._replicas)
-        replica = self._replicas[number] = Replica(number, info, send)
+        replica = self._replicas[number] = ConnectedEngine(number, info, send)
         self._dispatch.join(number, info.cost)
         self._joined += 1
         self._tell_replicas()
@@ -126,7 +126,7 @@ class EngineClient:
             self._place(sequence)
         return replica
 
-    def lose(self, replica: Replica) -> int:
+    def lose(self, replica: ConnectedEngine) -> int:
         """An engine is gone: its sequences go on elsewhere. How many they are."""
         if self._replicas.get(replica.number) is not replica:
             return 0
@@ -148,9 +148,9 @@ class EngineClient:
         for replica in list(self._replicas.values()):
             self.lose(replica)
 
-    def receive(self, replica: Replica, message: FromEngine) -> None:
+    def receive(self, replica: ConnectedEngine, message: FromEngine) -> None:
         """Take a message from an engine. What comes from one that was lost counts for nothing."""
-        if isinstance(message, Step):
+        if isinstance(message, StepOutputs):
             self._deliver(replica, message)
         elif isinstance(message, Stats):
             if self._replicas.get(replica.number) is replica:
@@ -173,7 +173,7 @@ class EngineClient:
         deadline_s: float | None = None,
         on_start: Callable[[], None] | None = None,
         on_end: Callable[[], None] | None = None,
-    ) -> Sequence:
+    ) -> EngineSequence:
         """Start a sequence whose outputs go to `mailbox` as number `index`.
 
         on_start: called when it first runs, if it does, and again if it must start anew. on_end: called once when it is
@@ -195,16 +195,16 @@ class EngineClient:
             priority=priority,
             deadline=math.inf if deadline_s is None else now + deadline_s,
         )
-        sequence = Sequence(request, params, mailbox, index)
+        sequence = EngineSequence(request, params, mailbox, index)
         sequence.on_start, sequence.on_end = on_start, on_end
         self._place(sequence)
         return sequence
 
-    def abort(self, sequences: list[Sequence]) -> None:
+    def abort(self, sequences: list[EngineSequence]) -> None:
         """Give up those of the sequences that are not over; nothing more comes from them."""
         self._end(sequences, FinishReason.ABORT)
 
-    def complete(self, sequence: Sequence) -> None:
+    def complete(self, sequence: EngineSequence) -> None:
         """The sequence has all that its client wants, though its engine would go on."""
         self._end([sequence], FinishReason.STOP)
 
@@ -218,7 +218,7 @@ class EngineClient:
 
     # -- inside -------------------------------------------------------------------------------------------
 
-    def _place(self, sequence: Sequence) -> None:
+    def _place(self, sequence: EngineSequence) -> None:
         """Send the sequence to the engine with the least work, or let it wait for one."""
         request, now = sequence.request, self._clock()
         left = None if request.deadline == math.inf else max(0.0, request.deadline - now)
@@ -233,14 +233,14 @@ class EngineClient:
         self._places[sequence.id] = replica
         replica.send(sequence.message(left, now - request.arrival))
 
-    def _lose_patience(self, sequence: Sequence) -> None:
+    def _lose_patience(self, sequence: EngineSequence) -> None:
         if sequence.request.deadline <= self._clock():
             sequence.mailbox.put(Output(sequence.index, None, None, FinishReason.DEADLINE))
         else:
             sequence.mailbox.fail(NoReplicaError())
         self._close(sequence, FinishReason.ABORT)
 
-    def _deliver(self, replica: Replica, step: Step) -> None:
+    def _deliver(self, replica: ConnectedEngine, step: StepOutputs) -> None:
         sequences, details, generated = replica.sequences, step.details, self._dispatch.generated
         for request_id in step.started:
             if (sequence := sequences.get(request_id)) is not None and sequence.on_start is not None:
@@ -263,8 +263,8 @@ class EngineClient:
                 sequence.mailbox.put(Output(sequence.index, None, None, reason, step.errors.get(request_id, "")))
                 self._close(sequence, reason)
 
-    def _end(self, sequences: list[Sequence], reason: FinishReason) -> None:
-        gone: dict[Replica, list[int]] = {}
+    def _end(self, sequences: list[EngineSequence], reason: FinishReason) -> None:
+        gone: dict[ConnectedEngine, list[int]] = {}
         for sequence in sequences:
             if sequence.id in self._places and (replica := self._close(sequence, reason)) is not None:
                 gone.setdefault(replica, []).append(sequence.id)
@@ -272,7 +272,7 @@ class EngineClient:
             for replica, ids in gone.items():
                 replica.send(Abort(ids))
 
-    def _close(self, sequence: Sequence, reason: FinishReason) -> Replica | None:
+    def _close(self, sequence: EngineSequence, reason: FinishReason) -> ConnectedEngine | None:
         """The sequence is over; which engine had it."""
         replica = self._places.pop(sequence.id)
         if replica is None:

@@ -15,9 +15,9 @@ import zmq
 
 from skipjoin.config import EngineConfig
 from skipjoin.server.engines.channel import Channel
-from skipjoin.server.engines.engine_client import EngineClient, Replica
+from skipjoin.server.engines.engine_client import ConnectedEngine, EngineClient
 from skipjoin.server.engines.engine_program import ENGINE_COMMAND, THREAD_WAITING, describe_end
-from skipjoin.server.engines.messages import Failed, FromEngine, Progress, Ready, Setup, Shutdown, ToEngine
+from skipjoin.server.engines.messages import EngineFailed, FromEngine, LoadProgress, Ready, Setup, Shutdown, ToEngine
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class EngineHandle:
         self._folder = tempfile.TemporaryDirectory(prefix="skipjoin-")
         self._context = zmq.Context()
         self._channel: Channel | None = None
-        self._replica: Replica | None = None
+        self._replica: ConnectedEngine | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._watcher: asyncio.Task[None] | None = None
         self._ready: asyncio.Future[Ready] | None = None
@@ -112,9 +112,9 @@ class EngineHandle:
         self._channel.send(message)  # what an engine that is gone does not take, `_watch` sees to
 
     def _receive(self, message: FromEngine) -> None:
-        if isinstance(message, Progress):
+        if isinstance(message, LoadProgress):
             self._on_progress(message.what, message.share)
-        elif isinstance(message, Failed):
+        elif isinstance(message, EngineFailed):
             self._failure = message.text
         elif isinstance(message, Ready):
             self._replica = self.client.join(message, self._send)

@@ -28,20 +28,20 @@ from skipjoin.observe.metrics import EngineMetrics
 from skipjoin.observe.timeline import Timeline
 from skipjoin.sampling import ParameterError, SamplingParams, TokenDetail
 from skipjoin.server.engines.engine_program import ORPHANED
-from skipjoin.server.engines.link import NoAnswerError, knock
+from skipjoin.server.engines.link import NoAnswerError, connect
 from skipjoin.server.engines.messages import (
     Abort,
     Add,
-    Failed,
+    EngineFailed,
     FromEngine,
-    Key,
-    Progress,
+    ListenerKey,
+    LoadProgress,
     Ready,
     Refused,
     Setup,
     Shutdown,
     Stats,
-    Step,
+    StepOutputs,
     ToEngine,
 )
 
@@ -78,16 +78,16 @@ class Loop(Protocol):
 
 
 OnProgress = Callable[[str, float], None]
-Load = Callable[[Setup, OnProgress], tuple[Loop, Ready]]
+LoadEngine = Callable[[Setup, OnProgress], tuple[Loop, Ready]]
 
 
 class Digest:
-    """Folds the core's events into one `Step` per engine step."""
+    """Folds the core's events into one `StepOutputs` per engine step."""
 
     def __init__(self) -> None:
         self._new: set[int] = set()  # requests that have not run yet
 
-    def fold(self, events: Iterable[Event]) -> Step | None:
+    def fold(self, events: Iterable[Event]) -> StepOutputs | None:
         """What the API process must know of these events; None if that is nothing."""
         ids: list[int] = []
         tokens: list[int] = []
@@ -113,11 +113,11 @@ class Digest:
             elif isinstance(event, Arrived):
                 self._new.add(event.request.id)
         if ids or ended or started:
-            return Step(ids, tokens, details, ended, started, errors)
+            return StepOutputs(ids, tokens, details, ended, started, errors)
         return None
 
 
-class Recorder:
+class TimelineWriter:
     """A timeline on the disk. If it cannot be written any more it says so once, and serving goes on without.
 
     Raises `ConfigError` if it cannot be begun.
@@ -187,7 +187,7 @@ class EngineServer:
         """Whether the API process is gone, or has given this one up."""
         return self._is_cut or not self._is_linked()
 
-    def run(self, loop: Loop, metrics: EngineMetrics, recorder: Recorder | None = None) -> None:
+    def run(self, loop: Loop, metrics: EngineMetrics, recorder: TimelineWriter | None = None) -> None:
         """Serve until told to stop, or the parent or the API process is gone. metrics, recorder: told all that
         happens."""
         digest = Digest()
@@ -268,7 +268,7 @@ def die_with_parent(parent: int) -> None:
         sys.exit("the process that started the engine is gone")
 
 
-def serve_engine(load: Load) -> int:
+def serve_engine(load: LoadEngine) -> int:
     """Be the engine process, to its end: 0 if told to end, 1 if the engine could not start or failed, or its link is
     over, `ORPHANED` if nobody answers at the API process's door.
 
@@ -286,11 +286,11 @@ def serve_engine(load: Load) -> int:
         print(f"the engine ends: {error}", file=sys.stderr, flush=True)
         return ORPHANED
     server = EngineServer(socket, setup.parent, is_linked)
-    recorder: Recorder | None = None
+    recorder: TimelineWriter | None = None
     try:
         if setup.config.timeline is not None:
-            recorder = Recorder(setup.config.timeline)
-        loop, ready = load(setup, lambda what, share: server.send(Progress(what, share)))
+            recorder = TimelineWriter(setup.config.timeline)
+        loop, ready = load(setup, lambda what, share: server.send(LoadProgress(what, share)))
         server.send(ready)
         if setup.ready_fd is not None:
             os.write(setup.ready_fd, b".")
@@ -307,12 +307,12 @@ def serve_engine(load: Load) -> int:
         socket.close(linger=0)
         return code
     except (ConfigError, ModelError) as error:  # a setting or a model that cannot be used: its text says it all
-        server.send(Failed(str(error)))
+        server.send(EngineFailed(str(error)))
         socket.close(linger=1000)
         return 1
     except Exception as error:
         traceback.print_exc()
-        server.send(Failed(f"{type(error).__name__}: {error}"))
+        server.send(EngineFailed(f"{type(error).__name__}: {error}"))
         socket.close(linger=1000)
         return 1
     finally:
@@ -331,8 +331,8 @@ def _destroy(context: zmq.Context[zmq.Socket[bytes]]) -> None:
 
 def _connect(context: zmq.Context[zmq.Socket[bytes]], setup: Setup) -> tuple[zmq.Socket[bytes], Callable[[], bool]]:
     """The socket to the API process, and whether that is there. Raises `NoAnswerError`."""
-    if isinstance(setup.at, Key):
-        return knock(context, setup.at)
+    if isinstance(setup.at, ListenerKey):
+        return connect(context, setup.at)
     socket = context.socket(zmq.PAIR)
     # Without a high-water mark a send never blocks; what is in flight is bounded by the requests admitted.
     socket.set_hwm(0)

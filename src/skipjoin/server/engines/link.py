@@ -1,9 +1,10 @@
 """Sockets to engines that run anywhere in a cluster: TCP, encrypted, and open to nobody but this server's own engines.
 
-An engine knocks at the `Door`, and gets a socket of its own: a `Link`. CurveZMQ encrypts and authenticates either side
-by keys that are made at every start; engines get theirs with their setup. A link that breaks is over: its socket is
-closed, and its engine ends. So an engine that was given up cannot come back with tokens that another one generates by
-now. The end shows within milliseconds where a process ended, and within `SILENCE_S` where a machine or the network did.
+An engine connects to the `EngineListener` and gets a socket of its own, an `EngineLink`. CurveZMQ encrypts and
+authenticates either side by keys that are made at every start; engines get theirs with their setup. A link that breaks
+is over: its socket is closed, and its engine ends. So an engine that was given up cannot come back with tokens that
+another one generates by now. The end shows within milliseconds where a process ended, and within `SILENCE_S` where a
+machine or the network did.
 
 CurveZMQ, and not plain TCP with a challenge: prompts cross the network, and ZeroMQ's own thread keeps sending while the
 engine computes, so that the loop is the same for both kinds of sockets.
@@ -19,7 +20,7 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from skipjoin.server.engines.channel import Channel, signal_of
-from skipjoin.server.engines.messages import FromEngine, Key, ToEngine
+from skipjoin.server.engines.messages import FromEngine, ListenerKey, ToEngine
 
 # An engine whose machine says nothing for so long is given up; ZeroMQ asks every second, and answers while the engine
 # computes.
@@ -35,13 +36,13 @@ _ENDS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_N
 _ENDS |= zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
 
-class Door:
+class EngineListener:
     """Where engines come in. host: this machine's address, as engines reach it. on_link: called with each of them.
 
     Raises OSError if the address cannot be used.
     """
 
-    def __init__(self, host: str, on_link: Callable[[Link], None]) -> None:
+    def __init__(self, host: str, on_link: Callable[[EngineLink], None]) -> None:
         self._host = host
         self._on_link = on_link
         self._public, self._secret = zmq.curve_keypair()
@@ -56,12 +57,12 @@ class Door:
         except zmq.ZMQError as error:
             self._end()
             raise OSError(error.errno, f"cannot listen on {host} for engines: {error.strerror}") from error
-        self._links: set[Link] = set()
+        self._links: set[EngineLink] = set()
         self._loop = asyncio.get_running_loop()
         self._fd = signal_of(self._socket)
         self._loop.add_reader(self._fd, self._answer)
         self._loop.call_soon(self._answer)
-        self.key = Key(
+        self.key = ListenerKey(
             f"tcp://{host}", port, self._public.decode(), self._engines_public.decode(), self._engines_secret.decode()
         )
 
@@ -92,17 +93,17 @@ class Door:
                 return
             socket = self._context.socket(zmq.PAIR)
             port = self._bind(socket)
-            link = Link(socket, on_end=self._links.discard)
+            link = EngineLink(socket, on_end=self._links.discard)
             self._links.add(link)
             self._on_link(link)
             self._socket.send(b"%d" % port, zmq.NOBLOCK)
 
 
-class Link:
+class EngineLink:
     """One engine's socket. Whoever gets it sets `on_message` and `on_lost`: what the engine says, and that it is gone,
     after all that it has said."""
 
-    def __init__(self, socket: zmq.Socket[bytes], *, on_end: Callable[[Link], None]) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], *, on_end: Callable[[EngineLink], None]) -> None:
         self.on_message: Callable[[FromEngine], None] = lambda message: None
         self.on_lost: Callable[[], None] = lambda: None
         self._on_end = on_end
@@ -180,7 +181,7 @@ class NoAnswerError(Exception):
     """The API process does not answer: it is gone."""
 
 
-def knock(context: zmq.Context[zmq.Socket[bytes]], key: Key) -> tuple[zmq.Socket[bytes], Callable[[], bool]]:
+def connect(context: zmq.Context[zmq.Socket[bytes]], key: ListenerKey) -> tuple[zmq.Socket[bytes], Callable[[], bool]]:
     """A socket of one's own to the API process, and whether it still holds. Raises `NoAnswerError`."""
     door = context.socket(zmq.REQ)
     _lock(door, key)
@@ -200,7 +201,7 @@ def knock(context: zmq.Context[zmq.Socket[bytes]], key: Key) -> tuple[zmq.Socket
     return socket, lambda: not int(monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN
 
 
-def _lock(socket: zmq.Socket[bytes], key: Key) -> None:
+def _lock(socket: zmq.Socket[bytes], key: ListenerKey) -> None:
     socket.curve_serverkey = key.server.encode()
     socket.curve_publickey, socket.curve_secretkey = key.public.encode(), key.secret.encode()
     _keep_alive(socket)

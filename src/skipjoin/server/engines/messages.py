@@ -1,6 +1,6 @@
 """What the API process and the engine process say to each other: msgspec structs of declared types, as msgpack.
 
-One `Step` carries all tokens of an engine step, so that the number of messages does not grow with the batch.
+One `StepOutputs` carries all tokens of an engine step, so that the number of messages does not grow with the batch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from skipjoin.policies.cost import LinearCost
 from skipjoin.sampling import SamplingParams, TokenDetail
 
 
-class Key(msgspec.Struct, frozen=True):
+class ListenerKey(msgspec.Struct, frozen=True):
     """What opens the API process's door to an engine: see `link`. host, port: where it is. server: its public key;
     public, secret: the engines' pair, all three in Z85."""
 
@@ -33,7 +33,7 @@ class Setup(msgspec.Struct, frozen=True):
     """
 
     config: EngineConfig
-    at: str | Key
+    at: str | ListenerKey
     parent: int
     ready_fd: int | None = None
 
@@ -73,7 +73,7 @@ ToEngine = Add | Abort | Shutdown
 # -- from the engine ------------------------------------------------------------------------------------------
 
 
-class Progress(msgspec.Struct, frozen=True, tag="progress", array_like=True):
+class LoadProgress(msgspec.Struct, frozen=True, tag="progress", array_like=True):
     """Start-up goes on. share: of what is being done, between 0 and 1."""
 
     what: str
@@ -101,13 +101,13 @@ class Ready(msgspec.Struct, frozen=True, tag="ready", array_like=True):
     cost: LinearCost
 
 
-class Failed(msgspec.Struct, frozen=True, tag="failed", array_like=True):
+class EngineFailed(msgspec.Struct, frozen=True, tag="failed", array_like=True):
     """The engine cannot start or go on; the process ends. text: for the operator, never for clients."""
 
     text: str
 
 
-class Step(msgspec.Struct, frozen=True, tag="step", array_like=True):
+class StepOutputs(msgspec.Struct, frozen=True, tag="step", array_like=True):
     """What one engine step brought.
 
     ids, tokens: a generated token for each of these requests; none stands twice. details: by index into `ids`.
@@ -149,4 +149,4 @@ class Stats(msgspec.Struct, frozen=True, tag="stats", array_like=True):
         return int(self.metrics.row("num_requests_waiting")[0])
 
 
-FromEngine = Progress | Ready | Failed | Step | Refused | Stats
+FromEngine = LoadProgress | Ready | EngineFailed | StepOutputs | Refused | Stats

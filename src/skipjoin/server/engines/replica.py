@@ -8,8 +8,8 @@ import subprocess
 import msgspec
 
 from skipjoin.server.engines.engine_program import ORPHANED, THREAD_WAITING, describe_end
-from skipjoin.server.engines.keeper import delete
 from skipjoin.server.engines.messages import Setup
+from skipjoin.server.engines.supervisor import delete
 
 
 class EngineReplica:

@@ -21,12 +21,12 @@ import msgspec
 
 from skipjoin.config import EngineConfig
 from skipjoin.exec.ranks.cluster import Cluster, ClusterError
-from skipjoin.server.engines.engine_client import EngineClient, Replica
+from skipjoin.server.engines.engine_client import ConnectedEngine, EngineClient
 from skipjoin.server.engines.engine_handle import EngineStartError
-from skipjoin.server.engines.keeper import Keeper, Needs
-from skipjoin.server.engines.link import Door, Link
-from skipjoin.server.engines.messages import Failed, FromEngine, Progress, Ready, Setup
+from skipjoin.server.engines.link import EngineLink, EngineListener
+from skipjoin.server.engines.messages import EngineFailed, FromEngine, LoadProgress, Ready, Setup
 from skipjoin.server.engines.replica import EngineReplica
+from skipjoin.server.engines.supervisor import Needs, ReplicaSupervisor
 
 logger = logging.getLogger(__name__)
 
@@ -61,10 +61,10 @@ class ReplicaSet:
         # Ray is called from one thread of its own. Its processes end with the thread that started them.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="skipjoin-ray")
         self._cluster: Cluster | None = None
-        self._door: Door | None = None
-        self._numbers: dict[Link, int] = {}
+        self._door: EngineListener | None = None
+        self._numbers: dict[EngineLink, int] = {}
         self._started: asyncio.Future[Ready] | None = None
-        self._keeper: Keeper | None = None
+        self._keeper: ReplicaSupervisor | None = None
         self._life: asyncio.Task[None] | None = None
         self._failures = 0  # starts that failed since one succeeded
         self._is_ending = False
@@ -102,7 +102,7 @@ class ReplicaSet:
             self._cluster = Cluster.start(needs.all_cpus * self._client.wanted)
         else:
             self._cluster = Cluster.join(self._address)
-        self._keeper = Keeper(f"skipjoin-{secrets.token_hex(4)}", is_alone=self._address is None)
+        self._keeper = ReplicaSupervisor(f"skipjoin-{secrets.token_hex(4)}", is_alone=self._address is None)
 
     def _deploy(self, setup: bytes, needs: Needs) -> None:
         assert self._keeper is not None
@@ -129,7 +129,7 @@ class ReplicaSet:
             await self._in_thread(self._enter, needs)
             _take_signals_back()
             assert self._cluster is not None
-            self._door = Door(self._cluster.ip, self._admit)
+            self._door = EngineListener(self._cluster.ip, self._admit)
             if config.is_distributed:  # its ranks find their places in the same cluster
                 config = replace(config, ray_address=self._cluster.address)
             setup = msgspec.json.encode(Setup(config, self._door.key, 0))
@@ -171,14 +171,14 @@ class ReplicaSet:
 
     # -- engines ------------------------------------------------------------------------------------------
 
-    def _admit(self, link: Link) -> None:
+    def _admit(self, link: EngineLink) -> None:
         """An engine is at the door."""
         taken = set(self._numbers.values())
         number = self._numbers[link] = next(n for n in range(1, len(taken) + 2) if n not in taken)
         engine = _Engine(self, link, number)
         link.on_message, link.on_lost = engine.receive, engine.lost
 
-    def came_up(self, number: int, info: Ready, link: Link) -> Replica:
+    def came_up(self, number: int, info: Ready, link: EngineLink) -> ConnectedEngine:
         """An engine takes requests."""
         replica = self._client.join(info, link.send)
         self._failures = 0
@@ -189,16 +189,16 @@ class ReplicaSet:
             logger.warning("replica %d is back", number)
         return replica
 
-    def deliver(self, replica: Replica, message: FromEngine) -> None:
+    def deliver(self, replica: ConnectedEngine, message: FromEngine) -> None:
         """An engine brings tokens or numbers."""
         self._client.receive(replica, message)
 
-    def progressed(self, number: int, progress: Progress) -> None:
+    def progressed(self, number: int, progress: LoadProgress) -> None:
         """An engine tells how far its start is."""
         if self._started is not None and not self._started.done():
             self._on_progress(f"replica {number}: {progress.what}", progress.share)
 
-    def went_down(self, number: int, link: Link, replica: Replica | None, failure: str | None) -> None:
+    def went_down(self, number: int, link: EngineLink, replica: ConnectedEngine | None, failure: str | None) -> None:
         """An engine is gone. replica: None if it never took requests. failure: its last words."""
         del self._numbers[link]
         moved = self._client.lose(replica) if replica is not None else 0
@@ -217,17 +217,17 @@ class ReplicaSet:
 class _Engine:
     """What one link says, in the replica set's words."""
 
-    def __init__(self, owner: ReplicaSet, link: Link, number: int) -> None:
+    def __init__(self, owner: ReplicaSet, link: EngineLink, number: int) -> None:
         self._owner = owner
         self._link = link
         self._number = number
-        self._replica: Replica | None = None
+        self._replica: ConnectedEngine | None = None
         self._failure: str | None = None
 
     def receive(self, message: FromEngine) -> None:
-        if isinstance(message, Progress):
+        if isinstance(message, LoadProgress):
             self._owner.progressed(self._number, message)
-        elif isinstance(message, Failed):
+        elif isinstance(message, EngineFailed):
             self._failure = message.text
         elif isinstance(message, Ready):
             self._replica = self._owner.came_up(self._number, message, self._link)

@@ -51,7 +51,7 @@ class Mailbox:
             self._waiter.set_result(None)
 
 
-class Sequence:
+class EngineSequence:
     """One request at an engine, from `submit` until it is over.
 
     request: prompt, tokens so far, arrival and deadline, on this process's monotonic clock. params: with the seed, so

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from skipjoin.core.events import Preemption
 from skipjoin.core.kv import KVLedger
-from skipjoin.core.policy import Pressure
+from skipjoin.core.policy import EvictionPolicy
 from skipjoin.core.request import Request
 from skipjoin.core.step import Direction
-from skipjoin.policies.pressure import Defer, ProactiveSwap, Recompute, Swap
+from skipjoin.policies.eviction import Defer, ProactiveSwap, Recompute, Swap
 from support.load import make
-from support.policies import COST, PRESSURES, Ranks
+from support.policies import COST, EVICTIONS, Ranks
 
-every_pressure = pytest.mark.parametrize("build", PRESSURES.values(), ids=PRESSURES.keys())
+every_pressure = pytest.mark.parametrize("build", EVICTIONS.values(), ids=EVICTIONS.keys())
 
 
 def holders(kv: KVLedger, sizes: list[int]) -> list[Request]:
@@ -44,7 +44,7 @@ def by_number(requests: list[Request]) -> Ranks:
 @every_pressure
 @given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=8), data=st.data())
 def test_victims_free_enough_in_the_order_given_and_no_more_than_needed(
-    build: Callable[[], Pressure], sizes: list[int], data: st.DataObject
+    build: Callable[[], EvictionPolicy], sizes: list[int], data: st.DataObject
 ) -> None:
     kv = KVLedger(100, 100, 4)
     candidates = holders(kv, sizes)
@@ -63,56 +63,56 @@ def test_victims_free_enough_in_the_order_given_and_no_more_than_needed(
     steps=st.lists(st.floats(0, 0.1), max_size=4),
 )
 def test_who_moves_ahead_is_asked_once_and_is_where_it_moves_from(
-    build: Callable[[], Pressure], sizes: list[int], away: int, device_blocks: int, steps: list[float]
+    build: Callable[[], EvictionPolicy], sizes: list[int], away: int, device_blocks: int, steps: list[float]
 ) -> None:
     """Who comes in fits, all of them together."""
     kv = KVLedger(device_blocks, 40, 4)
     still = holders(kv, sizes)
     for number, request in enumerate(still):
         if away >> number & 1 and kv.can_move_out(request):
-            kv.land(kv.move_out(request, before=True))
-    pressure, now = build(), 0.0
+            kv.land(kv.move_out(request, blocking=True))
+    eviction, now = build(), 0.0
     for step in [0.0, *steps]:
         now += step
-        out, back = pressure.ahead(still, by_number(still), kv, now)
+        out, back = eviction.ahead(still, by_number(still), kv, now)
         chosen = [*out, *back]
         assert len(set(chosen)) == len(chosen)
         assert set(chosen) <= set(still)
         assert all(kv.footprint_on_host(request) == 0 for request in out)
         assert all(kv.footprint_on_host(request) > 0 for request in back)
-        if isinstance(pressure, ProactiveSwap):
+        if isinstance(eviction, ProactiveSwap):
             assert sum(kv.footprint_on_host(request) for request in back) <= kv.available
 
 
 @every_pressure
 def test_with_all_kv_on_the_host_somebody_is_brought_in_beside_or_may_return_before(
-    build: Callable[[], Pressure],
+    build: Callable[[], EvictionPolicy],
 ) -> None:
     kv = KVLedger(12, 40, 4)
     still = holders(kv, [6, 6])
     for request in still:
-        kv.land(kv.move_out(request, before=True))
-    pressure = build()
+        kv.land(kv.move_out(request, blocking=True))
+    eviction = build()
     for now in (0.0, 0.1, 0.2):
-        _, back = pressure.ahead(still, by_number(still), kv, now)
-        assert back or not pressure.returns_beside
+        _, back = eviction.ahead(still, by_number(still), kv, now)
+        assert back or not eviction.returns_overlapped
 
 
-@pytest.mark.parametrize("pressure", [Recompute(), Defer()])
-def test_those_without_swapping_drop_and_move_nothing_ahead(pressure: Pressure) -> None:
+@pytest.mark.parametrize("eviction", [Recompute(), Defer()])
+def test_those_without_swapping_drop_and_move_nothing_ahead(eviction: EvictionPolicy) -> None:
     kv = KVLedger(10, 10, 4)
     requests = holders(kv, [1, 2])
-    assert pressure.victims(3, requests, kv, 0.0, None) == [(r, Preemption.DROP) for r in requests]
-    assert pressure.ahead(requests, by_number(requests), kv, 0.0) == ((), ())
-    assert not pressure.returns_beside
+    assert eviction.victims(3, requests, kv, 0.0, None) == [(r, Preemption.DROP) for r in requests]
+    assert eviction.ahead(requests, by_number(requests), kv, 0.0) == ((), ())
+    assert not eviction.returns_overlapped
 
 
 def test_only_who_defers_lets_newcomers_wait() -> None:
     kv = KVLedger(10, 10, 4)
     requests = holders(kv, [1, 2])
     newcomer = make(9, 1, 1)
-    evicting = {name: bool(build().victims(1, requests, kv, 0.0, newcomer)) for name, build in PRESSURES.items()}
-    assert evicting == dict.fromkeys(PRESSURES, True) | {"defer": False}
+    evicting = {name: bool(build().victims(1, requests, kv, 0.0, newcomer)) for name, build in EVICTIONS.items()}
+    assert evicting == dict.fromkeys(EVICTIONS, True) | {"defer": False}
 
 
 def test_swap_keeps_what_is_finished_and_drops_an_unfinished_prefill() -> None:

@@ -29,7 +29,7 @@ _TRANSFER_BYTES = 64 << 20
 _TRANSFER_RUNS = 12
 
 
-class Part(NamedTuple):
+class RankSpec(NamedTuple):
     """A rank's part of a model. stage: its pipeline stage.
 
     weight_bytes: of its weights. block_bytes: of one KV block of its layers and heads. attention_width: query heads of
@@ -49,7 +49,7 @@ class Part(NamedTuple):
     threads: int
 
 
-class Room(NamedTuple):
+class MemoryBudget(NamedTuple):
     """Bytes that a rank's KV pools may take, its weights being loaded. device: of its device's memory. ram: of its
     machine's. Where the device is a CPU both are the same memory. steps: of the device's memory, kept for steps."""
 
@@ -62,7 +62,7 @@ class ModelExecutor(Executor[Handle], Protocol):
     """An executor that runs a model, on one rank or on several."""
 
     @property
-    def parts(self) -> Sequence[Part]:
+    def parts(self) -> Sequence[RankSpec]:
         """Of all ranks, in the order of their numbers."""
         ...
 
@@ -92,10 +92,10 @@ class ModelExecutor(Executor[Handle], Protocol):
         ...
 
 
-def part_of(model: CausalLM, block_size: int, threads: int) -> Part:
+def rank_spec_of(model: CausalLM, block_size: int, threads: int) -> RankSpec:
     """The facts of a model, or of what this rank has of it."""
     config, shard = model.config, model.shard
-    return Part(
+    return RankSpec(
         stage=shard.pp_rank,
         weight_bytes=model.weight_bytes,
         block_bytes=PagedKV.bytes_per_block(config, block_size, model.dtype, shard),
@@ -109,7 +109,9 @@ def part_of(model: CausalLM, block_size: int, threads: int) -> Part:
     )
 
 
-def room_of(model: CausalLM, gpu_share: float, ranks_here: int = 1, *, peak: int = 0, graph_bytes: int = 0) -> Room:
+def memory_budget_of(
+    model: CausalLM, gpu_share: float, ranks_here: int = 1, *, peak: int = 0, graph_bytes: int = 0
+) -> MemoryBudget:
     """What this rank's pools may take. ranks_here: on this machine, which share its RAM.
 
     gpu_share: of a GPU's memory, for all that is on it: weights, what steps need and the programs of others included.
@@ -117,12 +119,12 @@ def room_of(model: CausalLM, gpu_share: float, ranks_here: int = 1, *, peak: int
     """
     ram = free_ram() // ranks_here
     if model.device.type != "cuda":
-        return Room(ram, ram)
+        return MemoryBudget(ram, ram)
     # What the allocator holds and does not use is free to us, and not to anybody who asks the device.
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(model.device)
     steps = peak + graph_bytes
-    return Room(max(0, int(free - total * (1 - gpu_share)) - steps), ram, steps)
+    return MemoryBudget(max(0, int(free - total * (1 - gpu_share)) - steps), ram, steps)
 
 
 def free_ram() -> int:
@@ -194,9 +196,9 @@ def _seconds_of(move: Move, store: KVStore, device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def by_stage(parts: Sequence[Part]) -> list[list[Part]]:
+def by_stage(parts: Sequence[RankSpec]) -> list[list[RankSpec]]:
     """The ranks of each stage."""
-    stages: list[list[Part]] = [[] for _ in range(parts[-1].stage + 1)]
+    stages: list[list[RankSpec]] = [[] for _ in range(parts[-1].stage + 1)]
     for part in parts:
         stages[part.stage].append(part)
     return stages

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from skipjoin.core.kv import KVLedger
-from skipjoin.core.policy import Promise, Wait
+from skipjoin.core.policy import Grant, Wait
 from skipjoin.core.request import Request
 
 
@@ -19,16 +19,16 @@ class OnDemand:
             raise ValueError(f"watermark must be in [0, 1), got {watermark}")
         self.watermark = watermark
 
-    def admit(self, request: Request, kv: KVLedger) -> Promise:
+    def admit(self, request: Request, kv: KVLedger) -> Grant:
         known = kv.blocks_for(request.known)
         # Never more than the pool has: a request nearly as large as it gets in on an empty device, or by evicting all.
         spare = max(0, min(int(self.watermark * kv.device_total), kv.device_total - known))
-        return Promise(now=known, blocks=known, spare=spare)
+        return Grant(now=known, blocks=known, spare=spare)
 
 
 class WholeMaximum:
     """Space for the prompt and max_tokens, once and for all (Orca): who is admitted never runs short."""
 
-    def admit(self, request: Request, kv: KVLedger) -> Promise | Wait:
-        blocks = kv.blocks_for(request.limit)
-        return Promise(now=blocks, blocks=blocks) if blocks <= kv.available else Wait.WAIT
+    def admit(self, request: Request, kv: KVLedger) -> Grant | Wait:
+        blocks = kv.blocks_for(request.max_total_tokens)
+        return Grant(now=blocks, blocks=blocks) if blocks <= kv.available else Wait.WAIT

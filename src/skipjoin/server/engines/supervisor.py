@@ -39,7 +39,7 @@ class Needs(NamedTuple):
         return 1 + self.ranks if self.ranks else self.cpus
 
 
-class Keeper:
+class ReplicaSupervisor:
     """Keeps replicas alive in the cluster that this process has entered. All calls block, and come from one thread.
 
     name: of the application, which no other in the cluster may have. is_alone: whether the cluster is this program's

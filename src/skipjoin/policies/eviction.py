@@ -30,7 +30,7 @@ class Recompute:
     section 4.2, strawman 2)."""
 
     @property
-    def returns_beside(self) -> bool:
+    def returns_overlapped(self) -> bool:
         return False
 
     def arrived(self, request: Request, now: float) -> None:
@@ -141,7 +141,7 @@ class ProactiveSwap(Swap):
         self._step_s = 0.0
 
     @property
-    def returns_beside(self) -> bool:
+    def returns_overlapped(self) -> bool:
         return not self._is_cheap
 
     def arrived(self, request: Request, now: float) -> None:
@@ -199,12 +199,12 @@ class ProactiveSwap(Swap):
 class _Exchange:
     """One choice of who leaves and who comes back."""
 
-    def __init__(self, pressure: ProactiveSwap, kv: KVLedger, spare: int) -> None:
-        self._pressure = pressure
+    def __init__(self, eviction: ProactiveSwap, kv: KVLedger, spare: int) -> None:
+        self._pressure = eviction
         self._kv = kv
         self._free = kv.available - spare  # blocks to come back into
         self._soon = self._free + kv.blocks_in_transit[Direction.OUT]  # when those on their way out have left
-        self._room = {direction: pressure.link_room(direction, kv) for direction in Direction}
+        self._room = {direction: eviction.link_room(direction, kv) for direction in Direction}
         self._out: list[Request] = []
 
     @property
@@ -214,11 +214,11 @@ class _Exchange:
 
     def choose(self, turns: list[tuple[Any, Request]]) -> tuple[Sequence[Request], Sequence[Request]]:
         """turns: as `Ordering.next_turns` tells them."""
-        holding = self._kv.holding
+        blocks_of = self._kv.blocks_of
         on_host: list[tuple[Any, Request]] = []
         on_device: list[tuple[Any, Request]] = []
         for one in turns:
-            held = holding(one[1])
+            held = blocks_of(one[1])
             (on_host if held is not None and held.host else on_device).append(one)
         self._leaving = on_device[::-1]
         self._at = 0

@@ -7,77 +7,77 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skipjoin.core.kv import KVLedger
-from skipjoin.core.policy import Promise, Reservation, Wait
-from skipjoin.policies.reservation import OnDemand, WholeMaximum
+from skipjoin.core.policy import AdmissionPolicy, Grant, Wait
+from skipjoin.policies.admission import OnDemand, WholeMaximum
 from support.load import make
 
-RESERVATIONS: dict[str, Reservation] = {
+ADMISSIONS: dict[str, AdmissionPolicy] = {
     "on demand": OnDemand(),
     "no watermark": OnDemand(0.0),
     "high watermark": OnDemand(0.5),
     "whole maximum": WholeMaximum(),
 }
-every_reservation = pytest.mark.parametrize("reservation", RESERVATIONS.values(), ids=RESERVATIONS.keys())
+every_admission = pytest.mark.parametrize("admission", ADMISSIONS.values(), ids=ADMISSIONS.keys())
 
 
-@every_reservation
+@every_admission
 @given(prompt=st.integers(1, 60), more=st.integers(1, 40), blocks=st.integers(1, 30))
 def test_an_empty_device_admits_whoever_can_fit_at_all(
-    reservation: Reservation, prompt: int, more: int, blocks: int
+    admission: AdmissionPolicy, prompt: int, more: int, blocks: int
 ) -> None:
     kv = KVLedger(blocks, 0, 4)
     request = make(0, prompt, more)
-    if request.limit <= blocks * 4:
-        promise = reservation.admit(request, kv)
-        assert isinstance(promise, Promise)
+    if request.max_total_tokens <= blocks * 4:
+        promise = admission.admit(request, kv)
+        assert isinstance(promise, Grant)
         assert max(promise.now, promise.blocks) + promise.spare <= kv.available
 
 
-@every_reservation
+@every_admission
 @given(prompt=st.integers(1, 60), more=st.integers(1, 40), others=st.integers(0, 30))
 def test_nobody_is_asked_for_more_than_the_pool_has(
-    reservation: Reservation, prompt: int, more: int, others: int
+    admission: AdmissionPolicy, prompt: int, more: int, others: int
 ) -> None:
     """Otherwise evicting everybody would not let the request in."""
     kv = KVLedger(30, 0, 4)
     if others:
         kv.grow(make(1), others * 4)
-    promise = reservation.admit(make(0, prompt, more), kv)
-    if isinstance(promise, Promise):
+    promise = admission.admit(make(0, prompt, more), kv)
+    if isinstance(promise, Grant):
         assert kv.blocks_for(prompt) <= max(promise.now, promise.blocks)
         assert max(promise.now, promise.blocks) + promise.spare <= kv.device_total
 
 
-@every_reservation
+@every_admission
 @given(prompt=st.integers(1, 60), others=st.integers(0, 30))
-def test_asking_changes_nothing(reservation: Reservation, prompt: int, others: int) -> None:
+def test_asking_changes_nothing(admission: AdmissionPolicy, prompt: int, others: int) -> None:
     kv = KVLedger(30, 0, 4)
     if others:
         kv.grow(make(1), others * 4)
     before = kv.available
     request = make(0, prompt)
-    assert reservation.admit(request, kv) == reservation.admit(request, kv)
-    assert kv.holding(request) is None
+    assert admission.admit(request, kv) == admission.admit(request, kv)
+    assert kv.blocks_of(request) is None
     assert kv.available == before
 
 
 def test_on_demand_leaves_the_watermark_to_those_who_run() -> None:
     kv = KVLedger(100, 0, 4)
     kv.grow(make(1), 4)
-    assert OnDemand(0.1).admit(make(0, 8), kv) == Promise(now=2, blocks=2, spare=10)
+    assert OnDemand(0.1).admit(make(0, 8), kv) == Grant(now=2, blocks=2, spare=10)
 
 
 def test_on_demand_counts_what_is_known_not_what_may_come() -> None:
     request = make(0, 8, 100)
     request.known += 4
     promise = OnDemand(0.0).admit(request, KVLedger(100, 0, 4))
-    assert promise == Promise(now=3, blocks=3)
+    assert promise == Grant(now=3, blocks=3)
 
 
 def test_whole_maximum_waits_for_the_whole_maximum() -> None:
     kv = KVLedger(10, 0, 4)
     kv.promise(make(1), 5)
-    assert WholeMaximum().admit(make(0, 8, 12), kv) == Promise(now=5, blocks=5)
+    assert WholeMaximum().admit(make(0, 8, 12), kv) == Grant(now=5, blocks=5)
     assert WholeMaximum().admit(make(0, 8, 13), kv) is Wait.WAIT
 
 

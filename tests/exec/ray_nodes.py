@@ -24,6 +24,7 @@ from ray._raylet import Config
 _HEAD_IP = "127.0.0.10"
 _STORE_BYTES = 80 << 20
 _END_S = 20.0
+_LAST_WORDS = 2000  # characters: the end of a traceback
 
 
 class Nodes:
@@ -35,15 +36,23 @@ class Nodes:
         os.environ["RAY_AUTH_MODE"] = "token"
         Config.initialize("")  # whoever imported Ray before may not have said that there is one
         self.cpus: dict[str, int] = {}
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, str(folder)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env={**os.environ, "RAY_USAGE_STATS_ENABLED": "0"},
-        )
-        self.address: str = self._answer()["address"]
+        # Ray writes the cluster's address into its default folder, but makes that folder only where it is used.
+        (folder / "ray").mkdir(parents=True)
+        self._words = folder / "stderr"
+        with self._words.open("w") as words:
+            self._process = subprocess.Popen(
+                [sys.executable, __file__, str(folder)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=words,
+                text=True,
+                env={**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": str(folder)},
+            )
+        try:
+            self.address: str = self._answer()["address"]
+        except BaseException:
+            self.close()
+            raise
 
     def add(self, cpus: int) -> str:
         """The name of one more node, which has so many CPUs."""
@@ -77,7 +86,8 @@ class Nodes:
         everything = self.processes()
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.close()
+        with suppress(BrokenPipeError):  # of a command that it did not read
+            self._process.stdin.close()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_S)
         self._process.kill()
@@ -89,14 +99,15 @@ class Nodes:
 
     def _ask(self, command: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(command) + "\n")
-        self._process.stdin.flush()
+        with suppress(BrokenPipeError):  # the missing answer says more
+            self._process.stdin.write(json.dumps(command) + "\n")
+            self._process.stdin.flush()
         return self._answer()
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
-        assert line, "the cluster's process has ended"
+        assert line, f"the cluster's process has ended:\n{self._words.read_text(errors='replace')[-_LAST_WORDS:]}"
         answer: dict[str, Any] = json.loads(line)
         return answer
 

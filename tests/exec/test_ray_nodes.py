@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -225,6 +226,12 @@ def test_sizes_that_do_not_divide_are_known_before_the_cluster_is_joined() -> No
 def test_an_address_where_nobody_answers(address: str) -> None:
     with pytest.raises(ConfigError, match=f"ray_address {address}: nobody answers there"):
         assemble(config(1, 2, ray_address=address))
+
+
+def test_a_cluster_that_cannot_start_says_why(tmp_path: Path) -> None:
+    long = tmp_path / ("x" * 107)  # its sockets lie in it, and their names may have so many characters
+    with pytest.raises(AssertionError, match="AF_UNIX path length cannot exceed"):
+        Nodes(long)
 
 
 # -- ends -------------------------------------------------------------------------------------------------------------

@@ -264,7 +264,7 @@ def _plan(pieces: Pieces, block_size: int, used: int) -> StepPlan:
         table = tuple((next_block + index) % used for index in range(blocks))
         next_block += blocks
         request = Request(number, 0.0, [number % 2] * (start + tokens), 1, sampling=sampling)
-        slices.append(Slice(request, start, tokens, True, False, table))
+        slices.append(Slice(request, start, tokens, samples=True, awaits=False, blocks=table))
     return StepPlan(0, tuple(slices))
 
 

@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from skipjoin.config import EngineConfig
 from skipjoin.core.events import Event, Finished, Token
+from skipjoin.core.request import RequestOptions
 from skipjoin.engine.build import Engine, assemble
 from skipjoin.engine.load import model_folder
 from skipjoin.engine.loop import EngineLoop
@@ -98,7 +99,7 @@ class LLM:
         """
         ids = [self.tokenizer.encode(item) if isinstance(item, str) else list(item) for item in _as_list(prompts)]
         texts = [item if isinstance(item, str) else None for item in _as_list(prompts)]
-        return self._run(ids, texts, params, priority)
+        return self._run(ids, texts, params, RequestOptions(priority=priority))
 
     def chat(
         self,
@@ -111,14 +112,14 @@ class LLM:
         single = bool(messages) and isinstance(messages[0], Mapping)
         conversations: Any = [messages] if single else messages
         ids = [self.tokenizer.chat(conversation) for conversation in conversations]
-        return self._run(ids, [None] * len(ids), params, priority)
+        return self._run(ids, [None] * len(ids), params, RequestOptions(priority=priority))
 
     def _run(
         self,
         ids: list[list[int]],
         texts: Sequence[str | None],
         params: SamplingParams | Sequence[SamplingParams] | None,
-        priority: int,
+        options: RequestOptions,
     ) -> list[Generation]:
         each = _per_prompt(params, len(ids))
         running: dict[int, tuple[Generation, Choice]] = {}
@@ -126,7 +127,7 @@ class LLM:
         try:
             for prompt, text, one in zip(ids, texts, each, strict=True):
                 generation = Generation(text, prompt)
-                self._loop.add(self._next_id, prompt, one, priority=priority)
+                self._loop.add(self._next_id, prompt, one, options=options)
                 rules = TextRules(stop=one.stop, min_tokens=one.min_tokens)
                 running[self._next_id] = (generation, Choice(0, prompt, text, self.tokenizer, rules))
                 results.append(generation)
@@ -165,9 +166,9 @@ def _news(events: Iterable[Event]) -> dict[int, Output]:
     for event in events:
         if isinstance(event, Token):
             detail = event.detail if isinstance(event.detail, TokenDetail) else None
-            news[event.request.id] = Output(0, event.token, detail, None)
+            news[event.request.id] = Output(token=event.token, detail=detail)
         elif isinstance(event, Finished):
-            before = news.get(event.request.id, Output(0, None, None, None))
+            before = news.get(event.request.id, Output())
             news[event.request.id] = before._replace(reason=event.reason, error=event.detail)
     return news
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import random
 import time
 from collections.abc import Sequence
 
 from skipjoin.core.events import Event
-from skipjoin.core.request import Request
+from skipjoin.core.request import DEFAULT_OPTIONS, Request, RequestOptions
 from skipjoin.core.step import StepResult, StepShape
 from skipjoin.engine.build import Engine
 from skipjoin.engine.driver import StepDriver
@@ -37,13 +36,12 @@ class EngineLoop:
         prompt: Sequence[int],
         params: SamplingParams,
         *,
-        priority: int = 0,
-        deadline_s: float | None = None,
+        options: RequestOptions = DEFAULT_OPTIONS,
         output: Sequence[int] = (),
         age_s: float = 0.0,
     ) -> None:
-        """Take a request. deadline_s: seconds from now after which it is given up. output: what another engine has
-        generated of it, after which it goes on. age_s: seconds since it first arrived anywhere.
+        """Take a request. output: the tokens that another engine has generated for it; this one continues after them.
+        age_s: seconds since it arrived at the first engine, which is when its deadline begins to count.
 
         Raises `ParameterError` for a prompt that is empty, too long or has unknown token ids, and for max_tokens
         beyond the context; `RequestTooLargeError` if the KV pool cannot hold it.
@@ -60,8 +58,7 @@ class EngineLoop:
             self._max_tokens(prompt, params),
             min_tokens=params.min_tokens,
             stop_tokens=stop_tokens,
-            priority=priority,
-            deadline=now + deadline_s if deadline_s is not None else math.inf,
+            options=options,
             sampling=Sampling(params, seed, eos),
             output=list(output),
         )

@@ -18,10 +18,10 @@ class Output(NamedTuple):
     happened, where the reason is an error.
     """
 
-    choice: int
-    token: int | None
-    detail: TokenDetail | None
-    reason: FinishReason | None
+    choice: int = 0
+    token: int | None = None
+    detail: TokenDetail | None = None
+    reason: FinishReason | None = None
     error: str = ""
 
 

@@ -22,7 +22,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, GetCoreSchemaHandler, Tag
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    GetCoreSchemaHandler,
+    Tag,
+    ValidationInfo,
+    field_validator,
+)
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from skipjoin.sampling import (
@@ -184,16 +193,53 @@ class GenerationBody(Body):
     return_token_ids: Off = None
     return_tokens_as_token_ids: Off = None
 
+    @field_validator("stream_options")
+    @classmethod
+    def _needs_stream(cls, value: StreamOptions | None, info: ValidationInfo) -> StreamOptions | None:
+        if value is not None and not info.data.get("stream"):
+            raise ValueError("it needs stream to be true")
+        return value
+
+    @property
+    def usage_at_end(self) -> bool:
+        """Whether a stream ends with an event that holds the usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def usage_always(self) -> bool:
+        """Whether every event of a stream holds the usage so far."""
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """The stop strings; none if the field is missing."""
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
 
 class CompletionRequest(GenerationBody):
     """POST /v1/completions. echo: the prompt stands before the output, and in the log-probabilities; with it
     max_tokens may be 0: the prompt is scored and nothing generated."""
 
     prompt: Prompt
-    max_tokens: Annotated[int, Field(ge=0, le=INT32)] | None = None
     echo: bool | None = None
+    max_tokens: Annotated[int, Field(ge=0, le=INT32)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     suffix: Annotated[Any, Only(None, "")] = None
+
+    @field_validator("max_tokens")
+    @classmethod
+    def _generates_or_echoes(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value == 0 and not info.data.get("echo"):
+            raise ValueError("it must be at least 1 without echo, got 0")
+        return value
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts, one or many."""
+        prompt = self.prompt
+        return list(prompt) if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
 
 
 class TextPart(Body):
@@ -228,10 +274,14 @@ class Message(Body):
     reasoning: Null = None
     reasoning_content: Null = None
 
+    @property
+    def text(self) -> str:
+        """The content, its parts joined."""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
     def as_template_input(self) -> dict[str, str]:
         """What chat templates read."""
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        message: dict[str, str] = {"role": "system" if self.role == "developer" else self.role, "content": text}
+        message: dict[str, str] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
         if self.name is not None:
             message["name"] = self.name
         return message
@@ -274,6 +324,13 @@ class ChatRequest(GenerationBody):
     reasoning_effort: Null = None
     verbosity: Null = None
     store: Off = None
+
+    @field_validator("top_logprobs")
+    @classmethod
+    def _needs_logprobs(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value is not None and not info.data.get("logprobs"):
+            raise ValueError("it needs logprobs to be true")
+        return value
 
 
 class TokenizeRequest(Body):

@@ -8,6 +8,10 @@ from msgspec import UNSET, UnsetType
 encode = msgspec.json.Encoder().encode
 
 
+# JSON has no infinity; this is as good as impossible.
+LOWEST_LOGPROB = -9999.0
+
+
 class Usage(msgspec.Struct, frozen=True):
     """Tokens that a request cost."""
 

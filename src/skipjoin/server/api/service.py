@@ -4,29 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
 from functools import partial
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
-from starlette.requests import Request
 
 from skipjoin.config import ServerConfig
 from skipjoin.model.config import ModelError
 from skipjoin.model.tokenizer import Tokenizer
-from skipjoin.sampling import SEED_MIN, ParameterError, SamplingParams
+from skipjoin.sampling import ParameterError, SamplingParams
 from skipjoin.server.api.errors import (
     bad_request,
-    deadline_exceeded,
     from_parameter,
     from_validation,
     model_not_found,
     unavailable,
 )
 from skipjoin.server.api.limits import Admission
-from skipjoin.server.api.protocol import MAX_DEADLINE_MS, Body, GenerationBody
+from skipjoin.server.api.protocol import Body, ChatRequest, GenerationBody, TokenizeRequest
 from skipjoin.server.engines.engine_client import EngineClient
 from skipjoin.server.engines.errors import EngineDeadError, NoReplicaError
 from skipjoin.server.engines.messages import Ready
@@ -34,7 +32,6 @@ from skipjoin.server.metrics import Metrics
 
 # Texts and bodies beyond this many characters are worked on outside the event loop, so that streams do not stall.
 _LARGE = 8192
-_DEADLINE_HEADER = "x-request-deadline-ms"
 
 BodyT = TypeVar("BodyT", bound=Body)
 ResultT = TypeVar("ResultT")
@@ -128,24 +125,14 @@ class Service:
         """Run long work that is not asynchronous."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, partial(work, *args, **kwargs))
 
-    async def parse(self, request: Request, kind: type[BodyT]) -> BodyT:
-        """The request's body. Raises 400 that names the field at fault."""
-        body = await request.body()
+    async def parse(self, body: bytes, kind: type[BodyT]) -> BodyT:
+        """The body of a request. Raises 400 that names the field at fault."""
         try:
             if len(body) > _LARGE:
                 return await self.in_thread(kind.model_validate_json, body)
             return kind.model_validate_json(body)
         except ValidationError as error:
             raise from_validation(error) from error
-
-    def deadline_s(self, request: Request, body: GenerationBody) -> float | None:
-        """Seconds that the request has, counted from its arrival: by its body, else its header, else the default."""
-        milliseconds = body.deadline_ms
-        if milliseconds is None and (text := request.headers.get(_DEADLINE_HEADER)) is not None:
-            if not (text.isascii() and text.isdigit() and len(text) < 12 and 1 <= int(text) <= MAX_DEADLINE_MS):
-                raise bad_request(f"{_DEADLINE_HEADER} must be an integer in [1, {MAX_DEADLINE_MS}]", _DEADLINE_HEADER)
-            milliseconds = int(text)
-        return milliseconds / 1000 if milliseconds is not None else self.config.default_deadline_s
 
     # -- tokens -------------------------------------------------------------------------------------------
 
@@ -156,9 +143,13 @@ class Service:
             return await self.in_thread(encode, text, add_special_tokens)
         return encode(text, add_special_tokens)
 
-    async def encode_chat(self, messages: Sequence[Mapping[str, str]], **variables: Any) -> list[int]:
+    async def encode_chat(self, body: ChatRequest | TokenizeRequest) -> list[int]:
         """Token ids of a conversation. Raises 400 where the template refuses it."""
         chat = self.tokenizer.chat
+        messages = [message.as_template_input() for message in body.messages or ()]
+        options = body.chat_template_kwargs
+        variables = {} if options is None else options.model_dump(exclude_none=True)
+        variables["add_generation_prompt"] = body.add_generation_prompt is not False
         try:
             if sum(len(message["content"]) for message in messages) > _LARGE:
                 return await self.in_thread(chat, messages, **variables)
@@ -184,6 +175,17 @@ class Service:
             )
         return context - len(prompt)
 
+    def check_fits(self, name: str, tokens: int | None, room: int, prompt: Sequence[int]) -> None:
+        """400 for more output tokens than the context has left. name: the field that asks for them. room: see
+        `room_after`."""
+        if tokens is not None and tokens > room:
+            raise bad_request(
+                f"{name} must be at most {room}, what the context leaves after {len(prompt)} prompt tokens, "
+                f"got {tokens}",
+                name,
+                "context_length_exceeded",
+            )
+
     # -- sampling -----------------------------------------------------------------------------------------
 
     def sampling(
@@ -201,7 +203,7 @@ class Service:
             "seed": body.seed,
             "min_tokens": body.min_tokens,
             "ignore_eos": body.ignore_eos,
-            "stop": stop_strings(body),
+            "stop": body.stop_strings,
             "stop_token_ids": None if body.stop_token_ids is None else tuple(body.stop_token_ids),
             "logit_bias": body.logit_bias and {int(token): bias for token, bias in body.logit_bias.items()},
             "logprobs": logprobs,
@@ -215,37 +217,3 @@ class Service:
             raise from_parameter(error) from error
         self.metrics.choices(body.n or 1)
         return params
-
-
-def stop_strings(body: GenerationBody) -> tuple[str, ...]:
-    """The body's stop strings."""
-    if body.stop is None:
-        return ()
-    return (body.stop,) if isinstance(body.stop, str) else tuple(body.stop)
-
-
-def seed_of(seed: int | None, choice: int) -> int | None:
-    """The seed of the choice-th of n outputs: they differ, and the same request gets the same ones again."""
-    if seed is None:
-        return None
-    return SEED_MIN + (seed - SEED_MIN + choice) % 2**64
-
-
-def remaining(deadline_s: float | None, arrived: float) -> float | None:
-    """Seconds that are left. Raises 408 if none are."""
-    if deadline_s is None:
-        return None
-    left = deadline_s - (time.monotonic() - arrived)
-    if left <= 0:
-        raise deadline_exceeded()
-    return left
-
-
-def wants_usage(body: GenerationBody) -> tuple[bool, bool]:
-    """Whether a stream ends with the usage, and whether every event carries it. Raises 400 without a stream."""
-    options = body.stream_options
-    if options is None:
-        return False, False
-    if not body.stream:
-        raise bad_request("stream_options needs stream to be true", "stream_options")
-    return bool(options.include_usage), bool(options.continuous_usage_stats)

@@ -8,20 +8,30 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import math
 import random
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
-from skipjoin.core.request import FinishReason, Request
+from skipjoin.core.request import DEFAULT_OPTIONS, FinishReason, Request, RequestOptions
 from skipjoin.engine.text import Output
 from skipjoin.observe.metrics import Snapshot, merged
 from skipjoin.policies.dispatch import least_work
 from skipjoin.sampling import SamplingParams
 from skipjoin.server.engines.errors import EngineDeadError, NoReplicaError, RefusedError
-from skipjoin.server.engines.messages import Abort, FromEngine, Ready, Refused, Stats, StepOutputs, ToEngine
+from skipjoin.server.engines.messages import (
+    Abort,
+    DescribeRequests,
+    FromEngine,
+    Ready,
+    Refused,
+    RequestState,
+    RequestStates,
+    Stats,
+    StepOutputs,
+    ToEngine,
+)
 from skipjoin.server.engines.sequences import EngineSequence, Mailbox
 from skipjoin.server.metrics import Metrics
 
@@ -32,10 +42,11 @@ PATIENCE_S = 60.0
 class ConnectedEngine:
     """An engine that takes requests.
 
-    send: takes messages to it; must not block or raise. stats: what it told last. sequences: those that it has, by id.
+    send: takes messages to it; must not block or raise. stats: the latest that it sent. sequences: those that it has,
+    by id. questions: the `DescribeRequests` that it has not answered, by id.
     """
 
-    __slots__ = ("info", "number", "send", "sequences", "stats")
+    __slots__ = ("info", "number", "questions", "send", "sequences", "stats")
 
     def __init__(self, number: int, info: Ready, send: Callable[[ToEngine], None]) -> None:
         self.number = number
@@ -43,6 +54,29 @@ class ConnectedEngine:
         self.send = send
         self.stats = Stats(0, Snapshot.zero())
         self.sequences: dict[int, EngineSequence] = {}
+        self.questions: dict[int, asyncio.Future[list[RequestState]]] = {}
+
+    def ask(self, question: int) -> asyncio.Future[list[RequestState]]:
+        """Ask for the states of its requests; cancelled if it is lost."""
+        answer = self.questions[question] = asyncio.get_running_loop().create_future()
+        self.send(DescribeRequests(question))
+        return answer
+
+
+class LiveRequest(NamedTuple):
+    """A sequence that is not complete. label, choice: of the answer that it belongs to. replica: None without one."""
+
+    label: str
+    choice: int
+    replica: int | None
+    state: RequestState
+
+
+class LiveRequests(NamedTuple):
+    """All that are not complete. silent: replicas that did not answer in time, whose requests are missing here."""
+
+    requests: list[LiveRequest]
+    silent: list[int]
 
 
 class EngineLoad(NamedTuple):
@@ -85,6 +119,7 @@ class EngineClient:
         self._joined = 0
         # Ids are ours alone: whatever ids clients choose, two requests never meet.
         self._ids = itertools.count(1)
+        self._questions = itertools.count()
         self.wanted = wanted
         self.dead = False
         self._tell_replicas()
@@ -134,6 +169,8 @@ class EngineClient:
         self._dispatch.leave(replica.number)
         self._gone = merged([self._gone, replica.stats.metrics.at_rest()])
         orphans, replica.sequences = replica.sequences, {}
+        for question in replica.questions.values():
+            question.cancel()
         self._metrics.moved(len(orphans))
         self._tell_replicas()
         self._tell_numbers()
@@ -156,6 +193,9 @@ class EngineClient:
             if self._replicas.get(replica.number) is replica:
                 replica.stats = message
                 self._tell_numbers()
+        elif isinstance(message, RequestStates):
+            if (question := replica.questions.pop(message.id, None)) is not None and not question.done():
+                question.set_result(message.requests)
         elif isinstance(message, Refused) and (sequence := replica.sequences.get(message.id)) is not None:
             sequence.mailbox.fail(RefusedError(message.text, message.param))
             self._close(sequence, FinishReason.ABORT)
@@ -169,15 +209,16 @@ class EngineClient:
         prompt: list[int],
         params: SamplingParams,
         *,
-        priority: int = 0,
-        deadline_s: float | None = None,
+        options: RequestOptions = DEFAULT_OPTIONS,
+        label: str = "",
         on_start: Callable[[], None] | None = None,
         on_end: Callable[[], None] | None = None,
     ) -> EngineSequence:
         """Start a sequence whose outputs go to `mailbox` as number `index`.
 
-        on_start: called when it first runs, if it does, and again if it must start anew. on_end: called once when it is
-        over, however that comes. Raises `EngineDeadError` or `NoReplicaError` if no engine is there.
+        label: the id of the answer that it belongs to. on_start: called when it first runs, if it does, and again if it
+        must start anew. on_end: called once when it is over, for whatever reason. Raises `EngineDeadError` or
+        `NoReplicaError` if there is no engine.
         """
         if self.dead:
             raise EngineDeadError
@@ -192,10 +233,9 @@ class EngineClient:
             now,
             prompt,
             params.max_tokens or max(1, info.max_model_len - len(prompt)),
-            priority=priority,
-            deadline=math.inf if deadline_s is None else now + deadline_s,
+            options=options,
         )
-        sequence = EngineSequence(request, params, mailbox, index)
+        sequence = EngineSequence(request, params, mailbox, index, label)
         sequence.on_start, sequence.on_end = on_start, on_end
         self._place(sequence)
         return sequence
@@ -216,14 +256,36 @@ class EngineClient:
             sequence.mailbox.fail(error)
         self.abort(sequences)
 
+    # -- questions ----------------------------------------------------------------------------------------
+
+    async def describe(self, timeout_s: float) -> LiveRequests:
+        """Ask all engines for the states of their requests, for at most `timeout_s` seconds."""
+        number = next(self._questions)
+        asked = {replica: replica.ask(number) for replica in self._replicas.values()}
+        if asked:
+            await asyncio.wait(asked.values(), timeout=timeout_s)
+        found = [
+            LiveRequest(sequence.label, sequence.index, None, _without_engine(sequence))
+            for sequence in self._waiting.values()
+        ]
+        silent = []
+        for replica, answer in asked.items():
+            replica.questions.pop(number, None)
+            if not answer.done() or answer.cancelled():
+                silent.append(replica.number)
+                continue
+            for state in answer.result():
+                if (sequence := replica.sequences.get(state.number)) is not None:  # it may have ended by now
+                    found.append(LiveRequest(sequence.label, sequence.index, replica.number, state))
+        return LiveRequests(found, silent)
+
     # -- inside -------------------------------------------------------------------------------------------
 
     def _place(self, sequence: EngineSequence) -> None:
         """Send the sequence to the engine with the least work, or let it wait for one."""
         request, now = sequence.request, self._clock()
-        left = None if request.deadline == math.inf else max(0.0, request.deadline - now)
         if not self._replicas:
-            wait = self._patience_s if left is None else min(left, self._patience_s)
+            wait = min(max(0.0, request.deadline - now), self._patience_s)
             sequence.patience = asyncio.get_running_loop().call_later(wait, self._lose_patience, sequence)
             self._waiting[sequence.id] = sequence
             self._places[sequence.id] = None
@@ -231,11 +293,11 @@ class EngineClient:
         replica = self._replicas[self._dispatch.choose(request)]
         replica.sequences[sequence.id] = sequence
         self._places[sequence.id] = replica
-        replica.send(sequence.message(left, now - request.arrival))
+        replica.send(sequence.message(now))
 
     def _lose_patience(self, sequence: EngineSequence) -> None:
         if sequence.request.deadline <= self._clock():
-            sequence.mailbox.put(Output(sequence.index, None, None, FinishReason.DEADLINE))
+            sequence.mailbox.put(Output(sequence.index, reason=FinishReason.DEADLINE))
         else:
             sequence.mailbox.fail(NoReplicaError())
         self._close(sequence, FinishReason.ABORT)
@@ -255,12 +317,13 @@ class EngineClient:
             generated(request)
             reason = ended.pop(request_id, None) if ended else None
             detail = details.get(position) if details else None
-            sequence.mailbox.put(Output(sequence.index, token, detail, reason))
+            sequence.mailbox.put(Output(sequence.index, token=token, detail=detail, reason=reason))
             if reason is not None:
                 self._close(sequence, reason)
         for request_id, reason in ended.items():
             if (sequence := sequences.get(request_id)) is not None:
-                sequence.mailbox.put(Output(sequence.index, None, None, reason, step.errors.get(request_id, "")))
+                error = step.errors.get(request_id, "")
+                sequence.mailbox.put(Output(sequence.index, reason=reason, error=error))
                 self._close(sequence, reason)
 
     def _end(self, sequences: list[EngineSequence], reason: FinishReason) -> None:
@@ -292,3 +355,21 @@ class EngineClient:
     def _tell_numbers(self) -> None:
         live = [replica.stats.metrics for replica in self._replicas.values()]
         self._metrics.engine(merged(live, gone=self._gone))
+
+
+def _without_engine(sequence: EngineSequence) -> RequestState:
+    """The state of a sequence that waits for an engine to come up."""
+    request = sequence.request
+    return RequestState(
+        number=request.id,
+        state="waiting",
+        priority=request.options.priority,
+        place=None,
+        prompt_tokens=len(request.prompt),
+        output_tokens=len(request.output),
+        computed_tokens=0,
+        device_blocks=0,
+        host_blocks=0,
+        wait_reason="no_replica",
+        wait_s=None,
+    )

@@ -23,6 +23,7 @@ import zmq
 from skipjoin.config import ConfigError
 from skipjoin.core.engine import EngineCore, RequestTooLargeError
 from skipjoin.core.events import Arrived, Event, Finished, Started, Token
+from skipjoin.core.request import DEFAULT_OPTIONS, Request, RequestOptions
 from skipjoin.model.config import ModelError
 from skipjoin.observe.metrics import EngineMetrics
 from skipjoin.observe.timeline import Timeline
@@ -32,12 +33,15 @@ from skipjoin.server.engines.link import NoAnswerError, connect
 from skipjoin.server.engines.messages import (
     Abort,
     Add,
+    DescribeRequests,
     EngineFailed,
     FromEngine,
     ListenerKey,
     LoadProgress,
     Ready,
     Refused,
+    RequestState,
+    RequestStates,
     Setup,
     Shutdown,
     Stats,
@@ -65,8 +69,7 @@ class Loop(Protocol):
         prompt: list[int],
         params: SamplingParams,
         *,
-        priority: int = 0,
-        deadline_s: float | None = None,
+        options: RequestOptions = DEFAULT_OPTIONS,
         output: Sequence[int] = (),
         age_s: float = 0.0,
     ) -> None: ...
@@ -113,8 +116,50 @@ class Digest:
             elif isinstance(event, Arrived):
                 self._new.add(event.request.id)
         if ids or ended or started:
-            return StepOutputs(ids, tokens, details, ended, started, errors)
+            return StepOutputs(ids=ids, tokens=tokens, details=details, ended=ended, started=started, errors=errors)
         return None
+
+
+def describe(core: EngineCore, now: float) -> list[RequestState]:
+    """The requests that are not complete, in the scheduler's order. now: seconds, on the engine's clock.
+
+    The order is read from `Ordering.rank`, which changes nothing; `Ordering.ranked` may promote requests.
+    """
+    requests = sorted(core.requests.values(), key=core.scheduler.policies.ordering.rank)
+    return [_describe(core, request, place, now) for place, request in enumerate(requests)]
+
+
+def _describe(core: EngineCore, request: Request, place: int, now: float) -> RequestState:
+    held, wait = core.kv.blocks_of(request), _wait(core, request)
+    return RequestState(
+        number=request.id,
+        state=_state_name(core, request),
+        priority=request.options.priority,
+        place=place,
+        prompt_tokens=len(request.prompt),
+        output_tokens=len(request.output),
+        computed_tokens=request.computed,
+        device_blocks=len(held.device) if held is not None else 0,
+        host_blocks=len(held.host) if held is not None else 0,
+        wait_reason=wait[0] if wait is not None else None,
+        wait_s=now - wait[1] if wait is not None else None,
+    )
+
+
+def _state_name(core: EngineCore, request: Request) -> str:
+    """See `RequestState`."""
+    if request.last_plan >= core.scheduler.latest_plan:
+        return "running"
+    held = core.kv.blocks_of(request)
+    if held is not None and (held.host or held.moving is not None):
+        return "swapped"
+    has_run = request.computed or request.evictions or len(request.output) > request.resumed_tokens
+    return "preempted" if has_run else "waiting"
+
+
+def _wait(core: EngineCore, request: Request) -> tuple[str, float] | None:
+    """Why the request waits, and since when on the engine's clock; None while it runs."""
+    return None
 
 
 class TimelineWriter:
@@ -232,14 +277,16 @@ class EngineServer:
         elif isinstance(message, Shutdown):
             self._stopping = True
 
+        elif isinstance(message, DescribeRequests):
+            self.send(RequestStates(message.id, describe(loop.core, time.monotonic())))
+
     def _add(self, loop: Loop, message: Add) -> None:
         try:
             loop.add(
                 message.id,
                 message.prompt,
                 message.params,
-                priority=message.priority,
-                deadline_s=message.deadline_s,
+                options=message.options,
                 output=message.output,
                 age_s=message.age_s,
             )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from skipjoin.config import EngineConfig
+from skipjoin.core.request import DEFAULT_OPTIONS, RequestOptions
 from skipjoin.observe.metrics import Snapshot
 from skipjoin.policies.cost import LinearCost
 from skipjoin.sampling import SamplingParams, TokenDetail
@@ -42,17 +43,16 @@ class Setup(msgspec.Struct, frozen=True):
 
 
 class Add(msgspec.Struct, frozen=True, tag="add", array_like=True):
-    """A request. id: unique for the life of the engine. deadline_s: seconds from its arrival at the engine.
+    """A request. id: unique for the life of the engine.
 
-    output: what another engine has generated of it; this one goes on after that. age_s: seconds since it arrived at the
-    first engine.
+    output: the tokens that another engine has generated for it; this engine continues after them. age_s: seconds since
+    it arrived at the first engine, which is when the deadline in its options begins to count.
     """
 
     id: int
     prompt: list[int]
     params: SamplingParams
-    priority: int = 0
-    deadline_s: float | None = None
+    options: RequestOptions = DEFAULT_OPTIONS
     output: list[int] = []
     age_s: float = 0.0
 
@@ -63,11 +63,17 @@ class Abort(msgspec.Struct, frozen=True, tag="abort", array_like=True):
     ids: list[int]
 
 
+class DescribeRequests(msgspec.Struct, frozen=True, tag="describe", array_like=True):
+    """Asks for `RequestStates` with this id."""
+
+    id: int
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown", array_like=True):
     """End the process now."""
 
 
-ToEngine = Add | Abort | Shutdown
+ToEngine = Add | Abort | DescribeRequests | Shutdown
 
 
 # -- from the engine ------------------------------------------------------------------------------------------
@@ -149,4 +155,33 @@ class Stats(msgspec.Struct, frozen=True, tag="stats", array_like=True):
         return int(self.metrics.row("num_requests_waiting")[0])
 
 
-FromEngine = LoadProgress | Ready | EngineFailed | StepOutputs | Refused | Stats
+class RequestState(msgspec.Struct, frozen=True, array_like=True):
+    """A request that is not complete, as the scheduler sees it.
+
+    number: its id at the engine. state: "running" in the latest plan; "waiting" and never run; "preempted", with its KV
+    on the device or dropped; "swapped", with its KV on the host or moving. place: in the scheduler's order, 0 is first;
+    None without an engine. computed_tokens: tokens that have KV. device_blocks, host_blocks: KV blocks that it holds.
+    wait_reason, wait_s: what keeps it from running, and for how many seconds; None while it runs.
+    """
+
+    number: int
+    state: str
+    priority: int
+    place: int | None
+    prompt_tokens: int
+    output_tokens: int
+    computed_tokens: int
+    device_blocks: int
+    host_blocks: int
+    wait_reason: str | None
+    wait_s: float | None
+
+
+class RequestStates(msgspec.Struct, frozen=True, tag="states", array_like=True):
+    """The answer to `DescribeRequests`, whose id it has."""
+
+    id: int
+    requests: list[RequestState]
+
+
+FromEngine = LoadProgress | Ready | EngineFailed | StepOutputs | Refused | Stats | RequestStates

@@ -55,16 +55,18 @@ class EngineSequence:
     """One request at an engine, from `submit` until it is over.
 
     request: prompt, tokens so far, arrival and deadline, on this process's monotonic clock. params: with the seed, so
-    that another engine goes on with the same noise. patience: rings when it has waited for an engine for too long.
+    that another engine continues with the same noise. index: of its choice. label: the id of the answer that it belongs
+    to. patience: fires when it has waited for an engine for too long.
     """
 
-    __slots__ = ("index", "mailbox", "on_end", "on_start", "params", "patience", "request")
+    __slots__ = ("index", "label", "mailbox", "on_end", "on_start", "params", "patience", "request")
 
-    def __init__(self, request: Request, params: SamplingParams, mailbox: Mailbox, index: int) -> None:
+    def __init__(self, request: Request, params: SamplingParams, mailbox: Mailbox, index: int, label: str = "") -> None:
         self.request = request
         self.params = params
         self.mailbox = mailbox
         self.index = index
+        self.label = label
         self.patience: asyncio.TimerHandle | None = None
         self.on_start: Callable[[], None] | None = None
         self.on_end: Callable[[], None] | None = None
@@ -74,9 +76,16 @@ class EngineSequence:
         """Its id at whichever engine."""
         return self.request.id
 
-    def message(self, deadline_s: float | None, age_s: float) -> Add:
-        """What makes an engine go on after the tokens that are known."""
+    def message(self, now: float) -> Add:
+        """What makes an engine continue after the tokens that are known. now: seconds, on this process's clock."""
         request, params = self.request, self.params
         if request.output and params.prompt_logprobs is not None:
             params = replace(params, prompt_logprobs=None)  # they came with the first token
-        return Add(request.id, list(request.prompt), params, request.priority, deadline_s, list(request.output), age_s)
+        return Add(
+            id=request.id,
+            prompt=list(request.prompt),
+            params=params,
+            options=request.options,
+            output=list(request.output),
+            age_s=now - request.arrival,
+        )

@@ -25,7 +25,7 @@ from skipjoin.server.api.app import build_app
 from skipjoin.server.api.auth import AccessGuard
 from skipjoin.server.api.service import Service
 from skipjoin.server.engines.engine_client import ConnectedEngine, EngineClient
-from skipjoin.server.engines.messages import Abort, Add, FromEngine, Ready, Shutdown, StepOutputs
+from skipjoin.server.engines.messages import Abort, Add, DescribeRequests, FromEngine, Ready, StepOutputs, ToEngine
 from skipjoin.server.metrics import Metrics
 
 HERE = Path(__file__).parent
@@ -47,6 +47,7 @@ class ScriptedEngine:
         self.live: dict[int, tuple[Add, int]] = {}
         self.added: list[Add] = []
         self.aborted: list[int] = []
+        self.asked: list[int] = []  # questions, which the test answers
         self.paused = False
 
     def join(self, ready: Ready) -> None:
@@ -58,7 +59,7 @@ class ScriptedEngine:
         assert self.replica is not None
         self.client.receive(self.replica, message)
 
-    def send(self, message: Add | Abort | Shutdown) -> None:
+    def send(self, message: ToEngine) -> None:
         if isinstance(message, Add):
             self.live[message.id] = (message, len(message.output))
             self.added.append(message)
@@ -68,6 +69,8 @@ class ScriptedEngine:
             self.aborted.extend(message.ids)
             for request_id in message.ids:
                 self.live.pop(request_id, None)
+        elif isinstance(message, DescribeRequests):
+            self.asked.append(message.id)
 
     def die(self) -> None:
         """It is gone, with all that it had."""

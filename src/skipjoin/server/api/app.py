@@ -52,11 +52,12 @@ def build_app(service: Service) -> AccessGuard:
 
 def _route(endpoint: Endpoint[Any]) -> APIRouter:
     router = APIRouter()
+    name = endpoint.path.removeprefix("/v1").strip("/").replace("/", "_")
 
     async def generate(request: Request) -> Response:
         return await answer(request, endpoint)
 
-    router.add_api_route(endpoint.path, generate, methods=["POST"], description=endpoint.__doc__)
+    router.add_api_route(endpoint.path, generate, methods=["POST"], name=name, description=endpoint.__doc__)
     return router
 
 

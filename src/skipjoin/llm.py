@@ -26,11 +26,11 @@ Message = Mapping[str, Any]
 
 @dataclass(slots=True)
 class Generation:
-    """What came of one prompt.
+    """The outcome of one prompt.
 
     text, token_ids: the output. finish_reason: "stop", "length", or "error" where the engine gave the request up;
     error: what happened then, and what helps. details: per token, if log-probabilities were asked for; the first one
-    also carries those of the prompt.
+    also has those of the prompt.
     """
 
     prompt: str | None
@@ -42,7 +42,7 @@ class Generation:
     error: str = ""
 
     def add(self, output: Output, text: str) -> None:
-        """Take one more token, or the end, and the text that is new with it."""
+        """Add a token, or the end, and its text."""
         self.text += text
         if output.token is not None:
             self.token_ids.append(output.token)
@@ -52,17 +52,17 @@ class Generation:
 
 
 class LLM:
-    """A model ready to generate. Use it as a context manager, or call `close`.
+    """A model that is ready to generate. Use it as a context manager, or call `close`.
 
     model: a Hugging Face folder, a hub id, or "tally", the built-in model. settings: fields of `EngineConfig`.
-    progress: show progress bars on stderr; None: when it is a terminal.
+    progress: whether progress bars are shown on stderr; None: if it is a terminal.
     Raises `ModelError` and `ConfigError` as `assemble` does.
     """
 
     def __init__(self, model: str = "tally", *, progress: bool | None = None, **settings: Any) -> None:
         self._console = Console(stderr=True, quiet=not (sys.stderr.isatty() if progress is None else progress))
         config = EngineConfig(model=model, **settings)
-        # First what fails fast.
+        # The tokenizer first: it fails fast.
         self.tokenizer: Tokenizer = load_tokenizer(model_folder(model, config.load_format))
         with self._progress() as bars:
             task = bars.add_task("loading", total=1.0)
@@ -94,8 +94,9 @@ class LLM:
     ) -> list[Generation]:
         """Complete one prompt or many, each a text or its token ids; results are in the order of the prompts.
 
-        params: one for all, or one each. Raises `ParameterError`, before anything runs, for a prompt or parameter
-        outside its bounds.
+        params: one for all prompts, or one for each. priority: lower is earlier.
+
+        Raises `ParameterError`, before anything runs, for a prompt or parameter outside its bounds.
         """
         ids = [self.tokenizer.encode(item) if isinstance(item, str) else list(item) for item in _as_list(prompts)]
         texts = [item if isinstance(item, str) else None for item in _as_list(prompts)]
@@ -141,7 +142,7 @@ class LLM:
         return results
 
     def _drain(self, running: dict[int, tuple[Generation, Choice]], bars: Progress, task: TaskID) -> None:
-        """Turn the loop until nothing is running."""
+        """Run the loop until all requests have ended."""
         while running:
             for request_id, output in _news(self._loop.step()).items():
                 if request_id not in running:
@@ -150,7 +151,7 @@ class LLM:
                 generation.add(output, choice.take(output))
                 if choice.finish_reason is not None:
                     generation.finish_reason = choice.finish_reason
-                    # Where a stop string ended the text, the engine does not know yet.
+                    # If a stop string ended the text, the engine still generates.
                     self._loop.abort(request_id)
                     del running[request_id]
                     bars.advance(task)
@@ -161,7 +162,7 @@ class LLM:
 
 
 def _news(events: Iterable[Event]) -> dict[int, Output]:
-    """What a step's events mean for each request: a token, its end, or both."""
+    """The outputs of a step's events, by request: a token, the end, or both."""
     news: dict[int, Output] = {}
     for event in events:
         if isinstance(event, Token):

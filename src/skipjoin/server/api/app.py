@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi import FastAPI, Request, Response
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
@@ -34,12 +34,12 @@ def build_app(service: Service) -> AccessGuard:
         redirect_slashes=False,
     )
     errors.install(app)
-    app.include_router(status.routes(service))
+    status.add_routes(app, service)
     for kind in ENDPOINTS:
-        app.include_router(_route(kind(service)))
-    app.include_router(tokens.routes(service))
+        _add_endpoint(app, kind(service))
+    tokens.add_routes(app, service)
     if config.enable_debug_routes:
-        app.include_router(debug.routes(service))
+        debug.add_routes(app, service)
     bodies = {kind.path: kind.body_type for kind in ENDPOINTS} | tokens.BODIES
     app.openapi = lambda: _openapi(app, bodies)  # type: ignore[method-assign]
     return AccessGuard(
@@ -50,15 +50,13 @@ def build_app(service: Service) -> AccessGuard:
     )
 
 
-def _route(endpoint: Endpoint[Any]) -> APIRouter:
-    router = APIRouter()
+def _add_endpoint(app: FastAPI, endpoint: Endpoint[Any]) -> None:
     name = endpoint.path.removeprefix("/v1").strip("/").replace("/", "_")
 
     async def generate(request: Request) -> Response:
         return await answer(request, endpoint)
 
-    router.add_api_route(endpoint.path, generate, methods=["POST"], name=name, description=endpoint.__doc__)
-    return router
+    app.add_api_route(endpoint.path, generate, methods=["POST"], name=name, description=endpoint.__doc__)
 
 
 def _openapi(app: FastAPI, bodies: Mapping[str, type[BaseModel]]) -> dict[str, Any]:

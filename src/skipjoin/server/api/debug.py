@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import msgspec
-from fastapi import APIRouter, Response
+from fastapi import FastAPI, Response
 
 from skipjoin.server.api.replies import json_response
 from skipjoin.server.api.service import Service
@@ -12,11 +12,10 @@ from skipjoin.server.api.service import Service
 TIMEOUT_S = 5.0
 
 
-def routes(service: Service) -> APIRouter:
-    """The debug routes."""
-    router = APIRouter()
+def add_routes(app: FastAPI, service: Service) -> None:
+    """Add the debug routes."""
 
-    @router.get("/debug/requests")
+    @app.get("/debug/requests")
     async def show_requests() -> Response:
         """The state of each request: `engines.messages.RequestState`, with the answer and the replica it belongs to."""
         _ = service.info  # 503 while the server starts
@@ -26,5 +25,3 @@ def routes(service: Service) -> APIRouter:
             for one in found.requests
         ]
         return json_response({"requests": rows, "silent_replicas": found.silent})
-
-    return router

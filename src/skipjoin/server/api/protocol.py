@@ -1,7 +1,7 @@
-"""What clients may send. Unknown fields are refused, so that nothing is ignored silently.
+"""The bodies of requests. An unknown field is refused, so that nothing is ignored silently.
 
-Fields that clients send by default, for features that this server does not have, are accepted with the values that
-ask for nothing (`Only`) and refused with any other:
+Clients send some fields by default for features that this server does not have. Such a field is accepted with the
+values that ask for nothing (`Only`) and refused with any other:
 
 | field | accepted |
 |---|---|
@@ -15,7 +15,7 @@ ask for nothing (`Only`) and refused with any other:
 | service_tier | null, "auto", "default" |
 | store, continue_final_message, return_token_ids, return_tokens_as_token_ids | null, false |
 | length_penalty | null, 1 |
-| user, metadata, safety_identifier, prompt_cache_key | anything within bounds: labels, which change nothing |
+| user, metadata, safety_identifier, prompt_cache_key | any value within bounds: labels, which change nothing |
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ from skipjoin.sampling import (
 MAX_N = 16
 MAX_PROMPTS = 256
 MAX_MESSAGES = 4096
-# Looking for a stop string costs its length at each token.
+# The search for a stop string costs its length at each token.
 MAX_STOP_LENGTH = 512
 MAX_LABEL = 512
-# A week: beyond it a deadline is none.
+# A week: a longer deadline is no deadline.
 MAX_DEADLINE_MS = 7 * 86_400_000
 INT32, INT64 = 2**31 - 1, 2**63 - 1
 
 
 class Only:
-    """Annotation of a field that takes nothing but these JSON values."""
+    """Annotation of a field that accepts these JSON values only."""
 
     def __init__(self, *values: Any) -> None:
         self.values = values
@@ -114,7 +114,7 @@ def _prompt_kind(value: Any) -> str | None:
 
 
 def _one_of(kinds: Any, choose: Any, expected: str) -> Any:
-    """A union in which `choose` picks the alternative, so that errors speak of that one only."""
+    """A union in which `choose` selects the alternative, so that errors are about that one only."""
     return Annotated[kinds, Discriminator(choose, custom_error_type="type", custom_error_message=expected)]
 
 
@@ -136,7 +136,7 @@ Prompt = _one_of(
 
 
 class GenerationBody(Body):
-    """What both kinds of completion share."""
+    """The fields that all kinds of generation share."""
 
     model: Label = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
@@ -219,8 +219,11 @@ class GenerationBody(Body):
 
 
 class CompletionRequest(GenerationBody):
-    """POST /v1/completions. echo: the prompt stands before the output, and in the log-probabilities; with it
-    max_tokens may be 0: the prompt is scored and nothing generated."""
+    """POST /v1/completions.
+
+    echo: the output begins with the prompt, and the log-probabilities with its scores. max_tokens may then be 0: the
+    prompt is scored and nothing is generated.
+    """
 
     prompt: Prompt
     echo: bool | None = None
@@ -261,7 +264,7 @@ Content = _one_of(
 
 
 class Message(Body):
-    """One turn. What a response's message holds may be sent back as it is. developer means system."""
+    """One turn. The message of a response may be sent back as it is. developer means system."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Content

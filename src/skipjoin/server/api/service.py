@@ -1,4 +1,4 @@
-"""What the routes share: the engine, the tokenizer, the queue's limits, and the state the server is in."""
+"""What all routes and endpoints share: the engine, the tokenizer, the queue's limits, and the server's state."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from skipjoin.server.engines.errors import EngineDeadError, NoReplicaError
 from skipjoin.server.engines.messages import Ready
 from skipjoin.server.metrics import Metrics
 
-# Texts and bodies beyond this many characters are worked on outside the event loop, so that streams do not stall.
+# Texts and bodies of more characters are processed in a thread, so that streams do not stall.
 _LARGE = 8192
 
 BodyT = TypeVar("BodyT", bound=Body)
@@ -38,7 +38,7 @@ ResultT = TypeVar("ResultT")
 
 
 class Phase(Enum):
-    """Where the server is in its life."""
+    """The server's state."""
 
     STARTING = "starting"
     OPEN = "open"
@@ -46,7 +46,10 @@ class Phase(Enum):
 
 
 class Service:
-    """One server. It answers from the start, and takes work from `open` until `drain` or the engine's death."""
+    """One server. It answers from the start, and takes work from `open` until `drain` or the end of the engine.
+
+    busy: HTTP requests that are being answered.
+    """
 
     def __init__(self, config: ServerConfig, client: EngineClient, metrics: Metrics) -> None:
         self.config = config
@@ -56,14 +59,14 @@ class Service:
         self.phase = Phase.STARTING
         self.created = int(time.time())
         self.name = config.served_model_name or ""
-        self.busy = 0  # HTTP requests at work
+        self.busy = 0
         self._info: Ready | None = None
         self._tokenizer: Tokenizer | None = None
-        # Two, so that one huge text does not hold up all others.
+        # Two, so that one huge text does not delay all others.
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="skipjoin-text")
 
     def open(self, info: Ready, tokenizer: Tokenizer) -> None:
-        """The engine is ready: take work."""
+        """Take work: the engine is ready."""
         self._info, self._tokenizer = info, tokenizer
         self.name = self.config.served_model_name or info.model
         self.metrics.ready(info, self.name)
@@ -71,7 +74,7 @@ class Service:
             self.phase = Phase.OPEN
 
     def drain(self) -> None:
-        """Take no more work; what runs goes on."""
+        """Take no more work; running requests continue."""
         self.phase = Phase.DRAINING
 
     def close(self) -> None:
@@ -82,14 +85,14 @@ class Service:
 
     @property
     def info(self) -> Ready:
-        """The engine's facts; 503 until there are any."""
+        """The engine's description; 503 before the engine is ready."""
         if self._info is None:
             raise unavailable("the server is starting: the model is being loaded", "starting")
         return self._info
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer; 503 until there is one."""
+        """The model's tokenizer; 503 before the engine is ready."""
         if self._tokenizer is None:
             raise unavailable("the server is starting: the model is being loaded", "starting")
         return self._tokenizer
@@ -103,7 +106,7 @@ class Service:
             raise NoReplicaError
 
     def count_replicas(self) -> dict[str, int]:
-        """How many engines are up of how many; nothing where one is all that there should be."""
+        """How many engines are up, and how many there should be; empty for a server of one engine."""
         client = self.client
         return {"replicas_alive": client.alive, "replicas": client.wanted} if client.wanted > 1 else {}
 
@@ -115,14 +118,14 @@ class Service:
             raise unavailable("the server is shutting down", "shutting_down")
 
     def check_model(self, name: str | None) -> None:
-        """404 for a model that is not served; without a name the one there is is meant."""
+        """404 for a model that is not served. None: the served one."""
         if name is not None and name != self.name:
             raise model_not_found(name, self.name)
 
     # -- reading requests ---------------------------------------------------------------------------------
 
     async def in_thread(self, work: Callable[..., ResultT], *args: Any, **kwargs: Any) -> ResultT:
-        """Run long work that is not asynchronous."""
+        """Run long work in a thread."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, partial(work, *args, **kwargs))
 
     async def parse(self, body: bytes, kind: type[BodyT]) -> BodyT:
@@ -158,12 +161,12 @@ class Service:
             raise bad_request(str(error), "messages") from error
 
     def check_ids(self, name: str, ids: Sequence[int]) -> None:
-        """400 for ids that the model does not have."""
+        """400 for token ids that the model does not have."""
         if ids and max(ids) >= self.info.vocab_size:
             raise bad_request(f"{name} must be token ids in [0, {self.info.vocab_size - 1}], got {max(ids)}", name)
 
     def room_after(self, prompt: Sequence[int], param: str) -> int:
-        """Tokens that the context has left after a prompt. Raises 400 if that is none, or the prompt is empty."""
+        """Tokens that the context has left after a prompt. Raises 400 if none is left, or the prompt is empty."""
         context = self.info.max_model_len
         if not prompt:
             raise bad_request(f"{param} must have at least 1 token", param)
@@ -191,11 +194,11 @@ class Service:
     def sampling(
         self, body: GenerationBody, *, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None
     ) -> SamplingParams:
-        """The body's sampling rules for one prompt; fields that are null or missing take the defaults. Raises 400."""
+        """The body's sampling rules for one prompt; fields that are null or missing have the defaults. Raises 400."""
         given: dict[str, Any] = {
             "temperature": body.temperature,
             "top_p": body.top_p,
-            "top_k": None if body.top_k == -1 else body.top_k,  # as vLLM's clients say "all"
+            "top_k": None if body.top_k == -1 else body.top_k,  # -1 is "all" in vLLM's API
             "min_p": body.min_p,
             "presence_penalty": body.presence_penalty,
             "frequency_penalty": body.frequency_penalty,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Response
+from fastapi import FastAPI, Response
 
 from skipjoin.server.api.errors import unavailable
 from skipjoin.server.api.replies import json_response
@@ -11,23 +11,22 @@ from skipjoin.server.api.service import Phase, Service
 from skipjoin.version import VERSION
 
 
-def routes(service: Service) -> APIRouter:
-    """All of them."""
-    router = APIRouter()
-    _add_health(router, service)
-    _add_models(router, service)
+def add_routes(app: FastAPI, service: Service) -> None:
+    """Add all of them."""
+    _add_health(app, service)
+    _add_models(app, service)
 
-    @router.get("/version")
+    @app.get("/version")
     async def show_version() -> Response:
         """The server's version."""
         return json_response({"version": VERSION})
 
-    @router.get("/metrics")
+    @app.get("/metrics")
     async def show_metrics() -> Response:
         """For Prometheus."""
         return Response(service.metrics.render(), media_type="text/plain; version=0.0.4")
 
-    @router.get("/load")
+    @app.get("/load")
     async def show_load() -> Response:
         """How busy the server is."""
         service.check_alive()
@@ -42,17 +41,15 @@ def routes(service: Service) -> APIRouter:
             )
         )
 
-    return router
 
-
-def _add_health(router: APIRouter, service: Service) -> None:
-    @router.get("/health")
+def _add_health(app: FastAPI, service: Service) -> None:
+    @app.get("/health")
     async def health() -> Response:
         """200 while an engine is up."""
         service.check_alive()
         return json_response({"status": "ok", **service.count_replicas()})
 
-    @router.get("/ready")
+    @app.get("/ready")
     async def ready() -> Response:
         """200 while work is taken."""
         service.check_alive()
@@ -60,24 +57,24 @@ def _add_health(router: APIRouter, service: Service) -> None:
             raise unavailable(f"the server is {service.phase.value}", "not_ready")
         return json_response({"status": "ready", **service.count_replicas()})
 
-    @router.get("/live")
+    @app.get("/live")
     async def live() -> Response:
         """200 while this process answers."""
         return json_response({"status": "live"})
 
 
-def _add_models(router: APIRouter, service: Service) -> None:
+def _add_models(app: FastAPI, service: Service) -> None:
     def card() -> ModelCard:
         info = service.info
         return ModelCard(id=service.name, created=service.created, max_model_len=info.max_model_len, root=info.model)
 
-    @router.get("/v1/models")
+    @app.get("/v1/models")
     async def list_models() -> Response:
         """The served model."""
         return json_response(ModelList([card()]))
 
     # Names may hold slashes.
-    @router.get("/v1/models/{model:path}")
+    @app.get("/v1/models/{model:path}")
     async def show_model(model: str) -> Response:
         """The served model, by its name."""
         found = card()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request, Response
+from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel
 
 from skipjoin.server.api.errors import bad_request
@@ -15,11 +15,10 @@ from skipjoin.server.api.service import Service
 BODIES: dict[str, type[BaseModel]] = {"/tokenize": TokenizeRequest, "/detokenize": DetokenizeRequest}
 
 
-def routes(service: Service) -> APIRouter:
-    """Both of them."""
-    router = APIRouter()
+def add_routes(app: FastAPI, service: Service) -> None:
+    """Add both of them."""
 
-    @router.post("/tokenize")
+    @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
         """Token ids of a text or a conversation."""
         service.check_open()
@@ -34,7 +33,7 @@ def routes(service: Service) -> APIRouter:
         names = [service.tokenizer.token_text(token) for token in ids] if body.return_token_strs else None
         return json_response(Tokens(ids, len(ids), service.info.max_model_len, names))
 
-    @router.post("/detokenize")
+    @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
         """Text of token ids."""
         service.check_open()
@@ -43,5 +42,3 @@ def routes(service: Service) -> APIRouter:
         service.check_ids("tokens", body.tokens)
         text = await service.in_thread(service.tokenizer.decode, body.tokens, skip_special_tokens=False)
         return json_response(Detokenized(text))
-
-    return router

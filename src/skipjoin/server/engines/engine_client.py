@@ -1,7 +1,7 @@
-"""The API process's view of the engines: requests out, tokens in, and what happens when one of them dies.
+"""The engines from the API process's side: requests out, tokens in, and failover.
 
-`EngineClient` knows no transport: `join` takes what sends to an engine, `receive` gets what comes from it. The real
-transports are `EngineHandle` and `ReplicaSet`; tests put scripted engines in their place.
+`EngineClient` knows no transport: `join` takes the function that sends to an engine, `receive` gets the engine's
+messages. The transports are `EngineHandle` and `ReplicaSet`; tests use scripted engines instead.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from skipjoin.server.engines.messages import (
 from skipjoin.server.engines.sequences import EngineSequence, Mailbox
 from skipjoin.server.metrics import Metrics
 
-# How long a sequence waits for an engine while there is none.
+# Seconds that a sequence waits for an engine to come up.
 PATIENCE_S = 60.0
 
 
@@ -80,7 +80,7 @@ class LiveRequests(NamedTuple):
 
 
 class EngineLoad(NamedTuple):
-    """How busy the engines are together. usage: share of their KV blocks that are not free."""
+    """The load of all engines together. usage: share of their KV blocks that are not free."""
 
     running: int
     waiting: int
@@ -88,13 +88,13 @@ class EngineLoad(NamedTuple):
 
 
 class EngineClient:
-    """Submits requests to the engine with the least work, hands out their tokens, moves them when their engine dies.
+    """Submits requests to the engine with the least work, delivers their tokens, moves them when their engine dies.
 
-    A sequence goes on at another engine with its prompt and the tokens that it has: what its client sees is what it
-    would have seen. While no engine is there it waits, for at most `patience_s` seconds; after that, and once there
-    will never be one (`died`), it fails.
+    A moved sequence continues at another engine from its prompt and the tokens that it has: its client sees the same
+    output. While no engine is up it waits, for at most `patience_s` seconds; after that, and once no engine will come
+    up any more (`died`), it fails.
 
-    wanted: engines that there should be. seed: from which requests without a seed draw theirs. clock: seconds,
+    wanted: how many engines there should be. seed: requests without a seed draw theirs from it. clock: seconds,
     monotonic.
     """
 
@@ -112,12 +112,12 @@ class EngineClient:
         self._patience_s = patience_s
         self._clock = clock
         self._replicas: dict[int, ConnectedEngine] = {}
-        self._places: dict[int, ConnectedEngine | None] = {}  # of each sequence, by id; None: it waits for an engine
+        self._places: dict[int, ConnectedEngine | None] = {}  # by id of the sequence; None: it waits for an engine
         self._waiting: dict[int, EngineSequence] = {}
         self._dispatch = least_work()
-        self._gone = Snapshot.zero()  # what engines counted that are gone
+        self._gone = Snapshot.zero()  # counts of engines that have ended
         self._joined = 0
-        # Ids are ours alone: whatever ids clients choose, two requests never meet.
+        # Ids are made here, so that they are distinct whatever ids clients send.
         self._ids = itertools.count(1)
         self._questions = itertools.count()
         self.wanted = wanted
@@ -126,7 +126,7 @@ class EngineClient:
 
     @property
     def active(self) -> int:
-        """Sequences that are not over."""
+        """Sequences that have not ended."""
         return len(self._places)
 
     @property
@@ -135,7 +135,7 @@ class EngineClient:
         return len(self._replicas)
 
     def load(self) -> EngineLoad:
-        """How busy the engines are, by what they told last."""
+        """The load, by the latest messages of the engines."""
         replicas = self._replicas.values()
         stats = [replica.stats for replica in replicas]
         blocks = sum(replica.info.device_blocks for replica in replicas)
@@ -148,7 +148,7 @@ class EngineClient:
     # -- engines ------------------------------------------------------------------------------------------
 
     def join(self, info: Ready, send: Callable[[ToEngine], None]) -> ConnectedEngine:
-        """An engine takes requests from now on, those first that wait for one."""
+        """Add an engine that takes requests, and give it those that wait for one."""
         number = next(number for number in itertools.count() if number not in self._replicas)
         replica = self._replicas[number] = ConnectedEngine(number, info, send)
         self._dispatch.join(number, info.cost)
@@ -162,7 +162,7 @@ class EngineClient:
         return replica
 
     def lose(self, replica: ConnectedEngine) -> int:
-        """An engine is gone: its sequences go on elsewhere. How many they are."""
+        """Remove an engine that has ended and move its sequences; how many they are."""
         if self._replicas.get(replica.number) is not replica:
             return 0
         del self._replicas[replica.number]
@@ -179,14 +179,14 @@ class EngineClient:
         return len(orphans)
 
     def died(self) -> None:
-        """There is no engine and never will be."""
+        """Fail everything: no engine is up, and none will be."""
         self.dead = True
         self.fail_all(EngineDeadError())
         for replica in list(self._replicas.values()):
             self.lose(replica)
 
     def receive(self, replica: ConnectedEngine, message: FromEngine) -> None:
-        """Take a message from an engine. What comes from one that was lost counts for nothing."""
+        """Take a message from an engine. Messages from one that was removed are ignored."""
         if isinstance(message, StepOutputs):
             self._deliver(replica, message)
         elif isinstance(message, Stats):
@@ -241,15 +241,15 @@ class EngineClient:
         return sequence
 
     def abort(self, sequences: list[EngineSequence]) -> None:
-        """Give up those of the sequences that are not over; nothing more comes from them."""
+        """End those of the sequences that have not ended; they get no more outputs."""
         self._end(sequences, FinishReason.ABORT)
 
     def complete(self, sequence: EngineSequence) -> None:
-        """The sequence has all that its client wants, though its engine would go on."""
+        """End a sequence whose client has the whole output, though its engine would continue."""
         self._end([sequence], FinishReason.STOP)
 
     def fail_all(self, error: Exception) -> None:
-        """Give up everything: each waiting handler gets the error."""
+        """End all sequences; each job gets the error."""
         held = [replica.sequences for replica in self._replicas.values()]
         sequences = [sequence for some in (*held, self._waiting) for sequence in some.values()]
         for sequence in sequences:
@@ -282,11 +282,11 @@ class EngineClient:
     # -- inside -------------------------------------------------------------------------------------------
 
     def _place(self, sequence: EngineSequence) -> None:
-        """Send the sequence to the engine with the least work, or let it wait for one."""
+        """Send the sequence to the engine with the least work, or let it wait until one is up."""
         request, now = sequence.request, self._clock()
         if not self._replicas:
             wait = min(max(0.0, request.deadline - now), self._patience_s)
-            sequence.patience = asyncio.get_running_loop().call_later(wait, self._lose_patience, sequence)
+            sequence.patience = asyncio.get_running_loop().call_later(wait, self._give_up, sequence)
             self._waiting[sequence.id] = sequence
             self._places[sequence.id] = None
             return
@@ -295,7 +295,7 @@ class EngineClient:
         self._places[sequence.id] = replica
         replica.send(sequence.message(now))
 
-    def _lose_patience(self, sequence: EngineSequence) -> None:
+    def _give_up(self, sequence: EngineSequence) -> None:
         if sequence.request.deadline <= self._clock():
             sequence.mailbox.put(Output(sequence.index, reason=FinishReason.DEADLINE))
         else:
@@ -336,7 +336,7 @@ class EngineClient:
                 replica.send(Abort(ids))
 
     def _close(self, sequence: EngineSequence, reason: FinishReason) -> ConnectedEngine | None:
-        """The sequence is over; which engine had it."""
+        """Forget a sequence that has ended; the engine that it was at."""
         replica = self._places.pop(sequence.id)
         if replica is None:
             del self._waiting[sequence.id]

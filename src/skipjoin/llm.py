@@ -144,7 +144,7 @@ class LLM:
     def _drain(self, running: dict[int, tuple[Generation, Choice]], bars: Progress, task: TaskID) -> None:
         """Run the loop until all requests have ended."""
         while running:
-            for request_id, output in _news(self._loop.step()).items():
+            for request_id, output in _outputs(self._loop.step()).items():
                 if request_id not in running:
                     continue
                 generation, choice = running[request_id]
@@ -161,17 +161,17 @@ class LLM:
         return Progress(*columns, console=self._console, transient=True, disable=self._console.quiet)
 
 
-def _news(events: Iterable[Event]) -> dict[int, Output]:
+def _outputs(events: Iterable[Event]) -> dict[int, Output]:
     """The outputs of a step's events, by request: a token, the end, or both."""
-    news: dict[int, Output] = {}
+    outputs: dict[int, Output] = {}
     for event in events:
         if isinstance(event, Token):
             detail = event.detail if isinstance(event.detail, TokenDetail) else None
-            news[event.request.id] = Output(token=event.token, detail=detail)
+            outputs[event.request.id] = Output(token=event.token, detail=detail)
         elif isinstance(event, Finished):
-            before = news.get(event.request.id, Output())
-            news[event.request.id] = before._replace(reason=event.reason, error=event.detail)
-    return news
+            before = outputs.get(event.request.id, Output())
+            outputs[event.request.id] = before._replace(reason=event.reason, error=event.detail)
+    return outputs
 
 
 def _as_list(prompts: Any) -> list[Any]:

@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import psutil
 import tiny_model as tiny
+from msgspec.structs import replace
 
 from skipjoin.config import ServerConfig
 from skipjoin.core.request import FinishReason
@@ -31,6 +32,21 @@ from skipjoin.server.metrics import Metrics
 HERE = Path(__file__).parent
 BLOCKS = 4096
 COST = LinearCost(floor=0.01, prefill_token=1e-5, decode=1e-3)
+
+READY = Ready(
+    model="tiny",
+    folder="",
+    max_model_len=tiny.CONTEXT,
+    vocab_size=tiny.VOCAB,
+    device_blocks=BLOCKS,
+    host_blocks=0,
+    block_size=16,
+    block_bytes=1024,
+    recipe="fcfs",
+    dtype="none",
+    device="none",
+    cost=COST,
+)
 
 # -- in this process --------------------------------------------------------------------------------------------
 
@@ -131,8 +147,7 @@ class Api:
         self.engines = [ScriptedEngine(self.client) for _ in range(config.replicas)]
         self.engine = self.engines[0]
         self.service = Service(config, self.client, self.metrics)
-        ready = Ready("tiny", str(folder), tiny.CONTEXT, tiny.VOCAB, BLOCKS, 0, 16, 1024, "fcfs", "none", "none", COST)
-        self.ready = ready
+        ready = self.ready = replace(READY, folder=str(folder))
         for engine in self.engines:
             engine.join(ready)
         self.service.open(ready, load_tokenizer(folder))

@@ -131,7 +131,20 @@ def main() -> int:
             raise ModelError(f"there is no folder {folder}")
         on_progress("pretending to load", 1.0)
         config = setup.config
-        ready = Ready("tiny", folder, context, VOCAB, blocks, 0, BLOCK_SIZE, 1024, config.recipe, "none", "none", COST)
+        ready = Ready(
+            model="tiny",
+            folder=folder,
+            max_model_len=context,
+            vocab_size=VOCAB,
+            device_blocks=blocks,
+            host_blocks=0,
+            block_size=BLOCK_SIZE,
+            block_bytes=1024,
+            recipe=config.recipe,
+            dtype="none",
+            device="none",
+            cost=COST,
+        )
         return SimulatedLoop(setup, step_s, blocks, context), ready
 
     return serve_engine(load)

@@ -52,8 +52,8 @@ async def test_the_parts_of_a_job_are_the_whole(api: Api, kind: type[Endpoint[An
     job = await endpoint.prepare(body)
     texts = dict.fromkeys(job.choices, "")
     with endpoint.run(job) as run:
-        async for news in run:
-            for choice, text in news.items():
+        async for deltas in run:
+            for choice, text in deltas.items():
                 texts[choice] += text
         assert run.is_over
     assert all(texts.values())

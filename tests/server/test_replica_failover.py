@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from server_worlds import BLOCKS, COST, Api, MakeApi, ScriptedEngine
+from server_worlds import READY, Api, MakeApi, ScriptedEngine
 from tiny_model import EOS
 
 from skipjoin.core.request import FinishReason, RequestOptions
@@ -17,13 +17,12 @@ from skipjoin.engine.text import Output
 from skipjoin.sampling import SamplingParams
 from skipjoin.server.engines.engine_client import EngineClient
 from skipjoin.server.engines.errors import EngineDeadError, NoReplicaError
-from skipjoin.server.engines.messages import Ready, Refused, StepOutputs
+from skipjoin.server.engines.messages import Refused, StepOutputs
 from skipjoin.server.engines.sequences import EngineSequence, Mailbox
 from skipjoin.server.metrics import Metrics
 
 pytestmark = pytest.mark.anyio
 
-READY = Ready("tiny", "", 512, 300, BLOCKS, 0, 16, 1024, "fcfs", "none", "none", COST)
 PROMPT = [7, 8, 9, 10]
 
 

@@ -1,4 +1,4 @@
-"""GET /debug/requests: what is told of each request in each state, over all replicas. `test_server_door` has the key."""
+"""GET /debug/requests: the state of each request, over all replicas. `test_server_door` checks the key."""
 
 from __future__ import annotations
 

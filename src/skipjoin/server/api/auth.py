@@ -74,7 +74,7 @@ class AccessGuard:
         return scheme.lower() == b"bearer" and any(matches)
 
     def _bounded(self, receive: Receive) -> Receive:
-        """`receive` that refuses a body that grows too large, whatever its headers say."""
+        """`receive` that refuses a body that grows too large, whatever length its headers claim."""
         taken = 0
 
         async def bounded() -> Message:

@@ -81,11 +81,16 @@ class ChatFormat:
         shown_usage = self._no_usage if usage is None else usage
         if choice not in self._begun:
             self._begun.add(choice)
-            first = ChunkChoice(choice.index, Delta(content="", role="assistant"), None, None)
+            role = Delta(content="", role="assistant")
+            first = ChunkChoice(index=choice.index, delta=role, logprobs=None, finish_reason=None)
             events.append(self._chunk([first], shown_usage))
         if text or choice.scored or choice.finish_reason is not None:
-            delta = Delta(content=text) if text else Delta()
-            chunk = ChunkChoice(choice.index, delta, self._logprobs(choice), choice.finish_reason)
+            chunk = ChunkChoice(
+                index=choice.index,
+                delta=Delta(content=text) if text else Delta(),
+                logprobs=self._logprobs(choice),
+                finish_reason=choice.finish_reason,
+            )
             events.append(self._chunk([chunk], shown_usage))
         return events
 
@@ -94,13 +99,19 @@ class ChatFormat:
 
     def whole(self, texts: Mapping[Choice, str], usage: Usage) -> bytes:
         found = [
-            ChatChoice(choice.index, ChatMessage(text), self._logprobs(choice), choice.finish_reason)
+            ChatChoice(
+                index=choice.index,
+                message=ChatMessage(text),
+                logprobs=self._logprobs(choice),
+                finish_reason=choice.finish_reason,
+            )
             for choice, text in texts.items()
         ]
-        return encode(ChatCompletion(self.id, self._created, self._model, found, usage))
+        return encode(ChatCompletion(id=self.id, created=self._created, model=self._model, choices=found, usage=usage))
 
     def _chunk(self, choices: list[ChunkChoice], usage: object) -> bytes:
-        return encode(ChatChunk(self.id, self._created, self._model, choices, usage))  # type: ignore[arg-type]
+        chunk = ChatChunk(id=self.id, created=self._created, model=self._model, choices=choices, usage=usage)  # type: ignore[arg-type]
+        return encode(chunk)
 
     def _logprobs(self, choice: Choice) -> ChatLogprobs | None:
         if self._top is None:

@@ -92,11 +92,12 @@ class CompletionFormat:
         return self._completion(found, usage)
 
     def _completion(self, choices: list[CompletionChoice], usage: object) -> bytes:
-        return encode(Completion(self.id, self._created, self._model, choices, usage))  # type: ignore[arg-type]
+        body = Completion(id=self.id, created=self._created, model=self._model, choices=choices, usage=usage)  # type: ignore[arg-type]
+        return encode(body)
 
     def _choice(self, choice: Choice, text: str) -> CompletionChoice:
         logprobs = completion_logprobs(self._tokenizer, choice) if self._scores else None
-        return CompletionChoice(choice.index, text, logprobs, choice.finish_reason)
+        return CompletionChoice(index=choice.index, text=text, logprobs=logprobs, finish_reason=choice.finish_reason)
 
 
 def completion_logprobs(tokenizer: Tokenizer, choice: Choice) -> CompletionLogprobs:

@@ -2,7 +2,7 @@
 
     job = await endpoint.prepare(body)
     with endpoint.run(job) as run:
-        async for news in run:
+        async for deltas in run:
             ...
 
 `replies` does this for HTTP. Whatever else has bodies of requests uses the same endpoints.
@@ -125,25 +125,25 @@ class JobRun:
         return self
 
     async def __anext__(self) -> dict[Choice, str]:
-        """The choices that have news, each with its new text, which may be empty.
+        """The choices with new tokens or an end, each with its new text, which may be empty.
 
         Raises the `ApiError` or `EngineError` that ends the job, or what `fail` was given.
         """
         if self.is_over:
             raise StopAsyncIteration
-        news: dict[Choice, str] = {}
+        deltas: dict[Choice, str] = {}
         for output in await self._mailbox.get():
             choice = self.job.choices[output.choice]
             if choice.finish_reason is not None:  # a stop string ended it while more tokens were on their way
                 continue
             if output.reason is not None:
                 _check_reason(output.reason, output.error)
-            news[choice] = news.get(choice, "") + choice.take(output)
+            deltas[choice] = deltas.get(choice, "") + choice.take(output)
             if choice.finish_reason is not None:
                 self._unfinished -= 1
                 if output.reason is None:
                     self._client.complete(self._sequences[output.choice])
-        return news
+        return deltas
 
     @property
     def is_over(self) -> bool:
@@ -153,8 +153,8 @@ class JobRun:
     async def whole(self) -> bytes:
         """Generate everything; the body of the answer. Raises as the iterator does."""
         texts = dict.fromkeys(self.job.choices, "")
-        async for news in self:
-            for choice, text in news.items():
+        async for deltas in self:
+            for choice, text in deltas.items():
                 texts[choice] += text
         return self.job.format.whole(texts, self.usage())
 

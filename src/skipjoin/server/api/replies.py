@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class DisconnectedError(Exception):
-    """The client is gone."""
+    """The client has disconnected."""
 
 
 async def answer(request: Request, endpoint: Endpoint[BodyT]) -> Response:
@@ -45,7 +45,7 @@ def json_response(content: Any) -> Response:
 
 @asynccontextmanager
 async def _watched(endpoint: Endpoint[BodyT], job: Job, receive: Receive) -> AsyncIterator[JobRun]:
-    """The job's run, which fails with `DisconnectedError` when the client goes away."""
+    """The job's run, which fails with `DisconnectedError` when the client disconnects."""
     endpoint.service.busy += 1
     try:
         with endpoint.run(job) as run:
@@ -116,9 +116,9 @@ class StreamReply(Response):
         """Send events until all choices are complete; the bytes that end the stream, which are still to be sent."""
         form = self._job.format
         body = b""
-        async for news in run:
+        async for deltas in run:
             usage = run.usage() if self._usage_always else None
-            events = [event for choice, text in news.items() for event in form.events(choice, text, usage)]
+            events = [event for choice, text in deltas.items() for event in form.events(choice, text, usage)]
             body = b"".join(map(_event, events))
             if body and not run.is_over:
                 await send({"type": "http.response.body", "body": body, "more_body": True})

@@ -217,7 +217,7 @@ class EngineClient:
         """Start a sequence whose outputs go to `mailbox` as number `index`.
 
         label: the id of the answer that it belongs to. on_start: called when it first runs, if it does, and again if it
-        must start anew. on_end: called once when it is over, for whatever reason. Raises `EngineDeadError` or
+        must start anew. on_end: called once at its end, whatever the reason. Raises `EngineDeadError` or
         `NoReplicaError` if there is no engine.
         """
         if self.dead:

@@ -377,7 +377,7 @@ def _destroy(context: zmq.Context[zmq.Socket[bytes]]) -> None:
 
 
 def _connect(context: zmq.Context[zmq.Socket[bytes]], setup: Setup) -> tuple[zmq.Socket[bytes], Callable[[], bool]]:
-    """The socket to the API process, and the function that tells whether it is connected. Raises `NoAnswerError`."""
+    """The socket to the API process, and a function that returns whether it is connected. Raises `NoAnswerError`."""
     if isinstance(setup.at, ListenerKey):
         return connect(context, setup.at)
     socket = context.socket(zmq.PAIR)

@@ -62,7 +62,11 @@ class EngineListener:
         self._loop.add_reader(self._fd, self._answer)
         self._loop.call_soon(self._answer)
         self.key = ListenerKey(
-            f"tcp://{host}", port, self._public.decode(), self._engines_public.decode(), self._engines_secret.decode()
+            host=f"tcp://{host}",
+            port=port,
+            server=self._public.decode(),
+            public=self._engines_public.decode(),
+            secret=self._engines_secret.decode(),
         )
 
     def close(self) -> None:
@@ -181,7 +185,7 @@ class NoAnswerError(Exception):
 
 
 def connect(context: zmq.Context[zmq.Socket[bytes]], key: ListenerKey) -> tuple[zmq.Socket[bytes], Callable[[], bool]]:
-    """A socket to the API process, and the function that tells whether it is connected. Raises `NoAnswerError`."""
+    """A socket to the API process, and a function that returns whether it is connected. Raises `NoAnswerError`."""
     listener = context.socket(zmq.REQ)
     _lock(listener, key)
     listener.connect(f"{key.host}:{key.port}")

@@ -22,21 +22,21 @@ class EngineReplica:
 
     def __init__(self, command: tuple[str, ...], setup: bytes, application: str) -> None:
         self._application = application
-        ready, told = os.pipe()
-        mine = msgspec.structs.replace(msgspec.json.decode(setup, type=Setup), parent=os.getpid(), ready_fd=told)
+        ready, notify = os.pipe()
+        mine = msgspec.structs.replace(msgspec.json.decode(setup, type=Setup), parent=os.getpid(), ready_fd=notify)
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=2,  # into Ray's log of this process
             env={**THREAD_WAITING, **os.environ},
-            pass_fds=(told,),
+            pass_fds=(notify,),
         )
-        os.close(told)
+        os.close(notify)
         assert self._process.stdin is not None
         with self._process.stdin as pipe:
             pipe.write(msgspec.json.encode(mine))
-        with os.fdopen(ready, "rb") as news:
-            is_ready = bool(news.read(1))
+        with os.fdopen(ready, "rb") as pipe:
+            is_ready = bool(pipe.read(1))
         if not is_ready:  # the pipe was closed by its end
             self._give_up(self._process.wait())
 

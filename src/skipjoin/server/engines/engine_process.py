@@ -18,13 +18,9 @@ from skipjoin.server.engines.messages import Ready, Setup
 def load_engine(setup: Setup, on_progress: OnProgress) -> tuple[Loop, Ready]:
     """The engine and its facts."""
     engine = assemble(setup.config, on_progress)
-    if (bound := setup.config.starvation_bound_s) is not None:
+    if engine.info.notice:
         # Standard output is the engine's way to tell the operator something.
-        print(
-            f"No request goes {bound:g} s without running: who has not run for {engine.info.starvation_s:.4g} s is "
-            f"promoted, with at most {setup.config.max_live_requests} requests in the server",
-            flush=True,
-        )
+        print(engine.info.notice, flush=True)
     facts = {name: getattr(engine.info, name) for name in Ready.__struct_fields__}
     return EngineLoop(engine), Ready(**facts | {"cost": engine.info.cost.current})
 

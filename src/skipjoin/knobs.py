@@ -39,9 +39,14 @@ class ConfigError(ValueError):
 def unknown(field: str, got: str, known: Iterable[str]) -> ConfigError:
     """What to raise for a name that is not one of `known`: it tells the nearest of them, or all, in their order."""
     names = list(known)
-    near = difflib.get_close_matches(got.strip().lower(), names, n=3)
-    hint = f"did you mean {' or '.join(near)}?" if near else f"choose from {', '.join(names)}"
-    return ConfigError(f"{field}: there is no {got!r}; {hint}")
+    hint = nearest(got, names) or f"; choose from {', '.join(names)}"
+    return ConfigError(f"{field}: there is no {got!r}{hint}")
+
+
+def nearest(got: str, known: Iterable[str]) -> str:
+    """The end of an error about a name that is not one of `known`: the names that it resembles; empty: none."""
+    near = difflib.get_close_matches(got.strip().lower(), list(known), n=3)
+    return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
 @dataclass(frozen=True, slots=True)

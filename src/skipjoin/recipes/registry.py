@@ -8,7 +8,7 @@ from inspect import getdoc, signature
 from typing import Self, TypeVar, get_type_hints
 
 from skipjoin.core.policy import CostModel, LengthPredictor, Policies
-from skipjoin.knobs import ConfigError, Setting, Value, check, settings_of
+from skipjoin.knobs import ConfigError, Setting, Value, check, nearest, settings_of
 from skipjoin.policies.cost import LinearCost
 
 # Seconds per output token that users accept: FastServe's objective of the normalized latency.
@@ -129,7 +129,8 @@ def recipe(make: _Make) -> _Make:
 def find(name: str) -> Recipe:
     """The recipe of that name. Raises `ConfigError`, naming those that exist, if there is none."""
     if name not in RECIPES:
-        raise ConfigError(f"recipe must be one of {', '.join(sorted(RECIPES))}, got {name!r}")
+        known = sorted(RECIPES)
+        raise ConfigError(f"recipe must be one of {', '.join(known)}, got {name!r}{nearest(name, known)}")
     return RECIPES[name]
 
 

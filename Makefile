@@ -50,7 +50,7 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy -p skipjoin.core -p skipjoin.policies -p skipjoin.sim -p skipjoin.observe -p skipjoin.bench \
-		-m skipjoin.recipes -m skipjoin.profile -m skipjoin.config -m skipjoin.sampling -m skipjoin.exec.base \
+		-p skipjoin.recipes -m skipjoin.knobs -m skipjoin.profile -m skipjoin.config -m skipjoin.sampling -m skipjoin.exec.base \
 		-m skipjoin.exec.simulated
 
 check: lint

@@ -54,6 +54,7 @@ from skipjoin.engine.profiling.profiler import Effort
 from skipjoin.engine.profiling.startup import measure as measure_profile
 from skipjoin.observe.record import Record
 from skipjoin.profile import read_profile, write_profile
+from skipjoin.recipes import own
 
 MODEL, DTYPE = "opt-13b", "float16"
 # In the order in which they are measured: what the paper compares, then the ablations.
@@ -147,7 +148,7 @@ class Bench:
             self._config,
             recipe=recipe,
             profile=str(self.profile),
-            oracle="max-tokens" if recipe == "srpt" else "none",
+            recipe_params=own(recipe, {"oracle": "max-tokens"}),
             **({"slo_s": self.bound_s} if math.isfinite(self.bound_s) else {}),
         )
         return drive(engine_around(self._loaded, config), jobs, until_s)

@@ -34,7 +34,7 @@ from skipjoin.exec.sampling import Sampling
 from skipjoin.exec.worker import InFlightStep, Worker
 from skipjoin.model.loader import random_model
 from skipjoin.policies.cost import LinearCost
-from skipjoin.recipes import Settings, build
+from skipjoin.recipes import Settings, build, own
 from skipjoin.sampling import SamplingParams
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -72,8 +72,9 @@ def measure(recipe: str, batch: int) -> dict[str, float]:
     graphs = DecodeGraphs(model, store.device, Nothing(), sizes=graph_batch_sizes(batch), longest=LONGEST)
     worker = Worker(model, store, graphs=graphs)
     cost = LinearCost(floor=0.004, prefill_token=1e-5, decode=1e-5, context_token=1e-9)
-    settings = Settings(cost, max_seqs=batch, max_tokens=1 << 20, starvation_s=1e9)
-    core = EngineCore(Scheduler(build(recipe, settings), KVLedger(blocks, 0, BLOCK_SIZE), depth=2, overlap=True))
+    settings = Settings(cost, max_seqs=batch, max_tokens=1 << 20)
+    policies = build(recipe, settings, own(recipe, {"starvation_s": 1e9}))
+    core = EngineCore(Scheduler(policies, KVLedger(blocks, 0, BLOCK_SIZE), depth=2, overlap=True))
     sampling = Sampling(SamplingParams(temperature=0, max_tokens=STEPS + 50), 0, ())
     for number in range(batch):
         core.add(Request(number, 0.0, [number] * CONTEXT, STEPS + 50, sampling=sampling), 0.0)

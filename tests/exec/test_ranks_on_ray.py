@@ -111,7 +111,7 @@ def expected() -> Outputs:
 @pytest.mark.parametrize(("tp", "pp", "recipe", "kills"), [(2, 1, "fastserve", 2), (2, 2, "mlfq", 1)])
 def test_the_same_tokens_whatever_is_killed(tp: int, pp: int, recipe: str, kills: int, expected: Outputs) -> None:
     """With memory for a third of the requests, so that they are swapped and dropped besides."""
-    engine = assemble(config(tp, pp, recipe=recipe, starvation_s=0.2))
+    engine = assemble(config(tp, pp, recipe=recipe, recipe_params={"starvation_s": 0.2}))
     try:
         assert len(ranks()) == tp * pp
         session = Session(engine)

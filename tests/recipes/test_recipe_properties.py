@@ -316,5 +316,5 @@ def test_each_build_has_policies_of_its_own(recipe: str) -> None:
 
 
 def test_the_oracle_is_refused_without_true_lengths() -> None:
-    with pytest.raises(ValueError, match="recipe srpt needs a predictor"):
+    with pytest.raises(ValueError, match="recipe srpt needs true output lengths"):
         build("srpt", Settings(COST))

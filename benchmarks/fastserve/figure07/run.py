@@ -73,7 +73,7 @@ def timeline(recipe: str) -> tuple[list[list[float]], float]:
         block_bytes=1,
         max_model_len=100,
         max_num_seqs=1,
-        starvation_s=1e9,
+        recipe_params={"starvation_s": 1e9},
     )
     pieces: list[list[float]] = []
     ends: list[float] = []

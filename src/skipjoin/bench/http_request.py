@@ -5,18 +5,19 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 import msgspec
 
 from skipjoin.bench.workload import WorkloadRequest
-from skipjoin.config import ConfigError, unknown
+from skipjoin.knobs import ConfigError, Knob, unknown
 
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 # Ordinary words of one token in most vocabularies.
 _WORDS = ("time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world", "school")
 
+_GROUP = "Target"
 _encode = msgspec.json.Encoder().encode
 
 
@@ -24,15 +25,20 @@ _encode = msgspec.json.Encoder().encode
 class Target:
     """A server and how to ask it. Raises `ConfigError`.
 
-    base_url: with or without /v1. endpoint: "completions" (prompts of token ids) or "chat" (a message of words).
-    model: the name to ask for. prompt_ids: the lowest and highest token id in prompts.
-    extra: fields that every body has besides, or instead of its own; a null removes one.
+    base_url: with or without /v1. prompt_ids: the lowest and highest token id in prompts. extra: fields that every body
+    has besides, or instead of its own; a null removes one.
     """
 
-    base_url: str
-    endpoint: str = "completions"
-    model: str | None = None
-    api_key: str | None = None
+    base_url: Annotated[str, Knob("The server, such as http://127.0.0.1:8000.", metavar="URL", group=_GROUP)]
+    endpoint: Annotated[
+        str,
+        Knob("completions (prompts of token ids) or chat (a message of words).", metavar="NAME", group=_GROUP),
+    ] = "completions"
+    model: Annotated[
+        str | None,
+        Knob("Model to ask for (default: the first that the server lists).", metavar="NAME", group=_GROUP),
+    ] = None
+    api_key: Annotated[str | None, Knob("Key to send.", metavar="KEY", envvar="OPENAI_API_KEY", group=_GROUP)] = None
     prompt_ids: tuple[int, int] = (100, 500)
     extra: Mapping[str, Any] = field(default_factory=dict)
 

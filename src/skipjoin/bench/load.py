@@ -10,65 +10,23 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from itertools import product
+from dataclasses import replace
 from typing import Any, Protocol
 
 import uvloop
 
 from skipjoin.bench.client import CONNECTION_FAILURES, REJECTED, Client, ClientProgress, ClientRun, Exchange, warm_up
 from skipjoin.bench.http_request import Bodies, Target
-from skipjoin.bench.workload import Workload, WorkloadRequest
+from skipjoin.bench.load_plan import LoadPlan
 from skipjoin.config import ConfigError
 from skipjoin.machine import cpu_name
-from skipjoin.observe.record import NO_SLO, Record, Slo, percentile, summarize
+from skipjoin.observe.record import Record, Slo, percentile, summarize
 from skipjoin.version import VERSION
 
 # A request that left later than this counts as late; beyond the second the client is the bottleneck.
 LATE_S, TOO_LATE_S = 0.010, 0.020
 _CACHE_CONFIG = re.compile(r"^(?:skipjoin|vllm):cache_config_info\{(.*)\} ", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadPlan:
-    """What to measure: every seed at every rate. Raises `ConfigError`.
-
-    rates: requests per second; None: as a trace has it. One of duration_s and limit, as in `Workload.draw`.
-    warmup: requests before the first run, one at a time, that do not count. settle_s: rest between runs.
-    timeout_s: after which a request is given up; None: never. label: the record's recipe; None: what the server says.
-    """
-
-    workload: Workload
-    rates: tuple[float | None, ...]
-    seeds: tuple[int, ...] = (0,)
-    duration_s: float | None = None
-    limit: int | None = None
-    slo: Slo = NO_SLO
-    warmup: int = 4
-    settle_s: float = 1.0
-    timeout_s: float | None = None
-    label: str | None = None
-    hardware: str = "unknown"
-
-    def __post_init__(self) -> None:
-        if self.warmup < 0:
-            raise ConfigError(f"warmup must be at least 0 requests, got {self.warmup}")
-        if not 0 <= self.settle_s < 1e6:
-            raise ConfigError(f"settle must be at least 0 seconds, got {self.settle_s}")
-        if self.timeout_s is not None and not self.timeout_s > 0:
-            raise ConfigError(f"timeout must be above 0 seconds, got {self.timeout_s}")
-
-    def runs(self) -> list[tuple[float | None, int]]:
-        """Rate and seed of each run, in order."""
-        return list(product(self.rates, self.seeds))
-
-    def draw(self, rate: float | None, seed: int) -> list[WorkloadRequest]:
-        """The jobs of a run. Raises `ConfigError`."""
-        jobs = self.workload.draw(rate, self.duration_s, seed, self.limit)
-        if not jobs:
-            raise ConfigError(f"no request arrives in {self.duration_s} s at {rate} per second; measure for longer")
-        return jobs
 
 
 class LoadWatcher(Protocol):

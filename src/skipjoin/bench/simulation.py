@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
+from typing import Annotated
 
 from skipjoin.bench.workload import Workload, WorkloadRequest
-from skipjoin.config import DEFAULT_SLO_S, ConfigError
+from skipjoin.config import ConfigError, MaxBatchedTokens, MaxNumSeqs, Objective
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.events import Event
 from skipjoin.core.kv import KVLedger
@@ -18,12 +19,13 @@ from skipjoin.core.request import Request, RequestOptions
 from skipjoin.core.scheduler import Scheduler
 from skipjoin.core.step import StepShape
 from skipjoin.exec.simulated import SimulatedExecutor
+from skipjoin.knobs import Knob, Value, check
 from skipjoin.observe.record import NO_SLO, Record, Slo, add_usage, summarize
 from skipjoin.observe.requests import RequestFacts, RequestLog
 from skipjoin.observe.usage import EngineUsage
 from skipjoin.policies.dispatch import DISPATCH_RULES, make_dispatch
 from skipjoin.policies.starvation import starvation_after
-from skipjoin.recipes import Settings, build
+from skipjoin.recipes import DEFAULT_SLO_S, EngineLimits, Settings, build, find, own
 from skipjoin.sim.driver import Replica, simulate_cluster
 from skipjoin.version import VERSION
 
@@ -36,49 +38,73 @@ _STOP = frozenset([_END])
 class System:
     """What is simulated: a recipe on a machine.
 
-    model, hardware: names for the record. cost: of steps and transfers. stages: of a pipeline; stage_shares: of each in
-    the computing of a step, empty where all are equal.
-    kv_blocks, host_blocks: of each replica on either tier, of block_size tokens and block_bytes.
-    max_model_len: most tokens of prompt and output.
-    max_tokens: what requests ask for; None: just what they will generate, as load clients do.
-    decision_s: host time of each decision. replicas, dispatch: a cluster and its rule.
+    recipe_params: parameters of recipes, of which this one takes those that it has. model, hardware: names for the
+    record. cost: of steps and transfers. stages: of a pipeline; stage_shares: of each in the computing of a step, empty
+    where all are equal. kv_blocks, host_blocks: of each replica on either tier, of block_size tokens and block_bytes.
+    max_model_len: most tokens of prompt and output. decision_s: host time of each decision.
     """
 
     recipe: str
     model: str
     hardware: str
     cost: CostModel
-    kv_blocks: int
+    kv_blocks: Annotated[int, Knob("KV blocks on the device.", low=1)]
     block_bytes: int
     max_model_len: int
-    block_size: int = 16
-    host_blocks: int = 0
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
-    starvation_s: float = starvation_after(DEFAULT_SLO_S)
-    max_tokens: int | None = None
+    recipe_params: Mapping[str, Value] = field(default_factory=dict)
+    block_size: Annotated[int, Knob("Tokens per KV block.", low=1)] = 16
+    host_blocks: Annotated[int, Knob("KV blocks on the host.", low=0)] = 0
+    max_num_seqs: MaxNumSeqs = 256
+    max_num_batched_tokens: MaxBatchedTokens = 2048
+    slo_s: Objective = DEFAULT_SLO_S
+    max_tokens: Annotated[
+        int | None,
+        Knob("What requests ask for (default: just what they will generate).", low=1, group="Workload"),
+    ] = None
     stages: int = 1
     stage_shares: tuple[float, ...] = ()
-    decision_s: float = 0.0
-    replicas: int = 1
-    dispatch: str = "round-robin"
+    decision_s: Annotated[float, Knob("Host time of each decision.", low=0, high=1e6)] = 0.0
+    replicas: Annotated[int, Knob("Copies of the system behind one dispatcher.", low=1, group="System")] = 1
+    dispatch: Annotated[
+        str,
+        Knob(
+            "Which copy gets a request (least-work learns the lengths of outputs)",
+            choices=tuple(DISPATCH_RULES),
+            group="System",
+        ),
+    ] = "round-robin"
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "replicas", "block_size", "kv_blocks"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.dispatch not in DISPATCH_RULES:
-            raise ConfigError(f"dispatch must be one of {', '.join(DISPATCH_RULES)}, got {self.dispatch!r}")
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise ConfigError(f"max_tokens must be at least 1, got {self.max_tokens}")
+        check(self)
         if len(self.stage_shares) not in (0, self.stages):
             raise ConfigError(f"stage_shares must be empty or {self.stages}, got {len(self.stage_shares)}")
-        if self.host_blocks < 0:
-            raise ConfigError(f"host_blocks must be at least 0, got {self.host_blocks}")
-        if not 0 < self.starvation_s < math.inf:
-            raise ConfigError(f"starvation_s must be above 0 seconds, got {self.starvation_s}")
-        if not 0 <= self.decision_s < math.inf:
-            raise ConfigError(f"decision_s must be at least 0 seconds, got {self.decision_s}")
+        find(self.recipe).build(self.settings, self.own_params)
+
+    @property
+    def settings(self) -> Settings:
+        """What the recipe is built from."""
+        limits = EngineLimits(
+            requests=None,
+            max_len=self.max_model_len,
+            device_blocks=self.kv_blocks,
+            host_blocks=self.host_blocks,
+            block_size=self.block_size,
+            depth=self.stages,
+        )
+        return Settings(
+            self.cost,
+            self.max_num_seqs,
+            self.max_num_batched_tokens,
+            slo_s=self.slo_s,
+            predictor=TrueLengths(),
+            stages=self.stages,
+            limits=limits,
+        )
+
+    @property
+    def own_params(self) -> dict[str, Value]:
+        """Of `recipe_params`, those that this recipe has."""
+        return own(self.recipe, self.recipe_params)
 
     def describe(self) -> Record:
         """The record's settings: all that decides the figures and is not the workload."""
@@ -91,7 +117,8 @@ class System:
             "host_blocks": self.host_blocks,
             "swap_gib": round(self.host_blocks * self.block_bytes / 2**30, 3),
             "max_model_len": self.max_model_len,
-            "starvation_s": self.starvation_s,
+            # In every record since the first one, whatever the recipe.
+            "starvation_s": self.recipe_params.get("starvation_s", starvation_after(self.slo_s)),
             "max_tokens": self.max_tokens,
             "stages": self.stages,
             "stage_shares": [round(share, 4) for share in self.stage_shares] or None,
@@ -201,6 +228,7 @@ def run(
         one.stream = jobs[one.id].stream
     record: Record = {
         "recipe": system.recipe,
+        "recipe_params": asdict(find(system.recipe).resolve(system.settings, system.own_params)),
         "model": system.model,
         "hardware": system.hardware,
         "driver": "simulator",
@@ -214,16 +242,9 @@ def run(
 
 
 def _replica(system: System) -> Replica:
-    settings = Settings(
-        system.cost,
-        system.max_num_seqs,
-        system.max_num_batched_tokens,
-        system.starvation_s,
-        predictor=TrueLengths(),
-        stages=system.stages,
-    )
+    policies = build(system.recipe, system.settings, system.own_params)
     kv = KVLedger(system.kv_blocks, system.host_blocks, system.block_size)
-    core = EngineCore(Scheduler(build(system.recipe, settings), kv, depth=system.stages))
+    core = EngineCore(Scheduler(policies, kv, depth=system.stages))
     executor = SimulatedExecutor(system.cost, _sample, system.stage_shares or system.stages)
     return Replica(core, executor, decision_s=system.decision_s)
 

@@ -147,7 +147,8 @@ def _features(record: Record) -> dict[str, str]:
     """Whatever may tell lines apart, as text, by dotted name."""
     found: dict[str, Any] = {name: record[name] for name in ("model", "hardware", "driver")}
     found |= {f"workload.{key}": value for key, value in record["workload"].items()}
-    found |= {f"settings.{key}": value for key, value in (record.get("settings") or {}).items()}
+    settings = (record.get("recipe_params") or {}) | (record.get("settings") or {})
+    found |= {f"settings.{key}": value for key, value in settings.items()}
     return {
         name: value if isinstance(value, str) else json.dumps(value, sort_keys=True)
         for name, value in found.items()

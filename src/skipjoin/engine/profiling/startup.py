@@ -16,7 +16,7 @@ from skipjoin.engine.load import Loaded, OnProgress, load
 from skipjoin.engine.profiling.cases import Limits
 from skipjoin.engine.profiling.guess import guess_cost
 from skipjoin.engine.profiling.profiler import FIRST_START, Effort, measure_profile
-from skipjoin.engine.scheduling import depth_of, make_scheduler, plain_settings
+from skipjoin.engine.scheduling import depth_of, make_scheduler, recipe_settings
 from skipjoin.exec.rank_spec import ModelExecutor
 from skipjoin.exec.sampling import Sampling
 from skipjoin.policies.cost import LinearCost
@@ -80,7 +80,7 @@ def _host_seconds(config: EngineConfig, executor: ModelExecutor, deadline: float
     Writes into KV blocks, so that no request may hold any.
     """
     cost = guess_cost(executor.parts, config.block_size)
-    policies = build(config.recipe, plain_settings(config, cost))
+    policies = build(config.recipe, recipe_settings(config, cost), config.params)
     kv = KVLedger(executor.pools[0], 0, config.block_size)
     # Stages hide nothing of it from each other, and their seconds are the sum of all.
     depth = depth_of(config, executor) if config.pipeline_parallel_size == 1 else 1

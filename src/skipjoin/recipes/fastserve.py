@@ -107,7 +107,7 @@ def _worst_case(s: Settings, limits: EngineLimits, eviction: EvictionPolicy) -> 
         host_blocks=limits.host_blocks if isinstance(eviction, Swap) else 0,
         block_size=limits.block_size,
         depth=limits.depth,
-        moves_overlapped=eviction.returns_overlapped,
+        moves_overlapped=isinstance(eviction, ProactiveSwap),
         stages=s.stages,
     )
 

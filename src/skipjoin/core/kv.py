@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from skipjoin.core.request import Request
@@ -38,6 +38,7 @@ class KVLedger:
     `land`. Blocks are handed out in a fixed order, so that a trace repeats exactly.
 
     device_blocks, host_blocks: pool sizes in blocks. block_size: tokens per block.
+    blocks_of: what a request holds, or None; to be read, and changed by the ledger alone.
     """
 
     def __init__(self, device_blocks: int, host_blocks: int, block_size: int) -> None:
@@ -56,6 +57,8 @@ class KVLedger:
         self._device_free: list[int] = []
         self._host_free: list[int] = []
         self._held: dict[Request, RequestBlocks] = {}
+        # Asked for every request of every step: the dictionary answers itself.
+        self.blocks_of: Callable[[Request], RequestBlocks | None] = self._held.get
         self.clear()
 
     # -- questions ----------------------------------------------------------------------------------------
@@ -78,10 +81,6 @@ class KVLedger:
     def blocks_for(self, tokens: int) -> int:
         """Blocks that carry `tokens` tokens."""
         return -(-tokens // self.block_size)
-
-    def blocks_of(self, request: Request) -> RequestBlocks | None:
-        """What the request holds, or None. To be read, never changed, by anyone but the ledger."""
-        return self._held.get(request)
 
     def holders(self) -> Iterator[Request]:
         """Every request that holds anything, in the order in which they began to."""
@@ -168,7 +167,7 @@ class KVLedger:
         # Popped from the end, so the lowest block numbers go first.
         self._device_free = list(range(self.device_total - 1, -1, -1))
         self._host_free = list(range(self.host_total - 1, -1, -1))
-        self._held = {}
+        self._held.clear()
 
     # -- moving -------------------------------------------------------------------------------------------
 

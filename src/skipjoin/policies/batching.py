@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from skipjoin.core.policy import NO_OUTLOOK, BatchBuilder, Outlook, Refusal
+from skipjoin.core.context import StepContext
+from skipjoin.core.policy import HELD, NEWCOMERS_HELD, NO_SEAT, NO_TOKENS, PROMPT_DOES_NOT_FIT, BatchBuilder, Refusal
 from skipjoin.core.request import Request
 
 
@@ -27,7 +28,7 @@ class Greedy:
         self.max_tokens = max_tokens
         self.chunked = chunked
 
-    def open(self, now: float, outlook: Outlook = NO_OUTLOOK) -> BatchBuilder:
+    def open(self, context: StepContext) -> BatchBuilder:
         kind = ChunkedBuilder if self.chunked else WholeBuilder
         return kind(self.max_seqs, self.max_tokens)
 
@@ -41,8 +42,10 @@ class ChunkedBuilder:
         self._seqs, self._tokens = seqs, tokens
 
     def offer(self, request: Request, pending: int) -> int | Refusal:
-        if self._seqs <= 0 or self._tokens <= 0:
-            return Refusal.STOP
+        if self._seqs <= 0:
+            return NO_SEAT
+        if self._tokens <= 0:
+            return NO_TOKENS
         return pending if pending <= self._tokens else self._tokens
 
     def take(self, request: Request, tokens: int) -> None:
@@ -61,10 +64,10 @@ class WholeBuilder:
 
     def offer(self, request: Request, pending: int) -> int | Refusal:
         if self._seqs <= 0:
-            return Refusal.STOP
+            return NO_SEAT
         if pending == 1 or pending <= self._tokens or not self._prompts:
             return pending
-        return Refusal.CLOSE
+        return PROMPT_DOES_NOT_FIT
 
     def take(self, request: Request, tokens: int) -> None:
         self._seqs -= 1
@@ -99,7 +102,7 @@ class RunToCompletion:
         self.max_tokens = max_tokens
         self._step = MemberBuilder(set(), max_seqs, max_tokens, recruits=True)
 
-    def open(self, now: float, outlook: Outlook = NO_OUTLOOK) -> BatchBuilder:
+    def open(self, context: StepContext) -> BatchBuilder:
         members = {request for request in self._step.members if request.finish_reason is None}
         recruits = not members or self._step.keeps_recruiting
         self._step = MemberBuilder(members, self.max_seqs, self.max_tokens, recruits=recruits)
@@ -132,7 +135,7 @@ class MemberBuilder:
     def offer(self, request: Request, pending: int) -> int | Refusal:
         if request not in self.members and not self._recruits:
             # Closing the step keeps a long queue from being read, but it would shut out members without KV, too.
-            return Refusal.SKIP if self._absent else Refusal.CLOSE
+            return HELD if self._absent else NEWCOMERS_HELD
         verdict = self._whole.offer(request, pending)
         self._cramped = self._cramped or not isinstance(verdict, int)
         return verdict

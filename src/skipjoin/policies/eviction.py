@@ -29,12 +29,8 @@ class Recompute:
     """The least important make way, their KV is dropped, and they compute it again when they return (FastServe
     section 4.2, strawman 2)."""
 
-    @property
-    def returns_overlapped(self) -> bool:
+    def returns_overlapped(self, request: Request) -> bool:
         return False
-
-    def arrived(self, request: Request, now: float) -> None:
-        pass
 
     def victims(
         self, short: int, candidates: Sequence[Request], kv: KVLedger, now: float, newcomer: Request | None
@@ -140,8 +136,7 @@ class ProactiveSwap(Swap):
         self._last: float | None = None
         self._step_s = 0.0
 
-    @property
-    def returns_overlapped(self) -> bool:
+    def returns_overlapped(self, request: Request) -> bool:
         return not self._is_cheap
 
     def arrived(self, request: Request, now: float) -> None:

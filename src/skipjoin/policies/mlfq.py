@@ -133,7 +133,7 @@ class SkipJoinMlfq:
     def evicted(self, request: Request, now: float) -> None:
         pass
 
-    def left(self, request: Request, now: float) -> None:
+    def finished(self, request: Request, now: float) -> None:
         job = self._jobs.pop(request)
         del self._queues[job.level][request]
         # Entries of requests that left go when they come up; where that may take long, they are swept out.

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from skipjoin.core.policy import NO_OUTLOOK, BatchBuilder, Batcher, CostModel, Outlook, Refusal
+from skipjoin.core.context import StepContext
+from skipjoin.core.policy import ALL_HELD, HELD, BatchBuilder, Batcher, CostModel, Refusal
 from skipjoin.core.request import Request
 from skipjoin.core.step import StepShape
 
@@ -89,17 +90,17 @@ class EvenStages:
         self._flying: dict[int, float] = {}  # loads of the plans in flight
         self._last: EvenBuilder | None = None
 
-    def open(self, now: float, outlook: Outlook = NO_OUTLOOK) -> BatchBuilder:
+    def open(self, context: StepContext) -> BatchBuilder:
         if self._loads.revision != self._cost.revision:
             self._loads = _Loads(self._cost)
         known, last = self._flying, self._last
         # A plan that is not known is the one that came of the last batch.
         self._flying = {
-            plan.id: known.get(plan.id, last.load if last is not None else 0.0) for plan in outlook.in_flight
+            plan.id: known.get(plan.id, last.load if last is not None else 0.0) for plan in context.in_flight
         }
         passed = last.passed_over() if last is not None else {}
-        self._last = EvenBuilder(self, self.batcher.open(now), self._loads, tuple(self._flying.values()), passed)
-        self._last.look_at(outlook)
+        self._last = EvenBuilder(self, self.batcher.open(context), self._loads, tuple(self._flying.values()), passed)
+        self._last.look_at(context)
         return self._last
 
 
@@ -127,14 +128,14 @@ class EvenBuilder:
         self._overdue: set[Request] = set()
         self._is_full = False
 
-    def look_at(self, outlook: Outlook) -> None:
+    def look_at(self, context: StepContext) -> None:
         """Learn what there is to share."""
         rules, loads, offer, load_of = self._rules, self._loads, self._inner.offer, self._loads.of
         seats, tokens = rules.most_seqs, rules.most_tokens
-        for plan in outlook.in_flight:
+        for plan in context.in_flight:
             seats -= len(plan.slices)
             tokens -= sum(piece.tokens for piece in plan.slices if piece.tokens > 1)
-        for request, pending in outlook.idle:
+        for request, pending in context.candidates:
             if seats <= 0:
                 break
             if not isinstance(offer(request, pending), int):
@@ -164,7 +165,7 @@ class EvenBuilder:
         load = self.load
         if load and (load >= self._share or self._slices <= self._more) and not self._is_urgent(request):
             self._is_full = True
-            return Refusal.SKIP if self._overdue or not self._rules.holds_back else Refusal.STOP
+            return HELD if self._overdue or not self._rules.holds_back else ALL_HELD
         verdict = self._inner.offer(request, pending)
         if self._rules.cuts and isinstance(verdict, int) and verdict > 1:
             return self._fit(request, pending, verdict)

@@ -103,7 +103,7 @@ class Token(NamedTuple):
 
 class Finished(NamedTuple):
     """The request left the engine; its blocks come home when the plans that hold them commit. detail: with
-    `FinishReason.ERROR`, what happened and what helps; it may be shown to who asked for the request."""
+    `FinishReason.ERROR`, what happened and what helps; it may be shown to the client."""
 
     request: Request
     now: float
@@ -112,8 +112,8 @@ class Finished(NamedTuple):
 
 
 class Restarted(NamedTuple):
-    """All KV on both tiers is lost, and so are these plans, which will have no result. Who held any is preempted (DROP)
-    next; all requests go on from the tokens that are known."""
+    """All KV on both tiers is lost, and so are these plans, which will have no result. The requests that held KV are
+    preempted (DROP) next; all requests go on from the tokens that are known."""
 
     plans: tuple[StepPlan, ...]
     now: float

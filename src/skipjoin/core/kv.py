@@ -31,7 +31,7 @@ class RequestBlocks:
 
 
 class KVLedger:
-    """Who holds which blocks on which tier, what is promised, what is in transit.
+    """Which request holds which blocks on which tier, what is promised, what is in transit.
 
     A request's blocks lie on one tier, or are in transit between the two. While a move is in transit the request
     cannot be moved again or released; blocks that the move still reads are *fenced*: neither free nor usable until
@@ -65,17 +65,17 @@ class KVLedger:
 
     @property
     def device_free(self) -> int:
-        """Device blocks that nobody holds and no move reads."""
+        """Device blocks that no request holds and no move reads."""
         return len(self._device_free)
 
     @property
     def host_free(self) -> int:
-        """Host blocks that nobody holds and no move reads."""
+        """Host blocks that no request holds and no move reads."""
         return len(self._host_free)
 
     @property
     def available(self) -> int:
-        """Free device blocks that are not promised to anyone. Negative where promises exceed free blocks."""
+        """Free device blocks that are not promised to any request. Negative where promises exceed free blocks."""
         return len(self._device_free) - self.promised_idle
 
     def blocks_for(self, tokens: int) -> int:
@@ -192,7 +192,7 @@ class KVLedger:
         return self._begin(held, Move(Direction.OUT, request, tuple(source), tuple(held.host)))
 
     def can_move_out(self, request: Request) -> bool:
-        """Whether the request's KV lies still on the device and the host has room for it."""
+        """Whether the request's KV is settled on the device and the host has enough free blocks."""
         held = self._held.get(request)
         if held is None or held.moving is not None or held.host or request.in_flight:
             return False
@@ -208,7 +208,7 @@ class KVLedger:
         return self._begin(held, Move(Direction.IN, request, tuple(held.host), tuple(held.device)))
 
     def can_move_in(self, request: Request) -> bool:
-        """Whether the request's KV lies still on the host and the device has room for it that nobody is promised."""
+        """Whether the request's KV is settled on the host and the device has enough blocks that are not promised."""
         held = self._held.get(request)
         return held is not None and held.moving is None and 0 < len(held.host) <= self.available
 

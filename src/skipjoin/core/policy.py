@@ -20,7 +20,7 @@ class CostModel(Protocol):
 
     @property
     def revision(self) -> int:
-        """Changes when answers given before no longer hold. Whoever keeps answers compares it."""
+        """Changes when answers given before no longer hold; a caller that keeps answers compares it."""
         ...
 
     def step(self, shape: StepShape) -> float:

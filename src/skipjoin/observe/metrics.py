@@ -1,4 +1,4 @@
-"""What Prometheus reads of an engine, folded from core events: the table of all metrics, and who counts them."""
+"""What Prometheus reads of an engine, folded from core events: the table of all metrics, and what counts them."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ ENGINE_METRICS = (
     Metric(
         "swap_out_bytes_total",
         "counter",
-        "KV copied to the host; proactive: beside a step, else before it.",
+        "KV copied to the host; proactive: overlapped with steps.",
         "proactive",
         _PROACTIVE,
         in_vllm=False,
@@ -80,7 +80,7 @@ ENGINE_METRICS = (
     Metric(
         "swap_in_bytes_total",
         "counter",
-        "KV copied back from the host; proactive: beside a step, else before it.",
+        "KV copied back from the host; proactive: overlapped with steps.",
         "proactive",
         _PROACTIVE,
         in_vllm=False,
@@ -166,10 +166,10 @@ class Snapshot(NamedTuple):
 
 def merged(live: Sequence[Snapshot], *, gone: Snapshot | None = None) -> Snapshot:
     """Of several engines together. gone: what those counted that are there no more."""
-    everybody = [*live, *([gone] if gone is not None else [])]
+    engines = [*live, *([gone] if gone is not None else [])]
     rows = []
     for index, metric in enumerate(ENGINE_METRICS):
-        row = [sum(numbers) for numbers in zip(*(snapshot.rows[index] for snapshot in everybody), strict=True)]
+        row = [sum(numbers) for numbers in zip(*(snapshot.rows[index] for snapshot in engines), strict=True)]
         rows.append([number / max(1, len(live)) for number in row] if metric.is_share else row)
     return Snapshot(rows)
 

@@ -16,10 +16,10 @@ def _check_budgets(max_seqs: int, max_tokens: int) -> None:
 class Greedy:
     """In rank order, until the step has `max_seqs` requests or `max_tokens` tokens.
 
-    chunked: cut a prompt to the tokens that are left in the step (Sarathi; FastServe for prompts longer than a
-    step). Otherwise a prompt is computed whole, and `max_tokens` is for prompts alone: if decodes took from it, a
-    long prompt, and all behind it, would wait until hardly anybody ran. One that does not fit waits, and nobody new
-    overtakes it; one longer than `max_tokens` is the only prompt of its step.
+    chunked: cut a prompt to the tokens that are left in the step (Sarathi; FastServe for prompts longer than a step).
+    Otherwise a prompt is computed whole, and `max_tokens` is for prompts alone: if decodes took from it, a long prompt,
+    and all behind it, would wait until hardly any request ran. One that does not fit waits, and no newcomer overtakes
+    it; one longer than `max_tokens` is the only prompt of its step.
     """
 
     def __init__(self, max_seqs: int, max_tokens: int, *, chunked: bool) -> None:
@@ -78,15 +78,15 @@ class WholeBuilder:
 
 class RunToCompletion:
     """Static batches, one after the other: job-level scheduling (FastServe sections 2.2 and 6.1), as in
-    FasterTransformer. Who waits forms a batch of up to `max_seqs` requests, and the next batch begins when the last
+    FasterTransformer. Waiting requests form a batch of up to `max_seqs`, and the next batch begins when the last
     member has ended. Of all batchers it shows the head-of-line blocking worst.
 
     The batch recruits while its steps take newcomers: their prompts are computed whole, up to `max_tokens` prompt
-    tokens in a step or one longer prompt alone, while those who have theirs decode. Recruiting ends at the last seat,
-    or with a step that runs members and takes no newcomer though it had prompt tokens left: nobody waited, or
-    there was no memory. A driver that asks for a step when nobody can run changes nothing. From then on nobody
-    joins; a member that loses its memory stays one. So the ordering decides who is recruited, and who of the
-    members makes way; a more important request, too, waits for the batch to end.
+    tokens in a step or one longer prompt alone, while members whose prompt is computed decode. Recruiting ends at the
+    last seat, or with a step that runs members and takes no newcomer though it had prompt tokens left: no request
+    waited, or there was no memory. Asking for a step when no request can run changes nothing. From then on no request
+    joins; a member that loses its memory stays one. So the ordering decides which requests are recruited, and which
+    members are evicted; a more important request, too, waits for the batch to end.
 
     With several plans in flight there is still one batch: without overlap its members spread over the plans, as
     micro-batches in a pipeline of stages.
@@ -112,7 +112,7 @@ class RunToCompletion:
 class MemberBuilder:
     """One step's batch under `RunToCompletion`.
 
-    members: the requests of the static batch that have not ended, at most `seqs`; those who join are added.
+    members: the requests of the static batch that have not ended, at most `seqs`; requests that join are added.
     recruits: whether newcomers may join.
     """
 
@@ -123,7 +123,7 @@ class MemberBuilder:
         self._recruits = recruits
         self._seqs = seqs
         self._whole = WholeBuilder(seqs, tokens)
-        # Members whose KV was dropped (all others have tokens planned) and who have not come back in this step.
+        # Members whose KV was dropped (all others have tokens planned) and that did not return in this step.
         self._absent = {request for request in members if not request.planned}
         self._ran = self._joined = self._cramped = False
 

@@ -1,4 +1,4 @@
-"""Orderings: who matters most now."""
+"""Orderings: which requests matter most now."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ class Prioritized:
             self._sort()
 
     def ranked(self, now: float) -> Iterator[Request]:
-        # All bands are asked at once: what time does to their orders happens now, not while somebody reads on.
+        # All bands are asked at once: what time changes in their orders changes now, not while the result is read.
         return chain.from_iterable([band.ranked(now) for band in self._sorted])
 
     def rank(self, request: Request) -> tuple[int, Any]:

@@ -10,8 +10,8 @@ from skipjoin.core.policy import ALL_HELD, HELD, BatchBuilder, Batcher, CostMode
 from skipjoin.core.request import Request
 from skipjoin.core.step import StepShape
 
-# What a further token, pair or request costs is told beside a prefill of so many tokens: there no work hides behind the
-# reading of the weights, so that a batch of decodes counts for what it adds to the plan that it joins.
+# What a further token, pair or request costs is read off beside a prefill of so many tokens: there no work hides behind
+# the reading of the weights, so that a batch of decodes counts for what it adds to the plan that it joins.
 _BESIDE = StepShape(prefill=1 << 16)
 _MANY = 1 << 10
 # Every slice counts for so many seconds besides, so that where slices cost nothing their number is shared.
@@ -53,12 +53,12 @@ class _Loads:
 
 class EvenStages:
     """Around any batcher, for pipeline stages: the plans in flight get even shares of the work (the even chunks of
-    Sarathi, between plans), so that no stage waits long for a plan to pass, and none finds nobody to run.
+    Sarathi, between plans), so that no stage waits long for a plan to pass, and none finds no request to run.
 
-    A plan takes the best requests until it has its share: what all those who run or could run add to steps, over the
-    number of stages, and no more than leaves something for the stages that have no plan yet. So a plan has at least the
-    mean load, or takes everybody who is idle, and has never more than the mean and one slice. Who is left over goes
-    into the next plan, one stage's time later, and is left over no more than `stages` - 1 times in a row.
+    A plan takes the best requests until it has its share: what all requests that run or could run add to steps, over
+    the number of stages, and no more than leaves something for the stages that have no plan yet. So a plan has at least
+    the mean load, or takes every idle request, and has never more than the mean and one slice. A request that is left
+    over goes into the next plan, one stage's time later, and is left over no more than `stages` - 1 times in a row.
 
     batcher: what limits a plan. most_seqs, most_tokens: requests and prompt tokens that fit all stages together. cuts:
     whether prompts may be cut to fit the share. A lone one is cut so that its chunks follow each other through the
@@ -120,10 +120,10 @@ class EvenBuilder:
         self._flying = sum(flying)
         self._more = max(0, rules.stages - len(flying) - 1)  # plans that could follow at once
         self._passed = passed
-        # Who could run and is not in the batch: tokens, their load, and the slices that they are worth.
+        # Requests that could run and are not in the batch: tokens, their load, and the slices that they are worth.
         self._idle: dict[Request, tuple[int, float, int]] = {}
         self._slices = 0  # of them together
-        self._sought = 0.0  # load of all who could run, those in the batch too
+        self._sought = 0.0  # load of all that could run, those in the batch too
         self._share = self.load = 0.0
         self._overdue: set[Request] = set()
         self._is_full = False
@@ -190,8 +190,8 @@ class EvenBuilder:
         return min((self._flying + sought) / self._rules.stages, sought / (self._more + 1))
 
     def _is_urgent(self, request: Request) -> bool:
-        """Whether the request is not to be left over: nor is who was not looked at, as others have to make way for it.
-        While somebody who matters more was left over, that one can wait."""
+        """Whether the request must not be left over. Nor may one that was not looked at, as others are evicted for it;
+        while a request that matters more was left over, that one can wait."""
         is_unseen = request not in self._idle and not self._is_full
         return is_unseen or request in self._overdue or not (self._rules.holds_back or request.planned)
 

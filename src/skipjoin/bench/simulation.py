@@ -14,7 +14,7 @@ from skipjoin.core.engine import EngineCore
 from skipjoin.core.events import Event
 from skipjoin.core.kv import KVLedger
 from skipjoin.core.policy import CostModel
-from skipjoin.core.request import Request
+from skipjoin.core.request import Request, RequestOptions
 from skipjoin.core.scheduler import Scheduler
 from skipjoin.core.step import StepShape
 from skipjoin.exec.simulated import SimulatedExecutor
@@ -241,7 +241,7 @@ def _request(system: System, number: int, job: WorkloadRequest) -> Request:
         range(job.prompt_tokens),
         min(asked, _room(system, job)),
         stop_tokens=_STOP,
-        priority=job.priority,
+        options=RequestOptions(priority=job.priority),
         sampling=job.output_tokens,
     )
 

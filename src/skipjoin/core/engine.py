@@ -99,8 +99,8 @@ class EngineCore:
                 self._finish(request, FinishReason.LENGTH, now)
 
     def wait_of(self, request: Request) -> WaitState | None:
-        """Why the request waits, and since when; None while a plan in flight holds it."""
-        if request.in_flight:
+        """Why the request waits, and since when; None while it runs."""
+        if request.in_flight or request.last_plan >= self.scheduler.latest_plan:
             return None
         tail = self.scheduler.tail
         return request.wait or tail._replace(since=max(tail.since, request.arrival))

@@ -86,7 +86,7 @@ class Swap(Recompute):
             if blocks <= room and self.is_worth_moving(victim, kv):
                 room -= blocks
                 found.append((victim, Preemption.SWAP))
-            elif is_free or (newcomer is not None and newcomer.priority < victim.priority):
+            elif is_free or (newcomer is not None and newcomer.options.priority < victim.options.priority):
                 found.append((victim, Preemption.DROP))
             else:
                 return ()

@@ -122,7 +122,7 @@ class Prioritized:
         self._sizes: dict[int, int] = {}
 
     def arrived(self, request: Request, now: float) -> None:
-        number = request.priority
+        number = request.options.priority
         if number not in self._bands:
             self._bands[number] = self._make()
             self._sizes[number] = 0
@@ -136,15 +136,15 @@ class Prioritized:
             return
         by_band: dict[int, list[Slice]] = {}
         for piece in slices:
-            by_band.setdefault(piece.request.priority, []).append(piece)
+            by_band.setdefault(piece.request.options.priority, []).append(piece)
         for number, pieces in by_band.items():
             self._bands[number].ran(pieces, now)
 
     def evicted(self, request: Request, now: float) -> None:
-        self._bands[request.priority].evicted(request, now)
+        self._bands[request.options.priority].evicted(request, now)
 
     def finished(self, request: Request, now: float) -> None:
-        number = request.priority
+        number = request.options.priority
         self._bands[number].finished(request, now)
         self._sizes[number] -= 1
         # Priorities are any integers a user sends: an empty band is not kept.
@@ -157,19 +157,19 @@ class Prioritized:
         return chain.from_iterable([band.ranked(now) for band in self._sorted])
 
     def rank(self, request: Request) -> tuple[int, Any]:
-        return (request.priority, self._bands[request.priority].rank(request))
+        return (request.options.priority, self._bands[request.options.priority].rank(request))
 
     def outranks(self, one: Request, other: Request) -> bool:
-        if one.priority != other.priority:
-            return one.priority < other.priority
-        return self._bands[one.priority].outranks(one, other)
+        if one.options.priority != other.options.priority:
+            return one.options.priority < other.options.priority
+        return self._bands[one.options.priority].outranks(one, other)
 
     def next_turns(self, requests: Iterable[Request], now: float) -> list[tuple[Any, Request]]:
         if len(self._sorted) == 1:
             return self._sorted[0].next_turns(requests, now)
         by_band: dict[int, list[Request]] = {}
         for request in requests:
-            by_band.setdefault(request.priority, []).append(request)
+            by_band.setdefault(request.options.priority, []).append(request)
         return [
             ((number, turn), request)
             for number in sorted(by_band)

@@ -12,6 +12,7 @@ from skipjoin.model.config import ModelConfig
 from skipjoin.model.families.gpt_neox import GPTNeoXDecoder
 from skipjoin.model.families.llama import LlamaDecoder
 from skipjoin.model.families.opt import OPTDecoder
+from skipjoin.model.families.starcoder2 import Starcoder2Decoder
 from skipjoin.model.kv_cache import PagedKV
 from skipjoin.model.layers import Builder, Embedding, LayerInputs, Weights
 from skipjoin.model.ops.base import LayerOps, Linear
@@ -32,7 +33,12 @@ class Decoder(Protocol):
     def finish(self, hidden: torch.Tensor) -> torch.Tensor: ...
 
 
-_FAMILIES = {"llama": LlamaDecoder, "opt": OPTDecoder, "gpt_neox": GPTNeoXDecoder}
+_FAMILIES = {
+    "llama": LlamaDecoder,
+    "opt": OPTDecoder,
+    "gpt_neox": GPTNeoXDecoder,
+    "starcoder2": Starcoder2Decoder,
+}
 
 
 class CausalLM:

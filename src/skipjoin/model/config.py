@@ -21,6 +21,7 @@ _ARCHITECTURES = {
     "Qwen3ForCausalLM": "llama",
     "OPTForCausalLM": "opt",
     "GPTNeoXForCausalLM": "gpt_neox",
+    "Starcoder2ForCausalLM": "starcoder2",
 }
 _MODEL_TYPES = {
     "llama": "LlamaForCausalLM",
@@ -29,6 +30,7 @@ _MODEL_TYPES = {
     "qwen3": "Qwen3ForCausalLM",
     "opt": "OPTForCausalLM",
     "gpt_neox": "GPTNeoXForCausalLM",
+    "starcoder2": "Starcoder2ForCausalLM",
 }
 _ACTIVATIONS = {
     "relu": "relu",
@@ -50,7 +52,8 @@ class ModelError(Exception):
 class ModelConfig:
     """The shape of a decoder-only model.
 
-    family: which code computes it: "llama" (also Mistral, Qwen2, Qwen3), "opt" or "gpt_neox".
+    family: which code computes it: "llama" (also Mistral, Qwen2, Qwen3), "opt", "gpt_neox" or
+    "starcoder2".
     head_dim: values per attention head; num_heads * head_dim need not be hidden_size.
     windows: per layer, how many latest tokens attention sees, the current one included; 0: all.
     rope: rotary embedding, None where positions are learned. dtype_name: the type the weights were saved in.
@@ -264,6 +267,27 @@ def _gpt_neox_fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any
     }
 
 
+def _starcoder2_fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
+    heads, hidden, layers = (int(raw[name]) for name in ("num_attention_heads", "hidden_size", "num_hidden_layers"))
+    max_positions = int(raw["max_position_embeddings"])
+    bias = bool(raw.get("use_bias", True))
+    return {
+        "num_layers": layers,
+        "num_kv_heads": int(raw.get("num_key_value_heads", 2)),
+        "head_dim": hidden // heads,
+        "intermediate_size": int(raw["intermediate_size"]),
+        "max_positions": max_positions,
+        "norm_eps": float(raw.get("norm_epsilon", 1e-5)),
+        "tie_embeddings": bool(raw.get("tie_word_embeddings", True)),
+        "activation": _activation(raw.get("hidden_act", "gelu_pytorch_tanh")),
+        "rope": _rope(raw, hidden // heads, max_positions, 1.0),
+        "windows": (int(raw.get("sliding_window") or 0),) * layers,
+        "attention_bias": bias,
+        "output_bias": bias,
+        "mlp_bias": bias,
+    }
+
+
 def _rope(raw: Mapping[str, Any], head_dim: int, max_positions: int, default_share: float) -> RopeSettings:
     try:
         return parse_rope(raw, head_dim, max_positions, default_share)
@@ -271,4 +295,9 @@ def _rope(raw: Mapping[str, Any], head_dim: int, max_positions: int, default_sha
         raise ModelError(str(error)) from error
 
 
-_FAMILY_FIELDS = {"llama": _llama_fields, "opt": _opt_fields, "gpt_neox": _gpt_neox_fields}
+_FAMILY_FIELDS = {
+    "llama": _llama_fields,
+    "opt": _opt_fields,
+    "gpt_neox": _gpt_neox_fields,
+    "starcoder2": _starcoder2_fields,
+}

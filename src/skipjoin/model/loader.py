@@ -26,7 +26,7 @@ Progress = Callable[[int, int], None]
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Checkpoints saved from the bare decoder lack this prefix.
-_PREFIXES = {"llama": "model.", "opt": "model.", "gpt_neox": "gpt_neox."}
+_PREFIXES = {"llama": "model.", "opt": "model.", "gpt_neox": "gpt_neox.", "starcoder2": "model."}
 _WEIGHT_FILES = ["*.safetensors"]
 _OTHER_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
 

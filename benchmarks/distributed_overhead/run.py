@@ -91,10 +91,10 @@ def echoes(count: int, **options: Any) -> list[Any]:
 
 
 def linked(cluster: Cluster, count: int) -> Callable[[], Any]:
-    door = RankListener(cluster.ip)
+    listener = RankListener(cluster.ip)
     for rank, actor in enumerate(echoes(count)):
-        actor.serve.remote(door.address, door.secret, rank)
-    links = door.admit(count, 30)
+        actor.serve.remote(listener.address, listener.secret, rank)
+    links = listener.accept(count, 30)
 
     def call() -> None:
         for link in links:
@@ -197,7 +197,7 @@ def executors(cluster: Cluster) -> dict[str, tuple[Any, Any]]:
             continue
         largest = LargestStep(BLOCKS * BLOCK_SIZE, BLOCKS, BLOCKS * BLOCK_SIZE)
         loaded = RankModel(str(folder), "float32", "cpu", "auto", "auto", 1, BLOCK_SIZE, 0.9, largest)
-        group = RankGroup(cluster, loaded, sizes, lambda parts, rooms: (BLOCKS, 0), lambda what, share: None)
+        group = RankGroup(cluster, loaded, sizes, lambda rank_specs, budgets: (BLOCKS, 0), lambda what, share: None)
         made[name] = group.executor, group
     return made
 

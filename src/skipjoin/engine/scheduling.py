@@ -1,4 +1,4 @@
-"""The scheduler of an engine: from a configuration to a recipe's policies, and the bound on waiting that they keep."""
+"""Builds an engine's scheduler: the recipe's policies from a configuration, and the starvation bound."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from skipjoin.recipes import Settings, build
 
 def depth_of(config: EngineConfig, executor: ModelExecutor) -> int:
     """Plans in flight."""
-    return config.plans_in_flight(executor.parts[0].device_kind)
+    return config.plans_in_flight(executor.rank_specs[0].device_kind)
 
 
 def make_scheduler(config: EngineConfig, policies: Policies, kv: KVLedger, depth: int) -> Scheduler:
-    # Which token a stage samples, the stage that embeds it learns with the next plan.
+    # With stages, the first stage learns a sampled token only with the next plan.
     return Scheduler(policies, kv, depth=depth, overlap=config.pipeline_parallel_size == 1)
 
 
 def plain_settings(config: EngineConfig, cost: CostModel) -> Settings:
-    """What the recipe is built from, as far as it is said."""
+    """The recipe's settings, without the starvation bound."""
     predictor = MaxTokens() if config.oracle == "max-tokens" else None
     return Settings(
         cost,
@@ -42,7 +42,7 @@ def plain_settings(config: EngineConfig, cost: CostModel) -> Settings:
 
 
 def recipe_settings(config: EngineConfig, loaded: Loaded, cost: LearningCost) -> Settings:
-    """What the recipe is built from. Raises `ConfigError` for a bound on waiting that cannot be kept."""
+    """The recipe's settings. Raises `ConfigError` for a starvation bound that cannot be kept."""
     settings = plain_settings(config, cost)
     if config.starvation_bound_s is None:
         alpha = starvation_after(config.slo_s) if config.starvation_s is None else config.starvation_s
@@ -59,7 +59,7 @@ def recipe_settings(config: EngineConfig, loaded: Loaded, cost: LearningCost) ->
 
 
 def _extremes(config: EngineConfig, loaded: Loaded, settings: Settings) -> WorstCase:
-    """The most that can come together in this engine."""
+    """The worst case of load in this engine."""
     if config.max_live_requests is None:
         raise ConfigError("starvation_bound_s needs max_live_requests, which the server sets to max_num_queued_reqs")
     eviction = build(config.recipe, settings).eviction

@@ -1,4 +1,4 @@
-"""Plans as messages: the driver's side, which knows the live requests, and the ranks' side, which mirrors them."""
+"""Plans as messages: the writer on the driver, which has the requests, and the reader on a rank, which mirrors them."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from skipjoin.exec.ranks.messages import (
 )
 from skipjoin.exec.sampling import Sampling
 
-# With every plan so many requests more than it has slices are looked at in turn, whether they ended: more than can end
-# with a plan, so that the ranks forget requests faster than they learn of them.
+# With every plan, so many requests more than it has slices are checked in turn for their end: more than can end with a
+# plan, so that the ranks' memory of ended requests stays bounded.
 _LOOKS = 8
 
 
 class OutOfStepError(Exception):
-    """A rank did not get the same plans as the others, each once and in order."""
+    """A rank did not get every plan once and in order."""
 
 
 @dataclass(slots=True)
 class _Told:
-    """What the ranks know of a request. tokens: generated ones. table: the last one sent."""
+    """What the ranks know of a request. tokens: number of generated ones. table: the last one sent."""
 
     number: int
     tokens: int = 0
@@ -41,7 +41,7 @@ class _Told:
 
 
 class PlanWriter:
-    """Writes plans for ranks that read all of them, in order. checksum: of those written so far."""
+    """Writes plan messages for ranks that read all of them in order. checksum: of the plans written so far."""
 
     def __init__(self) -> None:
         self.checksum = FIRST_CHECKSUM
@@ -68,9 +68,8 @@ class PlanWriter:
         return self.checksum + body
 
     def _slice(self, piece: Slice, new: list[NewRequest], known: list[KnownTokens]) -> SlicePart:
-        request, start, tokens, samples, awaits, blocks = piece
-        told = self._tell(request, new)
-        output = request.output
+        told = self._tell(piece.request, new)
+        output, blocks = piece.request.output, piece.blocks
         if len(output) > told.tokens:
             known.append(KnownTokens(told.number, output[told.tokens :]))
             told.tokens = len(output)
@@ -79,7 +78,7 @@ class PlanWriter:
             if blocks[:kept] != told.table:
                 kept = 0
             told.table = blocks
-        return SlicePart(told.number, start, tokens, samples, awaits, kept, list(blocks[kept:]))
+        return SlicePart(told.number, piece.start, piece.tokens, piece.samples, piece.awaits, kept, list(blocks[kept:]))
 
     def _move(self, move: Move, new: list[NewRequest]) -> MovePart:
         number = self._tell(move.request, new).number
@@ -97,7 +96,7 @@ class PlanWriter:
         return told
 
     def _ended(self, looks: int) -> list[int]:
-        """Requests that the ranks need not know any more. Who ended is in no later plan."""
+        """Numbers of the requests that the ranks can drop. An ended request is in no later plan."""
         ended = []
         for _ in range(min(looks, len(self._to_look_at))):
             request = self._to_look_at.popleft()
@@ -115,8 +114,8 @@ class _Mirrored:
 
 
 class PlanReader:
-    """Reads plans on a rank. Their requests are its own copies of the driver's: prompt, output and sampling are true as
-    far as the plans need them, everything else is not. checksum: of the plans read so far."""
+    """Reads plan messages on a rank. The plans' requests are copies: their prompt, output and sampling are correct as
+    far as the plans need them; their other fields are not. checksum: of the plans read so far."""
 
     def __init__(self) -> None:
         self.checksum = FIRST_CHECKSUM
@@ -132,7 +131,7 @@ class PlanReader:
         if sent != found:
             raise OutOfStepError(
                 f"the checksum of all plans up to this one is {found.hex()} here and {sent.hex()} at the sender: "
-                "a plan was missed, repeated, reordered or changed on its way"
+                "a plan was missed, repeated, reordered or changed in transit"
             )
         self.checksum = found
         plan = self._decoder.decode(body)
@@ -143,20 +142,20 @@ class PlanReader:
             self._requests[known.request].request.output.extend(known.tokens)
         slices = tuple(self._slice(part) for part in plan.slices)
         blocking, overlapped = self._read_moves(plan.blocking), self._read_moves(plan.overlapped)
-        # A move on its way keeps its request.
+        # A move in flight holds a reference to its request.
         for number in plan.ended:
             del self._requests[number]
         return StepPlan(plan.id, slices, blocking, overlapped)
 
     def numbers_of(self, ended: Sequence[Move]) -> list[int]:
-        """Of moves that ended, which are forgotten by this."""
+        """The numbers of moves that ended; forgets the moves."""
         return [self._moves.pop(move) for move in ended]
 
     def _slice(self, part: SlicePart) -> Slice:
         held = self._requests[part.request]
         if part.blocks or part.kept != len(held.table):
             held.table = (*held.table[: part.kept], *part.blocks)
-        return Slice(held.request, part.start, part.tokens, part.samples, part.awaits, held.table)
+        return Slice(held.request, part.start, part.tokens, samples=part.samples, awaits=part.awaits, blocks=held.table)
 
     def _read_moves(self, parts: Sequence[MovePart]) -> tuple[Move, ...]:
         moves = []

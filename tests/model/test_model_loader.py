@@ -135,7 +135,7 @@ def test_sharded_folder(folder, tmp_path):
     torch.testing.assert_close(logits(sharded), logits(load_model(folder)))
     assert seen == [(i + 1, len(seen)) for i in range(len(seen))]
     next((tmp_path / "shards").glob("*.safetensors")).unlink()
-    with pytest.raises(ModelError, match="which its index names"):
+    with pytest.raises(ModelError, match="named in its index"):
         load_model(tmp_path / "shards")
 
 

@@ -1,4 +1,4 @@
-"""From names to a system to simulate: a GPU of the catalogue, or the profile of a machine that was measured."""
+"""Builds systems to simulate from names: a GPU of the catalogue, or the profile of a measured machine."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from skipjoin.sim.models import model_shape
 from skipjoin.sim.roofline import RooflineCost, kv_blocks
 
 _GIB = 1 << 30
-# Of a server's RAM, what the host pool takes if nothing else is said.
+# The default share of a server's RAM for the host pool.
 _SWAP_SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Hardware with a model on it, as named on a command line.
+    """Hardware with a model, as named on a command line.
 
-    hardware: of the catalogue, such as a100-40gb:tp8pp2, or a profile's JSON file. model: of the catalogue; None with
-    a profile, which knows its own. kv_gib: size of the KV pool; None: what the GPU's memory leaves. swap_gib: size of
-    the host pool; 0: none; None: half of the RAM that comes with the GPUs, or with a profile as much as `kv_gib`.
+    hardware: of the catalogue, such as a100-40gb:tp8pp2, or a profile's JSON file. model: of the catalogue; None with a
+    profile, which contains it. kv_gib: size of the KV pool; None: the GPU memory that the model leaves. swap_gib: size
+    of the host pool; 0: none; None: half of the RAM that belongs to the GPUs, or with a profile the size of `kv_gib`.
     """
 
     hardware: str
@@ -41,12 +41,12 @@ class Machine:
     ) -> list[System]:
         """A system for each recipe of a comma-separated list. settings: further fields of `System`.
 
-        slo_s: seconds per output token that users accept. starvation_s: None: what follows from `slo_s`.
-        Raises `ConfigError` for names that there are not, a model that does not fit, or settings out of bounds.
+        slo_s: seconds per output token that users accept. starvation_s: None: derived from `slo_s`. Raises
+        `ConfigError` for unknown names, a model that does not fit, or settings out of bounds.
         """
         names = [name.strip() for name in recipes.split(",")]
         if twice := next((name for name in names if names.count(name) > 1), None):
-            raise ConfigError(f"recipes must differ, {twice} is there twice")
+            raise ConfigError(f"recipes must differ, but {twice} is named twice")
         for name in names:
             if name not in RECIPES:
                 raise unknown("recipe", name, sorted(RECIPES))
@@ -59,7 +59,7 @@ class Machine:
     def _from_catalogue(self) -> dict[str, Any]:
         group = parse_hardware(self.hardware)
         if self.model is None:
-            raise ConfigError(f"model must be named for hardware {group.name}")
+            raise ConfigError(f"a model must be given for hardware {group.name}")
         shape = model_shape(self.model)
         size = 16 if self.block_size is None else self.block_size
         blocks = kv_blocks(shape, group, size, self.kv_gib)
@@ -86,7 +86,7 @@ class Machine:
                 f"{self.hardware} was measured with block_size {profile.block_size}, not {self.block_size}"
             )
         if self.kv_gib is None:
-            raise ConfigError("kv_gib must be given with a profile, which does not say how large the KV pool is")
+            raise ConfigError("kv_gib must be given with a profile, which does not contain the size of the KV pool")
         check_above_zero("kv_gib", self.kv_gib, 1e6)
         return {
             "model": profile.key.model,

@@ -103,7 +103,7 @@ def test_what_fits() -> None:
 
 def test_a_frame_refuses_what_it_does_not_hold() -> None:
     buffers = GraphBuffers(2, torch.zeros((2, 2), dtype=torch.int64))
-    with pytest.raises(ValueError, match="holds 2 decodes with tables of 2 blocks"):
+    with pytest.raises(ValueError, match="hold 2 decodes with tables of 2 blocks"):
         PackedBatch.build([Segment([1, 2], 0, [0])], 4, graph_buffers=buffers)
 
 

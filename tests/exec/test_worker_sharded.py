@@ -361,7 +361,7 @@ LOST, BROKEN = RankFailed("GroupError: nobody there", True), RankFailed("ValueEr
     [
         (({"tokens": [1]}, {"tokens": [2]}), "sampled different tokens"),
         (({"tokens": [1]}, {"tokens": [1], "plan": 5}), r"rank 1 .* answered plan 5 in place of plan 4"),
-        (({"tokens": [1]}, {"tokens": [1], "checksum": b"12345678"}), r"rank 1 .* or other plans"),
+        (({"tokens": [1]}, {"tokens": [1], "checksum": b"12345678"}), r"rank 1 .* received other plans"),
         (({"tokens": [1]}, HUNG), r"rank 1 .* did not answer within 0.5 s"),
         (({"tokens": [1]}, GONE), "process 7 is gone"),
         ((HUNG, GONE), "process 7 is gone"),

@@ -136,10 +136,10 @@ class ShardedExecutor:
         handle = self._pending.popleft()
         plan = handle.plan
         for shard, answer in zip(self._shards, answers, strict=True):
-            if (answer.plan, answer.checksum) != (plan.id, handle.checksum):
-                raise OutOfStepError(
-                    f"{shard.name} answered plan {answer.plan} in place of plan {plan.id}, or its plans differ"
-                )
+            if answer.plan != plan.id:
+                raise OutOfStepError(f"{shard.name} answered plan {answer.plan} in place of plan {plan.id}")
+            if answer.checksum != handle.checksum:
+                raise OutOfStepError(f"{shard.name} received other plans than were sent, up to plan {plan.id}")
         sampling = [answer for shard, answer in zip(self._shards, answers, strict=True) if shard.is_last]
         if any(answer.tokens != sampling[0].tokens for answer in sampling):
             raise OutOfStepError(f"plan {plan.id}: the ranks of the last stage sampled different tokens")

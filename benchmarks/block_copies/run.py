@@ -174,7 +174,8 @@ class Decoder:
         prompt = [3 + (number * 7919 + place * 104729) % (VOCAB - 3) for place in range(CONTEXT + 1)]
         request = Request(number, 0.0, prompt, 1, sampling=sampling)
         first = number * per_request
-        return Slice(request, CONTEXT, 1, True, False, tuple(range(first, first + per_request)))
+        blocks = tuple(range(first, first + per_request))
+        return Slice(request, CONTEXT, 1, samples=True, awaits=False, blocks=blocks)
 
     @staticmethod
     def _make_moves(own: int, spare: int) -> list[Move]:

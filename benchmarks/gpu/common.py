@@ -218,7 +218,7 @@ def plan_of(pieces: Sequence[tuple[int, int]], vocab: int) -> StepPlan:
         blocks = -(-(start + count) // BLOCK_SIZE)
         request = Request(number, 0.0, tokens(number, start + count, vocab), 1, sampling=Sampling(GREEDY, 0, ()))
         table = tuple(range(next_block, next_block + blocks))
-        slices.append(Slice(request, start, count, True, False, table))
+        slices.append(Slice(request, start, count, samples=True, awaits=False, blocks=table))
         next_block += blocks
     return StepPlan(0, tuple(slices))
 

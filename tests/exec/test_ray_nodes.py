@@ -69,7 +69,7 @@ def start(cluster: Nodes, tp: int, pp: int, **settings: Any) -> Engine:
 
 def places(engine: Engine) -> list[str]:
     """Names of the nodes that have ranks, for each rank."""
-    return [place.node for place in engine.executor._live.ask("place")]
+    return [place.node for place in engine.executor._live.call("place")]
 
 
 def test_stages_go_to_two_nodes(cluster: Nodes, expected: Outputs) -> None:

@@ -195,7 +195,7 @@ class ClientRun:
     async def go(self) -> float:
         """Send everything and wait for all responses. Returns the seconds that it took."""
         self._start = time.monotonic()
-        ticker = asyncio.create_task(self._tell()) if self._on_progress is not None else None
+        ticker = asyncio.create_task(self._report()) if self._on_progress is not None else None
         try:
             async with asyncio.TaskGroup() as group:
                 await self._pace(group)
@@ -250,7 +250,7 @@ class ClientRun:
                 exchange.failure = Failure("given_up" if sent else "not_sent", "the server failed all connections")
                 exchange.facts.ended, exchange.facts.reason = now, exchange.failure.kind
 
-    async def _tell(self) -> None:
+    async def _report(self) -> None:
         assert self._on_progress is not None
         while True:
             self._on_progress(self._progress)

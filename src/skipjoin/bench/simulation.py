@@ -168,25 +168,25 @@ def run(
     if cell.slo_scale is not None:
         prefill_s, decode_s = system.light_load(jobs)
         slo = Slo(ttft_s=cell.slo_scale * prefill_s, tpot_s=cell.slo_scale * decode_s)
-    taken = [(number, job) for number, job in enumerate(jobs) if _room(system, job) >= job.output_tokens]
-    rejected = [job.stream for job in jobs if _room(system, job) < job.output_tokens]
+    taken = [(number, job) for number, job in enumerate(jobs) if _most_output(system, job) >= job.output_tokens]
+    rejected = [job.stream for job in jobs if _most_output(system, job) < job.output_tokens]
     ended: list[RequestFacts] = []
     logs = [RequestLog(ended.append) for _ in range(system.replicas)]
     usages = [
         EngineUsage(device_blocks=system.kv_blocks, block_size=system.block_size, block_bytes=system.block_bytes)
         for _ in logs
     ]
-    told = 0
+    reported = 0
 
     def observe(replica: int, events: list[Event]) -> None:
-        nonlocal told
+        nonlocal reported
         logs[replica].observe(events)
         usages[replica].observe(events)
         if replica == 0:
             on_events(events)
-        if len(ended) - told >= 64:
-            told = len(ended)
-            on_share(told / len(taken))
+        if len(ended) - reported >= 64:
+            reported = len(ended)
+            on_share(reported / len(taken))
 
     replicas = [_replica(system) for _ in logs]
     dispatch = make_dispatch(system.dispatch, system.replicas, system.cost, TrueLengths())
@@ -226,18 +226,18 @@ def _replica(system: System) -> Replica:
     return Replica(core, executor, decision_s=system.decision_s)
 
 
-def _room(system: System, job: WorkloadRequest) -> int:
+def _most_output(system: System, job: WorkloadRequest) -> int:
     """Most tokens that a job can generate; a server would reject one that requests more."""
     return min(system.max_model_len, system.kv_blocks * system.block_size) - job.prompt_tokens
 
 
 def _request(system: System, number: int, job: WorkloadRequest) -> Request:
-    asked = job.output_tokens if system.max_tokens is None else max(job.output_tokens, system.max_tokens)
+    requested = job.output_tokens if system.max_tokens is None else max(job.output_tokens, system.max_tokens)
     return Request(
         number,
         job.at,
         range(job.prompt_tokens),
-        min(asked, _room(system, job)),
+        min(requested, _most_output(system, job)),
         stop_tokens=_STOP,
         priority=job.priority,
         sampling=job.output_tokens,

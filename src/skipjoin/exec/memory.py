@@ -71,7 +71,7 @@ def measure_peak(model: CausalLM, largest: LargestStep, block_size: int) -> int:
     except torch.OutOfMemoryError as error:
         free, total = torch.cuda.mem_get_info(model.device)
         raise ModelError(
-            f"a step of {largest.tokens} tokens or {largest.seqs} requests does not fit the GPU beside weights of "
+            f"a step of {largest.tokens} tokens or {largest.seqs} requests does not fit on the GPU with weights of "
             f"{model.weight_bytes / _GIB:.2f} GiB ({free / _GIB:.2f} of {total / _GIB:.2f} GiB are free): "
             "lower max_num_batched_tokens or max_num_seqs"
         ) from error

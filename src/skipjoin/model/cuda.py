@@ -59,7 +59,7 @@ def cuda_facts() -> CudaFacts:
     runtime = torch.version.cuda
     if runtime is None:
         return CudaFacts()
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         why_not = ""
         try:
@@ -68,7 +68,7 @@ def cuda_facts() -> CudaFacts:
             cards, why_not = (), one_line(error)
     if not cards:
         # torch reports a driver that is too old as a warning.
-        why_not = why_not or (first_line(told[-1].message) if told else "")
+        why_not = why_not or (first_line(caught[-1].message) if caught else "")
         return CudaFacts(runtime, present=_is_present(), driver=_driver(), why_not=why_not)
     version, error = _triton()
     return CudaFacts(
@@ -119,8 +119,8 @@ def one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {first_line(error)}"
 
 
-def first_line(said: Exception) -> str:
-    return str(said).partition("\n")[0]
+def first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
 
 
 def unusable(facts: CudaFacts, index: int = 0) -> str | None:

@@ -169,12 +169,12 @@ def prompt_logprobs(logits: torch.Tensor, targets: Sequence[int], k: int) -> Hos
     pieces = zip(logits.split(_SCORED_ROWS), index.split(_SCORED_ROWS), strict=True)
     scored = [_scored(piece, wanted, k) for piece, wanted in pieces]
 
-    def told(tensors: list[torch.Tensor]) -> list[PromptLogprob]:
+    def build(tensors: list[torch.Tensor]) -> list[PromptLogprob]:
         chosen, ranks, ids, values = tensors
         rows = zip(chosen.tolist(), _alternatives(ids, values), ranks.tolist(), strict=True)
         return [PromptLogprob(logprob, top, rank) for logprob, top, rank in rows]
 
-    return HostCopy([torch.cat(parts) for parts in zip(*scored, strict=True)], told)
+    return HostCopy([torch.cat(parts) for parts in zip(*scored, strict=True)], build)
 
 
 def _scored(logits: torch.Tensor, index: torch.Tensor, k: int) -> tuple[torch.Tensor, ...]:
@@ -201,14 +201,14 @@ def _report(logits: torch.Tensor, tokens: torch.Tensor, rows: Sequence[SampleRow
     best = logprobs.topk(min(max(rows[i].params.logprobs or 0 for i in wanted), logprobs.shape[-1]))
     counts = [rows[i].params.logprobs for i in wanted]
 
-    def told(host: list[torch.Tensor]) -> list[Sampled]:
+    def build(host: list[torch.Tensor]) -> list[Sampled]:
         sampled = [Sampled(token) for token in host[0].tolist()]
         each = zip(wanted, host[1].tolist(), _alternatives(host[2], host[3]), counts, strict=True)
         for i, logprob, top, count in each:
             sampled[i] = Sampled(sampled[i].token, logprob, top[:count])
         return sampled
 
-    return HostCopy([tokens, chosen, best.indices, best.values], told)
+    return HostCopy([tokens, chosen, best.indices, best.values], build)
 
 
 def _alternatives(ids: torch.Tensor, values: torch.Tensor) -> list[Alternatives]:

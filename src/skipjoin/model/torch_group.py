@@ -29,7 +29,7 @@ class TorchGroup:
         self._sending: tuple[dist.Work, torch.Tensor] | None = None
         self._stage: dist.ProcessGroup | None = None
         timeout = timedelta(seconds=timeout_s)
-        with self._told("joining the group"):
+        with self._group_errors("joining the group"):
             dist.init_process_group(backend, store=store, rank=shard.rank, world_size=shard.ranks, timeout=timeout)
             # All ranks make all groups, in the same order.
             for stage in range(shard.pp_size):
@@ -44,7 +44,7 @@ class TorchGroup:
 
     def all_reduce(self, x: torch.Tensor) -> None:
         if self.shard.tp_size > 1:
-            with self._told("adding up"):
+            with self._group_errors("adding up"):
                 dist.all_reduce(x, group=self._stage)
 
     def gather(self, part: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
@@ -53,14 +53,14 @@ class TorchGroup:
         widest = max(sizes)
         padded = F.pad(part, (0, widest - part.shape[1])).contiguous()
         parts = [torch.empty_like(padded) for _ in sizes]
-        with self._told("gathering logits"):
+        with self._group_errors("gathering logits"):
             dist.all_gather(parts, padded, group=self._stage)
         return torch.cat([one[:, :size] for one, size in zip(parts, sizes, strict=True)], dim=1)
 
     def send(self, x: torch.Tensor) -> None:
         """Returns before `x` has arrived, so that this stage can begin its next plan; waits for the send before."""
         x = x.contiguous()
-        with self._told("sending to the next stage"):
+        with self._group_errors("sending to the next stage"):
             self._end_sending()
             work = dist.isend(x, self.shard.rank + self.shard.tp_size)
         assert work is not None
@@ -68,7 +68,7 @@ class TorchGroup:
 
     def receive(self, x: torch.Tensor) -> None:
         begin = time.perf_counter()
-        with self._told("receiving from the previous stage"):
+        with self._group_errors("receiving from the previous stage"):
             dist.recv(x, self.shard.rank - self.shard.tp_size)
         self.waited_s += time.perf_counter() - begin
 
@@ -84,7 +84,7 @@ class TorchGroup:
             self._sending = None
 
     @contextmanager
-    def _told(self, doing: str) -> Iterator[None]:
+    def _group_errors(self, doing: str) -> Iterator[None]:
         """Convert torch's error to `GroupError`, with the name of the operation."""
         try:
             yield

@@ -167,13 +167,13 @@ def kv_blocks(
         raise ConfigError(f"kv_gib must be in (0, 1e+06], got {kv_gib}")
     block_bytes = block_size * model.kv_bytes_per_token
     usable = utilization if kv_gib is None else 1.0
-    room = _kv_room_bytes(model, group, usable)
-    if room < block_bytes:
+    available = _most_kv_bytes(model, group, usable)
+    if available < block_bytes:
         raise _too_small(model, group, usable, block_bytes)
-    pool = room if kv_gib is None else int(kv_gib * GIB)
-    if not block_bytes <= pool <= room:
+    pool = available if kv_gib is None else int(kv_gib * GIB)
+    if not block_bytes <= pool <= available:
         raise ConfigError(
-            f"kv_gib must be in [{block_bytes / GIB:.3g}, {room / GIB:.4g}], from one block to what "
+            f"kv_gib must be in [{block_bytes / GIB:.3g}, {available / GIB:.4g}], from one block to what "
             f"{model.name} leaves of the memory of {group.name}, got {kv_gib}"
         )
     return pool // block_bytes
@@ -196,7 +196,7 @@ def _fixed_bytes(model: ModelShape, group: DeviceGroup) -> int:
     return (weights // group.tp + _ACTIVATION_TOKENS * widths) * model.parameter_bytes
 
 
-def _kv_room_bytes(model: ModelShape, group: DeviceGroup, usable: float) -> int:
+def _most_kv_bytes(model: ModelShape, group: DeviceGroup, usable: float) -> int:
     """Bytes available to the KV pool on all GPUs together; below 0: the weights do not fit."""
     left = int(group.device.memory_bytes * usable) - _fixed_bytes(model, group)
     return left * group.tp * model.layers // _most_layers(model, group)
@@ -217,7 +217,7 @@ def _fitting(model: ModelShape, device: Device, usable: float, block_bytes: int)
     """The smallest group of the device that holds the model and a block, then the smallest single GPU that does."""
 
     def holds(group: DeviceGroup) -> bool:
-        return _kv_room_bytes(model, group, usable) >= block_bytes
+        return _most_kv_bytes(model, group, usable) >= block_bytes
 
     stages = range(1, min(_MOST_STAGES, model.layers) + 1)
     groups = [group for tp in _splits(model) for pp in stages if holds(group := DeviceGroup(device, tp, pp))]

@@ -264,7 +264,7 @@ def _plan(pieces: Pieces, block_size: int, used: int) -> StepPlan:
         table = tuple((next_block + index) % used for index in range(blocks))
         next_block += blocks
         request = Request(number, 0.0, [number % 2] * (start + tokens), 1, sampling=sampling)
-        slices.append(Slice(request, start, tokens, True, False, table))
+        slices.append(Slice(request, start, tokens, samples=True, awaits=False, blocks=table))
     return StepPlan(0, tuple(slices))
 
 
@@ -276,8 +276,8 @@ def _fit_steps(steps: Sequence[_Measured], guess: LinearCost) -> tuple[LinearCos
         cost = scaled(guess, statistics.median(step.seconds / guess.step(step.shape) for step in steps))
     else:
         cost = fit_cost([step.shape for step in fitted], [step.seconds for step in fitted])
-    told = held_out or fitted
-    errors = cost_errors(cost, [step.shape for step in told], [step.seconds for step in told])
+    assessed = held_out or fitted
+    errors = cost_errors(cost, [step.shape for step in assessed], [step.seconds for step in assessed])
     median, p95 = np.quantile(errors, (0.5, 0.95)).tolist()
     return cost, FitErrors(median, p95, len(fitted), len(held_out))
 

@@ -32,7 +32,7 @@ class OutOfStepError(Exception):
 
 
 @dataclass(slots=True)
-class _Told:
+class _SentState:
     """What the ranks know of a request. tokens: number of generated ones. table: the last one sent."""
 
     number: int
@@ -45,7 +45,7 @@ class PlanWriter:
 
     def __init__(self) -> None:
         self.checksum = FIRST_CHECKSUM
-        self._told: dict[Request, _Told] = {}
+        self._sent: dict[Request, _SentState] = {}
         self._to_look_at: deque[Request] = deque()
         self._requests = 0
         self._encoder = msgspec.msgpack.Encoder()
@@ -55,45 +55,45 @@ class PlanWriter:
         new: list[NewRequest] = []
         known: list[KnownTokens] = []
         message = PlanMessage(
-            plan.id,
-            [self._slice(piece, new, known) for piece in plan.slices],
-            [self._move(move, new) for move in plan.blocking],
-            [self._move(move, new) for move in plan.overlapped],
-            new,
-            known,
-            self._ended(len(plan.slices) + _LOOKS),
+            id=plan.id,
+            slices=[self._slice(piece, new, known) for piece in plan.slices],
+            blocking=[self._move(move, new) for move in plan.blocking],
+            overlapped=[self._move(move, new) for move in plan.overlapped],
+            new=new,
+            known=known,
+            ended=self._ended(len(plan.slices) + _LOOKS),
         )
         body = self._encoder.encode(message)
         self.checksum = checksum_after(self.checksum, body)
         return self.checksum + body
 
     def _slice(self, piece: Slice, new: list[NewRequest], known: list[KnownTokens]) -> SlicePart:
-        told = self._tell(piece.request, new)
+        sent = self._state_of(piece.request, new)
         output, blocks = piece.request.output, piece.blocks
-        if len(output) > told.tokens:
-            known.append(KnownTokens(told.number, output[told.tokens :]))
-            told.tokens = len(output)
-        kept = len(told.table)
-        if blocks is not told.table:
-            if blocks[:kept] != told.table:
+        if len(output) > sent.tokens:
+            known.append(KnownTokens(sent.number, output[sent.tokens :]))
+            sent.tokens = len(output)
+        kept = len(sent.table)
+        if blocks is not sent.table:
+            if blocks[:kept] != sent.table:
                 kept = 0
-            told.table = blocks
-        return SlicePart(told.number, piece.start, piece.tokens, piece.samples, piece.awaits, kept, list(blocks[kept:]))
+            sent.table = blocks
+        return SlicePart(sent.number, piece.start, piece.tokens, piece.samples, piece.awaits, kept, list(blocks[kept:]))
 
     def _move(self, move: Move, new: list[NewRequest]) -> MovePart:
-        number = self._tell(move.request, new).number
+        number = self._state_of(move.request, new).number
         return MovePart(move.direction is Direction.OUT, number, list(move.source), list(move.target))
 
-    def _tell(self, request: Request, new: list[NewRequest]) -> _Told:
-        told = self._told.get(request)
-        if told is None:
-            told = self._told[request] = _Told(self._requests)
+    def _state_of(self, request: Request, new: list[NewRequest]) -> _SentState:
+        sent = self._sent.get(request)
+        if sent is None:
+            sent = self._sent[request] = _SentState(self._requests)
             self._requests += 1
             self._to_look_at.append(request)
             sampling: Sampling = request.sampling  # type: ignore[assignment]
             params, seed, eos = sampling
-            new.append(NewRequest(told.number, request.id, list(request.prompt), params, seed, tuple(eos)))
-        return told
+            new.append(NewRequest(sent.number, request.id, list(request.prompt), params, seed, tuple(eos)))
+        return sent
 
     def _ended(self, looks: int) -> list[int]:
         """Numbers of the requests that the ranks can drop. An ended request is in no later plan."""
@@ -103,7 +103,7 @@ class PlanWriter:
             if request.finish_reason is None:
                 self._to_look_at.append(request)
             else:
-                ended.append(self._told.pop(request).number)
+                ended.append(self._sent.pop(request).number)
         return ended
 
 

@@ -118,7 +118,7 @@ class RankActor:
             device=device,
             attention=model.attention,
             load_format=model.load_format,
-            progress=self._tell,
+            progress=self._note_progress,
             group=group,
         )
         loaded = self._model
@@ -175,7 +175,7 @@ class RankActor:
         ip: str = import_ray().util.get_node_ip_address()
         return ip
 
-    def _tell(self, done: int, total: int) -> None:
+    def _note_progress(self, done: int, total: int) -> None:
         self._share = done / total
 
     def _join(self, shard: Shard, meeting: Address, device: str) -> TorchGroup:

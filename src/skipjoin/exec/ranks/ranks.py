@@ -82,7 +82,7 @@ class RankGroup:
         assert self._executor is not None
         return self._executor
 
-    def ask(self, method: str, *arguments: Any) -> list[Any]:
+    def call(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method on every rank; returns the results in rank order."""
         return self._answers([getattr(actor, method).remote(*arguments) for actor in self._actors])
 
@@ -104,7 +104,7 @@ class RankGroup:
         sizes = self._sizes
         on_progress("placing ranks", 0.0)
         self._place(model.device, patience_s)
-        places: list[RankPlace] = self.ask("place")
+        places: list[RankPlace] = self.call("place")
         self._check_versions(places)
         meeting = self._answers([self._actors[0].open_store.remote()])[0] if sizes.ranks > 1 else None
         here = Counter(place.node for place in places)
@@ -116,7 +116,7 @@ class RankGroup:
         found: list[tuple[RankSpec, MemoryBudget]] = self._answers(loading)
         self.rank_specs = tuple(spec for spec, _ in found)
         self.blocks = pools_for(self.rank_specs, [budget for _, budget in found])
-        self.ask("make_pools", *self.blocks)
+        self.call("make_pools", *self.blocks)
         listener = RankListener(cluster.ip)
         try:
             for actor in self._actors:
@@ -129,7 +129,7 @@ class RankGroup:
     def _place(self, device: str, patience_s: float) -> None:
         """Start the processes; the ranks of a stage are on one node."""
         ray, sizes = self._ray, self._sizes
-        nodes, cut_off, kind = self._room(device, patience_s)
+        nodes, cut_off, kind = self._usable_nodes(device, patience_s)
         stage = {"CPU": float(sizes.tp), kind: float(sizes.tp)}
         self._placed = ray.util.placement_group(
             [stage] * sizes.pp,
@@ -137,7 +137,7 @@ class RankGroup:
             bundle_label_selector=[away_from(cut_off)] * sizes.pp if cut_off else None,
         )
         if not self._placed.wait(_PLACE_S):
-            raise RankError(f"the cluster has no free {kind}s for {self._wish()} at present")
+            raise RankError(f"the cluster has no free {kind}s for {self._layout()} at present")
         chosen = set(ray.util.placement_group_table(self._placed)["bundles_to_node_id"].values())
         self._nodes = [node for node in nodes if node.name in chosen]
         actor = ray.remote(num_cpus=1, num_gpus=int(kind == "GPU"), max_concurrency=2)(RankActor)
@@ -147,7 +147,7 @@ class RankGroup:
             )
             self._actors.append(actor.options(scheduling_strategy=strategy).remote())
 
-    def _room(self, device: str, patience_s: float) -> tuple[list[Node], list[Node], str]:
+    def _usable_nodes(self, device: str, patience_s: float) -> tuple[list[Node], list[Node], str]:
         """The reachable nodes, the nodes that Ray reports as alive but cannot be reached, and the resource that ranks
         need. Raises `ClusterError` if the nodes have too little of it in total, used or not."""
         deadline = time.monotonic() + patience_s
@@ -166,11 +166,11 @@ class RankGroup:
         have = ", ".join(f"{amount:g}" for amount in sorted((node.has.get(kind, 0.0) for node in nodes), reverse=True))
         lost = f"; {_ips(cut_off)} cannot be reached" if cut_off else ""
         raise ClusterError(
-            f"{self._wish()} needs {self._sizes.pp} times {self._sizes.tp} {kind}s on one node, "
+            f"{self._layout()} needs {self._sizes.pp} times {self._sizes.tp} {kind}s on one node, "
             f"the cluster's nodes have {have}{lost}"
         )
 
-    def _wish(self) -> str:
+    def _layout(self) -> str:
         return f"tensor_parallel_size {self._sizes.tp} x pipeline_parallel_size {self._sizes.pp}"
 
     def _check_versions(self, places: Sequence[RankPlace]) -> None:
@@ -185,16 +185,16 @@ class RankGroup:
         while waiting:
             done, waiting = self._ray.wait(waiting, num_returns=1, timeout=_LOOK_S)
             self._answers(done)
-            on_progress("loading weights", min(self.ask("progress")) if waiting else 1.0)
+            on_progress("loading weights", min(self.call("progress")) if waiting else 1.0)
 
-    def _answers(self, asked: Sequence[Any]) -> list[Any]:
+    def _answers(self, calls: Sequence[Any]) -> list[Any]:
         """The results of calls. Raises `ModelError` and `RankError` unchanged, and other errors as `RankError`."""
         errors = self._ray.exceptions
         deadline = time.monotonic() + _START_S
         try:
             while True:
                 try:
-                    return list(self._ray.get(list(asked), timeout=_WATCH_S))
+                    return list(self._ray.get(list(calls), timeout=_WATCH_S))
                 except errors.GetTimeoutError as late:
                     if cut_off := silent(self._nodes):
                         raise RankError(f"a rank was lost: {_ips(cut_off)} cannot be reached") from late
@@ -283,11 +283,11 @@ class RankedExecutor:
 
     def touch(self, blocks: int) -> None:
         """See `ModelExecutor`."""
-        self._live.ask("touch", blocks)
+        self._live.call("touch", blocks)
 
     def transfers(self, seconds: float) -> dict[Direction, Transfer]:
         """See `ModelExecutor`. The ranks of a stage copy at the same time, stages in turn."""
-        found: list[dict[Direction, Transfer]] = self._live.ask("transfers", seconds)
+        found: list[dict[Direction, Transfer]] = self._live.call("transfers", seconds)
         size = self._sizes.tp
         stages = [found[first : first + size] for first in range(0, len(found), size)]
         return {

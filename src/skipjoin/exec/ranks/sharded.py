@@ -197,9 +197,9 @@ class ShardedExecutor:
     def _cause(self, failure: RankFailed, rank: int, answered: Container[int]) -> Exception:
         """The error for a rank's failure. If the rank failed because it lost another, that rank's failure, which may be
         its answer to a later plan."""
-        told = self._error(rank, failure)
+        failed = self._error(rank, failure)
         if not failure.lost_peer:
-            return told
+            return failed
         deadline = time.monotonic() + _GRACE_S
         for other in range(len(self._links)):
             answer: FromRank | None = None
@@ -214,7 +214,7 @@ class ShardedExecutor:
                 owed -= 1
             if isinstance(answer, RankFailed) and not answer.lost_peer:
                 return self._error(other, answer)
-        return told
+        return failed
 
     def _error(self, rank: int, failure: RankFailed) -> Exception:
         kind = OutOfStepError if failure.out_of_step else RankError

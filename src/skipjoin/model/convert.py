@@ -78,7 +78,7 @@ def _read_bin(file: Path) -> dict[str, torch.Tensor]:
     try:
         loaded: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=_is_zip(file))
     except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError) as error:
-        raise ModelError(f"{file} holds other objects than plain tensors, or is damaged: {error}") from error
+        raise ModelError(f"{file} holds something other than plain tensors, or is damaged: {error}") from error
     if not isinstance(loaded, dict) or not all(isinstance(value, torch.Tensor) for value in loaded.values()):
         raise ModelError(f"{file} is not a table of named tensors")
     return loaded

@@ -74,8 +74,8 @@ class Transfer:
 class FitErrors:
     """Absolute relative errors of the cost model on measured steps.
 
-    median, p95: on the `held_out` shapes, which the fit did not use; if there are none, on the fitted ones. fitted,
-    held_out: numbers of shapes.
+    median, p95: on the `held_out` shapes, which the fit did not use; if there are none, on the fitted ones.
+    fitted, held_out: numbers of shapes.
     """
 
     median: float
@@ -102,8 +102,9 @@ class Profile:
     """A measured cost model and its circumstances.
 
     cost: includes transfers per block of `block_size` tokens, in the slower direction; transfer_out, transfer_in: both.
-    unrest: mean time of a step over its undisturbed time, to which the fit is made; `cost` includes it. host_s: host
-    time between two steps. stage_shares: of each pipeline stage in a step; a single 1 without stages.
+    unrest: mean time of a step over its undisturbed time, to which the fit is made; `cost` includes it.
+    host_s: host time between two steps.
+    stage_shares: of each pipeline stage in a step; a single 1 without stages.
     kv_bytes_per_block, weight_bytes: over all devices. vocab_size, max_positions: of the model. machine: a description
     for readers. date: ISO 8601, UTC.
     """

@@ -26,9 +26,9 @@ SUFFIXES: tuple[str, ...] = (".png", ".svg")
 class View:
     """Options of a plot.
 
-    metric: the dotted field that "latency" draws; None: the bound's, else the mean normalized latency. bound: drawn
-    where its field is, with the largest rate at which each system keeps it. rate_rps: for the kinds at one rate; None:
-    the highest that all systems have.
+    metric: the dotted field that "latency" draws; None: the bound's, else the mean normalized latency.
+    bound: drawn where its field is, with the largest rate at which each system keeps it.
+    rate_rps: for the kinds at one rate; None: the highest that all systems have.
     """
 
     metric: str | None = None

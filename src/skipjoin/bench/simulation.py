@@ -37,10 +37,11 @@ class System:
     """The simulated system: a recipe on a machine.
 
     model, hardware: names for the record. cost: of steps and transfers. stages: of a pipeline; stage_shares: each
-    stage's share of a step's compute time, empty where all are equal. kv_blocks, host_blocks: of each replica on either
-    tier, of block_size tokens and block_bytes. max_model_len: most tokens of prompt and output. max_tokens: set by
-    requests; None: exactly what they will generate, as load clients do. decision_s: host time of each decision.
-    replicas, dispatch: number of replicas, and the dispatch rule.
+    stage's share of a step's compute time, empty where all are equal.
+    kv_blocks, host_blocks: of each replica on either tier, of block_size tokens and block_bytes.
+    max_model_len: most tokens of prompt and output.
+    max_tokens: set by requests; None: exactly what they will generate, as load clients do.
+    decision_s: host time of each decision. replicas, dispatch: number of replicas, and the dispatch rule.
     """
 
     recipe: str

@@ -19,10 +19,11 @@ from skipjoin.recipes import RECIPES, build
 class EngineInfo:
     """Properties of a built engine.
 
-    folder: of the model and the tokenizer. max_model_len: most tokens of prompt and output together. device_blocks,
-    host_blocks: KV blocks of block_size tokens and block_bytes bytes on each tier. weight_bytes: size of the weights.
-    All bytes are sums over the ranks. cost: the scheduler's cost model, which learns from the steps that run.
-    starvation_s: seconds without running after which recipes that promote requests do so.
+    folder: of the model and the tokenizer. max_model_len: most tokens of prompt and output together.
+    device_blocks, host_blocks: KV blocks of block_size tokens and block_bytes bytes on each tier. weight_bytes: size of
+    the weights. All bytes are sums over the ranks.
+    cost: the scheduler's cost model, which learns from the steps that run. starvation_s: seconds without running after
+    which recipes that promote requests do so.
     """
 
     model: str

@@ -16,11 +16,12 @@ from skipjoin.model.transfer import to_device
 class Segment(NamedTuple):
     """Consecutive new tokens of one sequence.
 
-    tokens: their ids. start: position of the first, equal to the number of tokens with KV. blocks: the sequence's block
-    table, covering at least offset + start + length slots. sample: compute the logits of the last token. all_logits: of
-    every token. awaits: one more token follows, whose id is in this row of the previous step's sampled tokens. offset:
-    slots skipped at the end of the first block where the sequence begins, in [0, block_size). reverse: blocks are
-    filled from their last slot down, so that two sequences can share one from both ends.
+    tokens: their ids. start: position of the first, equal to the number of tokens with KV.
+    blocks: the sequence's block table, covering at least offset + start + length slots.
+    sample: compute the logits of the last token. all_logits: of every token. awaits: one more token follows, whose id
+    is in this row of the previous step's sampled tokens.
+    offset: slots skipped at the end of the first block where the sequence begins, in [0, block_size).
+    reverse: blocks are filled from their last slot down, so that two sequences can share one from both ends.
     """
 
     tokens: Sequence[int]
@@ -74,13 +75,14 @@ class PackedBatch:
 
     token_ids, positions, slots: [T]; a slot is block * block_size + position in the block; -1: a padding token, whose
     keys and values are not written. sources: [T], the row of the previous step's sampled tokens that holds the token,
-    -1 where it is known; None: all are known. query_start: [n + 1], first token of each segment. context_lens: [n],
-    tokens with KV after this step; 0: padding. offsets, reversed: [n], of the segments; 1: reversed. Position p of a
-    sequence lies at i = offset + p: in block i // block_size of its table, slot i % block_size, counted from the
-    block's end where reversed. block_tables: [n, widest], padded with 0. logit_rows: [rows], tokens whose logits are
-    wanted, in order; None: all T. row_starts: rows of segment i are row_starts[i]:row_starts[i + 1]. starts, lengths:
-    per segment, as host lists. max_context: the longest context. max_block: the largest block. plain: no segment has an
-    offset or is reversed.
+    -1 where it is known; None: all are known.
+    query_start: [n + 1], first token of each segment. context_lens: [n], tokens with KV after this step; 0: padding.
+    offsets, reversed: [n], of the segments; 1: reversed. Position p of a sequence lies at i = offset + p: in block i //
+    block_size of its table, slot i % block_size, counted from the block's end where reversed.
+    block_tables: [n, widest], padded with 0. logit_rows: [rows], tokens whose logits are wanted, in order; None: all T.
+    row_starts: rows of segment i are row_starts[i]:row_starts[i + 1].
+    starts, lengths: per segment, as host lists. max_context: the longest context. max_block: the largest block.
+    plain: no segment has an offset or is reversed.
     """
 
     token_ids: torch.Tensor

@@ -64,7 +64,8 @@ class FindThresholds(Protocol):
 
     def __call__(self, scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
         """scaled: float32 [n, vocab], no value above 0, the largest of each row 0. top_k: int64 [n], vocab for none.
-        top_p: float64 [n], 1 for none."""
+        top_p: float64 [n], 1 for none.
+        """
         ...
 
 

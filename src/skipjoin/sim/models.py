@@ -11,9 +11,9 @@ from skipjoin.config import unknown
 class ModelShape:
     """The shape of a decoder-only transformer, for its size and its work.
 
-    hidden, head_dim, intermediate: widths, in numbers. kv_heads: below `heads` with grouped-query attention. gated:
-    three matrices in the MLP (SwiGLU) in place of two. tied: the output head is the embedding table. parameter_bytes:
-    size of a weight, an activation and a cached key or value.
+    hidden, head_dim, intermediate: widths, in numbers. kv_heads: below `heads` with grouped-query attention.
+    gated: three matrices in the MLP (SwiGLU) in place of two. tied: the output head is the embedding table.
+    parameter_bytes: size of a weight, an activation and a cached key or value.
 
     Norms, biases and learned positions are left out: together less than 0.5 % of any model here.
     """

@@ -106,7 +106,8 @@ class RankActor:
         self, model: RankModel, shard: Shard, meeting: Address | None, ranks_here: int
     ) -> tuple[RankSpec, MemoryBudget]:
         """Join the group and load this rank's share. meeting: result of `open_store`; None: there is one rank.
-        ranks_here: ranks on this node. Raises `ModelError`, `GroupError`."""
+        ranks_here: ranks on this node. Raises `ModelError`, `GroupError`.
+        """
         device = choose_device(model.device)
         self._threads = model.threads or max(1, len(os.sched_getaffinity(0)) // ranks_here)
         self._block_size = model.block_size

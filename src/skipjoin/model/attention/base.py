@@ -44,11 +44,12 @@ class AttentionBackend(Protocol):
     ) -> torch.Tensor:
         """Rotate queries and keys if `cos_sin` is given, write the new keys and values into their slots, then attend.
 
-        query: [T, heads, head_dim]; key, value: [T, kv_heads, head_dim], any strides with head_dim innermost. heads is
-        a multiple of kv_heads: query head h reads key-value head h * kv_heads // heads. scale multiplies the scores.
-        window: number of latest tokens attended to, the token itself included; 0: all. cos_sin: float32 [positions,
-        rotary_dim], cosines of the rotary_dim / 2 pairs, then their sines. If given, the first rotary_dim values of
-        each query and key are rotated by their token's position first, value i paired with value i + rotary_dim / 2;
-        `query` and `key` may be changed. Returns [T, heads * head_dim], contiguous, in the type of `query`.
+        query: [T, heads, head_dim]; key, value: [T, kv_heads, head_dim], any strides with head_dim innermost.
+        heads is a multiple of kv_heads: query head h reads key-value head h * kv_heads // heads.
+        scale multiplies the scores. window: number of latest tokens attended to, the token itself included; 0: all.
+        cos_sin: float32 [positions, rotary_dim], cosines of the rotary_dim / 2 pairs, then their sines. If given, the
+        first rotary_dim values of each query and key are rotated by their token's position first, value i paired with
+        value i + rotary_dim / 2; `query` and `key` may be changed.
+        Returns [T, heads * head_dim], contiguous, in the type of `query`.
         """
         ...

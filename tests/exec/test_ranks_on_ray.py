@@ -226,7 +226,7 @@ REFUSED = [
         r"4 x pipeline_parallel_size 2 needs 2 times 4 CPUs",
     ),
     ({"tensor_parallel_size": 2, "ray_address": "nowhere"}, ConfigError, "ray_address must be host:port"),
-    ({"tensor_parallel_size": 2, "ray_address": "127.0.0.1:1"}, ConfigError, "this process uses Ray at 127"),
+    ({"tensor_parallel_size": 2, "ray_address": "127.0.0.1:1"}, ConfigError, "this process already uses Ray at 127"),
     (
         {"tensor_parallel_size": 2, "swap_space_gib": 1e5},
         ConfigError,

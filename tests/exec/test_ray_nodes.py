@@ -199,7 +199,7 @@ def test_nodes_must_have_the_same_versions(cluster: Nodes, monkeypatch: pytest.M
     ours = ranks.versions()
     assert set(ours) == {"Skipjoin", "Python", "torch", "Ray"}
     monkeypatch.setattr(ranks, "versions", lambda: {**ours, "torch": "1.0"})
-    with pytest.raises(ConfigError, match=r"node 127\.0\.0\.\d+ has torch .*, this one has 1\.0: it must"):
+    with pytest.raises(ConfigError, match=r"node 127\.0\.0\.\d+ has torch .*, this node has 1\.0; they must"):
         start(cluster, 1, 2)
 
 

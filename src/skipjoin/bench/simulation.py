@@ -195,7 +195,7 @@ def run(
         # A generator, so that ended requests take no memory for their tokens.
         requests = (_request(system, number, job) for number, job in taken)
         end = simulate_cluster(replicas, requests, dispatch, on_events=observe, until=extent.until_s)
-    facts = ended + [one for log in logs for one in log.live()]
+    facts = ended + [one for log in logs for one in log.live(end)]
     for one in facts:
         one.stream = jobs[one.id].stream
     record: Record = {

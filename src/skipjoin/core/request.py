@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from skipjoin.core.waits import WaitState
+
 NEVER = -(1 << 62)  # a plan id below every other
 
 
@@ -56,6 +58,8 @@ class Request:
     evictions: int = 0  # times its KV was dropped or swapped out to make room
     is_fresh: bool = False  # no token was sampled for it since its KV last came to the device
     finish_reason: FinishReason | None = None
+    wait: WaitState | None = None  # why it waits, if the last decision that examined it did not run it
+    examined: int = -1  # the last decision that examined it and did not run it
 
     def __post_init__(self) -> None:
         if not self.prompt:

@@ -1,4 +1,4 @@
-"""Orderings: who matters most now."""
+"""Orderings: which requests matter most now."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
-from skipjoin.core.policy import CostModel, LengthPredictor, Ordering
+from skipjoin.core.policy import Callbacks, CostModel, LengthPredictor, Ordering
 from skipjoin.core.request import Request
 from skipjoin.core.step import Slice, StepShape
 from skipjoin.policies.ranking import Ranking
 
 
-class FixedKey:
+class FixedKey(Callbacks):
     """By a key that never changes, smallest first; equal keys by arrival.
 
     key: a comparable value per request.
@@ -25,13 +25,7 @@ class FixedKey:
     def arrived(self, request: Request, now: float) -> None:
         self._ranking.rest(request, (self._key(request), request.arrival, request.id))
 
-    def ran(self, slices: Sequence[Slice], now: float) -> None:
-        pass
-
-    def evicted(self, request: Request, now: float) -> None:
-        pass
-
-    def left(self, request: Request, now: float) -> None:
+    def finished(self, request: Request, now: float) -> None:
         self._ranking.discard(request)
 
     def ranked(self, now: float) -> Iterator[Request]:
@@ -87,7 +81,7 @@ class ShortestRemaining:
     def evicted(self, request: Request, now: float) -> None:
         self._ranking.rest(request, self._key(request, request.known))
 
-    def left(self, request: Request, now: float) -> None:
+    def finished(self, request: Request, now: float) -> None:
         self._ranking.discard(request)
 
     def ranked(self, now: float) -> Iterator[Request]:
@@ -149,9 +143,9 @@ class Prioritized:
     def evicted(self, request: Request, now: float) -> None:
         self._bands[request.priority].evicted(request, now)
 
-    def left(self, request: Request, now: float) -> None:
+    def finished(self, request: Request, now: float) -> None:
         number = request.priority
-        self._bands[number].left(request, now)
+        self._bands[number].finished(request, now)
         self._sizes[number] -= 1
         # Priorities are any integers a user sends: an empty band is not kept.
         if not self._sizes[number]:
@@ -159,7 +153,7 @@ class Prioritized:
             self._sort()
 
     def ranked(self, now: float) -> Iterator[Request]:
-        # All bands are asked at once: what time does to their orders happens now, not while somebody reads on.
+        # All bands are asked at once: what time changes in their orders changes now, not while the result is read.
         return chain.from_iterable([band.ranked(now) for band in self._sorted])
 
     def rank(self, request: Request) -> tuple[int, Any]:

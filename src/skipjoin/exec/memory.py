@@ -95,7 +95,7 @@ def peak_of(device: torch.device, work: Callable[[], None]) -> int:
 def largest_steps(largest: LargestStep, block_size: int) -> list[StepPlan]:
     """The steps that need most memory: as few whole prompts as possible, as many as possible, and decodes only. All
     slices use block 0."""
-    _, seqs, positions = largest
+    seqs, positions = largest.seqs, largest.positions
     tokens = min(largest.tokens, seqs * positions)
     few, many = -(-tokens // positions), min(seqs, tokens)
     context = min(positions, _DECODE_CONTEXT)

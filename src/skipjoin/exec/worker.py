@@ -129,9 +129,9 @@ class Worker:
         seconds = self._clock.between(in_flight.start, in_flight.end) - in_flight.waited
         moving = self._clock.between(*in_flight.moving) if in_flight.moving is not None else 0.0
         return StepResult(
-            plan,
-            tokens,
-            seconds,
+            plan=plan,
+            tokens=tokens,
+            seconds=seconds,
             details=details,
             moving=moving,
             landed=in_flight.ended.landed,
@@ -226,16 +226,17 @@ class Worker:
 
     def _segment(self, piece: Slice) -> Segment:
         request, start, end = piece.request, piece.start, piece.start + piece.tokens
-        scores = wants_scores(piece)
         if not piece.awaits:
-            return Segment(request.tokens(start, end), start, piece.blocks, piece.samples, scores)
+            known: Sequence[int] = request.tokens(start, end)
+            return Segment(known, start, piece.blocks, piece.samples, all_logits=wants_scores(piece))
         if (stages := self.model.shard.pp_size) > 1:
             raise ValueError(
                 f"request {request.id} awaits a token that only the last of {stages} stages samples: "
                 "with stages, plans must not overlap"
             )
-        known: Sequence[int] = request.tokens(start, end - 1) if piece.tokens > 1 else ()
-        return Segment(known, start, piece.blocks, piece.samples, scores, self._rows[request])
+        known = request.tokens(start, end - 1) if piece.tokens > 1 else ()
+        row = self._rows[request]
+        return Segment(known, start, piece.blocks, piece.samples, all_logits=wants_scores(piece), awaits=row)
 
     def _sample_row(self, piece: Slice) -> SampleRow:
         request = piece.request
@@ -248,7 +249,13 @@ class Worker:
             output = request.output[: length - piece.awaits]
             if piece.awaits:
                 output.append(self._awaited(request))
-        return SampleRow(sampling.params, sampling.seed, request.prompt, output, sampling.eos_token_ids)
+        return SampleRow(
+            params=sampling.params,
+            seed=sampling.seed,
+            prompt=request.prompt,
+            output=output,
+            eos_token_ids=sampling.eos_token_ids,
+        )
 
     def _awaited(self, request: Request) -> int:
         """The token that the previous plan sampled for a request; waits for it."""

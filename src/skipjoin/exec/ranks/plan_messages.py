@@ -78,7 +78,15 @@ class PlanWriter:
             if blocks[:kept] != sent.table:
                 kept = 0
             sent.table = blocks
-        return SlicePart(sent.number, piece.start, piece.tokens, piece.samples, piece.awaits, kept, list(blocks[kept:]))
+        return SlicePart(
+            request=sent.number,
+            start=piece.start,
+            tokens=piece.tokens,
+            samples=piece.samples,
+            awaits=piece.awaits,
+            kept=kept,
+            blocks=list(blocks[kept:]),
+        )
 
     def _move(self, move: Move, new: list[NewRequest]) -> MovePart:
         number = self._state_of(move.request, new).number
@@ -91,8 +99,16 @@ class PlanWriter:
             self._requests += 1
             self._to_look_at.append(request)
             sampling: Sampling = request.sampling  # type: ignore[assignment]
-            params, seed, eos = sampling
-            new.append(NewRequest(sent.number, request.id, list(request.prompt), params, seed, tuple(eos)))
+            new.append(
+                NewRequest(
+                    number=sent.number,
+                    id=request.id,
+                    prompt=list(request.prompt),
+                    params=sampling.params,
+                    seed=sampling.seed,
+                    eos_token_ids=tuple(sampling.eos_token_ids),
+                )
+            )
         return sent
 
     def _ended(self, looks: int) -> list[int]:
@@ -155,7 +171,14 @@ class PlanReader:
         held = self._requests[part.request]
         if part.blocks or part.kept != len(held.table):
             held.table = (*held.table[: part.kept], *part.blocks)
-        return Slice(held.request, part.start, part.tokens, samples=part.samples, awaits=part.awaits, blocks=held.table)
+        return Slice(
+            request=held.request,
+            start=part.start,
+            tokens=part.tokens,
+            samples=part.samples,
+            awaits=part.awaits,
+            blocks=held.table,
+        )
 
     def _read_moves(self, parts: Sequence[MovePart]) -> tuple[Move, ...]:
         moves = []

@@ -149,9 +149,9 @@ class ShardedExecutor:
         times = [StageTime(max(one.seconds for one in stage), min(one.idle for one in stage)) for stage in stages]
         landed, failed = self._ended(answers)
         handle.outcome = StepResult(
-            plan,
-            sampling[0].tokens,
-            sum(time.busy for time in times),
+            plan=plan,
+            tokens=sampling[0].tokens,
+            seconds=sum(time.busy for time in times),
             details=sampling[0].details,
             moving=sum(max(one.moving for one in stage) for stage in stages),
             landed=landed,

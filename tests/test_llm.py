@@ -237,7 +237,7 @@ def test_the_refusal_of_a_host_pool_names_a_size_that_works(start: Callable[...,
 
 
 def test_page_locked_memory_leaves_a_gib_of_ram(llm: LLM) -> None:
-    parts = [llm.engine.executor.parts[0]._replace(device_kind="cuda")]
+    parts = [llm.engine.executor.rank_specs[0]._replace(device_kind="cuda")]
 
     def blocks(gib: float | None) -> int:
         return host_blocks(EngineConfig(swap_space_gib=gib), parts, [MemoryBudget(0, 100 * GIB)], 10**9)

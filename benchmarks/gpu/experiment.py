@@ -78,7 +78,7 @@ _SEED = 0
 class Setting:
     """What all runs share, and what must be alike for runs of different calls to be put side by side.
 
-    duration_s: in which requests arrive. until_s: when a run ends; who is not done by then counts with their age.
+    duration_s: in which requests arrive. until_s: end of a run; requests left then count with their age.
     """
 
     gpu: str

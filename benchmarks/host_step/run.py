@@ -1,12 +1,12 @@
-"""What the host does for a decode step, which on a GPU has to hide behind the step before: deciding, queueing, reading.
+"""Host time of a decode step, which on a GPU must be overlapped with the previous step: scheduling, queueing, reading.
 
     python benchmarks/host_step/run.py [--out FILE]
 
 The engine core with its scheduler, a `Worker` and decode graphs, two plans deep, on one thread; the model takes no
-time: in place of a recorded graph something returns fixed logits of a small vocabulary. So no launch is counted: on a
-card a step adds one of the graph, one copy each way and a handful for sampling. Requests decode greedily at contexts
-of 1,024 tokens, with block tables for up to 131,072. On a card all this is done by two threads of one interpreter, so
-the sum is what has to be shorter than a step.
+time: a function that returns fixed logits of a small vocabulary replaces the recorded graph. No launch is counted: on a
+GPU a step adds one of the graph, one copy each way and a handful for sampling. Requests decode greedily at contexts of
+1,024 tokens, with block tables for up to 131,072. On a GPU two threads of one interpreter do this work, so the sum must
+be shorter than a step.
 """
 
 from __future__ import annotations

@@ -148,7 +148,8 @@ def main() -> None:
     args = parser.parse_args()
     gc.freeze()
     rows = []
-    # Under mlfq the queue's prompts, however long, are in the first queue and displace who runs: no steady state.
+    # Under mlfq the queue's prompts, of any length, enter the first queue and displace running requests: no steady
+    # state.
     steady = [recipe for recipe in args.recipes if recipe != "mlfq"]
     for recipe, limit, waiting in itertools.product(steady, ("seats", "memory"), WAITING):
         runs = [measure(recipe, waiting, limit) for _ in range(args.repeats if waiting < 50_000 else 2)]

@@ -133,7 +133,7 @@ def test_the_command_writes_a_timeline(tmp_path: Path) -> None:
         ("--rates 1 --trace missing.csv", "missing.csv"),
         ("--rates 1 --seeds 1-x", "seeds"),
         ("--rates 1,1.0", "rates must be different"),
-        ("--rates 1 --recipes fcfs,srpt,fcfs", "fcfs is there twice"),
+        ("--rates 1 --recipes fcfs,srpt,fcfs", "fcfs is named twice"),
         ("--rates 1 --kv-gib 100", "kv_gib must be"),
         ("--rates 1 --slo-ttft 0", "slo_ttft must be above 0"),
         ("--rates 1 --slo-ttft 1 --slo-scale 3", "exclude"),

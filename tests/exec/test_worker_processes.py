@@ -30,8 +30,8 @@ SWAPPED = dict(eviction=SwapAll, device_blocks=14, host_blocks=60, seats=3, chun
 MOVED = dict(eviction=lambda: Restless(5), device_blocks=20, host_blocks=40, seats=3, chunk=9)
 FORCED = {"swapped": SWAPPED, "moved beside": MOVED}
 EXPECTED = {
-    "swapped": {"moved out before", "moved in before"},
-    "moved beside": {"moved out beside", "moved in beside"},
+    "swapped": {"moved out blocking", "moved in blocking"},
+    "moved beside": {"moved out overlapped", "moved in overlapped"},
 }
 
 
@@ -54,7 +54,7 @@ def test_tokens_are_those_of_one_process(ranks: Processes, family: str) -> None:
     # The families take turns at what is forced: every layout has both.
     case = list(FORCED)[(list(CONFIGS).index(family) + ranks.tp) % 2]
     options = dict(FORCED[case])
-    core = make_core(options.pop("pressure")(), **options, depth=ranks.pp)
+    core = make_core(options.pop("eviction")(), **options, depth=ranks.pp)
     executor = ranks.executor(family, device_blocks=options["device_blocks"], host_blocks=options["host_blocks"])
     requests = mixed_requests()
     events = run(core, executor, requests)
@@ -80,7 +80,7 @@ def test_tokens_are_those_of_one_process_with_everything_at_once(ranks: Processe
     requests = mixed_requests()
     found = happened(run(core, ranks.executor("qwen2", **store), requests))
     assert [request.output for request in requests] == outputs_of_one_process("qwen2")
-    expected = {"failed out beside", "failed in beside"} if store.get("fails") else {"moved out beside"}
+    expected = {"failed out overlapped", "failed in overlapped"} if store.get("fails") else {"moved out overlapped"}
     assert all(found[what] >= 3 for what in expected), found
 
 
@@ -124,7 +124,7 @@ def test_a_rank_that_dies_is_noticed_at_once(tmp_path: Path, layout: str, victim
         step = start_requests(started)
         os.kill(started.links[victim].process.pid or 0, signal.SIGKILL)
         begin = time.monotonic()
-        with pytest.raises(RankError, match=rf"process \d+ is gone|rank {1 - victim} .* cannot go on: GroupError"):
+        with pytest.raises(RankError, match=rf"process \d+ is gone|rank {1 - victim} .* failed: GroupError"):
             step(3)
         assert time.monotonic() - begin < GROUP_S / 2
 
@@ -147,7 +147,7 @@ def test_a_rank_that_gets_another_plan_says_so_and_keeps_nobody_waiting(tmp_path
         send = link.send
         link.send = lambda message: send(message[:-1] + bytes([message[-1] ^ 1]))  # type: ignore[method-assign]
         begin = time.monotonic()
-        with pytest.raises(OutOfStepError, match=r"rank 1 .* cannot go on: OutOfStepError: the checksum of all plans"):
+        with pytest.raises(OutOfStepError, match=r"rank 1 .* failed: OutOfStepError: the checksum of all plans"):
             step(1)
         # The other one, which was in the middle of a step, noticed, and computes nothing any more.
         started.links[0].send(b"whatever comes")

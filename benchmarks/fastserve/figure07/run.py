@@ -101,7 +101,7 @@ def measure(options: Options) -> Result:
         "settings": {"case": "three jobs, one at a time, memory without end"},
         "tables": [
             table("Mean completion time, seconds", ("scheduler", "here", "paper"), rows),
-            table("Who ran when, seconds", ("scheduler", "iterations"), spans),
+            table("Iterations of each job, seconds", ("scheduler", "iterations"), spans),
         ],
         "timelines": {recipe: pieces for recipe, (pieces, _) in found.items()},
     }

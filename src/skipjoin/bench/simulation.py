@@ -1,4 +1,4 @@
-"""One simulated run: a system, a workload and a seed in, a record out."""
+"""One simulated run: from a system, a workload and a seed to a record."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from skipjoin.recipes import DEFAULT_SLO_S, EngineLimits, Settings, build, find,
 from skipjoin.sim.driver import Replica, simulate_cluster
 from skipjoin.version import VERSION
 
-# Lengths are all that matters of tokens: one ends a request at its true length, where it asked for more.
+# Only lengths of tokens matter: _END ends a request at its true length where it requested more.
 _TOKEN, _END = 0, 1
 _STOP = frozenset([_END])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class System:
-    """What is simulated: a recipe on a machine.
+    """The simulated system: a recipe on a machine.
 
     recipe_params: parameters of recipes, of which this one takes those that it has. model, hardware: names for the
     record. cost: of steps and transfers. stages: of a pipeline; stage_shares: of each in the computing of a step, empty
@@ -107,7 +107,7 @@ class System:
         return own(self.recipe, self.recipe_params)
 
     def describe(self) -> Record:
-        """The record's settings: all that decides the figures and is not the workload."""
+        """The record's settings: everything that affects the figures apart from the workload."""
         return {
             "max_num_seqs": self.max_num_seqs,
             "max_num_batched_tokens": self.max_num_batched_tokens,
@@ -128,7 +128,7 @@ class System:
         }
 
     def light_load(self, jobs: Sequence[WorkloadRequest]) -> tuple[float, float]:
-        """Seconds of a prefill and of a decode step of the mean lengths when nobody else is there."""
+        """Seconds of a prefill and of a decode step of the mean lengths without other requests."""
         prompt = max(1, round(sum(job.prompt_tokens for job in jobs) / max(1, len(jobs))))
         output = sum(job.output_tokens for job in jobs) / max(1, len(jobs))
         prefill = StepShape(prefill=prompt, attention=prompt * (prompt + 1) // 2)
@@ -137,7 +137,7 @@ class System:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """How much of a workload runs, as in `Workload.draw`. until_s: when to stop, finished or not."""
+    """How much of a workload runs, as in `Workload.draw`. until_s: when to stop, even if requests are left."""
 
     rate_rps: float | None
     duration_s: float | None
@@ -148,10 +148,9 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One run: a system, a workload and how much of it.
+    """One run: a system, a workload and its extent.
 
-    slo: objectives; slo_scale: instead, this many times the light-load prefill and decode step (FastServe section
-    6.2).
+    slo: objectives; slo_scale: instead, this many times the light-load prefill and decode step (FastServe section 6.2).
     """
 
     system: System
@@ -161,12 +160,12 @@ class Cell:
     slo_scale: float | None = None
 
     def jobs(self) -> list[WorkloadRequest]:
-        """What the run is asked to do. Raises `ConfigError` for a workload that cannot be drawn."""
+        """The requests of the run. Raises `ConfigError` for a workload that cannot be drawn."""
         extent = self.extent
         return self.workload.draw(extent.rate_rps, extent.duration_s, extent.seed, extent.limit)
 
     def check(self) -> None:
-        """Raises `ConfigError` for a run that has nothing to do."""
+        """Raise `ConfigError` for a run without requests."""
         if not self.jobs():
             raise ConfigError(
                 f"no request arrives within {self.extent.duration_s} s at {self.extent.rate_rps} requests per second"
@@ -174,7 +173,7 @@ class Cell:
 
 
 class TrueLengths:
-    """The oracle: the output lengths that the workload will have. A request carries its own as `sampling`."""
+    """The oracle: the true output lengths of the workload. A request carries its own as `sampling`."""
 
     def predict(self, request: Request) -> int:
         length: int = request.sampling  # type: ignore[assignment]
@@ -187,40 +186,40 @@ def run(
     on_share: Callable[[float], None] = lambda share: None,
     on_events: Callable[[list[Event]], None] = lambda events: None,
 ) -> Record:
-    """Simulate, and say what came of it.
+    """Simulate a cell and return its record.
 
-    on_share: called now and then with the share of requests that are over. on_events: what happens on the first
-    replica. Raises `ConfigError` for a workload that cannot be drawn.
+    on_share: called from time to time with the share of requests that have ended. on_events: called with the events of
+    the first replica. Raises `ConfigError` for a workload that cannot be drawn.
     """
     system, extent, slo = cell.system, cell.extent, cell.slo
     jobs = cell.jobs()
     if cell.slo_scale is not None:
         prefill_s, decode_s = system.light_load(jobs)
         slo = Slo(ttft_s=cell.slo_scale * prefill_s, tpot_s=cell.slo_scale * decode_s)
-    taken = [(number, job) for number, job in enumerate(jobs) if _room(system, job) >= job.output_tokens]
-    rejected = [job.stream for job in jobs if _room(system, job) < job.output_tokens]
+    taken = [(number, job) for number, job in enumerate(jobs) if _most_output(system, job) >= job.output_tokens]
+    rejected = [job.stream for job in jobs if _most_output(system, job) < job.output_tokens]
     ended: list[RequestFacts] = []
     logs = [RequestLog(ended.append) for _ in range(system.replicas)]
     usages = [
         EngineUsage(device_blocks=system.kv_blocks, block_size=system.block_size, block_bytes=system.block_bytes)
         for _ in logs
     ]
-    told = 0
+    reported = 0
 
     def observe(replica: int, events: list[Event]) -> None:
-        nonlocal told
+        nonlocal reported
         logs[replica].observe(events)
         usages[replica].observe(events)
         if replica == 0:
             on_events(events)
-        if len(ended) - told >= 64:
-            told = len(ended)
-            on_share(told / len(taken))
+        if len(ended) - reported >= 64:
+            reported = len(ended)
+            on_share(reported / len(taken))
 
     replicas = [_replica(system) for _ in logs]
     dispatch = make_dispatch(system.dispatch, system.replicas, system.cost, TrueLengths())
     with _without_garbage_collection():
-        # Made on the way: the tokens of requests that are over need no memory.
+        # A generator, so that ended requests take no memory for their tokens.
         requests = (_request(system, number, job) for number, job in taken)
         end = simulate_cluster(replicas, requests, dispatch, on_events=observe, until=extent.until_s)
     facts = ended + [one for log in logs for one in log.live(end)]
@@ -249,18 +248,18 @@ def _replica(system: System) -> Replica:
     return Replica(core, executor, decision_s=system.decision_s)
 
 
-def _room(system: System, job: WorkloadRequest) -> int:
-    """Most tokens that a job can generate; a server would refuse one that wants more."""
+def _most_output(system: System, job: WorkloadRequest) -> int:
+    """Most tokens that a job can generate; a server would reject one that requests more."""
     return min(system.max_model_len, system.kv_blocks * system.block_size) - job.prompt_tokens
 
 
 def _request(system: System, number: int, job: WorkloadRequest) -> Request:
-    asked = job.output_tokens if system.max_tokens is None else max(job.output_tokens, system.max_tokens)
+    requested = job.output_tokens if system.max_tokens is None else max(job.output_tokens, system.max_tokens)
     return Request(
         number,
         job.at,
         range(job.prompt_tokens),
-        min(asked, _room(system, job)),
+        min(requested, _most_output(system, job)),
         stop_tokens=_STOP,
         options=RequestOptions(priority=job.priority),
         sampling=job.output_tokens,
@@ -273,7 +272,7 @@ def _sample(request: Request, position: int) -> int:
 
 @contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """A run makes millions of small values and no cycles; looking for some would take a third of its time."""
+    """A run makes millions of small values and no cycles; garbage collection would take a third of its time."""
     was = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""From names to a system to simulate: a GPU of the catalogue, or the profile of a machine that was measured."""
+"""Builds systems to simulate from names: a GPU of the catalogue, or the profile of a measured machine."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from skipjoin.sim.models import model_shape
 from skipjoin.sim.roofline import RooflineCost, kv_blocks
 
 _GIB = 1 << 30
-# Of a server's RAM, what the host pool takes if nothing else is said.
+# The default share of a server's RAM for the host pool.
 _SWAP_SHARE = 0.5
 _GROUP = "System"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Hardware with a model on it, as named on a command line.
+    """Hardware with a model, as named on a command line.
 
     Raises `ConfigError` on a value outside its bounds.
     """
@@ -75,7 +75,7 @@ class Machine:
         """
         names = [name.strip() for name in recipes.split(",")]
         if twice := next((name for name in names if names.count(name) > 1), None):
-            raise ConfigError(f"recipes must differ, {twice} is there twice")
+            raise ConfigError(f"recipes must differ, but {twice} is named twice")
         check_names([find(name) for name in names], settings.get("recipe_params", {}))
         parts = self._from_profile() if self.hardware.endswith(".json") else self._from_catalogue()
         return [System(recipe=name, **(parts | settings)) for name in names]
@@ -83,7 +83,7 @@ class Machine:
     def _from_catalogue(self) -> dict[str, Any]:
         group = parse_hardware(self.hardware)
         if self.model is None:
-            raise ConfigError(f"model must be named for hardware {group.name}")
+            raise ConfigError(f"a model must be given for hardware {group.name}")
         shape = model_shape(self.model)
         size = 16 if self.block_size is None else self.block_size
         blocks = kv_blocks(shape, group, size, self.kv_gib)
@@ -110,7 +110,7 @@ class Machine:
                 f"{self.hardware} was measured with block_size {profile.block_size}, not {self.block_size}"
             )
         if self.kv_gib is None:
-            raise ConfigError("kv_gib must be given with a profile, which does not say how large the KV pool is")
+            raise ConfigError("kv_gib must be given with a profile, which does not contain the size of the KV pool")
         return {
             "model": profile.key.model,
             "hardware": profile.key.device,

@@ -1,4 +1,4 @@
-"""From a configuration to a running engine."""
+"""Builds an engine from a configuration."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from skipjoin.recipes import find
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What there is to know about an assembled engine.
+    """Properties of a built engine.
 
-    folder: where model and tokenizer lie. max_model_len: most tokens of prompt and output together.
+    folder: of the model and the tokenizer. max_model_len: most tokens of prompt and output together.
     device_blocks, host_blocks: KV blocks of block_size tokens and block_bytes bytes on each tier. weight_bytes: size of
     the weights. Both over all ranks.
     recipe_params: the recipe's parameters as they hold here, given or not. notice: what the recipe tells the operator.
@@ -47,7 +47,7 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """The parts that a driver needs. seed: from which requests without a seed draw theirs."""
+    """The parts that a driver needs. seed: source of the seeds of requests without one."""
 
     core: EngineCore
     executor: ModelExecutor
@@ -56,7 +56,7 @@ class Engine:
 
 
 def assemble(config: EngineConfig, on_progress: OnProgress = lambda what, share: None) -> Engine:
-    """Load the model, size the KV pools, learn what steps cost, build the scheduler.
+    """Load the model, size the KV pools, obtain step costs, build the scheduler.
 
     Raises `ModelError` for a model that cannot be used and `ConfigError` for a setting that cannot be met.
     """
@@ -69,8 +69,8 @@ def assemble(config: EngineConfig, on_progress: OnProgress = lambda what, share:
 
 
 def engine_around(loaded: Loaded, config: EngineConfig, on_progress: OnProgress = lambda what, share: None) -> Engine:
-    """An engine on a model that is loaded, with all of its KV pools. config: as it was loaded with, but for what
-    concerns the scheduler. Engines that follow each other may share a model, each when the one before it is idle.
+    """Build an engine on a loaded model, with all of its KV pools. config: the one it was loaded with; scheduler
+    settings may differ. Engines may share a model in turn, each once the one before is idle.
 
     Raises `ConfigError`.
     """
@@ -82,7 +82,7 @@ def engine_around(loaded: Loaded, config: EngineConfig, on_progress: OnProgress 
     params = recipe.resolve(settings, config.params)
     ledger = KVLedger(blocks, host_blocks, block_size)
     scheduler = make_scheduler(config, recipe.make(settings, params), ledger, depth_of(config, executor))
-    part = executor.parts[0]
+    spec = executor.rank_specs[0]
     info = EngineInfo(
         model=config.model,
         folder=str(loaded.folder),
@@ -92,13 +92,13 @@ def engine_around(loaded: Loaded, config: EngineConfig, on_progress: OnProgress 
         device_blocks=blocks,
         host_blocks=host_blocks,
         block_size=block_size,
-        block_bytes=sum(part.block_bytes for part in executor.parts),
+        block_bytes=sum(spec.block_bytes for spec in executor.rank_specs),
         recipe=recipe.name,
         recipe_params=asdict(params),
         notice=params.notice(settings),
-        dtype=part.dtype,
-        device=part.device_kind,
-        weight_bytes=sum(part.weight_bytes for part in executor.parts),
+        dtype=spec.dtype,
+        device=spec.device_kind,
+        weight_bytes=sum(spec.weight_bytes for spec in executor.rank_specs),
         cost=cost,
     )
     return Engine(EngineCore(scheduler), executor, info, config.seed)

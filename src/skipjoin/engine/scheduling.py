@@ -13,11 +13,11 @@ from skipjoin.recipes import EngineLimits, Settings
 
 def depth_of(config: EngineConfig, executor: ModelExecutor) -> int:
     """Plans in flight."""
-    return config.plans_in_flight(executor.parts[0].device_kind)
+    return config.plans_in_flight(executor.rank_specs[0].device_kind)
 
 
 def make_scheduler(config: EngineConfig, policies: Policies, kv: KVLedger, depth: int) -> Scheduler:
-    # Which token a stage samples, the stage that embeds it learns with the next plan.
+    # With stages, the first stage learns a sampled token only with the next plan.
     return Scheduler(policies, kv, depth=depth, overlap=config.pipeline_parallel_size == 1)
 
 

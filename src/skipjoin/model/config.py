@@ -1,7 +1,4 @@
-"""What a model folder says about its model: shapes, families and special tokens, as one frozen value.
-
-Standard library only: the API process reads a model's limits without importing torch.
-"""
+"""The configuration of a model folder: shapes, family and special tokens, as one frozen value."""
 
 from __future__ import annotations
 
@@ -45,7 +42,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 class ModelError(Exception):
-    """A model, tokenizer or folder that cannot be used. The text says why and what would help."""
+    """A model, tokenizer or folder that cannot be used. The text gives the reason and a remedy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,7 +181,7 @@ def _activation(name: str) -> str:
 def _llama_fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     heads = int(raw["num_attention_heads"])
     layers = int(raw["num_hidden_layers"])
-    # What config.json leaves out has the value of the architecture's own default.
+    # Fields missing from config.json take the architecture's default.
     kv_default = {"MistralForCausalLM": 8, "Qwen2ForCausalLM": 32, "Qwen3ForCausalLM": 32}.get(architecture)
     head_dim = raw.get("head_dim", 128 if architecture == "Qwen3ForCausalLM" else None)
     head_dim = int(head_dim or raw["hidden_size"] // heads)
@@ -211,7 +208,7 @@ def _llama_fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
 
 
 def _windows(raw: Mapping[str, Any], architecture: str, layers: int) -> tuple[int, ...]:
-    """Attention windows per layer: Mistral slides in all layers, Qwen in those that its config names."""
+    """Attention windows per layer: all layers of Mistral; for Qwen the layers that config.json names."""
     if architecture == "MistralForCausalLM":
         return (int(raw.get("sliding_window", 4096) or 0),) * layers
     window = int(raw.get("sliding_window", 4096) or 0) if raw.get("use_sliding_window") else 0

@@ -59,30 +59,30 @@ FORCED = {
     "overlapped, landing late": _RESTLESS | dict(depth=2, late=5),
     "overlapped, late copies fail": _RESTLESS | dict(depth=2, late=3, fails=lambda: Fails(OUT, IN)),
 }
-BEFORE = {"moved out before", "moved in before"}
-BESIDE = {"moved out beside", "moved in beside"}
+BEFORE = {"moved out blocking", "moved in blocking"}
+BESIDE = {"moved out overlapped", "moved in overlapped"}
 # What must have happened for the case to show anything.
 EXPECTED = {
     "paused at every step": {Preemption.PAUSE},
     "dropped at every step": {Preemption.DROP},
     "swapped at every step": {Preemption.SWAP} | BEFORE,
     "swapped at every step of a prompt": {"moved out in mid-prompt"} | BEFORE,
-    "swapped, copies out fail": {"failed out before", Preemption.DROP},
-    "swapped, copies in fail": {"failed in before", Preemption.DROP},
+    "swapped, copies out fail": {"failed out blocking", Preemption.DROP},
+    "swapped, copies in fail": {"failed in blocking", Preemption.DROP},
     "moved beside every step": {Preemption.SWAP, "moved out in mid-prompt"} | BESIDE,
     "moved beside, landing at once": BESIDE,
     "moved beside, landing late": {"ran during a move"} | BESIDE,
     "moved beside, slowly": BESIDE,
     "moved beside, full device": BEFORE | BESIDE,
-    "moved beside, copies out fail": {"failed out beside"},
-    "moved beside, copies in fail": {"failed in beside", Preemption.DROP},
-    "moved beside, late copies fail": {"failed out beside", "failed in beside", Preemption.DROP},
+    "moved beside, copies out fail": {"failed out overlapped"},
+    "moved beside, copies in fail": {"failed in overlapped", Preemption.DROP},
+    "moved beside, late copies fail": {"failed out overlapped", "failed in overlapped", Preemption.DROP},
     "overlapped, dropped": {Preemption.DROP},
     "overlapped, swapped, chunks": {Preemption.SWAP} | BEFORE,
-    "overlapped, swapped, copies fail": {"failed out before", "failed in before", Preemption.DROP},
+    "overlapped, swapped, copies fail": {"failed out blocking", "failed in blocking", Preemption.DROP},
     "overlapped, moved beside": {Preemption.SWAP} | BESIDE,
     "overlapped, landing late": {"ran during a move"} | BESIDE,
-    "overlapped, late copies fail": {"failed out beside", "failed in beside", Preemption.DROP},
+    "overlapped, late copies fail": {"failed out overlapped", "failed in overlapped", Preemption.DROP},
 }
 # Of each.
 FEWEST = 3
@@ -92,7 +92,7 @@ def forced(case: str, family: str) -> tuple[EngineCore, LocalExecutor]:
     """The engine of a case."""
     options = dict(FORCED[case])
     fails = options.pop("fails", lambda: lambda move: False)
-    return engine(tiny_model(family), options.pop("pressure")(), fails=fails(), **options)
+    return engine(tiny_model(family), options.pop("eviction")(), fails=fails(), **options)
 
 
 def happened(events: list[Event]) -> Counter[object]:

@@ -30,8 +30,8 @@ SWAPPED = dict(eviction=SwapAll, device_blocks=14, host_blocks=60, seats=3, chun
 MOVED = dict(eviction=lambda: Restless(5), device_blocks=20, host_blocks=40, seats=3, chunk=9)
 FORCED = {"swapped": SWAPPED, "moved beside": MOVED}
 EXPECTED = {
-    "swapped": {"moved out before", "moved in before"},
-    "moved beside": {"moved out beside", "moved in beside"},
+    "swapped": {"moved out blocking", "moved in blocking"},
+    "moved beside": {"moved out overlapped", "moved in overlapped"},
 }
 
 
@@ -54,7 +54,7 @@ def test_tokens_are_those_of_one_process(ranks: Processes, family: str) -> None:
     # The families take turns at what is forced: every layout has both.
     case = list(FORCED)[(list(CONFIGS).index(family) + ranks.tp) % 2]
     options = dict(FORCED[case])
-    core = make_core(options.pop("pressure")(), **options, depth=ranks.pp)
+    core = make_core(options.pop("eviction")(), **options, depth=ranks.pp)
     executor = ranks.executor(family, device_blocks=options["device_blocks"], host_blocks=options["host_blocks"])
     requests = mixed_requests()
     events = run(core, executor, requests)
@@ -80,7 +80,7 @@ def test_tokens_are_those_of_one_process_with_everything_at_once(ranks: Processe
     requests = mixed_requests()
     found = happened(run(core, ranks.executor("qwen2", **store), requests))
     assert [request.output for request in requests] == outputs_of_one_process("qwen2")
-    expected = {"failed out beside", "failed in beside"} if store.get("fails") else {"moved out beside"}
+    expected = {"failed out overlapped", "failed in overlapped"} if store.get("fails") else {"moved out overlapped"}
     assert all(found[what] >= 3 for what in expected), found
 
 

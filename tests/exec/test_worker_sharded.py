@@ -44,11 +44,11 @@ FORCED = {
 }
 EXPECTED = {
     "dropped": {Preemption.DROP},
-    "swapped": {"moved out before", "moved in before"},
-    "swapped, copies fail": {"failed out before", "failed in before", Preemption.DROP},
-    "moved beside": {"moved out beside", "moved in beside"},
-    "moved beside, landing late": {"moved out beside", "moved in beside"},
-    "moved beside, late copies fail": {"failed out beside", "failed in beside", Preemption.DROP},
+    "swapped": {"moved out blocking", "moved in blocking"},
+    "swapped, copies fail": {"failed out blocking", "failed in blocking", Preemption.DROP},
+    "moved beside": {"moved out overlapped", "moved in overlapped"},
+    "moved beside, landing late": {"moved out overlapped", "moved in overlapped"},
+    "moved beside, late copies fail": {"failed out overlapped", "failed in overlapped", Preemption.DROP},
 }
 
 
@@ -73,7 +73,7 @@ def sharded(case: str, family: str, tp: int, pp: int, *, overlap: bool = False, 
     store = {name: options.pop(name) for name in ("late", "fails") if name in options}
     store |= {name: options[name] for name in ("device_blocks", "host_blocks") if name in options}
     depth = 2 if overlap else pp
-    core = make_core(options.pop("pressure")(), **options, depth=depth, overlap=overlap, stages=stages)
+    core = make_core(options.pop("eviction")(), **options, depth=depth, overlap=overlap, stages=stages)
     return core, thread_executor(tp, pp, family, **store)
 
 

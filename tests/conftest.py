@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -22,9 +23,16 @@ if settings is not None:
     settings.load_profile("stable")
 
 
+# A shell that starts the tests in the background makes them ignore interrupts, and with them all that they start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def profile_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Engines of one run of the tests share their profiles, and neither read nor write the user's."""
-    folder = tmp_path_factory.mktemp("profiles")
-    os.environ[CACHE_VARIABLE] = str(folder)
-    return folder
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:  # each worker has a folder of its own in that of the run
+        folder = folder.parent
+    os.environ[CACHE_VARIABLE] = str(folder / "profiles")
+    return folder / "profiles"

@@ -12,11 +12,13 @@ from pathlib import Path
 
 import psutil
 import pytest
+from typer.testing import CliRunner
 
 from skipjoin.bench.bound import parse_bound
 from skipjoin.bench.results import load_results
 from skipjoin.bench.simulation import Cell, Extent, run
 from skipjoin.bench.sweep import Grid, RateSearch, sweep
+from skipjoin.cli import app
 from skipjoin.observe.record import Record
 from support.simulated import CELL, SYSTEM, WORKLOAD
 
@@ -146,8 +148,10 @@ def test_the_command_writes_a_timeline(tmp_path: Path) -> None:
     ],
 )
 def test_bad_input_is_one_line_that_names_it(options: str, told: str) -> None:
-    done = simulate("--kv-gib", "11", "--model", "opt-13b", "--duration", "20", *options.split())
-    assert done.returncode == 2
+    done = CliRunner().invoke(
+        app, ["simulate", "--kv-gib", "11", "--model", "opt-13b", "--duration", "20", *options.split()]
+    )
+    assert done.exit_code == 2
     assert told in done.stderr
     assert "Traceback" not in done.stderr
 

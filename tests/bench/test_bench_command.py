@@ -189,6 +189,8 @@ def server() -> Iterator[str]:
         "orca",
         "--threads",
         "1",
+        "--profile",
+        "off",
         "--kv-cache-gib",
         "0.05",
     ]

@@ -52,7 +52,7 @@ def test_processes_change_nothing() -> None:
 
 def test_a_search_brackets_the_bound() -> None:
     bound = parse_bound("ttft_s.mean<=0.5")
-    search = RateSearch([Cell(SYSTEM, WORKLOAD, Extent(1.0, 20.0, seed)) for seed in (0, 1)], bound)
+    search = RateSearch([Cell(SYSTEM, WORKLOAD, Extent(1.0, 10.0, seed)) for seed in (0, 1)], bound)
     todo, means = list(search.first()), {}
     while todo:
         rate = todo[0].extent.rate_rps

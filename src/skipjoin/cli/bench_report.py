@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn
-from rich.progress import ClientProgress as Bars
+from rich.progress import Progress as Bars
 from rich.table import Table
 
 from skipjoin.bench.client import ClientProgress, Exchange

@@ -161,13 +161,16 @@ def test_who_is_told_to_end_keeps_what_is_finished_and_leaves_no_process(tmp_pat
     out = tmp_path / "out.json"
     seeds = ",".join(map(str, range(200)))
     command = [SKIPJOIN, "simulate", *SMALL, "--rates", "40", "--seeds", seeds]
-    process = subprocess.Popen([*command, "--out", str(out)], stderr=subprocess.PIPE, text=True)
-    until = time.monotonic() + 60
-    while not out.exists() and time.monotonic() < until:
-        time.sleep(0.05)
-    children = psutil.Process(process.pid).children(recursive=True)
-    process.send_signal(number)
-    _, errors = process.communicate(timeout=30)
+    with subprocess.Popen([*command, "--out", str(out)], stderr=subprocess.PIPE, text=True) as process:
+        try:
+            until = time.monotonic() + 60
+            while not out.exists() and time.monotonic() < until:
+                time.sleep(0.05)
+            children = psutil.Process(process.pid).children(recursive=True)
+            process.send_signal(number)
+            _, errors = process.communicate(timeout=30)
+        finally:
+            process.kill()
     assert process.returncode == 128 + number, errors
     assert "Traceback" not in errors
     assert "runs were finished" in errors

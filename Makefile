@@ -7,8 +7,8 @@ RECIPE ?= fastserve
 HOST ?= 127.0.0.1
 PORT ?= 8000
 JOBS ?= 2
-# JOBS processes run the tests; which of them must not meet is said in tests/conftest.py.
-PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder
+# Which tests may run beside each other is said in tests/support/groups.py.
+PYTEST := $(BIN)/python -m pytest -n $(JOBS)
 
 .PHONY: help serve test test-cluster lint check format clean
 help:

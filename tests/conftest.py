@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,13 +17,15 @@ try:
 except ImportError:  # on a machine where only the tests of a GPU run
     settings = None
 
-TESTS = Path(__file__).parent
-sys.path.insert(0, str(TESTS))
-# Folders of tests that start no process and share nothing that is slow to make: any worker may run any of them.
-PURE = {"core", "model", "observe", "policies", "recipes", "sim"}
+sys.path.insert(0, str(Path(__file__).parent))
 # Torch's threads wait for each other actively: two on a machine whose cores are busy take ten times as long as one.
 # Read when torch is imported, here and in the programs that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+try:
+    from support.groups import Groups, group, place
+except ImportError:  # the same
+    Groups = None
 
 if settings is not None:
     settings.register_profile("stable", derandomize=True, deadline=None)
@@ -34,22 +37,19 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Say which tests one worker of pytest-xdist runs (`--dist loadgroup`), and in which order workers take them.
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `-n 2` tests are dealt out by groups; another `--dist` is left alone."""
+    return Groups(config, log) if config.getoption("dist") == "load" else None
 
-    All that use Ray are one group, because a machine has room for one cluster. Those of a file are one group outside
-    the folders of `PURE`, because they share servers, engines and ports. The longest group comes first, and what can be
-    dealt out test by test comes last.
-    """
-    order: dict[pytest.Item, int] = {}
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if Groups is None:
+        return
     for item in items:
-        folder, *_ = item.path.relative_to(TESTS).parts
-        if item.get_closest_marker("ray"):
-            item.add_marker(pytest.mark.xdist_group("ray"))
-        elif folder not in PURE:
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
-        order[item] = 0 if item.get_closest_marker("ray") else 1 if item.get_closest_marker("xdist_group") else 2
-    items.sort(key=order.__getitem__)
+        if item.get_closest_marker("ray") and group(item.nodeid) != "ray":
+            raise pytest.UsageError(f"{item.path.name} has a test that uses Ray: add it to RAY in support/groups.py")
+    items.sort(key=lambda item: place(item.nodeid))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -33,7 +33,6 @@ WORLDS = [
     )
     for recipe, (depth, overlap, stages), name in product(SOME_SYSTEMS, PIPELINES, sorted(EVICTIONS))
 ]
-pytestmark = pytest.mark.xdist_group("timeline")  # its tests look at the same runs
 PHASES = {"prefill", "decode"}
 PREEMPTIONS = {how.value for how in Preemption}
 

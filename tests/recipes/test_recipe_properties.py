@@ -27,7 +27,6 @@ from support.load import load, make
 from support.policies import COST, EVICTIONS, SYSTEMS
 from support.watch import GIVEN_UP, Run, Stepper, World, run
 
-pytestmark = pytest.mark.xdist_group("worlds")  # its tests look at the same runs
 every_world = pytest.mark.parametrize("world", [pytest.param(world, id=name) for name, world in WORLDS.items()])
 PLACES = product(range(len(SYSTEMS)), range(len(PIPELINES)), range(len(EVICTIONS)))
 # Worlds in which each recipe meets each pipeline and each eviction, and these meet each other: for properties that

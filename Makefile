@@ -7,6 +7,9 @@ RECIPE ?= fastserve
 HOST ?= 127.0.0.1
 PORT ?= 8000
 JOBS ?= 2
+# Tests start hundreds of programs. Without bytecode each of them compiles torch anew, which takes three times as long as
+# importing it.
+unexport PYTHONDONTWRITEBYTECODE
 # Which tests may run beside each other is said in tests/support/groups.py.
 PYTEST := $(BIN)/python -m pytest -n $(JOBS)
 

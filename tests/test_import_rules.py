@@ -132,6 +132,8 @@ BELOW_SERVER = {
     "config",
     "profile",
 }
+# Of `server.api`: what prepares and runs jobs, for HTTP and for whatever else has bodies of requests.
+WITHOUT_HTTP = {"chat", "completions", "generation", "limits", "options", "protocol", "responses", "service"}
 # Where imports may stand inside functions if they are marked: optional back ends, the package itself, whose import
 # must stay light, the command line, whose help must come at once, and what needs Ray.
 LAZY = ("exec", "model", "__init__.py", "cli", "engine", "server/engines/supervisor.py")
@@ -253,6 +255,16 @@ def test_what_tests_need_imports_only_the_standard_library(part: str) -> None:
 def test_nobody_below_the_server_imports_it() -> None:
     wrong = [found for found in IMPORTS if part_of(found.file) in BELOW_SERVER and is_within(found.module, "server")]
     assert not wrong, broken("the server is imported from above only", wrong)
+
+
+def test_endpoints_do_without_http() -> None:
+    rooms = {f"skipjoin.server.api.{name}" for name in WITHOUT_HTTP}
+    wrong = [
+        found
+        for found in IMPORTS
+        if module_of(found.file) in rooms and found.module.split(".")[0] in {"starlette", "fastapi", "uvicorn"}
+    ]
+    assert not wrong, broken("jobs are prepared and run without HTTP", wrong)
 
 
 def test_no_module_imports_itself_through_others() -> None:

@@ -261,7 +261,7 @@ def drive(engine: Engine, jobs: Sequence[WorkloadRequest], until_s: float) -> Re
         log.observe(events)
         usage.observe(events)
     end = loop.clock() - begin
-    facts = ended + list(log.live())
+    facts = ended + list(log.live(begin + end))
     for one in facts:
         one.arrival, one.ended = jobs[one.id].at, None if one.ended is None else one.ended - begin
         for name in ("started", "first_token", "last_token"):

@@ -221,6 +221,7 @@ class ServerConfig:
     max_body_bytes, max_header_bytes: larger requests are refused.
     metrics_compat: "vllm" tells metrics under vLLM's names, too.
     replicas: engines behind this server.
+    enable_debug_routes: whether GET /debug/requests is served.
     """
 
     host: str = "127.0.0.1"
@@ -236,6 +237,7 @@ class ServerConfig:
     max_header_bytes: int = 64 << 10
     metrics_compat: str = "none"
     replicas: int = 1
+    enable_debug_routes: bool = False
 
     def __post_init__(self) -> None:
         _check("port", self.port, 0, 65535)

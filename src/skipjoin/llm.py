@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from skipjoin.config import EngineConfig
 from skipjoin.core.events import Event, Finished, Token
+from skipjoin.core.request import RequestOptions
 from skipjoin.engine.build import Engine, assemble
 from skipjoin.engine.load import model_folder
 from skipjoin.engine.loop import EngineLoop
@@ -25,11 +26,11 @@ Message = Mapping[str, Any]
 
 @dataclass(slots=True)
 class Generation:
-    """What came of one prompt.
+    """The outcome of one prompt.
 
     text, token_ids: the output. finish_reason: "stop", "length", or "error" where the engine gave the request up;
     error: what happened then, and what helps. details: per token, if log-probabilities were asked for; the first one
-    also carries those of the prompt.
+    also has those of the prompt.
     """
 
     prompt: str | None
@@ -41,7 +42,7 @@ class Generation:
     error: str = ""
 
     def add(self, output: Output, text: str) -> None:
-        """Take one more token, or the end, and the text that is new with it."""
+        """Add a token, or the end, and its text."""
         self.text += text
         if output.token is not None:
             self.token_ids.append(output.token)
@@ -51,17 +52,17 @@ class Generation:
 
 
 class LLM:
-    """A model ready to generate. Use it as a context manager, or call `close`.
+    """A model that is ready to generate. Use it as a context manager, or call `close`.
 
     model: a Hugging Face folder, a hub id, or "tally", the built-in model. settings: fields of `EngineConfig`.
-    progress: show progress bars on stderr; None: when it is a terminal.
+    progress: whether progress bars are shown on stderr; None: if it is a terminal.
     Raises `ModelError` and `ConfigError` as `assemble` does.
     """
 
     def __init__(self, model: str = "tally", *, progress: bool | None = None, **settings: Any) -> None:
         self._console = Console(stderr=True, quiet=not (sys.stderr.isatty() if progress is None else progress))
         config = EngineConfig(model=model, **settings)
-        # First what fails fast.
+        # The tokenizer first: it fails fast.
         self.tokenizer: Tokenizer = load_tokenizer(model_folder(model, config.load_format))
         with self._progress() as bars:
             task = bars.add_task("loading", total=1.0)
@@ -93,12 +94,13 @@ class LLM:
     ) -> list[Generation]:
         """Complete one prompt or many, each a text or its token ids; results are in the order of the prompts.
 
-        params: one for all, or one each. Raises `ParameterError`, before anything runs, for a prompt or parameter
-        outside its bounds.
+        params: one for all prompts, or one for each. priority: lower is earlier.
+
+        Raises `ParameterError`, before anything runs, for a prompt or parameter outside its bounds.
         """
         ids = [self.tokenizer.encode(item) if isinstance(item, str) else list(item) for item in _as_list(prompts)]
         texts = [item if isinstance(item, str) else None for item in _as_list(prompts)]
-        return self._run(ids, texts, params, priority)
+        return self._run(ids, texts, params, RequestOptions(priority=priority))
 
     def chat(
         self,
@@ -111,14 +113,14 @@ class LLM:
         single = bool(messages) and isinstance(messages[0], Mapping)
         conversations: Any = [messages] if single else messages
         ids = [self.tokenizer.chat(conversation) for conversation in conversations]
-        return self._run(ids, [None] * len(ids), params, priority)
+        return self._run(ids, [None] * len(ids), params, RequestOptions(priority=priority))
 
     def _run(
         self,
         ids: list[list[int]],
         texts: Sequence[str | None],
         params: SamplingParams | Sequence[SamplingParams] | None,
-        priority: int,
+        options: RequestOptions,
     ) -> list[Generation]:
         each = _per_prompt(params, len(ids))
         running: dict[int, tuple[Generation, Choice]] = {}
@@ -126,7 +128,7 @@ class LLM:
         try:
             for prompt, text, one in zip(ids, texts, each, strict=True):
                 generation = Generation(text, prompt)
-                self._loop.add(self._next_id, prompt, one, priority=priority)
+                self._loop.add(self._next_id, prompt, one, options=options)
                 rules = TextRules(stop=one.stop, min_tokens=one.min_tokens)
                 running[self._next_id] = (generation, Choice(0, prompt, text, self.tokenizer, rules))
                 results.append(generation)
@@ -140,16 +142,16 @@ class LLM:
         return results
 
     def _drain(self, running: dict[int, tuple[Generation, Choice]], bars: Progress, task: TaskID) -> None:
-        """Turn the loop until nothing is running."""
+        """Run the loop until all requests have ended."""
         while running:
-            for request_id, output in _news(self._loop.step()).items():
+            for request_id, output in _outputs(self._loop.step()).items():
                 if request_id not in running:
                     continue
                 generation, choice = running[request_id]
                 generation.add(output, choice.take(output))
                 if choice.finish_reason is not None:
                     generation.finish_reason = choice.finish_reason
-                    # Where a stop string ended the text, the engine does not know yet.
+                    # If a stop string ended the text, the engine still generates.
                     self._loop.abort(request_id)
                     del running[request_id]
                     bars.advance(task)
@@ -159,17 +161,17 @@ class LLM:
         return Progress(*columns, console=self._console, transient=True, disable=self._console.quiet)
 
 
-def _news(events: Iterable[Event]) -> dict[int, Output]:
-    """What a step's events mean for each request: a token, its end, or both."""
-    news: dict[int, Output] = {}
+def _outputs(events: Iterable[Event]) -> dict[int, Output]:
+    """The outputs of a step's events, by request: a token, the end, or both."""
+    outputs: dict[int, Output] = {}
     for event in events:
         if isinstance(event, Token):
             detail = event.detail if isinstance(event.detail, TokenDetail) else None
-            news[event.request.id] = Output(0, event.token, detail, None)
+            outputs[event.request.id] = Output(token=event.token, detail=detail)
         elif isinstance(event, Finished):
-            before = news.get(event.request.id, Output(0, None, None, None))
-            news[event.request.id] = before._replace(reason=event.reason, error=event.detail)
-    return news
+            before = outputs.get(event.request.id, Output())
+            outputs[event.request.id] = before._replace(reason=event.reason, error=event.detail)
+    return outputs
 
 
 def _as_list(prompts: Any) -> list[Any]:

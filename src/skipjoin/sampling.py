@@ -1,4 +1,4 @@
-"""How the next token is chosen and when a request stops: the values a user may set, with their bounds.
+"""Sampling and stopping rules: the values that a user may set, with their bounds.
 
 Standard library only: the API process, the engine process and the tests share it without importing torch.
 """
@@ -18,7 +18,7 @@ SEED_MIN, SEED_MAX = -(2**63), 2**63 - 1
 
 
 class ParameterError(ValueError):
-    """A value outside its bounds. `param` is the field's public name, the text says the bound."""
+    """A value outside its bounds. param: the field's public name. The text names the bound."""
 
     def __init__(self, param: str, message: str) -> None:
         super().__init__(message)
@@ -26,7 +26,7 @@ class ParameterError(ValueError):
 
 
 def _number(name: str, value: Any, low: float, high: float, *, above: bool = False) -> None:
-    """Refuse what is not a finite number in [low, high], or in (low, high] where `above`."""
+    """Refuse a value that is no finite number in [low, high], or in (low, high] with `above`."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ParameterError(name, f"{name} must be a finite number, got {value!r}")
     if value > high or value < low or (above and value == low):
@@ -50,10 +50,10 @@ class SamplingParams:
     temperature: 0 is greedy. top_p, top_k (0: all) and min_p filter what may be sampled, in that order.
     presence_penalty, frequency_penalty: subtracted for tokens already generated (OpenAI's definition).
     repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or output.
-    seed: same seed, same tokens, whatever else runs; None: the engine draws one.
+    seed: the same seed gives the same tokens, whatever else runs; None: the engine draws one.
     stop: strings that end the output, not returned. stop_token_ids: tokens that end it.
-    ignore_eos: go on after end-of-sequence. logit_bias: token id -> value added to its logit.
-    logprobs: report the chosen token's log-probability and this many alternatives; None: nothing.
+    ignore_eos: continue after end-of-sequence. logit_bias: token id -> value added to its logit.
+    logprobs: report the chosen token's log-probability and this many alternatives; None: report nothing.
     prompt_logprobs: the same for the tokens of the prompt.
     """
 
@@ -122,10 +122,10 @@ class SamplingParams:
 
 
 class Scored(NamedTuple):
-    """A token and how likely it was.
+    """A token and its log-probability.
 
     logprob: natural logarithm of its probability under the model's unmodified distribution; None for the first
-    token of a prompt, which nothing precedes. top: the likeliest tokens at that place with theirs, best first.
+    token of a prompt. top: the likeliest tokens at that position with their log-probabilities, best first.
     """
 
     token: int
@@ -134,7 +134,7 @@ class Scored(NamedTuple):
 
 
 class TokenDetail(NamedTuple):
-    """What is reported with a generated token when its request asks for log-probabilities.
+    """The log-probabilities that are reported with a generated token, if its request asks for them.
 
     chosen: the token itself. prompt: with a request's first token, the tokens of its prompt, if it asked for them.
     """

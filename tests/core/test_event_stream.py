@@ -23,6 +23,7 @@ from skipjoin.core.events import (
     Preemption,
     Started,
     Token,
+    Waited,
 )
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.core.step import Direction, StepResult
@@ -43,10 +44,10 @@ def served(world: World) -> Run:
 
 
 def stories(done: Run) -> dict[Request, list[Event]]:
-    """Each request's own events."""
+    """Each request's own events, changes of the reason why it waits aside."""
     by_request: dict[Request, list[Event]] = defaultdict(list)
     for event in done.events:
-        if not isinstance(event, Planned | Computed):
+        if not isinstance(event, Planned | Computed | Waited):
             by_request[event.move.request if isinstance(event, Moved | MoveFailed) else event.request].append(event)
     return by_request
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from skipjoin.core.context import StepContext
 from skipjoin.core.kv import KVLedger
-from skipjoin.core.policy import NO_OUTLOOK, AdmissionPolicy, Batcher, Outlook, Policies, Refusal
+from skipjoin.core.policy import ALL_HELD, HELD, NEWCOMERS_HELD, AdmissionPolicy, Batcher, Policies, Refusal
 from skipjoin.core.request import Request
 from skipjoin.core.scheduler import Scheduler
 from skipjoin.policies.admission import OnDemand, WholeMaximum
@@ -20,7 +21,7 @@ class Verdicts:
     def __init__(self, verdicts: dict[int, Refusal]) -> None:
         self.verdicts = verdicts
 
-    def open(self, now: float, outlook: Outlook = NO_OUTLOOK) -> Verdicts:
+    def open(self, context: StepContext) -> Verdicts:
         return self
 
     def offer(self, request: Request, pending: int) -> int | Refusal:
@@ -57,15 +58,15 @@ def test_stop_ends_the_reading_of_the_queue() -> None:
 
 
 def test_skip_passes_over_one_request_and_keeps_out_nobody() -> None:
-    stepper, _ = queue(Verdicts({1: Refusal.SKIP}), 4)
+    stepper, _ = queue(Verdicts({1: HELD}), 4)
     assert ran(stepper) == [0, 2, 3]
 
 
 def test_close_keeps_out_newcomers_and_ends_the_reading_but_holders_run() -> None:
-    batcher = Verdicts({0: Refusal.SKIP, 1: Refusal.SKIP, 3: Refusal.STOP})
+    batcher = Verdicts({0: HELD, 1: HELD, 3: ALL_HELD})
     stepper, ordering = queue(batcher, 500)
     assert ran(stepper) == [2]
-    batcher.verdicts = {0: Refusal.CLOSE}
+    batcher.verdicts = {0: NEWCOMERS_HELD}
     ordering.read = 0
     assert ran(stepper) == [2]
     assert ordering.read == 1

@@ -20,9 +20,10 @@ OUT, IN = Direction.OUT, Direction.IN
 
 
 class OnCallBeside(OnCall):
-    """Nobody comes back from the host but on call."""
+    """No request comes back from the host but on call."""
 
-    returns_overlapped = True
+    def returns_overlapped(self, request: Request) -> bool:
+        return True
 
 
 class Scene:

@@ -70,7 +70,7 @@ class Rotating:
     def evicted(self, request: Request, now: float) -> None:
         pass
 
-    def left(self, request: Request, now: float) -> None:
+    def finished(self, request: Request, now: float) -> None:
         del self._last[request]
 
     def ranked(self, now: float) -> Iterator[Request]:

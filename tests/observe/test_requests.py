@@ -24,7 +24,7 @@ def facts_of(done: Run) -> dict[int, RequestFacts]:
     log = RequestLog(ended.append)
     for event in done.events:
         log.observe([event])
-    assert list(log.live()) == []
+    assert list(log.live(done.end)) == []
     return {facts.id: facts for facts in ended}
 
 
@@ -54,7 +54,7 @@ def test_who_is_not_over_counts_with_its_age() -> None:
     core.add(make(0, 5, 10), 0.0)
     core.add(make(1, 5, 10), 0.0)
     log.observe(core.take_events())
-    waiting, _ = log.live()
+    waiting, _ = log.live(4.0)
     assert (waiting.ttft(4.0), waiting.queue(4.0), waiting.jct(4.0)) == (4.0, 4.0, 4.0)
     assert waiting.tpot(4.0) is None
     assert waiting.normalized_latency(4.0) == 0.4

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skipjoin.core.policy import BatchBuilder, Batcher, Refusal
+from skipjoin.core.context import StepContext
+from skipjoin.core.policy import NO_SEAT, NO_TOKENS, PROMPT_DOES_NOT_FIT, BatchBuilder, Batcher, Refusal, Scope
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.policies.batching import Greedy, RunToCompletion
 from skipjoin.policies.stages import EvenStages
@@ -55,40 +56,41 @@ def run_through(packing: BatchBuilder, requests: Sequence[Request]) -> list[int 
 def test_a_verdict_is_a_refusal_or_between_one_and_what_is_pending(
     batcher: Callable[[], Batcher], pending: list[int]
 ) -> None:
-    for tokens, verdict in zip(pending, fill(batcher().open(0.0), pending), strict=True):
+    for tokens, verdict in zip(pending, fill(batcher().open(StepContext()), pending), strict=True):
         assert isinstance(verdict, Refusal) or 1 <= verdict <= tokens
 
 
 @every_batcher
 @given(pending=st.lists(st.integers(1, 100), min_size=1, max_size=12))
 def test_the_first_request_is_never_refused(batcher: Callable[[], Batcher], pending: list[int]) -> None:
-    assert isinstance(fill(batcher().open(0.0), pending)[0], int)
+    assert isinstance(fill(batcher().open(StepContext()), pending)[0], int)
 
 
 @every_batcher
 @given(pending=st.lists(st.integers(1, 100), max_size=12))
 def test_stop_is_final(batcher: Callable[[], Batcher], pending: list[int]) -> None:
-    verdicts = fill(batcher().open(0.0), pending)
-    if Refusal.STOP in verdicts:
-        assert set(verdicts[verdicts.index(Refusal.STOP) :]) == {Refusal.STOP}
+    verdicts = fill(batcher().open(StepContext()), pending)
+    stops = [at for at, verdict in enumerate(verdicts) if isinstance(verdict, Refusal) and verdict.scope is Scope.ALL]
+    if stops:
+        assert stops == list(range(stops[0], len(verdicts)))
 
 
 @every_batcher
 @given(pending=st.lists(st.integers(1, 100), max_size=12))
 def test_an_offer_that_is_not_taken_costs_nothing(batcher: Callable[[], Batcher], pending: list[int]) -> None:
-    packing = batcher().open(0.0)
+    packing = batcher().open(StepContext())
     for number, tokens in enumerate(pending):
         packing.offer(make(number, tokens), tokens)
-    assert fill(packing, pending) == fill(batcher().open(0.0), pending)
+    assert fill(packing, pending) == fill(batcher().open(StepContext()), pending)
 
 
 @every_batcher
 def test_every_step_begins_empty_once_all_requests_are_over(batcher: Callable[[], Batcher]) -> None:
     same, requests = batcher(), [make(number, 9) for number in range(9)]
-    verdicts = run_through(same.open(0.0), requests)
+    verdicts = run_through(same.open(StepContext()), requests)
     for request in requests:
         request.finish_reason = FinishReason.STOP
-    assert fill(same.open(1.0), [9] * 9) == verdicts
+    assert fill(same.open(StepContext(now=1.0)), [9] * 9) == verdicts
 
 
 @every_batcher
@@ -99,13 +101,13 @@ def test_a_step_that_is_offered_everybody_takes_somebody(batcher: Callable[[], B
     alive = [make(number, draw.randint(1, 50)) for number in range(8)]
     while alive:
         draw.shuffle(alive)
-        packing, taken, closed = same.open(0.0), 0, False
+        packing, taken, closed = same.open(StepContext()), 0, False
         for request in alive:
             if closed and not request.planned:  # as in the scheduler: a closed step is for holders of KV
                 continue
             (verdict,) = run_through(packing, [request])
             taken += isinstance(verdict, int)
-            closed = closed or verdict is Refusal.CLOSE
+            closed = closed or (isinstance(verdict, Refusal) and verdict.scope is Scope.NEWCOMERS)
         assert taken
         for request in alive:
             fate = draw.random()
@@ -121,7 +123,7 @@ def test_a_step_that_is_offered_everybody_takes_somebody(batcher: Callable[[], B
 @pytest.mark.parametrize("chunked", [False, True])
 @given(pending=st.lists(st.integers(1, 60), max_size=20), seqs=st.integers(1, 6), tokens=st.integers(1, 80))
 def test_greedy_keeps_its_budgets(pending: list[int], seqs: int, tokens: int, chunked: bool) -> None:
-    taken = [v for v in fill(Greedy(seqs, tokens, chunked=chunked).open(0.0), pending) if isinstance(v, int)]
+    taken = [v for v in fill(Greedy(seqs, tokens, chunked=chunked).open(StepContext()), pending) if isinstance(v, int)]
     assert len(taken) <= seqs
     if chunked:
         assert sum(taken) <= tokens
@@ -133,27 +135,33 @@ def test_greedy_keeps_its_budgets(pending: list[int], seqs: int, tokens: int, ch
 
 @given(pending=st.lists(st.integers(1, 60), max_size=20))
 def test_greedy_computes_prompts_whole_unless_it_may_cut_them(pending: list[int]) -> None:
-    for tokens, verdict in zip(pending, fill(Greedy(4, 32, chunked=False).open(0.0), pending), strict=True):
+    for tokens, verdict in zip(pending, fill(Greedy(4, 32, chunked=False).open(StepContext()), pending), strict=True):
         assert isinstance(verdict, Refusal) or verdict == tokens
 
 
 @given(pending=st.lists(st.integers(1, 60), min_size=1, max_size=20))
 def test_greedy_wastes_no_token_of_a_step_while_it_may_cut_prompts(pending: list[int]) -> None:
-    taken = [v for v in fill(Greedy(50, 32, chunked=True).open(0.0), pending) if isinstance(v, int)]
+    taken = [v for v in fill(Greedy(50, 32, chunked=True).open(StepContext()), pending) if isinstance(v, int)]
     assert sum(taken) == min(32, sum(pending))
 
 
 def test_greedy_closes_the_step_to_newcomers_at_a_prompt_that_does_not_fit() -> None:
-    assert fill(Greedy(4, 10, chunked=False).open(0.0), [1, 8, 3, 1, 1]) == [1, 8, Refusal.CLOSE, 1, 1]
+    assert fill(Greedy(4, 10, chunked=False).open(StepContext()), [1, 8, 3, 1, 1]) == [1, 8, PROMPT_DOES_NOT_FIT, 1, 1]
 
 
 def test_greedy_takes_a_prompt_longer_than_a_step_however_many_decode() -> None:
-    assert fill(Greedy(9, 10, chunked=False).open(0.0), [1, 1, 20, 1, 2]) == [1, 1, 20, 1, Refusal.CLOSE]
+    assert fill(Greedy(9, 10, chunked=False).open(StepContext()), [1, 1, 20, 1, 2]) == [
+        1,
+        1,
+        20,
+        1,
+        PROMPT_DOES_NOT_FIT,
+    ]
 
 
 def test_greedy_stops_at_the_last_seat_and_at_the_last_token() -> None:
-    assert fill(Greedy(2, 10, chunked=False).open(0.0), [1, 1, 1]) == [1, 1, Refusal.STOP]
-    assert fill(Greedy(9, 10, chunked=True).open(0.0), [5, 5, 1]) == [5, 5, Refusal.STOP]
+    assert fill(Greedy(2, 10, chunked=False).open(StepContext()), [1, 1, 1]) == [1, 1, NO_SEAT]
+    assert fill(Greedy(9, 10, chunked=True).open(StepContext()), [5, 5, 1]) == [5, 5, NO_TOKENS]
 
 
 @pytest.mark.parametrize("arguments", [(0, 1), (1, 0), (-1, 1)])

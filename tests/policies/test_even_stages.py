@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skipjoin.core.policy import CostModel, Outlook, Refusal
+from skipjoin.core.context import StepContext
+from skipjoin.core.policy import ALL_HELD, CostModel
 from skipjoin.core.request import Request
 from skipjoin.core.step import Slice, StepPlan, StepShape
 from skipjoin.policies.batching import Greedy
@@ -266,13 +267,13 @@ def test_who_was_not_looked_at_is_left_over_only_behind_somebody_who_matters_mor
     batcher = EvenStages(Greedy(9, 64, chunked=True), COST, 2, most_seqs=18, most_tokens=128, cuts=True)
     seen, other = [make(number, 1, 9) for number in range(4)], make(9, 1, 9)
     flying = StepPlan(0, ())
-    packing = batcher.open(0.0, Outlook((flying,), [(request, 1) for request in seen]))
+    packing = batcher.open(StepContext(in_flight=(flying,), candidates=[(request, 1) for request in seen]))
     for request in seen[:2]:
         assert packing.offer(request, 1) == 1
         packing.take(request, 1)
     assert packing.offer(other, 1) == 1, "the share is full, but nobody was left over"
-    assert packing.offer(seen[2], 1) is Refusal.STOP
-    assert packing.offer(other, 1) is Refusal.STOP
+    assert packing.offer(seen[2], 1) is ALL_HELD
+    assert packing.offer(other, 1) is ALL_HELD
 
 
 def test_looking_ahead_costs_what_could_run_not_the_length_of_the_queue() -> None:
@@ -285,7 +286,7 @@ def test_looking_ahead_costs_what_could_run_not_the_length_of_the_queue() -> Non
             yield make(number, 8, 1), 8
 
     batcher = EvenStages(Greedy(4, 64, chunked=True), COST, 2, most_seqs=8, most_tokens=128, cuts=True)
-    batcher.open(0.0, Outlook((), idle()))
+    batcher.open(StepContext(candidates=idle()))
     assert read <= 9
 
 
@@ -313,6 +314,6 @@ def test_loads_follow_the_cost_model() -> None:
     cost = Revised()
     batcher = EvenStages(Greedy(99, 999, chunked=True), cost, 2, most_seqs=99, most_tokens=999, cuts=True)
     request = make(0, 100, 1)
-    assert batcher.open(0.0, Outlook((), [(request, 100)])).offer(request, 100) in (50, 51)
+    assert batcher.open(StepContext(candidates=[(request, 100)])).offer(request, 100) in (50, 51)
     cost.cost, cost.revision = LinearCost(floor=math.nextafter(1.0, 0), prefill_token=1e-3), 1
-    assert batcher.open(0.0, Outlook((), [(request, 100)])).offer(request, 100) == 100
+    assert batcher.open(StepContext(candidates=[(request, 100)])).offer(request, 100) == 100

@@ -95,7 +95,7 @@ def test_with_all_kv_on_the_host_somebody_is_brought_in_beside_or_may_return_bef
     eviction = build()
     for now in (0.0, 0.1, 0.2):
         _, back = eviction.ahead(still, by_number(still), kv, now)
-        assert back or not eviction.returns_overlapped
+        assert back or not eviction.returns_overlapped(make(0, 4, 4))
 
 
 @pytest.mark.parametrize("eviction", [Recompute(), Defer()])
@@ -104,7 +104,7 @@ def test_those_without_swapping_drop_and_move_nothing_ahead(eviction: EvictionPo
     requests = holders(kv, [1, 2])
     assert eviction.victims(3, requests, kv, 0.0, None) == [(r, Preemption.DROP) for r in requests]
     assert eviction.ahead(requests, by_number(requests), kv, 0.0) == ((), ())
-    assert not eviction.returns_overlapped
+    assert not eviction.returns_overlapped(make(0, 4, 4))
 
 
 def test_only_who_defers_lets_newcomers_wait() -> None:

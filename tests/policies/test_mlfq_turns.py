@@ -49,7 +49,7 @@ def test_turns_are_estimated_as_in_the_paper(seed: int, hysteresis_s: float) -> 
             queues.order()
         if draw.random() < 0.05:
             gone = live.pop(draw.randrange(len(live)))
-            queues.mlfq.left(gone, queues.now)
+            queues.mlfq.finished(gone, queues.now)
     expected = enst(queues, live, starvation_s, last)
     asked = draw.sample(live, len(live) * 3 // 4)
     turns = queues.mlfq.next_turns(asked, queues.now)

@@ -81,7 +81,7 @@ class Life:
 
     def leave(self, request: Request) -> None:
         self.live.remove(request)
-        self.ordering.left(request, self.now)
+        self.ordering.finished(request, self.now)
 
 
 OPERATIONS = st.lists(

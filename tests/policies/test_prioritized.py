@@ -44,7 +44,7 @@ def test_empty_bands_vanish() -> None:
     for number in range(1000):
         request = make(number, priority=number)
         ordering.arrived(request, 0.0)
-        ordering.left(request, 0.0)
+        ordering.finished(request, 0.0)
     assert list(ordering.ranked(0.0)) == []
     assert (ordering._bands, ordering._sizes, ordering._sorted) == ({}, {}, [])
     assert next(made) == 1000
@@ -54,7 +54,7 @@ def test_a_band_that_emptied_begins_anew() -> None:
     ordering = Prioritized(Fcfs)
     first, second = make(0, priority=3), make(1, priority=3)
     ordering.arrived(first, 0.0)
-    ordering.left(first, 0.0)
+    ordering.finished(first, 0.0)
     ordering.arrived(second, 1.0)
     assert list(ordering.ranked(1.0)) == [second]
 

@@ -218,12 +218,14 @@ def test_one_request_at_a_time_where_the_link_is_slower_than_steps() -> None:
 def test_what_takes_next_to_no_time_moves_before_the_step_that_needs_it() -> None:
     free = Scene(*(Place(turn) for turn in range(5)), cost=replace(COST, block=0.0))
     assert free.step() == ([], [])
-    assert not free.eviction.returns_overlapped
+    assert not free.eviction.returns_overlapped(make(0, 4, 4))
     dear = Scene(*(Place(turn) for turn in range(5)))
     assert dear.step() == ([4], [])
     dear.now += 1e6
     dear.step()
-    assert dear.eviction.returns_overlapped, "steps that are long because KV moved before them make no move cheap"
+    assert dear.eviction.returns_overlapped(make(0, 4, 4)), (
+        "steps that are long because KV moved before them make no move cheap"
+    )
 
 
 # -- what does not move -----------------------------------------------------------------------------------------------

@@ -10,8 +10,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from skipjoin.core.context import StepContext
 from skipjoin.core.events import Event, Finished, Planned
-from skipjoin.core.policy import AdmissionPolicy, EvictionPolicy, Ordering, Policies, Refusal
+from skipjoin.core.policy import (
+    HELD,
+    NEWCOMERS_HELD,
+    PROMPT_DOES_NOT_FIT,
+    AdmissionPolicy,
+    EvictionPolicy,
+    Ordering,
+    Policies,
+    Refusal,
+)
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.policies.admission import OnDemand, WholeMaximum
 from skipjoin.policies.batching import RunToCompletion
@@ -56,7 +66,7 @@ def ran(stepper: Stepper) -> list[int]:
 
 def verdicts(batcher: RunToCompletion, *requests: Request) -> list[int | Refusal]:
     """One step that is offered these requests, with memory for all."""
-    packing, answers = batcher.open(0.0), []
+    packing, answers = batcher.open(StepContext()), []
     for request in requests:
         answers.append(answer := packing.offer(request, request.pending))
         if isinstance(answer, int):
@@ -212,11 +222,11 @@ def test_a_prompt_computed_again_ends_recruiting_unless_it_keeps_a_newcomer_out(
     assert verdicts(batcher, first, second) == [4, 6]
     first.known, second.planned = 5, 0
     if waits:
-        assert verdicts(batcher, first, second, third) == [1, 6, Refusal.CLOSE]
+        assert verdicts(batcher, first, second, third) == [1, 6, PROMPT_DOES_NOT_FIT]
     else:
         assert verdicts(batcher, first, second) == [1, 6]
     first.known, second.known = 6, 7
-    assert verdicts(batcher, first, second, third) == [1, 1, 5 if waits else Refusal.CLOSE]
+    assert verdicts(batcher, first, second, third) == [1, 1, 5 if waits else NEWCOMERS_HELD]
 
 
 # -- what the queue costs -----------------------------------------------------------------------------------------
@@ -226,9 +236,9 @@ def test_newcomers_close_the_step_unless_a_member_without_memory_may_come_behind
     batcher = RunToCompletion(2, 64)
     first, second, third, fourth = (make(number, 4) for number in range(4))
     assert verdicts(batcher, first, second) == [4, 4]
-    assert verdicts(batcher, third) == [Refusal.CLOSE]  # the members are in flight, and hold their memory
+    assert verdicts(batcher, third) == [NEWCOMERS_HELD]  # the members are in flight, and hold their memory
     second.planned = 0
-    assert verdicts(batcher, third, second, fourth) == [Refusal.SKIP, 4, Refusal.CLOSE]
+    assert verdicts(batcher, third, second, fourth) == [HELD, 4, NEWCOMERS_HELD]
 
 
 def test_a_closed_batch_does_not_read_the_queue() -> None:
@@ -251,7 +261,7 @@ def test_requests_are_let_go_at_the_step_after_their_end() -> None:
     batcher = one.core.scheduler.policies.batcher
     for held in (one.events, one.core.trace, one.core.scheduler._recent):
         held.clear()
-    batcher.open(one.now)
+    batcher.open(StepContext(now=one.now))
     gc.collect()
     assert gone() is None
 

@@ -179,7 +179,7 @@ def test_a_request_may_be_promoted_again_but_only_after_starving_again() -> None
 def test_a_request_that_left_is_forgotten_by_the_watch_for_starving() -> None:
     queues = Queues(starvation_s=10)
     request, other = queues.arrive(5), queues.arrive(5)
-    queues.mlfq.left(request, 1.0)
+    queues.mlfq.finished(request, 1.0)
     queues.now = 50.0
     assert queues.order() == [other]
 
@@ -188,7 +188,7 @@ def test_requests_that_left_are_not_kept_until_they_would_have_starved() -> None
     """Starvation may be set to years, to switch it off."""
     queues = Queues(starvation_s=1e9)
     for _ in range(5000):
-        queues.mlfq.left(queues.arrive(5), queues.now)
+        queues.mlfq.finished(queues.arrive(5), queues.now)
     assert len(queues.mlfq._watch) < 1000
 
 

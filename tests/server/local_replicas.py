@@ -82,7 +82,7 @@ class LocalReplicas(ReplicaSet):
 
     def _enter(self, needs: Needs) -> None:
         self._cluster = LocalCluster()  # type: ignore[assignment]
-        self._keeper = self.keeper  # type: ignore[assignment]
+        self._supervisor = self.keeper  # type: ignore[assignment]
 
     @property
     def engines(self) -> list[psutil.Process]:

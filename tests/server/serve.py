@@ -24,6 +24,7 @@ _READ = {
     "metrics_compat": str,
     "timeline": str,
     "replicas": int,
+    "enable_debug_routes": lambda value: value == "True",
     "api_keys": lambda value: (value,),
 }
 

@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import psutil
 import tiny_model as tiny
+from msgspec.structs import replace
 
 from skipjoin.config import ServerConfig
 from skipjoin.core.request import FinishReason
@@ -25,12 +26,27 @@ from skipjoin.server.api.app import build_app
 from skipjoin.server.api.auth import AccessGuard
 from skipjoin.server.api.service import Service
 from skipjoin.server.engines.engine_client import ConnectedEngine, EngineClient
-from skipjoin.server.engines.messages import Abort, Add, FromEngine, Ready, Shutdown, StepOutputs
+from skipjoin.server.engines.messages import Abort, Add, DescribeRequests, FromEngine, Ready, StepOutputs, ToEngine
 from skipjoin.server.metrics import Metrics
 
 HERE = Path(__file__).parent
 BLOCKS = 4096
 COST = LinearCost(floor=0.01, prefill_token=1e-5, decode=1e-3)
+
+READY = Ready(
+    model="tiny",
+    folder="",
+    max_model_len=tiny.CONTEXT,
+    vocab_size=tiny.VOCAB,
+    device_blocks=BLOCKS,
+    host_blocks=0,
+    block_size=16,
+    block_bytes=1024,
+    recipe="fcfs",
+    dtype="none",
+    device="none",
+    cost=COST,
+)
 
 # -- in this process --------------------------------------------------------------------------------------------
 
@@ -47,6 +63,7 @@ class ScriptedEngine:
         self.live: dict[int, tuple[Add, int]] = {}
         self.added: list[Add] = []
         self.aborted: list[int] = []
+        self.asked: list[int] = []  # questions, which the test answers
         self.paused = False
 
     def join(self, ready: Ready) -> None:
@@ -58,7 +75,7 @@ class ScriptedEngine:
         assert self.replica is not None
         self.client.receive(self.replica, message)
 
-    def send(self, message: Add | Abort | Shutdown) -> None:
+    def send(self, message: ToEngine) -> None:
         if isinstance(message, Add):
             self.live[message.id] = (message, len(message.output))
             self.added.append(message)
@@ -68,6 +85,8 @@ class ScriptedEngine:
             self.aborted.extend(message.ids)
             for request_id in message.ids:
                 self.live.pop(request_id, None)
+        elif isinstance(message, DescribeRequests):
+            self.asked.append(message.id)
 
     def die(self) -> None:
         """It is gone, with all that it had."""
@@ -128,8 +147,7 @@ class Api:
         self.engines = [ScriptedEngine(self.client) for _ in range(config.replicas)]
         self.engine = self.engines[0]
         self.service = Service(config, self.client, self.metrics)
-        ready = Ready("tiny", str(folder), tiny.CONTEXT, tiny.VOCAB, BLOCKS, 0, 16, 1024, "fcfs", "none", "none", COST)
-        self.ready = ready
+        ready = self.ready = replace(READY, folder=str(folder))
         for engine in self.engines:
             engine.join(ready)
         self.service.open(ready, load_tokenizer(folder))

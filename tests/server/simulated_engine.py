@@ -8,7 +8,6 @@ given up after three tokens.
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from tiny_model import EOS, VOCAB
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.events import Event, Token
 from skipjoin.core.kv import KVLedger
-from skipjoin.core.request import Request
+from skipjoin.core.request import DEFAULT_OPTIONS, Request, RequestOptions
 from skipjoin.core.scheduler import Scheduler
 from skipjoin.core.step import StepResult
 from skipjoin.model.config import ModelError
@@ -59,8 +58,7 @@ class SimulatedLoop:
         prompt: list[int],
         params: SamplingParams,
         *,
-        priority: int = 0,
-        deadline_s: float | None = None,
+        options: RequestOptions = DEFAULT_OPTIONS,
         output: Sequence[int] = (),
         age_s: float = 0.0,
     ) -> None:
@@ -73,8 +71,7 @@ class SimulatedLoop:
             params.max_tokens or self._context - len(prompt),
             min_tokens=params.min_tokens,
             stop_tokens=frozenset(params.stop_token_ids) | eos,
-            priority=priority,
-            deadline=math.inf if deadline_s is None else now + deadline_s,
+            options=options,
             sampling=params,
             output=list(output),
         )
@@ -109,7 +106,7 @@ def _sample(request: Request) -> int:
 
 
 def _is_lost(request: Request) -> bool:
-    return request.priority == HOPELESS and len(request.output) == 3
+    return request.options.priority == HOPELESS and len(request.output) == 3
 
 
 def _with_detail(event: Event) -> Event:
@@ -134,7 +131,20 @@ def main() -> int:
             raise ModelError(f"there is no folder {folder}")
         on_progress("pretending to load", 1.0)
         config = setup.config
-        ready = Ready("tiny", folder, context, VOCAB, blocks, 0, BLOCK_SIZE, 1024, config.recipe, "none", "none", COST)
+        ready = Ready(
+            model="tiny",
+            folder=folder,
+            max_model_len=context,
+            vocab_size=VOCAB,
+            device_blocks=blocks,
+            host_blocks=0,
+            block_size=BLOCK_SIZE,
+            block_bytes=1024,
+            recipe=config.recipe,
+            dtype="none",
+            device="none",
+            cost=COST,
+        )
         return SimulatedLoop(setup, step_s, blocks, context), ready
 
     return serve_engine(load)

@@ -9,21 +9,20 @@ from typing import Any
 
 import httpx
 import pytest
-from server_worlds import BLOCKS, COST, Api, MakeApi, ScriptedEngine
+from server_worlds import READY, Api, MakeApi, ScriptedEngine
 from tiny_model import EOS
 
-from skipjoin.core.request import FinishReason
+from skipjoin.core.request import FinishReason, RequestOptions
 from skipjoin.engine.text import Output
 from skipjoin.sampling import SamplingParams
 from skipjoin.server.engines.engine_client import EngineClient
 from skipjoin.server.engines.errors import EngineDeadError, NoReplicaError
-from skipjoin.server.engines.messages import Ready, Refused, StepOutputs
+from skipjoin.server.engines.messages import Refused, StepOutputs
 from skipjoin.server.engines.sequences import EngineSequence, Mailbox
 from skipjoin.server.metrics import Metrics
 
 pytestmark = pytest.mark.anyio
 
-READY = Ready("tiny", "", 512, 300, BLOCKS, 0, 16, 1024, "fcfs", "none", "none", COST)
 PROMPT = [7, 8, 9, 10]
 
 
@@ -109,7 +108,7 @@ async def test_what_goes_along() -> None:
     """Seed, priority, what is left of the deadline, the age; prompt scores only while they were not told."""
     world = World()
     params = SamplingParams(max_tokens=9, logprobs=1, prompt_logprobs=2)
-    world.submit(params=params, priority=-3, deadline_s=30.0)
+    world.submit(params=params, options=RequestOptions(priority=-3, deadline_s=30.0))
     first = world.home()
     world.clock.now += 4.0
     first.die()
@@ -121,8 +120,7 @@ async def test_what_goes_along() -> None:
     begun, anew, further = first.added[0], second.added[0], world.home().added[0]
     assert begun.params.seed is not None
     assert begun.params.seed == anew.params.seed == further.params.seed
-    assert (anew.priority, further.priority) == (-3, -3)
-    assert (begun.deadline_s, anew.deadline_s, further.deadline_s) == (30.0, 26.0, 21.0)
+    assert begun.options == anew.options == further.options == RequestOptions(priority=-3, deadline_s=30.0)
     assert (begun.age_s, anew.age_s, further.age_s) == (0.0, 4.0, 9.0)
     assert anew.params == begun.params
     assert (further.params.prompt_logprobs, further.params.logprobs) == (None, 1)
@@ -217,7 +215,7 @@ async def test_patience_has_an_end() -> None:
 
 async def test_a_deadline_passes_while_waiting() -> None:
     world = World(engines=1)
-    world.submit(deadline_s=0.02)
+    world.submit(options=RequestOptions(deadline_s=0.02))
     world.engines[0].die()
     world.clock.now += 0.02
     (output,) = await world.mailbox.get()

@@ -179,7 +179,7 @@ async def test_progress_of_all_is_told(tokenizer_folder: Path) -> None:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link, "KNOCK_S", 0.5)
+    monkeypatch.setattr(link, "CONNECT_S", 0.5)
 
 
 def try_to_knock(key: ListenerKey) -> None:
@@ -238,7 +238,7 @@ async def test_what_crosses_the_network_cannot_be_read() -> None:
     socket, _ = await asyncio.to_thread(connect, context, door.key)
     ends = [socket, links[0]._socket, door._socket]
     assert [end.getsockopt(zmq.MECHANISM) for end in ends] == [zmq.CURVE] * 3
-    await until(lambda: links[0]._is_in)
+    await until(lambda: links[0]._is_connected)
     links[0].send(Add(1, list(b"words"), SamplingParams()))
     assert await asyncio.to_thread(socket.poll, 3000)
     assert b"words" in socket.recv()
@@ -251,7 +251,7 @@ async def test_an_engine_without_an_api_process_ends(tokenizer_folder: Path) -> 
     door = EngineListener("127.0.0.1", lambda one: None)
     door.close()
     program = (
-        "import sys; import skipjoin.server.engines.link as link; link.KNOCK_S = 0.3\n"
+        "import sys; import skipjoin.server.engines.link as link; link.CONNECT_S = 0.3\n"
         f"sys.path.insert(0, {str(HERE)!r}); sys.argv = ['x', {str(tokenizer_folder)!r}, '0', '99', '99']\n"
         "import simulated_engine; sys.exit(simulated_engine.main())\n"
     )
@@ -260,4 +260,4 @@ async def test_an_engine_without_an_api_process_ends(tokenizer_folder: Path) -> 
     )
     _, errors = await process.communicate(msgspec.json.encode(Setup(EngineConfig(), door.key, os.getpid())))
     assert process.returncode == ORPHANED
-    assert b"nobody answers" in errors
+    assert b"the API process does not answer" in errors

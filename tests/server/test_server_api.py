@@ -190,7 +190,7 @@ async def test_deadline_in_the_queue_is_408(api: Api) -> None:
     api.engine.paused = True
     task = asyncio.create_task(api.complete(deadline_ms=5000))
     await until(lambda: api.engine.live)
-    assert 4 < (api.engine.added[0].deadline_s or 0) <= 5
+    assert 4 < (api.engine.added[0].options.deadline_s or 0) <= 5
     api.engine.end_all(FinishReason.DEADLINE)
     response = await task
     error = error_of(response, 408)
@@ -226,7 +226,7 @@ async def test_deadline_by_header_and_by_default(make_api: MakeApi) -> None:
     async with make_api(default_deadline_s=9.0) as api:
         await api.complete()
         await api.http.post("/v1/completions", json={"prompt": "a"}, headers={"x-request-deadline-ms": "3000"})
-        assert [round(add.deadline_s or 0) for add in api.engine.added] == [9, 3]
+        assert [round(add.options.deadline_s or 0) for add in api.engine.added] == [9, 3]
         bad = await api.http.post("/v1/completions", json={"prompt": "a"}, headers={"x-request-deadline-ms": "-1"})
         assert error_of(bad, 400)["param"] == "x-request-deadline-ms"
 
@@ -528,7 +528,7 @@ async def test_request_ids_are_echoed_clean_and_never_collide(api: Api) -> None:
 async def test_priority_and_sampling_reach_the_engine(api: Api) -> None:
     await api.complete(priority=-5, temperature=0.5, top_k=4, logit_bias={"3": -2}, stop_token_ids=[7])
     add = api.engine.added[0]
-    assert add.priority == -5
+    assert add.options.priority == -5
     assert (add.params.temperature, add.params.top_k) == (0.5, 4)
     assert add.params.logit_bias == {3: -2}
     assert add.params.stop_token_ids == (7,)

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from skipjoin.core.context import StepContext
 from skipjoin.core.events import Arrived, Event, Finished, Token
-from skipjoin.core.policy import NO_OUTLOOK, Outlook, Refusal
+from skipjoin.core.policy import HELD, Refusal
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.core.step import Direction, Move, Slice, StepPlan
 from skipjoin.exec.simulated import SimulatedExecutor
@@ -102,11 +103,11 @@ def test_a_run_can_be_cut_short() -> None:
 class Refusing:
     """A batcher that never takes anybody."""
 
-    def open(self, now: float, outlook: Outlook = NO_OUTLOOK) -> Refusing:
+    def open(self, context: StepContext) -> Refusing:
         return self
 
     def offer(self, request: Request, pending: int) -> Refusal:
-        return Refusal.SKIP
+        return HELD
 
     def take(self, request: Request, tokens: int) -> None:
         raise AssertionError

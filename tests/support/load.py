@@ -6,12 +6,22 @@ import random
 from collections.abc import Iterable
 from typing import Any
 
-from skipjoin.core.request import Request
+from skipjoin.core.request import Request, RequestOptions
 
 
-def make(number: int, prompt: int = 8, max_tokens: int = 4, *, arrival: float = 0.0, **rest: Any) -> Request:
+def make(
+    number: int,
+    prompt: int = 8,
+    max_tokens: int = 4,
+    *,
+    arrival: float = 0.0,
+    priority: int = 0,
+    deadline: float | None = None,
+    **rest: Any,
+) -> Request:
     """A request with a prompt of `prompt` tokens."""
-    return Request(number, arrival, range(prompt), max_tokens, **rest)
+    options = RequestOptions(priority=priority, deadline_s=None if deadline is None else deadline - arrival)
+    return Request(number, arrival, range(prompt), max_tokens, options=options, **rest)
 
 
 def load(

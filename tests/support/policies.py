@@ -58,7 +58,7 @@ class Ranks:
     def evicted(self, request: Request, now: float) -> None:
         pass
 
-    def left(self, request: Request, now: float) -> None:
+    def finished(self, request: Request, now: float) -> None:
         self._live.remove(request)
 
     def ranked(self, now: float) -> Iterator[Request]:

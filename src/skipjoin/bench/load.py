@@ -191,7 +191,7 @@ def figures(exchanges: Sequence[Exchange], seconds: float, slo: Slo) -> Record:
     # A client does not see when the engine began with a request, nor what it did.
     for part in (record, *record.get("classes", {}).values()):
         part["queue_s"] = dict.fromkeys(part["queue_s"])
-        part["breakdown_s"] = None
+        part["breakdown_s"] = part["wait_s"] = None
     record["quantiles"]["queue_s"] = []
     record |= dict.fromkeys(("kv", "steps", "batch_mean", "series"))
     record["client"] = {**_lags(exchanges), "errors_by_kind": dict(_kinds(exchanges).most_common())}

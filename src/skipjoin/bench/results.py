@@ -18,7 +18,7 @@ _TEXTS = ("recipe", "model", "hardware", "driver")
 _NUMBERS = ("duration_s", "throughput_rps", "throughput_tps")
 _OBJECTS = ("workload", "requests", *DISTRIBUTIONS)
 # A client cannot see some of these (null), and a record of another program may lack them.
-_OPTIONAL_OBJECTS = ("settings", "slo", "breakdown_s", "kv", "quantiles", "series", "classes")
+_OPTIONAL_OBJECTS = ("settings", "slo", "breakdown_s", "wait_s", "kv", "quantiles", "series", "classes")
 _PERCENTILES = 101
 
 

@@ -14,7 +14,7 @@ from skipjoin.core.engine import EngineCore
 from skipjoin.core.events import Event
 from skipjoin.core.kv import KVLedger
 from skipjoin.core.policy import CostModel
-from skipjoin.core.request import Request
+from skipjoin.core.request import Request, RequestOptions
 from skipjoin.core.scheduler import Scheduler
 from skipjoin.core.step import StepShape
 from skipjoin.exec.simulated import SimulatedExecutor
@@ -196,7 +196,7 @@ def run(
         # Made on the way: the tokens of requests that are over need no memory.
         requests = (_request(system, number, job) for number, job in taken)
         end = simulate_cluster(replicas, requests, dispatch, on_events=observe, until=extent.until_s)
-    facts = ended + [one for log in logs for one in log.live()]
+    facts = ended + [one for log in logs for one in log.live(end)]
     for one in facts:
         one.stream = jobs[one.id].stream
     record: Record = {
@@ -241,7 +241,7 @@ def _request(system: System, number: int, job: WorkloadRequest) -> Request:
         range(job.prompt_tokens),
         min(asked, _room(system, job)),
         stop_tokens=_STOP,
-        priority=job.priority,
+        options=RequestOptions(priority=job.priority),
         sampling=job.output_tokens,
     )
 

@@ -104,6 +104,9 @@ def serve(
         int,
         typer.Option(help="Engines behind this server, by Ray Serve; each has the model, and the KV pool, of its own."),
     ] = SERVER.replicas,
+    enable_debug_routes: Annotated[
+        bool, typer.Option("--enable-debug-routes", help="Serve GET /debug/requests: the state of every live request.")
+    ] = SERVER.enable_debug_routes,
     shutdown_timeout: Annotated[
         float, typer.Option(help="Seconds that running requests get after SIGTERM.")
     ] = SERVER.shutdown_timeout_s,
@@ -158,6 +161,7 @@ def serve(
             shutdown_timeout_s=shutdown_timeout,
             metrics_compat=metrics_compat,
             replicas=replicas,
+            enable_debug_routes=enable_debug_routes,
         )
         make_engines: MakeEngines = one_engine
         if replicas > 1:

@@ -10,6 +10,7 @@ from skipjoin.core.kv import KVLedger
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.core.scheduler import Scheduler
 from skipjoin.core.step import StepPlan, StepResult
+from skipjoin.core.waits import WaitState
 
 
 class RequestTooLargeError(ValueError):
@@ -82,11 +83,10 @@ class EngineCore:
             if (request := result.plan.slices[index].request).finish_reason is None:
                 self._finish(request, FinishReason.ERROR, now, why)
         events, details = scheduler.events, result.details
-        for index, ((request, _, _, samples, _, _), token) in enumerate(
-            zip(result.plan.slices, result.tokens, strict=True)
-        ):
+        for index, (piece, token) in enumerate(zip(result.plan.slices, result.tokens, strict=True)):
+            request = piece.request
             # A request that ended while the step ran has no use for the token; one whose KV was lost gets no token.
-            if not samples or request.finish_reason is not None or request in void:
+            if not piece.samples or request.finish_reason is not None or request in void:
                 continue
             if token is None:
                 raise ValueError(f"plan {result.plan.id} sampled no token for request {request.id}")
@@ -97,6 +97,13 @@ class EngineCore:
                 self._finish(request, FinishReason.STOP, now)
             elif known >= request.max_total_tokens:
                 self._finish(request, FinishReason.LENGTH, now)
+
+    def wait_of(self, request: Request) -> WaitState | None:
+        """Why the request waits, and since when; None while it runs."""
+        if request.in_flight or request.last_plan >= self.scheduler.latest_plan:
+            return None
+        tail = self.scheduler.tail
+        return request.wait or tail._replace(since=max(tail.since, request.arrival))
 
     def restart(self, now: float) -> None:
         """The executor was started anew and has nothing of what it had: requests go on from the tokens that they have

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.core.step import Move, StepPlan, StepResult
+from skipjoin.core.waits import WaitReason
 
 
 class Preemption(Enum):
@@ -46,6 +47,19 @@ class Preempted(NamedTuple):
     how: Preemption
 
 
+class Waited(NamedTuple):
+    """The reason for which the request waits changed; it ends when the request is in a plan.
+
+    NOT_EXAMINED: it shares the reason of the requests that decisions do not look at (`Planned.tail`). short: KV blocks
+    that are missing, with NO_KV.
+    """
+
+    request: Request
+    now: float
+    reason: WaitReason
+    short: int = 0
+
+
 class Moved(NamedTuple):
     """A move landed."""
 
@@ -61,12 +75,14 @@ class MoveFailed(NamedTuple):
 
 
 class Planned(NamedTuple):
-    """A step was decided. held: device blocks that are not free. claimed: those, and the ones that are promised."""
+    """A step was decided. held: device blocks that are not free. claimed: those, and the ones that are promised.
+    tail: why requests wait that the decision did not examine."""
 
     plan: StepPlan
     now: float
     held: int
     claimed: int
+    tail: WaitReason = WaitReason.NOT_EXAMINED
 
 
 class Computed(NamedTuple):
@@ -87,7 +103,7 @@ class Token(NamedTuple):
 
 class Finished(NamedTuple):
     """The request left the engine; its blocks come home when the plans that hold them commit. detail: with
-    `FinishReason.ERROR`, what happened and what helps; it may be shown to who asked for the request."""
+    `FinishReason.ERROR`, what happened and what helps; it may be shown to the client."""
 
     request: Request
     now: float
@@ -96,13 +112,24 @@ class Finished(NamedTuple):
 
 
 class Restarted(NamedTuple):
-    """All KV on both tiers is lost, and so are these plans, which will have no result. Who held any is preempted (DROP)
-    next; all requests go on from the tokens that are known."""
+    """All KV on both tiers is lost, and so are these plans, which will have no result. The requests that held KV are
+    preempted (DROP) next; all requests go on from the tokens that are known."""
 
     plans: tuple[StepPlan, ...]
     now: float
 
 
 Event = (
-    Arrived | Admitted | Started | Preempted | Planned | Computed | Moved | MoveFailed | Token | Finished | Restarted
+    Arrived
+    | Admitted
+    | Started
+    | Preempted
+    | Waited
+    | Planned
+    | Computed
+    | Moved
+    | MoveFailed
+    | Token
+    | Finished
+    | Restarted
 )

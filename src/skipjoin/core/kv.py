@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from skipjoin.core.request import Request
@@ -31,13 +31,14 @@ class RequestBlocks:
 
 
 class KVLedger:
-    """Who holds which blocks on which tier, what is promised, what is in transit.
+    """Which request holds which blocks on which tier, what is promised, what is in transit.
 
     A request's blocks lie on one tier, or are in transit between the two. While a move is in transit the request
     cannot be moved again or released; blocks that the move still reads are *fenced*: neither free nor usable until
     `land`. Blocks are handed out in a fixed order, so that a trace repeats exactly.
 
     device_blocks, host_blocks: pool sizes in blocks. block_size: tokens per block.
+    blocks_of: what a request holds, or None; to be read, and changed by the ledger alone.
     """
 
     def __init__(self, device_blocks: int, host_blocks: int, block_size: int) -> None:
@@ -56,32 +57,30 @@ class KVLedger:
         self._device_free: list[int] = []
         self._host_free: list[int] = []
         self._held: dict[Request, RequestBlocks] = {}
+        # Asked for every request of every step: the dictionary answers itself.
+        self.blocks_of: Callable[[Request], RequestBlocks | None] = self._held.get
         self.clear()
 
     # -- questions ----------------------------------------------------------------------------------------
 
     @property
     def device_free(self) -> int:
-        """Device blocks that nobody holds and no move reads."""
+        """Device blocks that no request holds and no move reads."""
         return len(self._device_free)
 
     @property
     def host_free(self) -> int:
-        """Host blocks that nobody holds and no move reads."""
+        """Host blocks that no request holds and no move reads."""
         return len(self._host_free)
 
     @property
     def available(self) -> int:
-        """Free device blocks that are not promised to anyone. Negative where promises exceed free blocks."""
+        """Free device blocks that are not promised to any request. Negative where promises exceed free blocks."""
         return len(self._device_free) - self.promised_idle
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that carry `tokens` tokens."""
         return -(-tokens // self.block_size)
-
-    def blocks_of(self, request: Request) -> RequestBlocks | None:
-        """What the request holds, or None. To be read, never changed, by anyone but the ledger."""
-        return self._held.get(request)
 
     def holders(self) -> Iterator[Request]:
         """Every request that holds anything, in the order in which they began to."""
@@ -168,7 +167,7 @@ class KVLedger:
         # Popped from the end, so the lowest block numbers go first.
         self._device_free = list(range(self.device_total - 1, -1, -1))
         self._host_free = list(range(self.host_total - 1, -1, -1))
-        self._held = {}
+        self._held.clear()
 
     # -- moving -------------------------------------------------------------------------------------------
 
@@ -193,7 +192,7 @@ class KVLedger:
         return self._begin(held, Move(Direction.OUT, request, tuple(source), tuple(held.host)))
 
     def can_move_out(self, request: Request) -> bool:
-        """Whether the request's KV lies still on the device and the host has room for it."""
+        """Whether the request's KV is settled on the device and the host has enough free blocks."""
         held = self._held.get(request)
         if held is None or held.moving is not None or held.host or request.in_flight:
             return False
@@ -209,7 +208,7 @@ class KVLedger:
         return self._begin(held, Move(Direction.IN, request, tuple(held.host), tuple(held.device)))
 
     def can_move_in(self, request: Request) -> bool:
-        """Whether the request's KV lies still on the host and the device has room for it that nobody is promised."""
+        """Whether the request's KV is settled on the host and the device has enough blocks that are not promised."""
         held = self._held.get(request)
         return held is not None and held.moving is None and 0 < len(held.host) <= self.available
 

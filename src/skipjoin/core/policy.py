@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
+from skipjoin.core.context import StepContext
 from skipjoin.core.events import Preemption
 from skipjoin.core.kv import KVLedger
 from skipjoin.core.request import Request
-from skipjoin.core.step import Slice, StepPlan, StepShape
+from skipjoin.core.step import Slice, StepShape
+from skipjoin.core.waits import WaitReason
 
 
 class CostModel(Protocol):
@@ -18,7 +20,7 @@ class CostModel(Protocol):
 
     @property
     def revision(self) -> int:
-        """Changes when answers given before no longer hold. Whoever keeps answers compares it."""
+        """Changes when answers given before no longer hold; a caller that keeps answers compares it."""
         ...
 
     def step(self, shape: StepShape) -> float:
@@ -38,11 +40,11 @@ class LengthPredictor(Protocol):
         ...
 
 
-class Ordering(Protocol):
-    """Who matters most now. Owns whatever it knows about each request.
+class Callbacks:
+    """What every seam may be told of requests. A policy overrides what it needs; `Policies` calls only that.
 
-    The order is total and changes only in the calls below, so a step costs what it chooses and what changed, not
-    the length of the queue.
+    All other methods of the seams answer questions and must leave a policy as it was, unless their docstring says
+    otherwise: the planner may ask speculatively, and more than once in a step.
     """
 
     def arrived(self, request: Request, now: float) -> None:
@@ -54,12 +56,25 @@ class Ordering(Protocol):
     def evicted(self, request: Request, now: float) -> None:
         """The request's KV was dropped or swapped out; a dropped one has its tokens to compute again."""
 
-    def left(self, request: Request, now: float) -> None:
-        """The request finished or was aborted: forget it."""
+    def finished(self, request: Request, now: float) -> None:
+        """The request ended, however it did: forget it."""
+
+
+class Ordering(Protocol):
+    """Which requests matter most now. Owns what it knows of each request, from the `Callbacks`.
+
+    The order is total and changes only in the callbacks and in `ranked`, so a step costs what it chooses and what
+    changed, not the length of the queue.
+    """
+
+    def arrived(self, request: Request, now: float) -> None: ...
+    def ran(self, slices: Sequence[Slice], now: float) -> None: ...
+    def evicted(self, request: Request, now: float) -> None: ...
+    def finished(self, request: Request, now: float) -> None: ...
 
     def ranked(self, now: float) -> Iterator[Request]:
-        """All requests best first, lazily. Nothing else may be called while the iterator is in use, except
-        `rank` and `outranks`."""
+        """All requests best first, lazily. May promote what is due at `now`. While the iterator is in use, only `rank`
+        and `outranks` may be called."""
         ...
 
     def rank(self, request: Request) -> Any:
@@ -72,16 +87,32 @@ class Ordering(Protocol):
 
     def next_turns(self, requests: Iterable[Request], now: float) -> list[tuple[Any, Request]]:
         """These requests in the order in which they are expected to run next, soonest first, each with when: a value
-        that compares with the others', equal where one of two has no reason to go first."""
+        that compares with the others', equal where neither of two has a reason to go first."""
         ...
 
 
-class Refusal(Enum):
-    """A batcher's no."""
+class Scope(Enum):
+    """Which requests a batcher's refusal is for."""
 
-    SKIP = "not this one"
-    CLOSE = "nobody who holds no KV yet"
-    STOP = "look no further"
+    REQUEST = "this request"
+    NEWCOMERS = "every request that holds no KV yet"
+    ALL = "every request that was not offered yet"
+
+
+class Refusal(NamedTuple):
+    """A batcher's no: for which requests, and why."""
+
+    scope: Scope
+    reason: WaitReason
+
+
+NO_SEAT = Refusal(Scope.ALL, WaitReason.NO_SEAT)
+NO_TOKENS = Refusal(Scope.ALL, WaitReason.TOKEN_BUDGET)
+# A prompt that is computed whole does not fit: no newcomer overtakes it, and decodes go on.
+PROMPT_DOES_NOT_FIT = Refusal(Scope.NEWCOMERS, WaitReason.TOKEN_BUDGET)
+HELD = Refusal(Scope.REQUEST, WaitReason.HELD_BY_BATCHER)
+NEWCOMERS_HELD = Refusal(Scope.NEWCOMERS, WaitReason.HELD_BY_BATCHER)
+ALL_HELD = Refusal(Scope.ALL, WaitReason.HELD_BY_BATCHER)
 
 
 class BatchBuilder(Protocol):
@@ -96,27 +127,11 @@ class BatchBuilder(Protocol):
         """The request has space and joins the batch with that many tokens."""
 
 
-class Outlook(NamedTuple):
-    """What a batcher may look at before a step is filled.
-
-    in_flight: the plans that have not committed, oldest first. idle: who could run, best first, each with the tokens
-    that it has to compute; of those that hold no KV on the device, who finds free blocks. Made while it is read, which
-    costs what is read of it; to be read once, before anybody is offered. Who is offered, and has space in the end, may
-    differ.
-    """
-
-    in_flight: Sequence[StepPlan] = ()
-    idle: Iterable[tuple[Request, int]] = ()
-
-
-NO_OUTLOOK = Outlook()
-
-
 class Batcher(Protocol):
     """Which of the ordered requests run together, and how many tokens of each."""
 
-    def open(self, now: float, outlook: Outlook = NO_OUTLOOK) -> BatchBuilder:
-        """Begin a step's batch."""
+    def open(self, context: StepContext) -> BatchBuilder:
+        """Begin a step's batch. May change the batcher; called once per step."""
         ...
 
 
@@ -131,40 +146,36 @@ class Grant:
 
 
 class Wait(Enum):
-    """A reservation's no: the request waits for a later step."""
+    """An admission policy's no: the request waits for a later step."""
 
     WAIT = "wait"
 
 
 class AdmissionPolicy(Protocol):
-    """How much KV a request is promised when it gets its first block."""
+    """How much KV a request is granted when it gets its first block."""
 
     def admit(self, request: Request, kv: KVLedger) -> Grant | Wait:
-        """Decide over a request that holds nothing. `kv` as of now; what evictions would free is not counted."""
+        """Decide over a request that holds nothing. `kv` as of now; what evictions would free is not counted. Must be
+        pure: it is asked speculatively, too."""
         ...
 
 
 class EvictionPolicy(Protocol):
-    """What leaves the device when space is short, and what moves ahead of need.
+    """What leaves the device when space is short, and what moves ahead of need."""
 
-    returns_overlapped: whether KV comes back from the host beside steps only, as `ahead` says, while its request is
-    passed over; otherwise before the step that runs it.
-    """
-
-    @property
-    def returns_overlapped(self) -> bool: ...
-
-    def arrived(self, request: Request, now: float) -> None:
-        """The request entered the engine."""
+    def returns_overlapped(self, request: Request) -> bool:
+        """Whether the KV of this request, which is on the host, comes back with overlapped moves only, as `ahead` says,
+        while the request is passed over; otherwise with a blocking move of the step that runs it. Pure."""
+        ...
 
     def victims(
         self, short: int, candidates: Sequence[Request], kv: KVLedger, now: float, newcomer: Request | None
     ) -> Sequence[tuple[Request, Preemption]]:
-        """Who makes way, and how (SWAP or DROP), until `short` blocks are available.
+        """Which requests make way, and how (SWAP or DROP), until `short` blocks are available. Pure.
 
-        candidates: requests that may be evicted, least important first; together they free enough. newcomer: who needs
-        the blocks and has no KV on the device: it waits if the answer is empty. None: who needs them runs and grows,
-        and somebody must make way.
+        candidates: requests that may be evicted, least important first; together they free enough. newcomer: the
+        request that needs the blocks and has no KV on the device: it waits if the answer is empty. None: a request that
+        runs needs them to grow, and at least one candidate must make way.
         """
         ...
 
@@ -172,22 +183,37 @@ class EvictionPolicy(Protocol):
         """KV of that many tokens was dropped for a newcomer."""
 
     def ahead(
-        self, still: Sequence[Request], ordering: Ordering, kv: KVLedger, now: float
+        self, settled: Sequence[Request], ordering: Ordering, kv: KVLedger, now: float
     ) -> tuple[Sequence[Request], Sequence[Request]]:
-        """Requests to move out and in beside this step, which none of them joins. Asked before the step is filled.
+        """Requests to move out and in with overlapped moves of this step, which none of them joins. Asked once per
+        step, before it is filled; may change the policy.
 
-        still: the holders of KV, on either tier, of which nothing is in transit, in no order that matters. One that a
-        plan in flight runs pauses in this step, and can leave beside a later one. With `returns_overlapped`, one must
-        come in where all KV lies on the host.
+        settled: the holders of KV, on either tier, of which nothing is in transit, in no order that matters. One that a
+        plan in flight runs pauses in this step, and can leave with a later one. Where all KV lies on the host and
+        returns overlapped, at least one request must come in.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Policies:
-    """One serving system: a choice for every seam."""
+    """One serving system: a choice for every seam.
+
+    on_arrived, on_ran, on_evicted, on_finished: the `Callbacks` that the four policies have, in the order of the seams.
+    """
 
     ordering: Ordering
     batcher: Batcher
     admission: AdmissionPolicy
     eviction: EvictionPolicy
+    on_arrived: tuple[Callable[[Request, float], None], ...] = field(init=False, repr=False, compare=False)
+    on_ran: tuple[Callable[[Sequence[Slice], float], None], ...] = field(init=False, repr=False, compare=False)
+    on_evicted: tuple[Callable[[Request, float], None], ...] = field(init=False, repr=False, compare=False)
+    on_finished: tuple[Callable[[Request, float], None], ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        seams = (self.ordering, self.batcher, self.admission, self.eviction)
+        for name in ("arrived", "ran", "evicted", "finished"):
+            inherited = getattr(Callbacks, name)
+            has = [seam for seam in seams if getattr(type(seam), name, inherited) is not inherited]
+            object.__setattr__(self, f"on_{name}", tuple(getattr(seam, name) for seam in has))

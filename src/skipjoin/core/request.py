@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from skipjoin.core.waits import WaitState
+
 NEVER = -(1 << 62)  # a plan id below every other
 
 
@@ -20,6 +22,20 @@ class FinishReason(StrEnum):
     ERROR = "error"  # the executor gave it up
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOptions:
+    """What a client asks of the scheduler. Made once, at the API's edge or in `LLM`, and carried as it is from there.
+
+    priority: lower is earlier. deadline_s: seconds from the request's arrival after which it is ended; None: never.
+    """
+
+    priority: int = 0
+    deadline_s: float | None = None
+
+
+DEFAULT_OPTIONS = RequestOptions()
+
+
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Request:
     """One sequence to generate. Compared by identity; mutated by the scheduler and the engine core only.
@@ -31,7 +47,7 @@ class Request:
 
     id: unique and increasing with arrival. arrival, deadline: seconds on the driver's clock.
     max_tokens: most tokens to generate, at least 1. stop_tokens end the output once min_tokens are generated.
-    priority: lower is earlier. sampling: what the executor's sampler reads; the core never looks inside.
+    sampling: what the executor's sampler reads; the core never looks inside.
     output: generated so far; a request may come with tokens from elsewhere, after which it goes on.
     """
 
@@ -41,11 +57,11 @@ class Request:
     max_tokens: int
     min_tokens: int = 0
     stop_tokens: frozenset[int] = frozenset()
-    priority: int = 0
-    deadline: float = math.inf
+    options: RequestOptions = DEFAULT_OPTIONS
     sampling: object = None
 
     output: list[int] = field(default_factory=list)
+    deadline: float = field(default=math.inf, init=False)  # follows from the options
     resumed_tokens: int = 0  # tokens of its output that it came with
     known: int = 0
     computed: int = 0
@@ -56,6 +72,8 @@ class Request:
     evictions: int = 0  # times its KV was dropped or swapped out to make room
     is_fresh: bool = False  # no token was sampled for it since its KV last came to the device
     finish_reason: FinishReason | None = None
+    wait: WaitState | None = None  # why it waits, if the last decision that examined it did not run it
+    examined: int = -1  # the last decision that examined it and did not run it
 
     def __post_init__(self) -> None:
         if not self.prompt:
@@ -64,6 +82,8 @@ class Request:
             raise ValueError(f"request {self.id}: max_tokens must be at least 1, got {self.max_tokens}")
         if len(self.output) >= self.max_tokens:
             raise ValueError(f"request {self.id}: all of its {self.max_tokens} tokens are generated already")
+        if self.options.deadline_s is not None:
+            self.deadline = self.arrival + self.options.deadline_s
         self.resumed_tokens = len(self.output)
         self.known = len(self.prompt) + self.resumed_tokens
         self.max_total_tokens = len(self.prompt) + self.max_tokens

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from skipjoin.core.decision import Decision, Situation
+from skipjoin.core.context import StepContext
 from skipjoin.core.events import (
     Computed,
     Event,
@@ -14,11 +14,14 @@ from skipjoin.core.events import (
     Preempted,
     Preemption,
     Restarted,
+    Waited,
 )
 from skipjoin.core.kv import KVLedger
+from skipjoin.core.planner import StepPlanner
 from skipjoin.core.policy import Policies
 from skipjoin.core.request import NEVER, Request
 from skipjoin.core.step import StepPlan, StepResult
+from skipjoin.core.waits import WaitReason, WaitState
 
 
 class Scheduler:
@@ -46,14 +49,18 @@ class Scheduler:
         self.depth = depth
         self.overlap = overlap
         self.events: list[Event] = []  # what happened since the engine core last took them
+        # Why the requests wait that the last decision did not examine, and since when that is so.
+        self.tail = WaitState(WaitReason.NOT_EXAMINED, 0.0)
         self._in_flight: deque[StepPlan] = deque()
         self._next_id = 0
+        self._decisions = 0
+        self._waiting: list[Request] = []  # examined by the last decision, and not run
         # The plans in which a request that still runs must have had a slice: the last one, or with stages the
         # last `depth` ones, because a request is chosen once every `depth` plans.
         self._window = depth if not overlap else 1
         self._recent: deque[StepPlan] = deque()
-        # Whether a move failed since the last decision. Nobody then leaves beside the next step: who keeps trying, and
-        # cannot be evicted meanwhile, would hold up those that need its blocks for ever.
+        # Whether a move failed since the last decision. The next step then begins no overlapped move out: a request
+        # that keeps trying, and cannot be evicted meanwhile, would hold up those that need its blocks for ever.
         self._has_failed_move = False
 
     @property
@@ -65,13 +72,14 @@ class Scheduler:
 
     def add(self, request: Request, now: float) -> None:
         """Let the request compete for the device."""
-        self.policies.ordering.arrived(request, now)
-        self.policies.eviction.arrived(request, now)
+        for arrived in self.policies.on_arrived:
+            arrived(request, now)
 
     def remove(self, request: Request, now: float) -> None:
         """The request is finished or aborted (its finish_reason is set). Its blocks come home now, or when the
         last plan that holds or moves them commits."""
-        self.policies.ordering.left(request, now)
+        for finished in self.policies.on_finished:
+            finished(request, now)
         self._release_if_settled(request)
 
     # -- deciding -----------------------------------------------------------------------------------------
@@ -81,31 +89,42 @@ class Scheduler:
         wait for moves, the plan is empty."""
         if len(self._in_flight) >= self.depth:
             return None
-        situation = Situation(
-            now,
-            self._next_id,
-            self.latest_plan,
-            self.depth,
-            self.overlap,
+        context = StepContext(
+            now=now,
+            plan_id=self._next_id,
+            latest=self.latest_plan,
+            depth=self.depth,
+            overlap=self.overlap,
             may_leave=not self._has_failed_move,
+            decision=self._decisions,
             in_flight=self._in_flight,
         )
         self._has_failed_move = False
-        decision = Decision(self.policies, self.kv, self.events, situation)
-        overlapped = decision.move_ahead()
-        slices, blocking = decision.fill(), decision.blocking
-        decision.tell_ordering()
+        self._decisions += 1
+        planner = StepPlanner(self.policies, self.kv, self.events, context)
+        plan = planner.plan()
+        self._note_waits(planner, now)
         # With a plan in flight, its result is what to wait for.
-        if not (slices or blocking or overlapped) and (self._in_flight or not self.kv.is_moving):
+        is_empty = not (plan.slices or plan.blocking or plan.overlapped)
+        if is_empty and (self._in_flight or not self.kv.is_moving):
             return None
-        waiting = tuple(decision.waiting_for_kv)
-        plan = StepPlan(self._next_id, tuple(slices), tuple(blocking), tuple(overlapped), waiting)
         self._next_id += 1
         self._in_flight.append(plan)
         self._note_pauses(plan, now)
         kv = self.kv
-        self.events.append(Planned(plan, now, kv.device_total - kv.device_free, kv.device_total - kv.available))
+        held, claimed = kv.device_total - kv.device_free, kv.device_total - kv.available
+        self.events.append(Planned(plan, now, held, claimed, planner.tail))
         return plan
+
+    def _note_waits(self, planner: StepPlanner, now: float) -> None:
+        """Report the requests that waited for a reason of their own and were not examined in this decision."""
+        for request in self._waiting:
+            if request.wait is not None and request.examined != self._decisions - 1 and request.finish_reason is None:
+                request.wait = None
+                self.events.append(Waited(request, now, WaitReason.NOT_EXAMINED))
+        self._waiting = planner.waiting
+        if self.tail.reason is not planner.tail:
+            self.tail = WaitState(planner.tail, now)
 
     def _note_pauses(self, plan: StepPlan, now: float) -> None:
         """Report the requests that ran until now and were passed over in this plan."""
@@ -113,9 +132,10 @@ class Scheduler:
         if len(self._recent) <= self._window:
             return
         old = self._recent.popleft()
+        old_id = old.id
         for piece in old.slices:
             request = piece.request
-            if request.last_plan == old.id and request.finish_reason is None and not request.is_satisfied:
+            if request.last_plan == old_id and request.finish_reason is None and not request.is_satisfied:
                 self.events.append(Preempted(request, now, Preemption.PAUSE))
 
     # -- settling -----------------------------------------------------------------------------------------
@@ -133,9 +153,10 @@ class Scheduler:
         lost = self._settle_moves(result, now)
         void = lost.union(plan.slices[index].request for index in result.given_up)
         gone = bool(void)
-        for request, start, tokens, samples, _, _ in plan.slices:
-            request.computed = start + tokens
-            if samples:
+        for piece in plan.slices:
+            request = piece.request
+            request.computed = piece.start + piece.tokens
+            if piece.samples:
                 request.pending_samples -= 1
                 request.is_fresh = False
             gone = gone or request.finish_reason is not None
@@ -146,7 +167,8 @@ class Scheduler:
             )
             for piece in plan.slices:
                 self._release_if_finished(piece.request)
-        self.policies.ordering.ran(alive, now)
+        for ran in self.policies.on_ran:
+            ran(alive, now)
         for move in result.failed:  # in an order that repeats
             if move.request in lost:
                 self._forget(move.request, now)
@@ -155,8 +177,8 @@ class Scheduler:
         return void
 
     def restart(self, now: float) -> None:
-        """The executor was started anew: its KV, and the plans in flight, are lost. Who had computed tokens computes
-        them again."""
+        """The executor was started anew: its KV, and the plans in flight, are lost. Requests with computed tokens
+        compute them again."""
         self.events.append(Restarted(tuple(self._in_flight), now))
         holders = [request for request in self.kv.holders() if request.finish_reason is None]
         self.kv.clear()
@@ -168,7 +190,7 @@ class Scheduler:
             self._drop(request, now)
 
     def _settle_moves(self, result: StepResult, now: float) -> set[Request]:
-        """Lift the fences of the moves that ended; whose KV was lost."""
+        """Lift the fences of the moves that ended. Returns the requests whose KV was lost."""
         lost: set[Request] = set()
         for move in result.landed:
             self.kv.land(move)
@@ -187,10 +209,11 @@ class Scheduler:
             self._drop(request, now)
 
     def _drop(self, request: Request, now: float) -> None:
-        """The request has no KV any more, though nobody needed the room."""
+        """The request has no KV any more, though no other request needed the space."""
         request.computed = request.planned = 0
         request.last_plan = NEVER
-        self.policies.ordering.evicted(request, now)
+        for evicted in self.policies.on_evicted:
+            evicted(request, now)
         self.events.append(Preempted(request, now, Preemption.DROP))
 
     def _release_if_finished(self, request: Request) -> None:

@@ -1,4 +1,4 @@
-"""One turn of an engine over an executor: fill the pipeline, wait for its oldest plan, settle it."""
+"""One turn of an engine over an executor: fill the pipeline, wait for its oldest plan, commit it."""
 
 from __future__ import annotations
 

@@ -1,14 +1,13 @@
-"""The driver of the real world: it owns the wall clock and turns the engine, one step at a time."""
+"""The wall-clock driver: it runs the engine one step at a time, for `LLM` and for the engine process."""
 
 from __future__ import annotations
 
-import math
 import random
 import time
 from collections.abc import Sequence
 
 from skipjoin.core.events import Event
-from skipjoin.core.request import Request
+from skipjoin.core.request import DEFAULT_OPTIONS, Request, RequestOptions
 from skipjoin.core.step import StepResult, StepShape
 from skipjoin.engine.build import Engine
 from skipjoin.engine.driver import StepDriver
@@ -18,7 +17,7 @@ from skipjoin.sampling import ParameterError, SamplingParams
 
 
 class EngineLoop:
-    """Requests in by `add` and `abort`, events out of `step`. Not thread-safe: one thread owns it.
+    """Takes requests by `add` and `abort`, and returns events from `step`. Not thread-safe: one thread owns it.
 
     clock: seconds, monotonic.
     """
@@ -37,13 +36,12 @@ class EngineLoop:
         prompt: Sequence[int],
         params: SamplingParams,
         *,
-        priority: int = 0,
-        deadline_s: float | None = None,
+        options: RequestOptions = DEFAULT_OPTIONS,
         output: Sequence[int] = (),
         age_s: float = 0.0,
     ) -> None:
-        """Take a request. deadline_s: seconds from now after which it is given up. output: what another engine has
-        generated of it, after which it goes on. age_s: seconds since it first arrived anywhere.
+        """Take a request. output: the tokens that another engine has generated for it; this one continues after them.
+        age_s: seconds since it arrived at the first engine, which is when its deadline begins to count.
 
         Raises `ParameterError` for a prompt that is empty, too long or has unknown token ids, and for max_tokens
         beyond the context; `RequestTooLargeError` if the KV pool cannot hold it.
@@ -60,27 +58,26 @@ class EngineLoop:
             self._max_tokens(prompt, params),
             min_tokens=params.min_tokens,
             stop_tokens=stop_tokens,
-            priority=priority,
-            deadline=now + deadline_s if deadline_s is not None else math.inf,
+            options=options,
             sampling=Sampling(params, seed, eos),
             output=list(output),
         )
         self.core.add(request, now)
 
     def abort(self, request_id: int) -> bool:
-        """End a request; False if it is not there (any more)."""
+        """End a request; False if it has ended or was never added."""
         return self.core.abort(request_id, self.clock())
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing to do until a request is added; KV of requests that ended may still be moving."""
+        """Whether no request is left, no plan is in flight, and no KV is moving."""
         return not (self.core.requests or self._driver.in_flight or self.core.kv.is_moving)
 
     def step(self) -> list[Event]:
-        """One turn: fill the pipeline, wait for its oldest plan, settle it. What happened, in order.
+        """One turn: fill the pipeline, wait for its oldest plan, commit it. Returns the events, in order.
 
-        Where a rank is lost, all are started anew, and requests go on from the tokens that are known. Raises
-        `RankError` if that cannot be, and `OutOfStepError`.
+        If a rank is lost, all ranks are restarted, and requests continue from the tokens that are known. Raises
+        `RankError` if the restart fails, and `OutOfStepError`.
         """
         try:
             if self.idle:
@@ -93,12 +90,12 @@ class EngineLoop:
         return self.core.take_events()
 
     def _learn(self, result: StepResult) -> None:
-        # What a step took that left slices out says nothing of a step with all of them.
+        # The time of a step that left slices out is not that of its shape.
         if result.plan.slices and not result.given_up:
             self._cost.learn(StepShape.of(result.plan.slices), result.seconds - result.moving)
 
     def close(self) -> None:
-        """Let the running step end and stop the executor."""
+        """Wait for the running step and stop the executor."""
         self.engine.executor.close()
 
     def _max_tokens(self, prompt: Sequence[int], params: SamplingParams) -> int:

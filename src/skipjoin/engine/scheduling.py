@@ -12,7 +12,7 @@ from skipjoin.core.scheduler import Scheduler
 from skipjoin.engine.load import Loaded
 from skipjoin.exec.rank_spec import ModelExecutor
 from skipjoin.policies.cost import LearningCost
-from skipjoin.policies.eviction import Swap
+from skipjoin.policies.eviction import ProactiveSwap, Swap
 from skipjoin.policies.predictors import MaxTokens
 from skipjoin.policies.starvation import WorstCase, least_bound, most_requests, starvation_after, starvation_within
 from skipjoin.recipes import Settings, build
@@ -74,6 +74,6 @@ def _extremes(config: EngineConfig, loaded: Loaded, settings: Settings) -> Worst
         host_blocks=host_blocks if isinstance(eviction, Swap) else 0,
         block_size=block_size,
         depth=depth_of(config, loaded.executor),
-        moves_overlapped=eviction.returns_overlapped,
+        moves_overlapped=isinstance(eviction, ProactiveSwap),
         stages=config.pipeline_parallel_size,
     )

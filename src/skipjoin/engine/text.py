@@ -1,4 +1,4 @@
-"""From tokens to text: incremental detokenising, stop strings, log-probabilities. One `Choice` per sequence."""
+"""Tokens to text: incremental detokenizing, stop strings, log-probabilities. One `Choice` per sequence."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from skipjoin.sampling import Scored, TokenDetail
 
 
 class Output(NamedTuple):
-    """News of one sequence: a token, its end, or both.
+    """What is new in one sequence: a token, its end, or both.
 
-    choice: which sequence of the mailbox. token: None if it ended without a new one. reason: it is over. error: what
-    happened, where the reason is an error.
+    choice: index of the sequence in its job. token: None if the sequence ended without a new one. reason: of its end,
+    None before. error: what happened, if the reason is an error.
     """
 
-    choice: int
-    token: int | None
-    detail: TokenDetail | None
-    reason: FinishReason | None
+    choice: int = 0
+    token: int | None = None
+    detail: TokenDetail | None = None
+    reason: FinishReason | None = None
     error: str = ""
 
 
 class StopStrings:
-    """Finds the first stop string in a text that grows, and holds back what may be the beginning of one."""
+    """Finds the first stop string in a growing text, and holds back text that may be the beginning of one."""
 
     def __init__(self, stops: Sequence[str], *, include: bool) -> None:
         self._stops = stops
@@ -35,13 +35,13 @@ class StopStrings:
         self.found = False
 
     def add(self, text: str) -> str:
-        """What of the text so far may be shown now. Once a stop string is `found`, nothing more is."""
+        """The text that may be shown now; none after a stop string was `found`."""
         if self.found:
             return ""
         text = self._held + text
         hits = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
         if hits:
-            # The one complete first counts, so that it does not matter how tokens cut the text.
+            # The stop string that is complete first counts, wherever tokens cut the text.
             end, at = min(hits)
             self.found, self._held = True, ""
             return text[:end] if self._include else text[:at]
@@ -50,13 +50,13 @@ class StopStrings:
         return text[: len(text) - keep]
 
     def flush(self) -> str:
-        """The text is complete: what was held back belongs to it."""
+        """The text that was held back, which belongs to the output once that is complete."""
         held, self._held = self._held, ""
         return held
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that `stop`, as a whole longer, begins with."""
+    """Length of the longest suffix of `text` that is a proper prefix of `stop`."""
     first = stop[0]
     start = max(0, len(text) - len(stop) + 1)
     while (start := text.find(first, start)) >= 0:
@@ -70,8 +70,8 @@ def _overlap(text: str, stop: str) -> int:
 class TextRules:
     """How a request's tokens become text.
 
-    echo: the prompt stands first. score_only: no token is wanted, only the prompt's scores. min_tokens: stop strings
-    count from here on. scores: log-probabilities are wanted.
+    echo: the text begins with the prompt. score_only: the prompt's scores are wanted, and no token. min_tokens: stop
+    strings count after so many tokens. scores: log-probabilities are wanted.
     """
 
     stop: tuple[str, ...] = ()
@@ -87,8 +87,8 @@ class Choice:
     """One sequence's output as it grows.
 
     tokens: generated so far, those of a stop string and the end-of-sequence token included. scored: tokens whose
-    log-probabilities have not been sent. finish_reason: "stop" or "length" once it is over, or "error"
-    where somebody lets an output with an error come here.
+    log-probabilities have not been sent. finish_reason: "stop" or "length" after the end, or "error" after an output
+    with an error.
     """
 
     __slots__ = (
@@ -105,12 +105,12 @@ class Choice:
     )
 
     def __init__(self, index: int, prompt: list[int], text: str | None, tokenizer: Tokenizer, rules: TextRules) -> None:
-        """text: the prompt as the client spelled it, None if as ids."""
+        """text: the prompt as the client spelled it; None for token ids."""
         self.index = index
         self.prompt = prompt
         self.tokens = 0
         self.scored: list[Scored] = []
-        self.text_length = 0  # of the log-probabilities' tokens that were sent
+        self.text_length = 0  # characters of the tokens whose log-probabilities were sent
         self.finish_reason: str | None = None
         self._rules = rules
         self._detokenizer = Detokenizer(tokenizer, prompt, rules.skip_special)
@@ -120,7 +120,7 @@ class Choice:
             self._lead = text if text is not None else tokenizer.decode(prompt, rules.skip_special)
 
     def take(self, output: Output) -> str:
-        """Add an output; the text that may be shown because of it. Nothing may follow once `finish_reason` is set."""
+        """Add an output; the new text that may be shown. No output may follow once `finish_reason` is set."""
         shown, self._lead = self._lead, ""
         if output.detail is not None and self._rules.scores:
             self.scored.extend(output.detail.prompt)
@@ -132,7 +132,7 @@ class Choice:
         text = ""
         if output.token is not None:
             self.tokens += 1
-            # The token that ended it, end-of-sequence or one of stop_token_ids, is shown only if asked for.
+            # The token that ended the output, end-of-sequence or one of stop_token_ids, is shown only on request.
             if output.reason is not FinishReason.STOP or self._rules.include_stop:
                 text = self._detokenizer.add(output.token)
         if output.reason is not None:
@@ -146,7 +146,7 @@ class Choice:
         return shown
 
     def take_scored(self) -> list[Scored]:
-        """The tokens whose log-probabilities are to be sent now."""
+        """The tokens whose log-probabilities are to be sent now, and never again."""
         scored, self.scored = self.scored, []
         return scored
 

@@ -97,7 +97,7 @@ def peak_of(device: torch.device, work: Callable[[], None]) -> int:
 def largest_steps(largest: LargestStep, block_size: int) -> list[StepPlan]:
     """The steps that need most memory: as few whole prompts as possible, as many as possible, and decodes alone. All
     slices lie in block 0."""
-    _, seqs, positions = largest
+    seqs, positions = largest.seqs, largest.positions
     tokens = min(largest.tokens, seqs * positions)
     few, many = -(-tokens // positions), min(seqs, tokens)
     context = min(positions, _DECODE_CONTEXT)
@@ -121,4 +121,5 @@ def _shares(total: int, parts: int) -> list[int]:
 def _slice(number: int, start: int, tokens: int, block_size: int) -> Slice:
     end = start + tokens
     request = Request(number, 0.0, [0] * end, 1, sampling=Sampling(_GREEDIEST, number, ()))
-    return Slice(request, start, tokens, True, False, (0,) * -(-end // block_size))
+    blocks = (0,) * -(-end // block_size)
+    return Slice(request, start, tokens, samples=True, awaits=False, blocks=blocks)

@@ -128,7 +128,15 @@ class Worker:
         seconds = self._clock.between(begun.start, begun.end) - begun.waited
         moving = self._clock.between(*begun.moving) if begun.moving is not None else 0.0
         return StepResult(
-            plan, tokens, seconds, details, moving, *begun.ended, stages=begun.stages, given_up=begun.given_up
+            plan=plan,
+            tokens=tokens,
+            seconds=seconds,
+            details=details,
+            moving=moving,
+            landed=begun.ended.landed,
+            failed=begun.ended.failed,
+            stages=begun.stages,
+            given_up=begun.given_up,
         )
 
     def is_done(self, begun: InFlightStep) -> bool:
@@ -216,16 +224,18 @@ class Worker:
         return batch, self.model.forward(batch, pool)
 
     def _segment(self, piece: Slice) -> Segment:
-        request, start, count, samples, awaits, blocks = piece
-        if not awaits:
-            return Segment(request.tokens(start, start + count), start, blocks, samples, wants_scores(piece))
+        request, start, end = piece.request, piece.start, piece.start + piece.tokens
+        if not piece.awaits:
+            known: Sequence[int] = request.tokens(start, end)
+            return Segment(known, start, piece.blocks, piece.samples, all_logits=wants_scores(piece))
         if (stages := self.model.shard.pp_size) > 1:
             raise ValueError(
                 f"request {request.id} awaits a token that only the last of {stages} stages samples: "
                 "with stages, plans must not overlap"
             )
-        known: Sequence[int] = request.tokens(start, start + count - 1) if count > 1 else ()
-        return Segment(known, start, blocks, samples, wants_scores(piece), self._rows[request])
+        known = request.tokens(start, end - 1) if piece.tokens > 1 else ()
+        row = self._rows[request]
+        return Segment(known, start, piece.blocks, piece.samples, all_logits=wants_scores(piece), awaits=row)
 
     def _sample_row(self, piece: Slice) -> SampleRow:
         request = piece.request
@@ -238,7 +248,13 @@ class Worker:
             output = request.output[: length - piece.awaits]
             if piece.awaits:
                 output.append(self._awaited(request))
-        return SampleRow(sampling.params, sampling.seed, request.prompt, output, sampling.eos_token_ids)
+        return SampleRow(
+            params=sampling.params,
+            seed=sampling.seed,
+            prompt=request.prompt,
+            output=output,
+            eos_token_ids=sampling.eos_token_ids,
+        )
 
     def _awaited(self, request: Request) -> int:
         """The token that the plan before sampled for a request; waits for it."""

@@ -1,11 +1,11 @@
-"""What Prometheus reads of an engine, folded from core events: the table of all metrics, and who counts them."""
+"""What Prometheus reads of an engine, folded from core events: the table of all metrics, and what counts them."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, NamedTuple
 
 from skipjoin.core.events import (
     Arrived,
@@ -17,13 +17,13 @@ from skipjoin.core.events import (
     Preempted,
     Restarted,
     Started,
-    Token,
 )
 from skipjoin.core.request import FinishReason, Request
-from skipjoin.core.step import Direction, Move
+from skipjoin.core.step import Direction
 from skipjoin.observe.requests import RequestFacts, RequestLog
 from skipjoin.observe.stages import StageUse
 from skipjoin.observe.usage import EngineUsage
+from skipjoin.observe.waits import REASONS
 
 
 class Metric(NamedTuple):
@@ -72,7 +72,7 @@ ENGINE_METRICS = (
     Metric(
         "swap_out_bytes_total",
         "counter",
-        "KV copied to the host; proactive: beside a step, else before it.",
+        "KV copied to the host; proactive: overlapped with steps.",
         "proactive",
         _PROACTIVE,
         in_vllm=False,
@@ -80,9 +80,17 @@ ENGINE_METRICS = (
     Metric(
         "swap_in_bytes_total",
         "counter",
-        "KV copied back from the host; proactive: beside a step, else before it.",
+        "KV copied back from the host; proactive: overlapped with steps.",
         "proactive",
         _PROACTIVE,
+        in_vllm=False,
+    ),
+    Metric(
+        "wait_seconds_total",
+        "counter",
+        "Time that requests waited, by the reason; of live requests as far as it is known.",
+        "reason",
+        tuple(REASONS),
         in_vllm=False,
     ),
     Metric("swap_stall_seconds_total", "counter", "Time that steps stood still for copies of KV.", in_vllm=False),
@@ -158,10 +166,10 @@ class Snapshot(NamedTuple):
 
 def merged(live: Sequence[Snapshot], *, gone: Snapshot | None = None) -> Snapshot:
     """Of several engines together. gone: what those counted that are there no more."""
-    everybody = [*live, *([gone] if gone is not None else [])]
+    engines = [*live, *([gone] if gone is not None else [])]
     rows = []
     for index, metric in enumerate(ENGINE_METRICS):
-        row = [sum(numbers) for numbers in zip(*(snapshot.rows[index] for snapshot in everybody), strict=True)]
+        row = [sum(numbers) for numbers in zip(*(snapshot.rows[index] for snapshot in engines), strict=True)]
         rows.append([number / max(1, len(live)) for number in row] if metric.is_share else row)
     return Snapshot(rows)
 
@@ -200,6 +208,17 @@ class EngineMetrics:
         self._on_host: set[Request] = set()
         self._in_flight = 0
         self._held = 0
+        self._now = 0.0  # when something happened last
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            Arrived: self._arrive,
+            Started: self._start,
+            Preempted: self._preempt,
+            Planned: self._plan,
+            Computed: self._compute,
+            Moved: self._move,
+            Finished: self._forget,
+            Restarted: self._restart,
+        }
 
         row = self._rows.row
         self._stall = row("swap_stall_seconds_total")
@@ -229,26 +248,8 @@ class EngineMetrics:
         """Take what happened, in order."""
         events = tuple(events)
         for event in events:
-            if type(event) is Token:  # the log has them
-                continue
-            if isinstance(event, Computed):
-                self._compute(event)
-            elif isinstance(event, Planned):
-                self._in_flight += 1
-                self._held = event.held
-            elif isinstance(event, Moved):
-                self._move(event.move)
-            elif isinstance(event, Arrived):
-                self._live.add(event.request)
-            elif isinstance(event, Started):
-                self._running.add(event.request)
-                self._on_host.discard(event.request)  # its KV comes back before it runs
-            elif isinstance(event, Preempted):
-                self._running.discard(event.request)
-            elif isinstance(event, Restarted):
-                self._restart()
-            elif isinstance(event, Finished):
-                self._forget(event.request)
+            if (handle := self._handlers.get(type(event))) is not None:
+                handle(event)
         self._log.observe(events)
         self._usage.observe(events)
         self._stages.observe(events)
@@ -264,6 +265,9 @@ class EngineMetrics:
         row = self._rows.row
         running, live = len(self._running), len(self._live)
         row("num_preemptions_total")[0] = self._usage.preemptions
+        # Between stages a request may be chosen without an event until its step ends: the counters do not fall then.
+        waits = row("wait_seconds_total")
+        waits[:] = map(max, waits, self._log.waits.totals(self._now))
         row("engine_steps_total")[0] = self._usage.steps
         row("recomputed_tokens_total")[0] = self._usage.recomputed_tokens
         row("stage_busy_seconds_total")[0] = sum(self._stages.busy)
@@ -280,10 +284,16 @@ class EngineMetrics:
 
     # -- steps --------------------------------------------------------------------------------------------
 
+    def _plan(self, event: Planned) -> None:
+        self._in_flight += 1
+        self._held = event.held
+        self._now = event.now
+
     def _compute(self, event: Computed) -> None:
         result = event.result
         plan = result.plan
         self._in_flight -= 1
+        self._now = event.now
         if plan.blocking:  # what an executor measures for no copies is noise
             self._stall[0] += result.moving
         if plan.slices:
@@ -292,18 +302,32 @@ class EngineMetrics:
             for move in moves:
                 self._swapped[move.direction][proactive] += len(move.source) * self._block_bytes
 
-    def _restart(self) -> None:
+    def _restart(self, event: Restarted) -> None:
         self._restarts[0] += 1
         self._in_flight = self._held = 0
         self._on_host.clear()
 
-    def _move(self, move: Move) -> None:
+    def _move(self, event: Moved) -> None:
+        move = event.move
         if move.direction is Direction.IN:
             self._on_host.discard(move.request)
         elif move.request in self._live:
             self._on_host.add(move.request)
 
-    def _forget(self, request: Request) -> None:
+    def _arrive(self, event: Arrived) -> None:
+        self._live.add(event.request)
+        self._now = event.now
+
+    def _start(self, event: Started) -> None:
+        self._running.add(event.request)
+        self._on_host.discard(event.request)  # its KV comes back before it runs
+
+    def _preempt(self, event: Preempted) -> None:
+        self._running.discard(event.request)
+
+    def _forget(self, event: Finished) -> None:
+        request = event.request
+        self._now = event.now
         self._live.discard(request)
         self._running.discard(request)
         self._on_host.discard(request)

@@ -65,6 +65,7 @@ def _figures(facts: Sequence[RequestFacts], now: float, rejected: int, errors: i
         **_latencies(facts, now),
         "slo": _attained(facts, now, rejected + errors, slo),
         "breakdown_s": _breakdown(facts, now),
+        "wait_s": _waits(facts),
     }
 
 
@@ -173,6 +174,14 @@ def _breakdown(facts: Sequence[RequestFacts], now: float) -> dict[str, float]:
         "swapping": _round(sum(one.swapping_s for one in facts) / count),
         "scheduling": _round(sum(one.scheduling_s for one in facts) / count),
     }
+
+
+def _waits(facts: Sequence[RequestFacts]) -> dict[str, float]:
+    """Mean seconds per request by the reason for which it waited; reasons that did not occur are left out."""
+    total: Counter[str] = Counter()
+    for one in facts:
+        total.update({reason.value: seconds for reason, seconds in one.wait_s().items() if seconds})
+    return {reason: _round(seconds / len(facts)) for reason, seconds in sorted(total.items())}
 
 
 def _round(value: float) -> float:

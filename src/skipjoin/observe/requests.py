@@ -4,9 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
-from skipjoin.core.events import Arrived, Computed, Event, Finished, Planned, Preempted, Restarted, Started, Token
+from skipjoin.core.events import (
+    Arrived,
+    Computed,
+    Event,
+    Finished,
+    Planned,
+    Preempted,
+    Restarted,
+    Started,
+    Token,
+    Waited,
+)
 from skipjoin.core.request import FinishReason, Request
+from skipjoin.core.waits import WaitReason
+from skipjoin.observe.waits import WaitLog, WaitTimes
 
 # Below this, a difference of two times is rounding.
 _NOTHING_S = 1e-9
@@ -21,7 +35,7 @@ class RequestFacts:
     first token was elsewhere, too, and the times that began before it came are not told. started: when it first ran.
     ended: when it was over, with `reason` as in `FinishReason`, or a word of the observer's own.
     execution_s: in steps that computed for it; swapping_s: in which those steps stood still for KV; scheduling_s: what
-    the host added to those steps.
+    the host added to those steps. waits: seconds by reason, where its observer is an engine.
 
     Durations of a request that is not over take `now` for its end: its age so far, never left out.
     """
@@ -42,6 +56,7 @@ class RequestFacts:
     execution_s: float = 0.0
     swapping_s: float = 0.0
     scheduling_s: float = 0.0
+    waits: WaitTimes | None = None
 
     @property
     def is_complete(self) -> bool:
@@ -98,6 +113,10 @@ class RequestFacts:
         """Time in the system in which nothing was done for it, preempted or not yet begun."""
         return max(0.0, self.jct(now) - self.execution_s - self.swapping_s - self.scheduling_s)
 
+    def wait_s(self) -> dict[WaitReason, float]:
+        """Seconds by reason in which it did not execute, until its end or until `RequestLog.live` was called."""
+        return {} if self.waits is None else dict(self.waits.by_reason())
+
     def _end(self, now: float) -> float:
         return now if self.ended is None else self.ended
 
@@ -123,16 +142,30 @@ class RequestLog:
         self._live: dict[Request, RequestFacts] = {}
         self._planned: dict[int, float] = {}  # when the plans in flight were made
         self._computed_at: float | None = None  # when the last result came, if work was left then
+        self.waits = WaitLog()
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            Arrived: self._arrive,
+            Waited: self._wait,
+            Planned: self._plan,
+            Started: self._start,
+            Preempted: self._preempt,
+            Computed: self._settle,
+            Finished: self._finish,
+            Restarted: self._restart,
+        }
 
-    def live(self) -> Iterator[RequestFacts]:
-        """The requests that have not ended, in the order of their arrival."""
+    def live(self, now: float) -> Iterator[RequestFacts]:
+        """The requests that have not ended, in the order of their arrival, with their waits until now. Nothing may be
+        observed afterwards."""
         for request, facts in self._live.items():
             facts.output_tokens = len(request.output)
+            if facts.waits is not None:
+                self.waits.finished(facts.waits, now)
             yield facts
 
     def observe(self, events: Iterable[Event]) -> None:
         """Take what happened, in order."""
-        live, on_gap = self._live, self._on_gap
+        live, on_gap, handlers = self._live, self._on_gap, self._handlers
         for event in events:
             kind = type(event)
             if kind is Token:
@@ -142,31 +175,41 @@ class RequestLog:
                     self._begin(facts, event.now)
                 elif on_gap is not None:
                     on_gap(event.now - last)
-            elif isinstance(event, Computed):
-                self._settle(event)
-            elif isinstance(event, Planned):
-                self._planned[event.plan.id] = event.now
-            elif isinstance(event, Arrived):
-                self._arrive(event.request)
-            elif isinstance(event, Started):
-                facts = live[event.request]
-                if facts.started is None:
-                    facts.started = event.now
-            elif isinstance(event, Preempted):
-                live[event.request].preemptions += 1
-            elif isinstance(event, Finished):
-                self._finish(event)
-            elif isinstance(event, Restarted):
-                self._planned.clear()
-                self._computed_at = None
+            elif (handle := handlers.get(kind)) is not None:
+                handle(event)
 
-    def _arrive(self, request: Request) -> None:
+    def _plan(self, event: Planned) -> None:
+        self._planned[event.plan.id] = event.now
+        self.waits.planned(event)
+
+    def _wait(self, event: Waited) -> None:
+        if (waits := self._live[event.request].waits) is not None:
+            self.waits.waited(waits, event)
+
+    def _start(self, event: Started) -> None:
+        facts = self._live[event.request]
+        if facts.started is None:
+            facts.started = event.now
+        if facts.waits is not None:
+            self.waits.started(facts.waits, event.now)
+
+    def _preempt(self, event: Preempted) -> None:
+        self._live[event.request].preemptions += 1
+
+    def _restart(self, event: Restarted) -> None:
+        self._planned.clear()
+        self.waits.restarted()
+        self._computed_at = None
+
+    def _arrive(self, event: Arrived) -> None:
+        request = event.request
         self._live[request] = RequestFacts(
             request.id,
             request.arrival,
             len(request.prompt),
             request.max_total_tokens - len(request.prompt),
             earlier_tokens=request.resumed_tokens,
+            waits=self.waits.arrived(request.arrival, event.now),
         )
 
     def _begin(self, facts: RequestFacts, now: float) -> None:
@@ -179,6 +222,8 @@ class RequestLog:
         facts = self._live.pop(event.request)
         facts.ended, facts.reason = event.now, event.reason.value
         facts.output_tokens = len(event.request.output)
+        if facts.waits is not None:
+            self.waits.finished(facts.waits, event.now)
         if not self._live:
             self._computed_at = None
         self._on_end(facts)
@@ -194,12 +239,15 @@ class RequestLog:
         host = host if host > _NOTHING_S else 0.0
         moving, computing = result.moving, result.seconds - result.moving
         live = self._live
+        waits = self.waits.computed(result, now)
         for piece in result.plan.slices:
             facts = live.get(piece.request)
-            if facts is not None:  # it may have ended while the step ran
+            if facts is not None and facts.waits is not None:  # it may have ended while the step ran
                 facts.execution_s += computing
-                facts.swapping_s += moving
-                facts.scheduling_s += host
+                if moving or host:
+                    facts.swapping_s += moving
+                    facts.scheduling_s += host
+                waits.ran(facts.waits)
         # A plan without slices lasts as long as it waits for moves.
         missed = result.seconds if result.plan.slices else now - since
         for request in result.plan.waiting_for_kv:

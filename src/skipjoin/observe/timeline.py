@@ -1,4 +1,5 @@
-"""Traces that Perfetto and chrome://tracing open: who ran in which batch slot, why it left, and what was copied."""
+"""Traces that Perfetto and chrome://tracing open: which request ran in which batch slot, why it left, and what was
+copied."""
 
 from __future__ import annotations
 
@@ -100,7 +101,7 @@ class _Seat:
 
 
 class _Flight(NamedTuple):
-    """A plan in flight, and who had to make way until it was decided, at that time."""
+    """A plan in flight, and the requests that had been preempted when it was decided."""
 
     plan: StepPlan
     decided: int
@@ -198,7 +199,7 @@ class Timeline:
         self._show(at, held=event.held, claimed=event.claimed)
 
     def _restart(self, event: Restarted) -> None:
-        """Everybody leaves, and what the plans in flight would have computed is not drawn."""
+        """All requests leave their slots; what the plans in flight would have computed is not drawn."""
         at = self._at(event.now)
         while self._in_flight:
             self._settle(self._in_flight.popleft().plan)

@@ -130,13 +130,13 @@ class EngineUsage:
             return
         self.swapped_in_bytes += len(move.source) * self._block_bytes
         tokens = self._on_host.pop(move.request, 0)
-        # Who came back before a step has computed in it already.
+        # A request that returned with a blocking move has computed in that step already.
         if move.request in self._live and move.request not in self._resident:
             self._used += tokens
             self._resident[move.request] = tokens
 
     def _fail(self, event: MoveFailed) -> None:
-        """A failed move out beside steps leaves the KV where it was; what else fails is lost, and the request is
+        """A failed overlapped move out leaves the KV where it was; what else fails is lost, and the request is
         preempted next."""
         move = event.move
         tokens = self._on_host.pop(move.request, 0)

@@ -1,4 +1,4 @@
-"""Reservations: how much KV a request is promised at admission."""
+"""Admission policies: how much KV a request is granted when it gets its first block."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from skipjoin.core.request import Request
 class OnDemand:
     """Space for the tokens that are known; the rest block by block as the request grows.
 
-    watermark: the share of the device's blocks that an admission must leave available, so that those who run can
-    grow for a while before somebody has to make way. It applies to admission only.
+    watermark: the share of the device's blocks that an admission must leave available, so that running
+    requests can grow for a while before one of them is evicted. It applies to admission only.
     """
 
     def __init__(self, watermark: float = 0.01) -> None:
@@ -27,7 +27,7 @@ class OnDemand:
 
 
 class WholeMaximum:
-    """Space for the prompt and max_tokens, once and for all (Orca): who is admitted never runs short."""
+    """Space for the prompt and max_tokens, once and for all (Orca): an admitted request never runs short."""
 
     def admit(self, request: Request, kv: KVLedger) -> Grant | Wait:
         blocks = kv.blocks_for(request.max_total_tokens)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from skipjoin.core.policy import NO_OUTLOOK, BatchBuilder, Outlook, Refusal
+from skipjoin.core.context import StepContext
+from skipjoin.core.policy import HELD, NEWCOMERS_HELD, NO_SEAT, NO_TOKENS, PROMPT_DOES_NOT_FIT, BatchBuilder, Refusal
 from skipjoin.core.request import Request
 
 
@@ -15,10 +16,10 @@ def _check_budgets(max_seqs: int, max_tokens: int) -> None:
 class Greedy:
     """In rank order, until the step has `max_seqs` requests or `max_tokens` tokens.
 
-    chunked: cut a prompt to the tokens that are left in the step (Sarathi; FastServe for prompts longer than a
-    step). Otherwise a prompt is computed whole, and `max_tokens` is for prompts alone: if decodes took from it, a
-    long prompt, and all behind it, would wait until hardly anybody ran. One that does not fit waits, and nobody new
-    overtakes it; one longer than `max_tokens` is the only prompt of its step.
+    chunked: cut a prompt to the tokens that are left in the step (Sarathi; FastServe for prompts longer than a step).
+    Otherwise a prompt is computed whole, and `max_tokens` is for prompts alone: if decodes took from it, a long prompt,
+    and all behind it, would wait until hardly any request ran. One that does not fit waits, and no newcomer overtakes
+    it; one longer than `max_tokens` is the only prompt of its step.
     """
 
     def __init__(self, max_seqs: int, max_tokens: int, *, chunked: bool) -> None:
@@ -27,7 +28,7 @@ class Greedy:
         self.max_tokens = max_tokens
         self.chunked = chunked
 
-    def open(self, now: float, outlook: Outlook = NO_OUTLOOK) -> BatchBuilder:
+    def open(self, context: StepContext) -> BatchBuilder:
         kind = ChunkedBuilder if self.chunked else WholeBuilder
         return kind(self.max_seqs, self.max_tokens)
 
@@ -41,8 +42,10 @@ class ChunkedBuilder:
         self._seqs, self._tokens = seqs, tokens
 
     def offer(self, request: Request, pending: int) -> int | Refusal:
-        if self._seqs <= 0 or self._tokens <= 0:
-            return Refusal.STOP
+        if self._seqs <= 0:
+            return NO_SEAT
+        if self._tokens <= 0:
+            return NO_TOKENS
         return pending if pending <= self._tokens else self._tokens
 
     def take(self, request: Request, tokens: int) -> None:
@@ -61,10 +64,10 @@ class WholeBuilder:
 
     def offer(self, request: Request, pending: int) -> int | Refusal:
         if self._seqs <= 0:
-            return Refusal.STOP
+            return NO_SEAT
         if pending == 1 or pending <= self._tokens or not self._prompts:
             return pending
-        return Refusal.CLOSE
+        return PROMPT_DOES_NOT_FIT
 
     def take(self, request: Request, tokens: int) -> None:
         self._seqs -= 1
@@ -75,15 +78,15 @@ class WholeBuilder:
 
 class RunToCompletion:
     """Static batches, one after the other: job-level scheduling (FastServe sections 2.2 and 6.1), as in
-    FasterTransformer. Who waits forms a batch of up to `max_seqs` requests, and the next batch begins when the last
+    FasterTransformer. Waiting requests form a batch of up to `max_seqs`, and the next batch begins when the last
     member has ended. Of all batchers it shows the head-of-line blocking worst.
 
     The batch recruits while its steps take newcomers: their prompts are computed whole, up to `max_tokens` prompt
-    tokens in a step or one longer prompt alone, while those who have theirs decode. Recruiting ends at the last seat,
-    or with a step that runs members and takes no newcomer though it had prompt tokens left: nobody waited, or
-    there was no memory. A driver that asks for a step when nobody can run changes nothing. From then on nobody
-    joins; a member that loses its memory stays one. So the ordering decides who is recruited, and who of the
-    members makes way; a more important request, too, waits for the batch to end.
+    tokens in a step or one longer prompt alone, while members whose prompt is computed decode. Recruiting ends at the
+    last seat, or with a step that runs members and takes no newcomer though it had prompt tokens left: no request
+    waited, or there was no memory. Asking for a step when no request can run changes nothing. From then on no request
+    joins; a member that loses its memory stays one. So the ordering decides which requests are recruited, and which
+    members are evicted; a more important request, too, waits for the batch to end.
 
     With several plans in flight there is still one batch: without overlap its members spread over the plans, as
     micro-batches in a pipeline of stages.
@@ -99,7 +102,7 @@ class RunToCompletion:
         self.max_tokens = max_tokens
         self._step = MemberBuilder(set(), max_seqs, max_tokens, recruits=True)
 
-    def open(self, now: float, outlook: Outlook = NO_OUTLOOK) -> BatchBuilder:
+    def open(self, context: StepContext) -> BatchBuilder:
         members = {request for request in self._step.members if request.finish_reason is None}
         recruits = not members or self._step.keeps_recruiting
         self._step = MemberBuilder(members, self.max_seqs, self.max_tokens, recruits=recruits)
@@ -109,7 +112,7 @@ class RunToCompletion:
 class MemberBuilder:
     """One step's batch under `RunToCompletion`.
 
-    members: the requests of the static batch that have not ended, at most `seqs`; those who join are added.
+    members: the requests of the static batch that have not ended, at most `seqs`; requests that join are added.
     recruits: whether newcomers may join.
     """
 
@@ -120,7 +123,7 @@ class MemberBuilder:
         self._recruits = recruits
         self._seqs = seqs
         self._whole = WholeBuilder(seqs, tokens)
-        # Members whose KV was dropped (all others have tokens planned) and who have not come back in this step.
+        # Members whose KV was dropped (all others have tokens planned) and that did not return in this step.
         self._absent = {request for request in members if not request.planned}
         self._ran = self._joined = self._cramped = False
 
@@ -132,7 +135,7 @@ class MemberBuilder:
     def offer(self, request: Request, pending: int) -> int | Refusal:
         if request not in self.members and not self._recruits:
             # Closing the step keeps a long queue from being read, but it would shut out members without KV, too.
-            return Refusal.SKIP if self._absent else Refusal.CLOSE
+            return HELD if self._absent else NEWCOMERS_HELD
         verdict = self._whole.offer(request, pending)
         self._cramped = self._cramped or not isinstance(verdict, int)
         return verdict

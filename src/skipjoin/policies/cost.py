@@ -93,8 +93,8 @@ class LearningCost:
     error in the coefficients' logarithms). Factors keep coefficients positive and need no units. Transfers stay as
     they were measured.
 
-    Between two revisions the answers stay what they are, within `REVISION_FACTOR` of what was learnt: who keeps an
-    answer and who asks again are told the same.
+    Between two revisions the answers stay what they are, within `REVISION_FACTOR` of what was learnt: an
+    answer that was kept equals a new one.
 
     start: the profile, or a guess.
     """

@@ -14,7 +14,7 @@ from skipjoin.policies.predictors import LearntLength
 # Work is compared between busy replicas: a token is priced as its share of a step of this many decodes, a prompt as
 # what it adds to that step.
 _TYPICAL_BATCH = 32
-# Who ended so has generated what it was to generate.
+# Requests that ended so have generated all that they were to generate.
 _OWN_ENDS = (FinishReason.STOP, FinishReason.LENGTH)
 
 

@@ -1,4 +1,4 @@
-"""Pressures: what leaves the device when space is short, and what moves ahead of need."""
+"""Eviction policies: what leaves the device when space is short, and what moves ahead of need."""
 
 from __future__ import annotations
 
@@ -29,12 +29,8 @@ class Recompute:
     """The least important make way, their KV is dropped, and they compute it again when they return (FastServe
     section 4.2, strawman 2)."""
 
-    @property
-    def returns_overlapped(self) -> bool:
+    def returns_overlapped(self, request: Request) -> bool:
         return False
-
-    def arrived(self, request: Request, now: float) -> None:
-        pass
 
     def victims(
         self, short: int, candidates: Sequence[Request], kv: KVLedger, now: float, newcomer: Request | None
@@ -51,7 +47,7 @@ class Recompute:
 
 
 class Defer(Recompute):
-    """Who holds KV keeps it, and newcomers wait, whatever their rank; only growth makes the least important go
+    """Requests that hold KV keep it, and newcomers wait, whatever their rank; only growth evicts the least important
     (FastServe section 4.2, strawman 1)."""
 
     def victims(
@@ -61,15 +57,16 @@ class Defer(Recompute):
 
 
 class Swap(Recompute):
-    """The least important make way, their KV goes to the host before the step, and comes back before the step that
-    runs them: reactive swapping (FastServe section 4.2).
+    """The KV of the least important goes to the host with blocking moves, and returns with a blocking move of the step
+    that runs them: reactive swapping (FastServe section 4.2).
 
     An unfinished prefill is dropped, not swapped; so is what the host has no room for, and what is computed again in
     less time than it takes to move it out and back. Dropping for newcomers is paced: with a full host pool above
-    capacity every newcomer would cost somebody its work, and computing that again takes the time to finish anything.
+    capacity every newcomer would cost another request its work, and computing that again takes the time to finish
+    anything.
 
     cost: of steps and transfers. drop_share: share of the time that it may take to compute again what newcomers made
-    others lose; who is more important by its `priority` does not wait for that. Infinite: nothing is paced.
+    others lose; a newcomer of better `priority` than its victim does not wait for that. Infinite: nothing is paced.
     """
 
     def __init__(self, cost: CostModel, *, drop_share: float = DROP_SHARE) -> None:
@@ -89,7 +86,7 @@ class Swap(Recompute):
             if blocks <= room and self.is_worth_moving(victim, kv):
                 room -= blocks
                 found.append((victim, Preemption.SWAP))
-            elif is_free or (newcomer is not None and newcomer.priority < victim.priority):
+            elif is_free or (newcomer is not None and newcomer.options.priority < victim.options.priority):
                 found.append((victim, Preemption.DROP))
             else:
                 return ()
@@ -110,7 +107,7 @@ class Swap(Recompute):
         return 2 * self._cost.transfer(kv.blocks_for(tokens)) <= price
 
 
-# Share of the device that stays free for the growth of those who run, and most that may stay free in all.
+# Share of the device that stays free for the growth of running requests, and most that may stay free in all.
 _GROWTH_SHARE, _MOST_SPARE = 0.01, 0.1
 # How far ahead moves are begun, in steps: what is decided now is on the device by the step after next.
 _LEAD_STEPS = 2
@@ -121,15 +118,15 @@ _STEP_RATE = 0.1
 
 
 class ProactiveSwap(Swap):
-    """Swapping ahead of need (FastServe section 4.2): KV moves beside the steps of others, in the order in which its
-    requests are expected to run next. Whoever runs last leaves first, while blocks are short; whoever runs soonest
-    comes back first, into free blocks or in place of those who run later.
+    """Swapping ahead of need (FastServe section 4.2): KV moves overlapped with steps, in the order in which its
+    requests are expected to run next. While blocks are short, the request that runs last leaves first; the one that
+    runs soonest returns first, into free blocks or in place of requests that run later.
 
     Blocks stay free for requests that are still to arrive, as many as the history of arrivals suggests, and for the
-    growth of those who run. Only where that does not suffice is somebody evicted before a step.
+    growth of running requests. Only where that does not suffice is a request evicted with a blocking move.
 
     All this spends blocks, those that stay free and those in transit, to save time. Where a copy takes next to no time
-    beside a step, there is none to save, and KV moves before the step that needs it.
+    compared with a step, there is none to save, and KV moves with blocking moves of the step that needs it.
     """
 
     def __init__(self, cost: CostModel, *, drop_share: float = DROP_SHARE) -> None:
@@ -140,8 +137,7 @@ class ProactiveSwap(Swap):
         self._last: float | None = None
         self._step_s = 0.0
 
-    @property
-    def returns_overlapped(self) -> bool:
+    def returns_overlapped(self, request: Request) -> bool:
         return not self._is_cheap
 
     def arrived(self, request: Request, now: float) -> None:
@@ -183,7 +179,7 @@ class ProactiveSwap(Swap):
         if self._last is not None:
             seconds = now - self._last
             self._step_s += (_STEP_RATE if self._step_s else 1) * (seconds - self._step_s)
-        # What passes while nobody holds KV is no step.
+        # Time that passes while no request holds KV is no step.
         self._last = None if is_idle else now
 
     def _spare(self, kv: KVLedger, now: float) -> int:
@@ -197,7 +193,7 @@ class ProactiveSwap(Swap):
 
 
 class _Exchange:
-    """One choice of who leaves and who comes back."""
+    """One choice of the requests that leave and that return."""
 
     def __init__(self, eviction: ProactiveSwap, kv: KVLedger, spare: int) -> None:
         self._pressure = eviction
@@ -243,7 +239,8 @@ class _Exchange:
         leaving, kv = self._leaving, self._kv
         while self._soon < blocks and self._room[Direction.OUT] > 0 and self._at < len(leaving):
             theirs, victim = leaving[self._at]
-            # Room that nobody waits for yet is not worth the one that runs next: alone, it would come and go for ever.
+            # Room that no request waits for yet is not worth evicting the one that runs next: alone, it would come and
+            # go.
             if self._at == len(leaving) - 1 if turn is None else not turn < theirs:
                 break
             self._at += 1

@@ -45,8 +45,8 @@ class SkipJoinMlfq:
     not run for `starvation_s` seconds: for one quantum of that queue, after what it takes to compute again what it
     lost, then it returns to where it was (promotion for good turns the queues into round robin at overload).
     Promotions are paced, so that they take no more than `promotion_share` of the time. A request is charged the
-    profiled time of its own slices, not the time of the batch that they shared. Within a queue the order is FIFO: who
-    runs keeps its place, who is demoted or promoted joins the tail.
+    profiled time of its own slices, not the time of the batch that they shared. Within a queue the order is FIFO: a
+    request that runs keeps its place, one that is demoted or promoted joins the tail.
 
     cost: the profile. levels: number of queues. quantum_s: the first quantum; None: the shortest iteration, also
     after the profile revises itself: every request then keeps its queue and the share of its quantum that is used.
@@ -133,7 +133,7 @@ class SkipJoinMlfq:
     def evicted(self, request: Request, now: float) -> None:
         pass
 
-    def left(self, request: Request, now: float) -> None:
+    def finished(self, request: Request, now: float) -> None:
         job = self._jobs.pop(request)
         del self._queues[job.level][request]
         # Entries of requests that left go when they come up; where that may take long, they are swept out.

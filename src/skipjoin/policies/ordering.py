@@ -1,4 +1,4 @@
-"""Orderings: who matters most now."""
+"""Orderings: which requests matter most now."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
-from skipjoin.core.policy import CostModel, LengthPredictor, Ordering
+from skipjoin.core.policy import Callbacks, CostModel, LengthPredictor, Ordering
 from skipjoin.core.request import Request
 from skipjoin.core.step import Slice, StepShape
 from skipjoin.policies.ranking import Ranking
 
 
-class FixedKey:
+class FixedKey(Callbacks):
     """By a key that never changes, smallest first; equal keys by arrival.
 
     key: a comparable value per request.
@@ -25,13 +25,7 @@ class FixedKey:
     def arrived(self, request: Request, now: float) -> None:
         self._ranking.rest(request, (self._key(request), request.arrival, request.id))
 
-    def ran(self, slices: Sequence[Slice], now: float) -> None:
-        pass
-
-    def evicted(self, request: Request, now: float) -> None:
-        pass
-
-    def left(self, request: Request, now: float) -> None:
+    def finished(self, request: Request, now: float) -> None:
         self._ranking.discard(request)
 
     def ranked(self, now: float) -> Iterator[Request]:
@@ -87,7 +81,7 @@ class ShortestRemaining:
     def evicted(self, request: Request, now: float) -> None:
         self._ranking.rest(request, self._key(request, request.known))
 
-    def left(self, request: Request, now: float) -> None:
+    def finished(self, request: Request, now: float) -> None:
         self._ranking.discard(request)
 
     def ranked(self, now: float) -> Iterator[Request]:
@@ -128,7 +122,7 @@ class Prioritized:
         self._sizes: dict[int, int] = {}
 
     def arrived(self, request: Request, now: float) -> None:
-        number = request.priority
+        number = request.options.priority
         if number not in self._bands:
             self._bands[number] = self._make()
             self._sizes[number] = 0
@@ -142,16 +136,16 @@ class Prioritized:
             return
         by_band: dict[int, list[Slice]] = {}
         for piece in slices:
-            by_band.setdefault(piece.request.priority, []).append(piece)
+            by_band.setdefault(piece.request.options.priority, []).append(piece)
         for number, pieces in by_band.items():
             self._bands[number].ran(pieces, now)
 
     def evicted(self, request: Request, now: float) -> None:
-        self._bands[request.priority].evicted(request, now)
+        self._bands[request.options.priority].evicted(request, now)
 
-    def left(self, request: Request, now: float) -> None:
-        number = request.priority
-        self._bands[number].left(request, now)
+    def finished(self, request: Request, now: float) -> None:
+        number = request.options.priority
+        self._bands[number].finished(request, now)
         self._sizes[number] -= 1
         # Priorities are any integers a user sends: an empty band is not kept.
         if not self._sizes[number]:
@@ -159,23 +153,23 @@ class Prioritized:
             self._sort()
 
     def ranked(self, now: float) -> Iterator[Request]:
-        # All bands are asked at once: what time does to their orders happens now, not while somebody reads on.
+        # All bands are asked at once: what time changes in their orders changes now, not while the result is read.
         return chain.from_iterable([band.ranked(now) for band in self._sorted])
 
     def rank(self, request: Request) -> tuple[int, Any]:
-        return (request.priority, self._bands[request.priority].rank(request))
+        return (request.options.priority, self._bands[request.options.priority].rank(request))
 
     def outranks(self, one: Request, other: Request) -> bool:
-        if one.priority != other.priority:
-            return one.priority < other.priority
-        return self._bands[one.priority].outranks(one, other)
+        if one.options.priority != other.options.priority:
+            return one.options.priority < other.options.priority
+        return self._bands[one.options.priority].outranks(one, other)
 
     def next_turns(self, requests: Iterable[Request], now: float) -> list[tuple[Any, Request]]:
         if len(self._sorted) == 1:
             return self._sorted[0].next_turns(requests, now)
         by_band: dict[int, list[Request]] = {}
         for request in requests:
-            by_band.setdefault(request.priority, []).append(request)
+            by_band.setdefault(request.options.priority, []).append(request)
         return [
             ((number, turn), request)
             for number in sorted(by_band)

@@ -26,7 +26,7 @@ _FIRST_GUESS = 128
 class LearntLength:
     """The mean length of the requests that ended of late, among those that were longer than this one is by now, each
     cut at what this one may generate at most. So the expectation grows with a request that goes on, as it must where
-    lengths are skewed: who has generated much is likely to generate much more.
+    lengths are skewed: a request that has generated much is likely to generate much more.
     """
 
     def __init__(self) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from skipjoin.core.policy import NO_OUTLOOK, BatchBuilder, Batcher, CostModel, Outlook, Refusal
+from skipjoin.core.context import StepContext
+from skipjoin.core.policy import ALL_HELD, HELD, BatchBuilder, Batcher, CostModel, Refusal
 from skipjoin.core.request import Request
 from skipjoin.core.step import StepShape
 
-# What a further token, pair or request costs is told beside a prefill of so many tokens: there no work hides behind the
-# reading of the weights, so that a batch of decodes counts for what it adds to the plan that it joins.
+# What a further token, pair or request costs is read off beside a prefill of so many tokens: there no work hides behind
+# the reading of the weights, so that a batch of decodes counts for what it adds to the plan that it joins.
 _BESIDE = StepShape(prefill=1 << 16)
 _MANY = 1 << 10
 # Every slice counts for so many seconds besides, so that where slices cost nothing their number is shared.
@@ -52,12 +53,12 @@ class _Loads:
 
 class EvenStages:
     """Around any batcher, for pipeline stages: the plans in flight get even shares of the work (the even chunks of
-    Sarathi, between plans), so that no stage waits long for a plan to pass, and none finds nobody to run.
+    Sarathi, between plans), so that no stage waits long for a plan to pass, and none finds no request to run.
 
-    A plan takes the best requests until it has its share: what all those who run or could run add to steps, over the
-    number of stages, and no more than leaves something for the stages that have no plan yet. So a plan has at least the
-    mean load, or takes everybody who is idle, and has never more than the mean and one slice. Who is left over goes
-    into the next plan, one stage's time later, and is left over no more than `stages` - 1 times in a row.
+    A plan takes the best requests until it has its share: what all requests that run or could run add to steps, over
+    the number of stages, and no more than leaves something for the stages that have no plan yet. So a plan has at least
+    the mean load, or takes every idle request, and has never more than the mean and one slice. A request that is left
+    over goes into the next plan, one stage's time later, and is left over no more than `stages` - 1 times in a row.
 
     batcher: what limits a plan. most_seqs, most_tokens: requests and prompt tokens that fit all stages together. cuts:
     whether prompts may be cut to fit the share. A lone one is cut so that its chunks follow each other through the
@@ -89,17 +90,17 @@ class EvenStages:
         self._flying: dict[int, float] = {}  # loads of the plans in flight
         self._last: EvenBuilder | None = None
 
-    def open(self, now: float, outlook: Outlook = NO_OUTLOOK) -> BatchBuilder:
+    def open(self, context: StepContext) -> BatchBuilder:
         if self._loads.revision != self._cost.revision:
             self._loads = _Loads(self._cost)
         known, last = self._flying, self._last
         # A plan that is not known is the one that came of the last batch.
         self._flying = {
-            plan.id: known.get(plan.id, last.load if last is not None else 0.0) for plan in outlook.in_flight
+            plan.id: known.get(plan.id, last.load if last is not None else 0.0) for plan in context.in_flight
         }
         passed = last.passed_over() if last is not None else {}
-        self._last = EvenBuilder(self, self.batcher.open(now), self._loads, tuple(self._flying.values()), passed)
-        self._last.look_at(outlook)
+        self._last = EvenBuilder(self, self.batcher.open(context), self._loads, tuple(self._flying.values()), passed)
+        self._last.look_at(context)
         return self._last
 
 
@@ -119,22 +120,22 @@ class EvenBuilder:
         self._flying = sum(flying)
         self._more = max(0, rules.stages - len(flying) - 1)  # plans that could follow at once
         self._passed = passed
-        # Who could run and is not in the batch: tokens, their load, and the slices that they are worth.
+        # Requests that could run and are not in the batch: tokens, their load, and the slices that they are worth.
         self._idle: dict[Request, tuple[int, float, int]] = {}
         self._slices = 0  # of them together
-        self._sought = 0.0  # load of all who could run, those in the batch too
+        self._sought = 0.0  # load of all that could run, those in the batch too
         self._share = self.load = 0.0
         self._overdue: set[Request] = set()
         self._is_full = False
 
-    def look_at(self, outlook: Outlook) -> None:
+    def look_at(self, context: StepContext) -> None:
         """Learn what there is to share."""
         rules, loads, offer, load_of = self._rules, self._loads, self._inner.offer, self._loads.of
         seats, tokens = rules.most_seqs, rules.most_tokens
-        for plan in outlook.in_flight:
+        for plan in context.in_flight:
             seats -= len(plan.slices)
             tokens -= sum(piece.tokens for piece in plan.slices if piece.tokens > 1)
-        for request, pending in outlook.idle:
+        for request, pending in context.candidates:
             if seats <= 0:
                 break
             if not isinstance(offer(request, pending), int):
@@ -164,7 +165,7 @@ class EvenBuilder:
         load = self.load
         if load and (load >= self._share or self._slices <= self._more) and not self._is_urgent(request):
             self._is_full = True
-            return Refusal.SKIP if self._overdue or not self._rules.holds_back else Refusal.STOP
+            return HELD if self._overdue or not self._rules.holds_back else ALL_HELD
         verdict = self._inner.offer(request, pending)
         if self._rules.cuts and isinstance(verdict, int) and verdict > 1:
             return self._fit(request, pending, verdict)
@@ -189,8 +190,8 @@ class EvenBuilder:
         return min((self._flying + sought) / self._rules.stages, sought / (self._more + 1))
 
     def _is_urgent(self, request: Request) -> bool:
-        """Whether the request is not to be left over: nor is who was not looked at, as others have to make way for it.
-        While somebody who matters more was left over, that one can wait."""
+        """Whether the request must not be left over. Nor may one that was not looked at, as others are evicted for it;
+        while a request that matters more was left over, that one can wait."""
         is_unseen = request not in self._idle and not self._is_full
         return is_unseen or request in self._overdue or not (self._rules.holds_back or request.planned)
 

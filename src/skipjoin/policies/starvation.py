@@ -11,7 +11,7 @@ from skipjoin.core.step import PAUSE_S, StepShape
 # round robin at overload. Simulated on ShareGPT's lengths above capacity, the mean and the P95 of normalized latency
 # fall until 100 objectives or so, and stay.
 _OBJECTIVES = 100
-# Moves before steps take at most this much of the time that the steps compute; see `least_bound`.
+# Blocking moves take at most this much of the time that the steps compute; see `least_bound`.
 _MOVING_SHARE = 1.5
 
 
@@ -29,7 +29,7 @@ class WorstCase:
 
     cost: what steps and moves take. requests: live at once. max_len: tokens of a request, at most what the device
     holds. max_seqs, max_tokens: of a step. device_blocks, host_blocks: KV blocks of block_size tokens; no
-    host_blocks where KV never moves. depth: plans in flight. moves_overlapped: whether KV moves beside steps, too.
+    host_blocks where KV never moves. depth: plans in flight. moves_overlapped: whether moves overlap with steps, too.
     stages: between which steps are shared out (`EvenStages`); then as many plans are in flight.
     """
 
@@ -96,38 +96,39 @@ def least_bound(most: WorstCase) -> float:
 
     Promised by skip-join MLFQ (FastServe section 4.1) whose promotions nothing paces and whose threshold alpha is what
     remains of the bound: bound - around_s - stay_s, at least stay_s. That steps and moves take what the profile says,
-    that copies do not fail, and that nobody has a more important priority number is taken for granted.
+    that copies do not fail, and that no request has a more important priority number is assumed.
 
     Proof. An arrival is seen at the end of a step; alpha later it starves; at the next decision, at most a step later,
     it is promoted to the tail of the first queue; and when it is chosen, `depth` steps end until its own has. These
-    are `around_s`. In between it stays in the first queue. Whoever comes later queues behind it, so at most
-    requests - 1 are ahead. Call the first of them the head. While somebody waits for space, nobody behind gets in:
+    are `around_s`. In between it stays in the first queue. A request that comes later queues behind it, so at
+    most requests - 1 are ahead. Call the first of them the head. While a request waits for space, none behind gets in:
     the others run only if they hold KV. A request that was served leaves the queue and, as alpha is at least the
     stay, is not promoted again within it: each has one turn, and a turn is no longer than `turn_steps`:
 
     - Each step runs the head, or else the best of the queue that holds KV on the device, and gives it all the tokens
-      of the step that it can use; nobody evicts it. It leaves after the chunks of max_len, for which its promotion
-      gives it the time, and a decode, which takes a whole quantum. Who was the best holder may lose its chunks once,
-      to a head that got in since: 2 x chunks + 1 steps.
-    - The head may find nobody to serve ahead of it and no space, as those who run and have not sampled since they came
-      are spared. In a step with tokens to spare all of those sample. In another one all but the last of them do, and
-      the last one leaves room for the head on a device of three longest requests and what the plans in flight hold: a
-      step of each kind. On a smaller one they compute at least max_tokens - max_seqs + 1 of its tokens per step.
+      of the step that it can use; no request evicts it. It leaves after the chunks of max_len, for which its promotion
+      gives it the time, and a decode, which takes a whole quantum. The best holder may lose its chunks once, to a
+      head that got in since: 2 x chunks + 1 steps.
+    - The head may find no request to serve ahead of it and no space, as requests that run and have not sampled since
+      they came are spared. In a step with tokens to spare all of those sample. In another one all but the last of them
+      do, and the last one leaves room for the head on a device of three longest requests and what the plans in flight
+      hold: a step of each kind. On a smaller one they compute at least max_tokens - max_seqs + 1 of its tokens per
+      step.
     - With plans in flight each of these is seen `depth` - 1 steps late, and victims first pause for as long.
-    - While its KV moves others may be let into the queue, who run at once: two steps.
+    - While its KV moves others may be let into the queue and run at once: two steps.
 
-    Moves before steps: at most the whole device leaves and comes in. Where KV moves beside steps, only the head comes
-    in before one, and all that leaves was computed before, which took longer than to move it out and in (`Swap`), or
-    came in beside steps, in no more time than they take: so the moves take half and all of the steps' time, beyond
-    what was on the device at first and the moves of the longest request, in and out and in again. The head may be in
-    transit: the link holds two steps' time and one request more, and a landing is seen at a step's end. Once it is
-    the head it does not leave.
+    Blocking moves: at most the whole device leaves and comes in. Where moves overlap with steps, only the head comes in
+    with a blocking one, and all that leaves was computed before, which took longer than to move it out and in (`Swap`),
+    or came in overlapped with steps, in no more time than they take: so the moves take half and all of the steps' time,
+    beyond what was on the device at first and the moves of the longest request, in and out and in again. The head may
+    be in transit: the link holds two steps' time and one request more, and a landing is seen at a step's end. Once it
+    is the head it does not leave.
 
-    Where steps are shared out between stages, what a step does for the head or for those who are spared takes up to
-    `stages` plans: a prompt's tokens of one step are cut into as many chunks, and who could run is in one of as many
-    plans that follow each other.
+    Where steps are shared out between stages, what a step does for the head or for spared requests takes up to
+    `stages` plans: a prompt's tokens of one step are cut into as many chunks, and a request that could run is in one of
+    as many plans that follow each other.
 
-    Where newcomers wait for memory until somebody ends (`Defer`), there is no bound: nobody makes way for the head.
+    Where newcomers wait for memory until a request ends (`Defer`), there is no bound: none makes way for the head.
     """
     return most.around_s + 2 * most.stay_s
 

@@ -1,1 +1,1 @@
-"""The server: HTTP on one side, the engine process on the other."""
+"""The server: the API in this process (`api`), engines in processes of their own (`engines`)."""

@@ -1,14 +1,15 @@
-"""`run_server`: from two configurations to a server that runs until it is told to end.
+"""`run_server`: from two configurations to a server that runs until it is stopped.
 
 | exit code | meaning |
 |---|---|
-| 0 | ended by SIGTERM or SIGINT |
+| 0 | stopped by SIGTERM or SIGINT |
 | 1 | the engine could not start, or died |
 | 2 | the address cannot be used (the port is taken, the host is not ours), or a named file cannot be used |
 
-The first signal drains: /ready and new requests answer 503, running requests go on for at most `shutdown_timeout_s`.
-The second ends everything at once. When the engine dies, all requests fail with 503 and so does /health; the process
-stays for `DEATH_GRACE_S`, so that clients and probes read it, and then exits for its supervisor to start it again.
+The first signal drains: /ready and new requests are answered with 503, running requests continue for at most
+`shutdown_timeout_s`. The second ends everything at once. When the engine dies, all requests and /health fail with 503;
+the process stays for `DEATH_GRACE_S`, so that clients and probes read it, and then exits for its supervisor to restart
+it.
 """
 
 from __future__ import annotations
@@ -43,30 +44,30 @@ from skipjoin.server.progress import ProgressDisplay
 
 EXIT_OK, EXIT_ENGINE, EXIT_SETTING = 0, 1, 2
 DEATH_GRACE_S = 10.0
-# How often the drain looks whether all requests are done.
+# Seconds between two checks of the drain for open requests.
 _POLL_S = 0.05
 
 OnProgress = Callable[[str, float], None]
 
 
 class Engines(Protocol):
-    """What this server's sequences run on: one engine process, or several. died: set when there is none any more."""
+    """The engine processes of this server, one or several. died: set when none is left and none will come."""
 
     died: asyncio.Event
 
     async def start(self, config: EngineConfig) -> Ready:
-        """Start, and wait until requests are taken. Raises `EngineStartError`."""
+        """Start, and wait until the engines take requests. Raises `EngineStartError`."""
         ...
 
     async def stop(self) -> None:
-        """End everything and release what belongs to it."""
+        """End all processes and release their resources."""
 
     def kill(self) -> None:
-        """End everything now, with whatever it does; `stop` follows."""
+        """End all processes at once, whatever they do; `stop` follows."""
 
 
-# Makes the engines around a client, which is how they are used; on_progress: called with what is being done while they
-# start, and the share done.
+# Makes the engines that a client uses. on_progress: called while they start with the name of the stage, and the share
+# of it that is done.
 MakeEngines = Callable[[EngineClient, Sequence[str], OnProgress], Engines]
 
 
@@ -82,7 +83,7 @@ def run_server(
     engine_command: Sequence[str] = ENGINE_COMMAND,
     make_engines: MakeEngines = one_engine,
 ) -> int:
-    """Serve until told to end; the exit code. engine_command: the program that is the engine process."""
+    """Serve until stopped; the exit code. engine_command: the program of the engine process."""
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     template = server_config.chat_template
     if template is not None and not Path(template).is_file():
@@ -95,7 +96,7 @@ def run_server(
             _say(f"error: timeline {engine_config.timeline} cannot be written: {error.strerror}")
             return EXIT_SETTING
     try:
-        # Before the model is loaded: a port that is taken is known at once.
+        # Before the model is loaded, so that a port in use is reported at once.
         listener = listen(server_config.host, server_config.port)
     except OSError as error:
         _say(_explain(error, server_config))
@@ -106,7 +107,7 @@ def run_server(
 
 def _explain(error: OSError, config: ServerConfig) -> str:
     if error.errno == errno.EADDRINUSE:
-        return f"error: port {config.port} on {config.host} is taken; choose another with --port"
+        return f"error: port {config.port} on {config.host} is in use; choose another with --port"
     return f"error: cannot listen on {config.host} port {config.port}: {error.strerror or error}"
 
 
@@ -115,12 +116,12 @@ def _say(text: str) -> None:
 
 
 class Server:
-    """The parts of a running server and the order in which they start and end."""
+    """The parts of a running server, and the order in which they start and end."""
 
     def __init__(
         self, engine_config: EngineConfig, config: ServerConfig, command: Sequence[str], make_engines: MakeEngines
     ) -> None:
-        # What the door lets in is all that an engine holds, and any one may come to hold it.
+        # An engine holds at most what admission lets in, and one engine may come to hold all of it.
         self._engine_config = replace(engine_config, max_live_requests=config.max_queued_requests)
         self._config = config
         self._progress = ProgressDisplay()
@@ -130,14 +131,14 @@ class Server:
         self._service = Service(config, client, metrics)
         self._http = HttpServer(build_app(self._service), max_header_bytes=config.max_header_bytes)
         self._signals = 0
-        self._told = asyncio.Event()  # to end
+        self._stop = asyncio.Event()
 
     async def run(self, listener: socket.socket) -> int:
         """Start, serve, end."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
-        # It answers from the start: 503 until the model is there, so that probes can tell loading from dead.
+        # It answers from the start, with 503 until the model is loaded, so that probes can tell loading from dead.
         serving = asyncio.create_task(self._http.serve(sockets=[listener]))
         try:
             code = await self._serve(listener)
@@ -150,14 +151,14 @@ class Server:
 
     def _on_signal(self) -> None:
         self._signals += 1
-        self._told.set()
+        self._stop.set()
         self._service.drain()
         if self._signals > 1:
             self._engine.kill()
             self._http.force_exit = True
 
     async def _serve(self, listener: socket.socket) -> int:
-        """Start the engine and wait for the end; the exit code."""
+        """Start the engine and serve until the end; the exit code."""
         try:
             tokenizer = await self._start()
         except (EngineStartError, ModelError) as error:
@@ -168,30 +169,30 @@ class Server:
         if tokenizer is None:
             return EXIT_OK
         self._announce(listener)
-        await _first(self._told.wait(), self._engine.died.wait())
-        if not self._told.is_set():
-            _say(f"error: the engine has died; this server ends in {DEATH_GRACE_S:g} s")
-            await _first(self._told.wait(), asyncio.sleep(DEATH_GRACE_S))
+        await _first(self._stop.wait(), self._engine.died.wait())
+        if not self._stop.is_set():
+            _say(f"error: the engine has died; this server exits in {DEATH_GRACE_S:g} s")
+            await _first(self._stop.wait(), asyncio.sleep(DEATH_GRACE_S))
             return EXIT_ENGINE
         await self._drain()
         return EXIT_OK
 
     async def _start(self) -> Tokenizer | None:
-        """Bring up engine and tokenizer; None if the server was told to end first."""
+        """Start the engine and load the tokenizer; None if the server is stopped before."""
         starting = asyncio.create_task(self._engine.start(self._engine_config))
-        told = asyncio.create_task(self._told.wait())
-        await asyncio.wait((starting, told), return_when=asyncio.FIRST_COMPLETED)
-        told.cancel()
+        stop = asyncio.create_task(self._stop.wait())
+        await asyncio.wait((starting, stop), return_when=asyncio.FIRST_COMPLETED)
+        stop.cancel()
         if not starting.done():
             self._engine.kill()
             await asyncio.wait((starting,))
-            starting.exception()  # it was killed, which is no news
+            starting.exception()  # retrieved and dropped: the engine was killed on purpose
             return None
         info = starting.result()
         template = self._config.chat_template
         tokenizer = await self._service.in_thread(load_tokenizer, info.folder, chat_template=template)
         self._service.open(info, tokenizer)
-        # What was made until now stays: the garbage collector need not walk through it while tokens stream.
+        # Objects made until now stay: the garbage collector need not visit them while tokens stream.
         gc.collect()
         gc.freeze()
         return tokenizer
@@ -214,7 +215,7 @@ class Server:
         return f"{replicas} replicas, each with " if replicas > 1 else ""
 
     def _example(self, url: str) -> str:
-        """A command that shows that it works."""
+        """A command to try the server."""
         if self._service.tokenizer.chat_template is None:
             path, body = "completions", '{"prompt": "Hello", "max_tokens": 16}'
         else:
@@ -223,10 +224,11 @@ class Server:
         return f"curl {url}/v1/{path}{key} -H 'Content-Type: application/json' -d '{body}'"
 
     async def _drain(self) -> None:
-        """Let what runs finish, until the time is up or a second signal comes."""
+        """Let running requests finish, until the time is up or a second signal arrives."""
         service = self._service
-        _say(f"draining: {service.admission.requests} requests run, for at most {self._config.shutdown_timeout_s:g} s")
-        end = asyncio.get_running_loop().time() + self._config.shutdown_timeout_s
+        limit_s = self._config.shutdown_timeout_s
+        _say(f"draining: {service.admission.requests} requests run, for at most {limit_s:g} s more")
+        end = asyncio.get_running_loop().time() + limit_s
         while (
             (service.busy or service.admission.requests)
             and self._signals < 2
@@ -237,7 +239,7 @@ class Server:
 
 
 async def _first(*waits: Coroutine[Any, Any, Any]) -> None:
-    """Wait for the first of these to be done, and drop the others."""
+    """Wait for the first of these to finish, and cancel the others."""
     tasks = [asyncio.create_task(wait) for wait in waits]
     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in tasks:

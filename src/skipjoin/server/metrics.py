@@ -1,6 +1,7 @@
-"""What Prometheus reads at /metrics: the engine's numbers as it tells them, and what the door counts.
+"""The metrics at /metrics: those that the engines report, and those that the API process counts.
 
-Every name has the prefix `skipjoin:`; on request, those that vLLM has come a second time as `vllm:`, with its label.
+Every name has the prefix `skipjoin:`. With `compat="vllm"` those that vLLM has appear a second time as `vllm:`, with
+its label.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from skipjoin.server.engines.messages import Ready
 
 
 class Metrics(Collector):
-    """One server's metrics. compat: "vllm" for its names, too; "none"."""
+    """One server's metrics. compat: "vllm" adds its names; "none"."""
 
     def __init__(self, compat: str = "none") -> None:
         self._in_vllm = compat == "vllm"
         self._engine = Snapshot.zero()
-        self._door = [metric.zero() for metric in DOOR_METRICS]
-        rows = {metric.name: (metric, row) for metric, row in zip(DOOR_METRICS, self._door, strict=True)}
+        self._api = [metric.zero() for metric in DOOR_METRICS]
+        rows = {metric.name: (metric, row) for metric, row in zip(DOOR_METRICS, self._api, strict=True)}
         rejected, self._refusals = rows["admission_rejected_total"]
         self._rejected = dict(zip(rejected.values, range(len(rejected.values)), strict=True))
         choices, row = rows["request_params_n"]
@@ -38,15 +39,15 @@ class Metrics(Collector):
         self._registry.register(self)
 
     def rejected(self, reason: str) -> None:
-        """A request was refused; reason: a label value of `admission_rejected_total`."""
+        """Count a refused request. reason: a label value of `admission_rejected_total`."""
         self._refusals[self._rejected[reason]] += 1
 
     def choices(self, n: int) -> None:
-        """A prompt was accepted, to be continued `n` times."""
+        """Count an accepted prompt, which is continued `n` times."""
         self._choices.observe(n)
 
     def ready(self, info: Ready, model: str) -> None:
-        """The engine is up. model: what clients call it."""
+        """Take the engine's description. model: the name that clients use."""
         self._model = model
         self._config = {
             "block_size": str(info.block_size),
@@ -56,21 +57,21 @@ class Metrics(Collector):
         }
 
     def engine(self, snapshot: Snapshot) -> None:
-        """What all engines together count."""
+        """Take the sums over all engines."""
         self._engine = snapshot
 
     def replicas(self, wanted: int, alive: int, restarts: int) -> None:
-        """How many engines there should be, how many there are, and how many took the place of one that died."""
+        """Take how many engines there should be, how many are up, and how many were restarted."""
         for row, number in zip(self._replicas, (wanted, alive, restarts), strict=True):
             row[0] = number
 
     def moved(self, requests: int) -> None:
-        """So many requests lost their engine."""
+        """Count requests that lost their engine."""
         self._moved[0] += requests
 
     def collect(self) -> Iterator[Family]:
         """All metrics as of now, for the registry."""
-        numbers = [*zip(ENGINE_METRICS, self._engine.rows, strict=True), *zip(DOOR_METRICS, self._door, strict=True)]
+        numbers = [*zip(ENGINE_METRICS, self._engine.rows, strict=True), *zip(DOOR_METRICS, self._api, strict=True)]
         yield from _families("skipjoin", numbers, {})
         if self._config is not None:
             yield InfoMetricFamily("skipjoin:cache_config", "The KV pool.", self._config)

@@ -1,4 +1,4 @@
-"""What the operator sees while the model loads: a bar on a terminal, lines elsewhere."""
+"""Progress of the start on standard error: bars on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rich.progress import Progress, TaskID
 
 
 class ProgressDisplay:
-    """Shows stages of work on standard error. Without a terminal each stage is one line, when it begins."""
+    """Shows stages of work on standard error. Without a terminal each stage is one line, printed when it begins."""
 
     def __init__(self) -> None:
         self._bars = Progress(console=Console(stderr=True), transient=True) if sys.stderr.isatty() else None

@@ -118,7 +118,7 @@ def measure_profile(
 ) -> Profile:
     """Measure steps and transfers, and fit a cost model to them.
 
-    Writes into KV blocks that nobody holds yet: call it before the first request. limits: of the engine's steps.
+    Writes into KV blocks, so that no request may hold any: call it before the first one. limits: of the engine's steps.
     host_s: what the engine adds to each, for the profile to keep. Of a pipeline, steps and transfers are the sums over
     its stages, each measured while the others are busy.
     """
@@ -210,8 +210,8 @@ def _measure_steps(
                 has_run = True
                 on_progress("measuring step costs", min(1.0, clock.share))
     on_progress("measuring step costs", 1.0)
-    # The first run is a warm-up, and counts only where there was no time for another. Others who use the machine
-    # only ever add time, so the step's own is nearer to the lower quartile than to the median.
+    # The first run is a warm-up, and counts only if there was no time for another. Other processes of the machine only
+    # add time, so the step's own time is nearer to the lower quartile than to the median.
     counted = [(case, plan, stages[case][1:] or stages[case]) for case, plan in plans if times[case]]
     return [_measured(StepShape.of(plan.slices), runs, case.held_out) for case, plan, runs in counted]
 
@@ -264,7 +264,7 @@ def _plan(pieces: Pieces, block_size: int, used: int) -> StepPlan:
         table = tuple((next_block + index) % used for index in range(blocks))
         next_block += blocks
         request = Request(number, 0.0, [number % 2] * (start + tokens), 1, sampling=sampling)
-        slices.append(Slice(request, start, tokens, True, False, table))
+        slices.append(Slice(request, start, tokens, samples=True, awaits=False, blocks=table))
     return StepPlan(0, tuple(slices))
 
 

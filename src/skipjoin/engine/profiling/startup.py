@@ -77,7 +77,7 @@ def _host_seconds(config: EngineConfig, executor: ModelExecutor, deadline: float
     """What the engine adds to a decode step: deciding, handing over, settling, as far as none of it is hidden behind
     another step; the median of some steps.
 
-    Writes into KV blocks that nobody holds yet.
+    Writes into KV blocks, so that no request may hold any.
     """
     cost = guess_cost(executor.parts, config.block_size)
     policies = build(config.recipe, plain_settings(config, cost))

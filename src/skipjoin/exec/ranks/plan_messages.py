@@ -55,22 +55,21 @@ class PlanWriter:
         new: list[NewRequest] = []
         known: list[KnownTokens] = []
         message = PlanMessage(
-            plan.id,
-            [self._slice(piece, new, known) for piece in plan.slices],
-            [self._move(move, new) for move in plan.blocking],
-            [self._move(move, new) for move in plan.overlapped],
-            new,
-            known,
-            self._ended(len(plan.slices) + _LOOKS),
+            id=plan.id,
+            slices=[self._slice(piece, new, known) for piece in plan.slices],
+            blocking=[self._move(move, new) for move in plan.blocking],
+            overlapped=[self._move(move, new) for move in plan.overlapped],
+            new=new,
+            known=known,
+            ended=self._ended(len(plan.slices) + _LOOKS),
         )
         body = self._encoder.encode(message)
         self.checksum = checksum_after(self.checksum, body)
         return self.checksum + body
 
     def _slice(self, piece: Slice, new: list[NewRequest], known: list[KnownTokens]) -> SlicePart:
-        request, start, tokens, samples, awaits, blocks = piece
-        told = self._tell(request, new)
-        output = request.output
+        told, blocks = self._tell(piece.request, new), piece.blocks
+        output = piece.request.output
         if len(output) > told.tokens:
             known.append(KnownTokens(told.number, output[told.tokens :]))
             told.tokens = len(output)
@@ -79,7 +78,15 @@ class PlanWriter:
             if blocks[:kept] != told.table:
                 kept = 0
             told.table = blocks
-        return SlicePart(told.number, start, tokens, samples, awaits, kept, list(blocks[kept:]))
+        return SlicePart(
+            request=told.number,
+            start=piece.start,
+            tokens=piece.tokens,
+            samples=piece.samples,
+            awaits=piece.awaits,
+            kept=kept,
+            blocks=list(blocks[kept:]),
+        )
 
     def _move(self, move: Move, new: list[NewRequest]) -> MovePart:
         number = self._tell(move.request, new).number
@@ -92,8 +99,16 @@ class PlanWriter:
             self._requests += 1
             self._to_look_at.append(request)
             sampling: Sampling = request.sampling  # type: ignore[assignment]
-            params, seed, eos = sampling
-            new.append(NewRequest(told.number, request.id, list(request.prompt), params, seed, tuple(eos)))
+            new.append(
+                NewRequest(
+                    number=told.number,
+                    id=request.id,
+                    prompt=list(request.prompt),
+                    params=sampling.params,
+                    seed=sampling.seed,
+                    eos_token_ids=tuple(sampling.eos_token_ids),
+                )
+            )
         return told
 
     def _ended(self, looks: int) -> list[int]:
@@ -156,7 +171,14 @@ class PlanReader:
         held = self._requests[part.request]
         if part.blocks or part.kept != len(held.table):
             held.table = (*held.table[: part.kept], *part.blocks)
-        return Slice(held.request, part.start, part.tokens, part.samples, part.awaits, held.table)
+        return Slice(
+            request=held.request,
+            start=part.start,
+            tokens=part.tokens,
+            samples=part.samples,
+            awaits=part.awaits,
+            blocks=held.table,
+        )
 
     def _read_moves(self, parts: Sequence[MovePart]) -> tuple[Move, ...]:
         moves = []

@@ -48,15 +48,15 @@ class Rank:
     def _answer(self, plan: StepPlan, result: StepResult) -> Done:
         shard, plans = self._worker.model.shard, self._plans
         return Done(
-            plan.id,
-            plans.checksum,
-            list(result.tokens) if shard.is_last else [],
-            result.seconds,
-            sum(stage.idle for stage in result.stages),
-            result.moving,
-            plans.numbers_of(result.landed),
-            plans.numbers_of(result.failed),
-            dict(result.details) if shard.tp_rank == 0 else {},  # type: ignore[arg-type]
+            plan=plan.id,
+            checksum=plans.checksum,
+            tokens=list(result.tokens) if shard.is_last else [],
+            seconds=result.seconds,
+            idle=sum(stage.idle for stage in result.stages),
+            moving=result.moving,
+            landed=plans.numbers_of(result.landed),
+            failed=plans.numbers_of(result.failed),
+            details=dict(result.details) if shard.tp_rank == 0 else {},  # type: ignore[arg-type]
         )
 
     def _fail(self, error: Exception) -> RankFailed:
@@ -64,6 +64,8 @@ class Rank:
         _log.error("%s cannot go on: %s", group.shard.name, error, exc_info=error)
         group.close()
         self._failure = RankFailed(
-            f"{type(error).__name__}: {error}", isinstance(error, GroupError), isinstance(error, OutOfStepError)
+            f"{type(error).__name__}: {error}",
+            lost_peer=isinstance(error, GroupError),
+            out_of_step=isinstance(error, OutOfStepError),
         )
         return self._failure

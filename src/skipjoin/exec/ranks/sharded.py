@@ -150,14 +150,14 @@ class ShardedExecutor:
         times = [StageTime(max(one.seconds for one in stage), min(one.idle for one in stage)) for stage in stages]
         landed, failed = self._ended(answers)
         handle.outcome = StepResult(
-            plan,
-            sampling[0].tokens,
-            sum(time.busy for time in times),
-            sampling[0].details,
-            sum(max(one.moving for one in stage) for stage in stages),
-            landed,
-            failed,
-            tuple(times) if len(times) > 1 else (),
+            plan=plan,
+            tokens=sampling[0].tokens,
+            seconds=sum(time.busy for time in times),
+            details=sampling[0].details,
+            moving=sum(max(one.moving for one in stage) for stage in stages),
+            landed=landed,
+            failed=failed,
+            stages=tuple(times) if len(times) > 1 else (),
         )
 
     def _answers(self) -> list[Done]:

@@ -1,1 +1,1 @@
-"""The HTTP side of the server: routes, request bodies, answers, limits, errors."""
+"""The API of the server: bodies, endpoints, answers, limits and errors, and the HTTP around them."""

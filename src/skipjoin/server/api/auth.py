@@ -1,4 +1,4 @@
-"""The door: who may come in, and how large a request may be. Pure ASGI, around everything else."""
+"""The access guard: which requests are let in, and how large they may be. Pure ASGI, around everything else."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _NOT_ID = re.compile(r"[^A-Za-z0-9._:@/+=-]")
 
 
 class AccessGuard:
-    """Checks API key and sizes of every request, and gives each answer its `x-request-id`.
+    """Checks the API key and the size of every request, and gives each answer its `x-request-id`.
 
-    api_keys: any of them opens; none: no key is asked for. max_header_bytes: of all headers and the target.
+    api_keys: any of them is accepted; without any, no key is needed. max_header_bytes: of all headers and the target.
     """
 
     def __init__(self, app: ASGIApp, *, api_keys: Iterable[str], max_header_bytes: int, max_body_bytes: int) -> None:
@@ -33,7 +33,7 @@ class AccessGuard:
         if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
             return
-        if scope["type"] != "http":  # there is nothing behind a web socket here
+        if scope["type"] != "http":  # no route has a web socket
             await send({"type": "websocket.close", "code": 1008})
             return
         request_id = _request_id(scope)
@@ -69,12 +69,12 @@ class AccessGuard:
         if len(values) != 1:
             return False
         scheme, _, key = values[0].partition(b" ")
-        # Every key is compared, each in constant time: how long it takes says nothing.
+        # Every key is compared, each in constant time, so that the time taken reveals nothing.
         matches = [hmac.compare_digest(key.strip(), known) for known in self._keys]
         return scheme.lower() == b"bearer" and any(matches)
 
     def _bounded(self, receive: Receive) -> Receive:
-        """`receive` that refuses a body that grows too large, whatever its headers said."""
+        """`receive` that refuses a body that grows too large, whatever length its headers claim."""
         taken = 0
 
         async def bounded() -> Message:
@@ -101,7 +101,7 @@ def _is_open(scope: Scope) -> bool:
 
 
 def _request_id(scope: Scope) -> str:
-    """The client's id without what does not belong in a header or a log, or a new one. It names nothing inside."""
+    """The client's id without characters that do not belong in a header or a log, or a new id. Only headers have it."""
     for name, value in scope["headers"]:
         if name == b"x-request-id" and (clean := _NOT_ID.sub("", value.decode("latin-1"))[:_MAX_ID]):
             return clean

@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients read them: `{"error": {"message", "type", "param", "code"}}`, whatever went wrong."""
+"""Errors as OpenAI's clients read them: `{"error": {"message", "type", "param", "code"}}`, for every failure."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _TYPES = {
     503: "service_unavailable_error",
 }
 _CODES = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large", 431: "headers_too_large"}
-# Errors of a request whose text would quote more than this say less.
+# Most characters of a message, which may quote text of the request.
 _LONGEST_TEXT = 1000
 
 
 class ApiError(Exception):
-    """An answer that is an error. param: the request's field at fault. headers: sent along."""
+    """An answer that is an error. param: the request's field at fault. headers: of the answer."""
 
     def __init__(
         self,
@@ -92,27 +92,27 @@ def model_not_found(name: str, served: str) -> ApiError:
 
 
 def overloaded(message: str, retry_after_s: float) -> ApiError:
-    """429: the queue is full; Retry-After says when it is likely not to be."""
+    """429: the queue is full. retry_after_s: when there is likely to be room, in seconds from now."""
     seconds = str(max(1, math.ceil(retry_after_s)))
     return ApiError(429, message, code="queue_full", headers={"Retry-After": seconds})
 
 
 def unavailable(message: str, code: str, retry_after_s: int = 5) -> ApiError:
-    """503: not now, on this server."""
+    """503: this server takes no such request at this time. retry_after_s: when to try again."""
     return ApiError(503, message, code=code, headers={"Retry-After": str(retry_after_s)})
 
 
 def from_engine(error: EngineError) -> ApiError:
-    """What a client gets where no engine has an answer for it: 503, or 400 for what the engine would not take."""
+    """The answer where no engine has one: 503, or 400 for a request that the engine refused."""
     if isinstance(error, RefusedError):
         return bad_request(str(error), error.param)
     if isinstance(error, NoReplicaError):
-        return unavailable("no replica of the engine is alive; they are being started again", "no_replica")
-    return unavailable("the engine has stopped; the server is ending", "engine_dead")
+        return unavailable("no replica of the engine is alive; replicas are being restarted", "no_replica")
+    return unavailable("the engine has stopped; the server is shutting down", "engine_dead")
 
 
 def deadline_exceeded() -> ApiError:
-    """408. Official clients retry it unless told not to, and a second try would be as late."""
+    """408. Official clients retry it unless the answer forbids it, and a retry would have the same deadline."""
     return ApiError(
         408,
         "the request's deadline passed before it was done",
@@ -122,19 +122,19 @@ def deadline_exceeded() -> ApiError:
 
 
 def given_up(why: str) -> ApiError:
-    """500: the engine could not compute this request. why: what happened and what helps. Official clients would try
-    again, with the same outcome."""
+    """500: the engine could not compute this request. why: what happened and what helps. The answer forbids a retry,
+    which would have the same outcome."""
     return ApiError(500, why, code="given_up", headers={"x-should-retry": "false"})
 
 
 def from_parameter(error: ParameterError, names: Mapping[str, str] | None = None) -> ApiError:
-    """400 for a value outside its bounds. names: public names of fields that are called otherwise inside."""
+    """400 for a value outside its bounds. names: public names of fields that have another name here."""
     name = (names or {}).get(error.param, error.param)
     return bad_request(str(error).replace(error.param, name, 1), name)
 
 
 def from_validation(error: ValidationError) -> ApiError:
-    """400 that names the first field at fault and what it may be."""
+    """400 that names the first field at fault and the values that it may have."""
     found = error.errors(include_url=False, include_context=False)
     param = _path(found[0]["loc"])
     if found[0]["type"] == "extra_forbidden":
@@ -149,7 +149,7 @@ def from_validation(error: ValidationError) -> ApiError:
 
 
 def _path(location: tuple[int | str, ...]) -> str | None:
-    """Where in the body, without the names that pydantic gives to alternatives."""
+    """The place in the body, without the names that pydantic gives to alternatives."""
     parts = [str(part) for part in location if isinstance(part, int) or not part.startswith(_INTERNAL)]
     return ".".join(parts) or None
 
@@ -176,7 +176,7 @@ def install(app: FastAPI) -> None:
         return ApiError(error.status_code, message, headers=error.headers).response()
 
     async def on_bug(request: Request, error: Exception) -> Response:
-        # The text of an unforeseen exception may hold anything: it goes to the log (by the server), not out.
+        # The text of an unforeseen exception may hold anything: the server logs it, and the client does not get it.
         return ApiError(500, "internal error; the server's log has the details", code="internal_error").response()
 
     app.add_exception_handler(ApiError, on_api_error)

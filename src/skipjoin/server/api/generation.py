@@ -1,129 +1,272 @@
-"""One HTTP request at work: its sequences at the engine, their outputs as they come, and the answer on the wire."""
+"""Generation without HTTP: an endpoint makes a job from a body, and the job runs at the engine.
+
+    job = await endpoint.prepare(body)
+    with endpoint.run(job) as run:
+        async for deltas in run:
+            ...
+
+`replies` does this for HTTP. Whatever else has bodies of requests uses the same endpoints.
+"""
 
 from __future__ import annotations
 
-import asyncio
-import logging
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
+from types import TracebackType
+from typing import ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
-
-from skipjoin.core.request import FinishReason
-from skipjoin.engine.text import Choice
-from skipjoin.sampling import SamplingParams
-from skipjoin.server.api.errors import ApiError, deadline_exceeded, from_engine, given_up, unavailable
+from skipjoin.core.request import DEFAULT_OPTIONS, FinishReason, RequestOptions
+from skipjoin.engine.text import Choice, TextRules
+from skipjoin.sampling import SEED_MIN, SamplingParams
+from skipjoin.server.api.errors import deadline_exceeded, given_up, unavailable
 from skipjoin.server.api.limits import AdmissionSlot
+from skipjoin.server.api.protocol import GenerationBody
 from skipjoin.server.api.responses import Usage
-from skipjoin.server.api.service import Service, remaining, seed_of
+from skipjoin.server.api.service import Service
 from skipjoin.server.engines.engine_client import EngineClient
-from skipjoin.server.engines.errors import EngineError
 from skipjoin.server.engines.sequences import EngineSequence, Mailbox
 
-logger = logging.getLogger(__name__)
+BodyT = TypeVar("BodyT", bound=GenerationBody)
 
 
-class DisconnectedError(Exception):
-    """The client is gone."""
+class Format(Protocol):
+    """How the answers of an endpoint look. Events and bodies are JSON.
+
+    id: of the answer, as clients see it.
+    """
+
+    id: str
+
+    def events(self, choice: Choice, text: str, usage: Usage | None) -> list[bytes]:
+        """The events of a stream that show what is new in a choice; none if nothing is to be shown."""
+        ...
+
+    def usage_event(self, usage: Usage) -> bytes:
+        """The event that holds the usage alone."""
+        ...
+
+    def whole(self, texts: Mapping[Choice, str], usage: Usage) -> bytes:
+        """The body of an answer that is not streamed. texts: of every choice, in their order."""
+        ...
+
+
+class Prompt(NamedTuple):
+    """A tokenized prompt. text: as the client spelled it; None if it came otherwise. params: how it is continued."""
+
+    ids: list[int]
+    text: str | None
+    params: SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What is to be generated: one sequence for each choice, with the choice's own prompt.
+    """A request that is checked, tokenized and counted in the queue. It is either run, or given up with `close`.
 
-    params: one for each choice, without its seed. deadline_s: from `arrived`, on the monotonic clock.
+    choices: the sequences to generate, prompt by prompt. params, slots: one for each choice. prompt_tokens: of all
+    prompts, each counted once. arrived: seconds on the monotonic clock; the deadline in `options` counts from then.
     """
 
     choices: list[Choice]
     params: list[SamplingParams]
-    places: list[AdmissionSlot]
-    n: int
-    priority: int
-    deadline_s: float | None
+    slots: list[AdmissionSlot]
+    prompt_tokens: int
+    options: RequestOptions
     arrived: float
+    format: Format
 
-
-class Format(Protocol):
-    """How one kind of answer looks. Events and bodies are JSON."""
-
-    def event(self, choice: Choice, text: str, usage: Usage | None) -> list[bytes]:
-        """The events for what a choice has new; none if that is nothing to show."""
-        ...
-
-    def usage_event(self, usage: Usage) -> bytes:
-        """The event that holds only the usage."""
-        ...
-
-    def whole(self, choices: Sequence[Choice], texts: Sequence[str], usage: Usage) -> bytes:
-        """The answer of a request that does not stream."""
-        ...
+    def close(self) -> None:
+        """Give the places in the queue back. It may be called again."""
+        _free(self.slots)
 
 
 class JobRun:
-    """A job at the engine. It must be closed, after which nothing of it is left there."""
+    """A job at the engine: an iterator over what is new, and a context manager, after which nothing of the job is left
+    at the engine or in the queue.
+
+    Raises `ApiError` or `EngineError` if the job cannot begin: its deadline has passed, or there is no engine.
+    """
 
     def __init__(self, job: Job, client: EngineClient) -> None:
+        self.job = job
         self._client = client
         self._mailbox = Mailbox()
         self._sequences: list[EngineSequence] = []
-        self.choices = job.choices
-        self.open = len(job.choices)  # choices that go on
-        # A prompt with n choices is counted once.
-        self._prompt_tokens = sum(len(choice.prompt) for choice in job.choices[:: job.n])
-        left = remaining(job.deadline_s, job.arrived)
+        self._unfinished = len(job.choices)
         try:
-            for choice, params, place in zip(job.choices, job.params, job.places, strict=True):
-                seed = seed_of(params.seed, choice.index % job.n)
+            options = _remaining(job.options, job.arrived)
+            for choice, params, slot in zip(job.choices, job.params, job.slots, strict=True):
                 self._sequences.append(
                     client.submit(
                         self._mailbox,
                         choice.index,
                         choice.prompt,
-                        params if seed == params.seed else replace(params, seed=seed),
-                        priority=job.priority,
-                        deadline_s=left,
-                        on_start=place.started,
-                        on_end=place.ended,
+                        params,
+                        options=options,
+                        label=job.format.id,
+                        on_start=slot.started,
+                        on_end=slot.ended,
                     )
                 )
         except BaseException:
             self.close()
             raise
 
-    async def next(self) -> dict[int, str]:
-        """Text that is new, by choice; a choice is in it if there is any news of it. Raises the error that ends the
-        request, or `DisconnectedError`."""
-        news: dict[int, str] = {}
+    def __enter__(self) -> JobRun:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __aiter__(self) -> JobRun:
+        return self
+
+    async def __anext__(self) -> dict[Choice, str]:
+        """The choices with new tokens or an end, each with its new text, which may be empty.
+
+        Raises the `ApiError` or `EngineError` that ends the job, or what `fail` was given.
+        """
+        if self.is_over:
+            raise StopAsyncIteration
+        deltas: dict[Choice, str] = {}
         for output in await self._mailbox.get():
-            index = output.choice
-            choice = self.choices[index]
+            choice = self.job.choices[output.choice]
             if choice.finish_reason is not None:  # a stop string ended it while more tokens were on their way
                 continue
             if output.reason is not None:
                 _check_reason(output.reason, output.error)
-            text = choice.take(output)
-            news[index] = news[index] + text if index in news else text
+            deltas[choice] = deltas.get(choice, "") + choice.take(output)
             if choice.finish_reason is not None:
-                self.open -= 1
+                self._unfinished -= 1
                 if output.reason is None:
-                    self._client.complete(self._sequences[index])
-        return news
+                    self._client.complete(self._sequences[output.choice])
+        return deltas
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all choices are complete."""
+        return not self._unfinished
+
+    async def whole(self) -> bytes:
+        """Generate everything; the body of the answer. Raises as the iterator does."""
+        texts = dict.fromkeys(self.job.choices, "")
+        async for deltas in self:
+            for choice, text in deltas.items():
+                texts[choice] += text
+        return self.job.format.whole(texts, self.usage())
 
     def usage(self) -> Usage:
         """Tokens so far."""
-        generated = sum(choice.tokens for choice in self.choices)
-        return Usage(self._prompt_tokens, generated, self._prompt_tokens + generated)
+        generated = sum(choice.tokens for choice in self.job.choices)
+        return Usage(self.job.prompt_tokens, generated, self.job.prompt_tokens + generated)
 
-    def disconnected(self) -> None:
-        """The client is gone: let `next` raise."""
-        self._mailbox.fail(DisconnectedError())
+    def fail(self, error: Exception) -> None:
+        """End the iteration with this error."""
+        self._mailbox.fail(error)
 
     def close(self) -> None:
-        """Give up what is not over."""
+        """Abort what is not complete. It may be called again."""
         self._client.abort(self._sequences)
+        self.job.close()
+
+
+class Endpoint(ABC, Generic[BodyT]):
+    """One kind of generation. A subclass says how a body becomes prompts, and how its answers look.
+
+    path: where it is served. body_type: what clients send there.
+    """
+
+    path: ClassVar[str]
+    body_type: type[BodyT]
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+
+    async def prepare(
+        self, body: BodyT, options: RequestOptions = DEFAULT_OPTIONS, arrived: float | None = None
+    ) -> Job:
+        """Check a body, count it in the queue, and tokenize it.
+
+        arrived: seconds on the monotonic clock, from which the deadline counts; None: now.
+        Raises `ApiError`: 400, 404 for another model, 429 where the queue is full, 503 where no work is taken. The job
+        then holds nothing.
+        """
+        service, n = self.service, body.n or 1
+        arrived = time.monotonic() if arrived is None else arrived
+        service.check_open()
+        service.check_model(body.model)
+        slots = service.admission.reserve([tokens for tokens in self.estimates(body) for _ in range(n)])
+        try:
+            prompts = await self.tokenize(body)
+            rules = self.text_rules(body)
+            copies = [(prompt, copy) for prompt in prompts for copy in range(n)]
+            for slot, (prompt, _) in zip(slots, copies, strict=True):
+                slot.resize(len(prompt.ids))
+            return Job(
+                choices=[
+                    Choice(index, prompt.ids, prompt.text, service.tokenizer, rules)
+                    for index, (prompt, _) in enumerate(copies)
+                ],
+                params=[_with_seed(prompt.params, copy) for prompt, copy in copies],
+                slots=slots,
+                prompt_tokens=sum(len(prompt.ids) for prompt in prompts),
+                options=options,
+                arrived=arrived,
+                format=self.format(body),
+            )
+        except BaseException:
+            _free(slots)
+            raise
+
+    def run(self, job: Job) -> JobRun:
+        """Begin to generate. Raises as `JobRun` does."""
+        return JobRun(job, self.service.client)
+
+    @abstractmethod
+    def estimates(self, body: BodyT) -> list[int]:
+        """About how many tokens each prompt has, at next to no cost."""
+
+    @abstractmethod
+    async def tokenize(self, body: BodyT) -> list[Prompt]:
+        """The prompts, as many as there are estimates. Raises `ApiError` for what the model cannot take."""
+
+    @abstractmethod
+    def format(self, body: BodyT) -> Format:
+        """How the answer to this body looks."""
+
+    def text_rules(self, body: BodyT) -> TextRules:
+        """How tokens become text."""
+        return TextRules(
+            stop=body.stop_strings,
+            include_stop=bool(body.include_stop_str_in_output),
+            skip_special=body.skip_special_tokens is not False,
+            min_tokens=body.min_tokens or 0,
+        )
+
+
+def _free(slots: Iterable[AdmissionSlot]) -> None:
+    for slot in slots:
+        slot.ended()
+
+
+def _with_seed(params: SamplingParams, copy: int) -> SamplingParams:
+    """The parameters of the copy-th of n choices: with a seed they differ, and the same request gets the same ones."""
+    if params.seed is None or copy == 0:
+        return params
+    return replace(params, seed=SEED_MIN + (params.seed - SEED_MIN + copy) % 2**64)
+
+
+def _remaining(options: RequestOptions, arrived: float) -> RequestOptions:
+    """The options of a request that arrives at the engine now, with the time that is left. Raises 408 if none is."""
+    if options.deadline_s is None:
+        return options
+    left = options.deadline_s - (time.monotonic() - arrived)
+    if left <= 0:
+        raise deadline_exceeded()
+    return replace(options, deadline_s=left)
 
 
 def _check_reason(reason: FinishReason, error: str) -> None:
@@ -134,107 +277,3 @@ def _check_reason(reason: FinishReason, error: str) -> None:
         raise deadline_exceeded()
     if reason is FinishReason.ABORT:
         raise unavailable("the request was aborted", "aborted")
-
-
-@asynccontextmanager
-async def _at_work(job: Job, service: Service, receive: Receive) -> AsyncIterator[JobRun]:
-    """The job's run, while the client's connection is watched; closed whatever happens."""
-    service.busy += 1
-    watcher: asyncio.Task[None] | None = None
-    run: JobRun | None = None
-    try:
-        run = JobRun(job, service.client)
-        watcher = asyncio.create_task(_watch(receive, run))
-        yield run
-    finally:
-        service.busy -= 1
-        if watcher is not None:
-            watcher.cancel()
-        if run is not None:
-            run.close()
-        for place in job.places:
-            place.ended()
-
-
-async def _watch(receive: Receive, run: JobRun) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    run.disconnected()
-
-
-class WholeReply(Response):
-    """Generates, then answers with one JSON body."""
-
-    def __init__(self, job: Job, service: Service, form: Format) -> None:
-        super().__init__()
-        self._job, self._service, self._form = job, service, form
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            async with _at_work(self._job, self._service, receive) as run:
-                texts = [""] * len(run.choices)
-                while run.open:
-                    for index, text in (await run.next()).items():
-                        texts[index] += text
-                body = self._form.whole(run.choices, texts, run.usage())
-        except DisconnectedError:
-            await Response(status_code=499)(scope, receive, send)  # goes nowhere, but ends the exchange
-            return
-        await Response(body, media_type="application/json")(scope, receive, send)
-
-
-class StreamReply(Response):
-    """Generates, and answers with server-sent events as tokens come. An error is the last event then.
-
-    usage_at_end: one more event with the usage. usage_always: it stands in every event.
-    """
-
-    def __init__(self, job: Job, service: Service, form: Format, *, usage_at_end: bool, usage_always: bool) -> None:
-        super().__init__()
-        self._job, self._service, self._form = job, service, form
-        self._usage_at_end, self._usage_always = usage_at_end, usage_always
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            async with _at_work(self._job, self._service, receive) as run:
-                await send({"type": "http.response.start", "status": 200, "headers": _EVENT_STREAM})
-                try:
-                    last = await self._send_all(run, send)
-                except ApiError as error:
-                    last = _event(error.body())
-                except EngineError as error:
-                    last = _event(from_engine(error).body())
-                except DisconnectedError:
-                    last = b""
-                except Exception:
-                    logger.exception("a stream failed")
-                    last = _event(ApiError(500, "internal error", code="internal_error").body())
-        except DisconnectedError:
-            return
-        await send({"type": "http.response.body", "body": last, "more_body": False})
-
-    async def _send_all(self, run: JobRun, send: Send) -> bytes:
-        """Send events until all choices are over; the bytes that end the stream."""
-        while True:
-            news = await run.next()
-            usage = run.usage() if self._usage_always else None
-            events: list[bytes] = []
-            for index, text in news.items():
-                events.extend(self._form.event(run.choices[index], text, usage))
-            body = b"".join([_event(event) for event in events])
-            if not run.open:
-                end = _event(self._form.usage_event(run.usage())) if self._usage_at_end else b""
-                return body + end + b"data: [DONE]\n\n"
-            if body:
-                await send({"type": "http.response.body", "body": body, "more_body": True})
-
-
-_EVENT_STREAM = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # proxies would hold events back
-]
-
-
-def _event(data: bytes) -> bytes:
-    return b"data: " + data + b"\n\n"

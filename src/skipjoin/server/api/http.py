@@ -1,4 +1,4 @@
-"""uvicorn, with bounds on what it reads before the application sees a request, and with our own signals."""
+"""uvicorn, with bounds on what it reads before the application sees a request, and without its signal handlers."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from skipjoin.server.api.errors import ApiError
 
-# Requests that wait to be accepted; a burst of connections is not refused by the kernel.
+# Connections that may wait to be accepted, so that the kernel refuses none of a burst.
 BACKLOG = 2048
-# Longer than clients' pools keep idle connections, so that they, not we, close them.
+# Longer than clients' pools keep idle connections, so that the client closes them and not the server.
 KEEP_ALIVE_S = 75
-# Answers that are being written when the server ends have this long.
-LAST_WORDS_S = 2
+# Seconds for answers that are being written when the server ends.
+LAST_ANSWERS_S = 2
 
 
 def bounded_protocol(max_header_bytes: int) -> type[HttpToolsProtocol]:
-    """A protocol that cuts off a request whose head goes on and on, instead of collecting it."""
+    """A protocol that refuses a request whose head exceeds the bound before it is complete."""
 
     class BoundedProtocol(HttpToolsProtocol):
-        """Counts the bytes of a head as they come. A head that comes whole is for the application to judge."""
+        """Counts the bytes of a head as they arrive. The application checks a head that is complete."""
 
         _head_bytes = 0  # of a head that is not complete yet
         _in_head = True
@@ -35,7 +35,7 @@ def bounded_protocol(max_header_bytes: int) -> type[HttpToolsProtocol]:
             was_in_head = self._in_head
             self._advanced = False
             super().data_received(data)
-            # What else came with the end of a head or of a body is not counted: it is one read at most.
+            # Bytes that arrive together with the end of a head or body are not counted: they are one read at most.
             if was_in_head and not self._advanced and not self.transport.is_closing():
                 self._head_bytes += len(data)
                 if self._head_bytes > max_header_bytes:
@@ -65,7 +65,7 @@ def bounded_protocol(max_header_bytes: int) -> type[HttpToolsProtocol]:
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn that leaves signals alone: when to end is decided by `launch`."""
+    """uvicorn without signal handlers: `launch` decides when the server ends."""
 
     def __init__(self, app: ASGIApp, *, max_header_bytes: int) -> None:
         settings: dict[str, Any] = {
@@ -78,13 +78,13 @@ class HttpServer(uvicorn.Server):
             "server_header": False,
             "proxy_headers": False,
             "timeout_keep_alive": KEEP_ALIVE_S,
-            "timeout_graceful_shutdown": LAST_WORDS_S,
+            "timeout_graceful_shutdown": LAST_ANSWERS_S,
         }
         super().__init__(uvicorn.Config(app, **settings))
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """No signal is captured."""
+        """Capture no signal."""
         yield
 
 
@@ -94,7 +94,7 @@ def listen(host: str, port: int) -> socket.socket:
     server = socket.socket(family, kind, protocol)
     try:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # Events are small and must leave at once.
+        # Events are small and must be sent at once.
         server.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         server.bind(address)
         server.listen(BACKLOG)

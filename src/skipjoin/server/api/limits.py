@@ -1,4 +1,4 @@
-"""How much may queue: requests and prompt tokens are counted at the door, before anything is tokenised."""
+"""Admission: requests and prompt tokens in the server are counted and bounded, before anything is tokenized."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from collections.abc import Callable, Sequence
 from skipjoin.server.api.errors import bad_request, overloaded
 from skipjoin.server.metrics import Metrics
 
-# Bytes of text per token, to estimate before tokenising; English has 4 to 5, code and other scripts fewer.
+# Bytes of text per token, for an estimate before tokenizing; English has 4 to 5, code and other scripts fewer.
 _BYTES_PER_TOKEN = 4
-# Retry-After is kept within what clients honour and what may still be true.
+# Bounds of Retry-After: clients ignore longer times, and an estimate so far ahead is worth little.
 _SOONEST_S, _LATEST_S = 1.0, 60.0
 _RATE_WINDOW_S = 10.0
 
 
 def estimate_tokens(prompt: str | Sequence[int]) -> int:
-    """About how many tokens a prompt has, at no cost; exact where it is token ids."""
+    """About how many tokens a prompt has, without tokenizing it; exact for token ids."""
     if isinstance(prompt, str):
         return -(-len(prompt.encode()) // _BYTES_PER_TOKEN)
     return len(prompt)
 
 
 class Rate:
-    """How fast something happens: a count that decays over a window of seconds."""
+    """The rate of an event: a count that decays over a window of seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -32,11 +32,11 @@ class Rate:
         self._at = clock()
 
     def add(self, amount: float) -> None:
-        """`amount` of it happened now."""
+        """Count `amount` events now."""
         self._level = self._decayed() + amount
 
     def per_second(self) -> float:
-        """The present rate."""
+        """Events per second."""
         return self._decayed() / _RATE_WINDOW_S
 
     def _decayed(self) -> float:
@@ -47,7 +47,7 @@ class Rate:
 
 
 class AdmissionSlot:
-    """One sequence's share of the limits, from the door until it is over. Every method may be called again."""
+    """One sequence's share of the limits, from its admission to its end. Every method may be called again."""
 
     __slots__ = ("_admission", "_open", "_tokens")
 
@@ -57,18 +57,18 @@ class AdmissionSlot:
         self._open = True
 
     def resize(self, tokens: int) -> None:
-        """The prompt turned out to have `tokens` tokens."""
+        """Replace the estimate: the prompt has `tokens` tokens."""
         if self._open:
             self._admission.tokens += tokens - self._tokens
             self._tokens = tokens
 
     def started(self) -> None:
-        """It runs: its prompt no longer waits."""
+        """The sequence runs: its prompt waits no longer."""
         self._admission.note_start(self._tokens)
         self._tokens = 0
 
     def ended(self) -> None:
-        """It is over, or never came to be."""
+        """The sequence has ended, or will never begin."""
         if self._open:
             self._open = False
             self._admission.note_end(self._tokens)
@@ -76,7 +76,7 @@ class AdmissionSlot:
 
 
 class Admission:
-    """Counts and caps. Used on the event loop only, so that to check and to count is one act.
+    """The counts and their bounds. Used on the event loop only, so that checking and counting are one operation.
 
     requests: sequences in the server, waiting or running. tokens: prompt tokens of those that have not run yet.
     """
@@ -93,9 +93,9 @@ class Admission:
         self._starts = Rate(clock)
 
     def reserve(self, prompt_tokens: Sequence[int]) -> list[AdmissionSlot]:
-        """Places for sequences with prompts of about so many tokens, all or none.
+        """Slots for sequences whose prompts have about so many tokens: all of them, or an error.
 
-        Raises 429 where there is no room now, with when there is likely to be, and 400 where there never is.
+        Raises 429 if there is no room now, with the time when there is likely to be, and 400 if there never is.
         """
         count, tokens = len(prompt_tokens), sum(prompt_tokens)
         if count > self.max_requests:
@@ -125,18 +125,18 @@ class Admission:
         return [AdmissionSlot(self, share) for share in prompt_tokens]
 
     def note_start(self, tokens: int) -> None:
-        """`tokens` prompt tokens wait no longer: their request runs."""
+        """A request runs: its `tokens` prompt tokens wait no longer."""
         if tokens:
             self.tokens -= tokens
             self._starts.add(tokens)
 
     def note_end(self, tokens: int) -> None:
-        """A request is over; `tokens` of its prompt never ran."""
+        """A request has ended; `tokens` of its prompt never ran."""
         self.tokens -= tokens
         self.requests -= 1
         self._ends.add(1)
 
     def _wait(self, excess: int, rate: Rate) -> float:
-        """Seconds until `excess` has gone, at the present rate."""
+        """Seconds until `excess` is worked off, at the present rate."""
         per_second = rate.per_second()
         return _LATEST_S if per_second * _LATEST_S <= excess else max(_SOONEST_S, excess / per_second)

@@ -1,7 +1,7 @@
-"""What clients may send. Unknown fields are refused, so that nothing is ignored silently.
+"""The bodies of requests. An unknown field is refused, so that nothing is ignored silently.
 
-Fields that clients send by default, for features that this server does not have, are accepted with the values that
-ask for nothing (`Only`) and refused with any other:
+Clients send some fields by default for features that this server does not have. Such a field is accepted with the
+values that ask for nothing (`Only`) and refused with any other:
 
 | field | accepted |
 |---|---|
@@ -15,14 +15,23 @@ ask for nothing (`Only`) and refused with any other:
 | service_tier | null, "auto", "default" |
 | store, continue_final_message, return_token_ids, return_tokens_as_token_ids | null, false |
 | length_penalty | null, 1 |
-| user, metadata, safety_identifier, prompt_cache_key | anything within bounds: labels, which change nothing |
+| user, metadata, safety_identifier, prompt_cache_key | any value within bounds: labels, which change nothing |
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, GetCoreSchemaHandler, Tag
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    GetCoreSchemaHandler,
+    Tag,
+    ValidationInfo,
+    field_validator,
+)
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from skipjoin.sampling import (
@@ -37,16 +46,16 @@ from skipjoin.sampling import (
 MAX_N = 16
 MAX_PROMPTS = 256
 MAX_MESSAGES = 4096
-# Looking for a stop string costs its length at each token.
+# The search for a stop string costs its length at each token.
 MAX_STOP_LENGTH = 512
 MAX_LABEL = 512
-# A week: beyond it a deadline is none.
+# A week: a longer deadline is no deadline.
 MAX_DEADLINE_MS = 7 * 86_400_000
 INT32, INT64 = 2**31 - 1, 2**63 - 1
 
 
 class Only:
-    """Annotation of a field that takes nothing but these JSON values."""
+    """Annotation of a field that accepts these JSON values only."""
 
     def __init__(self, *values: Any) -> None:
         self.values = values
@@ -105,7 +114,7 @@ def _prompt_kind(value: Any) -> str | None:
 
 
 def _one_of(kinds: Any, choose: Any, expected: str) -> Any:
-    """A union in which `choose` picks the alternative, so that errors speak of that one only."""
+    """A union in which `choose` selects the alternative, so that errors are about that one only."""
     return Annotated[kinds, Discriminator(choose, custom_error_type="type", custom_error_message=expected)]
 
 
@@ -127,7 +136,7 @@ Prompt = _one_of(
 
 
 class GenerationBody(Body):
-    """What both kinds of completion share."""
+    """The fields that all kinds of generation share."""
 
     model: Label = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
@@ -184,16 +193,56 @@ class GenerationBody(Body):
     return_token_ids: Off = None
     return_tokens_as_token_ids: Off = None
 
+    @field_validator("stream_options")
+    @classmethod
+    def _needs_stream(cls, value: StreamOptions | None, info: ValidationInfo) -> StreamOptions | None:
+        if value is not None and not info.data.get("stream"):
+            raise ValueError("it needs stream to be true")
+        return value
+
+    @property
+    def usage_at_end(self) -> bool:
+        """Whether a stream ends with an event that holds the usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def usage_always(self) -> bool:
+        """Whether every event of a stream holds the usage so far."""
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """The stop strings; none if the field is missing."""
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
 
 class CompletionRequest(GenerationBody):
-    """POST /v1/completions. echo: the prompt stands before the output, and in the log-probabilities; with it
-    max_tokens may be 0: the prompt is scored and nothing generated."""
+    """POST /v1/completions.
+
+    echo: the output begins with the prompt, and the log-probabilities with its scores. max_tokens may then be 0: the
+    prompt is scored and nothing is generated.
+    """
 
     prompt: Prompt
-    max_tokens: Annotated[int, Field(ge=0, le=INT32)] | None = None
     echo: bool | None = None
+    max_tokens: Annotated[int, Field(ge=0, le=INT32)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     suffix: Annotated[Any, Only(None, "")] = None
+
+    @field_validator("max_tokens")
+    @classmethod
+    def _generates_or_echoes(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value == 0 and not info.data.get("echo"):
+            raise ValueError("it must be at least 1 without echo, got 0")
+        return value
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts, one or many."""
+        prompt = self.prompt
+        return list(prompt) if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
 
 
 class TextPart(Body):
@@ -215,7 +264,7 @@ Content = _one_of(
 
 
 class Message(Body):
-    """One turn. What a response's message holds may be sent back as it is. developer means system."""
+    """One turn. The message of a response may be sent back as it is. developer means system."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Content
@@ -228,10 +277,14 @@ class Message(Body):
     reasoning: Null = None
     reasoning_content: Null = None
 
+    @property
+    def text(self) -> str:
+        """The content, its parts joined."""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
     def as_template_input(self) -> dict[str, str]:
         """What chat templates read."""
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        message: dict[str, str] = {"role": "system" if self.role == "developer" else self.role, "content": text}
+        message: dict[str, str] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
         if self.name is not None:
             message["name"] = self.name
         return message
@@ -274,6 +327,13 @@ class ChatRequest(GenerationBody):
     reasoning_effort: Null = None
     verbosity: Null = None
     store: Off = None
+
+    @field_validator("top_logprobs")
+    @classmethod
+    def _needs_logprobs(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value is not None and not info.data.get("logprobs"):
+            raise ValueError("it needs logprobs to be true")
+        return value
 
 
 class TokenizeRequest(Body):

@@ -1,4 +1,4 @@
-"""What the server answers with, as msgspec structs: one is encoded for every token that is streamed."""
+"""The bodies of answers, as msgspec structs: one is encoded for every token that is streamed."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ from msgspec import UNSET, UnsetType
 encode = msgspec.json.Encoder().encode
 
 
+# Stands for minus infinity, which JSON does not have.
+LOWEST_LOGPROB = -9999.0
+
+
 class Usage(msgspec.Struct, frozen=True):
-    """Tokens that a request cost."""
+    """Tokens of a request."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -69,14 +73,14 @@ class TokenLogprob(msgspec.Struct, frozen=True):
 
 
 class ChatLogprobs(msgspec.Struct, frozen=True):
-    """Of the tokens of a message, or of a part of it."""
+    """The log-probabilities of a message, or of a part of it."""
 
     content: list[TokenLogprob]
     refusal: None = None
 
 
 class ChatMessage(msgspec.Struct, frozen=True):
-    """The assistant's words."""
+    """The assistant's message."""
 
     content: str
     role: str = "assistant"
@@ -104,7 +108,7 @@ class ChatCompletion(msgspec.Struct, frozen=True):
 
 
 class Delta(msgspec.Struct, frozen=True):
-    """What a chunk adds to a message."""
+    """The text that a chunk adds to a message."""
 
     content: str | UnsetType = UNSET
     role: str | UnsetType = UNSET

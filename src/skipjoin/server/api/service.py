@@ -1,47 +1,44 @@
-"""What the routes share: the engine, the tokenizer, the queue's limits, and the state the server is in."""
+"""What all routes and endpoints share: the engine, the tokenizer, the queue's limits, and the server's state."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
 from functools import partial
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
-from starlette.requests import Request
 
 from skipjoin.config import ServerConfig
 from skipjoin.model.config import ModelError
 from skipjoin.model.tokenizer import Tokenizer
-from skipjoin.sampling import SEED_MIN, ParameterError, SamplingParams
+from skipjoin.sampling import ParameterError, SamplingParams
 from skipjoin.server.api.errors import (
     bad_request,
-    deadline_exceeded,
     from_parameter,
     from_validation,
     model_not_found,
     unavailable,
 )
 from skipjoin.server.api.limits import Admission
-from skipjoin.server.api.protocol import MAX_DEADLINE_MS, Body, GenerationBody
+from skipjoin.server.api.protocol import Body, ChatRequest, GenerationBody, TokenizeRequest
 from skipjoin.server.engines.engine_client import EngineClient
 from skipjoin.server.engines.errors import EngineDeadError, NoReplicaError
 from skipjoin.server.engines.messages import Ready
 from skipjoin.server.metrics import Metrics
 
-# Texts and bodies beyond this many characters are worked on outside the event loop, so that streams do not stall.
+# Texts and bodies of more characters are processed in a thread, so that streams do not stall.
 _LARGE = 8192
-_DEADLINE_HEADER = "x-request-deadline-ms"
 
 BodyT = TypeVar("BodyT", bound=Body)
 ResultT = TypeVar("ResultT")
 
 
 class Phase(Enum):
-    """Where the server is in its life."""
+    """The server's state."""
 
     STARTING = "starting"
     OPEN = "open"
@@ -49,7 +46,10 @@ class Phase(Enum):
 
 
 class Service:
-    """One server. It answers from the start, and takes work from `open` until `drain` or the engine's death."""
+    """One server. It answers from the start, and takes work from `open` until `drain` or the end of the engine.
+
+    busy: HTTP requests that are being answered.
+    """
 
     def __init__(self, config: ServerConfig, client: EngineClient, metrics: Metrics) -> None:
         self.config = config
@@ -59,14 +59,14 @@ class Service:
         self.phase = Phase.STARTING
         self.created = int(time.time())
         self.name = config.served_model_name or ""
-        self.busy = 0  # HTTP requests at work
+        self.busy = 0
         self._info: Ready | None = None
         self._tokenizer: Tokenizer | None = None
-        # Two, so that one huge text does not hold up all others.
+        # Two, so that one huge text does not delay all others.
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="skipjoin-text")
 
     def open(self, info: Ready, tokenizer: Tokenizer) -> None:
-        """The engine is ready: take work."""
+        """Take work: the engine is ready."""
         self._info, self._tokenizer = info, tokenizer
         self.name = self.config.served_model_name or info.model
         self.metrics.ready(info, self.name)
@@ -74,7 +74,7 @@ class Service:
             self.phase = Phase.OPEN
 
     def drain(self) -> None:
-        """Take no more work; what runs goes on."""
+        """Take no more work; running requests continue."""
         self.phase = Phase.DRAINING
 
     def close(self) -> None:
@@ -85,14 +85,14 @@ class Service:
 
     @property
     def info(self) -> Ready:
-        """The engine's facts; 503 until there are any."""
+        """The engine's description; 503 before the engine is ready."""
         if self._info is None:
             raise unavailable("the server is starting: the model is being loaded", "starting")
         return self._info
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer; 503 until there is one."""
+        """The model's tokenizer; 503 before the engine is ready."""
         if self._tokenizer is None:
             raise unavailable("the server is starting: the model is being loaded", "starting")
         return self._tokenizer
@@ -106,7 +106,7 @@ class Service:
             raise NoReplicaError
 
     def count_replicas(self) -> dict[str, int]:
-        """How many engines are up of how many; nothing where one is all that there should be."""
+        """How many engines are up, and how many there should be; empty for a server of one engine."""
         client = self.client
         return {"replicas_alive": client.alive, "replicas": client.wanted} if client.wanted > 1 else {}
 
@@ -118,34 +118,24 @@ class Service:
             raise unavailable("the server is shutting down", "shutting_down")
 
     def check_model(self, name: str | None) -> None:
-        """404 for a model that is not served; without a name the one there is is meant."""
+        """404 for a model that is not served. None: the served one."""
         if name is not None and name != self.name:
             raise model_not_found(name, self.name)
 
     # -- reading requests ---------------------------------------------------------------------------------
 
     async def in_thread(self, work: Callable[..., ResultT], *args: Any, **kwargs: Any) -> ResultT:
-        """Run long work that is not asynchronous."""
+        """Run long work in a thread."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, partial(work, *args, **kwargs))
 
-    async def parse(self, request: Request, kind: type[BodyT]) -> BodyT:
-        """The request's body. Raises 400 that names the field at fault."""
-        body = await request.body()
+    async def parse(self, body: bytes, kind: type[BodyT]) -> BodyT:
+        """The body of a request. Raises 400 that names the field at fault."""
         try:
             if len(body) > _LARGE:
                 return await self.in_thread(kind.model_validate_json, body)
             return kind.model_validate_json(body)
         except ValidationError as error:
             raise from_validation(error) from error
-
-    def deadline_s(self, request: Request, body: GenerationBody) -> float | None:
-        """Seconds that the request has, counted from its arrival: by its body, else its header, else the default."""
-        milliseconds = body.deadline_ms
-        if milliseconds is None and (text := request.headers.get(_DEADLINE_HEADER)) is not None:
-            if not (text.isascii() and text.isdigit() and len(text) < 12 and 1 <= int(text) <= MAX_DEADLINE_MS):
-                raise bad_request(f"{_DEADLINE_HEADER} must be an integer in [1, {MAX_DEADLINE_MS}]", _DEADLINE_HEADER)
-            milliseconds = int(text)
-        return milliseconds / 1000 if milliseconds is not None else self.config.default_deadline_s
 
     # -- tokens -------------------------------------------------------------------------------------------
 
@@ -156,9 +146,13 @@ class Service:
             return await self.in_thread(encode, text, add_special_tokens)
         return encode(text, add_special_tokens)
 
-    async def encode_chat(self, messages: Sequence[Mapping[str, str]], **variables: Any) -> list[int]:
+    async def encode_chat(self, body: ChatRequest | TokenizeRequest) -> list[int]:
         """Token ids of a conversation. Raises 400 where the template refuses it."""
         chat = self.tokenizer.chat
+        messages = [message.as_template_input() for message in body.messages or ()]
+        options = body.chat_template_kwargs
+        variables = {} if options is None else options.model_dump(exclude_none=True)
+        variables["add_generation_prompt"] = body.add_generation_prompt is not False
         try:
             if sum(len(message["content"]) for message in messages) > _LARGE:
                 return await self.in_thread(chat, messages, **variables)
@@ -167,12 +161,12 @@ class Service:
             raise bad_request(str(error), "messages") from error
 
     def check_ids(self, name: str, ids: Sequence[int]) -> None:
-        """400 for ids that the model does not have."""
+        """400 for token ids that the model does not have."""
         if ids and max(ids) >= self.info.vocab_size:
             raise bad_request(f"{name} must be token ids in [0, {self.info.vocab_size - 1}], got {max(ids)}", name)
 
     def room_after(self, prompt: Sequence[int], param: str) -> int:
-        """Tokens that the context has left after a prompt. Raises 400 if that is none, or the prompt is empty."""
+        """Tokens that the context has left after a prompt. Raises 400 if none is left, or the prompt is empty."""
         context = self.info.max_model_len
         if not prompt:
             raise bad_request(f"{param} must have at least 1 token", param)
@@ -184,16 +178,27 @@ class Service:
             )
         return context - len(prompt)
 
+    def check_fits(self, name: str, tokens: int | None, room: int, prompt: Sequence[int]) -> None:
+        """400 for more output tokens than the context has left. name: the field that asks for them. room: see
+        `room_after`."""
+        if tokens is not None and tokens > room:
+            raise bad_request(
+                f"{name} must be at most {room}, what the context leaves after {len(prompt)} prompt tokens, "
+                f"got {tokens}",
+                name,
+                "context_length_exceeded",
+            )
+
     # -- sampling -----------------------------------------------------------------------------------------
 
     def sampling(
         self, body: GenerationBody, *, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None
     ) -> SamplingParams:
-        """The body's sampling rules for one prompt; fields that are null or missing take the defaults. Raises 400."""
+        """The body's sampling rules for one prompt; fields that are null or missing have the defaults. Raises 400."""
         given: dict[str, Any] = {
             "temperature": body.temperature,
             "top_p": body.top_p,
-            "top_k": None if body.top_k == -1 else body.top_k,  # as vLLM's clients say "all"
+            "top_k": None if body.top_k == -1 else body.top_k,  # -1 is "all" in vLLM's API
             "min_p": body.min_p,
             "presence_penalty": body.presence_penalty,
             "frequency_penalty": body.frequency_penalty,
@@ -201,7 +206,7 @@ class Service:
             "seed": body.seed,
             "min_tokens": body.min_tokens,
             "ignore_eos": body.ignore_eos,
-            "stop": stop_strings(body),
+            "stop": body.stop_strings,
             "stop_token_ids": None if body.stop_token_ids is None else tuple(body.stop_token_ids),
             "logit_bias": body.logit_bias and {int(token): bias for token, bias in body.logit_bias.items()},
             "logprobs": logprobs,
@@ -215,37 +220,3 @@ class Service:
             raise from_parameter(error) from error
         self.metrics.choices(body.n or 1)
         return params
-
-
-def stop_strings(body: GenerationBody) -> tuple[str, ...]:
-    """The body's stop strings."""
-    if body.stop is None:
-        return ()
-    return (body.stop,) if isinstance(body.stop, str) else tuple(body.stop)
-
-
-def seed_of(seed: int | None, choice: int) -> int | None:
-    """The seed of the choice-th of n outputs: they differ, and the same request gets the same ones again."""
-    if seed is None:
-        return None
-    return SEED_MIN + (seed - SEED_MIN + choice) % 2**64
-
-
-def remaining(deadline_s: float | None, arrived: float) -> float | None:
-    """Seconds that are left. Raises 408 if none are."""
-    if deadline_s is None:
-        return None
-    left = deadline_s - (time.monotonic() - arrived)
-    if left <= 0:
-        raise deadline_exceeded()
-    return left
-
-
-def wants_usage(body: GenerationBody) -> tuple[bool, bool]:
-    """Whether a stream ends with the usage, and whether every event carries it. Raises 400 without a stream."""
-    options = body.stream_options
-    if options is None:
-        return False, False
-    if not body.stream:
-        raise bad_request("stream_options needs stream to be true", "stream_options")
-    return bool(options.include_usage), bool(options.continuous_usage_stats)

@@ -1,41 +1,52 @@
-"""The API process's view of the engines: requests out, tokens in, and what happens when one of them dies.
+"""The engines from the API process's side: requests out, tokens in, and failover.
 
-`EngineClient` knows no transport: `join` takes what sends to an engine, `receive` gets what comes from it. The real
-transports are `EngineHandle` and `ReplicaSet`; tests put scripted engines in their place.
+`EngineClient` knows no transport: `join` takes the function that sends to an engine, `receive` gets the engine's
+messages. The transports are `EngineHandle` and `ReplicaSet`; tests use scripted engines instead.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import math
 import random
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
-from skipjoin.core.request import FinishReason, Request
+from skipjoin.core.request import DEFAULT_OPTIONS, FinishReason, Request, RequestOptions
 from skipjoin.engine.text import Output
 from skipjoin.observe.metrics import Snapshot, merged
 from skipjoin.policies.dispatch import least_work
 from skipjoin.sampling import SamplingParams
 from skipjoin.server.engines.errors import EngineDeadError, NoReplicaError, RefusedError
-from skipjoin.server.engines.messages import Abort, FromEngine, Ready, Refused, Stats, StepOutputs, ToEngine
+from skipjoin.server.engines.messages import (
+    Abort,
+    DescribeRequests,
+    FromEngine,
+    Ready,
+    Refused,
+    RequestState,
+    RequestStates,
+    Stats,
+    StepOutputs,
+    ToEngine,
+)
 from skipjoin.server.engines.sequences import EngineSequence, Mailbox
 from skipjoin.server.metrics import Metrics
 
-# How long a sequence waits for an engine while there is none.
+# Seconds that a sequence waits for an engine to come up.
 PATIENCE_S = 60.0
 
 
 class ConnectedEngine:
     """An engine that takes requests.
 
-    send: takes messages to it; must not block or raise. stats: what it told last. sequences: those that it has, by id.
+    send: takes messages to it; must not block or raise. stats: the latest that it sent. sequences: those that it has,
+    by id. questions: the `DescribeRequests` that it has not answered, by id.
     """
 
-    __slots__ = ("info", "number", "send", "sequences", "stats")
+    __slots__ = ("info", "number", "questions", "send", "sequences", "stats")
 
     def __init__(self, number: int, info: Ready, send: Callable[[ToEngine], None]) -> None:
         self.number = number
@@ -43,10 +54,33 @@ class ConnectedEngine:
         self.send = send
         self.stats = Stats(0, Snapshot.zero())
         self.sequences: dict[int, EngineSequence] = {}
+        self.questions: dict[int, asyncio.Future[list[RequestState]]] = {}
+
+    def ask(self, question: int) -> asyncio.Future[list[RequestState]]:
+        """Ask for the states of its requests; cancelled if it is lost."""
+        answer = self.questions[question] = asyncio.get_running_loop().create_future()
+        self.send(DescribeRequests(question))
+        return answer
+
+
+class LiveRequest(NamedTuple):
+    """A sequence that is not complete. label, choice: of the answer that it belongs to. replica: None without one."""
+
+    label: str
+    choice: int
+    replica: int | None
+    state: RequestState
+
+
+class LiveRequests(NamedTuple):
+    """All that are not complete. silent: replicas that did not answer in time, whose requests are missing here."""
+
+    requests: list[LiveRequest]
+    silent: list[int]
 
 
 class EngineLoad(NamedTuple):
-    """How busy the engines are together. usage: share of their KV blocks that are not free."""
+    """The load of all engines together. usage: share of their KV blocks that are not free."""
 
     running: int
     waiting: int
@@ -54,13 +88,13 @@ class EngineLoad(NamedTuple):
 
 
 class EngineClient:
-    """Submits requests to the engine with the least work, hands out their tokens, moves them when their engine dies.
+    """Submits requests to the engine with the least work, delivers their tokens, moves them when their engine dies.
 
-    A sequence goes on at another engine with its prompt and the tokens that it has: what its client sees is what it
-    would have seen. While no engine is there it waits, for at most `patience_s` seconds; after that, and once there
-    will never be one (`died`), it fails.
+    A moved sequence continues at another engine from its prompt and the tokens that it has: its client sees the same
+    output. While no engine is up it waits, for at most `patience_s` seconds; after that, and once no engine will come
+    up any more (`died`), it fails.
 
-    wanted: engines that there should be. seed: from which requests without a seed draw theirs. clock: seconds,
+    wanted: how many engines there should be. seed: requests without a seed draw theirs from it. clock: seconds,
     monotonic.
     """
 
@@ -78,20 +112,21 @@ class EngineClient:
         self._patience_s = patience_s
         self._clock = clock
         self._replicas: dict[int, ConnectedEngine] = {}
-        self._places: dict[int, ConnectedEngine | None] = {}  # of each sequence, by id; None: it waits for an engine
+        self._places: dict[int, ConnectedEngine | None] = {}  # by id of the sequence; None: it waits for an engine
         self._waiting: dict[int, EngineSequence] = {}
         self._dispatch = least_work()
-        self._gone = Snapshot.zero()  # what engines counted that are gone
+        self._gone = Snapshot.zero()  # counts of engines that have ended
         self._joined = 0
-        # Ids are ours alone: whatever ids clients choose, two requests never meet.
+        # Ids are made here, so that they are distinct whatever ids clients send.
         self._ids = itertools.count(1)
+        self._questions = itertools.count()
         self.wanted = wanted
         self.dead = False
         self._tell_replicas()
 
     @property
     def active(self) -> int:
-        """Sequences that are not over."""
+        """Sequences that have not ended."""
         return len(self._places)
 
     @property
@@ -100,7 +135,7 @@ class EngineClient:
         return len(self._replicas)
 
     def load(self) -> EngineLoad:
-        """How busy the engines are, by what they told last."""
+        """The load, by the latest messages of the engines."""
         replicas = self._replicas.values()
         stats = [replica.stats for replica in replicas]
         blocks = sum(replica.info.device_blocks for replica in replicas)
@@ -113,7 +148,7 @@ class EngineClient:
     # -- engines ------------------------------------------------------------------------------------------
 
     def join(self, info: Ready, send: Callable[[ToEngine], None]) -> ConnectedEngine:
-        """An engine takes requests from now on, those first that wait for one."""
+        """Add an engine that takes requests, and give it those that wait for one."""
         number = next(number for number in itertools.count() if number not in self._replicas)
         replica = self._replicas[number] = ConnectedEngine(number, info, send)
         self._dispatch.join(number, info.cost)
@@ -127,13 +162,15 @@ class EngineClient:
         return replica
 
     def lose(self, replica: ConnectedEngine) -> int:
-        """An engine is gone: its sequences go on elsewhere. How many they are."""
+        """Remove an engine that has ended and move its sequences; how many they are."""
         if self._replicas.get(replica.number) is not replica:
             return 0
         del self._replicas[replica.number]
         self._dispatch.leave(replica.number)
         self._gone = merged([self._gone, replica.stats.metrics.at_rest()])
         orphans, replica.sequences = replica.sequences, {}
+        for question in replica.questions.values():
+            question.cancel()
         self._metrics.moved(len(orphans))
         self._tell_replicas()
         self._tell_numbers()
@@ -142,20 +179,23 @@ class EngineClient:
         return len(orphans)
 
     def died(self) -> None:
-        """There is no engine and never will be."""
+        """Fail everything: no engine is up, and none will be."""
         self.dead = True
         self.fail_all(EngineDeadError())
         for replica in list(self._replicas.values()):
             self.lose(replica)
 
     def receive(self, replica: ConnectedEngine, message: FromEngine) -> None:
-        """Take a message from an engine. What comes from one that was lost counts for nothing."""
+        """Take a message from an engine. Messages from one that was removed are ignored."""
         if isinstance(message, StepOutputs):
             self._deliver(replica, message)
         elif isinstance(message, Stats):
             if self._replicas.get(replica.number) is replica:
                 replica.stats = message
                 self._tell_numbers()
+        elif isinstance(message, RequestStates):
+            if (question := replica.questions.pop(message.id, None)) is not None and not question.done():
+                question.set_result(message.requests)
         elif isinstance(message, Refused) and (sequence := replica.sequences.get(message.id)) is not None:
             sequence.mailbox.fail(RefusedError(message.text, message.param))
             self._close(sequence, FinishReason.ABORT)
@@ -169,15 +209,16 @@ class EngineClient:
         prompt: list[int],
         params: SamplingParams,
         *,
-        priority: int = 0,
-        deadline_s: float | None = None,
+        options: RequestOptions = DEFAULT_OPTIONS,
+        label: str = "",
         on_start: Callable[[], None] | None = None,
         on_end: Callable[[], None] | None = None,
     ) -> EngineSequence:
         """Start a sequence whose outputs go to `mailbox` as number `index`.
 
-        on_start: called when it first runs, if it does, and again if it must start anew. on_end: called once when it is
-        over, however that comes. Raises `EngineDeadError` or `NoReplicaError` if no engine is there.
+        label: the id of the answer that it belongs to. on_start: called when it first runs, if it does, and again if it
+        must start anew. on_end: called once at its end, whatever the reason. Raises `EngineDeadError` or
+        `NoReplicaError` if there is no engine.
         """
         if self.dead:
             raise EngineDeadError
@@ -192,50 +233,71 @@ class EngineClient:
             now,
             prompt,
             params.max_tokens or max(1, info.max_model_len - len(prompt)),
-            priority=priority,
-            deadline=math.inf if deadline_s is None else now + deadline_s,
+            options=options,
         )
-        sequence = EngineSequence(request, params, mailbox, index)
+        sequence = EngineSequence(request, params, mailbox, index, label)
         sequence.on_start, sequence.on_end = on_start, on_end
         self._place(sequence)
         return sequence
 
     def abort(self, sequences: list[EngineSequence]) -> None:
-        """Give up those of the sequences that are not over; nothing more comes from them."""
+        """End those of the sequences that have not ended; they get no more outputs."""
         self._end(sequences, FinishReason.ABORT)
 
     def complete(self, sequence: EngineSequence) -> None:
-        """The sequence has all that its client wants, though its engine would go on."""
+        """End a sequence whose client has the whole output, though its engine would continue."""
         self._end([sequence], FinishReason.STOP)
 
     def fail_all(self, error: Exception) -> None:
-        """Give up everything: each waiting handler gets the error."""
+        """End all sequences; each job gets the error."""
         held = [replica.sequences for replica in self._replicas.values()]
         sequences = [sequence for some in (*held, self._waiting) for sequence in some.values()]
         for sequence in sequences:
             sequence.mailbox.fail(error)
         self.abort(sequences)
 
+    # -- questions ----------------------------------------------------------------------------------------
+
+    async def describe(self, timeout_s: float) -> LiveRequests:
+        """Ask all engines for the states of their requests, for at most `timeout_s` seconds."""
+        number = next(self._questions)
+        asked = {replica: replica.ask(number) for replica in self._replicas.values()}
+        if asked:
+            await asyncio.wait(asked.values(), timeout=timeout_s)
+        found = [
+            LiveRequest(sequence.label, sequence.index, None, _without_engine(sequence))
+            for sequence in self._waiting.values()
+        ]
+        silent = []
+        for replica, answer in asked.items():
+            replica.questions.pop(number, None)
+            if not answer.done() or answer.cancelled():
+                silent.append(replica.number)
+                continue
+            for state in answer.result():
+                if (sequence := replica.sequences.get(state.number)) is not None:  # it may have ended by now
+                    found.append(LiveRequest(sequence.label, sequence.index, replica.number, state))
+        return LiveRequests(found, silent)
+
     # -- inside -------------------------------------------------------------------------------------------
 
     def _place(self, sequence: EngineSequence) -> None:
-        """Send the sequence to the engine with the least work, or let it wait for one."""
+        """Send the sequence to the engine with the least work, or let it wait until one is up."""
         request, now = sequence.request, self._clock()
-        left = None if request.deadline == math.inf else max(0.0, request.deadline - now)
         if not self._replicas:
-            wait = self._patience_s if left is None else min(left, self._patience_s)
-            sequence.patience = asyncio.get_running_loop().call_later(wait, self._lose_patience, sequence)
+            wait = min(max(0.0, request.deadline - now), self._patience_s)
+            sequence.patience = asyncio.get_running_loop().call_later(wait, self._give_up, sequence)
             self._waiting[sequence.id] = sequence
             self._places[sequence.id] = None
             return
         replica = self._replicas[self._dispatch.choose(request)]
         replica.sequences[sequence.id] = sequence
         self._places[sequence.id] = replica
-        replica.send(sequence.message(left, now - request.arrival))
+        replica.send(sequence.message(now))
 
-    def _lose_patience(self, sequence: EngineSequence) -> None:
+    def _give_up(self, sequence: EngineSequence) -> None:
         if sequence.request.deadline <= self._clock():
-            sequence.mailbox.put(Output(sequence.index, None, None, FinishReason.DEADLINE))
+            sequence.mailbox.put(Output(sequence.index, reason=FinishReason.DEADLINE))
         else:
             sequence.mailbox.fail(NoReplicaError())
         self._close(sequence, FinishReason.ABORT)
@@ -255,12 +317,13 @@ class EngineClient:
             generated(request)
             reason = ended.pop(request_id, None) if ended else None
             detail = details.get(position) if details else None
-            sequence.mailbox.put(Output(sequence.index, token, detail, reason))
+            sequence.mailbox.put(Output(sequence.index, token=token, detail=detail, reason=reason))
             if reason is not None:
                 self._close(sequence, reason)
         for request_id, reason in ended.items():
             if (sequence := sequences.get(request_id)) is not None:
-                sequence.mailbox.put(Output(sequence.index, None, None, reason, step.errors.get(request_id, "")))
+                error = step.errors.get(request_id, "")
+                sequence.mailbox.put(Output(sequence.index, reason=reason, error=error))
                 self._close(sequence, reason)
 
     def _end(self, sequences: list[EngineSequence], reason: FinishReason) -> None:
@@ -273,7 +336,7 @@ class EngineClient:
                 replica.send(Abort(ids))
 
     def _close(self, sequence: EngineSequence, reason: FinishReason) -> ConnectedEngine | None:
-        """The sequence is over; which engine had it."""
+        """Forget a sequence that has ended; the engine that it was at."""
         replica = self._places.pop(sequence.id)
         if replica is None:
             del self._waiting[sequence.id]
@@ -292,3 +355,21 @@ class EngineClient:
     def _tell_numbers(self) -> None:
         live = [replica.stats.metrics for replica in self._replicas.values()]
         self._metrics.engine(merged(live, gone=self._gone))
+
+
+def _without_engine(sequence: EngineSequence) -> RequestState:
+    """The state of a sequence that waits for an engine to come up."""
+    request = sequence.request
+    return RequestState(
+        number=request.id,
+        state="waiting",
+        priority=request.options.priority,
+        place=None,
+        prompt_tokens=len(request.prompt),
+        output_tokens=len(request.output),
+        computed_tokens=0,
+        device_blocks=0,
+        host_blocks=0,
+        wait_reason="no_replica",
+        wait_s=None,
+    )

@@ -1,4 +1,4 @@
-"""The engine process as the API process holds it: started, talked to over a private socket, ended."""
+"""The engine process from the API process's side: its start, its private socket, its end."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from skipjoin.server.engines.messages import EngineFailed, FromEngine, LoadProgr
 
 logger = logging.getLogger(__name__)
 
-# What an engine may take to end when told to, before it is killed.
+# Seconds that an engine has to end on request, before it is killed.
 STOP_S = 5.0
 
 
 class EngineStartError(RuntimeError):
-    """The engine did not come up. The text says why."""
+    """The engine did not start. The text says why."""
 
 
 class EngineHandle:
-    """One engine process, a child of this one. client: the way to use it.
+    """One engine process, a child of this one. client: sends it requests.
 
-    command: what to run. on_progress: called while it starts with what is being done and the share done.
+    command: its program. on_progress: called while it starts with the name of the stage, and the share that is done.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class EngineHandle:
         self.died = asyncio.Event()
         self._command = command
         self._on_progress = on_progress
-        # Only this user may enter the socket's folder.
+        # Only this user may open the socket's folder.
         self._folder = tempfile.TemporaryDirectory(prefix="skipjoin-")
         self._context = zmq.Context()
         self._channel: Channel | None = None
@@ -58,7 +58,7 @@ class EngineHandle:
 
     @property
     def pid(self) -> int | None:
-        """The engine's process id, once it was started."""
+        """The engine's process id; None before the start."""
         return None if self._process is None else self._process.pid
 
     async def start(self, config: EngineConfig) -> Ready:
@@ -66,7 +66,7 @@ class EngineHandle:
         loop = asyncio.get_running_loop()
         endpoint = f"ipc://{Path(self._folder.name) / 'engine'}"
         zmq_socket = self._context.socket(zmq.PAIR)
-        zmq_socket.set_hwm(0)  # what is on its way is bounded by the queue's limits
+        zmq_socket.set_hwm(0)  # messages in transit are bounded by the queue's limits
         zmq_socket.bind(endpoint)
         self._channel = Channel(zmq_socket, self._receive)
         self._ready = loop.create_future()
@@ -74,8 +74,8 @@ class EngineHandle:
             *self._command,
             stdin=asyncio.subprocess.PIPE,
             env={**THREAD_WAITING, **os.environ},
-            stdout=2,  # what libraries print is for the operator
-            # Out of the terminal's group, so that Ctrl-C does not end it before its requests are done.
+            stdout=2,  # libraries print for the operator
+            # Outside of the terminal's group, so that Ctrl-C does not end it before its requests are complete.
             start_new_session=True,
         )
         assert self._process.stdin is not None
@@ -86,7 +86,7 @@ class EngineHandle:
         return await self._ready
 
     async def stop(self) -> None:
-        """End the process, at once if it does not end when told to, and release what belongs to it."""
+        """End the process, by force if it does not end on request, and release its resources."""
         process = self._process
         if process is not None and process.returncode is None:
             self._send(Shutdown())
@@ -103,13 +103,13 @@ class EngineHandle:
         self._folder.cleanup()
 
     def kill(self) -> None:
-        """End the process now, with whatever it does."""
+        """End the process at once, whatever it does."""
         if self._process is not None and self._process.returncode is None:
             self._process.send_signal(signal.SIGKILL)
 
     def _send(self, message: ToEngine) -> None:
         assert self._channel is not None
-        self._channel.send(message)  # what an engine that is gone does not take, `_watch` sees to
+        self._channel.send(message)  # `_watch` handles an engine that has ended
 
     def _receive(self, message: FromEngine) -> None:
         if isinstance(message, LoadProgress):
@@ -124,10 +124,10 @@ class EngineHandle:
             self.client.receive(self._replica, message)
 
     async def _watch(self, process: asyncio.subprocess.Process) -> None:
-        """Wait for the process to end, and tell everybody."""
+        """Wait for the process to end, and fail what depends on it."""
         code = await process.wait()
         assert self._channel is not None
-        self._channel.read()  # its last words
+        self._channel.read()  # its last messages
         self.client.died()
         self.died.set()
         if self._ready is not None and not self._ready.done():

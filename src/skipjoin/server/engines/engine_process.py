@@ -1,8 +1,8 @@
-"""The engine process: assembles the engine and serves it to the API process, which started this one.
+"""The engine process: assembles the engine and serves it to the API process, its parent.
 
     python -m skipjoin.server.engines.engine_process < setup.json
 
-It ends when told to, when the engine fails, and when its parent is gone, however that happened.
+It ends on request, when the engine fails, and when its parent has ended.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from skipjoin.server.engines.messages import Ready, Setup
 
 
 def load_engine(setup: Setup, on_progress: OnProgress) -> tuple[Loop, Ready]:
-    """The engine and its facts."""
+    """The engine and its description."""
     engine = assemble(setup.config, on_progress)
     if (bound := setup.config.starvation_bound_s) is not None:
-        # Standard output is the engine's way to tell the operator something.
+        # The parent passes standard output on to the operator.
         print(
-            f"No request goes {bound:g} s without running: who has not run for {engine.info.starvation_s:.4g} s is "
-            f"promoted, with at most {setup.config.max_live_requests} requests in the server",
+            f"No request goes {bound:g} s without running: a request that has not run for "
+            f"{engine.info.starvation_s:.4g} s is promoted, "
+            f"with at most {setup.config.max_live_requests} requests in the server",
             flush=True,
         )
     facts = {name: getattr(engine.info, name) for name in Ready.__struct_fields__}

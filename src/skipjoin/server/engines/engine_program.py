@@ -1,4 +1,4 @@
-"""The engine process as a program: how it is called, and how it ends."""
+"""The engine process as a program: its command, and its exit codes."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import sys
 
 ENGINE_COMMAND = (sys.executable, "-m", "skipjoin.server.engines.engine_process")
 # How long OpenMP's threads spin for more work before they sleep. Its default, milliseconds, makes steps many times
-# slower as soon as anything else wants a core, the API process included; who knows better sets the variable.
+# slower as soon as another process uses a core, the API process included. A value in the environment wins.
 THREAD_WAITING = {"GOMP_SPINCOUNT": "2000"}
-# The exit code of an engine that nobody answers: its API process is gone.
+# The exit code of an engine whose API process does not answer.
 ORPHANED = 3
 
 

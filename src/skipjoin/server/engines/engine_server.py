@@ -1,6 +1,6 @@
-"""The engine's side of the socket: requests from messages into a loop, what its steps bring into messages.
+"""The engine's side of the socket: messages to requests, and the events of steps to messages.
 
-Free of torch: what it drives is a `Loop`, the real one or a stand-in for tests.
+It does not import torch: it drives a `Loop`, which is the real one or that of a test.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import zmq
 from skipjoin.config import ConfigError
 from skipjoin.core.engine import EngineCore, RequestTooLargeError
 from skipjoin.core.events import Arrived, Event, Finished, Started, Token
+from skipjoin.core.request import DEFAULT_OPTIONS, Request, RequestOptions
 from skipjoin.model.config import ModelError
 from skipjoin.observe.metrics import EngineMetrics
 from skipjoin.observe.timeline import Timeline
@@ -32,12 +33,15 @@ from skipjoin.server.engines.link import NoAnswerError, connect
 from skipjoin.server.engines.messages import (
     Abort,
     Add,
+    DescribeRequests,
     EngineFailed,
     FromEngine,
     ListenerKey,
     LoadProgress,
     Ready,
     Refused,
+    RequestState,
+    RequestStates,
     Setup,
     Shutdown,
     Stats,
@@ -45,17 +49,17 @@ from skipjoin.server.engines.messages import (
     ToEngine,
 )
 
-# How often an idle engine wakes to see whether its parent lives, and how often a busy one tells its numbers.
+# Seconds after which an idle engine checks its parent, and a busy one sends its metrics.
 HEARTBEAT_S = 1.0
-# A turn of the loop that is shorter ran no step.
+# Seconds: a shorter turn of the loop ran no step.
 SPIN_S = 2e-4
-# Longest that what is left of a socket may hold up the end of the process, in seconds.
+# Most seconds that an open socket may delay the end of the process.
 _DESTROY_S = 2.0
 _PR_SET_PDEATHSIG = 1
 
 
 class Loop(Protocol):
-    """What this process needs of an engine: `skipjoin.engine.loop.EngineLoop`, or a stand-in for tests."""
+    """The methods of an engine that this process uses: those of `skipjoin.engine.loop.EngineLoop`."""
 
     core: EngineCore
 
@@ -65,8 +69,7 @@ class Loop(Protocol):
         prompt: list[int],
         params: SamplingParams,
         *,
-        priority: int = 0,
-        deadline_s: float | None = None,
+        options: RequestOptions = DEFAULT_OPTIONS,
         output: Sequence[int] = (),
         age_s: float = 0.0,
     ) -> None: ...
@@ -82,13 +85,13 @@ LoadEngine = Callable[[Setup, OnProgress], tuple[Loop, Ready]]
 
 
 class Digest:
-    """Folds the core's events into one `StepOutputs` per engine step."""
+    """Makes one `StepOutputs` of the core's events of an engine step."""
 
     def __init__(self) -> None:
         self._new: set[int] = set()  # requests that have not run yet
 
     def fold(self, events: Iterable[Event]) -> StepOutputs | None:
-        """What the API process must know of these events; None if that is nothing."""
+        """The part of these events that the API process needs; None if there is none."""
         ids: list[int] = []
         tokens: list[int] = []
         details: dict[int, TokenDetail] = {}
@@ -113,14 +116,52 @@ class Digest:
             elif isinstance(event, Arrived):
                 self._new.add(event.request.id)
         if ids or ended or started:
-            return StepOutputs(ids, tokens, details, ended, started, errors)
+            return StepOutputs(ids=ids, tokens=tokens, details=details, ended=ended, started=started, errors=errors)
         return None
 
 
-class TimelineWriter:
-    """A timeline on the disk. If it cannot be written any more it says so once, and serving goes on without.
+def describe(core: EngineCore, now: float) -> list[RequestState]:
+    """The requests that are not complete, in the scheduler's order. now: seconds, on the engine's clock.
 
-    Raises `ConfigError` if it cannot be begun.
+    The order is read from `Ordering.rank`, which changes nothing; `Ordering.ranked` may promote requests.
+    """
+    requests = sorted(core.requests.values(), key=core.scheduler.policies.ordering.rank)
+    return [_describe(core, request, place, now) for place, request in enumerate(requests)]
+
+
+def _describe(core: EngineCore, request: Request, place: int, now: float) -> RequestState:
+    held, wait = core.kv.blocks_of(request), core.wait_of(request)
+    return RequestState(
+        number=request.id,
+        state=_state_name(core, request),
+        priority=request.options.priority,
+        place=place,
+        prompt_tokens=len(request.prompt),
+        output_tokens=len(request.output),
+        computed_tokens=request.computed,
+        device_blocks=len(held.device) if held is not None else 0,
+        host_blocks=len(held.host) if held is not None else 0,
+        wait_reason=wait.reason.value if wait is not None else None,
+        wait_s=now - wait.since if wait is not None else None,
+        short_blocks=wait.short if wait is not None else 0,
+    )
+
+
+def _state_name(core: EngineCore, request: Request) -> str:
+    """See `RequestState`."""
+    if request.last_plan >= core.scheduler.latest_plan:
+        return "running"
+    held = core.kv.blocks_of(request)
+    if held is not None and (held.host or held.moving is not None):
+        return "swapped"
+    has_run = request.computed or request.evictions or len(request.output) > request.resumed_tokens
+    return "preempted" if has_run else "waiting"
+
+
+class TimelineWriter:
+    """A timeline in a file. When the file cannot be written any more, one line says so, and serving continues.
+
+    Raises `ConfigError` if the file cannot be opened.
     """
 
     def __init__(self, path: str) -> None:
@@ -131,15 +172,15 @@ class TimelineWriter:
         self._timeline: Timeline | None = Timeline(self._file)
 
     def observe(self, events: Iterable[Event]) -> None:
-        """Take what happened."""
+        """Write these events."""
         self._write(lambda timeline: timeline.observe(events))
 
     def flush(self) -> None:
-        """Let the file have all that is over."""
+        """Write everything that is complete to the file."""
         self._write(Timeline.flush)
 
     def close(self) -> None:
-        """End the file."""
+        """Complete the file."""
         self._write(Timeline.close)
         self._end()
 
@@ -154,14 +195,14 @@ class TimelineWriter:
 
     def _end(self) -> None:
         self._timeline = None
-        with suppress(OSError):  # what it could not write it cannot write now
+        with suppress(OSError):  # an earlier write has failed, and so does this one
             self._file.close()
 
 
 class EngineServer:
-    """Moves messages between the socket and the loop; owns neither's content.
+    """Moves messages between the socket and the loop.
 
-    parent: process id of who started this one. is_linked: whether the API process is there.
+    parent: id of the process that started this one. is_linked: whether the API process is connected.
     """
 
     def __init__(self, socket: zmq.Socket[bytes], parent: int, is_linked: Callable[[], bool] = lambda: True) -> None:
@@ -171,12 +212,12 @@ class EngineServer:
         self._is_cut = False
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
-        self._told: Stats | None = None
-        self._told_at = 0.0
+        self._sent: Stats | None = None
+        self._sent_at = 0.0
         self._stopping = False
 
     def send(self, message: FromEngine) -> None:
-        """Queue a message to the API process; never blocks. What nobody is there to take is lost."""
+        """Queue a message to the API process; never blocks. Without a connection the message is lost."""
         try:
             self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
         except zmq.Again:
@@ -184,18 +225,18 @@ class EngineServer:
 
     @property
     def is_alone(self) -> bool:
-        """Whether the API process is gone, or has given this one up."""
+        """Whether the API process has ended, or has closed the link."""
         return self._is_cut or not self._is_linked()
 
     def run(self, loop: Loop, metrics: EngineMetrics, recorder: TimelineWriter | None = None) -> None:
-        """Serve until told to stop, or the parent or the API process is gone. metrics, recorder: told all that
-        happens."""
+        """Serve until the end is asked for, or the parent or the API process has ended. metrics, recorder: get all
+        events."""
         digest = Digest()
         while not self._stopping and os.getppid() == self._parent and not self.is_alone:
             # Messages are taken between steps; only an idle engine waits for one.
             self._read_inbox(loop, wait=loop.idle)
             begin = time.monotonic()
-            # After an abort of the last request the engine is idle, but its events are still to be told.
+            # After an abort of the last request the engine is idle, but its events are still to be sent.
             events = loop.step()
             step = digest.fold(events)
             done = not loop.core.requests
@@ -206,9 +247,9 @@ class EngineServer:
                 recorder.observe(events)
                 if loop.idle:
                     recorder.flush()
-            self._tell_stats(loop, metrics, at_once=done)
+            self._send_stats(loop, metrics, at_once=done)
             if step is not None and done:
-                # After the numbers: whoever asks for them once all requests were answered finds these in them.
+                # After the metrics, which are complete therefore once all requests have been answered.
                 self.send(step)
             if not events and not loop.idle and time.monotonic() - begin < SPIN_S:
                 self._socket.poll(1)  # nothing can run until a deadline or a message: do not spin
@@ -232,14 +273,16 @@ class EngineServer:
         elif isinstance(message, Shutdown):
             self._stopping = True
 
+        elif isinstance(message, DescribeRequests):
+            self.send(RequestStates(message.id, describe(loop.core, time.monotonic())))
+
     def _add(self, loop: Loop, message: Add) -> None:
         try:
             loop.add(
                 message.id,
                 message.prompt,
                 message.params,
-                priority=message.priority,
-                deadline_s=message.deadline_s,
+                options=message.options,
                 output=message.output,
                 age_s=message.age_s,
             )
@@ -248,35 +291,35 @@ class EngineServer:
         except RequestTooLargeError as error:
             self.send(Refused(message.id, "max_tokens", str(error)))
 
-    def _tell_stats(self, loop: Loop, metrics: EngineMetrics, *, at_once: bool) -> None:
-        """Tell the numbers now and then."""
+    def _send_stats(self, loop: Loop, metrics: EngineMetrics, *, at_once: bool) -> None:
+        """Send the metrics from time to time."""
         now = time.monotonic()
-        if now - self._told_at < HEARTBEAT_S / 4 and not at_once:
+        if now - self._sent_at < HEARTBEAT_S / 4 and not at_once:
             return
         kv = loop.core.kv
         stats = Stats(kv.device_total - kv.device_free, metrics.snapshot())
-        if stats != self._told or now - self._told_at >= HEARTBEAT_S:
+        if stats != self._sent or now - self._sent_at >= HEARTBEAT_S:
             self.send(stats)
-            self._told, self._told_at = stats, now
+            self._sent, self._sent_at = stats, now
 
 
 def die_with_parent(parent: int) -> None:
-    """Let the kernel kill this process when its parent ends. Where it cannot, the loop sees it within a heartbeat."""
+    """Let the kernel kill this process when its parent ends. Where it cannot, the loop notices within a heartbeat."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
-        sys.exit("the process that started the engine is gone")
+        sys.exit("the process that started the engine has ended")
 
 
 def serve_engine(load: LoadEngine) -> int:
-    """Be the engine process, to its end: 0 if told to end, 1 if the engine could not start or failed, or its link is
-    over, `ORPHANED` if nobody answers at the API process's door.
+    """Run the engine process. Its exit code is 0 after a request to end, 1 if the engine could not start or failed or
+    its link broke, `ORPHANED` if the API process does not answer.
 
     The setup is read from standard input; `load` makes the loop from it.
     """
     setup = msgspec.json.decode(sys.stdin.buffer.read(), type=Setup)
     die_with_parent(setup.parent)
-    # Ctrl-C and service managers signal every process; when to end is the API process's decision.
+    # Ctrl-C and service managers signal every process; the API process decides when to end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     context = zmq.Context()
@@ -302,11 +345,11 @@ def serve_engine(load: LoadEngine) -> int:
         finally:
             loop.close()
         if server.is_alone:
-            print("the engine ends: its link to the API process is over", file=sys.stderr, flush=True)
+            print("the engine ends: its link to the API process is closed", file=sys.stderr, flush=True)
         code = int(server.is_alone)
         socket.close(linger=0)
         return code
-    except (ConfigError, ModelError) as error:  # a setting or a model that cannot be used: its text says it all
+    except (ConfigError, ModelError) as error:  # of the setting or the model, described by its text
         server.send(EngineFailed(str(error)))
         socket.close(linger=1000)
         return 1
@@ -322,19 +365,19 @@ def serve_engine(load: LoadEngine) -> int:
 
 
 def _destroy(context: zmq.Context[zmq.Socket[bytes]]) -> None:
-    """End the context; but not wait long for it: ZeroMQ may wait for ever for a link that was lost while it was being
-    made again, and this process must end."""
+    """End the context, but do not wait long: ZeroMQ may wait for ever for a link that was lost during a reconnect, and
+    this process must end."""
     ending = threading.Thread(target=context.destroy, kwargs={"linger": 0}, daemon=True)
     ending.start()
     ending.join(_DESTROY_S)
 
 
 def _connect(context: zmq.Context[zmq.Socket[bytes]], setup: Setup) -> tuple[zmq.Socket[bytes], Callable[[], bool]]:
-    """The socket to the API process, and whether that is there. Raises `NoAnswerError`."""
+    """The socket to the API process, and a function that returns whether it is connected. Raises `NoAnswerError`."""
     if isinstance(setup.at, ListenerKey):
         return connect(context, setup.at)
     socket = context.socket(zmq.PAIR)
-    # Without a high-water mark a send never blocks; what is in flight is bounded by the requests admitted.
+    # Without a high-water mark a send never blocks; messages in transit are bounded by the admitted requests.
     socket.set_hwm(0)
     socket.connect(setup.at)
-    return socket, lambda: True  # it is the parent, too
+    return socket, lambda: True  # it is the parent, which `run` checks

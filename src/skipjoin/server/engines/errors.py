@@ -1,22 +1,22 @@
-"""What a sequence can end with that is not its own doing. `server.api.errors` says what clients get for each."""
+"""The failures of engines that end a sequence. `server.api.errors` maps them to answers."""
 
 from __future__ import annotations
 
 
 class EngineError(Exception):
-    """The engines give no answer, or no more of it."""
+    """The engines do not answer, or stop in the middle of an answer."""
 
 
 class EngineDeadError(EngineError):
-    """No engine is there, and none will be."""
+    """No engine is up, and none will be."""
 
 
 class NoReplicaError(EngineError):
-    """No engine is there; they are being started again."""
+    """No engine is up; engines are being restarted."""
 
 
 class RefusedError(EngineError):
-    """The engine would not take the request. param: the field at fault. The text may be shown to clients."""
+    """The engine refused the request. param: the field at fault. The text may be shown to clients."""
 
     def __init__(self, text: str, param: str | None) -> None:
         super().__init__(text)

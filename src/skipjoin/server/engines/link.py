@@ -1,13 +1,13 @@
-"""Sockets to engines that run anywhere in a cluster: TCP, encrypted, and open to nobody but this server's own engines.
+"""Sockets to engines on any machine of a cluster: TCP, encrypted, and open to this server's own engines only.
 
 An engine connects to the `EngineListener` and gets a socket of its own, an `EngineLink`. CurveZMQ encrypts and
-authenticates either side by keys that are made at every start; engines get theirs with their setup. A link that breaks
-is over: its socket is closed, and its engine ends. So an engine that was given up cannot come back with tokens that
-another one generates by now. The end shows within milliseconds where a process ended, and within `SILENCE_S` where a
-machine or the network did.
+authenticates both sides by keys that are made at every start; engines get theirs with their setup. A broken link is not
+restored: its socket is closed, and its engine ends. So an engine that was given up cannot return with tokens that
+another one generates by then. The end of a process is noticed within milliseconds, that of a machine or the network
+within `SILENCE_S`.
 
-CurveZMQ, and not plain TCP with a challenge: prompts cross the network, and ZeroMQ's own thread keeps sending while the
-engine computes, so that the loop is the same for both kinds of sockets.
+CurveZMQ is used, rather than TCP with a challenge, because prompts cross the network, and because ZeroMQ's own thread
+sends while the engine computes, so that the loop is the same for both kinds of sockets.
 """
 
 from __future__ import annotations
@@ -22,22 +22,21 @@ from zmq.auth.thread import ThreadAuthenticator
 from skipjoin.server.engines.channel import Channel, signal_of
 from skipjoin.server.engines.messages import FromEngine, ListenerKey, ToEngine
 
-# An engine whose machine says nothing for so long is given up; ZeroMQ asks every second, and answers while the engine
-# computes.
+# Seconds of silence after which an engine is given up; ZeroMQ pings every second, and answers while it computes.
 SILENCE_S = 10.0
 _HEARTBEAT_S = 1.0
-# What an engine has to come in after it knocked, and waits for an answer to its knock. Who does not answer for so long
-# is taken to be gone for good.
-KNOCK_S = 30.0
-# A connection's end is told a moment before its socket knows of it: when to look.
+# Seconds that an engine waits for the answer to its request for a link, and has to open that link. A side that does not
+# answer for so long is taken to have ended.
+CONNECT_S = 30.0
+# The event of a connection's end precedes the change of its socket's state: seconds after which to check that.
 _AFTERMATH_S = (0.002, 0.02, 0.2, 2.0)
-# What an engine's only connection ends with.
+# The events that end an engine's only connection.
 _ENDS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 _ENDS |= zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
 
 class EngineListener:
-    """Where engines come in. host: this machine's address, as engines reach it. on_link: called with each of them.
+    """Accepts engines. host: this machine's address, as engines reach it. on_link: called with the link of each engine.
 
     Raises OSError if the address cannot be used.
     """
@@ -48,9 +47,9 @@ class EngineListener:
         self._public, self._secret = zmq.curve_keypair()
         self._engines_public, self._engines_secret = zmq.curve_keypair()
         self._context = zmq.Context()
-        self._guard = ThreadAuthenticator(self._context)
-        self._guard.start()
-        self._guard.configure_curve_callback(credentials_provider=_Allowed(self._engines_public))
+        self._authenticator = ThreadAuthenticator(self._context)
+        self._authenticator.start()
+        self._authenticator.configure_curve_callback(credentials_provider=_Allowed(self._engines_public))
         self._socket = self._context.socket(zmq.REP)
         try:
             port = self._bind(self._socket)
@@ -63,11 +62,15 @@ class EngineListener:
         self._loop.add_reader(self._fd, self._answer)
         self._loop.call_soon(self._answer)
         self.key = ListenerKey(
-            f"tcp://{host}", port, self._public.decode(), self._engines_public.decode(), self._engines_secret.decode()
+            host=f"tcp://{host}",
+            port=port,
+            server=self._public.decode(),
+            public=self._engines_public.decode(),
+            secret=self._engines_secret.decode(),
         )
 
     def close(self) -> None:
-        """End every link."""
+        """Close every link."""
         for link in list(self._links):
             link.close()
         self._loop.remove_reader(self._fd)
@@ -75,11 +78,11 @@ class EngineListener:
 
     def _end(self) -> None:
         self._socket.close(linger=0)
-        self._guard.stop()
+        self._authenticator.stop()
         self._context.term()
 
     def _bind(self, socket: zmq.Socket[bytes]) -> int:
-        """Bind to a free port; which one."""
+        """Bind to a free port, and return it."""
         socket.curve_server = True
         socket.curve_publickey, socket.curve_secretkey = self._public, self._secret
         _keep_alive(socket)
@@ -88,7 +91,7 @@ class EngineListener:
     def _answer(self) -> None:
         while not self._socket.closed:
             try:
-                self._socket.recv(zmq.NOBLOCK)  # it has the key, which says it all
+                self._socket.recv(zmq.NOBLOCK)  # the sender has the key, which is all that it needs
             except zmq.Again:
                 return
             socket = self._context.socket(zmq.PAIR)
@@ -100,8 +103,8 @@ class EngineListener:
 
 
 class EngineLink:
-    """One engine's socket. Whoever gets it sets `on_message` and `on_lost`: what the engine says, and that it is gone,
-    after all that it has said."""
+    """One engine's socket. Its user sets `on_message`, called with the engine's messages, and `on_lost`, called
+    after the last of them when the engine has ended."""
 
     def __init__(self, socket: zmq.Socket[bytes], *, on_end: Callable[[EngineLink], None]) -> None:
         self.on_message: Callable[[FromEngine], None] = lambda message: None
@@ -113,17 +116,17 @@ class EngineLink:
         self._loop = asyncio.get_running_loop()
         self._fd = signal_of(self._monitor)
         self._loop.add_reader(self._fd, self._look)
-        self._loop.call_soon(self._look)  # a socket signals news only from when it was found empty
-        self._is_in = False
-        self._timer = self._loop.call_later(KNOCK_S, self._lose)
+        self._loop.call_soon(self._look)  # a socket signals messages only after it was found empty
+        self._is_connected = False
+        self._timer = self._loop.call_later(CONNECT_S, self._lose)
 
     def send(self, message: ToEngine) -> None:
-        """Queue a message; never blocks. If the engine is gone, `on_lost` follows."""
-        if not self._channel.closed and not self._channel.send(message) and self._is_in:
+        """Queue a message; never blocks. If the engine has ended, `on_lost` follows."""
+        if not self._channel.closed and not self._channel.send(message) and self._is_connected:
             self._loop.call_soon(self._lose)
 
     def close(self) -> None:
-        """Drop the engine, which ends when it sees that; `on_lost` is not called."""
+        """Close the link, which ends the engine; `on_lost` is not called."""
         if self._channel.closed:
             return
         self._timer.cancel()
@@ -137,17 +140,17 @@ class EngineLink:
         self.on_message(message)
 
     def _look(self) -> None:
-        """Something happened to a connection."""
+        """Read the events of connections."""
         while not self._channel.closed:
             try:
                 event, _ = self._monitor.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
             if int.from_bytes(event[:2], "little") == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._is_in = True
+                self._is_connected = True
                 self._timer.cancel()
-            elif self._is_in:
-                # Perhaps a stranger that was turned away: the engine's own end leaves nobody to send to.
+            elif self._is_connected:
+                # It may be a stranger that was refused; after the engine's own end the socket cannot send any more.
                 self._check()
                 for delay in _AFTERMATH_S:
                     self._loop.call_later(delay, self._check)
@@ -158,13 +161,13 @@ class EngineLink:
 
     def _lose(self) -> None:
         if not self._channel.closed:
-            self._channel.read()  # its last words
+            self._channel.read()  # its last messages
             self.close()
             self.on_lost()
 
 
 class _Allowed:
-    """Whom ZeroMQ lets in: whoever has the key of this start's engines."""
+    """Lets ZeroMQ accept the owner of the key of this start's engines."""
 
     def __init__(self, public: bytes) -> None:
         self._public = public
@@ -178,21 +181,21 @@ class _Allowed:
 
 
 class NoAnswerError(Exception):
-    """The API process does not answer: it is gone."""
+    """The API process does not answer."""
 
 
 def connect(context: zmq.Context[zmq.Socket[bytes]], key: ListenerKey) -> tuple[zmq.Socket[bytes], Callable[[], bool]]:
-    """A socket of one's own to the API process, and whether it still holds. Raises `NoAnswerError`."""
-    door = context.socket(zmq.REQ)
-    _lock(door, key)
-    door.connect(f"{key.host}:{key.port}")
+    """A socket to the API process, and a function that returns whether it is connected. Raises `NoAnswerError`."""
+    listener = context.socket(zmq.REQ)
+    _lock(listener, key)
+    listener.connect(f"{key.host}:{key.port}")
     try:
-        door.send(b"")
-        if not door.poll(int(KNOCK_S * 1000)):
-            raise NoAnswerError(f"nobody answers at {key.host}:{key.port}")
-        port = int(door.recv())
+        listener.send(b"")
+        if not listener.poll(int(CONNECT_S * 1000)):
+            raise NoAnswerError(f"the API process does not answer at {key.host}:{key.port}")
+        port = int(listener.recv())
     finally:
-        door.close(linger=0)
+        listener.close(linger=0)
     socket = context.socket(zmq.PAIR)
     _lock(socket, key)
     socket.reconnect_ivl = -1
@@ -208,6 +211,6 @@ def _lock(socket: zmq.Socket[bytes], key: ListenerKey) -> None:
 
 
 def _keep_alive(socket: zmq.Socket[bytes]) -> None:
-    socket.set_hwm(0)  # a send never blocks; what is on its way is bounded by the requests admitted
+    socket.set_hwm(0)  # a send never blocks; messages in transit are bounded by the admitted requests
     socket.heartbeat_ivl = int(_HEARTBEAT_S * 1000)
     socket.heartbeat_timeout = int(SILENCE_S * 1000)

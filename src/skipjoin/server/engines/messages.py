@@ -1,6 +1,6 @@
-"""What the API process and the engine process say to each other: msgspec structs of declared types, as msgpack.
+"""The messages between the API process and the engine processes: msgspec structs of declared types, as msgpack.
 
-One `StepOutputs` carries all tokens of an engine step, so that the number of messages does not grow with the batch.
+One `StepOutputs` has all tokens of an engine step, so that the number of messages does not grow with the batch.
 """
 
 from __future__ import annotations
@@ -8,14 +8,17 @@ from __future__ import annotations
 import msgspec
 
 from skipjoin.config import EngineConfig
+from skipjoin.core.request import DEFAULT_OPTIONS, RequestOptions
 from skipjoin.observe.metrics import Snapshot
 from skipjoin.policies.cost import LinearCost
 from skipjoin.sampling import SamplingParams, TokenDetail
 
 
 class ListenerKey(msgspec.Struct, frozen=True):
-    """What opens the API process's door to an engine: see `link`. host, port: where it is. server: its public key;
-    public, secret: the engines' pair, all three in Z85."""
+    """What an engine needs to connect to the API process's listener: see `link`.
+
+    host, port: the listener's address. server: its public key. public, secret: the engines' key pair. Keys are in Z85.
+    """
 
     host: str
     port: int
@@ -27,8 +30,8 @@ class ListenerKey(msgspec.Struct, frozen=True):
 class Setup(msgspec.Struct, frozen=True):
     """The engine process's whole input, as JSON on its standard input.
 
-    at: the address of the API process's socket on this machine, or the key to its door. parent: process id of who
-    started the engine; it ends when that is gone. ready_fd: a file descriptor that gets a byte once the engine takes
+    at: the address of the API process's socket on this machine, or the key to its listener. parent: id of the process
+    that started the engine, which ends with it. ready_fd: a file descriptor that gets a byte once the engine takes
     requests.
     """
 
@@ -42,49 +45,54 @@ class Setup(msgspec.Struct, frozen=True):
 
 
 class Add(msgspec.Struct, frozen=True, tag="add", array_like=True):
-    """A request. id: unique for the life of the engine. deadline_s: seconds from its arrival at the engine.
+    """A request. id: unique for the life of the engine.
 
-    output: what another engine has generated of it; this one goes on after that. age_s: seconds since it arrived at the
-    first engine.
+    output: the tokens that another engine has generated for it; this engine continues after them. age_s: seconds since
+    it arrived at the first engine, which is when the deadline in its options begins to count.
     """
 
     id: int
     prompt: list[int]
     params: SamplingParams
-    priority: int = 0
-    deadline_s: float | None = None
+    options: RequestOptions = DEFAULT_OPTIONS
     output: list[int] = []
     age_s: float = 0.0
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort", array_like=True):
-    """These requests are no longer wanted; those that are gone are ignored."""
+    """Ends these requests; ids of requests that have ended are ignored."""
 
     ids: list[int]
 
 
+class DescribeRequests(msgspec.Struct, frozen=True, tag="describe", array_like=True):
+    """Asks for `RequestStates` with this id."""
+
+    id: int
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown", array_like=True):
-    """End the process now."""
+    """Ends the process at once."""
 
 
-ToEngine = Add | Abort | Shutdown
+ToEngine = Add | Abort | DescribeRequests | Shutdown
 
 
 # -- from the engine ------------------------------------------------------------------------------------------
 
 
 class LoadProgress(msgspec.Struct, frozen=True, tag="progress", array_like=True):
-    """Start-up goes on. share: of what is being done, between 0 and 1."""
+    """Progress of the start. what: the stage. share: of the stage that is done, between 0 and 1."""
 
     what: str
     share: float
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready", array_like=True):
-    """The engine takes requests; what there is to know about it.
+    """The engine takes requests. Its description:
 
-    folder: where the tokenizer lies. max_model_len: most tokens of prompt and output together. device_blocks,
-    host_blocks: KV blocks of block_size tokens and block_bytes bytes on each tier. cost: of steps, at the start.
+    folder: of the tokenizer. max_model_len: most tokens of prompt and output together. device_blocks, host_blocks: KV
+    blocks of block_size tokens and block_bytes bytes on each tier. cost: of steps, as known at the start.
     """
 
     model: str
@@ -102,18 +110,18 @@ class Ready(msgspec.Struct, frozen=True, tag="ready", array_like=True):
 
 
 class EngineFailed(msgspec.Struct, frozen=True, tag="failed", array_like=True):
-    """The engine cannot start or go on; the process ends. text: for the operator, never for clients."""
+    """The engine cannot start or continue; the process ends. text: for the operator, never for clients."""
 
     text: str
 
 
 class StepOutputs(msgspec.Struct, frozen=True, tag="step", array_like=True):
-    """What one engine step brought.
+    """The outcome of one engine step.
 
-    ids, tokens: a generated token for each of these requests; none stands twice. details: by index into `ids`.
-    ended: (id, reason) of requests that are over, this step's token included; reason is a `FinishReason`.
-    started: requests that run for the first time. errors: by id, what clients are told of those that ended with an
-    error.
+    ids, tokens: a generated token for each of these requests, whose ids are distinct. details: by index into `ids`.
+    ended: (id, reason) of requests that have ended, after this step's token; reason is a `FinishReason`.
+    started: requests that run for the first time. errors: by id, the text for the client of a request that ended with
+    an error.
     """
 
     ids: list[int] = []
@@ -125,7 +133,7 @@ class StepOutputs(msgspec.Struct, frozen=True, tag="step", array_like=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused", array_like=True):
-    """The engine would not take a request. param: the field at fault. text: may be shown to the client."""
+    """The engine refuses a request. param: the field at fault. text: may be shown to the client."""
 
     id: int
     param: str | None
@@ -133,7 +141,7 @@ class Refused(msgspec.Struct, frozen=True, tag="refused", array_like=True):
 
 
 class Stats(msgspec.Struct, frozen=True, tag="stats", array_like=True):
-    """How the engine fares. blocks_used: of Ready.device_blocks, by the ledger."""
+    """The engine's metrics. blocks_used: of Ready.device_blocks, by the ledger."""
 
     blocks_used: int
     metrics: Snapshot
@@ -149,4 +157,35 @@ class Stats(msgspec.Struct, frozen=True, tag="stats", array_like=True):
         return int(self.metrics.row("num_requests_waiting")[0])
 
 
-FromEngine = LoadProgress | Ready | EngineFailed | StepOutputs | Refused | Stats
+class RequestState(msgspec.Struct, frozen=True, array_like=True):
+    """A request that is not complete, as the scheduler sees it.
+
+    number: its id at the engine. state: "running" in the latest plan; "waiting" and never run; "preempted", with its KV
+    on the device or dropped; "swapped", with its KV on the host or moving. place: in the scheduler's order, 0 is first;
+    None without an engine. computed_tokens: tokens that have KV. device_blocks, host_blocks: KV blocks that it holds.
+    wait_reason, wait_s: what keeps it from running (`core.waits.WaitReason`), and for how many seconds; None while it
+    runs. short_blocks: KV blocks that were missing when it began to wait for them.
+    """
+
+    number: int
+    state: str
+    priority: int
+    place: int | None
+    prompt_tokens: int
+    output_tokens: int
+    computed_tokens: int
+    device_blocks: int
+    host_blocks: int
+    wait_reason: str | None
+    wait_s: float | None
+    short_blocks: int = 0
+
+
+class RequestStates(msgspec.Struct, frozen=True, tag="states", array_like=True):
+    """The answer to `DescribeRequests`, whose id it has."""
+
+    id: int
+    requests: list[RequestState]
+
+
+FromEngine = LoadProgress | Ready | EngineFailed | StepOutputs | Refused | Stats | RequestStates

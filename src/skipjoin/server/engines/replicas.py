@@ -1,7 +1,7 @@
-"""Several engines behind one server: Ray Serve starts them, and starts them again; they speak to this process directly.
+"""Several engines behind one server: Ray Serve starts and restarts them, and they connect to this process directly.
 
-Serve's part is life and placement. Requests and tokens do not go through it: every engine has a link of its own to the
-API process (`link`), which knows at once when one is gone and lets another go on with its requests (`EngineClient`).
+Serve places and supervises the engines. Requests and tokens do not go through it: every engine has a link of its own to
+the API process (`link`), which notices its end at once and moves its requests to another one (`EngineClient`).
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from skipjoin.server.engines.supervisor import Needs, ReplicaSupervisor
 
 logger = logging.getLogger(__name__)
 
-# Starts that fail in a row, with no engine left, after which the server ends.
+# Failed starts in a row, with no engine left, after which the server ends.
 MOST_FAILURES = 3
-# How often Serve is asked how it fares while engines are missing.
+# Seconds between two checks of Serve's state while engines are missing.
 _ASK_S = 1.0
 
 ResultT = TypeVar("ResultT")
@@ -41,8 +41,9 @@ ResultT = TypeVar("ResultT")
 class ReplicaSet:
     """The engines of a `client`, as many as it wants.
 
-    command: the program that is the engine process. on_progress: called while they start with what is being done and
-    the share done. address: host:port of the cluster to place them on; None: one of our own on this machine.
+    command: the program of the engine process. on_progress: called while they start with the name of the stage and the
+    share that is done. address: host:port of the cluster to place them on; None: a cluster of the server's own on this
+    machine.
     """
 
     def __init__(
@@ -61,35 +62,35 @@ class ReplicaSet:
         # Ray is called from one thread of its own. Its processes end with the thread that started them.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="skipjoin-ray")
         self._cluster: Cluster | None = None
-        self._door: EngineListener | None = None
+        self._listener: EngineListener | None = None
         self._numbers: dict[EngineLink, int] = {}
         self._started: asyncio.Future[Ready] | None = None
-        self._keeper: ReplicaSupervisor | None = None
+        self._supervisor: ReplicaSupervisor | None = None
         self._life: asyncio.Task[None] | None = None
         self._failures = 0  # starts that failed since one succeeded
         self._is_ending = False
 
     async def start(self, config: EngineConfig) -> Ready:
-        """Start all, and wait until they take requests. Raises `EngineStartError`, also if one of them cannot."""
+        """Start all, and wait until they take requests. Raises `EngineStartError` if one of them cannot start."""
         self._started = asyncio.get_running_loop().create_future()
         self._life = asyncio.create_task(self._live(config))
         return await self._started
 
     async def stop(self) -> None:
-        """End the engines and leave the cluster; one of our own ends, too."""
+        """End the engines and leave the cluster, or end it if it is the server's own."""
         self._is_ending = True
         if self._life is not None:
             self._life.cancel()
             await asyncio.wait((self._life,))
         await self._in_thread(self._leave)
         self._thread.shutdown()
-        if self._door is not None:
-            self._door.close()
+        if self._listener is not None:
+            self._listener.close()
 
     def kill(self) -> None:
-        """Wait for nothing any more; `stop` ends the engines."""
+        """Stop waiting for the start; `stop` ends the engines."""
         self._is_ending = True
-        self._fail_start("it was told to end")
+        self._fail_start("the server was stopped")
 
     # -- Ray, in its thread -------------------------------------------------------------------------------
 
@@ -102,37 +103,37 @@ class ReplicaSet:
             self._cluster = Cluster.start(needs.all_cpus * self._client.wanted)
         else:
             self._cluster = Cluster.join(self._address)
-        self._keeper = ReplicaSupervisor(f"skipjoin-{secrets.token_hex(4)}", is_alone=self._address is None)
+        self._supervisor = ReplicaSupervisor(f"skipjoin-{secrets.token_hex(4)}", is_alone=self._address is None)
 
     def _deploy(self, setup: bytes, needs: Needs) -> None:
-        assert self._keeper is not None
-        arguments = (self._command, setup, self._keeper.name)
-        self._keeper.deploy(EngineReplica, arguments, replicas=self._client.wanted, needs=needs)
+        assert self._supervisor is not None
+        arguments = (self._command, setup, self._supervisor.name)
+        self._supervisor.deploy(EngineReplica, arguments, replicas=self._client.wanted, needs=needs)
 
     def _trouble(self) -> str | None:
-        return None if self._keeper is None else self._keeper.trouble()
+        return None if self._supervisor is None else self._supervisor.trouble()
 
     def _leave(self) -> None:
-        if self._keeper is not None:
-            self._keeper.close()
+        if self._supervisor is not None:
+            self._supervisor.close()
         if self._cluster is not None:
             self._cluster.close()
 
     # -- life ---------------------------------------------------------------------------------------------
 
     async def _live(self, config: EngineConfig) -> None:
-        """Start everything, and look after it while engines are missing."""
+        """Start everything, and check Serve while engines are missing."""
         try:
             config = self._divide(config)
             needs = Needs(config.threads or 1, config.device, config.ranks if config.is_distributed else 0)
             self._on_progress("starting Ray", 0.0)
             await self._in_thread(self._enter, needs)
-            _take_signals_back()
+            _restore_signals()
             assert self._cluster is not None
-            self._door = EngineListener(self._cluster.ip, self._admit)
-            if config.is_distributed:  # its ranks find their places in the same cluster
+            self._listener = EngineListener(self._cluster.ip, self._admit)
+            if config.is_distributed:  # its ranks are placed on the same cluster
                 config = replace(config, ray_address=self._cluster.address)
-            setup = msgspec.json.encode(Setup(config, self._door.key, 0))
+            setup = msgspec.json.encode(Setup(config, self._listener.key, 0))
             await self._in_thread(self._deploy, setup, needs)
             self._on_progress("starting Ray", 1.0)
         except (ClusterError, OSError) as error:
@@ -151,7 +152,7 @@ class ReplicaSet:
                 self._give_up(reason)
 
     def _divide(self, config: EngineConfig) -> EngineConfig:
-        """Share this machine's cores between the engines, if they all run here and nobody has said how."""
+        """Divide this machine's cores between the engines, if all run here and `threads` is not set."""
         if config.threads is not None or self._address is not None:
             return config
         return replace(config, threads=max(1, (os.cpu_count() or 1) // (self._client.wanted * config.ranks)))
@@ -161,10 +162,10 @@ class ReplicaSet:
             self._started.set_exception(EngineStartError(reason))
 
     def _give_up(self, reason: str) -> None:
-        """Nobody brings the engines back: without one the server ends."""
+        """Engines will not be restarted: without one the server ends."""
         self._fail_start(reason)
         if self._client.alive == 0 and not self._is_ending:
-            logger.error("no replica is left, and none comes back: %s", reason)
+            logger.error("no replica is left, and none will be restarted: %s", reason)
             self._is_ending = True
             self._client.died()
             self.died.set()
@@ -172,14 +173,14 @@ class ReplicaSet:
     # -- engines ------------------------------------------------------------------------------------------
 
     def _admit(self, link: EngineLink) -> None:
-        """An engine is at the door."""
+        """An engine has connected."""
         taken = set(self._numbers.values())
         number = self._numbers[link] = next(n for n in range(1, len(taken) + 2) if n not in taken)
         engine = _Engine(self, link, number)
         link.on_message, link.on_lost = engine.receive, engine.lost
 
     def came_up(self, number: int, info: Ready, link: EngineLink) -> ConnectedEngine:
-        """An engine takes requests."""
+        """Add an engine that takes requests."""
         replica = self._client.join(info, link.send)
         self._failures = 0
         if self._started is not None and not self._started.done():
@@ -190,24 +191,24 @@ class ReplicaSet:
         return replica
 
     def deliver(self, replica: ConnectedEngine, message: FromEngine) -> None:
-        """An engine brings tokens or numbers."""
+        """Pass on an engine's tokens or metrics."""
         self._client.receive(replica, message)
 
     def progressed(self, number: int, progress: LoadProgress) -> None:
-        """An engine tells how far its start is."""
+        """Show the progress of an engine's start."""
         if self._started is not None and not self._started.done():
             self._on_progress(f"replica {number}: {progress.what}", progress.share)
 
     def went_down(self, number: int, link: EngineLink, replica: ConnectedEngine | None, failure: str | None) -> None:
-        """An engine is gone. replica: None if it never took requests. failure: its last words."""
+        """Remove an engine that has ended. replica: None if it never took requests. failure: its own report, if any."""
         del self._numbers[link]
         moved = self._client.lose(replica) if replica is not None else 0
         if self._is_ending:
             return
         if failure is not None:
             self._fail_start(failure)
-        reason = failure or "its process or its machine is gone"
-        logger.warning("replica %d died (%s); %d of its requests go on elsewhere", number, reason, moved)
+        reason = failure or "its process or its machine has ended"
+        logger.warning("replica %d died (%s); %d of its requests continue on others", number, reason, moved)
         if replica is None:
             self._failures += 1
             if self._failures >= MOST_FAILURES:
@@ -215,7 +216,7 @@ class ReplicaSet:
 
 
 class _Engine:
-    """What one link says, in the replica set's words."""
+    """Receives the messages of one link for the replica set."""
 
     def __init__(self, owner: ReplicaSet, link: EngineLink, number: int) -> None:
         self._owner = owner
@@ -238,7 +239,7 @@ class _Engine:
         self._owner.went_down(self._number, self._link, self._replica, self._failure)
 
 
-def _take_signals_back() -> None:
-    """Ray answers SIGTERM with a dump of its stack; whoever answered before does so again. Main thread only."""
+def _restore_signals() -> None:
+    """Restore the handlers of signals, in place of Ray's, which dumps its stack. Main thread only."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.getsignal(number))

@@ -1,4 +1,4 @@
-"""What the API process holds of a sequence: where its outputs go, and all that another engine needs to go on."""
+"""A sequence in the API process: its mailbox, and all that another engine needs to continue it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from skipjoin.server.engines.messages import Add
 
 
 class Mailbox:
-    """Where the sequences of one HTTP request put their outputs, and where its handler waits for them."""
+    """The outputs of the sequences of one job, and the means to wait for them."""
 
     __slots__ = ("_error", "_items", "_waiter")
 
@@ -23,8 +23,8 @@ class Mailbox:
         self._error: Exception | None = None
 
     async def get(self) -> list[Output]:
-        """All that came since the last call; waits while that is nothing. Raises what `fail` was given, after
-        what came before it."""
+        """All outputs since the last call; waits for the first one. Raises the error of `fail` once the outputs before
+        it are taken."""
         if not self._items and self._error is None:
             self._waiter = asyncio.get_running_loop().create_future()
             try:
@@ -38,13 +38,13 @@ class Mailbox:
         raise self._error
 
     def put(self, output: Output) -> None:
-        """Add an output and wake the handler."""
+        """Add an output."""
         self._items.append(output)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     def fail(self, error: Exception) -> None:
-        """Nothing more will come: `get` raises the first error that it is told."""
+        """Let `get` raise this error; only the first call counts."""
         if self._error is None:
             self._error = error
         if self._waiter is not None and not self._waiter.done():
@@ -52,31 +52,40 @@ class Mailbox:
 
 
 class EngineSequence:
-    """One request at an engine, from `submit` until it is over.
+    """One request at an engine, from `submit` to its end.
 
-    request: prompt, tokens so far, arrival and deadline, on this process's monotonic clock. params: with the seed, so
-    that another engine goes on with the same noise. patience: rings when it has waited for an engine for too long.
+    request: prompt, tokens so far, options, and arrival on this process's monotonic clock. params: with the seed, so
+    that another engine continues with the same noise. index: of its choice. label: the id of the answer that it belongs
+    to. patience: fires when it has waited for an engine for too long.
     """
 
-    __slots__ = ("index", "mailbox", "on_end", "on_start", "params", "patience", "request")
+    __slots__ = ("index", "label", "mailbox", "on_end", "on_start", "params", "patience", "request")
 
-    def __init__(self, request: Request, params: SamplingParams, mailbox: Mailbox, index: int) -> None:
+    def __init__(self, request: Request, params: SamplingParams, mailbox: Mailbox, index: int, label: str = "") -> None:
         self.request = request
         self.params = params
         self.mailbox = mailbox
         self.index = index
+        self.label = label
         self.patience: asyncio.TimerHandle | None = None
         self.on_start: Callable[[], None] | None = None
         self.on_end: Callable[[], None] | None = None
 
     @property
     def id(self) -> int:
-        """Its id at whichever engine."""
+        """Its id, which is the same at every engine."""
         return self.request.id
 
-    def message(self, deadline_s: float | None, age_s: float) -> Add:
-        """What makes an engine go on after the tokens that are known."""
+    def message(self, now: float) -> Add:
+        """What makes an engine continue after the tokens that are known. now: seconds, on this process's clock."""
         request, params = self.request, self.params
         if request.output and params.prompt_logprobs is not None:
-            params = replace(params, prompt_logprobs=None)  # they came with the first token
-        return Add(request.id, list(request.prompt), params, request.priority, deadline_s, list(request.output), age_s)
+            params = replace(params, prompt_logprobs=None)  # the client has them since the first token
+        return Add(
+            id=request.id,
+            prompt=list(request.prompt),
+            params=params,
+            options=request.options,
+            output=list(request.output),
+            age_s=now - request.arrival,
+        )

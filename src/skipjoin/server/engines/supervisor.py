@@ -1,6 +1,6 @@
-"""Ray Serve as the keeper of replicas: it starts them, asks how they are, and starts others in place of the dead.
+"""Ray Serve as the supervisor of replicas: it starts them, checks their health, and replaces those that die.
 
-Nothing else of Serve is used: there is no proxy, and nobody calls a replica through it.
+Nothing else of Serve is used: there is no proxy, and no request goes through it.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from typing import Any, NamedTuple
 
 from skipjoin.exec.ranks.cluster import ClusterError, import_ray
 
-# How often Serve asks a replica how it is; three bad answers are a death.
+# Seconds between two health checks by Serve; after three failures it replaces the replica.
 _HEALTH_S = 0.5
-# A replica that does not answer Serve for so long is replaced. Its machine may be busy.
+# Seconds without an answer after which Serve replaces a replica, whose machine may be busy.
 _HEALTH_TIMEOUT_S = 20.0
-# What a replica may take to end before it is killed.
+# Seconds that a replica has to end before it is killed.
 _END_S = 5.0
-# Starts that may fail before Serve calls the first start of all replicas a failure.
+# Failed starts after which Serve reports the first start of all replicas as failed.
 _TRIES = 3
 
 
 class Needs(NamedTuple):
-    """What a replica takes of the cluster.
+    """The resources of one replica.
 
     cpus: of its engine, on one node. device: auto, cpu or cuda; with a GPU the engine takes one. ranks: processes that
-    the engine places itself, each with a CPU, and it is they that take GPUs; 0: it has the model in its own process.
+    the engine places itself, each with a CPU, and with the GPUs; 0: the engine has the model in its own process.
     """
 
     cpus: int
@@ -40,10 +40,10 @@ class Needs(NamedTuple):
 
 
 class ReplicaSupervisor:
-    """Keeps replicas alive in the cluster that this process has entered. All calls block, and come from one thread.
+    """Keeps replicas alive in the cluster that this process has joined. All calls block, and are made by one thread.
 
-    name: of the application, which no other in the cluster may have. is_alone: whether the cluster is this program's
-    own, and ends with it.
+    name: of the application, unique in the cluster. is_alone: whether the cluster is this program's own, and ends with
+    it.
     """
 
     def __init__(self, name: str, *, is_alone: bool) -> None:
@@ -51,8 +51,10 @@ class ReplicaSupervisor:
         self._is_alone = is_alone
 
     def deploy(self, kind: type, arguments: Sequence[Any], *, replicas: int, needs: Needs) -> None:
-        """Let there be replicas of a class, made with these arguments. It has `check_health`, which raises if it is
-        sick. Raises `ClusterError` if the cluster has too few CPUs or GPUs."""
+        """Start replicas of a class with these arguments. Its `check_health` raises if the replica is unhealthy.
+
+        Raises `ClusterError` if the cluster has too few CPUs or GPUs.
+        """
         serve = _import_serve()
         nodes = [node["Resources"] for node in import_ray().nodes() if node["Alive"]]
         gpus = check_room(replicas, needs, nodes)
@@ -74,7 +76,7 @@ class ReplicaSupervisor:
         serve.run_many([target], wait_for_applications_running=False, wait_for_ingress_deployment_creation=False)
 
     def trouble(self) -> str | None:
-        """Why Serve will not bring the replicas up; None while it tries."""
+        """Why Serve will not start the replicas; None while it tries."""
         serve = _import_serve()
         try:
             found = serve.status().applications.get(self.name)
@@ -85,27 +87,29 @@ class ReplicaSupervisor:
         return found.message if found.status == "DEPLOY_FAILED" else None
 
     def close(self) -> None:
-        """End the replicas, where the cluster goes on without this process. Serve goes with its last application."""
+        """End the replicas on a shared cluster, and Serve with its last application."""
         if self._is_alone:
             return
         serve = _import_serve()
-        with suppress(Exception):  # whatever is wrong there, this process leaves
+        with suppress(Exception):  # this process leaves the cluster whatever fails there
             serve.delete(self.name)
             if not serve.status().applications:
                 serve.shutdown()
 
 
 def delete(name: str) -> None:
-    """Called in a replica: end the application, this replica included, soon."""
+    """End the application soon, with all its replicas. Called in a replica."""
     _import_serve().delete(name, _blocking=False)
 
 
 def check_room(replicas: int, needs: Needs, nodes: Sequence[Mapping[str, float]]) -> int:
-    """Refuse more replicas than the cluster can hold, whoever uses it now. nodes: the resources of each. GPUs that
-    each engine's own process takes. Raises `ClusterError`."""
+    """Refuse more replicas than the cluster can hold when nothing else runs on it. nodes: the resources of each.
+
+    Returns the GPUs that each engine's own process takes. Raises `ClusterError`.
+    """
     wants_gpus = needs.device == "cuda" or (needs.device == "auto" and any(node.get("GPU", 0) >= 1 for node in nodes))
     each = {"CPU": needs.all_cpus} | ({"GPU": needs.ranks or 1} if wants_gpus else {})
-    if needs.ranks:  # they need not be where the engine is
+    if needs.ranks:  # ranks may be on other nodes than the engine
         places: Sequence[Mapping[str, float]] = [{name: sum(node.get(name, 0) for node in nodes) for name in each}]
     else:
         places = nodes
@@ -125,5 +129,5 @@ def _import_serve() -> Any:
         from ray import serve  # noqa: PLC0415 (an optional back end)
     except ImportError as error:
         raise ClusterError(f"replicas need Ray Serve ({error}): pip install 'skipjoin[distributed]'") from error
-    logging.getLogger("ray.serve").setLevel(logging.ERROR)  # it tells of every start
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)  # it logs every start
     return serve

@@ -1,0 +1,134 @@
+"""Which requests give up their device blocks in a step, so that a request that matters more can have them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from skipjoin.core.context import StepContext
+from skipjoin.core.events import Event, Preempted, Preemption
+from skipjoin.core.kv import KVLedger
+from skipjoin.core.policy import Policies
+from skipjoin.core.request import NEVER, Request
+from skipjoin.core.step import Move
+from skipjoin.core.waits import WaitReason
+
+
+class Evictor:
+    """Makes room on the device in one step.
+
+    blocking: the step's blocking moves, to which it adds those out. evicted: the requests that lost their device
+    blocks; the ordering must hear of them when it is not iterated over any more.
+    """
+
+    def __init__(self, policies: Policies, kv: KVLedger, events: list[Event], context: StepContext) -> None:
+        self.blocking: list[Move] = []
+        self.evicted: list[Request] = []
+        self._policies = policies
+        self._rank = policies.ordering.rank
+        self._kv = kv
+        self._events = events
+        self._context = context
+        self._floor: Any = None  # best rank of an evicted request: none ranked below it takes new space
+        self._holders: list[Request] | None = None  # best first; sorted when first needed
+
+    def is_below_floor(self, request: Request) -> bool:
+        """Whether a request that matters at least as much was evicted in this step, the request itself included."""
+        return self._floor is not None and self._rank(request) >= self._floor
+
+    def holders_after(self, last: Request) -> list[Request]:
+        """The requests ranked below `last` that hold KV and that this step may run, best first."""
+        floor, rank = self._rank(last), self._rank
+        return [request for request in self._holders_ranked() if rank(request) > floor]
+
+    def make_room(self, request: Request, short: int, *, newcomer: bool) -> WaitReason | None:
+        """Evict until `short` more blocks are available, or evict nothing and say why the request waits.
+
+        newcomer: the request has no KV on the device; otherwise it runs and grows.
+        """
+        if short <= 0:
+            return None
+        footprint, eviction = self._kv.footprint, self._policies.eviction
+        candidates = self._evictable(request, newcomer=newcomer)
+        settled = [victim for victim in candidates if not victim.in_flight]
+        comes = request if newcomer else None
+        now = self._context.now
+        if sum(map(footprint, settled)) >= short:
+            victims = eviction.victims(short, settled, self._kv, now, comes)
+            dropped = sum(self._evict(victim, how) for victim, how in victims)
+            if newcomer and dropped:
+                eviction.dropped(dropped, now)
+            return None if victims else WaitReason.HELD_BY_EVICTION
+        if sum(map(footprint, candidates)) >= short:
+            # Plans in flight hold some of them. A request that runs in every plan could never be evicted: it pauses.
+            victims = eviction.victims(short, candidates, self._kv, now, comes)
+            self._context.pausing.update(victim for victim, _ in victims)
+        return WaitReason.NO_KV
+
+    def swap_ahead(self, request: Request) -> Move:
+        """Begin an overlapped move of the request's KV to the host."""
+        move = self._kv.move_out(request, blocking=False)
+        self.evicted.append(request)
+        request.last_plan = NEVER
+        self._events.append(Preempted(request, self._context.now, Preemption.SWAP))
+        return move
+
+    def _holders_ranked(self) -> list[Request]:
+        """The holders of KV that this step may still run or evict, best first.
+
+        Requests that the step runs already rank above every request that is looked at from now on.
+        """
+        if self._holders is None:
+            blocks_of, returns_overlapped = self._kv.blocks_of, self._policies.eviction.returns_overlapped
+            plan_id = self._context.plan_id
+            able = []
+            for request in self._kv.holders():
+                if request.last_plan == plan_id or request.finish_reason is not None:
+                    continue
+                held = blocks_of(request)
+                if held is None or held.moving is not None:
+                    continue
+                if held.device or not returns_overlapped(request):
+                    able.append(request)
+            self._holders = sorted(able, key=self._rank)
+        return self._holders
+
+    def _evictable(self, request: Request, *, newcomer: bool) -> list[Request]:
+        """Requests that may be evicted for this one, least important first, once no plan in flight holds them.
+
+        A request that runs has generated a token since it got its KV before it makes way for a newcomer: so every
+        eviction of one that runs is paid for by progress, and two requests cannot evict each other in turn for nothing.
+        """
+        outranks, latest = self._policies.ordering.outranks, self._context.latest
+        own = self._rank(request)
+        found: list[Request] = []
+        for victim in reversed(self._holders_ranked()):
+            if self._rank(victim) <= own:
+                break
+            held = self._kv.blocks_of(victim)
+            if held is None or held.moving is not None or not held.device:
+                continue
+            if newcomer:
+                if not outranks(request, victim):
+                    break
+                if victim.is_fresh and victim.last_plan >= latest:
+                    continue
+            found.append(victim)
+        return found
+
+    def _evict(self, victim: Request, how: Preemption) -> int:
+        """Take the victim's KV off the device before the slices run; of how many tokens it is dropped."""
+        dropped = 0
+        rank = self._rank(victim)
+        if self._floor is None or rank < self._floor:
+            self._floor = rank
+        self.evicted.append(victim)
+        if how is Preemption.SWAP and self._kv.can_move_out(victim):
+            self.blocking.append(self._kv.move_out(victim, blocking=True))
+        else:
+            how, dropped = Preemption.DROP, victim.computed
+            self._kv.release(victim)
+            victim.computed = victim.planned = 0
+        victim.evictions += 1
+        victim.last_plan = NEVER
+        self._events.append(Preempted(victim, self._context.now, how))
+        return dropped

@@ -1,0 +1,172 @@
+"""How one step is decided: overlapped moves begin, the batch is filled best requests first, and the rest waits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from skipjoin.core.context import StepContext, eligible_tokens
+from skipjoin.core.events import Event, Started, Waited
+from skipjoin.core.evictor import Evictor
+from skipjoin.core.kv import KVLedger, RequestBlocks
+from skipjoin.core.policy import BatchBuilder, Policies, Refusal, Scope, Wait
+from skipjoin.core.request import Request
+from skipjoin.core.residency import Residency
+from skipjoin.core.step import Move, Slice, StepPlan
+from skipjoin.core.waits import WaitReason, WaitState
+
+
+class StepPlanner:
+    """One step while it is being decided.
+
+    waiting: the requests that were examined and wait. tail: why the requests wait that were not examined.
+    """
+
+    def __init__(self, policies: Policies, kv: KVLedger, events: list[Event], context: StepContext) -> None:
+        self.waiting: list[Request] = []
+        self.tail = WaitReason.NOT_EXAMINED
+        self._policies = policies
+        self._kv = kv
+        self._events = events
+        self._context = context
+        self._evictor = Evictor(policies, kv, events, context)
+        self._slices: list[Slice] = []
+        self._residency = Residency(policies, kv, events, context, evictor=self._evictor, slices=self._slices)
+
+    def plan(self) -> StepPlan:
+        """Decide; the plan may be empty."""
+        context, residency, evictor = self._context, self._residency, self._evictor
+        overlapped = self._move_ahead() if self._kv.host_total else []
+        builder = self._policies.batcher.open(replace(context, candidates=self._candidates()))
+        last = self._fill(self._policies.ordering.ranked(context.now), builder)
+        if last is not None:  # only requests that hold KV can still run: a long queue behind them costs nothing
+            self._fill(evictor.holders_after(last), builder)
+        for request in evictor.evicted:
+            for evicted in self._policies.on_evicted:
+                evicted(request, context.now)
+        return StepPlan(
+            context.plan_id,
+            slices=tuple(self._slices),
+            blocking=tuple(evictor.blocking),
+            overlapped=tuple(overlapped),
+            waiting_for_kv=tuple(residency.waiting_for_kv),
+        )
+
+    def _move_ahead(self) -> list[Move]:
+        """Begin overlapped moves, of requests that then cannot join this step."""
+        kv, context, ordering = self._kv, self._context, self._policies.ordering
+        settled = [request for request in kv.holders() if request.finish_reason is None and kv.is_settled(request)]
+        out, back = self._policies.eviction.ahead(settled, ordering, kv, context.now)
+        if out or context.depth > 1 or kv.host_free < kv.host_total:
+            ranked = ordering.ranked(context.now)
+            self._residency.first = next((request for request in ranked if not request.is_satisfied), None)
+        moves: list[Move] = []
+        for request in out if context.may_leave else ():
+            if request is self._residency.first:
+                continue  # its turn has come: it could be moved back and forth and never run
+            if request.in_flight:
+                context.pausing.add(request)
+            elif kv.can_move_out(request):
+                moves.append(self._evictor.swap_ahead(request))
+        for request in back:
+            if kv.can_move_in(request):
+                moves.append(kv.move_in(request))
+                request.is_fresh = True
+        return moves
+
+    def _fill(self, queue: Iterable[Request], builder: BatchBuilder) -> Request | None:
+        """Offer the requests of the queue to the batch. Returns the request at which the step was closed to newcomers,
+        where it was open before; the queue is then read no further."""
+        context, residency, blocks_of = self._context, self._residency, self._kv.blocks_of
+        offer, take, add = builder.offer, builder.take, self._slices.append
+        plan_id, latest, was_closed = context.plan_id, context.latest, residency.closed is not None
+        for request in queue:
+            tokens = eligible_tokens(request, context)
+            held = blocks_of(request)
+            if not tokens:
+                self._pass_over(request)
+            elif held is None and residency.closed is not None:
+                self._wait(request, residency.closed)
+            elif isinstance(verdict := offer(request, tokens), int):
+                start = request.planned
+                target = start + verdict
+                if held is None or held.moving is not None or target > held.room:
+                    held = self._secure(request, held, target)
+                if held is not None:
+                    take(request, verdict)
+                    samples = verdict == tokens  # the slice reaches the end of what is known or awaited
+                    add(Slice(request, start, verdict, samples, target > request.known, held.table))
+                    request.planned = target
+                    request.pending_samples += samples
+                    request.wait = None
+                    if request.last_plan < latest:
+                        self._events.append(Started(request, context.now))
+                    request.last_plan = plan_id
+            elif self._refuse(request, verdict) is Scope.ALL:
+                return None
+            if residency.closed is not None and not was_closed:
+                self.tail = residency.closed
+                return request
+        return None
+
+    def _secure(self, request: Request, held: RequestBlocks | None, target: int) -> RequestBlocks | None:
+        """Device space for `target` tokens of the request, or None if it waits."""
+        found = self._residency.secure(request, held, target)
+        if isinstance(found, RequestBlocks):
+            return found
+        self._wait(request, found, self._residency.short)
+        return None
+
+    def _refuse(self, request: Request, refusal: Refusal) -> Scope:
+        """The batcher does not take the request; returns which others it does not take either."""
+        self._wait(request, refusal.reason)
+        if refusal.scope is Scope.ALL:
+            self.tail = refusal.reason
+        elif refusal.scope is Scope.NEWCOMERS:
+            self._residency.closed = self._residency.closed or refusal.reason
+        return refusal.scope
+
+    # -- waiting ------------------------------------------------------------------------------------------
+
+    def _pass_over(self, request: Request) -> None:
+        """The request is not eligible; one that plans in flight hold does not wait."""
+        if not request.in_flight and not request.is_satisfied:
+            self._wait(request, WaitReason.HELD_BY_EVICTION)
+
+    def _wait(self, request: Request, reason: WaitReason, short: int = 0) -> None:
+        """Record why the request waits; an event tells when that changes."""
+        if request.in_flight:
+            return
+        self.waiting.append(request)
+        request.examined = self._context.decision
+        wait = request.wait
+        if wait is None or wait.reason is not reason:
+            request.wait = WaitState(reason, self._context.now, short)
+            self._events.append(Waited(request, self._context.now, reason, short))
+
+    # -- what batchers may look at ------------------------------------------------------------------------
+
+    def _candidates(self) -> Iterator[tuple[Request, int]]:
+        """See `StepContext.candidates`."""
+        kv, admission, context = self._kv, self._policies.admission, self._context
+        room, blocks_of, returns_overlapped = kv.available, kv.blocks_of, self._policies.eviction.returns_overlapped
+        for request in self._policies.ordering.ranked(context.now):
+            if not (tokens := eligible_tokens(request, context)):
+                continue
+            held = blocks_of(request)
+            if held is None:
+                grant = admission.admit(request, kv)
+                if isinstance(grant, Wait) or (need := max(grant.now, grant.blocks)) + grant.spare > room:
+                    break
+                room -= need
+            elif held.moving is not None or (held.host and (returns_overlapped(request) or len(held.host) > room)):
+                continue
+            else:
+                room -= len(held.host)
+            yield request, tokens
+        else:
+            return
+        for holder in self._evictor.holders_after(request):
+            held = blocks_of(holder)
+            if held is not None and held.device and (tokens := eligible_tokens(holder, context)):
+                yield holder, tokens

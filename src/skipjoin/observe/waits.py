@@ -1,0 +1,212 @@
+"""How long requests wait for each reason, folded from core events.
+
+From its arrival to its end a request either executes, or waits for one reason at a time: the seconds by reason add up
+to its latency less its execution. Requests that decisions do not examine share their reason, so their seconds are kept
+on one clock for all of them, and a request takes its part when it leaves them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from skipjoin.core.events import Planned, Waited
+from skipjoin.core.step import StepResult
+from skipjoin.core.waits import WaitReason
+
+REASONS = tuple(WaitReason)
+"""All reasons, in the order in which seconds by reason are listed."""
+
+_INDEX: Mapping[WaitReason, int] = {reason: index for index, reason in enumerate(REASONS)}
+_DISPATCH, _NOT_EXAMINED = _INDEX[WaitReason.DISPATCH], _INDEX[WaitReason.NOT_EXAMINED]
+_IN_TRANSIT, _PENDING = _INDEX[WaitReason.KV_IN_TRANSIT], _INDEX[WaitReason.TOKEN_PENDING]
+# Below this, a difference of two times is rounding.
+_NOTHING_S = 1e-9
+
+Mark = tuple[float, ...]  # the clock of the tail at some moment: seconds by reason since the engine began
+
+
+class Moment:
+    """When requests became free to be chosen again, or were chosen: the time, how many plans there were, the clock."""
+
+    __slots__ = ("decisions", "is_queued", "mark", "now")
+
+    def __init__(self, now: float, decisions: int, mark: Mark, *, is_queued: bool = False) -> None:
+        self.now = now
+        self.decisions = decisions
+        self.mark = mark
+        self.is_queued = is_queued  # behind plans in flight
+
+
+class WaitTimes:
+    """One request's seconds by reason, and what it waits for at present.
+
+    freed: since when it has been free to be chosen; None: it waits in the tail (mark) or for a reason of its own.
+    """
+
+    __slots__ = ("freed", "mark", "reason", "seconds", "since")
+
+    def __init__(self) -> None:
+        self.seconds = [0.0] * len(REASONS)
+        self.freed: Moment | None = None
+        self.mark: Mark | None = None
+        self.reason = _NOT_EXAMINED
+        self.since = 0.0
+
+    def by_reason(self) -> Iterator[tuple[WaitReason, float]]:
+        """Each reason and its seconds."""
+        return zip(REASONS, self.seconds, strict=True)
+
+
+class WaitLog:
+    """Keeps `WaitTimes` of the live requests, and the seconds by reason of all requests together."""
+
+    def __init__(self) -> None:
+        self._total = [0.0] * len(REASONS)  # of what is over
+        self._clock = [0.0] * len(REASONS)  # of a request that would always have been in the tail
+        self._tail, self._tail_since = _NOT_EXAMINED, 0.0
+        self._in_tail = 0
+        self._tail_marks = [0.0] * len(REASONS)  # sum over the requests in the tail
+        self._waiting: set[WaitTimes] = set()  # for a reason of their own
+        self._decisions = 0
+        self._in_flight: dict[int, Moment] = {}  # when the plans in flight were made, by id
+        self._last: Moment | None = None  # of the last result
+
+    def totals(self, now: float) -> list[float]:
+        """Seconds by reason of all requests until now."""
+        clock = self._mark(now)
+        found = [
+            total + self._in_tail * at - marks
+            for total, at, marks in zip(self._total, clock, self._tail_marks, strict=True)
+        ]
+        for times in self._waiting:
+            found[times.reason] += now - times.since
+        return found
+
+    # -- events -------------------------------------------------------------------------------------------
+
+    def arrived(self, arrival: float, now: float) -> WaitTimes:
+        """A request entered the engine; it may have arrived at another one before."""
+        times = WaitTimes()
+        self._add(times, _NOT_EXAMINED, now - arrival)
+        self._enter_tail(times, now)
+        return times
+
+    def waited(self, times: WaitTimes, event: Waited) -> None:
+        """The request's reason changed."""
+        freed = times.freed
+        if freed is not None and freed.decisions == self._decisions:
+            since = freed.now  # the first decision since its last step: it has waited for this from the start
+        else:
+            self._leave(times, event.now, self._mark(event.now))
+            since = event.now
+        times.freed = None
+        if event.reason is WaitReason.NOT_EXAMINED:
+            self._enter_tail(times, event.now)
+            return
+        times.reason, times.since = _INDEX[event.reason], since
+        self._waiting.add(times)
+
+    def started(self, times: WaitTimes, now: float) -> None:
+        """The request was chosen after it had waited."""
+        if times.freed is None:
+            mark = self._mark(now)
+            self._leave(times, now, mark)
+            times.freed = Moment(now, self._decisions, mark)
+
+    def planned(self, event: Planned) -> None:
+        """A step was decided."""
+        self._decisions += 1
+        mark = self._mark(event.now)
+        self._in_flight[event.plan.id] = Moment(event.now, self._decisions, mark, is_queued=bool(self._in_flight))
+        self._tail = _INDEX[event.tail]
+
+    def computed(self, result: StepResult, now: float) -> StepWaits:
+        """A result is there; what its step means for each request that it ran."""
+        chosen = self._in_flight.pop(result.plan.id)
+        waits = StepWaits(self, chosen, self._last, Moment(now, self._decisions, self._mark(now)), result)
+        self._last = waits.freed
+        return waits
+
+    def finished(self, times: WaitTimes, now: float) -> None:
+        """The request ended."""
+        if times.freed is not None:  # a plan in flight held it, or it ended with its last step
+            self._add(times, _DISPATCH, now - times.freed.now)
+        else:
+            self._leave(times, now, self._mark(now))
+
+    def restarted(self) -> None:
+        """The plans in flight are lost."""
+        self._in_flight.clear()
+        self._last = None
+
+    # -- inside -------------------------------------------------------------------------------------------
+
+    def resume(self, times: WaitTimes, chosen: Moment, begin: float) -> None:
+        """The request ran again, from `begin` on, after it had waited: charge what it waited for."""
+        freed = times.freed
+        since = chosen.now if freed is None else freed.now
+        if freed is None or chosen.decisions > freed.decisions + 1:
+            self._leave(times, chosen.now, chosen.mark)
+            since = chosen.now
+        self._add(times, _PENDING if chosen.is_queued else _DISPATCH, begin - since)
+
+    def _leave(self, times: WaitTimes, now: float, mark: Mark) -> None:
+        """End what the request waits for. mark: the tail's clock at `now`."""
+        if times.freed is not None or times.mark is not None:
+            before = times.mark if times.freed is None else times.freed.mark
+            assert before is not None
+            for index, (start, end) in enumerate(zip(before, mark, strict=True)):
+                if end != start:
+                    self._add(times, index, end - start)
+        if times.mark is not None:
+            self._in_tail -= 1
+            self._tail_marks = [a - b for a, b in zip(self._tail_marks, times.mark, strict=True)]
+            times.mark = None
+        elif times in self._waiting:
+            self._waiting.discard(times)
+            self._add(times, times.reason, now - times.since)
+
+    def _enter_tail(self, times: WaitTimes, now: float) -> None:
+        times.mark = self._mark(now)
+        self._in_tail += 1
+        self._tail_marks = [a + b for a, b in zip(self._tail_marks, times.mark, strict=True)]
+
+    def _mark(self, now: float) -> Mark:
+        self._clock[self._tail] += now - self._tail_since
+        self._tail_since = now
+        return tuple(self._clock)
+
+    def _add(self, times: WaitTimes, index: int, seconds: float) -> None:
+        if seconds > _NOTHING_S:
+            times.seconds[index] += seconds
+            self._total[index] += seconds
+
+    def add_moving(self, times: WaitTimes, seconds: float) -> None:
+        """The request's step stood still for blocking moves."""
+        self._add(times, _IN_TRANSIT, seconds)
+
+
+class StepWaits:
+    """What one step means for the waits of the requests that it ran. freed: the moment of its result."""
+
+    __slots__ = ("_begin", "_chosen", "_gap", "_last", "_log", "_moving", "freed")
+
+    def __init__(self, log: WaitLog, chosen: Moment, last: Moment | None, freed: Moment, result: StepResult) -> None:
+        self._log = log
+        self._chosen = chosen
+        self._last = last
+        self.freed = freed
+        self._begin = freed.now - result.seconds
+        self._moving = result.moving
+        # What a request waits that ran in the step before, too: the host, or nothing.
+        self._gap = last is not None and self._begin - last.now > _NOTHING_S
+
+    def ran(self, times: WaitTimes) -> None:
+        """The step had a slice of the request."""
+        freed = times.freed
+        if freed is None or freed is not self._last or self._gap:
+            self._log.resume(times, self._chosen, self._begin)
+        if self._moving:
+            begin = self._begin if freed is None else max(self._begin, freed.now)
+            self._log.add_moving(times, self._begin + self._moving - begin)
+        times.freed = self.freed

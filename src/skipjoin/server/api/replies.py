@@ -1,0 +1,137 @@
+"""Endpoints over HTTP: from a request to a job, and the job's answer on the wire, as a whole or as events."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from skipjoin.server.api.errors import ApiError, from_engine
+from skipjoin.server.api.generation import BodyT, Endpoint, Job, JobRun
+from skipjoin.server.api.options import request_options
+from skipjoin.server.api.responses import encode
+from skipjoin.server.engines.errors import EngineError
+
+logger = logging.getLogger(__name__)
+
+
+class DisconnectedError(Exception):
+    """The client has disconnected."""
+
+
+async def answer(request: Request, endpoint: Endpoint[BodyT]) -> Response:
+    """Prepare the job of a request; the response runs it. Raises `ApiError`."""
+    arrived = time.monotonic()
+    service = endpoint.service
+    body = await service.parse(await request.body(), endpoint.body_type)
+    options = request_options(body, request.headers, service.config.default_deadline_s)
+    job = await endpoint.prepare(body, options, arrived)
+    if body.stream:
+        return StreamReply(endpoint, job, usage_at_end=body.usage_at_end, usage_always=body.usage_always)
+    return WholeReply(endpoint, job)
+
+
+def json_response(content: Any) -> Response:
+    """A whole answer. content: a struct, or what JSON has."""
+    return Response(encode(content), media_type="application/json")
+
+
+@asynccontextmanager
+async def _watched(endpoint: Endpoint[BodyT], job: Job, receive: Receive) -> AsyncIterator[JobRun]:
+    """The job's run, which fails with `DisconnectedError` when the client disconnects."""
+    endpoint.service.busy += 1
+    try:
+        with endpoint.run(job) as run:
+            watcher = asyncio.create_task(_watch(receive, run))
+            try:
+                yield run
+            finally:
+                watcher.cancel()
+    finally:
+        endpoint.service.busy -= 1
+
+
+async def _watch(receive: Receive, run: JobRun) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    run.fail(DisconnectedError())
+
+
+class WholeReply(Response):
+    """Generates, then answers with one JSON body."""
+
+    def __init__(self, endpoint: Endpoint[BodyT], job: Job) -> None:
+        super().__init__()
+        self._endpoint, self._job = endpoint, job
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            async with _watched(self._endpoint, self._job, receive) as run:
+                body = await run.whole()
+        except DisconnectedError:
+            await Response(status_code=499)(scope, receive, send)  # goes nowhere, but ends the exchange
+            return
+        await Response(body, media_type="application/json")(scope, receive, send)
+
+
+class StreamReply(Response):
+    """Generates, and answers with server-sent events as tokens come. An error is the last event then.
+
+    usage_at_end: one more event holds the usage. usage_always: every event does.
+    """
+
+    def __init__(self, endpoint: Endpoint[BodyT], job: Job, *, usage_at_end: bool, usage_always: bool) -> None:
+        super().__init__()
+        self._endpoint, self._job = endpoint, job
+        self._usage_at_end, self._usage_always = usage_at_end, usage_always
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            # An error before the first event has a status of its own.
+            async with _watched(self._endpoint, self._job, receive) as run:
+                await send({"type": "http.response.start", "status": 200, "headers": _EVENT_STREAM})
+                try:
+                    last = await self._send_all(run, send)
+                except ApiError as error:
+                    last = _event(error.body())
+                except EngineError as error:
+                    last = _event(from_engine(error).body())
+                except DisconnectedError:
+                    last = b""
+                except Exception:
+                    logger.exception("a stream failed")
+                    last = _event(ApiError(500, "internal error", code="internal_error").body())
+        except DisconnectedError:
+            return
+        await send({"type": "http.response.body", "body": last, "more_body": False})
+
+    async def _send_all(self, run: JobRun, send: Send) -> bytes:
+        """Send events until all choices are complete; the bytes that end the stream, which are still to be sent."""
+        form = self._job.format
+        body = b""
+        async for deltas in run:
+            usage = run.usage() if self._usage_always else None
+            events = [event for choice, text in deltas.items() for event in form.events(choice, text, usage)]
+            body = b"".join(map(_event, events))
+            if body and not run.is_over:
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+        end = _event(form.usage_event(run.usage())) if self._usage_at_end else b""
+        return body + end + _event(b"[DONE]")
+
+
+_EVENT_STREAM = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # proxies would hold events back
+]
+
+
+def _event(data: bytes) -> bytes:
+    return b"data: " + data + b"\n\n"

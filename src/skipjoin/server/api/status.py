@@ -1,0 +1,82 @@
+"""GET routes about the server: health, the served model, load, version, metrics."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI, Response
+
+from skipjoin.server.api.errors import unavailable
+from skipjoin.server.api.replies import json_response
+from skipjoin.server.api.responses import LoadAnswer, ModelCard, ModelList
+from skipjoin.server.api.service import Phase, Service
+from skipjoin.version import VERSION
+
+
+def add_routes(app: FastAPI, service: Service) -> None:
+    """Add all of them."""
+    _add_health(app, service)
+    _add_models(app, service)
+
+    @app.get("/version")
+    async def show_version() -> Response:
+        """The server's version."""
+        return json_response({"version": VERSION})
+
+    @app.get("/metrics")
+    async def show_metrics() -> Response:
+        """For Prometheus."""
+        return Response(service.metrics.render(), media_type="text/plain; version=0.0.4")
+
+    @app.get("/load")
+    async def show_load() -> Response:
+        """How busy the server is."""
+        service.check_alive()
+        load, admission = service.client.load(), service.admission
+        return json_response(
+            LoadAnswer(
+                server_load=admission.requests,
+                running=load.running,
+                waiting=load.waiting,
+                queued_tokens=admission.tokens,
+                kv_cache_usage=load.usage,
+            )
+        )
+
+
+def _add_health(app: FastAPI, service: Service) -> None:
+    @app.get("/health")
+    async def health() -> Response:
+        """200 while an engine is up."""
+        service.check_alive()
+        return json_response({"status": "ok", **service.count_replicas()})
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        """200 while work is taken."""
+        service.check_alive()
+        if service.phase is not Phase.OPEN:
+            raise unavailable(f"the server is {service.phase.value}", "not_ready")
+        return json_response({"status": "ready", **service.count_replicas()})
+
+    @app.get("/live")
+    async def live() -> Response:
+        """200 while this process answers."""
+        return json_response({"status": "live"})
+
+
+def _add_models(app: FastAPI, service: Service) -> None:
+    def card() -> ModelCard:
+        info = service.info
+        return ModelCard(id=service.name, created=service.created, max_model_len=info.max_model_len, root=info.model)
+
+    @app.get("/v1/models")
+    async def list_models() -> Response:
+        """The served model."""
+        return json_response(ModelList([card()]))
+
+    # Names may hold slashes.
+    @app.get("/v1/models/{model:path}")
+    async def show_model(model: str) -> Response:
+        """The served model, by its name."""
+        found = card()
+        service.check_model(model)
+        return json_response(found)

@@ -1,0 +1,175 @@
+"""Why requests wait: the seconds by reason add up, and each reason is what a scene was made for."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from skipjoin.core.events import Computed, Planned, Waited
+from skipjoin.core.kv import KVLedger
+from skipjoin.core.policy import Policies
+from skipjoin.core.request import Request
+from skipjoin.core.scheduler import Scheduler
+from skipjoin.core.waits import WaitReason
+from skipjoin.observe.metrics import EngineMetrics
+from skipjoin.observe.requests import RequestFacts, RequestLog
+from skipjoin.observe.waits import REASONS
+from skipjoin.policies.admission import OnDemand, WholeMaximum
+from skipjoin.policies.batching import Greedy, RunToCompletion
+from skipjoin.policies.eviction import Defer, Recompute
+from support.load import load, make
+from support.policies import EVICTIONS, OnCall, Ranks, UnitCost
+from support.watch import Run, Stepper, WatchedCore, World, run
+
+PIPELINES = [(1, False, 1), (2, True, 1), (2, False, 2)]
+WORLDS = [
+    pytest.param(World(recipe, depth, overlap, EVICTIONS[name], stages=stages), id=f"{recipe}-{depth}-{overlap}-{name}")
+    for (recipe, name), (depth, overlap, stages) in product(
+        [("fastserve", "proactive"), ("srpt", "chaos"), ("fcfs", "recompute"), ("static", "swap"), ("orca", "defer")],
+        PIPELINES,
+    )
+]
+UNIT = World("fcfs", cost=UnitCost())
+
+
+def facts_of(done: Run) -> dict[int, RequestFacts]:
+    ended: list[RequestFacts] = []
+    RequestLog(ended.append).observe(done.events)
+    return {facts.id: facts for facts in ended}
+
+
+def executed(done: Run) -> dict[int, float]:
+    """Seconds in which at least one step computed for each request."""
+    until: dict[int, float] = defaultdict(float)
+    seconds: dict[int, float] = defaultdict(float)
+    for event in done.events:
+        if isinstance(event, Computed):
+            result = event.result
+            for piece in result.plan.slices:
+                begin = max(until[piece.request.id], event.now - (result.seconds - result.moving))
+                seconds[piece.request.id] += event.now - begin
+                until[piece.request.id] = event.now
+    return seconds
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_the_reasons_of_a_request_add_up_to_its_latency_less_its_execution(world: World) -> None:
+    done = run(world, load(1, 20, priorities=(-1, 0, 7)))
+    seconds, reasons = executed(done), set()
+    for facts in facts_of(done).values():
+        waits = facts.wait_s()
+        assert all(value >= 0 for value in waits.values())
+        assert sum(waits.values()) == pytest.approx(facts.jct(99) - seconds[facts.id], abs=1e-6)
+        if world.stages == 1:  # in a pipeline chunks of one prompt execute at the same time
+            assert sum(waits.values()) == pytest.approx(facts.jct(99) - facts.execution_s, rel=0.01, abs=1e-6)
+        reasons.update(reason for reason, value in waits.items() if value)
+    assert len(reasons) >= 2
+
+
+@pytest.mark.parametrize("world", WORLDS[:6])
+def test_the_metric_counts_what_the_requests_waited_at_any_time(world: World) -> None:
+    done = run(world, load(1, 20))
+    metrics = EngineMetrics(device_blocks=world.device_blocks, block_size=world.block_size, block_bytes=1)
+    last = [0.0] * len(REASONS)
+    for event in done.events:
+        metrics.observe([event])
+        if isinstance(event, Planned):
+            total = metrics.snapshot().row("wait_seconds_total")
+            assert all(new >= old - 1e-9 for new, old in zip(total, last, strict=True))
+            last = total
+    if world.stages > 1:
+        return
+    row = dict(zip(REASONS, metrics.snapshot().row("wait_seconds_total"), strict=True))
+    facts = facts_of(done).values()
+    for reason, total in row.items():
+        assert total == pytest.approx(sum(one.wait_s()[reason] for one in facts), abs=1e-6)
+
+
+def test_a_request_waits_for_a_seat() -> None:
+    facts = facts_of(run(replace(UNIT, max_seqs=1), [make(0, 5, 2), make(1, 3, 1, arrival=1.0)]))[1]
+    # It arrives while the first step runs, until 5 s; the first request has the only seat until 6 s.
+    assert {reason: s for reason, s in facts.wait_s().items() if s} == {
+        WaitReason.NOT_EXAMINED: 4.0,
+        WaitReason.NO_SEAT: 1.0,
+    }
+
+
+class Scene:
+    """An engine whose requests are ranked by id, and the reason of each after a step."""
+
+    def __init__(self, *, blocks: int = 100, host: int = 0, depth: int = 1, **seams: object) -> None:
+        self.ordering = Ranks({number: number for number in range(9)})
+        usual = {"batcher": Greedy(8, 100, chunked=True), "admission": OnDemand(0.0), "eviction": Recompute()}
+        policies = Policies(self.ordering, **{**usual, **seams})  # type: ignore[arg-type]
+        kv = KVLedger(blocks, host, 4)
+        self.stepper = Stepper(WatchedCore(Scheduler(policies, kv, depth=depth, overlap=depth > 1)))
+
+    def add(self, *requests: Request) -> None:
+        self.stepper.add(*requests)
+
+    def reasons(self) -> list[str | None]:
+        """Of the live requests, by id, while a step is in flight."""
+        core = self.stepper.core
+        self.stepper.start()
+        waits = [core.wait_of(request) for _, request in sorted(core.requests.items())]
+        self.stepper.finish()
+        return [wait and wait.reason.value for wait in waits]
+
+
+def test_reasons_of_the_batch() -> None:
+    scene = Scene(batcher=Greedy(2, 100, chunked=True))
+    scene.add(*(make(number, 4, 9) for number in range(4)))
+    assert scene.reasons() == [None, None, "no_seat", "no_seat"]
+    scene = Scene(batcher=Greedy(8, 6, chunked=True))
+    scene.add(*(make(number, 6, 9) for number in range(3)))
+    assert scene.reasons() == [None, "token_budget", "token_budget"]
+    scene = Scene(batcher=RunToCompletion(2, 100))
+    scene.add(make(0, 4, 9), make(1, 4, 9))
+    scene.reasons()
+    scene.add(make(2, 4, 9))
+    assert scene.reasons() == [None, None, "held_by_batcher"]
+
+
+def test_reasons_of_memory_say_how_many_blocks_are_short() -> None:
+    scene = Scene(blocks=4)
+    scene.add(make(0, 8, 4), make(1, 12, 4), make(2, 4, 4))
+    assert scene.reasons() == [None, "no_kv", "behind_memory"]
+    (wait,) = [event for event in scene.stepper.events if isinstance(event, Waited)]
+    assert (wait.request.id, wait.reason, wait.short) == (1, WaitReason.NO_KV, 1)
+    scene = Scene(blocks=4, admission=WholeMaximum())
+    scene.add(make(0, 4, 5), make(1, 4, 9))
+    assert scene.reasons() == [None, "held_by_admission"]
+    scene = Scene(blocks=4, eviction=Defer())
+    scene.add(make(1, 12, 4))
+    scene.reasons()
+    scene.add(make(0, 8, 4))
+    assert scene.reasons() == ["held_by_eviction", None]
+
+
+def test_reasons_of_kv_that_is_elsewhere() -> None:
+    class Returning(OnCall):
+        def returns_overlapped(self, request: Request) -> bool:
+            return True
+
+    eviction = Returning()
+    scene = Scene(host=50, eviction=eviction)
+    scene.stepper.late = 1
+    scene.add(make(0, 8, 20), make(1, 8, 20))
+    scene.reasons()
+    eviction.out = [scene.stepper.core.requests[1]]
+    assert scene.reasons() == [None, "kv_in_transit"]
+    scene.reasons()
+    assert scene.reasons() == [None, "kv_on_host"]
+
+
+def test_a_request_that_is_examined_no_more_shares_the_reason_of_the_tail() -> None:
+    scene = Scene(blocks=4)
+    scene.add(make(1, 8, 4), make(2, 12, 4))
+    assert scene.reasons() == [None, "no_kv"]
+    scene.add(make(0, 12, 2))
+    assert scene.reasons()[2] == "behind_memory"
+    changes = [(event.request.id, event.reason) for event in scene.stepper.events if isinstance(event, Waited)]
+    assert (2, WaitReason.NOT_EXAMINED) in changes

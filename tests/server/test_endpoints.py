@@ -1,0 +1,131 @@
+"""Endpoints without HTTP: jobs are prepared, run, given up and refused with no request or response around them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import tiny_model as tiny
+from server_worlds import Api, MakeApi
+
+from skipjoin.core.request import FinishReason, RequestOptions
+from skipjoin.server.api.chat import ChatEndpoint
+from skipjoin.server.api.completions import CompletionEndpoint
+from skipjoin.server.api.errors import ApiError
+from skipjoin.server.api.generation import Endpoint
+
+pytestmark = pytest.mark.anyio
+
+# Every endpoint, with a body that takes more than one choice.
+CASES: list[tuple[type[Endpoint[Any]], dict[str, Any]]] = [
+    (CompletionEndpoint, {"prompt": ["abcdef", "xyz"], "n": 2, "max_tokens": 8, "seed": 4}),
+    (ChatEndpoint, {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 8, "n": 2, "logprobs": True}),
+]
+for_each = pytest.mark.parametrize(("kind", "fields"), CASES)
+
+
+def body_of(kind: type[Endpoint[Any]], fields: dict[str, Any]) -> Any:
+    return kind.body_type.model_validate(fields)
+
+
+def without_id(data: bytes) -> dict[str, Any]:
+    return {name: value for name, value in json.loads(data).items() if name not in ("id", "created")}
+
+
+@for_each
+async def test_a_job_brings_the_body_that_http_brings(api: Api, kind: type[Endpoint[Any]], fields: Any) -> None:
+    endpoint = kind(api.service)
+    expected = await api.http.post(endpoint.path, json=fields)
+    with endpoint.run(await endpoint.prepare(body_of(kind, fields))) as run:
+        assert without_id(await run.whole()) == without_id(expected.content)
+
+
+@for_each
+async def test_the_parts_of_a_job_are_the_whole(api: Api, kind: type[Endpoint[Any]], fields: Any) -> None:
+    endpoint = kind(api.service)
+    body = body_of(kind, fields)
+    with endpoint.run(await endpoint.prepare(body)) as run:
+        whole = await run.whole()
+    job = await endpoint.prepare(body)
+    texts = dict.fromkeys(job.choices, "")
+    with endpoint.run(job) as run:
+        async for deltas in run:
+            for choice, text in deltas.items():
+                texts[choice] += text
+        assert run.is_over
+    assert all(texts.values())
+    assert without_id(job.format.whole(texts, run.usage())) == without_id(whole)
+
+
+@for_each
+async def test_options_reach_the_engine_as_they_are(api: Api, kind: type[Endpoint[Any]], fields: Any) -> None:
+    endpoint = kind(api.service)
+    options = RequestOptions(priority=-7)
+    with endpoint.run(await endpoint.prepare(body_of(kind, fields), options)) as run:
+        await run.whole()
+    assert {add.options for add in api.engine.added} == {options}
+
+
+@for_each
+async def test_whatever_ends_a_job_nothing_of_it_is_left(
+    make_api: MakeApi, kind: type[Endpoint[Any]], fields: Any
+) -> None:
+    async with make_api() as api:
+        endpoint = kind(api.service)
+        body = body_of(kind, fields)
+        job = await endpoint.prepare(body)
+        assert api.service.admission.requests == len(job.choices)
+        job.close()  # never run
+        assert api.is_clean()
+
+        with endpoint.run(await endpoint.prepare(body)) as run:
+            await anext(run)  # left half done
+        assert api.is_clean()
+        assert not api.engine.live
+
+        ends: list[tuple[Callable[[], None], type[Exception], str]] = [
+            (lambda: api.engine.end_all(FinishReason.DEADLINE), ApiError, "deadline"),
+            (lambda: api.engine.end_all(FinishReason.ERROR, "no memory"), ApiError, "no memory"),
+            (lambda: run.fail(KeyError("cancelled")), KeyError, "cancelled"),
+        ]
+        api.engine.paused = True
+        for end, error, text in ends:
+            with endpoint.run(await endpoint.prepare(body)) as run:
+                asyncio.get_running_loop().call_soon(end)
+                with pytest.raises(error, match=text):
+                    await run.whole()
+            assert api.is_clean()
+
+        late = await endpoint.prepare(body, RequestOptions(deadline_s=1.0), arrived=0.0)
+        with pytest.raises(ApiError, match="deadline"):
+            endpoint.run(late)
+        assert api.is_clean()
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "param"),
+    [
+        ({"prompt": "x" * tiny.CONTEXT}, 400, "prompt"),
+        ({"prompt": ["ab", [tiny.VOCAB]]}, 400, "prompt.1"),
+        ({"prompt": [tiny.VOCAB]}, 400, "prompt"),
+        ({"prompt": "ab", "max_tokens": tiny.CONTEXT}, 400, "max_tokens"),
+        ({"prompt": "ab", "model": "other"}, 404, None),
+        ({"prompt": "ab", "n": 5}, 400, "n"),
+        ({"prompt": "ab", "n": 4}, 429, None),
+    ],
+    ids=str,
+)
+async def test_a_job_that_is_refused_holds_nothing(
+    make_api: MakeApi, fields: Any, status: int, param: str | None
+) -> None:
+    async with make_api(max_queued_requests=4) as api:
+        endpoint = CompletionEndpoint(api.service)
+        taken = await endpoint.prepare(body_of(CompletionEndpoint, {"prompt": "a"}))
+        with pytest.raises(ApiError) as refused:
+            await endpoint.prepare(await api.service.parse(json.dumps(fields).encode(), CompletionEndpoint.body_type))
+        assert (refused.value.status, refused.value.param) == (status, param)
+        taken.close()
+        assert api.is_clean()

@@ -1,0 +1,125 @@
+"""GET /debug/requests: the state of each request, over all replicas. `test_server_door` checks the key."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import httpx
+import pytest
+from server_worlds import MakeApi, StartServer
+
+from skipjoin.server.api import debug
+from skipjoin.server.engines.engine_server import describe
+from skipjoin.server.engines.messages import RequestState, RequestStates
+from support.load import make
+from support.policies import OnCall
+from support.watch import Stepper, World
+
+
+def state(number: int, **fields: Any) -> RequestState:
+    """Of a request that nothing happened to."""
+    empty = {"computed_tokens": 0, "device_blocks": 0, "host_blocks": 0, "wait_reason": None, "wait_s": None}
+    base = {"state": "waiting", "priority": 0, "place": 0, "prompt_tokens": 8, "output_tokens": 0, **empty}
+    return RequestState(number=number, **{**base, **fields})
+
+
+def test_every_state_and_the_order() -> None:
+    """Three requests run and one waits. Then two newcomers take seats, and one request is swapped out."""
+    eviction = OnCall()
+    world = World("fcfs", eviction=lambda: eviction, device_blocks=20, max_seqs=3)
+    stepper = Stepper(world.core())
+    core, blocks = stepper.core, stepper.core.kv.blocks_for
+    stepper.add(make(0, max_tokens=30, priority=5), *(make(number, max_tokens=30) for number in (1, 2, 3)))
+    stepper.step()
+    found = describe(core, stepper.now)
+    assert [one.number for one in found] == [1, 2, 3, 0]
+    assert found[0] == state(1, state="running", output_tokens=1, computed_tokens=8, device_blocks=blocks(8))
+    assert found[3] == state(0, priority=5, place=3, wait_reason="no_seat", wait_s=stepper.now)
+
+    stepper.add(make(4, max_tokens=30, priority=-1), make(5, max_tokens=30, priority=-1))
+    stepper.step()
+    eviction.out = [core.requests[3]]
+    stepper.step()
+    rows = {one.number: one for one in describe(core, stepper.now)}
+    assert [(row.number, row.state, row.wait_reason) for row in rows.values()] == [
+        (4, "running", None),
+        (5, "running", None),
+        (1, "running", None),
+        (2, "preempted", "no_seat"),
+        (3, "swapped", "no_seat"),
+        (0, "waiting", "no_seat"),
+    ]
+    assert (rows[2].device_blocks, rows[2].host_blocks) == (blocks(8), 0)
+    assert (rows[3].device_blocks, rows[3].host_blocks) == (0, blocks(8))
+    stepper.drain()
+    assert describe(core, stepper.now) == []
+
+
+@pytest.mark.anyio
+async def test_there_is_no_route_without_the_flag(make_api: MakeApi) -> None:
+    async with make_api() as api:
+        assert (await api.http.get("/debug/requests")).status_code == 404
+
+
+@pytest.mark.anyio
+async def test_replicas_that_do_not_answer_are_named(make_api: MakeApi, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One answers, with a request that has ended by now besides; one does not; one is lost before it does."""
+    monkeypatch.setattr(debug, "TIMEOUT_S", 0.2)
+    async with make_api(enable_debug_routes=True, replicas=3) as api:
+        for engine in api.engines:
+            engine.paused = True
+        tasks = [asyncio.create_task(api.complete(priority=number)) for number in range(3)]
+        while not all(engine.live for engine in api.engines):
+            await asyncio.sleep(0)
+        asked = asyncio.create_task(api.http.get("/debug/requests"))
+        first, _, last = api.engines
+        while not last.asked:
+            await asyncio.sleep(0)
+        states = [state(number) for number in (*first.live, 999)]
+        first.tell(RequestStates(first.asked[0], states))
+        last.die()
+        body = (await asked).json()
+        assert sorted(body["silent_replicas"]) == [1, 2]
+        (row,) = body["requests"]
+        assert row.pop("id").startswith("cmpl-")
+        assert row == {
+            "choice": 0,
+            "replica": 0,
+            **{name: getattr(states[0], name) for name in states[0].__struct_fields__},
+        }
+
+        for engine in api.engines[:2]:
+            engine.die()
+        waiting = (await api.http.get("/debug/requests")).json()["requests"]
+        assert [(row["state"], row["wait_reason"], row["replica"]) for row in waiting] == [
+            ("waiting", "no_replica", None)
+        ] * 3
+        assert sorted(row["priority"] for row in waiting) == [0, 1, 2]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def test_a_running_server_tells_of_each_request(start_server: StartServer) -> None:
+    """Twenty requests on a device that holds a few of them."""
+    server = start_server(step_s=0.01, blocks=30, enable_debug_routes=True)
+    with httpx.Client(base_url=server.url) as client:
+        body = {"prompt": "abc" * 20, "max_tokens": 100, "n": 10, "stream": True}
+        with client.stream("POST", "/v1/completions", json=body), client.stream("POST", "/v1/completions", json=body):
+            end = time.monotonic() + 10
+            while True:
+                rows = httpx.get(f"{server.url}/debug/requests").json()["requests"]
+                states = {row["state"] for row in rows}
+                if len(rows) == 20 and {"running", "waiting"} <= states:
+                    break
+                assert time.monotonic() < end, rows
+        assert [row["place"] for row in rows] == list(range(20))
+        assert len({(row["id"], row["choice"]) for row in rows}) == 20
+        assert sum(row["device_blocks"] for row in rows) <= 30
+        for row in rows:
+            assert row["prompt_tokens"] == 60
+            assert row["computed_tokens"] <= row["prompt_tokens"] + row["output_tokens"]
+            assert row["device_blocks"] == -(-row["computed_tokens"] // 16) or row["state"] == "running"
+    server.wait_idle()

@@ -7,9 +7,11 @@ RECIPE ?= fastserve
 HOST ?= 127.0.0.1
 PORT ?= 8000
 JOBS ?= 2
-# Tests that use no clock and no process but their own: JOBS of them run at once. The others would disturb each other.
-PURE_TESTS := $(addprefix tests/,core policies recipes sim observe model \
-	exec/test_invisible_preemption.py exec/test_decode_graphs.py exec/test_worker_begun_ahead.py exec/test_streams.py)
+# Tests start hundreds of programs. Without bytecode each of them compiles torch anew, which takes three times as long as
+# importing it.
+unexport PYTHONDONTWRITEBYTECODE
+# Which tests may run beside each other is said in tests/support/groups.py.
+PYTEST := $(BIN)/python -m pytest -n $(JOBS)
 
 .PHONY: help serve test test-cluster lint check format clean
 help:
@@ -39,8 +41,7 @@ serve: $(VENV)/.runtime
 	$(BIN)/skipjoin serve $(MODEL) --recipe $(RECIPE) --host $(HOST) --port $(PORT)
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(PURE_TESTS)
-	$(BIN)/python -m pytest $(addprefix --ignore=,$(PURE_TESTS))
+	$(PYTEST)
 
 # The exit code of a test that cannot be made here is 77, which is no failure.
 test-cluster: $(VENV)/.dev
@@ -55,7 +56,7 @@ lint: $(VENV)/.dev
 		-m skipjoin.exec.simulated
 
 check: lint
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal $(filter-out tests/model tests/exec/%,$(PURE_TESTS)) tests/test_import_rules.py
+	$(PYTEST) -q $(addprefix tests/,core policies recipes sim observe test_import_rules.py)
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix-only --quiet .

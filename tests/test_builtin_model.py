@@ -37,7 +37,6 @@ def tokenizer() -> PreTrainedTokenizerBase:
 
 @pytest.fixture(scope="module")
 def model() -> LlamaForCausalLM:
-    torch.set_num_threads(2)
     return LlamaForCausalLM.from_pretrained(builtin_model_path(), dtype=torch.float32).eval()
 
 

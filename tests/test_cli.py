@@ -16,7 +16,7 @@ import pytest
 import torch
 import transformers
 import typer
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from skipjoin.bench.results import load_results
 from skipjoin.builtin import builtin_model_path
@@ -33,6 +33,11 @@ SKIPJOIN = Path(sys.executable).with_name("skipjoin")
 
 def skipjoin(*args: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run([SKIPJOIN, *map(str, args)], capture_output=True, text=True, timeout=120, check=False)
+
+
+def invoke(*args: object) -> Result:
+    """The same in this process: what a command does once the program has started."""
+    return CliRunner().invoke(app, list(map(str, args)))
 
 
 def test_generate_prints_one_json_object_per_prompt() -> None:
@@ -66,9 +71,9 @@ def test_generate_agrees_with_transformers_on_a_saved_folder(tmp_path: Path) -> 
         folder = tmp_path / name
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-        run = skipjoin("generate", folder, "--prompt", "one two three", "--max-tokens", 20, "--temperature", 0,
-                       "--ignore-eos", "--json")  # fmt: skip
-        assert run.returncode == 0, run.stderr
+        run = invoke("generate", folder, "--prompt", "one two three", "--max-tokens", 20, "--temperature", 0,
+                     "--ignore-eos", "--json", "--profile", "off")  # fmt: skip
+        assert run.exit_code == 0, run.stderr
         ids = tokenizer("one two three", return_tensors="pt")["input_ids"]
         with torch.inference_mode():
             expected = model.generate(ids, max_new_tokens=20, do_sample=False, attention_mask=torch.ones_like(ids))
@@ -82,7 +87,10 @@ def test_generate_agrees_with_transformers_on_a_saved_folder(tmp_path: Path) -> 
         (("generate", "tally", "--prompt", "x", "--temperature", "-1"), "temperature must be in [0, 2]"),
         (("generate", "tally", "--prompt", "x", "--temperature", "nan"), "temperature must be a finite number"),
         (("generate", "tally", "--prompt", "x", "--max-tokens", "99999999999"), "max_tokens must be in [1,"),
-        (("generate", "tally", "--prompt", "x", "--max-tokens", "5000"), "max_tokens must be at most"),
+        (
+            ("generate", "tally", "--prompt", "x", "--max-tokens", "5000", "--profile", "off"),
+            "max_tokens must be at most",
+        ),
         (("generate", "tally", "--prompt", "x", "--recipe", "lifo"), "recipe must be one of"),
         (("serve", "--port", "99999"), "port must be in [0, 65535]"),
         (("serve", "--load-format", "random"), "load_format must be one of auto, dummy, got 'random'"),
@@ -91,17 +99,24 @@ def test_generate_agrees_with_transformers_on_a_saved_folder(tmp_path: Path) -> 
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(args: tuple[str, ...], names: str) -> None:
-    run = skipjoin(*args)
-    assert run.returncode == 2, run.stderr
+    run = invoke(*args)
+    assert run.exit_code == 2, run.stderr
     assert names in run.stderr
     assert "Traceback" not in run.stderr
     assert run.stdout == ""
 
 
+def test_the_program_ends_as_its_commands_do() -> None:
+    run = skipjoin("serve", "--port", "99999")
+    assert run.returncode == 2
+    assert run.stderr == "error: port must be in [0, 65535], got 99999\n"
+    assert run.stdout == ""
+
+
 def test_a_folder_of_unsupported_architecture_says_what_is_supported(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["BertModel"], "model_type": "bert"}')
-    run = skipjoin("generate", tmp_path, "--prompt", "x")
-    assert run.returncode == 2
+    run = invoke("generate", tmp_path, "--prompt", "x")
+    assert run.exit_code == 2
     assert "LlamaForCausalLM" in run.stderr or "tokenizer" in run.stderr
 
 
@@ -180,8 +195,8 @@ def test_simulate_and_its_options_of_memory_and_objective(tmp_path: Path) -> Non
     small = ["--model", "opt-13b", "--lengths", "fixed:16,2", "--rates", "1", "--requests", "2", "--out", out]
     chosen = ["--swap-space", "8", "--slo", "0.5", "--slo-ttft", "9"]
     for options in ([], chosen, ["--kv-offloading-size", "0", "--set", "starvation_s=7"]):
-        run = skipjoin("simulate", *small, "--append", "--jobs", "1", *options)
-        assert run.returncode == 0, run.stderr
+        run = invoke("simulate", *small, "--append", "--jobs", "1", *options)
+        assert run.exit_code == 0, run.stderr
     plain, chosen, none = load_results([out])
     # To the block, of 12.5 MiB.
     assert [one["settings"]["swap_gib"] for one in (plain, chosen, none)] == pytest.approx([72, 8, 0], abs=0.0125)

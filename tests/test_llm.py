@@ -34,7 +34,7 @@ def user(text: str) -> list[dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM(progress=False, threads=1) as llm:
+    with LLM(progress=False, threads=1, profile="off") as llm:
         yield llm
 
 
@@ -168,7 +168,7 @@ def test_every_recipe_gives_the_same_texts_to_200_mixed_requests() -> None:
     # A pool of 72 blocks: 16 requests of up to 300 tokens do not fit.
     pool = 72 * 16 * 4 * 2 * 128 * 4 / 2**30
     for recipe in ("fcfs", "fastserve"):
-        with LLM(progress=False, recipe=recipe, kv_cache_gib=pool, max_num_seqs=16, threads=1) as llm:
+        with LLM(progress=False, recipe=recipe, kv_cache_gib=pool, max_num_seqs=16, threads=1, profile="off") as llm:
             evictions = 0
             take_events = llm.engine.core.take_events
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -320,21 +319,23 @@ def test_a_profile_that_cannot_be_read_is_one_line_and_exit_code_2(command: str,
 
 MEASURER = """
 import sys, time
-from test_profile import KEY
-from skipjoin.profile import cached_profile, one_at_a_time, write_profile, cache_path
-from test_profile import PROFILE
-with one_at_a_time(KEY):
-    if cached_profile(KEY) is None:
+from pathlib import Path
+from skipjoin.profile import cached_profile, one_at_a_time, read_profile, write_profile, cache_path
+profile = read_profile(Path(sys.argv[1]))
+with one_at_a_time(profile.key):
+    if cached_profile(profile.key) is None:
         print("measured")
         time.sleep(0.5)
-        write_profile(PROFILE, cache_path(KEY))
+        write_profile(profile, cache_path(profile.key))
 """
 
 
 def test_of_engines_that_start_together_one_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)]))
-    engines = [subprocess.Popen([sys.executable, "-c", MEASURER], stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    path = tmp_path / "profile.json"
+    write_profile(PROFILE, path)
+    command = [sys.executable, "-c", MEASURER, str(path)]
+    engines = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
     assert sorted(engine.communicate(timeout=60)[0] for engine in engines) == ["", "", "measured\n"]
     assert [engine.returncode for engine in engines] == [0, 0, 0]
 

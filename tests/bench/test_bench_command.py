@@ -163,9 +163,12 @@ def test_an_interrupt_keeps_the_runs_that_are_over(tmp_path: Path) -> None:
             str(out),
         ]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-            assert second.wait(60)
-            process.send_signal(signal.SIGINT)
-            output, errors = process.communicate(timeout=60)
+            try:
+                assert second.wait(60)
+                process.send_signal(signal.SIGINT)
+                output, errors = process.communicate(timeout=60)
+            finally:
+                process.kill()
     assert process.returncode == 130, errors
     assert "1 of 2 runs were measured" in errors
     assert "Traceback" not in errors
@@ -189,6 +192,8 @@ def server() -> Iterator[str]:
         "orca",
         "--threads",
         "1",
+        "--profile",
+        "off",
         "--kv-cache-gib",
         "0.05",
     ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import psutil
@@ -48,7 +49,12 @@ def config(tp: int, pp: int, **settings: Any) -> EngineConfig:
 
 def ranks() -> list[psutil.Process]:
     """Processes of ranks, whoever started them."""
-    return [one for one in psutil.Process().children(recursive=True) if "RankActor" in one.name()]
+    found = []
+    for one in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # it has ended since
+            if "RankActor" in one.name():
+                found.append(one)
+    return found
 
 
 def wait_until_gone(seconds: float = 10.0) -> None:

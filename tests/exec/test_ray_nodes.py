@@ -30,7 +30,8 @@ from skipjoin.model.config import ModelError
 
 pytestmark = pytest.mark.ray
 
-REBUILD_S = 10.0
+# More than ranks take to start anew, and much less than Ray takes to find out that a node is gone.
+REBUILD_S = 5.0
 
 
 @pytest.fixture(scope="module")
@@ -72,16 +73,6 @@ def places(engine: Engine) -> list[str]:
     return [place.node for place in engine.executor._live.call("place")]
 
 
-def test_stages_go_to_two_nodes(cluster: Nodes, expected: Outputs) -> None:
-    cluster.have(1, 1)
-    engine = start(cluster, 1, 2)
-    try:
-        assert sorted(places(engine)) == sorted(cluster.cpus)
-        assert Session(engine).run() == expected
-    finally:
-        engine.executor.close()
-
-
 def test_the_ranks_of_a_stage_share_a_node(cluster: Nodes, expected: Outputs) -> None:
     cluster.have(1, 1)
     told: list[str] = []
@@ -106,12 +97,15 @@ def test_the_ranks_of_a_stage_share_a_node(cluster: Nodes, expected: Outputs) ->
 def test_other_nodes_take_the_places_of_lost_ones(
     cluster: Nodes, expected: Outputs, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One that is there, and then one that comes later."""
+    """Stages go to two nodes. Then one is lost where another is there, and then where another comes later."""
     cluster.have(1, 1)
+    begin = time.monotonic()
     engine = start(cluster, 1, 2, max_restarts=2)
+    start_s = time.monotonic() - begin
     adding = threading.Timer(2.0, lambda: cluster.add(1))
     try:
         first, second = places(engine)
+        assert sorted((first, second)) == sorted(cluster.cpus)
         session = Session(engine)
         while len(session.events) < 200:
             session.step()
@@ -121,7 +115,7 @@ def test_other_nodes_take_the_places_of_lost_ones(
             session.step()
         assert sorted(places(engine)) == sorted((first, third))
         noticed, back = (record.created for record in caplog.records if record.name == ranks.__name__)
-        assert back - noticed < REBUILD_S
+        assert back - noticed < 2 * start_s + REBUILD_S
 
         cluster.lose(first)
         adding.start()

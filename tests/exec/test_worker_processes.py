@@ -136,7 +136,7 @@ def test_a_rank_that_hangs_is_not_waited_for_longer_than_said(tmp_path: Path) ->
         begin = time.monotonic()
         with pytest.raises(RankError, match=r"rank 0 .* did not answer within 1 s"):
             step(1)
-        assert time.monotonic() - begin < 3
+        assert time.monotonic() - begin < GROUP_S / 2
         os.kill(started.links[1].process.pid or 0, signal.SIGKILL)
 
 

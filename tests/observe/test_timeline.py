@@ -9,6 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
 from decimal import Decimal
+from functools import cache
 from itertools import pairwise, product
 from typing import Any
 
@@ -34,6 +35,12 @@ WORLDS = [
 ]
 PHASES = {"prefill", "decode"}
 PREEMPTIONS = {how.value for how in Preemption}
+
+
+@cache
+def served(world: World) -> Run:
+    """The world's run of a load that presses on its memory."""
+    return run(world, load(7, 24, rate=200.0))
 
 
 def drawn(events: Iterable[Event]) -> list[dict[str, Any]]:
@@ -79,7 +86,7 @@ def microseconds(done: Run, now: float) -> float:
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_every_token_step_copy_and_end_is_drawn_once(world: World) -> None:
-    done = run(world, load(5, 20))
+    done = served(world)
     entries = drawn(done.events)
     results = [event.result for event in done.events if isinstance(event, Computed)]
     by_name: dict[str, list[dict[str, Any]]] = defaultdict(list)
@@ -122,7 +129,7 @@ def test_every_token_step_copy_and_end_is_drawn_once(world: World) -> None:
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_spans_of_a_lane_never_overlap_and_lanes_are_no_more_than_ran_at_once(world: World) -> None:
-    done = run(world, load(7, 24, rate=200.0))
+    done = served(world)
     found = lanes(drawn(done.events))
     for times in found.values():
         assert all(begin <= end for begin, end in times)
@@ -134,7 +141,7 @@ def test_spans_of_a_lane_never_overlap_and_lanes_are_no_more_than_ran_at_once(wo
 @pytest.mark.parametrize("world", WORLDS)
 def test_a_request_is_drawn_while_steps_ran_it(world: World) -> None:
     """Every span begins and ends with steps that had a slice of its request."""
-    done = run(world, load(8, 16))
+    done = served(world)
     entries = drawn(done.events)
     steps = {span["args"]["plan"]: span for span in spans(entries) if span["name"] == "step"}
     begins: dict[int, set[Decimal]] = defaultdict(set)

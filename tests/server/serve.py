@@ -40,7 +40,7 @@ def main() -> int:
     """The server's exit code."""
     kind, folder, *rest = sys.argv[1:]
     if kind == "model":
-        engine = EngineConfig(model=folder, kv_cache_gib=0.01, threads=1)
+        engine = EngineConfig(model=folder, kv_cache_gib=0.01, threads=1, profile="off")
         return _run(engine, ServerConfig(**_settings(rest)), ENGINE_COMMAND)
     settings = _settings(rest[3:])
     simulated = str(Path(__file__).parent / "simulated_engine.py")

@@ -1,4 +1,4 @@
-"""A server tells how large its host pool is, and refuses to start with one that the machine cannot hold."""
+"""A server tells how large its host pool is."""
 
 from __future__ import annotations
 
@@ -38,11 +38,3 @@ def test_the_start_line_and_the_metrics_tell_the_host_pool(command: list[str]) -
     (line,) = (line for line in text.splitlines() if line.startswith("skipjoin:cache_config_info"))
     assert f'num_cpu_blocks="{host}"' in line
     assert f'num_gpu_blocks="{device}"' in line
-
-
-def test_a_host_pool_larger_than_the_machine_ends_the_start(command: list[str]) -> None:
-    run = subprocess.run([*command, "--swap-space", "500000"], capture_output=True, text=True, timeout=60, check=False)
-    assert run.returncode == 1
-    assert "swap_space_gib must be at most" in run.stderr
-    assert "got 500000" in run.stderr
-    assert "Ready" not in run.stdout

@@ -90,7 +90,8 @@ def _option(setting: Setting) -> inspect.Parameter:
     knob, kind = setting.knob, setting.kind
     default = inspect.Parameter.empty if setting.default is MISSING else setting.default
     if get_origin(kind) in (tuple, dict):  # several values: the flag is repeated
-        kind, default = list[str] | None, None
+        kind = list[str]
+        default = default if default is inspect.Parameter.empty else []
     elif setting.optional:
         kind |= None
     if knob.positional:

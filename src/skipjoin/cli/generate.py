@@ -26,8 +26,7 @@ class Task:
 
     prompt: Annotated[tuple[str, ...], Knob("Text to complete; may be repeated.", metavar="TEXT", group=_GROUP)]
     chat: Annotated[
-        bool,
-        Knob("Put each prompt to the model as a user's message.", flags=("--chat/--no-chat",), group=_GROUP),
+        bool, Knob("Put each prompt to the model as a user's message.", flags=("--chat/--no-chat",), group=_GROUP)
     ] = False
     max_tokens: Annotated[int, Knob("Most tokens to generate.", group=_GROUP)] = 128
     temperature: Annotated[float, Knob("0 is greedy.", group=_GROUP)] = 1.0

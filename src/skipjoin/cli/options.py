@@ -35,7 +35,7 @@ def plain_errors() -> Iterator[None]:
         raise typer.Exit(BAD_INPUT) from error
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Section:
     """Options for the fields of a dataclass that have a knob. names: which of them; None: all that are for the command
     line. finish: what the values pass through before the command gets them; it may raise `ConfigError`."""

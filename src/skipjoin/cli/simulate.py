@@ -41,8 +41,7 @@ class RunOptions:
     """Which recipes run, and how the runs go. Raises `ConfigError`."""
 
     recipes: Annotated[
-        str,
-        Knob("Separated by commas; `skipjoin recipes` lists all of them.", metavar="NAMES", group=_SCHEDULING),
+        str, Knob("Separated by commas; `skipjoin recipes` lists all of them.", metavar="NAMES", group=_SCHEDULING)
     ] = DEFAULT
     params: Annotated[
         tuple[str, ...],
@@ -69,18 +68,13 @@ class RunOptions:
     find_max_rate: Annotated[
         str | None,
         Knob(
-            "Search the largest rate with, for example, 'normalized_latency_s.mean<=0.3'.",
-            metavar="BOUND",
-            group=_RUNS,
+            "Search the largest rate with, for example, 'normalized_latency_s.mean<=0.3'.", metavar="BOUND", group=_RUNS
         ),
     ] = None
     slo_scale: Annotated[
         float | None,
         Knob(
-            "Objectives as so many times the light-load prefill and decode step.",
-            above=0,
-            high=1e9,
-            group="Objectives",
+            "Objectives as so many times the light-load prefill and decode step.", above=0, high=1e9, group="Objectives"
         ),
     ] = None
     until: Annotated[
@@ -97,9 +91,7 @@ class RunOptions:
     timeline: Annotated[
         Path | None,
         Knob(
-            "Trace of a single run (its first replica) for Perfetto or chrome://tracing.",
-            metavar="FILE",
-            group=_RUNS,
+            "Trace of a single run (its first replica) for Perfetto or chrome://tracing.", metavar="FILE", group=_RUNS
         ),
     ] = None
 

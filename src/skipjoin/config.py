@@ -50,12 +50,10 @@ class EngineConfig:
     """
 
     model: Annotated[
-        str,
-        Knob("A Hugging Face folder, a hub id, or 'tally', the built-in model.", group=MODEL, positional=True),
+        str, Knob("A Hugging Face folder, a hub id, or 'tally', the built-in model.", group=MODEL, positional=True)
     ] = "tally"
     dtype: Annotated[
-        str,
-        Knob("Type of weights and KV", choices=("auto", "float32", "bfloat16", "float16"), group=MODEL),
+        str, Knob("Type of weights and KV", choices=("auto", "float32", "bfloat16", "float16"), group=MODEL)
     ] = "auto"
     device: Annotated[str, Knob("Where the model runs", choices=("auto", "cpu", "cuda"), group=MODEL)] = "auto"
     attention: Annotated[
@@ -126,8 +124,7 @@ class EngineConfig:
         Knob("Size of the KV pool (default: a share of free memory).", above=0, high=1e6, metavar="GIB", group=MEMORY),
     ] = None
     gpu_memory_utilization: Annotated[
-        float,
-        Knob("Share of GPU memory to use, weights included.", above=0, high=1, metavar="SHARE", group=MEMORY),
+        float, Knob("Share of GPU memory to use, weights included.", above=0, high=1, metavar="SHARE", group=MEMORY)
     ] = 0.9
     swap_space_gib: Annotated[
         float | None,
@@ -205,10 +202,7 @@ class EngineConfig:
     starvation_bound_s: Annotated[
         float | None,
         Knob(
-            "As --set starvation_bound_s=SECONDS.",
-            flags=("--starvation-bound",),
-            metavar="SECONDS",
-            group=DEPRECATED,
+            "As --set starvation_bound_s=SECONDS.", flags=("--starvation-bound",), metavar="SECONDS", group=DEPRECATED
         ),
     ] = None
     quantum_s: Annotated[float | None, Knob("As --set quantum_s=SECONDS.", metavar="SECONDS", group=DEPRECATED)] = None

@@ -29,10 +29,7 @@ class LoadPlan:
     warmup: Annotated[
         int,
         Knob(
-            "Requests before the first run, one at a time, that do not count.",
-            low=0,
-            metavar="REQUESTS",
-            group=_GROUP,
+            "Requests before the first run, one at a time, that do not count.", low=0, metavar="REQUESTS", group=_GROUP
         ),
     ] = 4
     settle_s: Annotated[
@@ -49,8 +46,7 @@ class LoadPlan:
         ),
     ] = None
     label: Annotated[
-        str | None,
-        Knob("The record's recipe (default: what a skipjoin server says).", metavar="NAME", group="Results"),
+        str | None, Knob("The record's recipe (default: what a skipjoin server says).", metavar="NAME", group="Results")
     ] = None
     hardware: Annotated[
         str, Knob("The record's hardware.", flags=("--hardware-label",), metavar="NAME", group="Results")

@@ -23,8 +23,7 @@ _CHOSEN = ("warmup", "settle_s", "timeout_s", "label", "hardware")
 def bench(
     *,
     prompt_ids: Annotated[
-        str,
-        typer.Option(metavar="LOW-HIGH", help="Lowest and highest token id in prompts.", rich_help_panel="Target"),
+        str, typer.Option(metavar="LOW-HIGH", help="Lowest and highest token id in prompts.", rich_help_panel="Target")
     ] = "100-500",
     extra_body: Annotated[
         str | None,

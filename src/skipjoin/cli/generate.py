@@ -4,67 +4,70 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from skipjoin.cli.options import Section, Values, engine_values, takes
 from skipjoin.config import EngineConfig
+from skipjoin.knobs import Knob
 from skipjoin.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from skipjoin.llm import Generation
 
-
 _GROUP = "Generation"
 
 
-@takes(engine=Section(EngineConfig, finish=engine_values))
-def generate(
-    *,
-    prompt: Annotated[
-        list[str],
-        typer.Option("--prompt", help="Text to complete; may be given several times.", rich_help_panel=_GROUP),
-    ],
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What to generate, and how it is printed. The bounds of what concerns sampling are those of `SamplingParams`."""
+
+    prompt: Annotated[tuple[str, ...], Knob("Text to complete; may be repeated.", metavar="TEXT", group=_GROUP)]
     chat: Annotated[
-        bool, typer.Option(help="Put each prompt to the model as a user's message.", rich_help_panel=_GROUP)
-    ] = False,
-    max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.", rich_help_panel=_GROUP)] = 128,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.", rich_help_panel=_GROUP)] = 1.0,
-    top_p: Annotated[
-        float, typer.Option(help="Sample among the likeliest tokens of this total.", rich_help_panel=_GROUP)
-    ] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Sample among this many tokens; 0: all.", rich_help_panel=_GROUP)] = 0,
-    sampling_seed: Annotated[int | None, typer.Option(help="Same seed, same tokens.", rich_help_panel=_GROUP)] = None,
+        bool, Knob("Put each prompt to the model as a user's message.", flags=("--chat/--no-chat",), group=_GROUP)
+    ] = False
+    max_tokens: Annotated[int, Knob("Most tokens to generate.", group=_GROUP)] = 128
+    temperature: Annotated[float, Knob("0 is greedy.", group=_GROUP)] = 1.0
+    top_p: Annotated[float, Knob("Sample among the likeliest tokens of this total.", group=_GROUP)] = 1.0
+    top_k: Annotated[int, Knob("Sample among this many tokens; 0: all.", group=_GROUP)] = 0
+    sampling_seed: Annotated[int | None, Knob("Same seed, same tokens.", group=_GROUP)] = None
     stop: Annotated[
-        list[str] | None,
-        typer.Option(help="Text that ends the output; may be given several times.", rich_help_panel=_GROUP),
-    ] = None,
-    ignore_eos: Annotated[bool, typer.Option(help="Go on after end-of-sequence.", rich_help_panel=_GROUP)] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object per prompt.", rich_help_panel=_GROUP)
-    ] = False,
-    engine: Values,
-) -> None:
+        tuple[str, ...], Knob("Text that ends the output; may be repeated.", metavar="TEXT", group=_GROUP)
+    ] = ()
+    ignore_eos: Annotated[
+        bool, Knob("Go on after end-of-sequence.", flags=("--ignore-eos/--no-ignore-eos",), group=_GROUP)
+    ] = False
+    as_json: Annotated[bool, Knob("Print one JSON object per prompt.", flags=("--json",), group=_GROUP)] = False
+
+    def params(self) -> SamplingParams:
+        """How each prompt is completed. Raises `ParameterError`."""
+        return SamplingParams(
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            seed=self.sampling_seed,
+            stop=self.stop,
+            ignore_eos=self.ignore_eos,
+        )
+
+
+@takes(task=Section(Task), engine=Section(EngineConfig, finish=engine_values))
+def generate(*, task: Values, engine: Values) -> None:
     """Generate from prompts in this process, without a server."""
     from skipjoin.llm import LLM  # noqa: PLC0415
 
-    params = SamplingParams(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        seed=sampling_seed,
-        stop=tuple(stop or ()),
-        ignore_eos=ignore_eos,
-    )
+    wanted = Task(**task)
+    params = wanted.params()
     with LLM(**engine) as llm:
-        if chat:
-            results = llm.chat([[{"role": "user", "content": text}] for text in prompt], params)
+        if wanted.chat:
+            results = llm.chat([[{"role": "user", "content": text}] for text in wanted.prompt], params)
         else:
-            results = llm.generate(prompt, params)
+            results = llm.generate(wanted.prompt, params)
     for result in results:
-        _print(result, as_json=as_json)
+        _print(result, as_json=wanted.as_json)
     if any(result.error for result in results):
         raise typer.Exit(1)
 

@@ -35,7 +35,7 @@ def plain_errors() -> Iterator[None]:
         raise typer.Exit(BAD_INPUT) from error
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Section:
     """Options for the fields of a dataclass that have a knob. names: which of them; None: all that are for the command
     line. finish: what the values pass through before the command gets them; it may raise `ConfigError`."""
@@ -90,7 +90,8 @@ def _option(setting: Setting) -> inspect.Parameter:
     knob, kind = setting.knob, setting.kind
     default = inspect.Parameter.empty if setting.default is MISSING else setting.default
     if get_origin(kind) in (tuple, dict):  # several values: the flag is repeated
-        kind, default = list[str] | None, None
+        kind = list[str]
+        default = default if default is inspect.Parameter.empty else []
     elif setting.optional:
         kind |= None
     if knob.positional:

@@ -6,6 +6,7 @@ import math
 import os
 import signal
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -21,6 +22,7 @@ from skipjoin.cli.options import Section, Values, read_assignments, takes
 from skipjoin.cli.simulate_report import SimulationReport, trace_run
 from skipjoin.cli.workload import LoadOptions, has_own_times, parse_rates, parse_seeds, rates_of
 from skipjoin.config import DEPRECATED, ConfigError, with_aliases
+from skipjoin.knobs import Knob, check
 from skipjoin.observe.record import NO_SLO
 from skipjoin.recipes import DEFAULT, find
 
@@ -34,115 +36,110 @@ _SCHEDULING, _RUNS = "Scheduling", "Runs"
 _CHOSEN = ("max_num_seqs", "max_num_batched_tokens", "slo_s", "max_tokens", "replicas", "dispatch")
 
 
-@takes(machine=Section(Machine), system=Section(System, _CHOSEN), load=Section(LoadOptions))
-def simulate(
-    *,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """Which recipes run, and how the runs go. Raises `ConfigError`."""
+
     recipes: Annotated[
-        str,
-        typer.Option(
-            metavar="NAMES",
-            help="Separated by commas; `skipjoin recipes` lists all of them.",
-            rich_help_panel=_SCHEDULING,
-        ),
-    ] = DEFAULT,
+        str, Knob("Separated by commas; `skipjoin recipes` lists all of them.", metavar="NAMES", group=_SCHEDULING)
+    ] = DEFAULT
     params: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
+        tuple[str, ...],
+        Knob(
+            "A parameter of those of the recipes that have it; may be repeated.",
+            flags=("--set",),
             metavar="NAME=VALUE",
-            help="A parameter of those of the recipes that have it; may be repeated.",
-            rich_help_panel=_SCHEDULING,
+            group=_SCHEDULING,
         ),
-    ] = None,
+    ] = ()
     starvation_s: Annotated[
-        float | None,
-        typer.Option(metavar="SECONDS", help="As --set starvation_s=SECONDS.", rich_help_panel=DEPRECATED),
-    ] = None,
+        float | None, Knob("As --set starvation_s=SECONDS.", metavar="SECONDS", group=DEPRECATED)
+    ] = None
     decision_ms: Annotated[
         float | None,
-        typer.Option(
+        Knob(
+            "Host time that each decision takes (default: 0, or the profile's).",
+            low=0,
+            high=1e9,
             metavar="MS",
-            help="Host time that each decision takes (default: 0, or the profile's).",
-            rich_help_panel="System",
+            group="System",
         ),
-    ] = None,
+    ] = None
     find_max_rate: Annotated[
         str | None,
-        typer.Option(
-            metavar="BOUND",
-            help="Search the largest rate with, for example, 'normalized_latency_s.mean<=0.3'.",
-            rich_help_panel=_RUNS,
+        Knob(
+            "Search the largest rate with, for example, 'normalized_latency_s.mean<=0.3'.", metavar="BOUND", group=_RUNS
         ),
-    ] = None,
+    ] = None
     slo_scale: Annotated[
         float | None,
-        typer.Option(
-            help="Objectives as so many times the light-load prefill and decode step.", rich_help_panel="Objectives"
+        Knob(
+            "Objectives as so many times the light-load prefill and decode step.", above=0, high=1e9, group="Objectives"
         ),
-    ] = None,
+    ] = None
     until: Annotated[
         float | None,
-        typer.Option(
+        Knob(
+            "Stop at this second; a request that is not finished counts with its age.",
+            above=0,
+            high=1e12,
             metavar="SECONDS",
-            help="Stop at this second; a request that is not finished counts with its age.",
-            rich_help_panel=_RUNS,
+            group=_RUNS,
         ),
-    ] = None,
-    jobs: Annotated[int | None, typer.Option(help="Processes (default: one per core).", rich_help_panel=_RUNS)] = None,
+    ] = None
+    jobs: Annotated[int | None, Knob("Processes (default: one per core).", low=1, group=_RUNS)] = None
     timeline: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Trace of a single run (its first replica) for Perfetto or chrome://tracing.",
-            rich_help_panel=_RUNS,
+        Knob(
+            "Trace of a single run (its first replica) for Perfetto or chrome://tracing.", metavar="FILE", group=_RUNS
         ),
-    ] = None,
-    machine: Values,
-    system: Values,
-    load: Values,
-) -> None:
+    ] = None
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    def system_values(self) -> Values:
+        """What these say of each system. Raises `ConfigError`."""
+        given = read_assignments([find(name.strip()) for name in self.recipes.split(",")], self.params)
+        values: Values = {"recipe_params": with_aliases(given, starvation_s=self.starvation_s)}
+        return values if self.decision_ms is None else values | {"decision_s": self.decision_ms / 1000}
+
+
+@takes(runs=Section(RunOptions), machine=Section(Machine), system=Section(System, _CHOSEN), load=Section(LoadOptions))
+def simulate(*, runs: Values, machine: Values, system: Values, load: Values) -> None:
     """Run recipes on a virtual clock: the server's own scheduler on a GPU of the catalogue or on a profile."""
-    options = LoadOptions(**load)
-    if slo_scale is not None and options.slo != NO_SLO:
+    wanted, options = RunOptions(**runs), LoadOptions(**load)
+    if wanted.slo_scale is not None and options.slo != NO_SLO:
         raise ConfigError("slo-scale and the single objectives exclude each other")
-    for name, value in (("slo-scale", slo_scale), ("until", until), ("jobs", jobs)):
-        if value is not None and not 0 < value < math.inf:
-            raise ConfigError(f"{name} must be above 0, got {value}")
-    given = read_assignments([find(name.strip()) for name in recipes.split(",")], params or ())
-    system["recipe_params"] = with_aliases(given, starvation_s=starvation_s)
-    if decision_ms is not None:
-        system["decision_s"] = decision_ms / 1000
-    systems = Machine(**machine).systems(recipes, **system)
+    systems = Machine(**machine).systems(wanted.recipes, **system, **wanted.system_values())
     workload = options.workload()
-    bound = parse_bound(find_max_rate) if find_max_rate else None
+    bound = parse_bound(wanted.find_max_rate) if wanted.find_max_rate else None
     rates = rates_of(options.rates, workload) if bound is None else _start_rates(options.rates, workload)
     duration_s = options.duration_s(rates, _DURATION_S)
-    stop = math.inf if until is None else until
+    stop = math.inf if wanted.until is None else wanted.until
     cells = [
-        Cell(system, workload, Extent(rate, duration_s, seed, options.requests, stop), options.slo, slo_scale)
+        Cell(system, workload, Extent(rate, duration_s, seed, options.requests, stop), options.slo, wanted.slo_scale)
         for system in systems
         for rate in rates
         for seed in parse_seeds(options.seeds)
     ]
     cells[0].check()
-    if timeline is not None and (len(cells) > 1 or bound):
+    if wanted.timeline is not None and (len(cells) > 1 or bound):
         raise ConfigError("timeline is for a single run: one recipe, one rate, one seed")
     results = ResultsFile(options.out, existing=options.existing) if options.out else None
-    _run(cells, SimulationReport(results, bound), bound, timeline, jobs or os.cpu_count() or 1)
+    _run(cells, SimulationReport(results, bound), bound, wanted)
 
 
-def _run(
-    cells: list[Cell], report: SimulationReport, bound: Bound | None, timeline: Path | None, processes: int
-) -> None:
+def _run(cells: list[Cell], report: SimulationReport, bound: Bound | None, wanted: RunOptions) -> None:
     # Told to end as by an interrupt, it takes its processes with it.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with report:
         plans = [Grid(cells)] if bound is None else [RateSearch(group, bound) for group in _by_system(cells)]
         try:
-            if timeline is not None:
-                trace_run(cells[0], timeline, report)
+            if wanted.timeline is not None:
+                trace_run(cells[0], wanted.timeline, report)
                 return
-            sweep(plans, processes, report)
+            sweep(plans, wanted.jobs or os.cpu_count() or 1, report)
         except KeyboardInterrupt:
             raise typer.Exit(_INTERRUPTED) from None
 

@@ -31,12 +31,7 @@ class LoadOptions:
         ),
     ] = "sharegpt"
     arrivals: Annotated[
-        str,
-        Knob(
-            "poisson, gamma:CV, burst:FACTOR,SHARE,LENGTH or constant.",
-            metavar="ARRIVALS",
-            group=_WORKLOAD,
-        ),
+        str, Knob("poisson, gamma:CV, burst:FACTOR,SHARE,LENGTH or constant.", metavar="ARRIVALS", group=_WORKLOAD)
     ] = "poisson"
     rates: Annotated[
         str | None, Knob("Requests per second, separated by commas.", metavar="RATES", group=_WORKLOAD)

@@ -27,7 +27,7 @@ def _until_all_end(s: Settings) -> Batcher:
     batcher = RunToCompletion(s.max_seqs, s.max_tokens)
     if s.stages == 1:
         return batcher
-    # One batch for all stages, and a request held back while it recruits would wait for its end.
+    # All stages share one batch: a request that is held back while it fills would wait for its end.
     tokens = s.stages * s.max_tokens
     return EvenStages(batcher, s.cost, s.stages, most_seqs=s.max_seqs, most_tokens=tokens, cuts=False, holds_back=False)
 

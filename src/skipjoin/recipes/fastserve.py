@@ -21,19 +21,14 @@ class QueueParams(Params):
 
     starvation_s: Annotated[
         float | None,
-        Knob(
-            "Seconds without running until a request is promoted (default: 100 x --slo).",
-            above=0,
-            high=1e9,
-        ),
+        Knob("Seconds without running until a request is promoted (default: 100 x --slo).", above=0, high=1e9),
     ] = None
     quantum_s: Annotated[
         float | None,
         Knob("Seconds that the first queue grants a request (default: the shortest step).", above=0, high=1e6),
     ] = None
     paced: Annotated[
-        bool,
-        Knob("Whether promotions, and what newcomers make others compute again, get a small share of the time."),
+        bool, Knob("Whether promotions, and what newcomers make others compute again, get a small share of the time.")
     ] = True
 
     def resolved(self, s: Settings, policies: Policies) -> Self:

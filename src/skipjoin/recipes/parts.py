@@ -14,7 +14,7 @@ from skipjoin.recipes.registry import Settings
 
 
 def greedy(s: Settings, max_tokens: int, *, chunked: bool) -> Batcher:
-    """Requests run in order, until a step of `max_tokens` tokens is full. chunked: whether prompts may be cut."""
+    """Requests run in order until a step of `max_tokens` tokens is full. chunked: whether prompts may be cut."""
     batcher = Greedy(s.max_seqs, max_tokens, chunked=chunked)
     if s.stages == 1:
         return batcher

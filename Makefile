@@ -18,7 +18,7 @@ help:
 	@echo "make serve   start an OpenAI-compatible server with the built-in model on $(HOST):$(PORT)"
 	@echo "make test    run all tests"
 	@echo "make test-cluster   cut a machine off while requests stream (two minutes; Linux, needs root and iproute2)"
-	@echo "make lint    format, lint and types"
+	@echo "make lint    format, lint, words and types"
 	@echo "make check   the same, core tests and import rules, in two minutes"
 	@echo "make format  format the code"
 
@@ -50,8 +50,9 @@ test-cluster: $(VENV)/.dev
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/python tools/check_words.py
 	$(BIN)/mypy -p skipjoin.core -p skipjoin.policies -p skipjoin.sim -p skipjoin.observe -p skipjoin.bench \
-		-m skipjoin.recipes -m skipjoin.profile -m skipjoin.config -m skipjoin.sampling -m skipjoin.exec.base \
+		-p skipjoin.recipes -m skipjoin.knobs -m skipjoin.profile -m skipjoin.config -m skipjoin.sampling -m skipjoin.exec.base \
 		-m skipjoin.exec.simulated
 
 check: lint

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import pytest
 import torch
 import transformers
+import typer
 from typer.testing import CliRunner, Result
 
 from skipjoin.bench.results import load_results
 from skipjoin.builtin import builtin_model_path
 from skipjoin.cli import app
-from skipjoin.config import BOUNDED_RECIPES, ConfigError, EngineConfig
+from skipjoin.cli.options import Section, takes
+from skipjoin.config import ConfigError, EngineConfig, ServerConfig
 from skipjoin.engine.build import assemble
+from skipjoin.recipes import RECIPES, own
 from skipjoin.server.engines.engine_handle import EngineStartError
+from skipjoin.server.engines.messages import Setup
 
 SKIPJOIN = Path(sys.executable).with_name("skipjoin")
 
@@ -125,20 +131,27 @@ def test_version_and_help() -> None:
 @pytest.mark.parametrize(
     ("options", "meant"),
     [
-        ([], (None, 0.3, None)),
-        (["--swap-space", "2.5", "--slo", "1"], (2.5, 1.0, None)),
-        (["--kv-offloading-size", "0", "--starvation-s", "7"], (0.0, 0.3, 7.0)),
+        ([], (None, 0.3, {}, ())),
+        (["--swap-space", "2.5", "--slo", "1", "--set", "quantum_s=2"], (2.5, 1.0, {"quantum_s": 2.0}, ())),
+        (["--kv-offloading-size", "0", "--starvation-s", "7"], (0.0, 0.3, {"starvation_s": 7.0}, ())),
+        (["--recipe", "sarathi", "--set", "chunk_tokens=64"], (None, 0.3, {"chunk_tokens": 64}, ())),
+        (["--set", "paced=false", "--set=starvation_s=3"], (None, 0.3, {"paced": False, "starvation_s": 3.0}, ())),
+        (["--api-key", "a", "--api-key", "b"], (None, 0.3, {}, ("a", "b"))),
     ],
 )
 def test_serve_and_its_options_of_memory_and_objective(
-    options: list[str], meant: tuple[float | None, ...], monkeypatch: pytest.MonkeyPatch
+    options: list[str], meant: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    configs: list[EngineConfig] = []
-    monkeypatch.setattr("skipjoin.server.launch.run_server", lambda engine, server, **rest: configs.append(engine) or 0)
+    configs: list[tuple[EngineConfig, ServerConfig]] = []
+    monkeypatch.setattr(
+        "skipjoin.server.launch.run_server", lambda engine, server, **rest: configs.append((engine, server)) or 0
+    )
     run = CliRunner().invoke(app, ["serve", *options])
     assert run.exit_code == 0, run.output
-    (config,) = configs
-    assert (config.swap_space_gib, config.slo_s, config.starvation_s) == meant
+    ((config, server),) = configs
+    assert (config.swap_space_gib, config.slo_s, config.params, server.api_keys) == meant
+    sent = msgspec.json.decode(msgspec.json.encode(Setup(config, "", 0)), type=Setup)
+    assert sent.config == config
 
 
 @pytest.mark.parametrize("name", ["--swap-space", "--kv-offloading-size"])
@@ -146,7 +159,7 @@ def test_generate_and_its_options_of_memory_and_objective(name: str, monkeypatch
     given: dict[str, Any] = {}
 
     class Noted:
-        def __init__(self, model: str, **settings: object) -> None:
+        def __init__(self, **settings: object) -> None:
             given.update(settings)
 
         def __enter__(self) -> Noted:
@@ -159,23 +172,35 @@ def test_generate_and_its_options_of_memory_and_objective(name: str, monkeypatch
             return []
 
     monkeypatch.setattr("skipjoin.llm.LLM", Noted)
-    run = CliRunner().invoke(app, ["generate", "--prompt", "x", name, "1.5", "--slo", "0.2", "--load-format", "dummy"])
+    options = ["--slo", "0.2", "--load-format", "dummy", "-tp", "2", "-pp", "3", "--enforce-eager", "--block-size", "8"]
+    run = CliRunner().invoke(app, ["generate", "--prompt", "x", name, "1.5", *options])
     assert run.exit_code == 0, run.output
-    assert given["load_format"] == "dummy"
-    assert (given["swap_space_gib"], given["slo_s"]) == (1.5, 0.2)
+    config = EngineConfig(**given)
+    assert config == EngineConfig(
+        swap_space_gib=1.5,
+        slo_s=0.2,
+        load_format="dummy",
+        tensor_parallel_size=2,
+        pipeline_parallel_size=3,
+        enforce_eager=True,
+        block_size=8,
+    )
+    # Every field that has an option, and no other.
+    assert set(given) == {field.name for field in fields(EngineConfig)} - {"max_live_requests"}
 
 
 def test_simulate_and_its_options_of_memory_and_objective(tmp_path: Path) -> None:
     """What `--slo` sets is a threshold of the scheduler; the objectives of the figures are others."""
     out = tmp_path / "out.json"
     small = ["--model", "opt-13b", "--lengths", "fixed:16,2", "--rates", "1", "--requests", "2", "--out", out]
-    for options in ([], ["--swap-space", "8", "--slo", "0.5", "--slo-ttft", "9"], ["--kv-offloading-size", "0"]):
+    chosen = ["--swap-space", "8", "--slo", "0.5", "--slo-ttft", "9"]
+    for options in ([], chosen, ["--kv-offloading-size", "0", "--set", "starvation_s=7"]):
         run = invoke("simulate", *small, "--append", "--jobs", "1", *options)
         assert run.exit_code == 0, run.stderr
     plain, chosen, none = load_results([out])
     # To the block, of 12.5 MiB.
     assert [one["settings"]["swap_gib"] for one in (plain, chosen, none)] == pytest.approx([72, 8, 0], abs=0.0125)
-    assert [one["settings"]["starvation_s"] for one in (plain, chosen, none)] == [30.0, 50.0, 30.0]
+    assert [one["settings"]["starvation_s"] for one in (plain, chosen, none)] == [30.0, 50.0, 7.0]
     assert none["settings"]["host_blocks"] == 0
     assert chosen["slo"]["ttft_s"] == 9.0
 
@@ -205,7 +230,7 @@ def test_a_bound_on_waiting_counts_the_requests_that_the_server_lets_in(monkeypa
 BOUNDED = {"threads": 1, "profile": "off", "kv_cache_gib": 0.1, "swap_space_gib": 0.1, "max_model_len": 256}
 
 
-@pytest.mark.parametrize("recipe", BOUNDED_RECIPES)
+@pytest.mark.parametrize("recipe", [name for name in RECIPES if own(name, {"starvation_bound_s": 1})])
 def test_a_bound_that_cannot_be_kept_is_refused_with_figures_that_do(recipe: str) -> None:
     config = EngineConfig(recipe=recipe, starvation_bound_s=3.0, max_live_requests=5000, **BOUNDED)
     with pytest.raises(ConfigError) as refused:
@@ -222,7 +247,8 @@ def test_a_bound_that_cannot_be_kept_is_refused_with_figures_that_do(recipe: str
         engine = assemble(works)
         engine.executor.close()
         assert works.starvation_bound_s is not None
-        assert 0 < engine.info.starvation_s < works.starvation_bound_s
+        assert 0 < engine.info.recipe_params["starvation_s"] < works.starvation_bound_s
+        assert f"No request goes {works.starvation_bound_s:g} s without running" in engine.info.notice
     with pytest.raises(ConfigError, match="starvation_bound_s must be at least"):
         assemble(replace(fewer, max_live_requests=int(figures[2]) + 1))
 
@@ -234,6 +260,7 @@ def test_a_bound_needs_to_know_how_many_requests_there_can_be() -> None:
         EngineConfig(max_live_requests=0)
 
 
+HAS = "fastserve has starvation_s, quantum_s, paced, starvation_bound_s"
 SIMULATE = ["simulate", "--model", "opt-13b", "--rates", "1"]
 
 
@@ -248,13 +275,18 @@ SIMULATE = ["simulate", "--model", "opt-13b", "--rates", "1"]
         (["serve", "--starvation-bound", "nan"], "starvation_bound_s must be in (0, 1e+09], got nan"),
         (["serve", "--starvation-bound", "60", "--starvation-s", "5"], "starvation_s must not be set beside"),
         (["serve", "--starvation-bound", "60", "--recipe", "fcfs"], "starvation_bound_s needs recipe fastserve, "),
-        (["serve", "--starvation-bound", "60", "--recipe", "fastserve-defer"], "newcomers wait for memory"),
+        (
+            ["serve", "--starvation-bound", "60", "--recipe", "fastserve-defer"],
+            "starvation_bound_s needs recipe fastserve, fastserve-reactive, fastserve-recompute, mlfq: "
+            "fastserve-defer has starvation_s, quantum_s, paced",
+        ),
         (["generate", "--prompt", "x", "--kv-offloading-size", "nan"], "swap_space_gib must be in [0, 1e+06], got nan"),
         (["generate", "--prompt", "x", "--swap-space", "9e5"], "swap_space_gib must be at most"),
         (["generate", "--prompt", "x", "--slo", "inf"], "slo_s must be in (0, 1e+06], got inf"),
         ([*SIMULATE, "--swap-space", "inf"], "swap_gib must be in [0, 1e+06], got inf"),
         ([*SIMULATE, "--slo", "-1"], "slo_s must be in (0, 1e+06], got -1"),
         ([*SIMULATE, "--starvation-s", "0"], "starvation_s must be in (0, 1e+09], got 0"),
+        ([*SIMULATE, "--set", "starvation_s=0"], "starvation_s must be in (0, 1e+09], got 0"),
     ],
 )
 def test_memory_and_objectives_out_of_bounds_are_named(args: list[str], names: str) -> None:
@@ -268,14 +300,70 @@ def test_memory_and_objectives_out_of_bounds_are_named(args: list[str], names: s
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (["--recipe", "lifo"], "recipe must be one of fastserve, fastserve-defer, "),
         (["--recipe", "srpt"], "recipe srpt needs true output lengths: set oracle to max-tokens"),
-        (["--oracle", "tarot"], "oracle must be one of none, max-tokens, got 'tarot'"),
-        (["--quantum-s", "-1"], "quantum_s"),
-        (["--quantum-s", "0"], "quantum_s"),
+        (["--recipe", "srpt", "--oracle", "tarot"], "oracle must be one of none, max-tokens, got 'tarot'"),
+        (["--quantum-s", "-1"], "quantum_s must be in (0, 1e+06], got -1"),
         (["--quantum-s", "1", "--starvation-bound", "60"], "quantum_s must not be set beside starvation_bound_s"),
+        (["--set", "starvation_s=3", "--starvation-s", "4"], "starvation_s is given twice"),
+        (["--set", "quantum_s=3", "--set", "quantum_s=3"], "set: quantum_s is given twice"),
+        (["--set", "foo"], f"set must be NAME=VALUE, got 'foo': {HAS}"),
+        (["--set", "foo=1"], f"there is no parameter 'foo': {HAS}"),
+        (["--set", "chunk_tokens=64"], f"chunk_tokens needs recipe sarathi: {HAS}"),
+        (["--set", "quantum_s=soon"], "quantum_s must be a number, got 'soon'"),
+        (["--set", "quantum_s=0"], "quantum_s must be in (0, 1e+06], got 0"),
+        (["--set", "paced=perhaps"], "paced must be true or false, got 'perhaps'"),
+        (["--recipe", "sarathi", "--set", "chunk_tokens=6.5"], "chunk_tokens must be an integer, got '6.5'"),
     ],
 )
-def test_serve_refuses_what_its_scheduler_cannot_use(options: list[str], message: str) -> None:
-    done = invoke("serve", "tally", *options)
-    assert done.exit_code == 2
-    assert message in done.stderr
+@pytest.mark.parametrize("command", [["serve"], ["generate", "--prompt", "x"]], ids=["serve", "generate"])
+def test_an_engine_is_refused_what_its_scheduler_cannot_use(
+    command: list[str], options: list[str], message: str
+) -> None:
+    run = CliRunner().invoke(app, [*command, *options])
+    assert run.exit_code == 2, run.output
+    assert run.stderr.startswith(f"error: {message}")
+    assert run.stderr.count("\n") == 1
+
+
+def test_simulate_refuses_a_parameter_that_none_of_its_recipes_has() -> None:
+    run = CliRunner().invoke(app, [*SIMULATE, "--recipes", "fcfs,sarathi", "--set", "quantum_s=1"])
+    assert run.exit_code == 2, run.output
+    assert "quantum_s needs recipe fastserve, " in run.stderr
+    assert "mlfq: fcfs has no parameters; sarathi has chunk_tokens" in run.stderr
+
+
+def test_the_recipes_are_listed_with_their_parameters() -> None:
+    shown = CliRunner().invoke(app, ["recipes"]).output
+    told = json.loads(CliRunner().invoke(app, ["recipes", "--json"]).output)
+    assert set(told) == set(RECIPES)
+    assert all(name in shown and recipe["summary"] for name, recipe in told.items())
+    assert [name for name, recipe in told.items() if recipe["default"]] == ["fastserve"]
+    chunk = told["sarathi"]["parameters"]["chunk_tokens"]
+    assert (chunk["type"], chunk["default"], chunk["at_least"], chunk["at_most"]) == ("int", 512, 1, 1 << 20)
+    assert "chunk_tokens=512" in shown
+    assert told["srpt"]["parameters"]["oracle"]["choices"] == ["none", "max-tokens"]
+
+
+def test_help_comes_without_torch_and_tells_each_option_in_its_group() -> None:
+    program = (
+        "import sys; from skipjoin.cli import app; app(['serve', '--help'], standalone_mode=False); "
+        "print('torch' in sys.modules)"
+    )
+    environment = os.environ | {"COLUMNS": "80"}
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment)
+    assert run.stdout.endswith("False\n")
+    places = [
+        run.stdout.index(text)
+        for text in ("─ Model ", "─ Scheduling ", "--set", "─ HTTP server ", "─ Deprecated aliases ")
+    ]
+    assert places == sorted(places)
+    assert max(map(len, run.stdout.splitlines())) <= 80
+
+
+def test_two_options_with_one_name_are_refused_when_a_command_is_made() -> None:
+    def command(*, seed: Annotated[int, typer.Option("--seed")] = 0, engine: dict[str, object]) -> None:
+        pass
+
+    with pytest.raises(ValueError, match="two options of a command are called seed"):
+        takes(engine=Section(EngineConfig))(command)

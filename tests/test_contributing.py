@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
-from skipjoin import recipes
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.events import Event, Planned
 from skipjoin.core.kv import KVLedger
+from skipjoin.core.policy import Policies
 from skipjoin.core.request import Request
 from skipjoin.core.scheduler import Scheduler
 from skipjoin.exec.simulated import SimulatedExecutor
 from skipjoin.policies.cost import LinearCost
+from skipjoin.recipes import Settings, baselines
 from skipjoin.sim.driver import Replica, simulate
 
 ROOT = Path(__file__).parents[1]
@@ -23,11 +25,11 @@ def test_the_added_lines_run_the_smallest_request_first() -> None:
     diff = re.search(r"```diff\n(.*?)```", text, re.DOTALL)
     assert diff is not None
     code = "\n".join(line.removeprefix("+") for line in diff[1].splitlines() if line.startswith("+"))
-    built: dict[str, recipes.Recipe] = {}
-    names = {**vars(recipes), "recipe": lambda f: built.setdefault(f.__name__, f)}
+    built: dict[str, Callable[[Settings], Policies]] = {}
+    names = {**vars(baselines), "recipe": lambda f: built.setdefault(f.__name__, f)}
     exec(compile("from __future__ import annotations\n" + code, "CONTRIBUTING.md", "exec"), names)
     cost = LinearCost(floor=0.01, prefill_token=1e-4)
-    policies = built["smallest_request"](recipes.Settings(cost, max_seqs=1))
+    policies = built["smallest_request"](Settings(cost, max_seqs=1))
     core = EngineCore(Scheduler(policies, KVLedger(100, 0, 16)))
     order: list[int] = []
     requests = [Request(number, 0.0, range(length), 3) for number, length in enumerate((90, 10, 50))]

@@ -22,7 +22,8 @@ PURE_STDLIB = set(sys.stdlib_module_names) - IMPURE
 ALLOWED = {
     "core": {"core"},
     "policies": {"core", "policies"},
-    "recipes": {"core", "policies"},
+    "knobs": set[str](),
+    "recipes": {"core", "knobs", "policies", "recipes"},
     "sim": {"core", "policies", "recipes", "sim", "exec.base", "exec.simulated", "config", "observe"},
     "bench": {
         "core",
@@ -31,13 +32,14 @@ ALLOWED = {
         "sim",
         "exec.simulated",
         "config",
+        "knobs",
         "observe",
         "profile",
         "machine",
         "version",
         "bench",
     },
-    "config": set[str](),
+    "config": {"knobs", "recipes"},
     "sampling": set[str](),
     "machine": set[str](),
     "version": set[str](),
@@ -56,6 +58,7 @@ ALLOWED = {
         "engine",
         "exec",
         "exec.ranks",
+        "knobs",
         "machine",
         "model",
         "policies",
@@ -95,6 +98,7 @@ ALLOWED = {
         "cli",
         "config",
         "engine",
+        "knobs",
         "llm",
         "machine",
         "model",
@@ -111,7 +115,7 @@ ALLOWED = {
 # Rooms that lie within an allowed one and are not meant by it: an engine on one device does without ranks.
 APART = {"exec": {"exec.ranks"}}
 # Those that import nothing but the standard library and parts of skipjoin, and read neither clock nor chance.
-PURE = {"core", "policies", "recipes"}
+PURE = {"core", "knobs", "policies", "recipes"}
 STDLIB_ONLY = {"sim", "observe", "config", "sampling", "profile", "version", "exec.base", "exec.simulated"}
 # Nobody below the server knows of it.
 BELOW_SERVER = {

@@ -17,7 +17,6 @@ from skipjoin import LLM, SamplingParams
 from skipjoin.config import ConfigError, EngineConfig
 from skipjoin.core.events import Preempted, Preemption
 from skipjoin.core.step import StepResult
-from skipjoin.engine import build as engine_build
 from skipjoin.engine.build import EngineInfo, assemble
 from skipjoin.engine.load import model_folder
 from skipjoin.engine.sizing import host_blocks
@@ -134,6 +133,9 @@ def test_bad_prompts_name_the_bound_and_run_nothing(llm: LLM, prompt: object, pa
         ({"dtype": "int3"}, ConfigError, "float32"),
         ({"starvation_s": float("nan")}, ConfigError, "starvation_s"),
         ({"starvation_s": 0.0}, ConfigError, r"starvation_s must be in \(0, 1e\+09\], got 0"),
+        ({"recipe_params": {"starvation_s": "3"}}, ConfigError, "starvation_s must be a number, got '3'"),
+        ({"recipe_params": {"starvation_s": 3}, "starvation_s": 3}, ConfigError, "starvation_s is given twice"),
+        ({"block_size": 16.5}, ConfigError, "block_size must be an integer, got 16.5"),
         ({"slo_s": 0.0}, ConfigError, r"slo_s must be in \(0, 1e\+06\], got 0"),
         ({"slo_s": float("nan")}, ConfigError, r"slo_s must be in \(0, 1e\+06\], got nan"),
         ({"swap_space_gib": -0.5}, ConfigError, r"swap_space_gib must be in \[0, 1e\+06\], got -0.5"),
@@ -235,7 +237,7 @@ def test_the_refusal_of_a_host_pool_names_a_size_that_works(start: Callable[...,
 
 
 def test_page_locked_memory_leaves_a_gib_of_ram(llm: LLM) -> None:
-    parts = [llm.engine.executor.parts[0]._replace(device_kind="cuda")]
+    parts = [llm.engine.executor.rank_specs[0]._replace(device_kind="cuda")]
 
     def blocks(gib: float | None) -> int:
         return host_blocks(EngineConfig(swap_space_gib=gib), parts, [MemoryBudget(0, 100 * GIB)], 10**9)
@@ -281,18 +283,18 @@ def test_little_kv_and_a_host_pool_give_the_same_texts_as_much_kv(recipe: str) -
     assert little == much
 
 
-def test_the_threshold_of_starvation_follows_the_objective(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[float] = []
-    build = engine_build.build
-
-    def noted(name: str, settings: Any) -> Any:
-        seen.append(settings.starvation_s)
-        return build(name, settings)
-
-    monkeypatch.setattr(engine_build, "build", noted)
-    for settings in ({}, {"slo_s": 2.0}, {"slo_s": 2.0, "starvation_s": 4.0}):
-        LLM(progress=False, threads=1, profile="off", kv_cache_gib=0.1, **settings).close()
-    assert seen == [30.0, 200.0, 4.0]
+@pytest.mark.parametrize(
+    ("settings", "threshold_s"),
+    [
+        ({}, 30.0),
+        ({"slo_s": 2.0}, 200.0),
+        ({"slo_s": 2.0, "recipe_params": {"starvation_s": 4}}, 4.0),
+        ({"recipe": "mlfq", "starvation_s": 5.0}, 5.0),  # the deprecated alias
+    ],
+)
+def test_the_threshold_of_starvation_follows_the_objective(settings: dict[str, Any], threshold_s: float) -> None:
+    with LLM(progress=False, threads=1, profile="off", kv_cache_gib=0.1, **settings) as llm:
+        assert llm.engine.info.recipe_params["starvation_s"] == threshold_s
 
 
 def test_a_dummy_of_a_folder_needs_its_tokenizer_and_says_so(tmp_path: Path) -> None:

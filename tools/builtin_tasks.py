@@ -1,7 +1,7 @@
 """The instruction tasks that the built-in model is trained and measured on.
 
-Every task is a prompt with the one answer that counts as right. A hash of a task's arguments (the numbers, the word,
-the list) says whether it belongs to training or to the held-out part, so a held-out prompt is new to the model.
+Every task is a prompt with one correct answer. A hash of a task's arguments (the numbers, the word, the list) assigns
+it to training or to the held-out part, so that the model has not seen a held-out prompt.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from dataclasses import dataclass
 HELD_OUT_PERCENT = 10
 MAX_NUMBER = 200  # counting goes this far
 MAX_REPEATS = 30
-# The example of the documentation is never trained on, so that showing it shows a generalisation.
+# The documentation's example is never trained on, so that it shows generalisation.
 ALWAYS_HELD_OUT = {("count", 3, 12)}
 
 
 @dataclass(frozen=True)
 class Task:
-    """One prompt and its only right answer. key: its arguments, by which it is held out or not."""
+    """One prompt and its only correct answer. key: its arguments, which decide whether it is held out."""
 
     key: tuple[object, ...]
     prompt: str
@@ -28,7 +28,7 @@ class Task:
 
     @property
     def held_out(self) -> bool:
-        """Whether training must never see it."""
+        """Whether the task is excluded from training."""
         if self.key in ALWAYS_HELD_OUT:
             return True
         digest = hashlib.sha256(repr(self.key).encode()).digest()
@@ -90,7 +90,7 @@ _UNKNOWN_WORDINGS = [
 
 
 def _phrase(rng: random.Random, wordings: list[str], **args: object) -> str:
-    """One wording, with the variety that people show: politeness, a capital letter, a full stop."""
+    """One wording, varied as users do: politeness, a capital letter, a full stop."""
     text = rng.choice(wordings).format(**args)
     draw = rng.random()
     if draw < 0.2:
@@ -114,8 +114,8 @@ def _word(rng: random.Random) -> str:
 
 
 def _length(rng: random.Random, most: int) -> int:
-    """A length from 1 to `most`, mostly short: where an answer ends is the hard part, and short answers show it most
-    often for the work that they take."""
+    """A length from 1 to `most`, mostly short: the end of an answer is the hard part, and short answers show it most
+    often for their cost."""
     draw = rng.random()
     return rng.randint(1, min(most, 8 if draw < 0.7 else 30 if draw < 0.88 else most))
 
@@ -242,7 +242,7 @@ FAMILIES: dict[str, tuple[Callable[[random.Random], Task], float]] = {
 
 
 def draw_task(rng: random.Random, family: str | None = None, *, held_out: bool = False) -> Task:
-    """A task of the family (None: any, by weight) from the part that is wanted."""
+    """A task of the family (None: any, by weight) from the training or the held-out part."""
     if family is None:
         names = list(FAMILIES)
         family = rng.choices(names, [FAMILIES[name][1] for name in names])[0]

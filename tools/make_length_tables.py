@@ -22,7 +22,7 @@ Pair = tuple[int, int]
 
 DEFAULT_OUT = Path(__file__).resolve().parents[1] / "src" / "skipjoin" / "bench" / "tables"
 EQUAL_BINS = 40
-# The last bin is cut further: a few very long prompts hold much of the load.
+# The last bin is split further: a few very long prompts hold much of the load.
 TAIL_EDGES = (0.985, 0.993, 0.997, 0.999, 1.0)
 PROMPT_KNOTS = 9
 OUTPUT_LEVELS = (
@@ -37,7 +37,7 @@ METHOD = (
 
 @dataclass(frozen=True)
 class Source:
-    """Where a table comes from, and what papers publish about the same data."""
+    """The origin of a table, and published figures of the same data."""
 
     file: str
     source: str

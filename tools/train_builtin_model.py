@@ -109,8 +109,8 @@ class Examples:
         self._encode = lambda text: tokenizer.encode(text, add_special_tokens=False)
 
     def one(self) -> tuple[list[int], int]:
-        """The ids of one example, and where its answer begins. Mostly a single turn; now and then a system prompt,
-        an earlier turn, or a bare prompt that a line break ends."""
+        """The ids of one example, and where its answer begins. Mostly a single turn; sometimes a system prompt, an
+        earlier turn, or a bare prompt that ends with a line break."""
         rng, task = self._rng, draw_task(self._rng)
         draw = rng.random()
         if draw < 0.04:
@@ -128,8 +128,8 @@ class Examples:
         return prompt + self._encode(task.answer + END), len(prompt)
 
     def batches(self, pad: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Inputs and targets [examples, tokens], of about STEP_TOKENS tokens; examples of like length go together,
-        so that little is padding. Only answers are targets."""
+        """Inputs and targets [examples, tokens], of about STEP_TOKENS tokens; examples of similar length are batched
+        together, to limit padding. Only answers are targets."""
         while True:
             pool = sorted((self.one() for _ in range(600)), key=lambda example: len(example[0]))
             groups: list[list[tuple[list[int], int]]] = [[]]
@@ -225,7 +225,7 @@ def _answers(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, tasks:
     outputs = model.generate(**inputs, max_new_tokens=longest, do_sample=False)
     answers = []
     for ids in outputs[:, inputs["input_ids"].shape[1] :].tolist():
-        # Without the end token the model did not stop: wrong, whatever it said.
+        # Without the end token the model did not stop: an error, whatever the text.
         end = ids.index(tokenizer.eos_token_id) if tokenizer.eos_token_id in ids else None
         answers.append(tokenizer.decode(ids[:end]) if end is not None else "")
     return answers

@@ -1,14 +1,14 @@
-"""How fast KV blocks move between the tiers of a CPU, and what that costs the steps beside them.
+"""Bandwidth of KV block moves between the tiers of a CPU, and their effect on concurrent steps.
 
     OMP_WAIT_POLICY=passive python benchmarks/block_copies/run.py [--out FILE] [--repeats 15] [--rounds 15]
 
-`copies`: one move of 256 MiB of blocks, scattered over pools of twice the size, through the store's copy; against one
-memmove of as many bytes between the same pools. Both are timed in every repeat, in turns, and `ratio` compares those
-of one repeat: bytes per second of the blocks over those of the memmove.
+`copies`: one move of 256 MiB of blocks, scattered over pools of twice the size, through the store's copy, against one
+memmove of as many bytes between the same pools. Both are timed in every repeat, alternately; `ratio` is the bytes per
+second of the blocks over those of the memmove in one repeat.
 
 `beside`: decode steps of 8 requests, 96 tokens of context each, on a random-weight Llama of 97.5M parameters in
-bfloat16. Rounds of steps with copies on their way all the time take turns with rounds without; `ratio` compares the
-median step of one round with that of the round before it. The copies share cores and memory with the model.
+bfloat16. Rounds of steps with copies in flight throughout alternate with rounds without; `ratio` is the median step of
+one round over that of the round before it. The copies share cores and memory with the model.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ TOKENS_PER_KIB = 4
 
 BATCH, CONTEXT, BLOCK_TOKENS = 8, 96, 16
 STEPS_PER_ROUND = 20
-# Moves of so many blocks, and how many are kept on their way: more than the link carries in a step.
+# Blocks per move, and the number of moves kept in flight: more than the link carries in a step.
 MOVE_BLOCKS, ON_WAY = 16, 40
 
 
@@ -174,7 +174,8 @@ class Decoder:
         prompt = [3 + (number * 7919 + place * 104729) % (VOCAB - 3) for place in range(CONTEXT + 1)]
         request = Request(number, 0.0, prompt, 1, sampling=sampling)
         first = number * per_request
-        return Slice(request, CONTEXT, 1, True, False, tuple(range(first, first + per_request)))
+        blocks = tuple(range(first, first + per_request))
+        return Slice(request, CONTEXT, 1, samples=True, awaits=False, blocks=blocks)
 
     @staticmethod
     def _make_moves(own: int, spare: int) -> list[Move]:

@@ -1,16 +1,16 @@
-"""What it costs to give a plan to several ranks, by the way that it travels, and what a step costs besides its model.
+"""The cost of sending a plan to several ranks, by transport, and the overhead of a step apart from its model.
 
     python benchmarks/distributed_overhead/run.py [--out FILE]
 
-`ways`: a message of a plan's size goes to every rank and each answers: as Ray actor calls, through a compiled graph of
-Ray, and over the links that the engine uses. The actors do nothing else. A compiled graph runs in a process of its own,
-which is killed if it does not end.
+`ways`: a message of a plan's size is sent to every rank and each answers: by Ray actor calls, through a compiled graph
+of Ray, and over the engine's links. The actors do nothing else. A compiled graph runs in a separate process, which is
+killed if it does not end.
 
 `steps`: a plan without slices through the built-in model's executor: in this process, on one rank, with TP 2 and with
-TP 2 x PP 2. `control` is what the ranks add to it. `decode` is the same with eight requests that each get a token: it
+TP 2 x PP 2. `control` is the overhead of the ranks. `decode` is the same with eight requests that each get a token: it
 includes the model, its collectives between processes, and waiting for a core where there are more ranks than cores.
 
-Rounds of all kinds take turns. Figures are medians in milliseconds; printed beside them are the quartiles.
+Rounds of all kinds alternate. Figures are medians in milliseconds; the quartiles are printed with them.
 """
 
 from __future__ import annotations
@@ -91,10 +91,10 @@ def echoes(count: int, **options: Any) -> list[Any]:
 
 
 def linked(cluster: Cluster, count: int) -> Callable[[], Any]:
-    door = RankListener(cluster.ip)
+    listener = RankListener(cluster.ip)
     for rank, actor in enumerate(echoes(count)):
-        actor.serve.remote(door.address, door.secret, rank)
-    links = door.admit(count, 30)
+        actor.serve.remote(listener.address, listener.secret, rank)
+    links = listener.accept(count, 30)
 
     def call() -> None:
         for link in links:
@@ -197,7 +197,7 @@ def executors(cluster: Cluster) -> dict[str, tuple[Any, Any]]:
             continue
         largest = LargestStep(BLOCKS * BLOCK_SIZE, BLOCKS, BLOCKS * BLOCK_SIZE)
         loaded = RankModel(str(folder), "float32", "cpu", "auto", "auto", 1, BLOCK_SIZE, 0.9, largest)
-        group = RankGroup(cluster, loaded, sizes, lambda parts, rooms: (BLOCKS, 0), lambda what, share: None)
+        group = RankGroup(cluster, loaded, sizes, lambda rank_specs, budgets: (BLOCKS, 0), lambda what, share: None)
         made[name] = group.executor, group
     return made
 

@@ -1,12 +1,12 @@
-"""Output tokens per second on this CPU: ours through LLM and over HTTP, beside transformers, in one run.
+"""Output tokens per second on this CPU: Skipjoin through LLM and over HTTP, and transformers, in one run.
 
     python benchmarks/engine_throughput/run.py [--repeats 5] [--ragged-repeats 2] [--out FILE]
 
 A random-weight Llama of 97.5M parameters, greedy, end-of-sequence ignored. `even`: 16 requests of 64 + 64 tokens;
-`ragged`: 32 requests, prompts of 8 to 512 and outputs of 8 to 256 tokens, which `generate` runs in padded batches of
-16 and the others as they like. The engines take turns; printed are the median, least and greatest, and the median of
-the ratios of each turn. `floor` is what reading the weights once per step of 16 tokens would allow at the memory
-bandwidth measured beside it.
+`ragged`: 32 requests, prompts of 8 to 512 and outputs of 8 to 256 tokens, which `generate` runs in padded batches of 16
+and the other engines in batches of their own. The engines run in turns; printed are the median, least and greatest, and
+the median of the ratios of each turn. `floor` is the rate at which reading the weights once per step of 16 tokens would
+take the memory bandwidth measured in the same run.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Attention by itself: our kernels, torch's operations and, where it is installed, FlashInfer.
+"""Attention alone: Skipjoin's kernels, torch's operations and, where it is installed, FlashInfer.
 
-Decodes are bound by memory: their bytes (the keys and values that must be read) per second stand beside those of a copy
-within the device's memory. Prompts are bound by arithmetic: their FLOPs beside those of a matrix product.
+Decodes are bound by memory: their bytes (the keys and values that must be read) per second are compared with those of a
+copy within the device's memory. Prompts are bound by arithmetic: their FLOPs are compared with those of a matrix
+product.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def _card(task: Task) -> dict[str, Any]:
     if task.is_rehearsal:
         return {"gpu": None, "libraries": versions}
     if not torch.cuda.is_available():
-        raise RuntimeError("torch sees no CUDA device; --rehearse runs all parts on the CPU")
+        raise RuntimeError("torch finds no CUDA device; --rehearse runs all parts on the CPU")
     properties = torch.cuda.get_device_properties(0)
     return {
         "gpu": properties.name,

@@ -190,7 +190,7 @@ def loaded_model(config: EngineConfig) -> Iterator[Loaded]:
     loaded = load(config)
     try:
         loaded.executor.store.device.tensor.normal_(0.0, 0.5)
-        synchronize(loaded.executor.parts[0].device_kind)  # the model may run on another stream
+        synchronize(loaded.executor.rank_specs[0].device_kind)  # the model may run on another stream
         yield loaded
     finally:
         loaded.executor.close()
@@ -199,7 +199,11 @@ def loaded_model(config: EngineConfig) -> Iterator[Loaded]:
 def backends(loaded: Loaded) -> Figures:
     """Which implementations the model runs on."""
     model = loaded.executor.model
-    return {"attention": model.attention.name, "ops": type(model.ops).__name__, "dtype": loaded.executor.parts[0].dtype}
+    return {
+        "attention": model.attention.name,
+        "ops": type(model.ops).__name__,
+        "dtype": loaded.executor.rank_specs[0].dtype,
+    }
 
 
 def tokens(number: int, count: int, vocab: int) -> list[int]:
@@ -214,7 +218,7 @@ def plan_of(pieces: Sequence[tuple[int, int]], vocab: int) -> StepPlan:
         blocks = -(-(start + count) // BLOCK_SIZE)
         request = Request(number, 0.0, tokens(number, start + count, vocab), 1, sampling=Sampling(GREEDY, 0, ()))
         table = tuple(range(next_block, next_block + blocks))
-        slices.append(Slice(request, start, count, True, False, table))
+        slices.append(Slice(request, start, count, samples=True, awaits=False, blocks=table))
         next_block += blocks
     return StepPlan(0, tuple(slices))
 

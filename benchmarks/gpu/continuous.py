@@ -1,4 +1,4 @@
-"""The part `peers`: output tokens per second beside transformers' continuous batching, on the same card in turn."""
+"""The part `peers`: output tokens per second, against transformers' continuous batching on the same GPU in turns."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def measure(task: Task) -> Figures:
             figures["tokens_per_s"] = {"skipjoin": spread(rates["skipjoin"])}
             task.keep(figures)
             if task.device == "cuda":
-                torch.cuda.empty_cache()  # there is room for both, not for what one has left
+                torch.cuda.empty_cache()  # the memory fits both, but not the other's cached memory
             theirs = _Theirs(task, folder, shape.vocab)
             theirs.run(load)
             for turn in range(TURNS):

@@ -1,20 +1,20 @@
-"""Copies of KV between a GPU and the host's page-locked memory: how much of the link they use, and what they cost the
-steps beside them.
+"""Copies of KV between a GPU and page-locked host memory: their share of the link, and their effect on concurrent
+steps.
 
     python benchmarks/gpu/copies.py [--device cuda|cpu] [--out FILE]
 
-`link`: one large copy, each way alone and both at once: what there is to be had.
+`link`: one large copy, each way alone and both at once: the limit.
 
-`moves`: one move of 1 to 256 blocks, scattered over both pools, through the store's copy, from handing it over until it
-has landed. `share` compares it with the link; wanted is `WANTED_SHARE` for moves that are large enough to fill it. The
+`moves`: one move of 1 to 256 blocks, scattered over both pools, through the store's copy, from its submission until it
+has landed. `share` is relative to the link; wanted is `WANTED_SHARE` for moves that are large enough to fill it. The
 blocks are as large as those of 16 tokens of Llama-3-8B and OPT-13B, and small ones, which a kernel copies; `one_by_one`
 is the same without the kernel.
 
-`beside`: steps that read all of their weights and compute little, as decodes do. Rounds with copies on their way both
-ways all the time take turns with rounds without; `slowdown` is the median step of the one over that of the next.
-Wanted is `WANTED_SLOWDOWN` at most.
+`beside`: steps that read all of their weights and compute little, as decodes do. Rounds with copies in flight both ways
+throughout alternate with rounds without; `slowdown` is the median step of the one over that of the next. Wanted is
+`WANTED_SLOWDOWN` at most.
 
-On a CPU all of it runs on a small scale, to be seen to work: the figures mean nothing there.
+On a CPU everything runs on a small scale, as a test of the script: the figures mean nothing there.
 """
 
 from __future__ import annotations

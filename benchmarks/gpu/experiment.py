@@ -54,6 +54,7 @@ from skipjoin.engine.profiling.profiler import Effort
 from skipjoin.engine.profiling.startup import measure as measure_profile
 from skipjoin.observe.record import Record
 from skipjoin.profile import read_profile, write_profile
+from skipjoin.recipes import own
 
 MODEL, DTYPE = "opt-13b", "float16"
 # In the order in which they are measured: what the paper compares, then the ablations.
@@ -77,7 +78,7 @@ _SEED = 0
 class Setting:
     """What all runs share, and what must be alike for runs of different calls to be put side by side.
 
-    duration_s: in which requests arrive. until_s: when a run ends; who is not done by then counts with their age.
+    duration_s: in which requests arrive. until_s: end of a run; requests left then count with their age.
     """
 
     gpu: str
@@ -147,7 +148,7 @@ class Bench:
             self._config,
             recipe=recipe,
             profile=str(self.profile),
-            oracle="max-tokens" if recipe == "srpt" else "none",
+            recipe_params=own(recipe, {"oracle": "max-tokens"}),
             **({"slo_s": self.bound_s} if math.isfinite(self.bound_s) else {}),
         )
         return drive(engine_around(self._loaded, config), jobs, until_s)

@@ -1,4 +1,4 @@
-"""The parts `attention` and `copies`: kernels by themselves, as the modules beside this one measure them."""
+"""The parts `attention` and `copies`: kernels alone, as measured by the modules in this folder."""
 
 from __future__ import annotations
 

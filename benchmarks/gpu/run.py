@@ -1,15 +1,15 @@
-"""The GPU benchmark: everything that has to be seen on a card, in one command.
+"""The GPU benchmark: all measurements and checks that need a GPU, in one command.
 
     python benchmarks/gpu/run.py [--parts decode,prefill,...] [--minutes 9] [--out FOLDER] [--rehearse]
 
-Each part runs in a process of its own, with a limit, so that a crash or a hang loses only that part; result.json is
-written after each. Parts of an earlier run that stand in FOLDER/result.json are kept, each with its own date. Every
-part but `machine` is compared with what `machine`, which always runs first, measured of this card: the bandwidth of a
-copy and the rate of a matrix product.
+Each part runs in a process of its own, with a time limit, so that a crash or a hang loses only that part; result.json
+is written after each. Parts of an earlier run in FOLDER/result.json are kept, each with its own date. Every part except
+`machine` is compared with the results of `machine`, which always runs first: the bandwidth of a copy and the rate of a
+matrix product.
 
-`--rehearse` runs all parts on the CPU with tiny shapes, to see that the script works; its figures say nothing, and go
-to rehearsal.json in a folder of their own. `experiment` takes the whole time of a call, and runs only if it is named;
-with the result of an earlier call in FOLDER it goes on from there.
+`--rehearse` runs all parts on the CPU with tiny shapes, to test the script; its figures mean nothing, and go to
+rehearsal.json in a folder of their own. `experiment` takes the whole time of a call, and runs only if it is named; with
+the result of an earlier call in FOLDER it continues from there.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 HERE = Path(__file__).resolve().parent
-# What a part may take beyond its share of the time, in seconds, to end a measurement that has begun; and, for that
-# reason, how much of the time that is left for all it is not told of.
+# Seconds that a part may take beyond its share of the time, to end a running measurement; and, for that reason, seconds
+# of the remaining time that are withheld from it.
 _GRACE_S, _RESERVE_S = 30.0, 8.0
-# Parts for which less is left than this are not begun.
+# Parts with less time than this are not started.
 _LEAST_S = 15.0
 _LOG_CHARS = 3000
 
 
 class Part(NamedTuple):
-    """weight: its share of the time that is left, beside those of the parts after it."""
+    """weight: its share of the remaining time, relative to those of the parts after it."""
 
     name: str
     weight: float
 
 
-# In the order of what tells most.
+# The most informative parts first.
 PARTS = (
     Part("machine", 0.3),
     Part("tests", 2.0),
@@ -69,7 +69,7 @@ def chosen(names: str | None) -> list[Part]:
 
 
 def environment(device: str) -> dict[str, str]:
-    """For the part's processes: they find Skipjoin here, and no network is asked for a model."""
+    """The environment of a part's process: imports this Skipjoin, and downloads no model."""
     paths = (str(HERE.parents[1] / "src"), str(HERE.parents[1] / "tests" / "exec"), os.environ.get("PYTHONPATH", ""))
     ours = {"PYTHONPATH": os.pathsep.join(path for path in paths if path), "HF_HUB_OFFLINE": "1"}
     # On a CPU kernels run in Triton's interpreter, which has to be known before it is imported.
@@ -215,7 +215,7 @@ def _prefill_lines(figures: Mapping[str, Any]) -> list[str]:
 
 
 def _peers_lines(figures: Mapping[str, Any]) -> list[str]:
-    told = [f"{who}: {found['median']:.4g} tokens/s" for who, found in figures["tokens_per_s"].items()]
+    told = [f"{engine}: {found['median']:.4g} tokens/s" for engine, found in figures["tokens_per_s"].items()]
     return [*told, f"ours over theirs: {figures['ratio']}"]
 
 

@@ -96,7 +96,7 @@ def _there_and_back(loaded: Loaded) -> None:
                 landed, moves = [*landed, *result.landed], {}
             if move.direction is Direction.OUT:
                 device[: len(_MOVED)] = float("nan")
-                synchronize(loaded.executor.parts[0].device_kind)
+                synchronize(loaded.executor.rank_specs[0].device_kind)
         assert torch.equal(device[: len(_MOVED)], held)
 
 

@@ -1,5 +1,5 @@
-"""The parts `decode` and `prefill`: steps of the Llama-3-8B shape in bfloat16, beside what the card's memory and matrix
-units would allow."""
+"""The parts `decode` and `prefill`: steps of the Llama-3-8B shape in bfloat16, compared with the limits of the GPU's
+memory and matrix units."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""What the host does for a decode step, which on a GPU has to hide behind the step before: deciding, queueing, reading.
+"""Host time of a decode step, which on a GPU must be overlapped with the previous step: scheduling, queueing, reading.
 
     python benchmarks/host_step/run.py [--out FILE]
 
 The engine core with its scheduler, a `Worker` and decode graphs, two plans deep, on one thread; the model takes no
-time: in place of a recorded graph something returns fixed logits of a small vocabulary. So no launch is counted: on a
-card a step adds one of the graph, one copy each way and a handful for sampling. Requests decode greedily at contexts
-of 1,024 tokens, with block tables for up to 131,072. On a card all this is done by two threads of one interpreter, so
-the sum is what has to be shorter than a step.
+time: a function that returns fixed logits of a small vocabulary replaces the recorded graph. No launch is counted: on a
+GPU a step adds one of the graph, one copy each way and a handful for sampling. Requests decode greedily at contexts of
+1,024 tokens, with block tables for up to 131,072. On a GPU two threads of one interpreter do this work, so the sum must
+be shorter than a step.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from skipjoin.exec.sampling import Sampling
 from skipjoin.exec.worker import InFlightStep, Worker
 from skipjoin.model.loader import random_model
 from skipjoin.policies.cost import LinearCost
-from skipjoin.recipes import Settings, build
+from skipjoin.recipes import Settings, build, own
 from skipjoin.sampling import SamplingParams
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -72,8 +72,9 @@ def measure(recipe: str, batch: int) -> dict[str, float]:
     graphs = DecodeGraphs(model, store.device, Nothing(), sizes=graph_batch_sizes(batch), longest=LONGEST)
     worker = Worker(model, store, graphs=graphs)
     cost = LinearCost(floor=0.004, prefill_token=1e-5, decode=1e-5, context_token=1e-9)
-    settings = Settings(cost, max_seqs=batch, max_tokens=1 << 20, starvation_s=1e9)
-    core = EngineCore(Scheduler(build(recipe, settings), KVLedger(blocks, 0, BLOCK_SIZE), depth=2, overlap=True))
+    settings = Settings(cost, max_seqs=batch, max_tokens=1 << 20)
+    policies = build(recipe, settings, own(recipe, {"starvation_s": 1e9}))
+    core = EngineCore(Scheduler(policies, KVLedger(blocks, 0, BLOCK_SIZE), depth=2, overlap=True))
     sampling = Sampling(SamplingParams(temperature=0, max_tokens=STEPS + 50), 0, ())
     for number in range(batch):
         core.add(Request(number, 0.0, [number] * CONTEXT, STEPS + 50, sampling=sampling), 0.0)

@@ -1,17 +1,17 @@
-"""How well the load client keeps its arrival times, on one core, beside a server that costs next to nothing.
+"""Accuracy of the load client's arrival times, on one core, with a server that costs next to nothing.
 
     python benchmarks/load_client/run.py [--repeats 3] [--duration 15] [--out FILE]
 
 The server (stub.py) runs on a core of its own and sends 32 tokens to each request, 20 ms apart, to all requests at
-once. The client sends Poisson arrivals of 161 prompt tokens. `lag` is what the client tells: from when a request was
-due to when it began to send it. `arrived` is what the server saw: from when the k-th request was due to when the k-th
-arrived whole. `cv`: coefficient of variation of the gaps between requests, as wanted, sent and seen by the server;
-`gap`: how far their distribution is from the wanted one, at most (Kolmogorov-Smirnov). `cpu_share`: of its core that
-the client used; `queued_share`: of the time in which it could have run, but its core ran something else's work.
-`tpot`: the client's median, which the server makes 20 ms. Figures are medians over the repeats.
+once. The client sends Poisson arrivals of 161 prompt tokens. `lag` is the client's figure: from a request's due time to
+the start of its sending. `arrived` is the server's: from the due time of the k-th request to the complete arrival of
+the k-th. `cv`: coefficient of variation of the gaps between requests, as wanted, sent and received; `gap`: the largest
+distance of their distribution from the wanted one (Kolmogorov-Smirnov). `cpu_share`: of its core that the client used;
+`queued_share`: of the time in which it could have run, but its core ran other work. `tpot`: the client's median, which
+the server makes 20 ms. Figures are medians over the repeats.
 
 On a machine that others use, their work decides the tail; `nice -n -10` before the command gives both processes
-precedence, and the record says so.
+precedence, which the record notes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from rich.progress import track
 from machine import describe_machine
 from skipjoin.bench.client import ClientProgress, Exchange
 from skipjoin.bench.http_request import Target
-from skipjoin.bench.load import LoadPlan, measure
+from skipjoin.bench.load import measure
+from skipjoin.bench.load_plan import LoadPlan
 from skipjoin.bench.workload import synthetic
 from skipjoin.observe.record import Record, percentile
 

@@ -35,7 +35,7 @@ def pipeline(folder: Path, dtype: str, stages: int) -> RankedExecutor:
     return RankedExecutor(
         model,
         GroupSizes(1, stages),
-        lambda parts, rooms: (DEVICE_BLOCKS, 0),
+        lambda rank_specs, budgets: (DEVICE_BLOCKS, 0),
         address=None,
         max_restarts=0,
         on_progress=lambda what, share: None,

@@ -1,17 +1,18 @@
-"""What a pipeline of two stages brings, what keeps it full, and how well the simulator knows: PP 2 over two processes
-of one thread each beside one process of one thread, the same requests, all there at once.
+"""Throughput of a two-stage pipeline, its bubbles, and the simulator's accuracy for it: PP 2 over two processes of one
+thread each, against one process of one thread, with the same requests, all present at the start.
 
     OMP_WAIT_POLICY=passive python benchmarks/pipeline/run.py [--pairs 3] [--dtype float32] [--out FILE]
 
 A random-weight Llama of 24 layers, 512 wide. Two loads: of `long` prompts, which fill several plans, and of `short`
-ones, which would all fit one plan. `even` shares the work out between the stages (`EvenStages`), prompts cut to fit
-(`fastserve`) or whole (`fcfs`); `greedy` is the same system without: every plan takes whoever can run. One process runs
-`fastserve`. Before each pair the PP 2 executor is profiled, and the simulator runs the same requests on that profile.
+ones, which would all fit one plan. `even` balances the plans of the stages (`EvenStages`), with prompts cut to fit
+(`fastserve`) or whole (`fcfs`); `greedy` is the same system without: every plan takes all requests that can run. One
+process runs `fastserve`. Before each pair the PP 2 executor is profiled, and the simulator runs the same requests on
+that profile.
 
-`bubbles` is the share of the stages' time in which they stood still; `speed` how long the steps of a run took over what
-the profile says of them; `others` the share of the machine's time that went to other programs. What they disturb is run
-again, a few times. Rows that FILE has are kept, and count. Wanted: PP 2 at 1.5 times the throughput of one process or
-more, and simulated throughput and bubble share within 20 % of what was measured.
+`bubbles` is the share of the stages' time in which they were idle; `speed` the duration of the steps of a run over the
+profile's prediction; `others` the share of the machine's time that other programs used. Runs that they disturb are
+repeated, a few times. Rows in FILE are kept, and count. Wanted: PP 2 at 1.5 times the throughput of one process or
+more, and simulated throughput and bubble share within 20 % of the measured ones.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ def core_of(system: str, cost: CostModel, stages: int) -> EngineCore:
 
 
 def serve(core: EngineCore, executor: Executor, load: list[Request], cost: CostModel) -> dict[str, float]:
-    """Run all requests to their end; how it went. cost: what `speed` is told by."""
+    """Run all requests to their end. Returns the figures. cost: the reference of `speed`."""
     use, flying, steps = StageUse(), deque[Any](), 0
     taken = expected = 0.0
     begin = time.perf_counter()
@@ -129,7 +130,8 @@ def predict(core: EngineCore, profile: Profile, load: list[Request]) -> dict[str
 
 
 def undisturbed(run: Callable[[], T]) -> tuple[T, float]:
-    """What a run returns, and the share of the machine that others had meanwhile; the last or the first quiet one."""
+    """The result of a run, and the share of the machine that others used meanwhile; of the first quiet run, or the
+    last."""
     for _ in range(TRIES):
         begin, before = time.perf_counter(), _busy_s()
         found = run()

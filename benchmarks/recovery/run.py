@@ -1,10 +1,10 @@
-"""How long streams stand still when a rank is killed, and whether a single token is lost, repeated or changed by it.
+"""The pause of streams when a rank is killed, and whether a token is lost, repeated or changed.
 
     python benchmarks/recovery/run.py [--kills 20] [--out FILE]
 
-Serves the built-in model with several ranks, lets eight streams run, greedy and seeded ones in turn, and kills one of
-the ranks (SIGKILL) at a moment drawn from the first half of their time. `gap_s` is the longest time in which no stream
-got a token, in each of the kills; `same` says whether all texts are those of streams that nobody disturbed.
+Serves the built-in model with several ranks, runs eight streams, greedy and seeded ones alternately, and kills one of
+the ranks (SIGKILL) at a random moment in the first half of their time. `gap_s` is the longest time in which no stream
+gets a token, for each kill; `same` is whether all texts equal those of undisturbed streams.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What replicas behind one server bring, how long streams stand still when one dies, and what the way to them costs.
+"""Throughput of replicas behind one server, the pause of streams when one is killed, and the cost of their links.
 
     python benchmarks/replicas/run.py [--parts rates,latencies,kills,hop] [--kills 12] [--out FILE]
 
@@ -9,14 +9,14 @@ over three seeds. Wanted: two replicas reach at least 1.8 times the rate of one.
 `latencies`, in the simulator: four replicas at 0.9 of four times `fcfs`'s rate of one, five seeds, each rule with the
 same arrivals. Wanted: least work beats round robin, though it learns lengths from the requests that have ended.
 
-`kills`: the built-in model, twice, on this machine, with `fcfs`; eight streams, greedy and seeded ones in turn; one of
-the two engines is killed (SIGKILL) at a moment drawn from the first half of their time. `still_s` is the longest time
-that any stream went without a token, `undisturbed_still_s` the same when nobody is killed, `whole_again_s` how long
-until there were two again, `same` whether all texts are those of streams that nobody disturbed.
+`kills`: the built-in model, twice, on this machine, with `fcfs`; eight streams, greedy and seeded ones alternately; one
+of the two engines is killed (SIGKILL) at a random moment in the first half of their time. `still_s` is the longest time
+that any stream went without a token, `undisturbed_still_s` the same without a kill, `whole_again_s` the time until two
+engines run again, `same` whether all texts equal those of undisturbed streams.
 
-`hop`: a message of 32 tokens to this process and one back, over the ipc socket that a single engine has, and over the
-encrypted TCP link of a replica; round trips, and the CPU time of this process for one. Every engine step costs one
-message each way at most.
+`hop`: a message of 32 tokens to this process and one back, over the ipc socket of a single engine, and over the
+encrypted TCP link of a replica; round trips, and the CPU time of this process for one. Every engine step costs at most
+one message each way.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class Server:
 
     def __init__(self, port: int) -> None:
         options = ["--profile", "off", "--kv-cache-gib", "0.1", "--threads", "1", "--dtype", "float32"]
-        # Nobody waits for anybody else in it, so that a pause is the failure's.
+        # Under `fcfs` no request is preempted for another, so that a pause is due to the kill.
         options += ["--recipe", "fcfs"]
         program = [sys.executable, "-c", "from skipjoin.cli import app; app()"]
         command = [*program, "serve", "--port", str(port), "--replicas", "2", *options]

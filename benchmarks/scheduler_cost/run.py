@@ -33,7 +33,7 @@ from skipjoin.core.scheduler import Scheduler
 from skipjoin.core.step import StepPlan, StepResult
 from skipjoin.policies.cost import LinearCost
 from skipjoin.policies.predictors import MaxTokens
-from skipjoin.recipes import RECIPES, Settings, build
+from skipjoin.recipes import RECIPES, Settings, build, own
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from machine import describe_machine
@@ -48,9 +48,10 @@ COST = LinearCost(floor=0.02, prefill_token=1e-4, decode=1e-4, context_token=1e-
 def engine_with(recipe: str, waiting: int, limit: str) -> EngineCore:
     """An engine in which RUNNING requests decode and `waiting` others queue behind what `limit` names."""
     seats = {"seats": RUNNING, "memory": 2 * RUNNING}[limit]
-    settings = Settings(COST, max_seqs=seats, max_tokens=8192, starvation_s=1e9, predictor=MaxTokens())
+    settings = Settings(COST, max_seqs=seats, max_tokens=8192, predictor=MaxTokens())
+    policies = build(recipe, settings, own(recipe, {"starvation_s": 1e9}))
     # 24 blocks each: enough for 128 + STEPS tokens, too few for a waiting prompt besides.
-    core = EngineCore(Scheduler(build(recipe, settings), KVLedger(RUNNING * 24, 0, 16)))
+    core = EngineCore(Scheduler(policies, KVLedger(RUNNING * 24, 0, 16)))
     for number in range(RUNNING):
         core.add(Request(number, 0.0, range(128), STEPS + 50), 0.0)
     while any(request.output == [] for request in core.requests.values()):
@@ -147,7 +148,8 @@ def main() -> None:
     args = parser.parse_args()
     gc.freeze()
     rows = []
-    # Under mlfq the queue's prompts, however long, are in the first queue and displace who runs: no steady state.
+    # Under mlfq the queue's prompts, of any length, enter the first queue and displace running requests: no steady
+    # state.
     steady = [recipe for recipe in args.recipes if recipe != "mlfq"]
     for recipe, limit, waiting in itertools.product(steady, ("seats", "memory"), WAITING):
         runs = [measure(recipe, waiting, limit) for _ in range(args.repeats if waiting < 50_000 else 2)]

@@ -13,7 +13,7 @@ __all__ = ["LLM", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    # The core and the API process import this package; only who asks for the engine pays for torch.
+    # The core and the API process import this package; only an import of the engine loads torch.
     if name == "LLM":
         from skipjoin.llm import LLM  # noqa: PLC0415
 

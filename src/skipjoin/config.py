@@ -1,135 +1,236 @@
-"""What a user may set, as frozen values. Read by cli, server, llm and the assembly; core and policies never see it."""
+"""What a user may set, as frozen values. Read by cli, server, llm and engine; core and policies never see it."""
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from skipjoin.knobs import ConfigError, Knob, Value, check, unknown
+from skipjoin.recipes import DEFAULT, DEFAULT_SLO_S, check_recipe
+
+__all__ = [
+    "DEPRECATED",
+    "ConfigError",
+    "EngineConfig",
+    "MaxBatchedTokens",
+    "MaxNumSeqs",
+    "Objective",
+    "ServerConfig",
+    "unknown",
+    "with_aliases",
+]
 
 METRICS_COMPAT = ("none", "vllm")
-ORACLES = ("none", "max-tokens")
-# The recipes that promote who starves, and whose KV makes way for the promoted.
-BOUNDED_RECIPES = ("fastserve", "fastserve-reactive", "fastserve-recompute", "mlfq")
-# Seconds per output token that users accept: FastServe's objective of the normalized latency.
-DEFAULT_SLO_S = 0.3
+# Groups of the help, in its order.
+MODEL, SCHEDULING, MEMORY, PARALLELISM = "Model", "Scheduling", "Memory", "Parallelism"
+MEASUREMENT, DEPRECATED = "Measurement", "Deprecated aliases"
+SERVER, LIMITS = "HTTP server", "Limits"
 
-
-class ConfigError(ValueError):
-    """A setting outside its bounds. The text names the setting and the bound."""
-
-
-def unknown(field: str, got: str, known: Iterable[str]) -> ConfigError:
-    """What to raise for a name that is not one of `known`: it tells the nearest of them, or all, in their order."""
-    names = list(known)
-    near = difflib.get_close_matches(got.strip().lower(), names, n=3)
-    hint = f"did you mean {' or '.join(near)}?" if near else f"choose from {', '.join(names)}"
-    return ConfigError(f"{field}: there is no {got!r}; {hint}")
+# Fields of an engine that a simulated system has, too.
+MaxNumSeqs = Annotated[int, Knob("Most requests in a step.", low=1, high=65536, group=SCHEDULING)]
+MaxBatchedTokens = Annotated[int, Knob("Most tokens in a step.", low=1, high=1 << 20, group=SCHEDULING)]
+Objective = Annotated[
+    float,
+    Knob(
+        "Seconds per output token that users accept.",
+        above=0,
+        high=1e6,
+        flags=("--slo",),
+        metavar="SECONDS",
+        group=SCHEDULING,
+    ),
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """The engine: model, memory, scheduling. Raises `ConfigError` on a value outside its bounds.
 
-    model: a Hugging Face folder or hub id; "tally" is the built-in model. dtype: auto, float32, bfloat16, float16.
-    device: auto, cpu, cuda. load_format: "auto" reads the folder's weights; "dummy" draws random ones, so that a folder
-    with a config.json is enough to measure with. attention: auto, torch, cpp, triton: what computes the layers.
-    max_model_len: most tokens of prompt and output together; None: what the model holds. block_size: tokens per KV
-    block. kv_cache_gib: size of the KV pool; None: a share of what is free. gpu_memory_utilization: that share on CUDA,
-    weights included.
-    swap_space_gib: size of the host pool, to which KV is swapped; 0: none, KV is computed again; None: a share of
-    the RAM that is free.
-    recipe: which scheduler. max_num_seqs, max_num_batched_tokens: most requests and tokens in a step.
-    slo_s: seconds per output token that users accept.
-    quantum_s: what the first queue of `fastserve` grants a request; None: the shortest iteration. oracle: where recipes
-    that need true output lengths have them from: "max-tokens" where every request runs to its max_tokens.
-    starvation_s: how long `fastserve` lets a request wait before it promotes it; None: what follows from `slo_s`.
-    starvation_bound_s: no request goes longer without running, from its arrival, or the end of a step that ran it, to
-    the end of the next one that does; None: no bound. max_live_requests: most requests at once, which whoever drives
-    the engine keeps to, and which a bound needs; None: any number.
-    pipeline_depth: plans in flight; 2 decides the next step while one runs, and queues it behind that one on a GPU;
-    None: 2 on a GPU, 1 on a CPU, whose cores the model needs.
-    enforce_eager: launch a decode step's kernels one by one, rather than as a recorded CUDA graph.
-    tensor_parallel_size, pipeline_parallel_size: ranks that share each layer, and stages of consecutive layers; their
-    product is the number of ranks, and each stage has a plan of its own in flight.
-    distributed_executor_backend: "ray" runs ranks as processes that Ray places; "auto" does so if there are several.
-    ray_address: host:port of the cluster to place them on; None: one of our own on this machine.
-    max_restarts: how often within ten minutes all ranks are started anew, after one was lost, before the engine gives
-    up.
-    threads: CPU threads of the model; None: all. seed: from which requests without a seed draw theirs.
-    timeline: file to which a trace of who ran when is written, for Perfetto and chrome://tracing.
-    profile: what steps cost: "auto" takes the cached profile of this model on this machine, or measures one at first;
-    "off" starts from a guess; anything else is the file of a profile.
+    Each field says what it is: `Knob`. None where a default is given in brackets stands for that.
     """
 
-    model: str = "tally"
-    dtype: str = "auto"
-    device: str = "auto"
-    attention: str = "auto"
-    load_format: str = "auto"
-    max_model_len: int | None = None
-    block_size: int = 16
-    kv_cache_gib: float | None = None
-    gpu_memory_utilization: float = 0.9
-    swap_space_gib: float | None = None
-    recipe: str = "fastserve"
-    max_num_seqs: int = 128
-    max_num_batched_tokens: int = 2048
-    slo_s: float = DEFAULT_SLO_S
-    quantum_s: float | None = None
-    oracle: str = "none"
-    starvation_s: float | None = None
-    starvation_bound_s: float | None = None
-    max_live_requests: int | None = None
-    pipeline_depth: int | None = None
-    enforce_eager: bool = False
-    tensor_parallel_size: int = 1
-    pipeline_parallel_size: int = 1
-    distributed_executor_backend: str = "auto"
-    ray_address: str | None = None
-    max_restarts: int = 5
-    threads: int | None = None
-    seed: int = 0
-    timeline: str | None = None
-    profile: str = "auto"
+    model: Annotated[
+        str,
+        Knob("A Hugging Face folder, a hub id, or 'tally', the built-in model.", group=MODEL, positional=True),
+    ] = "tally"
+    dtype: Annotated[
+        str,
+        Knob("Type of weights and KV", choices=("auto", "float32", "bfloat16", "float16"), group=MODEL),
+    ] = "auto"
+    device: Annotated[str, Knob("Where the model runs", choices=("auto", "cpu", "cuda"), group=MODEL)] = "auto"
+    attention: Annotated[
+        str, Knob("What computes the layers: auto, torch, cpp (CPU) or triton (CUDA).", group=MODEL)
+    ] = "auto"
+    load_format: Annotated[
+        str,
+        Knob(
+            "Weights as they are, or random ones, for which a folder with config.json is enough",
+            choices=("auto", "dummy"),
+            group=MODEL,
+        ),
+    ] = "auto"
+    max_model_len: Annotated[
+        int | None,
+        Knob("Most tokens of prompt and output together (default: the model's).", low=1, high=1 << 31, group=MODEL),
+    ] = None
+    enforce_eager: Annotated[
+        bool, Knob("Launch the kernels of decode steps one by one, without CUDA graphs.", group=MODEL)
+    ] = False
+    threads: Annotated[
+        int | None, Knob("CPU threads of the model (default: all).", low=1, high=1 << 31, group=MODEL)
+    ] = None
+    seed: Annotated[int, Knob("From which requests without a seed draw theirs.", group=MODEL)] = 0
+    recipe: Annotated[
+        str,
+        Knob(
+            "The scheduler; `skipjoin recipes` lists all of them.",
+            flags=("--recipe", "--scheduling-policy"),
+            metavar="NAME",
+            group=SCHEDULING,
+        ),
+    ] = DEFAULT
+    recipe_params: Annotated[
+        dict[str, Value],
+        Knob(
+            "A parameter of the recipe; may be repeated. `skipjoin recipes` lists them.",
+            flags=("--set",),
+            metavar="NAME=VALUE",
+            group=SCHEDULING,
+        ),
+    ] = field(default_factory=dict)
+    max_num_seqs: MaxNumSeqs = 128
+    max_num_batched_tokens: MaxBatchedTokens = 2048
+    slo_s: Objective = DEFAULT_SLO_S
+    pipeline_depth: Annotated[
+        int | None,
+        Knob(
+            "Plans in flight; 2 decides the next step while one runs (default: 2 on a GPU, else 1, as the model needs "
+            "the CPU's cores).",
+            low=1,
+            high=2,
+            group=SCHEDULING,
+        ),
+    ] = None
+    max_live_requests: Annotated[
+        int | None,
+        Knob(
+            "Most requests at once, which the driver of the engine keeps to (default: any number).",
+            low=1,
+            high=1 << 40,
+            option=False,
+        ),
+    ] = None
+    block_size: Annotated[int, Knob("Tokens per KV block.", low=1, high=1024, group=MEMORY)] = 16
+    kv_cache_gib: Annotated[
+        float | None,
+        Knob("Size of the KV pool (default: a share of free memory).", above=0, high=1e6, metavar="GIB", group=MEMORY),
+    ] = None
+    gpu_memory_utilization: Annotated[
+        float,
+        Knob("Share of GPU memory to use, weights included.", above=0, high=1, metavar="SHARE", group=MEMORY),
+    ] = 0.9
+    swap_space_gib: Annotated[
+        float | None,
+        Knob(
+            "Size of the host pool that KV is swapped to; 0: none, it is recomputed (default: a share of free RAM).",
+            low=0,
+            high=1e6,
+            flags=("--swap-space", "--kv-offloading-size"),
+            metavar="GIB",
+            group=MEMORY,
+        ),
+    ] = None
+    tensor_parallel_size: Annotated[
+        int,
+        Knob(
+            "Ranks that share each layer.",
+            low=1,
+            high=1024,
+            flags=("--tensor-parallel-size", "-tp"),
+            metavar="RANKS",
+            group=PARALLELISM,
+        ),
+    ] = 1
+    pipeline_parallel_size: Annotated[
+        int,
+        Knob(
+            "Stages of consecutive layers, one after the other; each has a plan of its own in flight.",
+            low=1,
+            high=1024,
+            flags=("--pipeline-parallel-size", "-pp"),
+            metavar="STAGES",
+            group=PARALLELISM,
+        ),
+    ] = 1
+    distributed_executor_backend: Annotated[
+        str,
+        Knob(
+            "Ranks are processes that Ray places if there are several, or always",
+            choices=("auto", "ray"),
+            group=PARALLELISM,
+        ),
+    ] = "auto"
+    ray_address: Annotated[
+        str | None,
+        Knob(
+            "Ray cluster for the ranks (default: one of its own on this machine).",
+            metavar="HOST:PORT",
+            group=PARALLELISM,
+        ),
+    ] = None
+    max_restarts: Annotated[
+        int,
+        Knob(
+            "How often within ten minutes lost ranks are started anew before the engine gives up.",
+            low=0,
+            high=1000,
+            group=PARALLELISM,
+        ),
+    ] = 5
+    profile: Annotated[
+        str,
+        Knob(
+            "What steps cost: measured at the first start and cached, guessed, or of `skipjoin profile --out FILE`.",
+            metavar="auto|off|FILE",
+            group=MEASUREMENT,
+        ),
+    ] = "auto"
+    timeline: Annotated[
+        str | None, Knob("Write a trace for Perfetto and chrome://tracing.", metavar="FILE", group=MEASUREMENT)
+    ] = None
+    # Parameters of recipes as they were given before there was `recipe_params`; to be removed.
+    starvation_s: Annotated[
+        float | None, Knob("As --set starvation_s=SECONDS.", metavar="SECONDS", group=DEPRECATED)
+    ] = None
+    starvation_bound_s: Annotated[
+        float | None,
+        Knob(
+            "As --set starvation_bound_s=SECONDS.",
+            flags=("--starvation-bound",),
+            metavar="SECONDS",
+            group=DEPRECATED,
+        ),
+    ] = None
+    quantum_s: Annotated[float | None, Knob("As --set quantum_s=SECONDS.", metavar="SECONDS", group=DEPRECATED)] = None
+    oracle: Annotated[str, Knob("As --set oracle=max-tokens.", metavar="NAME", group=DEPRECATED)] = "none"
 
     def __post_init__(self) -> None:
         if not self.profile:
             raise ConfigError("profile must be auto, off or the file of a profile, got an empty name")
-        for name, low, high in (
-            ("block_size", 1, 1024),
-            ("max_num_seqs", 1, 65536),
-            ("max_num_batched_tokens", 1, 1 << 20),
-            ("tensor_parallel_size", 1, 1024),
-            ("pipeline_parallel_size", 1, 1024),
-            ("max_restarts", 0, 1000),
-        ):
-            _check(name, getattr(self, name), low, high)
-        for name, high in (
-            ("max_model_len", 1 << 31),
-            ("threads", 1 << 31),
-            ("max_live_requests", 1 << 40),
-            ("pipeline_depth", 2),
-        ):
-            if (value := getattr(self, name)) is not None:
-                _check(name, value, 1, high)
-        check_slo(self.slo_s, self.starvation_s)
-        self._check_starvation_bound()
-        self._check_oracle()
-        if self.quantum_s is not None:
-            check_above_zero("quantum_s", self.quantum_s, 1e6)
-        check_swap_space("swap_space_gib", self.swap_space_gib)
-        for name, most in (("kv_cache_gib", 1e6), ("gpu_memory_utilization", 1.0)):
-            if (share := getattr(self, name)) is not None:
-                check_above_zero(name, share, most)
-        for name, allowed in (
-            ("dtype", ("auto", "float32", "bfloat16", "float16")),
-            ("device", ("auto", "cpu", "cuda")),
-            ("load_format", ("auto", "dummy")),
-            ("distributed_executor_backend", ("auto", "ray")),
-        ):
-            if getattr(self, name) not in allowed:
-                raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
+        check(self)
+        check_recipe(self.recipe, self.params)
         self._check_ranks()
+
+    @property
+    def params(self) -> dict[str, Value]:
+        """The recipe's parameters that are given, under their new names or as deprecated aliases."""
+        return with_aliases(
+            self.recipe_params,
+            starvation_s=self.starvation_s,
+            starvation_bound_s=self.starvation_bound_s,
+            quantum_s=self.quantum_s,
+            oracle=None if self.oracle == "none" else self.oracle,
+        )
 
     @property
     def ranks(self) -> int:
@@ -158,97 +259,110 @@ class EngineConfig:
                 "distributed_executor_backend ray"
             )
 
-    def _check_oracle(self) -> None:
-        if self.oracle not in ORACLES:
-            raise ConfigError(f"oracle must be one of {', '.join(ORACLES)}, got {self.oracle!r}")
-        if self.recipe == "srpt" and self.oracle == "none":
-            raise ConfigError(
-                "recipe srpt needs true output lengths: set oracle to max-tokens if every request runs to max_tokens"
-            )
 
-    def _check_starvation_bound(self) -> None:
-        if self.starvation_bound_s is None:
-            return
-        check_above_zero("starvation_bound_s", self.starvation_bound_s, 1e9)
-        if self.starvation_s is not None:
-            raise ConfigError("starvation_s must not be set beside starvation_bound_s, from which it follows")
-        if self.quantum_s is not None:
-            raise ConfigError("quantum_s must not be set beside starvation_bound_s, which holds for the usual quanta")
-        if self.recipe == "fastserve-defer":
-            raise ConfigError("starvation_bound_s cannot be kept by recipe fastserve-defer: newcomers wait for memory")
-        if self.recipe not in BOUNDED_RECIPES:
-            raise ConfigError(
-                f"starvation_bound_s needs recipe {', '.join(BOUNDED_RECIPES)}: "
-                f"{self.recipe!r} does not promote who starves"
-            )
+def with_aliases(given: dict[str, Value], **aliases: Value | None) -> dict[str, Value]:
+    """Parameters of a recipe and those that were given by their old names; None: not given.
 
-
-def check_above_zero(name: str, value: float, most: float) -> None:
-    """Refuse a value that is not in (0, most]."""
-    if not 0 < value <= most:
-        raise ConfigError(f"{name} must be in (0, {most:g}], got {value}")
-
-
-def check_slo(slo_s: float, starvation_s: float | None) -> None:
-    """Refuse an objective, or a starvation threshold of its own, that is outside its bounds; both in seconds."""
-    check_above_zero("slo_s", slo_s, 1e6)
-    if starvation_s is not None:
-        check_above_zero("starvation_s", starvation_s, 1e9)
-
-
-def check_swap_space(name: str, gib: float | None) -> None:
-    """Refuse a size of the host pool that no machine has. None, which leaves the choice to us, passes."""
-    if gib is not None and not 0 <= gib <= 1e6:
-        raise ConfigError(f"{name} must be in [0, 1e+06], got {gib}")
-
-
-def _check(name: str, value: int, low: int, high: int) -> None:
-    if not low <= value <= high:
-        raise ConfigError(f"{name} must be in [{low}, {high}], got {value}")
+    Raises `ConfigError` for one that is given both ways.
+    """
+    old = {name: value for name, value in aliases.items() if value is not None}
+    if twice := next((name for name in old if name in given), None):
+        raise ConfigError(f"{twice} is given twice, as a parameter of the recipe and by its old name")
+    return given | old
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
     """The HTTP server around an engine. Raises `ConfigError` on a value outside its bounds.
 
-    api_keys: any of them opens every route but health; empty: no key is asked for.
-    served_model_name: what clients call the model; None: the model's own name.
-    chat_template: a file with a Jinja template to use instead of the model's own.
-    max_queued_requests, max_queued_tokens: requests in the server, waiting or running, and the prompt tokens of
-    those that wait; beyond either a request is refused with 429.
-    default_deadline_s: seconds after which a request without a deadline of its own is given up; None: never.
-    shutdown_timeout_s: how long running requests may take to finish after SIGTERM.
-    max_body_bytes, max_header_bytes: larger requests are refused.
-    metrics_compat: "vllm" tells metrics under vLLM's names, too.
-    replicas: engines behind this server.
-    enable_debug_routes: whether GET /debug/requests is served.
+    api_keys: any of them opens every route but health; empty: no key is asked for. max_queued_requests,
+    max_queued_tokens: beyond either a request is refused with 429.
     """
 
-    host: str = "127.0.0.1"
-    port: int = 8000
-    api_keys: tuple[str, ...] = ()
-    served_model_name: str | None = None
-    chat_template: str | None = None
-    max_queued_requests: int = 1024
-    max_queued_tokens: int = 1 << 20
-    default_deadline_s: float | None = None
-    shutdown_timeout_s: float = 30.0
-    max_body_bytes: int = 4 << 20
-    max_header_bytes: int = 64 << 10
-    metrics_compat: str = "none"
-    replicas: int = 1
-    enable_debug_routes: bool = False
+    host: Annotated[str, Knob("Address to listen on.", group=SERVER)] = "127.0.0.1"
+    port: Annotated[int, Knob("Port to listen on; 0 picks a free one.", low=0, high=65535, group=SERVER)] = 8000
+    api_keys: Annotated[
+        tuple[str, ...],
+        Knob(
+            "Key that clients must send; may be repeated (default: none is asked for).",
+            flags=("--api-key",),
+            envvar="SKIPJOIN_API_KEY",
+            metavar="KEY",
+            group=SERVER,
+        ),
+    ] = ()
+    served_model_name: Annotated[
+        str | None, Knob("What clients call the model (default: its own name).", metavar="NAME", group=SERVER)
+    ] = None
+    chat_template: Annotated[
+        str | None, Knob("Jinja chat template to use instead of the model's own.", metavar="FILE", group=SERVER)
+    ] = None
+    max_queued_requests: Annotated[
+        int,
+        Knob(
+            "Most requests in the server, waiting and running; more are refused with 429.",
+            low=1,
+            high=1 << 40,
+            flags=("--max-num-queued-reqs",),
+            metavar="REQUESTS",
+            group=LIMITS,
+        ),
+    ] = 1024
+    max_queued_tokens: Annotated[
+        int,
+        Knob(
+            "Most prompt tokens of requests that wait; more are refused with 429.",
+            low=1,
+            high=1 << 40,
+            flags=("--max-num-queued-tokens",),
+            metavar="TOKENS",
+            group=LIMITS,
+        ),
+    ] = 1 << 20
+    default_deadline_s: Annotated[
+        float | None,
+        Knob(
+            "Time until a request without a deadline is given up (default: never).",
+            above=0,
+            high=1e9,
+            metavar="SECONDS",
+            group=LIMITS,
+        ),
+    ] = None
+    shutdown_timeout_s: Annotated[
+        float,
+        Knob(
+            "Time that running requests get after SIGTERM.",
+            above=0,
+            high=1e9,
+            flags=("--shutdown-timeout",),
+            metavar="SECONDS",
+            group=LIMITS,
+        ),
+    ] = 30.0
+    max_body_bytes: Annotated[
+        int, Knob("Largest body of a request.", low=1, high=1 << 40, metavar="BYTES", group=LIMITS)
+    ] = 4 << 20
+    max_header_bytes: Annotated[
+        int, Knob("Largest headers of a request.", low=1, high=1 << 40, metavar="BYTES", group=LIMITS)
+    ] = 64 << 10
+    metrics_compat: Annotated[
+        str, Knob("Tell metrics under other names, too", choices=METRICS_COMPAT, group=MEASUREMENT)
+    ] = "none"
+    replicas: Annotated[
+        int,
+        Knob(
+            "Engines behind this server, by Ray Serve; each has the model, and the KV pool, of its own.",
+            low=1,
+            high=4096,
+            group=PARALLELISM,
+        ),
+    ] = 1
+    enable_debug_routes: Annotated[
+        bool, Knob("Serve GET /debug/requests, the state of every live request.", group=SERVER)
+    ] = False
 
     def __post_init__(self) -> None:
-        _check("port", self.port, 0, 65535)
-        _check("replicas", self.replicas, 1, 4096)
-        for name in ("max_queued_requests", "max_queued_tokens", "max_body_bytes", "max_header_bytes"):
-            _check(name, getattr(self, name), 1, 1 << 40)
-        if self.metrics_compat not in METRICS_COMPAT:
-            raise ConfigError(f"metrics_compat must be one of {', '.join(METRICS_COMPAT)}, got {self.metrics_compat!r}")
+        check(self)
         if any(not key for key in self.api_keys):
             raise ConfigError("api_key must not be empty")
-        for name in ("default_deadline_s", "shutdown_timeout_s"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < 1e9:
-                raise ConfigError(f"{name} must be in (0, 1e9), got {value}")

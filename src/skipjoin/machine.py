@@ -1,4 +1,4 @@
-"""The machine as figures should name it: no host names, no paths."""
+"""Description of the machine for results: no host names, no paths."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def cpu_name() -> str:
-    """The CPU's model."""
+    """The CPU's model name."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Profiles: what steps and transfers cost on one machine, as a JSON file that needs neither the machine nor torch."""
+"""Profiles: the costs of steps and transfers on one machine, as a JSON file. Reading one needs no torch."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ try:
 except ImportError:  # not on Windows
     fcntl = None  # type: ignore[assignment]
 
-# Rises when a file of before cannot be read any more.
+# Incremented when older files can no longer be read.
 FORMAT = 3
-# Names the folder of cached profiles in place of the user's cache.
+# Environment variable with the folder of cached profiles.
 CACHE_VARIABLE = "SKIPJOIN_PROFILE_CACHE"
 
 T = TypeVar("T")
@@ -36,11 +36,11 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ProfileKey:
-    """What a profile is valid for.
+    """The identity of a profile.
 
-    model: a name for people, not part of the identity. shape: a hash of the model's configuration, so that a renamed
-    folder or other weights of the same shape find their profile. device_kind: cpu or cuda. device: model name of CPU
-    or GPU. threads: CPU threads of the model. attention: the attention back end. tp, pp: tensor and pipeline
+    model: a name for messages, not part of the identity. shape: a hash of the model's configuration, so that a renamed
+    folder or other weights of the same shape find their profile. device_kind: cpu or cuda. device: model name of the
+    CPU or GPU. threads: CPU threads of the model. attention: the attention back end. tp, pp: tensor and pipeline
     parallelism. version: of Skipjoin.
     """
 
@@ -57,7 +57,7 @@ class ProfileKey:
 
     @property
     def digest(self) -> str:
-        """A file name for all of it but the name of the model."""
+        """A file name for all fields except the name of the model."""
         identity = dataclasses.asdict(self) | {"model": ""}
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -74,7 +74,7 @@ class Transfer:
 class FitErrors:
     """Absolute relative errors of the cost model on measured steps.
 
-    median, p95: on the `held_out` shapes that the fit did not see; where none could be spared, on those it saw.
+    median, p95: on the `held_out` shapes, which the fit did not use; if there are none, on the fitted ones.
     fitted, held_out: numbers of shapes.
     """
 
@@ -86,7 +86,7 @@ class FitErrors:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A measured step: its shape (see `StepShape`), its seconds (the lower quartile), how often it ran."""
+    """A measured step: its shape (see `StepShape`), its seconds (the lower quartile), its number of runs."""
 
     prefill: int
     attention: int
@@ -99,14 +99,14 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """A measured cost model and what it was measured on.
+    """A measured cost model and its circumstances.
 
-    cost: transfers of `block_size` tokens per block, in the slower direction; transfer_out, transfer_in: both.
-    unrest: mean time of a step over its undisturbed time, which the fit is made of; `cost` has it in it.
-    host_s: what the engine adds to a step between one and the next.
-    stage_shares: of each pipeline stage in a step, one for each; a single 1 without stages.
-    kv_bytes_per_block, weight_bytes: over all devices. vocab_size, max_positions: of the model. machine: a
-    description for people. date: ISO 8601, UTC.
+    cost: includes transfers per block of `block_size` tokens, in the slower direction; transfer_out, transfer_in: both.
+    unrest: mean time of a step over its undisturbed time, to which the fit is made; `cost` includes it.
+    host_s: host time between two steps.
+    stage_shares: of each pipeline stage in a step; a single 1 without stages.
+    kv_bytes_per_block, weight_bytes: over all devices. vocab_size, max_positions: of the model. machine: a description
+    for readers. date: ISO 8601, UTC.
     """
 
     key: ProfileKey
@@ -127,12 +127,12 @@ class Profile:
     date: str
 
     def cost_for(self, block_size: int) -> LinearCost:
-        """The cost model for KV blocks of that many tokens."""
+        """The cost model for KV blocks of `block_size` tokens."""
         return dataclasses.replace(self.cost, block=self.cost.block * block_size / self.block_size)
 
 
 def cache_path(key: ProfileKey) -> Path:
-    """Where the profile of this key is cached: $SKIPJOIN_PROFILE_CACHE, or else skipjoin/profiles in the user's
+    """The path of the cached profile of this key: in $SKIPJOIN_PROFILE_CACHE, or else skipjoin/profiles in the user's
     cache folder."""
     folder = os.environ.get(CACHE_VARIABLE)
     if folder is None:
@@ -142,14 +142,14 @@ def cache_path(key: ProfileKey) -> Path:
 
 @contextmanager
 def one_at_a_time(key: ProfileKey) -> Iterator[None]:
-    """Of the processes of this machine one at a time is inside, for each key. So engines that start together measure
-    once, and undisturbed: the others find what the first has written. Where files cannot be locked, nobody waits."""
+    """Hold a lock per key among the processes of this machine, so that engines that start together measure once and
+    undisturbed: the others read the first one's result. Where files cannot be locked, does not wait."""
     path = cache_path(key).with_suffix(".lock")
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = path.open("w")
     except OSError as error:
-        _log.warning("the profile may be measured by several engines at once: %s", error.strerror)
+        _log.warning("the profile cannot be locked, so several engines may measure at once: %s", error.strerror)
         yield
         return
     with lock:
@@ -159,20 +159,20 @@ def one_at_a_time(key: ProfileKey) -> Iterator[None]:
 
 
 def cached_profile(key: ProfileKey) -> Profile | None:
-    """The cached profile of this key. A damaged file is as good as none, and gives a warning."""
+    """The cached profile of this key; None if there is none. A damaged file is ignored with a warning."""
     path = cache_path(key)
     if not path.is_file():
         return None
     try:
         profile = read_profile(path)
     except ConfigError as error:
-        _log.warning("the cached profile is measured again: %s", error)
+        _log.warning("the cached profile is invalid and is measured again: %s", error)
         return None
     return profile if profile.key.digest == key.digest else None
 
 
 def write_profile(profile: Profile, path: Path) -> None:
-    """Write the file in one move, so that nobody reads half of it. Raises `ConfigError` where that is impossible."""
+    """Write the file atomically. Raises `ConfigError` if it cannot be written."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
@@ -184,7 +184,7 @@ def write_profile(profile: Profile, path: Path) -> None:
 
 
 def read_profile(path: Path) -> Profile:
-    """A profile from its file. Raises `ConfigError`, naming file and field, for anything but a whole one."""
+    """Read a profile. Raises `ConfigError`, naming file and field, if the file is missing or invalid."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -250,7 +250,7 @@ def _decode_fields(kind: type[Any], raw: object, where: str) -> object:
 
 
 def _number(value: float, where: str) -> float:
-    if not 0 <= value <= sys.float_info.max:  # an integer in a file may be larger than any float
+    if not 0 <= value <= sys.float_info.max:  # an integer in a file may exceed the largest float
         raise ValueError(f"{where} must be finite and at least 0, got {value}")
     return value
 

@@ -17,7 +17,6 @@ from skipjoin.config import ConfigError
 from skipjoin.core.events import Event, Finished
 from skipjoin.observe.record import Slo
 from skipjoin.policies.cost import LinearCost
-from skipjoin.policies.starvation import starvation_after
 from skipjoin.profile import FitErrors, Profile, ProfileKey, Transfer, write_profile
 from skipjoin.recipes import RECIPES
 from support.simulated import CELL, SYSTEM, WORKLOAD
@@ -152,10 +151,10 @@ def test_a_trace_is_played_as_it_is(tmp_path) -> None:
         ("kv_blocks", 0),
         ("max_tokens", 0),
         ("decision_s", -1.0),
-        ("starvation_s", float("nan")),
-        ("starvation_s", 0.0),
         ("host_blocks", -1),
         ("dispatch", "random"),
+        ("slo_s", float("nan")),
+        ("recipe", "lifo"),
     ],
 )
 def test_settings_out_of_bounds_are_named(field: str, value: object) -> None:
@@ -244,11 +243,19 @@ def test_the_host_pool_of_a_profile_is_as_large_as_its_kv_pool(tmp_path: Path) -
 
 def test_the_threshold_of_starvation_follows_the_objective_unless_it_is_set() -> None:
     machine = Machine(hardware="a100-40gb", model="opt-13b")
-    assert starvation_after(0.3) == settings_of(machine)["starvation_s"] == SYSTEM.starvation_s == 30.0
+    assert settings_of(machine)["starvation_s"] == SYSTEM.describe()["starvation_s"] == 30.0
     assert settings_of(machine, slo_s=1.5)["starvation_s"] == 150.0
-    assert settings_of(machine, slo_s=1.5, starvation_s=4.0)["starvation_s"] == 4.0
-    for wrong in (0.0, -1.0, float("nan"), 2e6):
-        with pytest.raises(ConfigError, match=r"^slo_s must be in \(0, 1e\+06\], got"):
-            settings_of(machine, slo_s=wrong)
-    with pytest.raises(ConfigError, match=r"^starvation_s must be in \(0,"):
-        settings_of(machine, starvation_s=0.0)
+    assert settings_of(machine, slo_s=1.5, recipe_params={"starvation_s": 4.0})["starvation_s"] == 4.0
+
+
+def test_recipes_take_the_parameters_that_they_have_and_records_tell_them() -> None:
+    machine = Machine(hardware="a100-40gb", model="opt-13b", kv_gib=4)
+    given = {"starvation_s": 4.0, "chunk_tokens": 64}
+    first, second = machine.systems("sarathi,mlfq", recipe_params=given)
+    records = [run(replace(CELL, system=system, extent=Extent(8.0, 1.0, 3))) for system in (first, second)]
+    assert records[0]["recipe_params"] == {"chunk_tokens": 64}
+    assert records[1]["recipe_params"].items() >= {"starvation_s": 4.0, "quantum_s": None, "paced": True}.items()
+    with pytest.raises(ConfigError, match=r"starvation_s needs recipe fastserve, .*: orca has no parameters; sarathi"):
+        machine.systems("orca,sarathi", recipe_params=given)
+    with pytest.raises(ConfigError, match="starvation_bound_s needs max_live_requests"):
+        machine.systems("mlfq", recipe_params={"starvation_bound_s": 60.0})

@@ -81,7 +81,7 @@ def test_a_bad_cell_is_told_with_its_place(tmp_path: Path, row: str, error: str)
             "line 1: no column arrival_s; the columns are Arrival, prompt_tokens",
         ),
         ("arrival_s,prompt_tokens,prompt_tokens,output_tokens\n", "two columns are named prompt_tokens"),
-        (HEADER + "0,10,5\n1,1,200,5\n", "line 3: 4 fields, but the header names 3"),
+        (HEADER + "0,10,5\n1,1,200,5\n", "line 3: 4 fields, but the header has 3"),
         (HEADER + '0,10,5\n0,"10,5\n1,10,5\n', "line 3: unexpected end of data"),
     ],
 )
@@ -93,8 +93,8 @@ def test_a_bad_shape_is_told(tmp_path: Path, text: str, error: str) -> None:
     ("name", "content", "error"),
     [
         ("trace.csv", b"\xff\xfe\x00\x01", "not a text file in UTF-8"),
-        ("trace.csv.gz", b"arrival_s", "not a whole gzip file"),
-        ("trace.csv.gz", gzip.compress(HEADER.encode(), mtime=0)[:-9], "not a whole gzip file"),
+        ("trace.csv.gz", b"arrival_s", "not a complete gzip file"),
+        ("trace.csv.gz", gzip.compress(HEADER.encode(), mtime=0)[:-9], "not a complete gzip file"),
     ],
 )
 def test_what_is_no_text_is_told(tmp_path: Path, name: str, content: bytes, error: str) -> None:

@@ -195,12 +195,12 @@ def test_a_stream_is_read_from_one_text() -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("batch", "stream must be made of KEY=VALUE, got 'batch'"),
+        ("batch", "stream must consist of KEY=VALUE fields, got 'batch'"),
         ("name=b,length=alpaca,share=0.5", "stream: there is no 'length'; did you mean lengths?"),
         ("name=b,share=0.5", "stream needs lengths="),
         ("lengths=alpaca,share=0.5", "stream needs name="),
         ("name=b,lengths=alpaca", "stream needs share="),
-        ("name=b,name=c,lengths=alpaca,share=0.5", "stream: name is there twice"),
+        ("name=b,name=c,lengths=alpaca,share=0.5", "stream: name is given twice"),
         ("name=b,lengths=alpacca,share=0.5", "lengths: there is no 'alpacca'; did you mean alpaca?"),
         ("name=b,lengths=alpaca,share=1.5", "share must be in (0, 1], got 1.5"),
         ("name=b,lengths=alpaca,share=0", "share must be in (0, 1], got 0.0"),
@@ -240,7 +240,7 @@ def test_a_workload_that_does_not_add_up_is_told() -> None:
     one = Stream("one", parse_lengths("alpaca"), POISSON, 0.5)
     with pytest.raises(ConfigError, match=r"shares of the streams must add up to 1, got 0\.5"):
         Synthetic((one,))
-    with pytest.raises(ConfigError, match="'one' is there twice"):
+    with pytest.raises(ConfigError, match="'one' is named twice"):
         Synthetic((one, one))
     with pytest.raises(ConfigError, match="must add up to less than 1, got 1"):
         synthetic("alpaca", "poisson", [BATCH, BATCH.replace("batch", "other")])
@@ -248,7 +248,7 @@ def test_a_workload_that_does_not_add_up_is_told() -> None:
         with_best_effort(Replay(TIMED), 1.1)
     with pytest.raises(ConfigError, match="speedup must be a number above 0, got 0"):
         Replay(TIMED, speedup=0)
-    with pytest.raises(ConfigError, match="speedup is for a trace with arrival times"):
+    with pytest.raises(ConfigError, match="speedup needs a trace with arrival times"):
         Replay(UNTIMED, speedup=2, arrivals=POISSON)
     with pytest.raises(ConfigError, match=r"untimed\.csv has no arrival times"):
         Replay(UNTIMED)

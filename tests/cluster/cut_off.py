@@ -174,10 +174,10 @@ class Rehearsal:
         assert self._stream_all() == undisturbed, "with the cable back, streams differ"
         self.say("with the cable back, streams are the same")
         assert second.runs() != self.forgets
-        starts = len(server.lines("started anew"))
+        starts = len(server.lines("restarting all ranks"))
         self._plug(False)
         assert self._stream_all() == undisturbed, "without the second machine, streams differ"
-        assert len(server.lines("started anew")) == starts, "ranks were started anew without need"
+        assert len(server.lines("restarting all ranks")) == starts, "ranks were started anew without need"
         self._plug(True)
         self.say("cut off again, where it has no rank: nothing happens")
 
@@ -191,9 +191,9 @@ class Rehearsal:
         ended = sum(not stream.is_alive() for stream in streams)
         self.say(f"the cable is pulled; of the streams {sum(there)} characters are there, {ended} have ended")
         assert ended == 0, "the streams ended before the cable was pulled"
-        _until(lambda: bool(server.lines("started anew")), START_S, "the engine notices")
+        _until(lambda: bool(server.lines("restarting all ranks")), START_S, "the engine notices")
         noticed = time.monotonic()
-        self.say(f"the engine knows after {noticed - cut:.1f} s: {server.lines('started anew')[-1]}")
+        self.say(f"the engine knows after {noticed - cut:.1f} s: {server.lines('restarting all ranks')[-1]}")
         _until(lambda: not self._ranks(THERE), START_S, "the old rank ends")
         gone = time.monotonic()
         self.say(f"the old rank on the second machine has ended, {gone - cut:.1f} s after the cut")
@@ -204,7 +204,9 @@ class Rehearsal:
         assert found == expected, "streams differ after the cut"
         self.say(f"all streams have ended, as if nothing had happened, {time.monotonic() - cut:.1f} s after the cut")
         assert len(self._ranks(HERE)) == 2
-        assert len(server.lines("started anew")) == 1, f"{server.count('started anew')} starts were needed"
+        assert len(server.lines("restarting all ranks")) == 1, (
+            f"{server.count('restarting all ranks')} starts were needed"
+        )
         assert noticed - cut < NOTICE_S, f"it took {noticed - cut:.1f} s to notice"
         assert gone - cut < STALE_S, f"it took {gone - cut:.1f} s until the old rank ended"
         assert back - noticed < REBUILD_S, f"it took {back - noticed:.1f} s to rebuild"

@@ -102,16 +102,16 @@ def test_what_fits() -> None:
 
 
 def test_a_frame_refuses_what_it_does_not_hold() -> None:
-    frame = GraphBuffers(2, torch.zeros((2, 2), dtype=torch.int64))
-    with pytest.raises(ValueError, match="holds 2 decodes with tables of 2 blocks"):
-        PackedBatch.build([Segment([1, 2], 0, [0])], 4, frame=frame)
+    buffers = GraphBuffers(2, torch.zeros((2, 2), dtype=torch.int64))
+    with pytest.raises(ValueError, match="hold 2 decodes with tables of 2 blocks"):
+        PackedBatch.build([Segment([1, 2], 0, [0])], 4, graph_buffers=buffers)
 
 
 def test_batches_in_one_frame_are_the_same_tensors() -> None:
     tables = torch.zeros((5, 4), dtype=torch.int64)
-    frame = GraphBuffers(3, tables)
-    first = PackedBatch.build([Segment([7], 5, [3, 2]), Segment([8], 0, [1])], 4, frame=frame)
-    second = PackedBatch.build([Segment([], 9, [6, 5, 4], awaits=2)], 4, frame=frame)
+    buffers = GraphBuffers(3, tables)
+    first = PackedBatch.build([Segment([7], 5, [3, 2]), Segment([8], 0, [1])], 4, graph_buffers=buffers)
+    second = PackedBatch.build([Segment([], 9, [6, 5, 4], awaits=2)], 4, graph_buffers=buffers)
     assert first.slots.data_ptr() == second.slots.data_ptr()
     assert second.slots.tolist() == first.slots.tolist() == [17, -1, -1]
     assert second.context_lens.tolist() == [10, 0, 0]

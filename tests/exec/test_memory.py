@@ -163,7 +163,7 @@ def test_too_small_a_pool_says_where_the_memory_is() -> None:
     with pytest.raises(ConfigError) as caught:
         device_blocks(config, ranks, rooms, 16_384)
     text = str(caught.value)
-    assert "gpu_memory_utilization 0.5 leaves 1 GiB beside weights of 15.5 GiB, activations of 1.25 GiB" in text
+    assert "gpu_memory_utilization 0.5 leaves 1 GiB after weights of 15.5 GiB, activations of 1.25 GiB" in text
     assert "2 GiB are needed; set gpu_memory_utilization higher, or max_num_batched_tokens" in text
     assert text.endswith("or max_model_len to at most 8192")
     assert device_blocks(config, ranks, rooms, 8192) == 512

@@ -71,7 +71,7 @@ def executor() -> Iterator[Watched]:
 
 def test_the_profile_says_what_steps_took_and_how_well_it_knows(executor: Watched) -> None:
     executor.first_run_factor = 50.0  # a warm-up, which must not count
-    key = profile_key("some/model", executor.model.config, executor.parts, "1.2.3")
+    key = profile_key("some/model", executor.model.config, executor.rank_specs, "1.2.3")
     shares: list[float] = []
     profile = measure_profile(
         executor,
@@ -99,7 +99,7 @@ def test_the_profile_says_what_steps_took_and_how_well_it_knows(executor: Watche
 
 
 def test_transfers_are_measured_both_ways_and_the_cost_is_the_slower(executor: Watched) -> None:
-    key = profile_key("some/model", executor.model.config, executor.parts, "1.2.3")
+    key = profile_key("some/model", executor.model.config, executor.rank_specs, "1.2.3")
     profile = measure_profile(
         executor,
         executor.model.config,
@@ -116,7 +116,7 @@ def test_transfers_are_measured_both_ways_and_the_cost_is_the_slower(executor: W
 
 
 def test_without_time_the_guess_is_scaled_by_what_little_was_measured(executor: Watched) -> None:
-    key = profile_key("some/model", executor.model.config, executor.parts, "1.2.3")
+    key = profile_key("some/model", executor.model.config, executor.rank_specs, "1.2.3")
     profile = measure_profile(
         executor,
         executor.model.config,
@@ -130,7 +130,7 @@ def test_without_time_the_guess_is_scaled_by_what_little_was_measured(executor: 
     assert profile.errors.held_out == 0
     smallest = StepShape(decodes=1, context=1)
     assert profile.cost.step(smallest) == pytest.approx(SHOWN.step(smallest))
-    guess = guess_cost(executor.parts, BLOCK_SIZE)
+    guess = guess_cost(executor.rank_specs, BLOCK_SIZE)
     scale = SHOWN.step(smallest) / guess.step(smallest)
     assert profile.cost.prefill_token == pytest.approx(scale * guess.prefill_token)
 
@@ -139,7 +139,7 @@ def test_a_step_too_long_for_the_time_left_is_not_begun(executor: Watched, monke
     """Of a model that takes half a second per token, prompts are not measured in two seconds."""
     slow = LinearCost(floor=0.01, prefill_token=0.5, decode=0.5)
     monkeypatch.setattr("test_profiler.SHOWN", slow)
-    key = profile_key("some/model", executor.model.config, executor.parts, "1.2.3")
+    key = profile_key("some/model", executor.model.config, executor.rank_specs, "1.2.3")
     profile = measure_profile(
         executor,
         executor.model.config,
@@ -199,9 +199,9 @@ class Shown(ShardedExecutor):
     touched = 0
 
     @property
-    def parts(self) -> list[RankSpec]:
-        part = rank_spec_of(tiny_model("llama"), BLOCK_SIZE, 1)
-        return [part._replace(stage=stage, weight_bytes=500, block_bytes=32) for stage in range(2)]
+    def rank_specs(self) -> list[RankSpec]:
+        spec = rank_spec_of(tiny_model("llama"), BLOCK_SIZE, 1)
+        return [spec._replace(stage=stage, weight_bytes=500, block_bytes=32) for stage in range(2)]
 
     def touch(self, blocks: int) -> None:
         self.touched = blocks
@@ -224,7 +224,7 @@ def test_a_pipeline_is_measured_with_all_stages_busy_and_its_profile_knows_their
     assert isinstance(executor, Shown)
     executor.plans = []
     model = tiny_model("llama")
-    key = profile_key("some/model", model.config, executor.parts, "1.2.3")
+    key = profile_key("some/model", model.config, executor.rank_specs, "1.2.3")
     assert (key.tp, key.pp) == (1, 2)
     effort = Effort(30.0, 0.05)
     shown: dict[str, Any] = {"host_s": 0.0, "on_progress": lambda what, share: None}

@@ -117,7 +117,7 @@ def expected() -> Outputs:
 @pytest.mark.parametrize(("tp", "pp", "recipe", "kills"), [(2, 1, "fastserve", 2), (2, 2, "mlfq", 1)])
 def test_the_same_tokens_whatever_is_killed(tp: int, pp: int, recipe: str, kills: int, expected: Outputs) -> None:
     """With memory for a third of the requests, so that they are swapped and dropped besides."""
-    engine = assemble(config(tp, pp, recipe=recipe, starvation_s=0.2))
+    engine = assemble(config(tp, pp, recipe=recipe, recipe_params={"starvation_s": 0.2}))
     try:
         assert len(ranks()) == tp * pp
         session = Session(engine)
@@ -177,7 +177,7 @@ def test_restarts_end(expected: Outputs) -> None:
             session.run()
         for number, tokens in session.outputs.items():
             assert tokens == expected[number][: len(tokens)]
-        with pytest.raises(RankError, match="there are no ranks"):
+        with pytest.raises(RankError, match="the ranks are not running"):
             session.loop.step()
     finally:
         engine.executor.close()
@@ -205,9 +205,9 @@ def test_a_rank_that_is_out_of_step_stops_the_engine_for_good(monkeypatch: pytes
 def test_a_profile_of_ranks_is_theirs() -> None:
     engine = assemble(config(1, 2, profile="off"))
     try:
-        assert [part.stage for part in engine.executor.parts] == [0, 1]
+        assert [part.stage for part in engine.executor.rank_specs] == [0, 1]
         whole = assemble(config(1, 1))
-        assert sum(part.block_bytes for part in engine.executor.parts) == whole.info.block_bytes
+        assert sum(part.block_bytes for part in engine.executor.rank_specs) == whole.info.block_bytes
         assert (engine.info.device_blocks, engine.info.host_blocks) == (80, 60) == whole.executor.pools[:2]
         engine.executor.touch(4)
         transfers = engine.executor.transfers(0.05)
@@ -232,7 +232,7 @@ REFUSED = [
         r"4 x pipeline_parallel_size 2 needs 2 times 4 CPUs",
     ),
     ({"tensor_parallel_size": 2, "ray_address": "nowhere"}, ConfigError, "ray_address must be host:port"),
-    ({"tensor_parallel_size": 2, "ray_address": "127.0.0.1:1"}, ConfigError, "this process uses Ray at 127"),
+    ({"tensor_parallel_size": 2, "ray_address": "127.0.0.1:1"}, ConfigError, "this process already uses Ray at 127"),
     (
         {"tensor_parallel_size": 2, "swap_space_gib": 1e5},
         ConfigError,

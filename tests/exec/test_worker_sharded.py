@@ -195,7 +195,7 @@ def test_a_rank_that_gets_other_plans_computes_nothing(caplog: pytest.LogCapture
         pytest.raises(OutOfStepError, match=r"rank 1 .*: OutOfStepError: the checksum"),
     ):
         run(core, executor, mixed_requests())
-    assert "rank 1 (stage 0 of 1, tensor rank 1 of 2) cannot go on" in caplog.text
+    assert "rank 1 (stage 0 of 1, tensor rank 1 of 2) failed" in caplog.text
     executor.close()
 
 
@@ -360,20 +360,20 @@ LOST, BROKEN = RankFailed("GroupError: nobody there", True), RankFailed("ValueEr
     ("answers", "message"),
     [
         (({"tokens": [1]}, {"tokens": [2]}), "sampled different tokens"),
-        (({"tokens": [1]}, {"tokens": [1], "plan": 5}), r"rank 1 .* answers plan 5 where 4 was asked"),
-        (({"tokens": [1]}, {"tokens": [1], "checksum": b"12345678"}), r"rank 1 .* or other plans"),
+        (({"tokens": [1]}, {"tokens": [1], "plan": 5}), r"rank 1 .* answered plan 5 in place of plan 4"),
+        (({"tokens": [1]}, {"tokens": [1], "checksum": b"12345678"}), r"rank 1 .* received other plans"),
         (({"tokens": [1]}, HUNG), r"rank 1 .* did not answer within 0.5 s"),
         (({"tokens": [1]}, GONE), "process 7 is gone"),
         ((HUNG, GONE), "process 7 is gone"),
-        ((HUNG, BROKEN), r"rank 1 .* cannot go on: ValueError: bad"),
+        ((HUNG, BROKEN), r"rank 1 .* failed: ValueError: bad"),
         ((LOST, GONE), "process 7 is gone"),
-        ((LOST, BROKEN), r"rank 1 .* cannot go on: ValueError: bad"),
-        ((BROKEN, LOST), r"rank 0 .* cannot go on: ValueError: bad"),
-        (([{"tokens": [1]}, BROKEN], LOST), r"rank 0 .* cannot go on: ValueError: bad"),
+        ((LOST, BROKEN), r"rank 1 .* failed: ValueError: bad"),
+        ((BROKEN, LOST), r"rank 0 .* failed: ValueError: bad"),
+        (([{"tokens": [1]}, BROKEN], LOST), r"rank 0 .* failed: ValueError: bad"),
         (([{"tokens": [1]}, GONE], LOST), "process 7 is gone"),
         (([{"tokens": [1]}, GONE], HUNG), "process 7 is gone"),
-        ((LOST, HUNG), r"rank 0 .* cannot go on: GroupError"),
-        ((LOST, LOST), r"rank 0 .* cannot go on: GroupError"),
+        ((LOST, HUNG), r"rank 0 .* failed: GroupError"),
+        ((LOST, LOST), r"rank 0 .* failed: GroupError"),
     ],
 )
 def test_what_goes_wrong_is_told_and_stays_wrong(answers: tuple, message: str) -> None:

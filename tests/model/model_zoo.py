@@ -56,6 +56,10 @@ CONFIGS: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
     "gpt-neox-serial": lambda: transformers.GPTNeoXConfig(
         **_SHAPE, intermediate_size=96, use_parallel_residual=False, rotary_pct=0.5
     ),
+    "starcoder2": lambda: transformers.Starcoder2Config(**_GATED),
+    "starcoder2-window": lambda: transformers.Starcoder2Config(
+        **_GATED, sliding_window=7, use_bias=False, tie_word_embeddings=False
+    ),
     "opt": lambda: transformers.OPTConfig(**_SHAPE, ffn_dim=96),
     "opt-after": lambda: transformers.OPTConfig(
         **_SHAPE, ffn_dim=96, do_layer_norm_before=False, word_embed_proj_dim=32

@@ -89,8 +89,8 @@ def test_a_card_that_torch_cannot_use(found, reason, warned):
     ("found", "name", "message"),
     [
         (NO_CUDA, "cuda", "device cuda: this torch is built without CUDA"),
-        (NO_CARD, "cuda", "device cuda: torch sees no CUDA device"),
-        (NO_CARD, "cuda:3", "device cuda:3: torch sees no CUDA device"),
+        (NO_CARD, "cuda", "device cuda: torch finds no CUDA device"),
+        (NO_CARD, "cuda:3", "device cuda:3: torch finds no CUDA device"),
         (facts(HOPPER, HOPPER), "cuda:2", r"device cuda:2: N in cuda:N must be in \[0, 1\], got 2"),
         (facts(HOPPER, PASCAL), "cuda:1", r"P100 has compute capability 6\.0, this torch needs 7\.5"),
         (GOOD, "gpu", "device must be auto, cpu, cuda or cuda:N; got 'gpu'"),
@@ -187,7 +187,7 @@ def test_triton_where_it_works(attention, kernels, warned):
         (RuntimeError("no ptxas\nfor you"), GOOD, "the Triton kernels cannot run (RuntimeError: no ptxas)"),
         (True, facts(TURING), "T4 has compute capability 7.5, the Triton kernels need 8.0"),
         (True, facts(triton="", triton_error="ImportError: x"), "Triton cannot be imported (ImportError: x)"),
-        (True, facts(compiler=""), "Triton needs a C compiler, and there is no gcc or clang, nor is one named by CC"),
+        (True, facts(compiler=""), "Triton needs a C compiler: install gcc or clang, or set CC"),
     ],
 )
 def test_the_reference_where_triton_does_not_work(outcome, found, reason, kernels, warned):
@@ -195,7 +195,7 @@ def test_the_reference_where_triton_does_not_work(outcome, found, reason, kernel
     for _ in range(2):
         chosen = implementations("auto", torch.bfloat16, ON_CARD, facts=found)
         assert [one.name for one in chosen] == ["torch", "torch"]
-    slower = "torch's own operations are used instead, and decoding will be several times slower"
+    slower = "torch's operations are used instead, which makes decoding several times slower"
     assert warned() == [f"{reason}: {slower}"]
     with pytest.raises(ModelError) as refused:
         implementations("triton", torch.bfloat16, ON_CARD, facts=found)
@@ -214,7 +214,7 @@ def test_one_warning_for_all_that_is_lost(warned):
     implementations("auto", torch.bfloat16, ON_CARD, check_dtype(torch.bfloat16, False, ON_CARD, old), old)
     (said,) = warned()
     assert "the Triton kernels need 8.0" in said
-    assert "has no bfloat16: it is emulated, float16 is faster" in said
+    assert "has no bfloat16; it is emulated, and float16 is faster" in said
 
 
 def test_the_reference_where_it_is_asked_for(warned):

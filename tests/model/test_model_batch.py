@@ -63,7 +63,7 @@ def test_all_rows_need_no_index():
         ([Segment([1], 0, [])], "segment 0 needs 1 slots"),
         ([Segment([1], 0, [2]), Segment([1], -1, [0])], "segment 1 starts at -1"),
         ([Segment([1], 3, [0, 1]), Segment([1], 3, [1], offset=1)], "segment 1 needs 5 slots, its blocks have 4"),
-        ([Segment([1], 0, [1, 2], offset=4)], r"segment 0 has offset 4, it must be in \[0, 3\]"),
+        ([Segment([1], 0, [1, 2], offset=4)], r"segment 0 has offset 4; it must be in \[0, 3\]"),
         ([Segment([1], 0, [1, 2], offset=-1)], "segment 0 has offset -1"),
         ([Segment([1], 0, [-3])], "block -3 does not exist"),
     ],
@@ -85,5 +85,5 @@ def test_cache_layout():
     values[2] = 2
     assert rows[2].sum() == 3 * 4 * 2 * 8
     assert rows[[0, 1, 3, 4, 5]].count_nonzero() == 0
-    with pytest.raises(ValueError, match="at least one block"):
+    with pytest.raises(ValueError, match="must be at least 1, got 0 and 4"):
         PagedKV(0, 4, CONFIG, torch.float32, "cpu")

@@ -199,7 +199,7 @@ def test_forbidden_tokens_never_come():
 
 
 def test_shape_is_checked():
-    with pytest.raises(ValueError, match="rows mean"):
+    with pytest.raises(ValueError, match="the rows need"):
         Sampler(VOCAB).sample(torch.zeros(2, VOCAB), [row()])
 
 

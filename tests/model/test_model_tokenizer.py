@@ -168,7 +168,7 @@ def test_chat_refused(folder):
     with pytest.raises(ModelError, match="does not compile"):
         load_tokenizer(folder)
     file.write_text(json.dumps(settings | {"chat_template": "{{ messages[0].content.__class__.__mro__ }}"}))
-    with pytest.raises(ModelError, match="refuses"):
+    with pytest.raises(ModelError, match="rejects"):
         load_tokenizer(folder).chat([{"role": "user", "content": "x"}])
     file.write_text(json.dumps(settings | {"chat_template": "{{ 1 / 0 }}"}))
     with pytest.raises(ModelError, match="fails on this conversation"):

@@ -82,7 +82,7 @@ def test_above_capacity_with_a_full_host_pool_the_pace_saves_work_and_time(recip
     drops, ends = {}, {}
     for paced in (True, False):
         world = World(recipe, device_blocks=60, host_blocks=30, depth=depth)
-        policies = build(recipe, Settings(world.cost, world.max_seqs, world.max_tokens, paced=paced))
+        policies = build(recipe, Settings(world.cost, world.max_seqs, world.max_tokens), {"paced": paced})
         requests = load(300, 200, rate=200.0, prompts=(4, 40), outputs=(1, 60))
         done = run(world, requests, core=world.core(policies))
         assert all(request.finish_reason is FinishReason.LENGTH for request in requests)
@@ -93,8 +93,8 @@ def test_above_capacity_with_a_full_host_pool_the_pace_saves_work_and_time(recip
 
 
 @pytest.mark.parametrize("paced", [True, False])
-def test_recipes_take_quantum_and_pace_from_their_settings(paced: bool) -> None:
-    policies = build("fastserve", Settings(COST, quantum_s=0.26, paced=paced))
+def test_recipes_take_quantum_and_pace_from_their_parameters(paced: bool) -> None:
+    policies = build("fastserve", Settings(COST), {"quantum_s": 0.26, "paced": paced})
     assert isinstance(policies.ordering, Prioritized)
     request = make(0, 1, 10)
     policies.ordering.arrived(request, 0.0)

@@ -103,11 +103,10 @@ class Duel:
 
     def __post_init__(self) -> None:
         most = self.most
-        settings = Settings(
-            most.cost, most.max_seqs, most.max_tokens, self.starvation_s, paced=False, stages=most.stages
-        )
+        settings = Settings(most.cost, most.max_seqs, most.max_tokens, stages=most.stages)
+        policies = build(self.recipe, settings, {"starvation_s": self.starvation_s, "paced": False})
         kv = KVLedger(most.device_blocks, most.host_blocks, most.block_size)
-        scheduler = Scheduler(build(self.recipe, settings), kv, depth=most.depth, overlap=most.depth > most.stages)
+        scheduler = Scheduler(policies, kv, depth=most.depth, overlap=most.depth > most.stages)
         self.core = EngineCore(scheduler)
         self.longest = self.now = 0.0
         self._executor = SimulatedExecutor(most.cost, stages=most.stages)

@@ -166,7 +166,7 @@ def test_without_ray_it_says_what_to_install() -> None:
     [
         (["--replicas", "0"], ["replicas", "[1, "]),
         (["--replicas", "2", "--timeline", "t.json"], ["timeline", "replicas must be 1"]),
-        (["--replicas", "2", "--ray-address", "127.0.0.1:1"], ["ray_address", "nobody answers"]),
+        (["--replicas", "2", "--ray-address", "127.0.0.1:1"], ["ray_address", "no connection"]),
         (["--replicas", "2", "--ray-address", "here"], ["ray_address", "host:port"]),
     ],
 )

@@ -268,7 +268,7 @@ def test_an_engine_that_dies_while_starting_is_reported(tokenizer_folder: Path) 
     assert "the engine process ended with exit code 1" in result.stderr
 
 
-def test_a_taken_port_is_known_before_anything_is_loaded(tokenizer_folder: Path) -> None:
+def test_a_port_in_use_is_reported_before_anything_is_loaded(tokenizer_folder: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         command = [
@@ -284,7 +284,7 @@ def test_a_taken_port_is_known_before_anything_is_loaded(tokenizer_folder: Path)
         result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 2
     assert f"port {port}" in result.stderr
-    assert "taken" in result.stderr
+    assert "in use" in result.stderr
     assert "pretending to load" not in result.stderr
 
 

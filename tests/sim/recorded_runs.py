@@ -23,7 +23,7 @@ RECIPES = (
     "fastserve,fastserve-defer,fastserve-reactive,fastserve-recompute,fcfs,fixed-priority,mlfq,orca,sarathi,srpt,static"
 )
 # Fields of a record that are younger than the hashes, or change with a release.
-LEFT_OUT = ("version", "wait_s")
+LEFT_OUT = ("version", "wait_s", "recipe_params")
 # Pools of some twenty requests and arrivals above capacity: every way to make room is gone.
 _COMMON = (
     "--model opt-13b --kv-gib 4 --rates 8 --requests 60 --max-num-seqs 24 --lengths sharegpt --seeds 0,1 --jobs 1 "

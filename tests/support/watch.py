@@ -17,7 +17,7 @@ from skipjoin.core.scheduler import Scheduler
 from skipjoin.core.step import Direction, Move, Slice, StepPlan, StepResult
 from skipjoin.exec.simulated import SimulatedExecutor, SimulatedHandle, never, position_as_token
 from skipjoin.policies.predictors import MaxTokens
-from skipjoin.recipes import Settings, build
+from skipjoin.recipes import Settings, build, own
 from skipjoin.sim.driver import Replica, simulate
 from support.policies import COST
 
@@ -50,15 +50,8 @@ class World:
 
     def policies(self) -> Policies:
         """The recipe's policies, with this world's pressure."""
-        settings = Settings(
-            self.cost,
-            self.max_seqs,
-            self.max_tokens,
-            self.starvation_s,
-            predictor=MaxTokens(),
-            stages=self.stages,
-        )
-        policies = build(self.recipe, settings)
+        settings = Settings(self.cost, self.max_seqs, self.max_tokens, predictor=MaxTokens(), stages=self.stages)
+        policies = build(self.recipe, settings, own(self.recipe, {"starvation_s": self.starvation_s}))
         return policies if self.eviction is None else replace(policies, eviction=self.eviction())
 
     def core(self, policies: Policies | None = None) -> WatchedCore:

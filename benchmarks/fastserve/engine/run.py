@@ -137,7 +137,7 @@ def server(setup: Setup, recipe: str) -> Iterator[str]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [SKIPJOIN, "serve", setup.model, "--recipe", recipe, "--port", port, "--profile", setup.profile]
-    command += ["--oracle", "max-tokens"] if recipe == "srpt" else []
+    command += ["--set", "oracle=max-tokens"] if recipe == "srpt" else []
     command += ["--threads", THREADS, "--kv-cache-gib", KV_GIB, "--swap-space", SWAP_GIB, "--slo", setup.bound_s]
     command += ["--max-num-seqs", MAX_NUM_SEQS, "--max-num-batched-tokens", MAX_TOKENS]
     # No request is refused: the comparison is about order.

@@ -73,7 +73,7 @@ def timeline(recipe: str) -> tuple[list[list[float]], float]:
         block_bytes=1,
         max_model_len=100,
         max_num_seqs=1,
-        starvation_s=1e9,
+        recipe_params={"starvation_s": 1e9},
     )
     pieces: list[list[float]] = []
     ends: list[float] = []
@@ -101,7 +101,7 @@ def measure(options: Options) -> Result:
         "settings": {"case": "three jobs, one at a time, memory without end"},
         "tables": [
             table("Mean completion time, seconds", ("scheduler", "here", "paper"), rows),
-            table("Who ran when, seconds", ("scheduler", "iterations"), spans),
+            table("Iterations of each job, seconds", ("scheduler", "iterations"), spans),
         ],
         "timelines": {recipe: pieces for recipe, (pieces, _) in found.items()},
     }

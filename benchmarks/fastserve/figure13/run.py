@@ -42,7 +42,8 @@ def phases(cost: CostModel, prompt: int, output: float) -> tuple[float, float]:
 
 
 def light_load(cost: CostModel) -> dict[str, tuple[float, float]]:
-    """The phases under light load, by either reading. SampledTokens once: objectives are the same at every rate."""
+    """Seconds of the phases under light load, by either reading. Computed once: the objectives are equal at every
+    rate."""
     workload = poisson("sharegpt")
     prompt, output = workload.streams[0].lengths.mean()
     drawn = [phases(cost, job.prompt_tokens, job.output_tokens) for job in workload.draw(1.0, None, 0, _DRAWN)]

@@ -1,4 +1,4 @@
-"""When requests arrive: endless patterns of arrival times at a mean rate of one per second."""
+"""Arrival patterns: endless sequences of arrival times at a mean rate of one per second."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Arrivals(Protocol):
 
     @property
     def name(self) -> str:
-        """The text that `parse_arrivals` reads as this pattern."""
+        """The text that `parse_arrivals` maps to this pattern."""
         ...
 
     def times(self, random: random.Random) -> Iterator[float]:
@@ -39,7 +39,7 @@ class Constant:
 
 @dataclass(frozen=True)
 class Poisson:
-    """Arrivals that know nothing of each other."""
+    """Independent arrivals."""
 
     name: str
 
@@ -68,10 +68,10 @@ class Gamma:
 
 @dataclass(frozen=True)
 class Burst:
-    """Poisson arrivals whose rate jumps between two levels.
+    """Poisson arrivals whose rate alternates between two levels.
 
-    factor: the rate in a burst over the rate outside, at least 1. share: of time that lies in bursts. length: seconds
-    of a burst, which is mean gaps between arrivals, as the mean rate is 1. The quiet times are exponential.
+    factor: the rate in a burst over the rate outside, at least 1. share: of time in bursts. length: seconds of a burst,
+    equal to mean gaps between arrivals, as the mean rate is 1. The times between bursts are exponential.
     """
 
     name: str
@@ -83,8 +83,8 @@ class Burst:
         quiet_rate = 1 / (1 - self.share + self.share * self.factor)
         rates = (quiet_rate, quiet_rate * self.factor)
         mean_quiet = self.length * (1 - self.share) / self.share
-        # It starts at a random moment of the pattern, so that the rate is 1 from the start: inside a burst with
-        # the share of bursts, with an even chance for how much of it is over.
+        # The pattern starts at a random moment, so that the rate is 1 from the start: inside a burst with the
+        # probability of the bursts' share, at a uniformly random point of it.
         in_burst = random.random() < self.share
         end = self.length * random.random() if in_burst else mean_quiet * random.expovariate(1.0)
         now = 0.0
@@ -92,7 +92,7 @@ class Burst:
             # Expected arrivals until the next one; a stretch of time uses them up at its rate.
             left = random.expovariate(1.0)
             while now + left / rates[in_burst] > end:
-                # Rounding must not make it negative: the next arrival would lie before `now`.
+                # Rounding must not make it negative: the next arrival would precede `now`.
                 left = max(0.0, left - (end - now) * rates[in_burst])
                 now = end
                 in_burst = not in_burst
@@ -110,7 +110,7 @@ def parse_arrivals(text: str) -> Arrivals:
             raise ConfigError(f"arrivals: {form} takes no numbers, got {name!r}")
         return Poisson(name) if form == "poisson" else Constant(name)
     if form == "gamma":
-        # Below, the shape of the distribution grows out of float's range; above, nearly all gaps round to zero.
+        # Below, the distribution's shape exceeds the range of floats; above, nearly all gaps round to zero.
         return Gamma(name, number("arrivals: the CV of gamma", rest, above=1e-6, most=100))
     if form != "burst":
         raise unknown("arrivals", name, sorted(FORMS))
@@ -119,7 +119,7 @@ def parse_arrivals(text: str) -> Arrivals:
         raise ConfigError(f"arrivals: burst takes FACTOR,SHARE,LENGTH, as in burst:5,0.1,20, got {name!r}")
     factor = number("arrivals: the FACTOR of burst", parts[0], most=1e6)
     share = number("arrivals: the SHARE of burst", parts[1], most=1)
-    # Shorter bursts merge into Poisson arrivals, and stepping through them takes ever longer.
+    # Shorter bursts approach Poisson arrivals and take ever longer to generate.
     length = number("arrivals: the LENGTH of burst", parts[2], above=0.01, most=1e9)
     if factor < 1 or share == 1:
         raise ConfigError(f"arrivals: burst needs a FACTOR of at least 1 and a SHARE below 1, got {name!r}")

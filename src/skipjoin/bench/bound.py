@@ -31,7 +31,7 @@ class Bound:
     limit: float
 
     def value(self, record: Record) -> float:
-        """What the record has in the field. Raises `ConfigError` if that is nothing, null or not a number."""
+        """The record's value of the field. Raises `ConfigError` if it is missing, null or not a number."""
         return field_value(record, self.field)
 
     def holds(self, record: Record) -> bool:
@@ -48,7 +48,8 @@ class Bound:
 
 @dataclass(frozen=True, slots=True)
 class MaximumRate:
-    """The largest rate at which a bound holds. at_least: it held at every rate measured, this one being the last."""
+    """The largest rate at which a bound holds. at_least: the bound held at every measured rate, of which this is the
+    highest."""
 
     rate_rps: float
     at_least: bool
@@ -89,9 +90,9 @@ def field_value(record: Record, field: str) -> float:
 def maximum_rate(points: Mapping[float, Sequence[Record]], bound: Bound) -> MaximumRate | None:
     """The largest rate at which the mean over seeds keeps the bound.
 
-    points: the records of one system by arrival rate. Between the last rate at which the bound holds and the first
-    at which it does not, the crossing is interpolated linearly; a bound that holds again later changes nothing.
-    None: it does not hold at the lowest rate. Raises `ConfigError` for records without the field.
+    points: the records of one system by arrival rate. Between the last rate at which the bound holds and the first at
+    which it does not, the crossing is interpolated linearly; later rates at which it holds again are ignored. None: it
+    does not hold at the lowest rate. Raises `ConfigError` for records without the field.
     """
     means = [(rate, fmean(map(bound.value, points[rate]))) for rate in sorted(points)]
     if not means or not bound.allows(means[0][1]):
@@ -105,7 +106,7 @@ def maximum_rate(points: Mapping[float, Sequence[Record]], bound: Bound) -> Maxi
 
 def _nearest(record: Record, field: str) -> str:
     names = sorted(_numeric_fields(record, ""))
-    # The fields inside an object are what who named the object meant.
+    # If the name is that of an object, its fields are the candidates.
     near = [name for name in names if name.startswith(f"{field}.")] or difflib.get_close_matches(field, names)
     return f"; nearest: {', '.join(near)}" if near else ""
 

@@ -1,4 +1,4 @@
-"""The open-loop load client: every request leaves when it is due, whatever became of those before it."""
+"""The open-loop load client: every request is sent when it is due, whatever the state of earlier ones."""
 
 from __future__ import annotations
 
@@ -21,27 +21,28 @@ from skipjoin.bench.workload import WorkloadRequest
 from skipjoin.config import ConfigError
 from skipjoin.observe.requests import RequestFacts
 
-# A run ends early when nothing but connections that failed came from the server for so long, so many times.
+# A run ends early after so many seconds, and so many failures, in which the server only failed connections.
 GIVE_UP_S, GIVE_UP_FAILURES = 3.0, 3
 CONNECTION_FAILURES = ("refused", "reset", "unreachable")
 REJECTED = "http_429"
-# Servers close idle connections after 5 s and more; a request that meets the closing would fail by our fault.
+# Servers close connections that are idle for 5 s or more; a request sent at that moment would fail through no fault of
+# the server.
 _KEEP_ALIVE_S = 2.0
 _CHECK_TIMEOUT_S = 10.0
 _TICK_S = 0.5
-# Timers of event loops count whole milliseconds: the last one of a wait goes by in turns of the loop, or requests
-# that are due within the same would leave together.
+# Timers of event loops count whole milliseconds: the last one of a wait is spent in turns of the loop, or requests due
+# within the same millisecond would be sent together.
 _TIMER_S = 0.001
-# More than there are ports to connect from.
+# More than there are local ports.
 _CONNECTIONS = 1 << 16
 
 
 @dataclass(slots=True)
 class Exchange:
-    """A job and what became of it. Times in seconds from the start of the run.
+    """A job and its outcome. Times in seconds from the start of the run.
 
-    facts: its arrival is when the job was due, so that a late client never flatters the server. sent: when it left;
-    None: never. failure: None if it is complete.
+    facts: its arrival is when the job was due, so that a late client never flatters the server. sent: when it was sent;
+    None: never. failure: None if the response is complete.
     """
 
     job: WorkloadRequest
@@ -51,11 +52,11 @@ class Exchange:
 
     @property
     def lag(self) -> float | None:
-        """How late it left."""
+        """Seconds by which it was sent late."""
         return None if self.sent is None else self.sent - self.job.at
 
     def as_json(self) -> dict[str, Any]:
-        """Its own line in a file of requests; times in seconds from the start of the run."""
+        """Its line in a file of requests; times in seconds from the start of the run."""
         facts = self.facts
         return {
             "stream": self.job.stream,
@@ -74,7 +75,7 @@ class Exchange:
 
 @dataclass(slots=True)
 class ClientProgress:
-    """How far a run is, in requests; `lag` is the longest since the last time that it was told."""
+    """The progress of a run, in requests; `lag` is the largest since the previous report."""
 
     total: int
     sent: int = 0
@@ -84,11 +85,11 @@ class ClientProgress:
 
 
 class ServerGoneError(Exception):
-    """Nothing but failing connections is left of the server."""
+    """The server only fails connections."""
 
 
 class Client:
-    """A target and the connections to it. An asynchronous context manager; one event loop's."""
+    """A target and the connections to it. An asynchronous context manager, for one event loop."""
 
     def __init__(self, target: Target, *, timeout_s: float | None = None) -> None:
         self.target = target
@@ -124,11 +125,11 @@ class Client:
             raise ConfigError(f"cannot reach {url}: {reason.detail}; is the server running?") from error
 
     async def models(self) -> list[dict[str, Any]]:
-        """What /v1/models lists. Raises `ConfigError` if that is nothing."""
+        """The models in /v1/models. Raises `ConfigError` if there are none."""
         status, text = await self.get("/v1/models")
         where = f"{self.target.base_url}/v1/models"
         if status == 401:
-            raise ConfigError(f"{where} asks for a key: give --api-key or set OPENAI_API_KEY")
+            raise ConfigError(f"{where} requires a key: give --api-key or set OPENAI_API_KEY")
         try:
             found = msgspec.json.decode(text)["data"] if status == 200 else []
             models = [model for model in found if isinstance(model["id"], str)]
@@ -141,8 +142,8 @@ class Client:
     async def ask(
         self, exchange: Exchange, body: bytes, clock: Callable[[], float], on_sign: Callable[[], None] = lambda: None
     ) -> None:
-        """Send a request, read its answer, and note in `exchange` what came of it. Never raises for what the server
-        does. on_sign: called with every sign of life of the server."""
+        """Send a request, read its response, and record the outcome in `exchange`. Does not raise for errors of the
+        server. on_sign: called whenever data of the server arrives."""
         facts = exchange.facts
         answer = Answer()
         exchange.sent = clock()
@@ -169,7 +170,7 @@ class Client:
 
 
 class ClientRun:
-    """One run of a client over jobs. on_progress: told twice a second."""
+    """One run of a client over jobs. on_progress: called twice a second."""
 
     def __init__(
         self,
@@ -189,12 +190,12 @@ class ClientRun:
             Exchange(job, RequestFacts(number, job.at, job.prompt_tokens, job.output_tokens, job.stream))
             for number, job in enumerate(jobs)
         ]
-        self.gone = False  # whether the server was given up
+        self.gone = False  # whether the run gave up on the server
 
     async def go(self) -> float:
-        """Send everything and wait for all answers; seconds that it took."""
+        """Send everything and wait for all responses. Returns the seconds that it took."""
         self._start = time.monotonic()
-        ticker = asyncio.create_task(self._tell()) if self._on_progress is not None else None
+        ticker = asyncio.create_task(self._report()) if self._on_progress is not None else None
         try:
             async with asyncio.TaskGroup() as group:
                 await self._pace(group)
@@ -207,12 +208,12 @@ class ClientRun:
         return self._now()
 
     def _now(self) -> float:
-        # Not the loop's clock, which stands still while callbacks run.
+        # Not the loop's clock, which does not advance during callbacks.
         return time.monotonic() - self._start
 
     async def _pace(self, group: asyncio.TaskGroup) -> None:
         for exchange in self.exchanges:
-            # Made ahead of time: drawing a long prompt takes longer than sending it.
+            # Made ahead of time: generating a long prompt takes longer than sending it.
             body = self._bodies.make(exchange.job)
             while (wait := exchange.job.at - self._now()) > 0:
                 await asyncio.sleep(max(0.0, wait - _TIMER_S))
@@ -241,15 +242,15 @@ class ClientRun:
             raise ServerGoneError
 
     def _give_up(self) -> None:
-        """Account for the requests that the end of the run cut off."""
+        """Record failures for the requests that the end of the run cut off."""
         now = self._now()
         for exchange in self.exchanges:
             if exchange.facts.ended is None:
                 sent = exchange.sent is not None
-                exchange.failure = Failure("given_up" if sent else "not_sent", "the server was gone")
+                exchange.failure = Failure("given_up" if sent else "not_sent", "the server failed all connections")
                 exchange.facts.ended, exchange.facts.reason = now, exchange.failure.kind
 
-    async def _tell(self) -> None:
+    async def _report(self) -> None:
         assert self._on_progress is not None
         while True:
             self._on_progress(self._progress)
@@ -258,7 +259,7 @@ class ClientRun:
 
 
 async def warm_up(client: Client, jobs: Sequence[WorkloadRequest], bodies: Bodies) -> None:
-    """Send jobs one after the other. Raises `ConfigError` if not one is answered as it should be."""
+    """Send jobs one after the other. Raises `ConfigError` if none succeeds."""
     failures: list[Failure] = []
     for number, job in enumerate(jobs):
         exchange = Exchange(job, RequestFacts(number, 0.0, job.prompt_tokens, job.output_tokens, job.stream))
@@ -271,7 +272,7 @@ async def warm_up(client: Client, jobs: Sequence[WorkloadRequest], bodies: Bodie
 
 
 def explain(error: BaseException) -> Failure:
-    """An error of the connection by its kind."""
+    """Classify an error of the connection."""
     if isinstance(error, TimeoutError):
         return Failure("timeout", "no answer in time")
     number = getattr(error, "errno", None)
@@ -287,7 +288,7 @@ def explain(error: BaseException) -> Failure:
 
 
 def _message(body: bytes) -> str:
-    """What an error's body says, in OpenAI's form or any other."""
+    """The message in an error's body, in OpenAI's form or any other."""
     try:
         return str(msgspec.json.decode(body)["error"]["message"])
     except (ValueError, KeyError, TypeError):
@@ -295,9 +296,9 @@ def _message(body: bytes) -> str:
 
 
 def _allow_connections() -> None:
-    """Every request that waits at a slow server holds a connection: allow this process as many as it may have."""
+    """Raise this process's limit of open files: every request that waits at a slow server holds a connection."""
     now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _CONNECTIONS if most == resource.RLIM_INFINITY else min(most, _CONNECTIONS)
     if now != resource.RLIM_INFINITY and now < wanted:
-        with suppress(ValueError, OSError):  # some systems have a lower limit than they tell
+        with suppress(ValueError, OSError):  # some systems have a lower limit than they report
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))

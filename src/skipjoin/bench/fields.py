@@ -1,4 +1,4 @@
-"""How the texts of workload options are read: numbers, and what is said when one is wrong."""
+"""Parses numbers in the texts of workload options, with the errors for wrong ones."""
 
 from __future__ import annotations
 

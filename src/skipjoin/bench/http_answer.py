@@ -1,4 +1,4 @@
-"""A streamed answer as its client sees it: when tokens came, how many there were, and what was wrong with it."""
+"""A streamed response as its client sees it: times of tokens, their number, and errors."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-# An example of each kind of error is shown; a page of HTML need not be.
+# Limit of an error's text in reports: an HTML page is cut.
 _LONGEST_DETAIL = 200
 
 
 class Failure(NamedTuple):
-    """Why a request does not count as finished. kind: what it is counted as. detail: what was said of it."""
+    """Why a request does not count as finished. kind: the category it is counted in. detail: the error's text."""
 
     kind: str
     detail: str
 
 
 def failure(kind: str, detail: object) -> Failure:
-    """With the detail on one line and not too long."""
+    """A failure with its detail on one line and cut to the limit."""
     text = " ".join(str(detail).split())
     return Failure(kind, text if len(text) <= _LONGEST_DETAIL else text[:_LONGEST_DETAIL] + "...")
 
@@ -34,7 +34,7 @@ class _Choice(msgspec.Struct, gc=False):
     finish_reason: str | None = None
 
     def shows_token(self) -> bool:
-        """A chat begins with a role, before there is a token; some tokens of a completion have no text of their own."""
+        """A chat begins with a role before its first token; some tokens of a completion have no text."""
         delta = self.delta
         spoken = delta is not None and (delta.content or delta.reasoning_content)
         return self.text is not None or bool(spoken) or self.finish_reason is not None
@@ -55,11 +55,11 @@ _decode = msgspec.json.Decoder(_Event).decode
 
 
 class Answer:
-    """Server-sent events of a completion or a chat, taken in pieces as they come.
+    """The server-sent events of a completion or a chat, parsed incrementally.
 
-    first_token, last_token: the time that `feed` was told with the first and last event that held a token; an event
-    may hold several, or a part of one. prompt_tokens, output_tokens: by the server's count, None until it is told.
-    ended: when [DONE] came.
+    first_token, last_token: the time passed to `feed` with the first and last event that held a token; an event may
+    hold several tokens, or a part of one. prompt_tokens, output_tokens: by the server's count, None until reported.
+    ended: [DONE] was received.
     """
 
     __slots__ = (
@@ -84,25 +84,25 @@ class Answer:
         self.error: Failure | None = None
 
     def feed(self, data: bytes, now: float) -> None:
-        """The next bytes, which came at `now`."""
+        """Parse the next bytes, received at `now`."""
         *lines, self._tail = (self._tail + data).split(b"\n")
         for line in lines:
             if line.startswith(b"data:"):
                 self._take(line[5:].strip(), now)
 
     def close(self, now: float) -> None:
-        """No more bytes: a last line may lack its end."""
+        """Parse the end of the stream: the last line may lack its line end."""
         self.feed(b"\n", now)
 
     def problem(self, wanted: int, *, may_stop: bool) -> Failure | None:
-        """What keeps the answer from being complete. wanted: tokens that were asked for. may_stop: whether the model
-        may end it earlier."""
+        """Why the response is not complete; None: it is. wanted: number of tokens requested. may_stop: the model may
+        end it earlier."""
         if self.error is not None:
             return self.error
         if self.ended is None:
             return Failure("truncated", "the stream ended without [DONE]")
         if self.output_tokens is None:
-            return Failure("no_usage", "the stream did not tell its usage, which stream_options.include_usage asks for")
+            return Failure("no_usage", "the stream reported no usage, which stream_options.include_usage requests")
         if self.output_tokens < wanted and not (may_stop and self.finish_reason == "stop"):
             return Failure("truncated", f"{self.output_tokens} tokens of {wanted}, finish reason {self.finish_reason}")
         if self.first_token is None:

@@ -1,38 +1,44 @@
-"""What the load client asks of a server: where, with which key, and bodies with prompts of the lengths wanted."""
+"""The load client's requests: the server's address and key, and bodies with prompts of given lengths."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 import msgspec
 
 from skipjoin.bench.workload import WorkloadRequest
-from skipjoin.config import ConfigError, unknown
+from skipjoin.knobs import ConfigError, Knob, unknown
 
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
-# Ordinary words of one token in most vocabularies.
+# Ordinary words that are one token in most vocabularies.
 _WORDS = ("time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world", "school")
 
+_GROUP = "Target"
 _encode = msgspec.json.Encoder().encode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A server and how to ask it. Raises `ConfigError`.
+    """A server and the form of requests to it. Raises `ConfigError`.
 
-    base_url: with or without /v1. endpoint: "completions" (prompts of token ids) or "chat" (a message of words).
-    model: the name to ask for. prompt_ids: the lowest and highest token id in prompts.
-    extra: fields that every body has besides, or instead of its own; a null removes one.
+    base_url: with or without /v1. prompt_ids: the lowest and highest token id in prompts. extra: fields that every body
+    has besides, or instead of its own; a null removes one.
     """
 
-    base_url: str
-    endpoint: str = "completions"
-    model: str | None = None
-    api_key: str | None = None
+    base_url: Annotated[str, Knob("The server, such as http://127.0.0.1:8000.", metavar="URL", group=_GROUP)]
+    endpoint: Annotated[
+        str,
+        Knob("completions (prompts of token ids) or chat (a message of words).", metavar="NAME", group=_GROUP),
+    ] = "completions"
+    model: Annotated[
+        str | None,
+        Knob("Model to ask for (default: the first that the server lists).", metavar="NAME", group=_GROUP),
+    ] = None
+    api_key: Annotated[str | None, Knob("Key to send.", metavar="KEY", envvar="OPENAI_API_KEY", group=_GROUP)] = None
     prompt_ids: tuple[int, int] = (100, 500)
     extra: Mapping[str, Any] = field(default_factory=dict)
 
@@ -53,17 +59,18 @@ class Target:
 
     @property
     def url(self) -> str:
-        """Where requests go."""
+        """The URL of requests."""
         return self.base_url + PATHS[self.endpoint]
 
     @property
     def may_stop(self) -> bool:
-        """Whether answers may end before they have the length asked for: by default the server is told not to."""
+        """Whether responses may be shorter than requested: by default the body tells the server to ignore the end
+        token."""
         return not self.extra.get("ignore_eos", True)
 
 
 def parse_prompt_ids(text: str) -> tuple[int, int]:
-    """Token ids from "100-500". Raises `ConfigError`."""
+    """Token ids from a text such as "100-500". Raises `ConfigError`."""
     low, dash, high = text.partition("-")
     if not (dash and low.strip().isdecimal() and high.strip().isdecimal()):
         raise ConfigError(f"prompt_ids must be LOW-HIGH, such as 100-500, got {text!r}")
@@ -71,7 +78,7 @@ def parse_prompt_ids(text: str) -> tuple[int, int]:
 
 
 def parse_extra(text: str | None) -> dict[str, Any]:
-    """Further fields of a body from a JSON object. Raises `ConfigError`."""
+    """Additional fields of a body from a JSON object. Raises `ConfigError`."""
     try:
         found = msgspec.json.decode(text) if text else {}
     except msgspec.DecodeError as error:
@@ -82,10 +89,10 @@ def parse_extra(text: str | None) -> dict[str, Any]:
 
 
 class Bodies:
-    """Request bodies, one for each job in turn; the same seed gives the same ones.
+    """Request bodies, one for each job in turn; the same seed gives the same bodies.
 
-    Prompts are drawn, and those of neighbours differ from the first token on: a server that keeps the computed
-    prefixes of earlier prompts finds none.
+    Prompts are random, and consecutive ones differ from the first token on, so that a server's prefix cache has no
+    hits.
     """
 
     def __init__(self, target: Target, seed: str) -> None:

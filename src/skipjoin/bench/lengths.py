@@ -1,4 +1,4 @@
-"""How long requests are: prompt and output tokens, drawn together from a distribution."""
+"""Lengths of requests: prompt and output tokens, drawn from a joint distribution."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Lengths(Protocol):
 
     @property
     def name(self) -> str:
-        """The text that `parse_lengths` reads as this distribution."""
+        """The text that `parse_lengths` maps to this distribution."""
         ...
 
     def draw(self, random: random.Random) -> tuple[int, int]:
-        """Prompt tokens and output tokens of one request. Takes two numbers from `random`, whatever they are."""
+        """Prompt tokens and output tokens of one request. Always takes two numbers from `random`."""
         ...
 
     def mean(self) -> tuple[float, float]:
@@ -40,7 +40,7 @@ class Lengths(Protocol):
 
 @dataclass(frozen=True)
 class Uniform:
-    """Prompt and output tokens, each uniform over a range of its own, both ends included."""
+    """Prompt and output tokens, each uniform over its own range, both ends included."""
 
     name: str
     prompt: tuple[int, int]
@@ -53,7 +53,7 @@ class Uniform:
         return sum(self.prompt) / 2, sum(self.output) / 2
 
     def scaled(self, name: str, prompt: float, output: float) -> Uniform:
-        """Under another name, with the ends of the ranges times a factor, rounded and at least 1."""
+        """A renamed copy, with the ends of the ranges times a factor, rounded and at least 1."""
         return Uniform(name, _scaled_range(self.prompt, prompt), _scaled_range(self.output, output))
 
 
@@ -70,16 +70,16 @@ def _scaled(tokens: int, factor: float) -> int:
 
 
 def _whole(tokens: float) -> int:
-    # Halves go up: round() sends them to the even neighbour.
+    # Halves round up: round() rounds them to even.
     return math.floor(tokens + 0.5)
 
 
 @dataclass(frozen=True)
 class PromptBin:
-    """Requests that are neighbours in prompt length.
+    """Requests of adjacent prompt lengths.
 
-    upto: the share of all requests whose prompts lie in this bin or below. prompt: prompt tokens at levels equally
-    spaced through the bin, its ends included. output: output tokens of these requests at the table's output levels.
+    upto: the share of all requests whose prompts are in this bin or below. prompt: prompt tokens at equally spaced
+    levels of the bin, its ends included. output: output tokens of these requests at the table's output levels.
     """
 
     upto: float
@@ -89,10 +89,10 @@ class PromptBin:
 
 @dataclass(frozen=True)
 class QuantileTable:
-    """A measured joint distribution, as prompt quantiles and the output quantiles given the prompt.
+    """A measured joint distribution, as prompt quantiles and output quantiles given the prompt.
 
-    SampledTokens by inverse transform: one level picks the bin and the place in it, another the output. Between two
-    quantiles it is linear; inside a bin the output does not depend on the prompt.
+    Drawn by inverse transform: one level selects the bin and the position in it, another the output. Quantiles are
+    interpolated linearly; within a bin the output does not depend on the prompt.
     """
 
     name: str
@@ -107,7 +107,7 @@ class QuantileTable:
 
     @classmethod
     def of(cls, name: str, table: dict[str, Any]) -> QuantileTable:
-        """A table as its JSON file holds it."""
+        """A table from the contents of its JSON file."""
         bins = tuple(PromptBin(row["upto"], tuple(row["prompt"]), tuple(row["output"])) for row in table["bins"])
         return cls(name, tuple(table["output_levels"]), bins, (0.0, *(row.upto for row in bins)))
 
@@ -136,7 +136,7 @@ class QuantileTable:
         )
 
     def scaled(self, name: str, prompt: float, output: float) -> QuantileTable:
-        """Under another name, with all quantiles times a factor, rounded and at least 1."""
+        """A renamed copy, with all quantiles times a factor, rounded and at least 1."""
         bins = tuple(
             PromptBin(
                 row.upto,
@@ -158,7 +158,7 @@ def _area(widths: Sequence[float], knots: Sequence[int]) -> float:
 
 @cache
 def read_table(name: str) -> dict[str, Any]:
-    """The JSON object of a built-in table: quantiles, source, licence and the figures it is checked against."""
+    """The JSON object of a built-in table: quantiles, source, licence and the reference figures."""
     text = files("skipjoin.bench").joinpath("tables", f"{name}.json").read_text(encoding="utf-8")
     table: dict[str, Any] = json.loads(text)
     return table
@@ -177,7 +177,7 @@ def parse_lengths(text: str) -> Lengths:
         return lengths
     parts = factors.split(",")
     if len(parts) > 2:
-        raise ConfigError(f"lengths: after * stand one or two factors, got {factors!r}")
+        raise ConfigError(f"lengths: * must be followed by one or two factors, got {factors!r}")
     prompt, output = (number("lengths: the factor after *", part, most=1e6) for part in (parts[0], parts[-1]))
     return lengths.scaled(name, prompt, output)
 

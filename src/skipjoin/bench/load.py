@@ -1,4 +1,4 @@
-"""Load runs against a server, one after the other, and the record that each of them leaves."""
+"""Load runs against a server, one after the other, and their records."""
 
 from __future__ import annotations
 
@@ -10,87 +10,54 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from itertools import product
+from dataclasses import replace
 from typing import Any, Protocol
 
 import uvloop
 
-from skipjoin.bench.client import CONNECTION_FAILURES, REJECTED, Client, ClientProgress, ClientRun, Exchange, warm_up
+from skipjoin.bench.client import (
+    CONNECTION_FAILURES,
+    GIVE_UP_S,
+    REJECTED,
+    Client,
+    ClientProgress,
+    ClientRun,
+    Exchange,
+    warm_up,
+)
 from skipjoin.bench.http_request import Bodies, Target
-from skipjoin.bench.workload import Workload, WorkloadRequest
+from skipjoin.bench.load_plan import LoadPlan
 from skipjoin.config import ConfigError
 from skipjoin.machine import cpu_name
-from skipjoin.observe.record import NO_SLO, Record, Slo, percentile, summarize
+from skipjoin.observe.record import Record, Slo, percentile, summarize
 from skipjoin.version import VERSION
 
-# A request that left later than this counts as late; beyond the second the client is the bottleneck.
+# A request sent later than the first of these counts as late; beyond the second the client is the bottleneck.
 LATE_S, TOO_LATE_S = 0.010, 0.020
 _CACHE_CONFIG = re.compile(r"^(?:skipjoin|vllm):cache_config_info\{(.*)\} ", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadPlan:
-    """What to measure: every seed at every rate. Raises `ConfigError`.
-
-    rates: requests per second; None: as a trace has it. One of duration_s and limit, as in `Workload.draw`.
-    warmup: requests before the first run, one at a time, that do not count. settle_s: rest between runs.
-    timeout_s: after which a request is given up; None: never. label: the record's recipe; None: what the server says.
-    """
-
-    workload: Workload
-    rates: tuple[float | None, ...]
-    seeds: tuple[int, ...] = (0,)
-    duration_s: float | None = None
-    limit: int | None = None
-    slo: Slo = NO_SLO
-    warmup: int = 4
-    settle_s: float = 1.0
-    timeout_s: float | None = None
-    label: str | None = None
-    hardware: str = "unknown"
-
-    def __post_init__(self) -> None:
-        if self.warmup < 0:
-            raise ConfigError(f"warmup must be at least 0 requests, got {self.warmup}")
-        if not 0 <= self.settle_s < 1e6:
-            raise ConfigError(f"settle must be at least 0 seconds, got {self.settle_s}")
-        if self.timeout_s is not None and not self.timeout_s > 0:
-            raise ConfigError(f"timeout must be above 0 seconds, got {self.timeout_s}")
-
-    def runs(self) -> list[tuple[float | None, int]]:
-        """Rate and seed of each run, in order."""
-        return list(product(self.rates, self.seeds))
-
-    def draw(self, rate: float | None, seed: int) -> list[WorkloadRequest]:
-        """The jobs of a run. Raises `ConfigError`."""
-        jobs = self.workload.draw(rate, self.duration_s, seed, self.limit)
-        if not jobs:
-            raise ConfigError(f"no request arrives in {self.duration_s} s at {rate} per second; measure for longer")
-        return jobs
-
-
 class LoadWatcher(Protocol):
-    """Told how the runs go."""
+    """Receives the progress of the runs."""
 
     def begun(self, number: int, rate: float | None, seed: int) -> None:
         """Run `number`, from 0, starts."""
 
     def progress(self, progress: ClientProgress) -> None:
-        """How far the present run is; twice a second."""
+        """The progress of the current run; twice a second."""
 
     def done(self, record: Record, exchanges: Sequence[Exchange]) -> None:
-        """A run is over. What this raises ends everything."""
+        """A run has ended. An exception ends the measurement."""
 
 
 def measure(target: Target, plan: LoadPlan, watcher: LoadWatcher) -> str | None:
     """Run the plan. Returns why it ended early, None if it did not.
 
-    Raises `ConfigError` for a workload that cannot be drawn, and for a server that cannot be reached or answers none
-    of the warm-up requests. KeyboardInterrupt ends the present run; it leaves no record.
+    Raises `ConfigError` for a workload that cannot be drawn, and for a server that cannot be reached or fails all
+    warm-up requests. KeyboardInterrupt ends the current run, which leaves no record.
     """
-    # The server's loop, too; benchmarks/load_client measures this one.
+    # The same event loop as the server's; benchmarks/load_client measures this one.
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_measure(target, plan, watcher))
 
@@ -107,7 +74,7 @@ async def _measure(target: Target, plan: LoadPlan, watcher: LoadWatcher) -> str 
                 if reason := await _unreachable(client):
                     return reason
             watcher.begun(number, rate, seed)
-            # Bodies differ by rate, or a server that caches prefixes would know those of the run before.
+            # Bodies differ by rate; otherwise a server's prefix cache would hold those of the previous run.
             bodies = Bodies(client.target, f"{seed}/{rate}/prompts")
             run = ClientRun(client, plan.draw(rate, seed), bodies, watcher.progress)
             with _quiet_memory():
@@ -118,7 +85,7 @@ async def _measure(target: Target, plan: LoadPlan, watcher: LoadWatcher) -> str 
             if lost and (reason := await _unreachable(client)):
                 return reason
             if run.gone:
-                return f"{target.base_url} only failed connections for seconds; the run was ended early"
+                return f"{target.base_url} failed all connections for {GIVE_UP_S:g} s; the run was ended early"
     return None
 
 
@@ -133,8 +100,8 @@ async def _unreachable(client: Client) -> str | None:
 
 @contextmanager
 def _quiet_memory() -> Iterator[None]:
-    """A full collection among the objects of many requests stops all streams for tens of milliseconds: while a run
-    lasts, what is there already is left alone, and collections are rare."""
+    """Disable most garbage collection during a run: a full collection among the objects of many requests would stop all
+    streams for tens of milliseconds."""
     before = gc.get_threshold()
     gc.collect()
     gc.freeze()
@@ -150,7 +117,7 @@ def _quiet_memory() -> Iterator[None]:
 
 
 async def _head(client: Client, plan: LoadPlan) -> Record:
-    """What all records share: who was measured, and how. Settles which model is asked for."""
+    """The fields shared by all records: the server and the settings. Chooses the model to request."""
     models = await client.models()
     target = client.target
     if target.model is None:
@@ -180,7 +147,7 @@ async def _head(client: Client, plan: LoadPlan) -> Record:
 
 
 def figures(exchanges: Sequence[Exchange], seconds: float, slo: Slo) -> Record:
-    """The part of a record that a run of `seconds` decides."""
+    """The figures of a record from a run of `seconds`."""
     record = summarize(
         [one.facts for one in exchanges if one.failure is None],
         now=seconds,
@@ -188,7 +155,7 @@ def figures(exchanges: Sequence[Exchange], seconds: float, slo: Slo) -> Record:
         errors=[one.job.stream for one in exchanges if one.failure is not None and one.failure.kind != REJECTED],
         slo=slo,
     )
-    # A client does not see when the engine began with a request, nor what it did.
+    # A client does not see when the engine started a request, nor its work.
     for part in (record, *record.get("classes", {}).values()):
         part["queue_s"] = dict.fromkeys(part["queue_s"])
         part["breakdown_s"] = part["wait_s"] = None

@@ -1,4 +1,4 @@
-"""Pictures of result records, for print and screen."""
+"""Plots of result records, for print and screen."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SUFFIXES: tuple[str, ...] = (".png", ".svg")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """What a picture shows beyond its kind.
+    """Options of a plot.
 
     metric: the dotted field that "latency" draws; None: the bound's, else the mean normalized latency.
     bound: drawn where its field is, with the largest rate at which each system keeps it.
@@ -51,9 +51,9 @@ KINDS = (*_DRAW, "all")
 
 
 def draw(records: Sequence[Record], kind: str, view: View, warn: Warn) -> Figure:
-    """One picture. `warn` gets a line for each group of records that lack what this kind needs.
+    """Draw one plot. `warn` gets a line for each group of records that lack what this kind needs.
 
-    Raises `ConfigError` if there is no such kind, field or rate, and if nothing is left to draw.
+    Raises `ConfigError` if there is no such kind, field or rate, and if no record is left to draw.
     """
     if kind not in _DRAW:
         near = difflib.get_close_matches(kind, KINDS, n=1)
@@ -65,9 +65,9 @@ def draw(records: Sequence[Record], kind: str, view: View, warn: Warn) -> Figure
 
 
 def plot_results(records: Sequence[Record], kind: str, out: Path, view: View, warn: Warn) -> list[Path]:
-    """Draw one kind of picture, or "all" that the records allow, and write it; the paths written.
+    """Draw one kind of plot, or "all" that the records allow, and write it. Returns the paths written.
 
-    out: a file; without .png or .svg at its end both are written. A folder that exists gets files named after their
+    out: a file; without .png or .svg at its end both are written. In an existing folder, files are named after their
     kind; with "all", any other `out` is a prefix: "run.svg" gives run-latency.svg and so on. Raises `ConfigError` as
     `draw` does and for an `out` that cannot be written.
     """
@@ -89,7 +89,7 @@ def plot_results(records: Sequence[Record], kind: str, out: Path, view: View, wa
 
 
 def _check(records: Sequence[Record], view: View) -> None:
-    """What is wrong for every record is the asker's mistake, not the records' lack."""
+    """Raise `ConfigError` for options that no record satisfies: an error of the user, not of the records."""
     if not records:
         raise ConfigError("the results hold no records")
     for field in (view.metric, view.bound.field if view.bound else None):
@@ -110,7 +110,7 @@ def _check(records: Sequence[Record], view: View) -> None:
 
 
 def _paths(out: Path, kind: str, *, prefix: bool) -> list[Path]:
-    """The files of one picture."""
+    """The files of one plot."""
     suffixes, base = SUFFIXES, out
     if out.is_dir():
         base = out / kind

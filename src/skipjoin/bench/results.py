@@ -18,28 +18,38 @@ _TEXTS = ("recipe", "model", "hardware", "driver")
 _NUMBERS = ("duration_s", "throughput_rps", "throughput_tps")
 _OBJECTS = ("workload", "requests", *DISTRIBUTIONS)
 # A client cannot see some of these (null), and a record of another program may lack them.
-_OPTIONAL_OBJECTS = ("settings", "slo", "breakdown_s", "wait_s", "kv", "quantiles", "series", "classes")
+_OPTIONAL_OBJECTS = (
+    "recipe_params",
+    "settings",
+    "slo",
+    "breakdown_s",
+    "wait_s",
+    "kv",
+    "quantiles",
+    "series",
+    "classes",
+)
 _PERCENTILES = 101
 
 
 class ResultsFile:
     """A file of result records that is complete and readable after every `append`.
 
-    existing: what to do with a file that is there. "refuse": raise. "replace": the first append replaces it.
-    "extend": appended records follow those in it. Only an empty file or one of result records is ever replaced or
-    extended. Raises `ConfigError`, naming the file, for one that may not be written and for a missing folder.
+    existing: how to treat an existing file. "refuse": raise. "replace": the first append replaces it. "extend":
+    appended records follow those in it. Only an empty file or one of result records is ever replaced or extended.
+    Raises `ConfigError`, naming the file, for one that may not be written and for a missing folder.
     """
 
     def __init__(self, path: Path, *, existing: Existing = "refuse") -> None:
         self.path = path
-        # Renaming onto a link would replace the link and leave its target as it was.
+        # Renaming onto a link would replace the link, not its target.
         self._target = path.resolve()
         self._lines: list[str] = []
         self._check_folder()
         if not self._target.exists() or (self._target.is_file() and self._target.stat().st_size == 0):
             return
         if existing == "refuse":
-            raise ConfigError(f"{path} exists; name another file, or say that it may be replaced or extended")
+            raise ConfigError(f"{path} exists; name another file, or allow it to be replaced or extended")
         records = load_results([path])
         if existing == "extend":
             self._lines = [_line(record) for record in records]
@@ -47,13 +57,13 @@ class ResultsFile:
     def append(self, record: Record) -> None:
         """Write the records so far and this one, atomically.
 
-        Raises ValueError for a value that JSON has no word for (NaN, infinity).
+        Raises ValueError for a value that JSON does not have (NaN, infinity).
         """
         self._lines.append(_line(record))
         self._write()
 
     def _write(self) -> None:
-        # A hidden neighbour: a rename is atomic only within one file system.
+        # A hidden file in the same folder: a rename is atomic only within one file system.
         partial = self._target.with_name(f".{self._target.name}.{os.getpid()}")
         try:
             with partial.open("w", encoding="utf-8") as file:
@@ -65,7 +75,7 @@ class ResultsFile:
             partial.unlink(missing_ok=True)
 
     def sort(self, key: Callable[[Record], Any]) -> None:
-        """Write all records again in the order of `key`: runs in parallel finish in any order."""
+        """Rewrite all records in the order of `key`: parallel runs finish in any order."""
         self._lines.sort(key=lambda line: key(json.loads(line)))
         self._write()
 
@@ -80,14 +90,14 @@ class ResultsFile:
 def load_results(paths: Iterable[Path]) -> list[Record]:
     """The records of all files, in order.
 
-    Raises `ConfigError` that names the file, and the line and column of malformed JSON or the number (from 1) and the
-    field of what is not a record.
+    Raises `ConfigError` with the file, and the line and column of malformed JSON or the number (from 1) and the field
+    of an invalid record.
     """
     return [record for path in paths for record in _load(path)]
 
 
 def rate_of(record: Record) -> float | None:
-    """Arrivals per second that a record was measured at; None for a replay at its own pace."""
+    """The arrival rate of a record, per second; None for a replay at the trace's own times."""
     rate: float | None = record["workload"].get("rate_rps")
     return rate
 
@@ -125,7 +135,7 @@ def _refuse_constant(name: str) -> float:
 
 
 def _problem(record: object) -> str | None:
-    """What keeps a value from being a record."""
+    """Why a value is not a record; None: it is one."""
     if not isinstance(record, dict):
         return f"must be an object, got {_kind(record)}"
     for name in (*_TEXTS, *_NUMBERS, *_OBJECTS):

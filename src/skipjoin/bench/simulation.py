@@ -1,15 +1,16 @@
-"""One simulated run: a system, a workload and a seed in, a record out."""
+"""One simulated run: from a system, a workload and a seed to a record."""
 
 from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
+from typing import Annotated
 
 from skipjoin.bench.workload import Workload, WorkloadRequest
-from skipjoin.config import DEFAULT_SLO_S, ConfigError
+from skipjoin.config import ConfigError, MaxBatchedTokens, MaxNumSeqs, Objective
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.events import Event
 from skipjoin.core.kv import KVLedger
@@ -18,70 +19,95 @@ from skipjoin.core.request import Request, RequestOptions
 from skipjoin.core.scheduler import Scheduler
 from skipjoin.core.step import StepShape
 from skipjoin.exec.simulated import SimulatedExecutor
+from skipjoin.knobs import Knob, Value, check
 from skipjoin.observe.record import NO_SLO, Record, Slo, add_usage, summarize
 from skipjoin.observe.requests import RequestFacts, RequestLog
 from skipjoin.observe.usage import EngineUsage
 from skipjoin.policies.dispatch import DISPATCH_RULES, make_dispatch
 from skipjoin.policies.starvation import starvation_after
-from skipjoin.recipes import Settings, build
+from skipjoin.recipes import DEFAULT_SLO_S, EngineLimits, Settings, build, find, own
 from skipjoin.sim.driver import Replica, simulate_cluster
 from skipjoin.version import VERSION
 
-# Lengths are all that matters of tokens: one ends a request at its true length, where it asked for more.
+# Only lengths of tokens matter: _END ends a request at its true length where it requested more.
 _TOKEN, _END = 0, 1
 _STOP = frozenset([_END])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class System:
-    """What is simulated: a recipe on a machine.
+    """The simulated system: a recipe on a machine.
 
-    model, hardware: names for the record. cost: of steps and transfers. stages: of a pipeline; stage_shares: of each in
-    the computing of a step, empty where all are equal.
-    kv_blocks, host_blocks: of each replica on either tier, of block_size tokens and block_bytes.
-    max_model_len: most tokens of prompt and output.
-    max_tokens: what requests ask for; None: just what they will generate, as load clients do.
-    decision_s: host time of each decision. replicas, dispatch: a cluster and its rule.
+    recipe_params: parameters of recipes, of which this one takes those that it has. model, hardware: names for the
+    record. cost: of steps and transfers. stages: of a pipeline; stage_shares: of each in the computing of a step, empty
+    where all are equal. kv_blocks, host_blocks: of each replica on either tier, of block_size tokens and block_bytes.
+    max_model_len: most tokens of prompt and output. decision_s: host time of each decision.
     """
 
     recipe: str
     model: str
     hardware: str
     cost: CostModel
-    kv_blocks: int
+    kv_blocks: Annotated[int, Knob("KV blocks on the device.", low=1)]
     block_bytes: int
     max_model_len: int
-    block_size: int = 16
-    host_blocks: int = 0
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
-    starvation_s: float = starvation_after(DEFAULT_SLO_S)
-    max_tokens: int | None = None
+    recipe_params: Mapping[str, Value] = field(default_factory=dict)
+    block_size: Annotated[int, Knob("Tokens per KV block.", low=1)] = 16
+    host_blocks: Annotated[int, Knob("KV blocks on the host.", low=0)] = 0
+    max_num_seqs: MaxNumSeqs = 256
+    max_num_batched_tokens: MaxBatchedTokens = 2048
+    slo_s: Objective = DEFAULT_SLO_S
+    max_tokens: Annotated[
+        int | None,
+        Knob("What requests ask for (default: just what they will generate).", low=1, group="Workload"),
+    ] = None
     stages: int = 1
     stage_shares: tuple[float, ...] = ()
-    decision_s: float = 0.0
-    replicas: int = 1
-    dispatch: str = "round-robin"
+    decision_s: Annotated[float, Knob("Host time of each decision.", low=0, high=1e6)] = 0.0
+    replicas: Annotated[int, Knob("Copies of the system behind one dispatcher.", low=1, group="System")] = 1
+    dispatch: Annotated[
+        str,
+        Knob(
+            "Which copy gets a request (least-work learns the lengths of outputs)",
+            choices=tuple(DISPATCH_RULES),
+            group="System",
+        ),
+    ] = "round-robin"
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "replicas", "block_size", "kv_blocks"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.dispatch not in DISPATCH_RULES:
-            raise ConfigError(f"dispatch must be one of {', '.join(DISPATCH_RULES)}, got {self.dispatch!r}")
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise ConfigError(f"max_tokens must be at least 1, got {self.max_tokens}")
+        check(self)
         if len(self.stage_shares) not in (0, self.stages):
             raise ConfigError(f"stage_shares must be empty or {self.stages}, got {len(self.stage_shares)}")
-        if self.host_blocks < 0:
-            raise ConfigError(f"host_blocks must be at least 0, got {self.host_blocks}")
-        if not 0 < self.starvation_s < math.inf:
-            raise ConfigError(f"starvation_s must be above 0 seconds, got {self.starvation_s}")
-        if not 0 <= self.decision_s < math.inf:
-            raise ConfigError(f"decision_s must be at least 0 seconds, got {self.decision_s}")
+        find(self.recipe).build(self.settings, self.own_params)
+
+    @property
+    def settings(self) -> Settings:
+        """What the recipe is built from."""
+        limits = EngineLimits(
+            requests=None,
+            max_len=self.max_model_len,
+            device_blocks=self.kv_blocks,
+            host_blocks=self.host_blocks,
+            block_size=self.block_size,
+            depth=self.stages,
+        )
+        return Settings(
+            self.cost,
+            self.max_num_seqs,
+            self.max_num_batched_tokens,
+            slo_s=self.slo_s,
+            predictor=TrueLengths(),
+            stages=self.stages,
+            limits=limits,
+        )
+
+    @property
+    def own_params(self) -> dict[str, Value]:
+        """Of `recipe_params`, those that this recipe has."""
+        return own(self.recipe, self.recipe_params)
 
     def describe(self) -> Record:
-        """The record's settings: all that decides the figures and is not the workload."""
+        """The record's settings: everything that affects the figures apart from the workload."""
         return {
             "max_num_seqs": self.max_num_seqs,
             "max_num_batched_tokens": self.max_num_batched_tokens,
@@ -91,7 +117,8 @@ class System:
             "host_blocks": self.host_blocks,
             "swap_gib": round(self.host_blocks * self.block_bytes / 2**30, 3),
             "max_model_len": self.max_model_len,
-            "starvation_s": self.starvation_s,
+            # In every record since the first one, whatever the recipe.
+            "starvation_s": self.recipe_params.get("starvation_s", starvation_after(self.slo_s)),
             "max_tokens": self.max_tokens,
             "stages": self.stages,
             "stage_shares": [round(share, 4) for share in self.stage_shares] or None,
@@ -101,7 +128,7 @@ class System:
         }
 
     def light_load(self, jobs: Sequence[WorkloadRequest]) -> tuple[float, float]:
-        """Seconds of a prefill and of a decode step of the mean lengths when nobody else is there."""
+        """Seconds of a prefill and of a decode step of the mean lengths without other requests."""
         prompt = max(1, round(sum(job.prompt_tokens for job in jobs) / max(1, len(jobs))))
         output = sum(job.output_tokens for job in jobs) / max(1, len(jobs))
         prefill = StepShape(prefill=prompt, attention=prompt * (prompt + 1) // 2)
@@ -110,7 +137,7 @@ class System:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """How much of a workload runs, as in `Workload.draw`. until_s: when to stop, finished or not."""
+    """How much of a workload runs, as in `Workload.draw`. until_s: when to stop, even if requests are left."""
 
     rate_rps: float | None
     duration_s: float | None
@@ -121,10 +148,9 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One run: a system, a workload and how much of it.
+    """One run: a system, a workload and its extent.
 
-    slo: objectives; slo_scale: instead, this many times the light-load prefill and decode step (FastServe section
-    6.2).
+    slo: objectives; slo_scale: instead, this many times the light-load prefill and decode step (FastServe section 6.2).
     """
 
     system: System
@@ -134,12 +160,12 @@ class Cell:
     slo_scale: float | None = None
 
     def jobs(self) -> list[WorkloadRequest]:
-        """What the run is asked to do. Raises `ConfigError` for a workload that cannot be drawn."""
+        """The requests of the run. Raises `ConfigError` for a workload that cannot be drawn."""
         extent = self.extent
         return self.workload.draw(extent.rate_rps, extent.duration_s, extent.seed, extent.limit)
 
     def check(self) -> None:
-        """Raises `ConfigError` for a run that has nothing to do."""
+        """Raise `ConfigError` for a run without requests."""
         if not self.jobs():
             raise ConfigError(
                 f"no request arrives within {self.extent.duration_s} s at {self.extent.rate_rps} requests per second"
@@ -147,7 +173,7 @@ class Cell:
 
 
 class TrueLengths:
-    """The oracle: the output lengths that the workload will have. A request carries its own as `sampling`."""
+    """The oracle: the true output lengths of the workload. A request carries its own as `sampling`."""
 
     def predict(self, request: Request) -> int:
         length: int = request.sampling  # type: ignore[assignment]
@@ -160,40 +186,40 @@ def run(
     on_share: Callable[[float], None] = lambda share: None,
     on_events: Callable[[list[Event]], None] = lambda events: None,
 ) -> Record:
-    """Simulate, and say what came of it.
+    """Simulate a cell and return its record.
 
-    on_share: called now and then with the share of requests that are over. on_events: what happens on the first
-    replica. Raises `ConfigError` for a workload that cannot be drawn.
+    on_share: called from time to time with the share of requests that have ended. on_events: called with the events of
+    the first replica. Raises `ConfigError` for a workload that cannot be drawn.
     """
     system, extent, slo = cell.system, cell.extent, cell.slo
     jobs = cell.jobs()
     if cell.slo_scale is not None:
         prefill_s, decode_s = system.light_load(jobs)
         slo = Slo(ttft_s=cell.slo_scale * prefill_s, tpot_s=cell.slo_scale * decode_s)
-    taken = [(number, job) for number, job in enumerate(jobs) if _room(system, job) >= job.output_tokens]
-    rejected = [job.stream for job in jobs if _room(system, job) < job.output_tokens]
+    taken = [(number, job) for number, job in enumerate(jobs) if _most_output(system, job) >= job.output_tokens]
+    rejected = [job.stream for job in jobs if _most_output(system, job) < job.output_tokens]
     ended: list[RequestFacts] = []
     logs = [RequestLog(ended.append) for _ in range(system.replicas)]
     usages = [
         EngineUsage(device_blocks=system.kv_blocks, block_size=system.block_size, block_bytes=system.block_bytes)
         for _ in logs
     ]
-    told = 0
+    reported = 0
 
     def observe(replica: int, events: list[Event]) -> None:
-        nonlocal told
+        nonlocal reported
         logs[replica].observe(events)
         usages[replica].observe(events)
         if replica == 0:
             on_events(events)
-        if len(ended) - told >= 64:
-            told = len(ended)
-            on_share(told / len(taken))
+        if len(ended) - reported >= 64:
+            reported = len(ended)
+            on_share(reported / len(taken))
 
     replicas = [_replica(system) for _ in logs]
     dispatch = make_dispatch(system.dispatch, system.replicas, system.cost, TrueLengths())
     with _without_garbage_collection():
-        # Made on the way: the tokens of requests that are over need no memory.
+        # A generator, so that ended requests take no memory for their tokens.
         requests = (_request(system, number, job) for number, job in taken)
         end = simulate_cluster(replicas, requests, dispatch, on_events=observe, until=extent.until_s)
     facts = ended + [one for log in logs for one in log.live(end)]
@@ -201,6 +227,7 @@ def run(
         one.stream = jobs[one.id].stream
     record: Record = {
         "recipe": system.recipe,
+        "recipe_params": asdict(find(system.recipe).resolve(system.settings, system.own_params)),
         "model": system.model,
         "hardware": system.hardware,
         "driver": "simulator",
@@ -214,32 +241,25 @@ def run(
 
 
 def _replica(system: System) -> Replica:
-    settings = Settings(
-        system.cost,
-        system.max_num_seqs,
-        system.max_num_batched_tokens,
-        system.starvation_s,
-        predictor=TrueLengths(),
-        stages=system.stages,
-    )
+    policies = build(system.recipe, system.settings, system.own_params)
     kv = KVLedger(system.kv_blocks, system.host_blocks, system.block_size)
-    core = EngineCore(Scheduler(build(system.recipe, settings), kv, depth=system.stages))
+    core = EngineCore(Scheduler(policies, kv, depth=system.stages))
     executor = SimulatedExecutor(system.cost, _sample, system.stage_shares or system.stages)
     return Replica(core, executor, decision_s=system.decision_s)
 
 
-def _room(system: System, job: WorkloadRequest) -> int:
-    """Most tokens that a job can generate; a server would refuse one that wants more."""
+def _most_output(system: System, job: WorkloadRequest) -> int:
+    """Most tokens that a job can generate; a server would reject one that requests more."""
     return min(system.max_model_len, system.kv_blocks * system.block_size) - job.prompt_tokens
 
 
 def _request(system: System, number: int, job: WorkloadRequest) -> Request:
-    asked = job.output_tokens if system.max_tokens is None else max(job.output_tokens, system.max_tokens)
+    requested = job.output_tokens if system.max_tokens is None else max(job.output_tokens, system.max_tokens)
     return Request(
         number,
         job.at,
         range(job.prompt_tokens),
-        min(asked, _room(system, job)),
+        min(requested, _most_output(system, job)),
         stop_tokens=_STOP,
         options=RequestOptions(priority=job.priority),
         sampling=job.output_tokens,
@@ -252,7 +272,7 @@ def _sample(request: Request, position: int) -> int:
 
 @contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """A run makes millions of small values and no cycles; looking for some would take a third of its time."""
+    """A run makes millions of small values and no cycles; garbage collection would take a third of its time."""
     was = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""Many simulated runs at once, in processes of their own: sweeps over a grid, and searches for the largest rate."""
+"""Many simulated runs at once, in separate processes: sweeps over a grid, and searches for the largest rate."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from skipjoin.observe.record import Record
 
 # A search ends when its bracket is this narrow, relative to the rate.
 _TOLERANCE = 0.02
-# What the rate is first multiplied or divided by: who starts near is not sent far into overload, which takes longest to
-# simulate. Squared at each step up to the longest.
+# The first factor between tried rates: small, so that a start near the result does not go far into overload, which
+# takes longest to simulate. It is squared at each step up to the longest.
 _FIRST_STRIDE, _LONGEST_STRIDE = 1.25, 4.0
 # Rates outside this range are not searched.
 _LOWEST_RPS, _HIGHEST_RPS = 1e-4, 1e5
@@ -27,14 +27,14 @@ _TICK_S = 0.2
 
 
 class SweepPlan(Protocol):
-    """Which cells to run; what comes of them may call for more."""
+    """A source of cells; results may add further cells."""
 
     def first(self) -> Iterable[Cell]:
-        """The cells to begin with."""
+        """The initial cells."""
         ...
 
     def then(self, cell: Cell, record: Record) -> Iterable[Cell]:
-        """The cells that a finished one calls for."""
+        """The cells that follow from a finished one."""
         ...
 
 
@@ -52,19 +52,19 @@ class Grid:
 
 
 class RateSearch:
-    """Looks for the largest rate at which the mean over seeds keeps a bound: steps up or down, in strides that
-    grow, until it lies between two rates, then halves the interval (on a logarithmic scale) to 2 %.
+    """Searches the largest rate at which the mean over seeds keeps a bound: steps up or down, in growing strides, until
+    the rate lies between two others, then bisects the interval (on a logarithmic scale) to 2 %.
 
-    cells: one per seed, all at the rate to start from. A system that keeps the bound at 100,000 requests per second,
-    or breaks it at 0.0001 or where no request arrives any more, is given up there.
+    cells: one per seed, all at the initial rate. The search stops for a system that keeps the bound at 100,000 requests
+    per second, or breaks it at 0.0001 or at a rate without arrivals.
     """
 
     def __init__(self, cells: Sequence[Cell], bound: Bound) -> None:
         self._cells = cells
         self._bound = bound
-        self._holds: float | None = None  # the highest rate known to keep it
+        self._holds: float | None = None  # the highest rate known to keep the bound
         self._breaks: float | None = None  # the lowest rate known to break it
-        self._values: list[float] = []  # at the present rate
+        self._values: list[float] = []  # at the current rate
         self._stride = _FIRST_STRIDE
 
     def first(self) -> Sequence[Cell]:
@@ -103,21 +103,22 @@ class RateSearch:
 
 
 class SweepWatcher(Protocol):
-    """Told how a sweep goes."""
+    """Receives the progress of a sweep."""
 
     def begun(self, number: int, cell: Cell) -> None:
-        """A cell was put in line."""
+        """A cell was queued."""
 
     def share(self, number: int, share: float) -> None:
-        """So much of a cell's requests are over."""
+        """The share of a cell's requests that have ended."""
 
     def done(self, number: int, record: Record) -> None:
         """A cell is finished."""
 
 
 def sweep(plans: Sequence[SweepPlan], processes: int, watcher: SweepWatcher) -> None:
-    """Run everything; raises what a run raised. An interrupt ends it at once; what was `done` before stays so."""
-    context = get_context("spawn")  # a fork would take locks of other threads with it
+    """Run all cells; raises an exception of a run. An interrupt ends the sweep at once; cells reported as `done` stay
+    so."""
+    context = get_context("spawn")  # a fork would copy locks held by other threads
     shares: Queue[tuple[int, float]] = context.Queue()
     pool = ProcessPoolExecutor(processes, mp_context=context, initializer=_enter, initargs=(shares,))
     numbers = count()
@@ -157,11 +158,11 @@ def _drain(shares: Queue[tuple[int, float]]) -> Iterator[tuple[int, float]]:
 
 # -- in a worker process ----------------------------------------------------------------------------------
 
-_shares: list[Queue[tuple[int, float]]] = []  # the way back to the parent, in a worker
+_shares: list[Queue[tuple[int, float]]] = []  # in a worker: the queue to the parent
 
 
 def _enter(shares: Queue[tuple[int, float]]) -> None:
-    # Ctrl-C reaches every process of the terminal; the parent decides.
+    # Ctrl-C reaches every process of the terminal; the parent handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _shares.append(shares)
 

@@ -1,65 +1,89 @@
-"""From names to a system to simulate: a GPU of the catalogue, or the profile of a machine that was measured."""
+"""Builds systems to simulate from names: a GPU of the catalogue, or the profile of a measured machine."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from skipjoin.bench.simulation import System
-from skipjoin.config import DEFAULT_SLO_S, ConfigError, check_above_zero, check_slo, check_swap_space, unknown
-from skipjoin.policies.starvation import starvation_after
+from skipjoin.config import ConfigError
+from skipjoin.knobs import Knob, check
 from skipjoin.profile import read_profile
-from skipjoin.recipes import RECIPES
+from skipjoin.recipes import check_names, find
 from skipjoin.sim.hardware import parse_hardware
 from skipjoin.sim.models import model_shape
 from skipjoin.sim.roofline import RooflineCost, kv_blocks
 
 _GIB = 1 << 30
-# Of a server's RAM, what the host pool takes if nothing else is said.
+# The default share of a server's RAM for the host pool.
 _SWAP_SHARE = 0.5
+_GROUP = "System"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Hardware with a model on it, as named on a command line.
+    """Hardware with a model, as named on a command line.
 
-    hardware: of the catalogue, such as a100-40gb:tp8pp2, or a profile's JSON file. model: of the catalogue; None with
-    a profile, which knows its own. kv_gib: size of the KV pool; None: what the GPU's memory leaves. swap_gib: size of
-    the host pool; 0: none; None: half of the RAM that comes with the GPUs, or with a profile as much as `kv_gib`.
+    Raises `ConfigError` on a value outside its bounds.
     """
 
-    hardware: str
-    model: str | None = None
-    kv_gib: float | None = None
-    swap_gib: float | None = None
-    block_size: int | None = None
-    max_model_len: int | None = None
+    hardware: Annotated[
+        str,
+        Knob("a100-40gb, a100-40gb:tp8pp2, ... or the JSON file of `skipjoin profile`.", metavar="NAME", group=_GROUP),
+    ] = "a100-40gb"
+    model: Annotated[
+        str | None,
+        Knob("Model of the catalogue, such as opt-13b (default: the profile's).", metavar="NAME", group=_GROUP),
+    ] = None
+    kv_gib: Annotated[
+        float | None,
+        Knob(
+            "Size of the KV pool, all GPUs together (default: what the memory leaves; a profile needs it).",
+            above=0,
+            high=1e6,
+            metavar="GIB",
+            group=_GROUP,
+        ),
+    ] = None
+    swap_gib: Annotated[
+        float | None,
+        Knob(
+            "Size of the host pool; 0: none (default: half of the GPUs' share of RAM, or with a profile as the KV "
+            "pool).",
+            low=0,
+            high=1e6,
+            flags=("--swap-space", "--kv-offloading-size"),
+            metavar="GIB",
+            group=_GROUP,
+        ),
+    ] = None
+    block_size: Annotated[
+        int | None, Knob("Tokens per KV block (default: 16, or the profile's).", low=1, group=_GROUP)
+    ] = None
+    max_model_len: Annotated[
+        int | None, Knob("Most tokens of prompt and output together (default: the model's).", group=_GROUP)
+    ] = None
 
-    def systems(
-        self, recipes: str, *, slo_s: float = DEFAULT_SLO_S, starvation_s: float | None = None, **settings: Any
-    ) -> list[System]:
+    def __post_init__(self) -> None:
+        check(self)
+
+    def systems(self, recipes: str, **settings: Any) -> list[System]:
         """A system for each recipe of a comma-separated list. settings: further fields of `System`.
 
-        slo_s: seconds per output token that users accept. starvation_s: None: what follows from `slo_s`.
         Raises `ConfigError` for names that there are not, a model that does not fit, or settings out of bounds.
         """
         names = [name.strip() for name in recipes.split(",")]
         if twice := next((name for name in names if names.count(name) > 1), None):
-            raise ConfigError(f"recipes must differ, {twice} is there twice")
-        for name in names:
-            if name not in RECIPES:
-                raise unknown("recipe", name, sorted(RECIPES))
-        check_slo(slo_s, starvation_s)
-        check_swap_space("swap_gib", self.swap_gib)
-        settings["starvation_s"] = starvation_after(slo_s) if starvation_s is None else starvation_s
+            raise ConfigError(f"recipes must differ, but {twice} is named twice")
+        check_names([find(name) for name in names], settings.get("recipe_params", {}))
         parts = self._from_profile() if self.hardware.endswith(".json") else self._from_catalogue()
         return [System(recipe=name, **(parts | settings)) for name in names]
 
     def _from_catalogue(self) -> dict[str, Any]:
         group = parse_hardware(self.hardware)
         if self.model is None:
-            raise ConfigError(f"model must be named for hardware {group.name}")
+            raise ConfigError(f"a model must be given for hardware {group.name}")
         shape = model_shape(self.model)
         size = 16 if self.block_size is None else self.block_size
         blocks = kv_blocks(shape, group, size, self.kv_gib)
@@ -86,8 +110,7 @@ class Machine:
                 f"{self.hardware} was measured with block_size {profile.block_size}, not {self.block_size}"
             )
         if self.kv_gib is None:
-            raise ConfigError("kv_gib must be given with a profile, which does not say how large the KV pool is")
-        check_above_zero("kv_gib", self.kv_gib, 1e6)
+            raise ConfigError("kv_gib must be given with a profile, which does not contain the size of the KV pool")
         return {
             "model": profile.key.model,
             "hardware": profile.key.device,

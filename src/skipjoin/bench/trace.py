@@ -1,4 +1,4 @@
-"""Recorded requests: a CSV file of arrival times and lengths, read with errors that point at the place."""
+"""Recorded requests: a CSV file of arrival times and lengths. Errors give the line and column."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ class TraceRow(NamedTuple):
 
 @dataclass(frozen=True)
 class Trace:
-    """The requests of a file, in its order. name: the file's name. Either all rows have an arrival or none has."""
+    """The requests of a file, in order. name: the file's name. Either all rows have an arrival or none has."""
 
     name: str
     rows: tuple[TraceRow, ...]
 
     @property
     def has_arrivals(self) -> bool:
-        """Whether the rows say when they arrived."""
+        """Whether the rows have arrival times."""
         return self.rows[0].arrival_s is not None
 
 
 def read_trace(path: str | Path) -> Trace:
-    """A trace from a CSV file, gzipped if the name ends in .gz, with the columns prompt_tokens and output_tokens,
-    perhaps arrival_s, and any others.
+    """Read a trace from a CSV file, gzipped if the name ends in .gz, with the columns prompt_tokens and output_tokens,
+    optionally arrival_s, and any others.
 
-    Either every row has an arrival or none; times must not decrease. Raises `ConfigError` with the line and the
-    column, in characters from 1, of what is wrong.
+    Either every row has an arrival or none; times must not decrease. Raises `ConfigError` with the line and the column,
+    in characters from 1, of the error.
     """
     path = Path(path)
     try:
@@ -51,7 +51,7 @@ def read_trace(path: str | Path) -> Trace:
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: not a text file in UTF-8") from None
     except (gzip.BadGzipFile, EOFError, zlib.error):
-        raise ConfigError(f"{path}: not a whole gzip file") from None
+        raise ConfigError(f"{path}: not a complete gzip file") from None
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
     if not rows:
@@ -60,7 +60,7 @@ def read_trace(path: str | Path) -> Trace:
 
 
 def _opened(path: Path) -> TextIO:
-    # Spreadsheets put a byte order mark first; utf-8-sig drops it.
+    # Spreadsheets write a byte order mark first; utf-8-sig drops it.
     if path.suffix == ".gz":
         return cast(TextIO, gzip.open(path, "rt", encoding="utf-8-sig", newline=""))
     return path.open(encoding="utf-8-sig", newline="")
@@ -68,7 +68,7 @@ def _opened(path: Path) -> TextIO:
 
 @dataclass(frozen=True, slots=True)
 class _Record:
-    """One row of cells and the text that it was read from. line: the number of the text's first line."""
+    """One row of cells and its text. line: the number of the text's first line."""
 
     file: str
     line: int
@@ -76,20 +76,20 @@ class _Record:
     text: str
 
     def error(self, index: int, what: str) -> ConfigError:
-        """What to raise for the cell at `index`, pointing at its first character."""
+        """The error for the cell at `index`, with the position of its first character."""
         before = self.text[: self._start(index)]
         line = self.line + before.count("\n")
         column = len(before) - before.rfind("\n")
         return ConfigError(f"{self.file} line {line}, column {column} {what}, got {self.cells[index]!r}")
 
     def _start(self, index: int) -> int:
-        """Where the text of a cell starts: after `index` commas outside quotes."""
+        """The position of a cell's text: after `index` commas outside quotes."""
         start, quoted = 0, False
         for place, character in enumerate(self.text):
             if index == 0:
                 break
             if character == '"':
-                # Two quotes inside quotes close and open again, which leaves the state as it should be.
+                # Two quotes inside quotes close and reopen them, which leaves the state unchanged.
                 quoted = not quoted
             elif character == "," and not quoted:
                 index -= 1
@@ -98,7 +98,7 @@ class _Record:
 
 
 def _records(name: str, file: TextIO) -> Iterator[_Record]:
-    """The rows of a CSV file that are not blank, each with its place."""
+    """The rows of a CSV file that are not blank, each with its position."""
     seen: list[str] = []
     line = 1
     try:
@@ -128,7 +128,7 @@ def _rows(name: str, file: TextIO) -> Iterator[TraceRow]:
     for record in records:
         if len(record.cells) != len(header.cells):
             raise ConfigError(
-                f"{name} line {record.line}: {len(record.cells)} fields, but the header names {len(header.cells)}"
+                f"{name} line {record.line}: {len(record.cells)} fields, but the header has {len(header.cells)}"
             )
         row = TraceRow(
             _arrival(record, arrival, previous),
@@ -140,12 +140,12 @@ def _rows(name: str, file: TextIO) -> Iterator[TraceRow]:
 
 
 def _columns(header: _Record) -> tuple[int | None, int, int]:
-    """Where arrival_s stands, if it is there, prompt_tokens and output_tokens."""
+    """The indexes of arrival_s (None: missing), prompt_tokens and output_tokens."""
     names = [cell.strip() for cell in header.cells]
     place = f"{header.file} line {header.line}"
     needed = list(TOKEN_COLUMNS)
     if any("arrival" in name.lower() for name in names):
-        # Under a name of its own it would be ignored, and the times replaced by drawn ones.
+        # A misspelt arrival_s would be ignored, and the arrival times replaced by drawn ones.
         needed.append("arrival_s")
     for column in needed:
         if names.count(column) > 1:

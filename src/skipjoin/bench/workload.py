@@ -1,4 +1,4 @@
-"""Workloads: which requests arrive when, drawn from distributions or replayed from a trace."""
+"""Workloads: requests with arrival times and lengths, drawn from distributions or replayed from a trace."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STREAM_FIELDS = ("name", "lengths", "arrivals", "share", "priority")
 
 
 class WorkloadRequest(NamedTuple):
-    """A request to send. at: seconds from the start. stream: the class it counts for. priority: lower is earlier."""
+    """A request to send. at: seconds from the start. stream: its class in the record. priority: lower is earlier."""
 
     at: float
     prompt_tokens: int
@@ -35,7 +35,7 @@ class WorkloadRequest(NamedTuple):
 class Workload(Protocol):
     """Requests over time. The same arguments give the same jobs, on every machine.
 
-    best_effort: the share of jobs that are of class "best-effort", the others being "interactive"; None: no classes.
+    best_effort: the share of jobs in class "best-effort", the others being "interactive"; None: no classes.
     """
 
     @property
@@ -53,7 +53,7 @@ class Workload(Protocol):
     def describe(
         self, rate_rps: float | None, duration_s: float | None, seed: int, limit: int | None = None
     ) -> dict[str, Any]:
-        """The `workload` object of a result record: what `draw` was called with and on what."""
+        """The `workload` object of a result record: the arguments of `draw` and the workload."""
         ...
 
 
@@ -71,7 +71,7 @@ class Stream:
         in_bounds(f"share of stream {self.name!r}", self.share, most=1)
 
     def jobs(self, rate_rps: float, seed: int, index: int) -> Iterator[WorkloadRequest]:
-        """Endless jobs at `rate_rps` in all, of which this stream, number `index`, makes its share.
+        """Endless jobs of this stream, number `index`, whose rate is its share of `rate_rps`.
 
         The k-th job has the same lengths at every rate.
         """
@@ -95,7 +95,7 @@ class Synthetic:
             raise ConfigError(f"the shares of the streams must add up to 1, got {total:g}")
         names = [stream.name for stream in self.streams]
         if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ConfigError(f"the names of streams must differ, {twice[0]!r} is there twice")
+            raise ConfigError(f"the names of streams must differ, but {twice[0]!r} is named twice")
 
     def draw(
         self, rate_rps: float | None, duration_s: float | None, seed: int, limit: int | None = None
@@ -112,7 +112,7 @@ class Synthetic:
     def describe(
         self, rate_rps: float | None, duration_s: float | None, seed: int, limit: int | None = None
     ) -> dict[str, Any]:
-        """As in `Workload`; `streams` is there when there are several."""
+        """As in `Workload`; includes `streams` when there are several."""
         record: dict[str, Any] = {
             "lengths": " + ".join(stream.lengths.name for stream in self.streams),
             "arrivals": " + ".join(stream.arrivals.name for stream in self.streams),
@@ -135,10 +135,10 @@ class Synthetic:
 
 @dataclass(frozen=True)
 class Replay:
-    """The requests of a trace, when they arrived or, if it does not say, as `arrivals` has them.
+    """The requests of a trace, at their recorded times or, if it has none, with the arrivals of `arrivals`.
 
-    speedup: what the times of a trace are divided by. Its first request arrives at 0. Without times in the trace,
-    rows follow each other from a row drawn by the seed, the first row after the last, at `rate_rps`.
+    speedup: divides the times of a trace. Its first request arrives at 0. Without times in the trace, rows follow each
+    other from a row chosen by the seed, the first row after the last, at `rate_rps`.
     """
 
     trace: Trace
@@ -150,16 +150,16 @@ class Replay:
         in_bounds("speedup", self.speedup)
         _check_best_effort(self.best_effort)
         if not self.trace.has_arrivals and self.arrivals is None:
-            raise ConfigError(f"{self.trace.name} has no arrival times: name a pattern of arrivals")
+            raise ConfigError(f"{self.trace.name} has no arrival times: give a pattern of arrivals")
         if not self.trace.has_arrivals and self.speedup != 1:
-            raise ConfigError(f"speedup is for a trace with arrival times, which {self.trace.name} does not have")
+            raise ConfigError(f"speedup needs a trace with arrival times, and {self.trace.name} has none")
 
     def draw(
         self, rate_rps: float | None, duration_s: float | None, seed: int, limit: int | None = None
     ) -> list[WorkloadRequest]:
-        """As in `Workload`. With neither `duration_s` nor `limit` every row comes once.
+        """As in `Workload`. With neither `duration_s` nor `limit` every row is used once.
 
-        rate_rps: of no effect where the trace has arrival times, which also end the jobs with its last row.
+        rate_rps: ignored where the trace has arrival times, which also end the jobs with its last row.
         """
         rows = len(self.trace.rows)
         if duration_s is None and limit is None:
@@ -207,9 +207,10 @@ Classed = TypeVar("Classed", Synthetic, Replay)
 
 
 def synthetic(lengths: str, arrivals: str, streams: Sequence[str] = ()) -> Synthetic:
-    """A workload from the texts of options: its main stream and, in `streams`, those that take part of its rate.
+    """A workload from the texts of options: its main stream and further ones, in `streams`, which take shares of its
+    rate.
 
-    The main stream is named "default", has priority 0 and the share that the others leave. Raises `ConfigError`.
+    The main stream is named "default" and has priority 0 and the remaining share. Raises `ConfigError`.
     """
     others = tuple(parse_stream(text) for text in streams)
     rest = 1 - sum(stream.share for stream in others)
@@ -221,18 +222,18 @@ def synthetic(lengths: str, arrivals: str, streams: Sequence[str] = ()) -> Synth
 def parse_stream(text: str) -> Stream:
     """A stream from `name=batch,lengths=uniform:512-1024,32-128,arrivals=poisson,share=0.5,priority=10`.
 
-    A comma separates fields where a word and = follow it; other commas belong to the field. name, lengths and share
-    must be there; arrivals is poisson and priority 0 if left out. Raises `ConfigError`.
+    A comma separates fields if a word and = follow it; other commas belong to the field. name, lengths and share are
+    required; arrivals defaults to poisson and priority to 0. Raises `ConfigError`.
     """
     fields: dict[str, str] = {}
     for part in re.split(r",(?=\s*\w+\s*=)", text):
         key, equals, value = (piece.strip() for piece in part.partition("="))
         if not equals:
-            raise ConfigError(f"stream must be made of KEY=VALUE, got {part!r}")
+            raise ConfigError(f"stream must consist of KEY=VALUE fields, got {part!r}")
         if key not in STREAM_FIELDS:
             raise unknown("stream", key, STREAM_FIELDS)
         if key in fields:
-            raise ConfigError(f"stream: {key} is there twice")
+            raise ConfigError(f"stream: {key} is given twice")
         fields[key] = value
     for key in ("name", "lengths", "share"):
         if not fields.get(key):
@@ -257,7 +258,7 @@ def with_best_effort(workload: Classed, share: float) -> Classed:
 
 
 def _generator(seed: int, stream: int, purpose: str) -> random.Random:
-    # From a text, whose hash is the same in every process; neighbouring seeds give unrelated numbers.
+    # Seeded by a text, whose hash is the same in every process; neighbouring seeds give unrelated numbers.
     return random.Random(f"{seed}/{stream}/{purpose}")
 
 
@@ -294,7 +295,7 @@ def _cut(jobs: Iterator[WorkloadRequest], duration_s: float | None, limit: int |
 def _extent(
     workload: Workload, duration_s: float | None, seed: int, limit: int | None
 ) -> dict[str, float | int | None]:
-    """The part of a description that all workloads share."""
+    """The fields of a description that all workloads share."""
     extent: dict[str, float | int | None] = {"duration_s": duration_s, "seed": seed}
     if limit is not None:
         extent["limit"] = limit

@@ -1,4 +1,4 @@
-"""The model that comes with the package, so that the server has a real one to run with no download."""
+"""The model that is part of the package, so that the server can run one without a download."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ from skipjoin.cli.convert import convert
 from skipjoin.cli.generate import generate
 from skipjoin.cli.plot import plot
 from skipjoin.cli.profile import profile
+from skipjoin.cli.recipes import recipes
 from skipjoin.cli.serve import serve
 from skipjoin.cli.simulate import simulate
 from skipjoin.version import VERSION
@@ -24,7 +25,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (serve, generate, convert, profile, simulate, bench, plot):
+for command in (serve, generate, recipes, convert, profile, simulate, bench, plot):
     app.command()(command)
 
 

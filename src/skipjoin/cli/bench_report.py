@@ -15,7 +15,8 @@ from rich.progress import Progress as Bars
 from rich.table import Table
 
 from skipjoin.bench.client import ClientProgress, Exchange
-from skipjoin.bench.load import TOO_LATE_S, LoadPlan
+from skipjoin.bench.load import TOO_LATE_S
+from skipjoin.bench.load_plan import LoadPlan
 from skipjoin.bench.results import Existing, Record, ResultsFile
 from skipjoin.config import ConfigError
 

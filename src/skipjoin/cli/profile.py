@@ -11,25 +11,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from skipjoin.cli.options import (
-    ENGINE,
-    Attention,
-    BlockSize,
-    Device,
-    Dtype,
-    GpuShare,
-    KvCacheGib,
-    LoadFormat,
-    MaxBatchedTokens,
-    MaxModelLen,
-    MaxNumSeqs,
-    Model,
-    PipelineParallel,
-    RayAddress,
-    TensorParallel,
-    Threads,
-    plain_errors,
-)
+from skipjoin.cli.options import Section, Values, takes
 from skipjoin.config import ConfigError, EngineConfig
 from skipjoin.profile import Profile, Transfer, cache_path, write_profile
 
@@ -37,56 +19,46 @@ if TYPE_CHECKING:
     from skipjoin.engine.profiling.profiler import Effort
 
 
+# The fields of the engine that what is measured depends on.
+_MEASURED = (
+    "model",
+    "dtype",
+    "device",
+    "attention",
+    "load_format",
+    "threads",
+    "max_model_len",
+    "enforce_eager",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "block_size",
+    "kv_cache_gib",
+    "gpu_memory_utilization",
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "distributed_executor_backend",
+    "ray_address",
+)
+
+
+@takes(engine=Section(EngineConfig, _MEASURED))
 def profile(
-    model: Model = ENGINE.model,
     *,
-    dtype: Dtype = ENGINE.dtype,
-    device: Device = ENGINE.device,
-    attention: Attention = ENGINE.attention,
-    load_format: LoadFormat = ENGINE.load_format,
-    threads: Threads = ENGINE.threads,
     seconds: Annotated[float, typer.Option(help="Longest time to measure; fewer suffice on a quiet machine.")] = 60.0,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the profile here (default: the user's cache).")
     ] = None,
-    max_model_len: MaxModelLen = ENGINE.max_model_len,
-    max_num_seqs: MaxNumSeqs = ENGINE.max_num_seqs,
-    max_num_batched_tokens: MaxBatchedTokens = ENGINE.max_num_batched_tokens,
-    block_size: BlockSize = ENGINE.block_size,
-    kv_cache_gib: KvCacheGib = ENGINE.kv_cache_gib,
-    gpu_memory_utilization: GpuShare = ENGINE.gpu_memory_utilization,
-    tensor_parallel_size: TensorParallel = ENGINE.tensor_parallel_size,
-    pipeline_parallel_size: PipelineParallel = ENGINE.pipeline_parallel_size,
-    ray_address: RayAddress = ENGINE.ray_address,
+    engine: Values,
 ) -> None:
     """Measure what steps and transfers of MODEL cost here, for the server and the simulator."""
     from skipjoin.engine.profiling.profiler import THOROUGH_PRECISION, Effort  # noqa: PLC0415
 
-    with plain_errors():
-        if not 1 <= seconds <= 1e5:
-            raise ConfigError(f"seconds must be in [1, 100000], got {seconds}")
-        config = EngineConfig(
-            model=model,
-            dtype=dtype,
-            device=device,
-            attention=attention,
-            load_format=load_format,
-            max_model_len=max_model_len,
-            block_size=block_size,
-            kv_cache_gib=kv_cache_gib,
-            # Transfers are measured between two pools of their own.
-            swap_space_gib=0,
-            gpu_memory_utilization=gpu_memory_utilization,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            threads=threads,
-            tensor_parallel_size=tensor_parallel_size,
-            pipeline_parallel_size=pipeline_parallel_size,
-            ray_address=ray_address,
-        )
-        found = _measure(config, Effort(seconds, THOROUGH_PRECISION))
-        path = out or cache_path(found.key)
-        write_profile(found, path)
+    if not 1 <= seconds <= 1e5:
+        raise ConfigError(f"seconds must be in [1, 100000], got {seconds}")
+    # Transfers are measured between two pools of their own.
+    found = _measure(EngineConfig(**engine, swap_space_gib=0), Effort(seconds, THOROUGH_PRECISION))
+    path = out or cache_path(found.key)
+    write_profile(found, path)
     _print(found, path)
 
 

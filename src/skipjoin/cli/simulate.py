@@ -11,176 +11,140 @@ from typing import Annotated
 
 import typer
 
-from skipjoin.bench.simulation import Cell, Extent
+from skipjoin.bench.bound import Bound, parse_bound
+from skipjoin.bench.results import ResultsFile
+from skipjoin.bench.simulation import Cell, Extent, System
+from skipjoin.bench.sweep import Grid, RateSearch, sweep
+from skipjoin.bench.systems import Machine
 from skipjoin.bench.workload import Workload
-from skipjoin.cli.options import ENGINE, Objective, Starvation, plain_errors
-from skipjoin.cli.workload import (
-    AppendOption,
-    ArrivalsOption,
-    BestEffortOption,
-    DurationOption,
-    LengthsOption,
-    OutOption,
-    OverwriteOption,
-    RatesOption,
-    RequestsOption,
-    SeedsOption,
-    SloJct,
-    SloTpot,
-    SloTtft,
-    SpeedupOption,
-    StreamOption,
-    TraceOption,
-    existing_results,
-    has_own_times,
-    make_slo,
-    make_workload,
-    parse_rates,
-    parse_seeds,
-    rates_of,
-)
-from skipjoin.config import ConfigError
-from skipjoin.recipes import RECIPES
+from skipjoin.cli.options import Section, Values, read_assignments, takes
+from skipjoin.cli.simulate_report import SimulationReport, trace_run
+from skipjoin.cli.workload import LoadOptions, has_own_times, parse_rates, parse_seeds, rates_of
+from skipjoin.config import DEPRECATED, ConfigError, with_aliases
+from skipjoin.observe.record import NO_SLO
+from skipjoin.recipes import DEFAULT, find
 
 _INTERRUPTED = 128 + signal.SIGINT
 _START_RPS = 1.0  # where a search for the largest rate begins
 _DURATION_S = 300.0
 
 
+_SCHEDULING, _RUNS = "Scheduling", "Runs"
+# The fields of a system that the machine does not decide.
+_CHOSEN = ("max_num_seqs", "max_num_batched_tokens", "slo_s", "max_tokens", "replicas", "dispatch")
+
+
+@takes(machine=Section(Machine), system=Section(System, _CHOSEN), load=Section(LoadOptions))
 def simulate(
     *,
-    model: Annotated[str | None, typer.Option(help="Model of the catalogue, such as opt-13b.")] = None,
-    hardware: Annotated[
-        str, typer.Option(help="a100-40gb, a100-40gb:tp8pp2, ... or the JSON file of `skipjoin profile`.")
-    ] = "a100-40gb",
-    kv_gib: Annotated[
-        float | None, typer.Option(help="Size of the KV pool in GiB (default: what the memory leaves).")
-    ] = None,
-    swap_space: Annotated[
-        float | None,
+    recipes: Annotated[
+        str,
         typer.Option(
-            "--swap-space",
-            "--kv-offloading-size",
-            metavar="GIB",
-            help="Size of the host pool; 0: none (default: half of the GPUs' share of RAM, or as the KV pool).",
+            metavar="NAMES",
+            help="Separated by commas; `skipjoin recipes` lists all of them.",
+            rich_help_panel=_SCHEDULING,
+        ),
+    ] = DEFAULT,
+    params: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="NAME=VALUE",
+            help="A parameter of those of the recipes that have it; may be repeated.",
+            rich_help_panel=_SCHEDULING,
         ),
     ] = None,
-    recipes: Annotated[str, typer.Option(help=f"Separated by commas: {', '.join(sorted(RECIPES))}.")] = "fastserve",
-    lengths: LengthsOption = "sharegpt",
-    arrivals: ArrivalsOption = "poisson",
-    rates: RatesOption = None,
-    duration: DurationOption = None,
-    requests: RequestsOption = None,
-    seeds: SeedsOption = "0",
-    trace: TraceOption = None,
-    speedup: SpeedupOption = 1.0,
-    best_effort_share: BestEffortOption = None,
-    stream: StreamOption = None,
-    max_num_seqs: Annotated[int, typer.Option(help="Most requests in a step.")] = 256,
-    max_num_batched_tokens: Annotated[int, typer.Option(help="Most tokens in a step.")] = 2048,
-    max_model_len: Annotated[int | None, typer.Option(help="Most tokens of prompt and output.")] = None,
-    block_size: Annotated[int | None, typer.Option(help="Tokens per KV block (default: 16).")] = None,
-    slo_s: Objective = ENGINE.slo_s,
-    starvation_s: Starvation = ENGINE.starvation_s,
-    max_tokens: Annotated[
-        int | None, typer.Option(help="What requests ask for (default: just what they will generate).")
+    starvation_s: Annotated[
+        float | None,
+        typer.Option(metavar="SECONDS", help="As --set starvation_s=SECONDS.", rich_help_panel=DEPRECATED),
     ] = None,
     decision_ms: Annotated[
-        float | None, typer.Option(help="Host milliseconds that each decision takes (default: 0, or the profile's).")
+        float | None,
+        typer.Option(
+            metavar="MS",
+            help="Host time that each decision takes (default: 0, or the profile's).",
+            rich_help_panel="System",
+        ),
     ] = None,
-    replicas: Annotated[int, typer.Option(help="Copies of the system behind one dispatcher.")] = 1,
-    dispatch: Annotated[
-        str, typer.Option(help="round-robin, least-work (lengths are learnt) or least-work-oracle.")
-    ] = "round-robin",
     find_max_rate: Annotated[
         str | None,
-        typer.Option(help="Search the largest rate with, for example, 'normalized_latency_s.mean<=0.3'."),
+        typer.Option(
+            metavar="BOUND",
+            help="Search the largest rate with, for example, 'normalized_latency_s.mean<=0.3'.",
+            rich_help_panel=_RUNS,
+        ),
     ] = None,
-    slo_ttft: SloTtft = None,
-    slo_tpot: SloTpot = None,
-    slo_jct: SloJct = None,
     slo_scale: Annotated[
-        float | None, typer.Option(help="Objectives as so many times the light-load prefill and decode step.")
+        float | None,
+        typer.Option(
+            help="Objectives as so many times the light-load prefill and decode step.", rich_help_panel="Objectives"
+        ),
     ] = None,
     until: Annotated[
-        float | None, typer.Option(help="Stop at this second; who is not finished counts with its age.")
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            help="Stop at this second; a request that is not finished counts with its age.",
+            rich_help_panel=_RUNS,
+        ),
     ] = None,
-    jobs: Annotated[int | None, typer.Option(help="Processes (default: one per core).")] = None,
-    out: OutOption = None,
-    overwrite: OverwriteOption = False,
-    append: AppendOption = False,
+    jobs: Annotated[int | None, typer.Option(help="Processes (default: one per core).", rich_help_panel=_RUNS)] = None,
     timeline: Annotated[
         Path | None,
-        typer.Option(help="Trace of a single run (its first replica) for Perfetto or chrome://tracing."),
+        typer.Option(
+            metavar="FILE",
+            help="Trace of a single run (its first replica) for Perfetto or chrome://tracing.",
+            rich_help_panel=_RUNS,
+        ),
     ] = None,
+    machine: Values,
+    system: Values,
+    load: Values,
 ) -> None:
     """Run recipes on a virtual clock: the server's own scheduler on a GPU of the catalogue or on a profile."""
-    from skipjoin.bench.bound import parse_bound  # noqa: PLC0415
-    from skipjoin.bench.results import ResultsFile  # noqa: PLC0415
-    from skipjoin.bench.sweep import Grid, RateSearch, sweep  # noqa: PLC0415
-    from skipjoin.bench.systems import Machine  # noqa: PLC0415
-    from skipjoin.cli.simulate_report import SimulationReport, trace_run  # noqa: PLC0415
+    options = LoadOptions(**load)
+    if slo_scale is not None and options.slo != NO_SLO:
+        raise ConfigError("slo-scale and the single objectives exclude each other")
+    for name, value in (("slo-scale", slo_scale), ("until", until), ("jobs", jobs)):
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(f"{name} must be above 0, got {value}")
+    given = read_assignments([find(name.strip()) for name in recipes.split(",")], params or ())
+    system["recipe_params"] = with_aliases(given, starvation_s=starvation_s)
+    if decision_ms is not None:
+        system["decision_s"] = decision_ms / 1000
+    systems = Machine(**machine).systems(recipes, **system)
+    workload = options.workload()
+    bound = parse_bound(find_max_rate) if find_max_rate else None
+    rates = rates_of(options.rates, workload) if bound is None else _start_rates(options.rates, workload)
+    duration_s = options.duration_s(rates, _DURATION_S)
+    stop = math.inf if until is None else until
+    cells = [
+        Cell(system, workload, Extent(rate, duration_s, seed, options.requests, stop), options.slo, slo_scale)
+        for system in systems
+        for rate in rates
+        for seed in parse_seeds(options.seeds)
+    ]
+    cells[0].check()
+    if timeline is not None and (len(cells) > 1 or bound):
+        raise ConfigError("timeline is for a single run: one recipe, one rate, one seed")
+    results = ResultsFile(options.out, existing=options.existing) if options.out else None
+    _run(cells, SimulationReport(results, bound), bound, timeline, jobs or os.cpu_count() or 1)
 
-    with plain_errors():
-        if slo_scale is not None and (slo_ttft or slo_tpot or slo_jct):
-            raise ConfigError("slo-scale and the single objectives exclude each other")
-        for name, value in (("slo-scale", slo_scale), ("until", until), ("jobs", jobs)):
-            if value is not None and not 0 < value < math.inf:
-                raise ConfigError(f"{name} must be above 0, got {value}")
-        machine = Machine(
-            hardware=hardware,
-            model=model,
-            kv_gib=kv_gib,
-            swap_gib=swap_space,
-            block_size=block_size,
-            max_model_len=max_model_len,
-        )
-        systems = machine.systems(
-            recipes,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            slo_s=slo_s,
-            starvation_s=starvation_s,
-            max_tokens=max_tokens,
-            replicas=replicas,
-            dispatch=dispatch,
-            **({} if decision_ms is None else {"decision_s": decision_ms / 1000}),
-        )
-        workload = make_workload(
-            lengths=lengths,
-            arrivals=arrivals,
-            trace=trace,
-            speedup=speedup,
-            best_effort_share=best_effort_share,
-            streams=stream,
-        )
-        bound = parse_bound(find_max_rate) if find_max_rate else None
-        all_rates = rates_of(rates, workload) if bound is None else _start_rates(rates, workload)
-        if duration is None and requests is None and all_rates != (None,):
-            duration = _DURATION_S
-        slo = make_slo(slo_ttft, slo_tpot, slo_jct)
-        stop = math.inf if until is None else until
-        cells = [
-            Cell(system, workload, Extent(rate, duration, seed, requests, stop), slo, slo_scale)
-            for system in systems
-            for rate in all_rates
-            for seed in parse_seeds(seeds)
-        ]
-        cells[0].check()
-        if timeline is not None and (len(cells) > 1 or bound):
-            raise ConfigError("timeline is for a single run: one recipe, one rate, one seed")
-        results = ResultsFile(out, existing=existing_results(overwrite=overwrite, append=append)) if out else None
-        # Told to end as by an interrupt, it takes its processes with it.
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-        with SimulationReport(results, bound) as report:
-            plans = [Grid(cells)] if bound is None else [RateSearch(group, bound) for group in _by_system(cells)]
-            try:
-                if timeline is not None:
-                    trace_run(cells[0], timeline, report)
-                    return
-                sweep(plans, jobs or os.cpu_count() or 1, report)
-            except KeyboardInterrupt:
-                raise typer.Exit(_INTERRUPTED) from None
+
+def _run(
+    cells: list[Cell], report: SimulationReport, bound: Bound | None, timeline: Path | None, processes: int
+) -> None:
+    # Told to end as by an interrupt, it takes its processes with it.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    with report:
+        plans = [Grid(cells)] if bound is None else [RateSearch(group, bound) for group in _by_system(cells)]
+        try:
+            if timeline is not None:
+                trace_run(cells[0], timeline, report)
+                return
+            sweep(plans, processes, report)
+        except KeyboardInterrupt:
+            raise typer.Exit(_INTERRUPTED) from None
 
 
 def _start_rates(text: str | None, workload: Workload) -> tuple[float, ...]:

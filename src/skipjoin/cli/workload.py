@@ -2,70 +2,116 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
-
-import typer
 
 from skipjoin.bench.arrivals import parse_arrivals
 from skipjoin.bench.fields import number
 from skipjoin.bench.results import Existing
 from skipjoin.bench.trace import read_trace
 from skipjoin.bench.workload import Replay, Workload, synthetic, with_best_effort
-from skipjoin.config import ConfigError
+from skipjoin.knobs import ConfigError, Knob, check
 from skipjoin.observe.record import Slo
 
-_LENGTHS = "sharegpt, alpaca, lmsys, bookcorpus, uniform:64-128,16-32 or fixed:128,64; *0.5 or *0.5,0.25 scales them."
-LengthsOption = Annotated[str, typer.Option("--lengths", help=f"Prompt and output lengths: {_LENGTHS}")]
-ArrivalsOption = Annotated[
-    str, typer.Option("--arrivals", help="poisson, gamma:CV, burst:FACTOR,SHARE,LENGTH or constant.")
-]
-RatesOption = Annotated[str | None, typer.Option("--rates", help="Requests per second, separated by commas.")]
-DurationOption = Annotated[float | None, typer.Option("--duration", help="Seconds in which requests arrive.")]
-RequestsOption = Annotated[int | None, typer.Option("--requests", help="How many requests, instead of --duration.")]
-SeedsOption = Annotated[str, typer.Option("--seeds", help="Seeds separated by commas, or 0-2 for a range.")]
-TraceOption = Annotated[
-    Path | None,
-    typer.Option("--trace", help="CSV with prompt_tokens, output_tokens and perhaps arrival_s, instead of --lengths."),
-]
-SpeedupOption = Annotated[float, typer.Option("--speedup", help="Play a trace's arrival times this much faster.")]
-BestEffortOption = Annotated[
-    float | None, typer.Option("--best-effort-share", help="Share of requests of class best-effort, priority 10.")
-]
-StreamOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--stream",
-        help="A further class: name=batch,lengths=uniform:512-1024,32-128,share=0.3,priority=10; may be repeated.",
-    ),
-]
-SloTtft = Annotated[float | None, typer.Option("--slo-ttft", help="Seconds to the first token.")]
-SloTpot = Annotated[float | None, typer.Option("--slo-tpot", help="Seconds per token after the first.")]
-SloJct = Annotated[float | None, typer.Option("--slo-jct", help="Seconds from arrival to end.")]
-OutOption = Annotated[Path | None, typer.Option("--out", help="File for the results, a JSON array of records.")]
-OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace the results in --out.")]
-AppendOption = Annotated[bool, typer.Option("--append", help="Add to the results in --out.")]
+_WORKLOAD, _OBJECTIVES, _RESULTS = "Workload", "Objectives", "Results"
 
 
-def make_workload(
-    *,
-    lengths: str,
-    arrivals: str,
-    trace: Path | None,
-    speedup: float,
-    best_effort_share: float | None,
-    streams: list[str] | None,
-) -> Workload:
-    """The workload that the options describe. Raises `ConfigError`."""
-    if trace is not None:
-        if streams:
-            raise ConfigError("stream goes with lengths, not with trace")
-        replay = Replay(read_trace(trace), speedup, parse_arrivals(arrivals))
-        return replay if best_effort_share is None else with_best_effort(replay, best_effort_share)
-    if speedup != 1:
-        raise ConfigError("speedup goes with trace")
-    drawn = synthetic(lengths, arrivals, streams or ())
-    return drawn if best_effort_share is None else with_best_effort(drawn, best_effort_share)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """Which requests arrive when, what counts as good, and where results go. Raises `ConfigError`."""
+
+    lengths: Annotated[
+        str,
+        Knob(
+            "Prompt and output lengths: sharegpt, alpaca, lmsys, bookcorpus, uniform:64-128,16-32 or fixed:128,64; "
+            "*0.5 or *0.5,0.25 scales them.",
+            metavar="LENGTHS",
+            group=_WORKLOAD,
+        ),
+    ] = "sharegpt"
+    arrivals: Annotated[
+        str,
+        Knob(
+            "poisson, gamma:CV, burst:FACTOR,SHARE,LENGTH or constant.",
+            metavar="ARRIVALS",
+            group=_WORKLOAD,
+        ),
+    ] = "poisson"
+    rates: Annotated[
+        str | None, Knob("Requests per second, separated by commas.", metavar="RATES", group=_WORKLOAD)
+    ] = None
+    duration: Annotated[float | None, Knob("Time in which requests arrive.", metavar="SECONDS", group=_WORKLOAD)] = None
+    requests: Annotated[int | None, Knob("How many requests, instead of --duration.", group=_WORKLOAD)] = None
+    seeds: Annotated[str, Knob("Seeds separated by commas, or 0-2 for a range.", metavar="SEEDS", group=_WORKLOAD)] = (
+        "0"
+    )
+    trace: Annotated[
+        Path | None,
+        Knob(
+            "CSV with prompt_tokens, output_tokens and perhaps arrival_s, instead of --lengths.",
+            metavar="FILE",
+            group=_WORKLOAD,
+        ),
+    ] = None
+    speedup: Annotated[float, Knob("Play a trace's arrival times this much faster.", group=_WORKLOAD)] = 1.0
+    best_effort_share: Annotated[
+        float | None, Knob("Share of requests of class best-effort, priority 10.", metavar="SHARE", group=_WORKLOAD)
+    ] = None
+    stream: Annotated[
+        tuple[str, ...],
+        Knob(
+            "A further class: name=batch,lengths=uniform:512-1024,32-128,share=0.3,priority=10; may be repeated.",
+            metavar="STREAM",
+            group=_WORKLOAD,
+        ),
+    ] = ()
+    slo_ttft: Annotated[
+        float | None, Knob("Time to the first token.", above=0, metavar="SECONDS", group=_OBJECTIVES)
+    ] = None
+    slo_tpot: Annotated[
+        float | None, Knob("Time per token after the first.", above=0, metavar="SECONDS", group=_OBJECTIVES)
+    ] = None
+    slo_jct: Annotated[
+        float | None, Knob("Time from arrival to end.", above=0, metavar="SECONDS", group=_OBJECTIVES)
+    ] = None
+    out: Annotated[
+        Path | None, Knob("File for the results, a JSON array of records.", metavar="FILE", group=_RESULTS)
+    ] = None
+    overwrite: Annotated[bool, Knob("Replace the results in --out.", group=_RESULTS)] = False
+    append: Annotated[bool, Knob("Add to the results in --out.", group=_RESULTS)] = False
+
+    def __post_init__(self) -> None:
+        check(self)
+        if self.overwrite and self.append:
+            raise ConfigError("overwrite and append exclude each other")
+
+    @property
+    def slo(self) -> Slo:
+        """The objectives."""
+        return Slo(self.slo_ttft, self.slo_tpot, self.slo_jct)
+
+    @property
+    def existing(self) -> Existing:
+        """What to do with a results file that exists."""
+        return "replace" if self.overwrite else "extend" if self.append else "refuse"
+
+    def workload(self) -> Workload:
+        """The workload. Raises `ConfigError`."""
+        if self.trace is not None:
+            if self.stream:
+                raise ConfigError("stream goes with lengths, not with trace")
+            replay = Replay(read_trace(self.trace), self.speedup, parse_arrivals(self.arrivals))
+            return replay if self.best_effort_share is None else with_best_effort(replay, self.best_effort_share)
+        if self.speedup != 1:
+            raise ConfigError("speedup goes with trace")
+        drawn = synthetic(self.lengths, self.arrivals, self.stream)
+        return drawn if self.best_effort_share is None else with_best_effort(drawn, self.best_effort_share)
+
+    def duration_s(self, rates: tuple[float | None, ...], usual: float) -> float | None:
+        """Seconds in which requests arrive: `usual` if nothing says how many there are."""
+        says_nothing = self.duration is None and self.requests is None and rates != (None,)
+        return usual if says_nothing else self.duration
 
 
 def parse_rates(text: str) -> tuple[float, ...]:
@@ -103,18 +149,3 @@ def parse_seeds(text: str) -> tuple[int, ...]:
     if len(set(seeds)) != len(seeds) or not seeds:
         raise ConfigError(f"seeds must be different integers, got {text!r}")
     return tuple(seeds)
-
-
-def make_slo(ttft: float | None, tpot: float | None, jct: float | None) -> Slo:
-    """The objectives. Raises `ConfigError` for one that is not above 0."""
-    for name, value in (("slo-ttft", ttft), ("slo-tpot", tpot), ("slo-jct", jct)):
-        if value is not None and not value > 0:
-            raise ConfigError(f"{name} must be above 0 seconds, got {value}")
-    return Slo(ttft, tpot, jct)
-
-
-def existing_results(*, overwrite: bool, append: bool) -> Existing:
-    """What to do with a results file that exists. Raises `ConfigError` if both are wanted."""
-    if overwrite and append:
-        raise ConfigError("overwrite and append exclude each other")
-    return "replace" if overwrite else "extend" if append else "refuse"

@@ -1,29 +1,30 @@
-"""From a configuration to a running engine."""
+"""Builds an engine from a configuration."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
-from skipjoin.config import ConfigError, EngineConfig
+from skipjoin.config import EngineConfig
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.kv import KVLedger
 from skipjoin.engine.load import Loaded, OnProgress, load
 from skipjoin.engine.profiling.startup import start_cost
-from skipjoin.engine.scheduling import depth_of, make_scheduler, recipe_settings
+from skipjoin.engine.scheduling import depth_of, engine_limits, make_scheduler, recipe_settings
 from skipjoin.exec.rank_spec import ModelExecutor
+from skipjoin.knobs import Value
 from skipjoin.policies.cost import LearningCost
-from skipjoin.recipes import RECIPES, build
+from skipjoin.recipes import find
 
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What there is to know about an assembled engine.
+    """Properties of a built engine.
 
-    folder: where model and tokenizer lie. max_model_len: most tokens of prompt and output together.
+    folder: of the model and the tokenizer. max_model_len: most tokens of prompt and output together.
     device_blocks, host_blocks: KV blocks of block_size tokens and block_bytes bytes on each tier. weight_bytes: size of
     the weights. Both over all ranks.
-    cost: what the scheduler takes steps to cost; it learns from those that run. starvation_s: seconds without running
-    after which recipes that promote do so.
+    recipe_params: the recipe's parameters as they hold here, given or not. notice: what the recipe tells the operator.
+    cost: what the scheduler takes steps to cost; it learns from those that run.
     """
 
     model: str
@@ -36,16 +37,17 @@ class EngineInfo:
     block_size: int
     block_bytes: int
     recipe: str
+    recipe_params: dict[str, Value]
+    notice: str
     dtype: str
     device: str
     weight_bytes: int
     cost: LearningCost
-    starvation_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """The parts that a driver needs. seed: from which requests without a seed draw theirs."""
+    """The parts that a driver needs. seed: source of the seeds of requests without one."""
 
     core: EngineCore
     executor: ModelExecutor
@@ -54,12 +56,10 @@ class Engine:
 
 
 def assemble(config: EngineConfig, on_progress: OnProgress = lambda what, share: None) -> Engine:
-    """Load the model, size the KV pools, learn what steps cost, build the scheduler.
+    """Load the model, size the KV pools, obtain step costs, build the scheduler.
 
     Raises `ModelError` for a model that cannot be used and `ConfigError` for a setting that cannot be met.
     """
-    if config.recipe not in RECIPES:
-        raise ConfigError(f"recipe must be one of {', '.join(sorted(RECIPES))}, got {config.recipe!r}")
     loaded = load(config, on_progress)
     try:
         return engine_around(loaded, config, on_progress)
@@ -69,18 +69,20 @@ def assemble(config: EngineConfig, on_progress: OnProgress = lambda what, share:
 
 
 def engine_around(loaded: Loaded, config: EngineConfig, on_progress: OnProgress = lambda what, share: None) -> Engine:
-    """An engine on a model that is loaded, with all of its KV pools. config: as it was loaded with, but for what
-    concerns the scheduler. Engines that follow each other may share a model, each when the one before it is idle.
+    """Build an engine on a loaded model, with all of its KV pools. config: the one it was loaded with; scheduler
+    settings may differ. Engines may share a model in turn, each once the one before is idle.
 
     Raises `ConfigError`.
     """
     executor = loaded.executor
     blocks, host_blocks, block_size = executor.pools
     cost = LearningCost(start_cost(config, loaded, on_progress))
-    settings = recipe_settings(config, loaded, cost)
+    recipe = find(config.recipe)
+    settings = recipe_settings(config, cost, engine_limits(config, loaded))
+    params = recipe.resolve(settings, config.params)
     ledger = KVLedger(blocks, host_blocks, block_size)
-    scheduler = make_scheduler(config, build(config.recipe, settings), ledger, depth_of(config, executor))
-    part = executor.parts[0]
+    scheduler = make_scheduler(config, recipe.make(settings, params), ledger, depth_of(config, executor))
+    spec = executor.rank_specs[0]
     info = EngineInfo(
         model=config.model,
         folder=str(loaded.folder),
@@ -90,12 +92,13 @@ def engine_around(loaded: Loaded, config: EngineConfig, on_progress: OnProgress 
         device_blocks=blocks,
         host_blocks=host_blocks,
         block_size=block_size,
-        block_bytes=sum(part.block_bytes for part in executor.parts),
-        recipe=config.recipe,
-        dtype=part.dtype,
-        device=part.device_kind,
-        weight_bytes=sum(part.weight_bytes for part in executor.parts),
+        block_bytes=sum(spec.block_bytes for spec in executor.rank_specs),
+        recipe=recipe.name,
+        recipe_params=asdict(params),
+        notice=params.notice(settings),
+        dtype=spec.dtype,
+        device=spec.device_kind,
+        weight_bytes=sum(spec.weight_bytes for spec in executor.rank_specs),
         cost=cost,
-        starvation_s=settings.starvation_s,
     )
     return Engine(EngineCore(scheduler), executor, info, config.seed)

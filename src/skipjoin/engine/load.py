@@ -1,4 +1,4 @@
-"""Loading a model on this device or on ranks, with KV pools beside it."""
+"""Loads a model on this device or on ranks, and allocates its KV pools."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from skipjoin.version import VERSION
 if TYPE_CHECKING:
     from skipjoin.exec.ranks.ranks import RankedExecutor
 
-# Called with (what is being done, share done between 0 and 1).
+# Called with (current activity, share done in [0, 1]).
 OnProgress = Callable[[str, float], None]
 
 
 class Loaded(NamedTuple):
-    """A model that can run. folder: where it lies. max_len: most tokens of prompt and output together. key: of its
+    """A model that can run. folder: of its files. max_len: most tokens of prompt and output together. key: of its
     profile. The caller of `load` closes the executor."""
 
     folder: Path
@@ -43,14 +43,14 @@ class Loaded(NamedTuple):
 
 
 def model_folder(name: str, load_format: str = "auto") -> Path:
-    """The folder of a model: the built-in one by its name, a path, or a hub id, of which "dummy" fetches no weights.
-    Raises `ModelError`."""
+    """The folder of a model: the built-in one by name, a path, or a hub id, which is downloaded; with load_format
+    "dummy" without weights. Raises `ModelError`."""
     return builtin_model_path() if name == MODEL_NAME else resolve_folder(name, weights=load_format != "dummy")
 
 
 def load(config: EngineConfig, on_progress: OnProgress = lambda what, share: None) -> Loaded:
-    """Load the model and make its KV pools. Raises `ModelError` for a model that cannot be used and `ConfigError` for
-    a setting that cannot be met."""
+    """Load the model and allocate its KV pools. Raises `ModelError` for a model that cannot be used and `ConfigError`
+    for a setting that cannot be met."""
     folder = model_folder(config.model, config.load_format)
     model_config = ModelConfig.from_folder(folder)
     max_len = _max_model_len(config, model_config)
@@ -58,12 +58,12 @@ def load(config: EngineConfig, on_progress: OnProgress = lambda what, share: Non
     executor: ModelExecutor = (_load_ranks if config.is_distributed else _load_here)(
         config, folder, max_len, on_progress
     )
-    key = profile_key(config.model, model_config, executor.parts, VERSION)
+    key = profile_key(config.model, model_config, executor.rank_specs, VERSION)
     return Loaded(folder, model_config, executor, max_len, key)
 
 
 def _load_here(config: EngineConfig, folder: Path, max_len: int, on_progress: OnProgress) -> LocalExecutor:
-    """All of the model in this process."""
+    """Load the whole model in this process."""
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     model = load_model(
@@ -78,13 +78,13 @@ def _load_here(config: EngineConfig, folder: Path, max_len: int, on_progress: On
         on_progress("tuning kernels", 0.0)
     model.attention.tune(model.config, model.dtype, model.device, config.block_size, model.shard)
     peak = measure_peak(model, _largest_step(config, max_len), config.block_size)
-    # Graphs need attention whose grids follow from shapes alone.
+    # Graphs need attention kernels whose grids depend on shapes only.
     has_graphs = model.attention.name == "triton" and not config.enforce_eager
     sizes = graph_batch_sizes(config.max_num_seqs) if has_graphs else []
     graphs_take = graph_bytes(model, sizes, peak)
     budget = memory_budget_of(model, config.gpu_memory_utilization, peak=peak, graph_bytes=graphs_take)
-    parts = (rank_spec_of(model, config.block_size, torch.get_num_threads()),)
-    blocks, host_blocks = _pools(config, parts, (budget,), max_len)
+    rank_specs = (rank_spec_of(model, config.block_size, torch.get_num_threads()),)
+    blocks, host_blocks = _pools(config, rank_specs, (budget,), max_len)
     store = make_store(model, blocks, host_blocks, config.block_size)
     on_record = partial(on_progress, "recording decode steps")
     graphs = record_graphs(model, store.device, sizes, max_len, on_record) if sizes else None
@@ -92,8 +92,8 @@ def _load_here(config: EngineConfig, folder: Path, max_len: int, on_progress: On
 
 
 def _load_ranks(config: EngineConfig, folder: Path, max_len: int, on_progress: OnProgress) -> RankedExecutor:
-    """The model on ranks that Ray places. Raises `ConfigError` for a cluster that cannot have them."""
-    # What ranks need, Ray and its messages, an engine in one process can do without.
+    """Load the model on ranks placed by Ray. Raises `ConfigError` if the cluster cannot hold them."""
+    # Ray and the ranks' messages are imported only if needed.
     from skipjoin.exec.ranks.cluster import ClusterError  # noqa: PLC0415
     from skipjoin.exec.ranks.rank_actor import RankModel  # noqa: PLC0415
     from skipjoin.exec.ranks.ranks import GroupSizes, RankedExecutor  # noqa: PLC0415
@@ -114,7 +114,7 @@ def _load_ranks(config: EngineConfig, folder: Path, max_len: int, on_progress: O
         return RankedExecutor(
             model,
             sizes,
-            lambda parts, rooms: _pools(config, parts, rooms, max_len),
+            lambda rank_specs, budgets: _pools(config, rank_specs, budgets, max_len),
             address=config.ray_address,
             max_restarts=config.max_restarts,
             on_progress=on_progress,
@@ -128,11 +128,11 @@ def _largest_step(config: EngineConfig, max_len: int) -> LargestStep:
 
 
 def _pools(
-    config: EngineConfig, parts: Sequence[RankSpec], rooms: Sequence[MemoryBudget], max_len: int
+    config: EngineConfig, rank_specs: Sequence[RankSpec], budgets: Sequence[MemoryBudget], max_len: int
 ) -> tuple[int, int]:
     """KV blocks on the device and on the host."""
-    blocks = device_blocks(config, parts, rooms, max_len)
-    return blocks, host_blocks(config, parts, rooms, blocks)
+    blocks = device_blocks(config, rank_specs, budgets, max_len)
+    return blocks, host_blocks(config, rank_specs, budgets, blocks)
 
 
 def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:

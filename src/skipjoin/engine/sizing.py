@@ -1,4 +1,4 @@
-"""How many KV blocks each tier gets, from what was asked for and what the ranks have."""
+"""Sizes of the KV pools on each tier, from the configuration and the memory of the ranks."""
 
 from __future__ import annotations
 
@@ -9,29 +9,32 @@ from skipjoin.config import ConfigError, EngineConfig
 from skipjoin.exec.rank_spec import MemoryBudget, RankSpec
 
 _GIB = 1 << 30
-# Share of free memory that the KV pools take on a CPU, where other programs live beside us, and their most.
+# On a CPU, the share of free memory that the KV pools take, since other programs share it, and their maximum.
 _CPU_SHARE, _CPU_MOST = 0.25, 8 * _GIB
-# The same of the host pools; and the RAM that they must leave to the engine's own needs and to other programs.
+# The same for the host pools, and the RAM that they leave to the engine and to other programs.
 _SWAP_SHARE, _SWAP_MOST, _SWAP_SPARE = 0.25, 4 * _GIB, 1 * _GIB
 
 
-def device_blocks(config: EngineConfig, parts: Sequence[RankSpec], rooms: Sequence[MemoryBudget], max_len: int) -> int:
-    """Blocks of the KV pool: what the memory of every rank allows, and never more than all running requests can fill.
+def device_blocks(
+    config: EngineConfig, rank_specs: Sequence[RankSpec], budgets: Sequence[MemoryBudget], max_len: int
+) -> int:
+    """Blocks of the KV pool: as many as the memory of every rank allows, and at most what all running requests can
+    fill.
 
     max_len: tokens of the longest request, which must fit. Raises `ConfigError`.
     """
-    block_bytes = sum(part.block_bytes for part in parts)
+    block_bytes = sum(spec.block_bytes for spec in rank_specs)
     one_request = -(-max_len // config.block_size)
     if config.kv_cache_gib is not None:
         blocks = int(config.kv_cache_gib * _GIB) // block_bytes
     else:
-        found = min(_usual(part, room) // part.block_bytes for part, room in zip(parts, rooms, strict=True))
+        found = min(_usual(spec, budget) // spec.block_bytes for spec, budget in zip(rank_specs, budgets, strict=True))
         blocks = min(found, one_request * config.max_num_seqs)
     if blocks < one_request:
         need = one_request * block_bytes / _GIB
         helps = f"set kv_cache_gib to at least {need:.4g}"
-        if config.kv_cache_gib is None and parts[0].device_kind == "cuda":
-            helps = _what_is_left(config, parts, rooms, need)
+        if config.kv_cache_gib is None and rank_specs[0].device_kind == "cuda":
+            helps = _what_is_left(config, rank_specs, budgets, need)
         shorter = f", or max_model_len to at most {blocks * config.block_size}" if blocks else ""
         raise ConfigError(
             f"the KV pool of {blocks} blocks is too small for one request of {max_len} tokens: {helps}{shorter}"
@@ -39,58 +42,60 @@ def device_blocks(config: EngineConfig, parts: Sequence[RankSpec], rooms: Sequen
     return blocks
 
 
-def _what_is_left(config: EngineConfig, parts: Sequence[RankSpec], rooms: Sequence[MemoryBudget], need: float) -> str:
-    """Why the GPU with the least room has no more, and what helps. need: GiB of the smallest pool, of all ranks."""
-    part, room = min(zip(parts, rooms, strict=True), key=lambda pair: pair[1].device // pair[0].block_bytes)
-    need *= part.block_bytes / sum(part.block_bytes for part in parts)
+def _what_is_left(
+    config: EngineConfig, rank_specs: Sequence[RankSpec], budgets: Sequence[MemoryBudget], need: float
+) -> str:
+    """The cause and the remedy for the GPU with the least KV memory. need: GiB of the smallest pool, over all ranks."""
+    spec, budget = min(zip(rank_specs, budgets, strict=True), key=lambda pair: pair[1].device // pair[0].block_bytes)
+    need *= spec.block_bytes / sum(spec.block_bytes for spec in rank_specs)
     return (
-        f"gpu_memory_utilization {config.gpu_memory_utilization:g} leaves {room.device / _GIB:.3g} GiB beside weights "
-        f"of {part.weight_bytes / _GIB:.3g} GiB, activations of {room.steps / _GIB:.3g} GiB and what others use, and "
+        f"gpu_memory_utilization {config.gpu_memory_utilization:g} leaves {budget.device / _GIB:.3g} GiB after weights "
+        f"of {spec.weight_bytes / _GIB:.3g} GiB, activations of {budget.steps / _GIB:.3g} GiB and other programs, and "
         f"{need:.3g} GiB are needed; set gpu_memory_utilization higher, or max_num_batched_tokens or max_num_seqs lower"
     )
 
 
 def host_blocks(
-    config: EngineConfig, parts: Sequence[RankSpec], rooms: Sequence[MemoryBudget], device_blocks: int
+    config: EngineConfig, rank_specs: Sequence[RankSpec], budgets: Sequence[MemoryBudget], device_blocks: int
 ) -> int:
-    """Blocks of the host pool: what was asked for, if the RAM of every rank holds it beside all else, or a share of
-    what is free. Raises `ConfigError`."""
-    block_bytes = sum(part.block_bytes for part in parts)
-    pairs = list(zip(parts, rooms, strict=True))
-    part, room = min(pairs, key=lambda pair: _host_room(pair[0], pair[1], device_blocks) // pair[0].block_bytes)
-    left = _host_room(part, room, device_blocks)
+    """Blocks of the host pool: the size set, if it fits the RAM of every rank, or a share of the free RAM. Raises
+    `ConfigError`."""
+    block_bytes = sum(spec.block_bytes for spec in rank_specs)
+    pairs = list(zip(rank_specs, budgets, strict=True))
+    spec, budget = min(pairs, key=lambda pair: _most_host_bytes(pair[0], pair[1], device_blocks) // pair[0].block_bytes)
+    left = _most_host_bytes(spec, budget, device_blocks)
     asked = config.swap_space_gib
     if asked is None:
-        return min(_SWAP_MOST // block_bytes, int(room.ram * _SWAP_SHARE) // part.block_bytes, left // part.block_bytes)
-    # Of the pools of all ranks together.
-    scale = block_bytes / part.block_bytes
+        return min(
+            _SWAP_MOST // block_bytes, int(budget.ram * _SWAP_SHARE) // spec.block_bytes, left // spec.block_bytes
+        )
+    # Over the pools of all ranks.
+    scale = block_bytes / spec.block_bytes
     size, most = int(asked * _GIB), int(left * scale)
     if size > most:
-        # Rounded towards what works, here and below.
-        told = math.floor(most / _GIB * 10) / 10
-        raise ConfigError(
-            f"swap_space_gib must be at most {told:g} ({_have(part, room, device_blocks, len(parts))}), got {asked:g}"
-        )
+        # Rounded to a value that works, here and below.
+        limit, have = math.floor(most / _GIB * 10) / 10, _have(spec, budget, device_blocks, len(rank_specs))
+        raise ConfigError(f"swap_space_gib must be at most {limit:g} ({have}), got {asked:g}")
     if asked > 0 and size < block_bytes:
         least = math.ceil(block_bytes / _GIB * 1e6) / 1e6
         raise ConfigError(f"swap_space_gib must be 0 or at least {least:g}, one KV block, got {asked:g}")
     return size // block_bytes
 
 
-def _usual(part: RankSpec, room: MemoryBudget) -> int:
-    """Bytes that a rank's KV pool takes if nothing else is said."""
-    return room.device if part.device_kind == "cuda" else min(_CPU_MOST, int(room.device * _CPU_SHARE))
+def _usual(spec: RankSpec, budget: MemoryBudget) -> int:
+    """Bytes of a rank's KV pool if no size is set."""
+    return budget.device if spec.device_kind == "cuda" else min(_CPU_MOST, int(budget.device * _CPU_SHARE))
 
 
-def _host_room(part: RankSpec, room: MemoryBudget, device_blocks: int) -> int:
+def _most_host_bytes(spec: RankSpec, budget: MemoryBudget, device_blocks: int) -> int:
     """Most bytes of a rank's host pool."""
-    # A CPU's device pool lies in RAM too, and takes none of it until blocks are used.
-    taken = 0 if part.device_kind == "cuda" else device_blocks * part.block_bytes
-    return max(0, room.ram - taken - _SWAP_SPARE)
+    # A CPU's device pool is in RAM too, but takes none of it until blocks are used.
+    taken = 0 if spec.device_kind == "cuda" else device_blocks * spec.block_bytes
+    return max(0, budget.ram - taken - _SWAP_SPARE)
 
 
-def _have(part: RankSpec, room: MemoryBudget, device_blocks: int, ranks: int) -> str:
-    have = f"{'the machine has' if ranks == 1 else 'a rank can have'} {room.ram / _GIB:.1f} GiB free"
-    if part.device_kind == "cuda":
+def _have(spec: RankSpec, budget: MemoryBudget, device_blocks: int, ranks: int) -> str:
+    have = f"{'the machine has' if ranks == 1 else 'a rank can have'} {budget.ram / _GIB:.1f} GiB free"
+    if spec.device_kind == "cuda":
         return have
-    return f"{have}, {device_blocks * part.block_bytes / _GIB:.4g} of them for the KV pool"
+    return f"{have}, {device_blocks * spec.block_bytes / _GIB:.4g} of them for the KV pool"

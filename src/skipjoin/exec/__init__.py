@@ -1,1 +1,1 @@
-"""Executors: they do what a plan says."""
+"""Executors carry out step plans."""

@@ -1,4 +1,4 @@
-"""The Executor protocol: plans in, results out, in order."""
+"""The Executor protocol: takes step plans and returns step results, in order."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from skipjoin.core.step import StepPlan, StepResult
 
 
 class RankError(Exception):
-    """A rank cannot go on, is gone, or does not answer. All ranks must be started anew."""
+    """A rank failed, was lost, or did not answer in time. All ranks must be restarted."""
 
 
 class Handle(Protocol):
-    """A plan on its way."""
+    """A submitted plan."""
 
     def done(self) -> bool:
-        """Whether `result` would return at once."""
+        """Whether `result` returns at once."""
         ...
 
     def result(self) -> StepResult:
-        """The outcome; blocks until it is there. Raises what the step raised."""
+        """The plan's result; blocks until it is ready. Raises the step's exception."""
         ...
 
 
@@ -29,20 +29,20 @@ HandleT_co = TypeVar("HandleT_co", bound=Handle, covariant=True)
 class Executor(Protocol[HandleT_co]):
     """Carries out plans in the order in which they are submitted.
 
-    A plan's blocking moves land before its slices run, and those out before those in. Its overlapped moves begin after
-    them, no sooner than its turn comes. Each move is in `landed` or in `failed` of one result, exactly once, whatever
-    plan was the last: a blocking move in its own plan's. What ends without slices to run is asked for with plans that
-    have none.
+    A plan's blocking moves land before its slices run; moves out run before moves in. Its overlapped moves start after
+    the blocking moves, and not before earlier plans have started. Each move appears exactly once, in `landed` or
+    `failed` of one result: a blocking move in the result of its own plan, an overlapped move in that of its plan or a
+    later one. Plans without slices collect moves that end while no slice runs.
 
-    In a pipeline every stage has its part of each plan, begins it when the stage before has handed it on, and ends it
-    before it begins the next: as many plans can be under way as there are stages. `seconds` and `moving` of a result
-    are then the sums over the stages, which is what cost models tell and learn; its `stages` say how long each stage
-    worked, and how long it had to wait.
+    In a pipeline, each stage runs its share of a plan when the stage before has handed the plan on, and finishes it
+    before it starts the next: as many plans can be in flight as there are stages. `seconds` and `moving` of a result
+    are then sums over the stages, the quantity that cost models predict and learn; `stages` holds each stage's busy and
+    idle time.
 
-    `submit` may read what the plan's requests know (prompt, output, sampling) at any time until the result is
-    there: known tokens never change, and a slice that awaits a token says so.
+    `submit` may read the requests of a plan (prompt, output, sampling) at any time until the result is ready: known
+    tokens never change, and a slice with a pending last token is marked `awaits`.
     """
 
     def submit(self, plan: StepPlan, now: float) -> HandleT_co:
-        """Take a plan at `now` (seconds on the driver's clock)."""
+        """Submit a plan at `now` (seconds on the driver's clock)."""
         ...

@@ -1,4 +1,4 @@
-"""When a step began and ended: on the host, or in the order in which a device works."""
+"""Clocks for step times: the host's clock, or events on a device stream."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from typing import Protocol
 
 import torch
 
-# Seconds of the host, or an event that the device passes.
+# Seconds on the host's clock, or an event on a device stream.
 Mark = float | torch.cuda.Event
 
 
 class Clock(Protocol):
-    """Marks moments, and tells the seconds between two of them."""
+    """Records marks and measures the seconds between two of them."""
 
     def mark(self) -> Mark: ...
 
     def between(self, start: Mark, end: Mark) -> float:
-        """Seconds; waits for both."""
+        """Seconds from `start` to `end`; waits for both marks."""
         ...
 
     def is_past(self, mark: Mark) -> bool: ...
 
 
 class HostClock:
-    """Moments on the host, when all that was queued on the device is done."""
+    """Marks on the host's clock, taken when all work queued on the device is done."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -44,7 +44,7 @@ class HostClock:
 
 
 class DeviceClock:
-    """Moments between two pieces of a stream's work: the host goes on at once, and the seconds are the device's."""
+    """Marks between two pieces of a stream's work. Marking does not block the host; the seconds are device time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

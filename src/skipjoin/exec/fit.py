@@ -1,4 +1,4 @@
-"""Fitting step costs to measured times: coefficients of at least 0, least relative error, robust to outliers."""
+"""Fits step costs to measured times: nonnegative coefficients, least relative error, robust to outliers."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ Array = NDArray[np.float64]
 
 # Rounds of reweighting towards the least sum of absolute relative errors; they settle in about ten.
 _ROUNDS = 15
-# Relative errors below this weigh alike: that well nobody can tell two runs of one step apart.
+# Relative errors below this have equal weight: two runs of one step differ by as much.
 _RESOLUTION = 0.01
 
 
-# The search for which steps the weights take longest of begins at those of at most so many tokens (none, what CPUs
-# have, what GPUs have), and goes back and forth so often.
+# `fit_cost` searches for the steps that are bound by reading the weights. It starts from the steps of at most so many
+# tokens (none; typical of CPUs; typical of GPUs) and repeats at most so often.
 _HIDDEN_TOKENS = (0, 6, 12, 24, 64, 256)
 _TURNS = 6
 
 
 def fit_cost(shapes: Sequence[StepShape], seconds: Sequence[float]) -> LinearCost:
-    """The cost model, transfers aside, that says best how long steps of these shapes took."""
+    """The cost model, without transfers, that best predicts the times of steps of these shapes."""
     counts, times = np.array([(1, *shape) for shape in shapes], dtype=np.float64), np.array(seconds)
     tokens = counts[:, 1] + counts[:, 3]
     candidates = []
     for most in _HIDDEN_TOKENS:
         hidden = tokens <= most
         for _ in range(_TURNS):
-            # Where reading the weights takes longest, tokens count nothing and the last term once.
+            # Where reading the weights takes longest, tokens cost nothing and the last term counts once.
             features = np.column_stack([counts, hidden])
             features[np.ix_(hidden, (1, 3))] = 0
             terms = fit_times(features, times)
@@ -56,10 +56,11 @@ def cost_errors(cost: LinearCost, shapes: Sequence[StepShape], seconds: Sequence
 
 
 def fit_times(features: Array, seconds: Array) -> Array:
-    """Coefficients [k], none below 0, with `features` [n, k] @ coefficients close to `seconds` [n], all above 0.
+    """Coefficients [k], each at least 0, for which `features` [n, k] @ coefficients is close to `seconds` [n], all
+    above 0.
 
-    The sum of absolute errors relative to the measured times is least, so that short steps count as much as long
-    ones and a few that were disturbed count little.
+    Minimises the sum of absolute errors relative to the measured times: short and long steps have equal weight, and
+    outliers have little.
     """
     relative = features / seconds[:, None]
     weights = np.ones(len(seconds))
@@ -74,10 +75,10 @@ def fit_times(features: Array, seconds: Array) -> Array:
 def _least_squares(matrix: Array, target: Array) -> Array:
     """The least-squares solution without negative entries.
 
-    The solution's support is one of the subsets of columns whose unconstrained solution has no negative entry, and
-    the best of those: with 6 columns, trying all 63 is exact and takes a millisecond or two.
+    Its support is the best of the column subsets whose unconstrained solution has no negative entry: with 6 columns,
+    trying all 63 is exact and takes a millisecond or two.
     """
-    # Columns differ by the size of what they count, up to a million times.
+    # Columns differ in magnitude by a factor of up to a million.
     scale = np.linalg.norm(matrix, axis=0)
     scale[scale == 0] = 1
     scaled = matrix / scale

@@ -1,4 +1,4 @@
-"""Decode steps as recorded graphs: one launch in place of hundreds, for batches of any size up to the largest."""
+"""Decode steps as CUDA graphs: one launch in place of hundreds, for batches up to the largest recorded size."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from skipjoin.model.kv_cache import PagedKV
 
 _log = logging.getLogger(__name__)
 
-# Device memory that a graph's nodes take. An assumption that no card has shown yet.
+# Device memory of a graph's nodes. An assumption; not measured on a GPU yet.
 _NODE_BYTES = 16 << 20
-# Runs before a recording: kernels are compiled and tuned, and libraries take their workspace.
+# Runs before the recording: they compile and tune kernels and allocate the libraries' workspaces.
 _WARM_UPS = 2
 
-# Computes something from fixed tensors into fixed tensors, which it returns.
+# Reads fixed tensors and returns a fixed tensor.
 Run = Callable[[], torch.Tensor]
-# Called with the share done.
+# Called with the share done, in [0, 1].
 OnProgress = Callable[[float], None]
 
 
 class GraphRecorder(Protocol):
-    """Records what a function computes, so that it can be computed again at less cost."""
+    """Records a function's device work for replay at lower cost."""
 
     def record(self, run: Run) -> Run:
-        """`run` reads tensors that stay where they are. What is returned computes the same from what they hold then,
-        into the same tensor every time."""
+        """Record `run`, which reads tensors at fixed addresses. The returned function repeats the computation on their
+        current contents and returns the same tensor each time."""
         ...
 
 
 class CudaRecorder:
-    """CUDA graphs that share one pool of memory: what one returns is valid until another runs."""
+    """Records CUDA graphs that share one memory pool: a graph's result is valid until another graph runs."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -52,7 +52,7 @@ class CudaRecorder:
                 run()
         self._stream.synchronize()
         graph = torch.cuda.CUDAGraph()
-        # Other threads may use CUDA meanwhile; what they do is none of this.
+        # Other threads may use CUDA during the capture; their work is not recorded.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             result = run()
 
@@ -64,7 +64,7 @@ class CudaRecorder:
 
 
 def graph_batch_sizes(most: int) -> list[int]:
-    """Batch sizes to record, up to `most`: under a fifth of a batch is padding."""
+    """Batch sizes to record, up to `most`: padding takes less than a fifth of a batch."""
     return [*takewhile(lambda size: size < most, _sizes()), most]
 
 
@@ -79,10 +79,10 @@ def _sizes() -> Iterator[int]:
 
 
 class DecodeGraphs:
-    """The model's decode steps for batches of the sizes given; smaller batches are padded to the next.
+    """The model's decode steps as graphs of the given batch sizes; a batch between two sizes is padded to the larger.
 
-    A step fits if a `GraphBuffers` holds it. Padding computes something in rows of its own, which are
-    never read, and writes no keys and values: its slot is -1. Attention must know such slots.
+    A step fits if `GraphBuffers` holds it. Padding rows are computed and never read; their slot is -1, so that they
+    write no keys and values. The attention back end must support that slot.
     """
 
     def __init__(
@@ -95,48 +95,50 @@ class DecodeGraphs:
         longest: int,
         on_progress: OnProgress = lambda share: None,
     ) -> None:
-        """sizes: rising. longest: tokens of the longest request."""
+        """sizes: ascending. longest: tokens of the longest request."""
         self._sizes = list(sizes)
         self._model, self._pool = model, pool
-        # One tensor for all graphs each: tokens of the step before, by row, what is computed, and block tables.
+        # Shared by all graphs: the tokens of the previous step by row, the logits, and the block tables.
         self._sampled = torch.zeros(self._sizes[-1], dtype=torch.int64, device=model.device)
         self._logits = torch.zeros((self._sizes[-1], model.config.vocab_size), device=model.device)
         tables = (self._sizes[-1], -(-longest // pool.block_size))
         self._tables = torch.zeros(tables, dtype=torch.int64, device=model.device)
-        self._frames: dict[int, GraphBuffers] = {}
+        self._buffers: dict[int, GraphBuffers] = {}
         self._runs: dict[int, Run] = {}
-        # From the largest on, so that the smaller ones find room in its memory.
+        # The largest graph first: the smaller ones reuse its memory.
         for done, size in enumerate(reversed(self._sizes)):
             on_progress(done / len(self._sizes))
-            frame = GraphBuffers(size, self._tables)
-            # Nobody holds a block yet, so that this token may be written into the first.
-            batch = PackedBatch.build([Segment([0], 0, [0])], pool.block_size, model.device, frame=frame)
+            buffers = GraphBuffers(size, self._tables)
+            # No request holds a block yet, so the recording may write this token into block 0.
+            batch = PackedBatch.build([Segment([0], 0, [0])], pool.block_size, model.device, graph_buffers=buffers)
 
             def step(batch: PackedBatch = batch) -> torch.Tensor:
                 batch.fill_in(self._sampled)
                 return model.forward(batch, pool, self._logits[: batch.num_rows])
 
-            self._frames[size], self._runs[size] = frame, recorder.record(step)
+            self._buffers[size], self._runs[size] = buffers, recorder.record(step)
 
     def fits(self, segments: Sequence[Segment], sampled: torch.Tensor | None) -> bool:
-        """Whether `run` can compute these. sampled: see there."""
-        largest = self._frames[self._sizes[-1]]
+        """Whether `run` can compute these segments. sampled: see `run`."""
+        largest = self._buffers[self._sizes[-1]]
         return (sampled is None or len(sampled) <= largest.seats) and largest.holds(segments)
 
     def run(self, segments: Sequence[Segment], sampled: torch.Tensor | None) -> tuple[PackedBatch, torch.Tensor]:
         """The batch and its logits [len(segments), vocab_size], which are valid until the next call. sampled: tokens of
-        the step before, for segments that await theirs. Raises as `CausalLM.check` does."""
+        the previous step, for segments with a pending token. Raises as `CausalLM.check` does."""
         size = self._sizes[bisect_left(self._sizes, len(segments))]
         if sampled is not None:
             self._sampled[: len(sampled)].copy_(sampled)
-        batch = PackedBatch.build(segments, self._pool.block_size, self._model.device, frame=self._frames[size])
+        batch = PackedBatch.build(
+            segments, self._pool.block_size, self._model.device, graph_buffers=self._buffers[size]
+        )
         self._model.check(batch, self._pool)
         return batch, self._runs[size]()[: len(segments)]
 
 
 def graph_bytes(model: CausalLM, sizes: Sequence[int], peak: int) -> int:
-    """Device memory that graphs of these sizes take. peak: what a step takes beside weights and KV at most: the tensors
-    of all graphs lie in one pool, which nobody else uses."""
+    """Device memory of graphs of these sizes. peak: largest memory of a step apart from weights and KV; the tensors of
+    all graphs share one pool of that size, which nothing else uses."""
     if not sizes:
         return 0
     return len(sizes) * _NODE_BYTES + peak + sizes[-1] * model.config.vocab_size * 4
@@ -145,12 +147,12 @@ def graph_bytes(model: CausalLM, sizes: Sequence[int], peak: int) -> int:
 def record_graphs(
     model: CausalLM, pool: PagedKV, sizes: Sequence[int], longest: int, on_progress: OnProgress = lambda share: None
 ) -> DecodeGraphs | None:
-    """Graphs of the decode steps with up to `sizes` requests of up to `longest` tokens. None, with a warning, where
-    they cannot be recorded."""
+    """Graphs of decode steps with up to `sizes` requests of up to `longest` tokens each. Returns None, with a warning,
+    if recording fails."""
     try:
         recorder = CudaRecorder(model.device)
         return DecodeGraphs(model, pool, recorder, sizes=sizes, longest=longest, on_progress=on_progress)
-    except Exception as error:  # whatever a driver or a compiler raises
+    except Exception as error:  # any error of the driver or the compiler
         _log.warning(
             "decode steps cannot be recorded as CUDA graphs and are launched kernel by kernel, which is slower for "
             "small models and batches: %s", error,

@@ -1,4 +1,4 @@
-"""The tensors behind the ledger's block numbers: one pool on the device, one on the host."""
+"""The tensors of the KV blocks: one pool on the device, one on the host."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from skipjoin.model.transfer import send
 
 _log = logging.getLogger(__name__)
 
-# Called with the target and the source pool as rows, and which row goes where: see `model.kernels.block_copy`.
+# Arguments: target and source pool as rows, target and source row numbers. See `model.kernels.block_copy`.
 BlocksKernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
-# Runs that are smaller than this on average are left to the kernel: to queue a copy takes the host some 5 us, in which
-# the link could carry 256 KiB.
+# If runs are smaller than this on average, the kernel copies: queueing one copy takes the host about 5 us, in which the
+# link transfers 256 KiB.
 _LEAST_RUN_BYTES = 256 << 10
 
 
@@ -27,7 +27,7 @@ class KVStore:
     """KV blocks on both tiers, in the same block-major layout, so that a block moves as one contiguous copy.
 
     device_blocks, host_blocks: pool sizes; no host pool is allocated for 0. block_size: tokens per block. shard: the
-    rank whose layers and heads it holds; block numbers are the same on all ranks.
+    rank's layers and heads; block numbers are the same on all ranks.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class KVStore:
             is_cuda = device.type == "cuda"
             self.host = PagedKV(host_blocks, block_size, config, dtype, "cpu", pin=is_cuda, shard=shard)
             if device.type == "cpu":
-                # Asked for here, since it may have to be compiled first.
+                # Requested here, since it may have to be compiled first.
                 self._copy_blocks = block_copy()
             elif is_cuda and self.host.tensor.is_pinned():
                 self._kernel = _blocks_kernel()
@@ -57,11 +57,11 @@ class KVStore:
                     self._launch(self.host.block_view(), self.device.block_view(), (0,), (0,))
 
     def copy(self, move: Move) -> None:
-        """Copy the blocks of a move; runs of blocks that follow each other on both tiers are one copy.
+        """Copy the blocks of a move; runs of consecutive blocks on both tiers are one copy.
 
-        On a CPU the calling thread copies, alone and without Python's lock, and returns when all is there. On CUDA
-        the copies are queued on the current stream; of many small runs a kernel makes one. Raises ValueError for blocks
-        that the pools do not have.
+        On a CPU the calling thread copies, without the GIL, and returns when the copy is done. On CUDA the copies are
+        queued on the current stream, as one kernel launch where runs are small. Raises ValueError for blocks outside
+        the pools.
         """
         if self.host is None:
             raise ValueError("a plan moves KV blocks, but there is no host pool")
@@ -77,7 +77,7 @@ class KVStore:
             self._copy_blocks(*addresses, source.block_bytes, move.target, move.source)
 
     def _queue(self, to: torch.Tensor, rows: torch.Tensor, move: Move) -> None:
-        """Copies of rows on the current stream."""
+        """Queue copies of rows on the current stream."""
         runs = list(runs_of(move.target, move.source))
         row_bytes = rows.shape[1] * rows.element_size()
         if row_bytes * len(move.source) < _LEAST_RUN_BYTES * len(runs) and self._launch(
@@ -88,21 +88,21 @@ class KVStore:
             to[first_to : first_to + count].copy_(rows[first : first + count], non_blocking=True)
 
     def _launch(self, to: torch.Tensor, rows: torch.Tensor, targets: Sequence[int], sources: Sequence[int]) -> bool:
-        """Let the kernel copy rows; False where there is none that works."""
+        """Copy rows with the kernel; returns False if no kernel works."""
         if self._kernel is None:
             return False
         try:
             ids = send((targets, sources), self.device.tensor.device, torch.int64)
             self._kernel(to, rows, ids[0], ids[1])
-        except Exception as error:  # of a compiler or a driver that does not suit
-            _log.warning("small KV blocks are copied one by one, which is slower: %s", error)
+        except Exception as error:  # the compiler or the driver may not support the kernel
+            _log.warning("the block copy kernel fails, so KV blocks are copied one by one, which is slower: %s", error)
             self._kernel = None
             return False
         return True
 
 
 def _blocks_kernel() -> BlocksKernel | None:
-    """The kernel for small blocks, where there is Triton."""
+    """The kernel for small blocks; None without Triton."""
     try:
         from skipjoin.model.kernels.block_copy import copy_blocks  # noqa: PLC0415 (an optional back end)
     except ImportError:
@@ -111,7 +111,7 @@ def _blocks_kernel() -> BlocksKernel | None:
 
 
 def _check(side: str, blocks: Sequence[int], pool: PagedKV) -> None:
-    """Raise ValueError unless the pool has all the blocks: copies go by address."""
+    """Raise ValueError unless the pool has all the blocks: copies address memory directly."""
     if blocks and not 0 <= min(blocks) <= max(blocks) < pool.num_blocks:
         wrong = next(block for block in blocks if not 0 <= block < pool.num_blocks)
         raise ValueError(f"{side} of a move must lie in [0, {pool.num_blocks}), got block {wrong}")

@@ -17,29 +17,29 @@ from skipjoin.profile import Transfer
 
 
 class LocalHandle:
-    """A plan on its way through the model."""
+    """A plan submitted to a `LocalExecutor`."""
 
-    def __init__(self, worker: Worker, begun: Future[InFlightStep]) -> None:
-        self._worker, self._begun = worker, begun
+    def __init__(self, worker: Worker, in_flight: Future[InFlightStep]) -> None:
+        self._worker, self._in_flight = worker, in_flight
         self._result: StepResult | None = None
 
     def done(self) -> bool:
-        if not self._begun.done():
+        if not self._in_flight.done():
             return False
-        # A plan that failed has nothing more to wait for.
-        return self._begun.exception() is not None or self._worker.is_done(self._begun.result())
+        # A failed plan is done.
+        return self._in_flight.exception() is not None or self._worker.is_done(self._in_flight.result())
 
     def result(self) -> StepResult:
-        """See `Handle`; handles are asked in the order of their plans."""
+        """See `Handle`. Call in the order of the plans."""
         if self._result is None:
-            self._result = self._worker.finish(self._begun.result())
+            self._result = self._worker.finish(self._in_flight.result())
         return self._result
 
 
 class LocalExecutor:
-    """Runs plans one after the other on a thread of its own, so that the engine decides, and talks to the world,
-    while the model runs. On a GPU that thread only queues work: with two plans in flight the next is queued while one
-    runs, and the GPU goes from one to the other without a pause.
+    """Runs plans one after the other on a thread of its own, so that the engine schedules and communicates while the
+    model runs. On a GPU the thread only queues work: with two plans in flight, the second is queued while the first
+    runs, and the GPU is not idle between them.
 
     Every request's `sampling` is a `Sampling`. threads: CPU threads of the model; None: torch's default. copier,
     graphs: see `Worker`.
@@ -61,11 +61,11 @@ class LocalExecutor:
         self._thread = ThreadPoolExecutor(
             max_workers=1,
             thread_name_prefix="skipjoin-model",
-            # OpenMP keeps its thread count per calling thread.
+            # OpenMP has a thread count per calling thread.
             initializer=torch.set_num_threads,
             initargs=(threads,),
         )
-        self.parts = (rank_spec_of(model, store.device.block_size, threads),)
+        self.rank_specs = (rank_spec_of(model, store.device.block_size, threads),)
 
     @property
     def pools(self) -> tuple[int, int, int]:
@@ -88,11 +88,11 @@ class LocalExecutor:
         """See `ModelExecutor`."""
 
     def restart(self, reason: Exception) -> None:
-        """The one rank is this process."""
+        """Raise `reason`: the only rank is this process."""
         raise reason
 
     def close(self) -> None:
-        """Wait for the running step and the running copy and end the threads. Plans that have not begun are
-        cancelled, and so are moves."""
+        """Wait for the running step and the running copy, and end the threads. Plans and moves that have not started
+        are cancelled."""
         self._thread.shutdown(cancel_futures=True)
         self._worker.close()

@@ -1,4 +1,4 @@
-"""The memory that steps take on the device beside weights and KV: measured before the pools are sized."""
+"""Device memory that steps need apart from weights and KV: measured before the pools are sized."""
 
 from __future__ import annotations
 
@@ -17,19 +17,18 @@ from skipjoin.model.config import ModelError
 from skipjoin.sampling import SamplingParams
 
 _GIB = 1 << 30
-# The allocator holds more than what is in use: steps of other sizes leave gaps that the next one does not fit into.
-# Its large segments come in steps of 2 MiB and are split no further than that, so the share is small; what it does not
-# cover, a step gives up a request for.
+# The allocator reserves more than is in use: steps of different sizes leave gaps. It allocates large segments in steps
+# of 2 MiB and splits them no further, so the share is small. Where it is not enough, a step gives up a request.
 _MARGIN = 0.05
-# Context of the sequences in the decode step. Kernels need no more memory for a longer one; the plain back end, which
-# gathers keys and values, does, but all sequences together can never be as long as one can.
+# Context of the sequences in the decode step. Kernels need no more memory for longer contexts. The reference back end,
+# which gathers keys and values, does, but not all sequences can have the longest context at once.
 _DECODE_CONTEXT = 1024
-# What the sampler needs most memory for: every copy of the logits that it can make.
+# Sampling parameters that make every copy of the logits that the sampler can make.
 _GREEDIEST = SamplingParams(temperature=1.0, top_p=0.95, repetition_penalty=1.1, presence_penalty=0.1, logprobs=1)
 
 
 class LargestStep(NamedTuple):
-    """What a step has at most. positions: tokens of one request, prompt and output."""
+    """Limits of a step. tokens: all. seqs: requests. positions: tokens of one request, prompt and output."""
 
     tokens: int
     seqs: int
@@ -37,14 +36,13 @@ class LargestStep(NamedTuple):
 
 
 def measure_peak(model: CausalLM, largest: LargestStep, block_size: int) -> int:
-    """Bytes of the device's memory that a step may need beside weights and KV, or 0 on a CPU, at once.
+    """Device memory, in bytes, that a step may need apart from weights and KV; 0 on a CPU, which returns at once.
 
-    The largest steps are run, and nothing of them stays allocated. What loads for good with the first step (kernels,
-    workspaces) is not counted: it shows in the device's free memory from then on, so ask for that afterwards. Nor are
-    the logits of a whole prompt, which `prompt_logprobs` asks for: a step that runs out of memory gives such a request
-    up.
+    Runs the largest steps; none of their memory stays allocated. Memory that the first step allocates for good
+    (kernels, workspaces) is not counted; it reduces the device's free memory, so query that afterwards. Logits of a
+    whole prompt (`prompt_logprobs`) are not counted either: a step that runs out of memory gives up such a request.
 
-    All ranks of a model must call this at once. Raises `ModelError` if such a step does not fit.
+    All ranks of a model must call this at the same time. Raises `ModelError` if such a step does not fit.
     """
     if model.device.type != "cuda":
         return 0
@@ -52,7 +50,7 @@ def measure_peak(model: CausalLM, largest: LargestStep, block_size: int) -> int:
     steps = largest_steps(largest, block_size)
 
     def run() -> None:
-        # One block is enough: all sequences read and write the same one, for nobody looks at what is computed.
+        # One block is enough: all sequences share it, since the results are not used.
         store = KVStore(
             model.config,
             model.dtype,
@@ -73,14 +71,14 @@ def measure_peak(model: CausalLM, largest: LargestStep, block_size: int) -> int:
     except torch.OutOfMemoryError as error:
         free, total = torch.cuda.mem_get_info(model.device)
         raise ModelError(
-            f"a step of {largest.tokens} tokens or {largest.seqs} requests does not fit the GPU beside weights of "
+            f"a step of {largest.tokens} tokens or {largest.seqs} requests does not fit on the GPU with weights of "
             f"{model.weight_bytes / _GIB:.2f} GiB ({free / _GIB:.2f} of {total / _GIB:.2f} GiB are free): "
             "lower max_num_batched_tokens or max_num_seqs"
         ) from error
 
 
 def peak_of(device: torch.device, work: Callable[[], None]) -> int:
-    """Bytes that the work takes on a CUDA device at its height, with what the allocator adds. All is given back."""
+    """Peak device memory of `work` in bytes, with the allocator's margin. All of it is freed."""
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
@@ -95,8 +93,8 @@ def peak_of(device: torch.device, work: Callable[[], None]) -> int:
 
 
 def largest_steps(largest: LargestStep, block_size: int) -> list[StepPlan]:
-    """The steps that need most memory: as few whole prompts as possible, as many as possible, and decodes alone. All
-    slices lie in block 0."""
+    """The steps that need most memory: as few whole prompts as possible, as many as possible, and decodes only. All
+    slices use block 0."""
     seqs, positions = largest.seqs, largest.positions
     tokens = min(largest.tokens, seqs * positions)
     few, many = -(-tokens // positions), min(seqs, tokens)
@@ -113,7 +111,7 @@ def largest_steps(largest: LargestStep, block_size: int) -> list[StepPlan]:
 
 
 def _shares(total: int, parts: int) -> list[int]:
-    """`total` in `parts` numbers that differ by at most 1."""
+    """`total` split into `parts` numbers that differ by at most 1."""
     size, more = divmod(total, parts)
     return [size + (index < more) for index in range(parts)]
 

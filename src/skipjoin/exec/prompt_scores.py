@@ -1,4 +1,4 @@
-"""Log-probabilities of prompt tokens, gathered over the chunks of a prompt."""
+"""Log-probabilities of prompt tokens, collected over the chunks of a prompt."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from skipjoin.sampling import Scored
 
 
 def wants_scores(piece: Slice) -> bool:
-    """Whether the request asks for scores of its prompt, and the slice has a part of it that nobody has told yet."""
+    """Whether the request has `prompt_logprobs` set and the slice holds prompt tokens that are not reported yet."""
     request = piece.request
     return _asked(request) is not None and piece.start < len(request.prompt) and not request.output
 
@@ -28,22 +28,22 @@ def score_prompt(piece: Slice, logits: torch.Tensor) -> HostCopy[list[PromptLogp
 
 
 class PromptScores:
-    """Scores of prompt tokens, until the request's first generated token carries them away."""
+    """Scores of prompt tokens, kept until the request's first generated token is reported."""
 
     def __init__(self) -> None:
         self._scores: WeakKeyDictionary[Request, list[Scored]] = WeakKeyDictionary()
 
     def keep(self, piece: Slice, scores: Sequence[PromptLogprob]) -> None:
-        """Add those of a slice."""
+        """Add the scores of a slice."""
         request = piece.request
         known = self._scores.setdefault(request, [Scored(request.prompt[0], None)])
-        # Recomputed after an eviction, a chunk is scored again, with the same outcome.
+        # A chunk recomputed after an eviction is scored again, with the same result.
         known[piece.start + 1 :] = [
             Scored(token, score.logprob, score.top) for token, score in zip(_targets(piece), scores, strict=True)
         ]
 
     def take(self, request: Request) -> tuple[Scored, ...]:
-        """Those of a request, once; empty if there are none."""
+        """Remove and return a request's scores; empty if there are none."""
         return tuple(self._scores.pop(request, ()))
 
 

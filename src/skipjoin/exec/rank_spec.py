@@ -1,4 +1,4 @@
-"""What one rank has of a model and may use of its machine: facts that can travel, and what is measured on the spot."""
+"""Properties of one rank: its share of the model, its memory budget, and measured transfer times."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from skipjoin.model.causal_lm import CausalLM
 from skipjoin.model.kv_cache import PagedKV
 from skipjoin.profile import Transfer
 
-# Sizes of the transfers that are measured, and of the pools that they run between.
+# Blocks per measured transfer, and bytes of the pools used.
 _TRANSFER_BLOCKS = tuple(2**power for power in range(9))
 _TRANSFER_BYTES = 64 << 20
-# Runs of each; the first two are made however long they take.
+# Runs of each size; the first two are made regardless of the deadline.
 _TRANSFER_RUNS = 12
 
 
 class RankSpec(NamedTuple):
-    """A rank's part of a model. stage: its pipeline stage.
+    """A rank's share of a model. stage: its pipeline stage.
 
     weight_bytes: of its weights. block_bytes: of one KV block of its layers and heads. attention_width: query heads of
-    all its layers times their dimension. itemsize: bytes of a weight. device_kind: cpu or cuda. device: model name of
-    CPU or GPU. attention: the attention back end. threads: CPU threads of the model.
+    all its layers times the head dimension. itemsize: bytes per weight. device_kind: cpu or cuda. device: model name of
+    the CPU or GPU. attention: the attention back end. threads: CPU threads of the model.
     """
 
     stage: int
@@ -50,8 +50,8 @@ class RankSpec(NamedTuple):
 
 
 class MemoryBudget(NamedTuple):
-    """Bytes that a rank's KV pools may take, its weights being loaded. device: of its device's memory. ram: of its
-    machine's. Where the device is a CPU both are the same memory. steps: of the device's memory, kept for steps."""
+    """Bytes available to a rank's KV pools after its weights are loaded. device: device memory. ram: memory of its
+    machine; the same memory if the device is a CPU. steps: device memory reserved for steps."""
 
     device: int
     ram: int
@@ -62,38 +62,38 @@ class ModelExecutor(Executor[Handle], Protocol):
     """An executor that runs a model, on one rank or on several."""
 
     @property
-    def parts(self) -> Sequence[RankSpec]:
-        """Of all ranks, in the order of their numbers."""
+    def rank_specs(self) -> Sequence[RankSpec]:
+        """Of all ranks, in rank order."""
         ...
 
     @property
     def pools(self) -> tuple[int, int, int]:
-        """KV blocks on the device and on the host, and tokens per block."""
+        """KV blocks on the device, KV blocks on the host, tokens per block."""
         ...
 
     def touch(self, blocks: int) -> None:
-        """See `touch`; on all ranks."""
+        """See `touch`; runs on all ranks."""
         ...
 
     def transfers(self, seconds: float) -> dict[Direction, Transfer]:
-        """What moves take. seconds: how long to measure, at most about."""
+        """Seconds of moves, per direction. seconds: approximate limit of the measurement."""
         ...
 
     def check(self) -> None:
-        """Raise `RankError` if a rank was lost while there was nothing to do."""
+        """Raise `RankError` if a rank was lost while no plan was in flight."""
 
     def restart(self, reason: Exception) -> None:
-        """After a `RankError`: begin anew, with nothing in the pools and no plan on its way. reason: what happened.
-        Raises `RankError` where that cannot be done."""
+        """Restart after a `RankError`, with empty pools and no plan in flight. reason: the error. Raises `RankError` if
+        a restart is not possible."""
         ...
 
     def close(self) -> None:
-        """Wait for what runs and end."""
+        """Wait for running work and release all resources."""
         ...
 
 
 def rank_spec_of(model: CausalLM, block_size: int, threads: int) -> RankSpec:
-    """The facts of a model, or of what this rank has of it."""
+    """The properties of a model, or of this rank's share of it."""
     config, shard = model.config, model.shard
     return RankSpec(
         stage=shard.pp_rank,
@@ -112,15 +112,15 @@ def rank_spec_of(model: CausalLM, block_size: int, threads: int) -> RankSpec:
 def memory_budget_of(
     model: CausalLM, gpu_share: float, ranks_here: int = 1, *, peak: int = 0, graph_bytes: int = 0
 ) -> MemoryBudget:
-    """What this rank's pools may take. ranks_here: on this machine, which share its RAM.
+    """The memory that this rank's pools may take. ranks_here: ranks that share this machine's RAM.
 
-    gpu_share: of a GPU's memory, for all that is on it: weights, what steps need and the programs of others included.
-    peak: see `measure_peak`, which must have run. graph_bytes: what CUDA graphs will take. Of no matter on a CPU.
+    gpu_share: share of a GPU's memory for all its users: weights, steps and other programs included. peak: result of
+    `measure_peak`, which must have run. graph_bytes: memory of CUDA graphs. The last three are ignored on a CPU.
     """
     ram = free_ram() // ranks_here
     if model.device.type != "cuda":
         return MemoryBudget(ram, ram)
-    # What the allocator holds and does not use is free to us, and not to anybody who asks the device.
+    # The allocator's cached memory is available to this process, but counts as used on the device.
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(model.device)
     steps = peak + graph_bytes
@@ -128,7 +128,7 @@ def memory_budget_of(
 
 
 def free_ram() -> int:
-    """Bytes of RAM that programs can have; what lies in the page cache is theirs when they ask."""
+    """Bytes of RAM available to programs, the page cache included."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
             name, _, amount = line.partition(":")
@@ -138,7 +138,7 @@ def free_ram() -> int:
 
 
 def make_store(model: CausalLM, device_blocks: int, host_blocks: int, block_size: int) -> KVStore:
-    """The pools of this rank."""
+    """The KV pools of this rank."""
     return KVStore(
         model.config,
         model.dtype,
@@ -151,13 +151,13 @@ def make_store(model: CausalLM, device_blocks: int, host_blocks: int, block_size
 
 
 def touch(kv: PagedKV, blocks: int) -> None:
-    """Write the pool's first blocks: memory that never was written is one page of zeros, which is read faster than any
-    other."""
+    """Write the pool's first blocks: memory that was never written maps to one page of zeros, which is faster to
+    read."""
     kv.tensor[:blocks].fill_(0.01)
 
 
 def measure_transfers(model: CausalLM, block_size: int, seconds: float) -> dict[Direction, Transfer]:
-    """Seconds of moves between two pools of their own, fitted over several numbers of blocks."""
+    """Seconds of moves, per direction, fitted over several block counts. Uses two pools of its own."""
     deadline = time.perf_counter() + seconds
     block_bytes = PagedKV.bytes_per_block(model.config, block_size, model.dtype, model.shard)
     most = max(_TRANSFER_BLOCKS[2], min(_TRANSFER_BLOCKS[-1], _TRANSFER_BYTES // block_bytes))
@@ -196,9 +196,9 @@ def _seconds_of(move: Move, store: KVStore, device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def by_stage(parts: Sequence[RankSpec]) -> list[list[RankSpec]]:
+def by_stage(rank_specs: Sequence[RankSpec]) -> list[list[RankSpec]]:
     """The ranks of each stage."""
-    stages: list[list[RankSpec]] = [[] for _ in range(parts[-1].stage + 1)]
-    for part in parts:
-        stages[part.stage].append(part)
+    stages: list[list[RankSpec]] = [[] for _ in range(rank_specs[-1].stage + 1)]
+    for spec in rank_specs:
+        stages[spec.stage].append(spec)
     return stages

@@ -1,4 +1,4 @@
-"""What executors that run a model need to know of a request beside its tokens."""
+"""What executors that run a model need of a request apart from its tokens."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from skipjoin.sampling import SamplingParams
 
 
 class Sampling(NamedTuple):
-    """What `Request.sampling` holds for executors that run a model: the user's parameters, and this request's seed."""
+    """The value of `Request.sampling` for executors that run a model: the user's parameters and this request's seed."""
 
     params: SamplingParams
     seed: int

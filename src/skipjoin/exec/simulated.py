@@ -1,4 +1,4 @@
-"""An executor that computes nothing: a cost model says how long each plan takes, on a virtual clock."""
+"""An executor that computes nothing: a cost model gives the duration of each plan, on a virtual clock."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from skipjoin.core.step import PAUSE_S, Direction, Move, StageTime, StepPlan, St
 
 
 def never(move: Move) -> bool:
-    """Of moves that fail."""
+    """The default for `fails`: no move fails."""
     return False
 
 
 def position_as_token(request: Request, position: int) -> int:
-    """A sampler for when only lengths matter."""
+    """A sampler for runs in which only lengths matter."""
     return position
 
 
 def stage_shares(stages: int | Sequence[float]) -> tuple[float, ...]:
-    """The share that each stage has of the computing of a step, from their number or from what they are in proportion
-    to. Raises ValueError."""
+    """Each stage's share of a step's compute time, from the number of stages or from relative weights. Raises
+    ValueError."""
     if isinstance(stages, int):
         if stages < 1:
             raise ValueError(f"stages must be at least 1, got {stages}")
@@ -36,7 +36,7 @@ def stage_shares(stages: int | Sequence[float]) -> tuple[float, ...]:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedHandle:
-    """A plan that lands at `ready_at`, in seconds on the virtual clock."""
+    """A plan that is done at `ready_at`, in seconds on the virtual clock."""
 
     outcome: StepResult
     ready_at: float
@@ -49,16 +49,15 @@ class SimulatedHandle:
 
 
 class SimulatedExecutor:
-    """One device that runs plans back to back, or a pipeline of stages that each do so.
+    """One device that runs plans back to back, or a pipeline of such stages.
 
-    A plan takes the time of its blocking moves, then that of its slices. Every stage has its share of the layers, hence
-    of all these times, and begins a plan when it is free and the stage before it has handed the plan on; its own part
-    of the moves comes first (FastServe section 4.3). So as many plans run at once as there are stages, and none
-    overtakes another. overlapped moves queue for the link, one queue per direction; blocking moves go ahead of them.
+    A plan takes the time of its blocking moves, then that of its slices. Each stage has a share of the layers and hence
+    of these times. It starts a plan when it is free and the stage before has handed the plan on, with its share of the
+    moves first (FastServe section 4.3). As many plans run at once as there are stages, in order. Overlapped moves queue
+    for the link, one queue per direction; blocking moves go first.
 
-    cost: seconds of steps, all stages together, and of transfers. sample: the token that a request gets at a
-    position. stages: how many there are, all equal; or the share of the computing of a step that each of them has.
-    fails: which moves do.
+    cost: seconds of steps, all stages together, and of transfers. sample: the token of a request at a position. stages:
+    number of equal stages, or each stage's share of a step's compute time. fails: whether a move fails.
     """
 
     def __init__(
@@ -76,7 +75,7 @@ class SimulatedExecutor:
         self._free_at = [0.0] * len(self._shares)
         self._has_run = False
         self._link_free_at = dict.fromkeys(Direction, 0.0)
-        self._transit: list[tuple[float, int, Move]] = []  # a heap: when it ends, its number, the move
+        self._transit: list[tuple[float, int, Move]] = []  # a heap of (end, number, move)
         self._moves = 0
 
     def submit(self, plan: StepPlan, now: float) -> SimulatedHandle:
@@ -86,7 +85,7 @@ class SimulatedExecutor:
         seconds = moving + compute
         parts = [moving / len(self._shares) + compute * share for share in self._shares]
         ready_at, stages = self._run(parts, now)
-        # The last stage does what the first one did as much later as it gets the plan.
+        # The last stage repeats the first stage's timing, delayed by when it gets the plan.
         self._begin(plan, begin, begin + moving / len(parts), ready_at - parts[-1] - begin)
         if not (plan.slices or plan.blocking):
             ready_at = max(ready_at, min(begin + PAUSE_S, self._transit[0][0] if self._transit else begin))
@@ -102,7 +101,8 @@ class SimulatedExecutor:
         return SimulatedHandle(result, ready_at)
 
     def _run(self, parts: Sequence[float], now: float) -> tuple[float, tuple[StageTime, ...]]:
-        """Occupy the stages one after the other, each for its part; when the last one is done, and how it went."""
+        """Occupy the stages in turn for `parts` seconds each. Returns when the last one is done, and the stage
+        times."""
         ready_at, times = now, []
         for stage, (free_at, seconds) in enumerate(zip(self._free_at, parts, strict=True)):
             begin = max(ready_at, free_at)
@@ -112,12 +112,12 @@ class SimulatedExecutor:
         return ready_at, tuple(times) if len(parts) > 1 else ()
 
     def _begin(self, plan: StepPlan, begin: float, moved: float, lag: float) -> None:
-        """Put the plan's overlapped moves on the link once its blocking moves, which take from `begin` to `moved`, are
-        done. lag: how much later the last stage does what the first one does."""
+        """Queue the plan's overlapped moves on the link after its blocking moves, which take from `begin` to `moved`.
+        lag: seconds by which the last stage follows the first."""
         link = self._link_free_at
         for direction, free_at in link.items():
             link[direction] = max(free_at, begin) + (moved - begin)
-        if moved > begin:  # all that is left is later by as much, so the heap stays one
+        if moved > begin:  # all remaining ends shift by the same amount, so the heap stays valid
             late = moved - begin
             self._transit = [(at + late if at > begin else at, number, move) for at, number, move in self._transit]
         for move in plan.overlapped:

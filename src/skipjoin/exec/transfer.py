@@ -1,4 +1,4 @@
-"""Moves on their way beside compute: who carries them, and which have ended."""
+"""Carrying out moves of KV blocks overlapped with steps."""
 
 from __future__ import annotations
 
@@ -16,50 +16,51 @@ from skipjoin.exec.kv_store import KVStore
 
 _log = logging.getLogger(__name__)
 
-# How often events of a stream are asked while somebody waits for one, in seconds.
+# Interval at which `landed` polls the events of a stream while it waits, in seconds.
 _POLL_S = 100e-6
 
 
 class Ended(NamedTuple):
-    """Moves that ended, each list in the order in which they did. Of a failed one any part may have been copied."""
+    """Moves that ended, each list in the order in which they ended. A failed move may have copied some blocks."""
 
     landed: list[Move]
     failed: list[Move]
 
 
 class Copier(Protocol):
-    """Carries moves while the model runs. One thread, the model's, makes all calls but `close`."""
+    """Carries out moves while the model runs. The model's thread makes all calls except `close`."""
 
     def run_blocking(self, moves: Sequence[Move]) -> Ended:
-        """Carry out moves ahead of what the calling thread computes, or queues on its stream, next; those out first,
-        for the others may go where they leave. Does not wait for those that were begun.
+        """Carry out moves before the work that the calling thread computes, or queues on its stream, next. Moves out
+        run first, since moves in may reuse their blocks. Does not wait for moves started with `begin`.
 
-        On a CPU they have ended on return. On CUDA they have been queued: those in `landed` have landed once the
-        stream is past this point, hence once any slice of the step has. One that fails costs its own request only."""
+        On a CPU the moves have ended on return. On CUDA they are queued: those in `landed` have landed once the stream
+        has passed this point, hence before any slice of the step runs. A failed move costs only its own request's KV.
+        """
         ...
 
     def begin(self, moves: Sequence[Move]) -> None:
-        """Let the moves follow those that are on their way, and all that the calling thread has computed, or queued
-        on its stream, so far. Returns at once."""
+        """Start moves after those in flight, and after all work that the calling thread has computed, or queued on its
+        stream, so far. Returns at once."""
         ...
 
     def landed(self, timeout_s: float = 0.0) -> Ended:
-        """The moves that ended since the last call. Where none has, waits up to `timeout_s` seconds for one; not if
-        none is on its way."""
+        """The moves that ended since the last call. If none has ended and some are in flight, waits up to `timeout_s`
+        seconds for one."""
         ...
 
     def close(self) -> None:
-        """Drop the moves that have not begun and wait for the one that has. Nothing may be called afterwards."""
+        """Drop the moves that have not started and wait for the running one. No method may be called afterwards."""
         ...
 
 
 def copier_for(store: KVStore) -> Copier:
-    """The copier that suits the store's device."""
+    """The copier for the store's device."""
     return StreamCopier(store) if store.device.tensor.is_cuda else ThreadCopier(store)
 
 
 def log_failure(move: Move, error: BaseException) -> None:
-    """Tell why a move failed; the request's KV is lost, the request is not."""
+    """Log why a move failed. The request's KV is lost; the request continues."""
     _log.error(
         "copying %d KV blocks of request %s, %s, failed: %s",
         len(move.source), move.request.id, move.direction.value, error, exc_info=error,
@@ -67,7 +68,7 @@ def log_failure(move: Move, error: BaseException) -> None:
 
 
 def copy_in_order(store: KVStore, moves: Sequence[Move]) -> Ended:
-    """Carry out moves on the calling thread, or on its stream, those out first."""
+    """Carry out moves on the calling thread, or queue them on its stream; moves out first."""
     ended = Ended([], [])
     for move in sorted(moves, key=lambda move: move.direction is Direction.IN):
         try:
@@ -81,9 +82,9 @@ def copy_in_order(store: KVStore, moves: Sequence[Move]) -> Ended:
 
 
 class ThreadCopier:
-    """Copies on a CPU: one thread of its own, move after move.
+    """Copies on a CPU, one move after the other on a thread of its own.
 
-    The store's copy uses no thread but that one, so none of the model's, and no torch operation.
+    The store's copy runs on that thread alone: it uses no torch operation, hence none of the model's threads.
     """
 
     def __init__(self, store: KVStore) -> None:
@@ -101,7 +102,7 @@ class ThreadCopier:
         ended, on_way = Ended([], []), self._on_way
         if on_way and timeout_s > 0:
             wait([on_way[0][1]], timeout_s)
-        # One thread: they end in the order in which they began.
+        # One thread runs the copies, so they end in order.
         while on_way and on_way[0][1].done():
             move, copy = on_way.popleft()
             if (error := copy.exception()) is None:
@@ -116,19 +117,19 @@ class ThreadCopier:
 
 
 class StreamCopier:
-    """Copies on CUDA, between the device and a page-locked host pool: a stream for each direction, as the link carries
-    both at once, and the model's own stream for moves that a step waits for.
+    """Copies on CUDA, between the device and a page-locked host pool: one stream per direction, since the link carries
+    both at once, and the model's own stream for blocking moves.
 
-    Why no more order is needed than begin's waiting for the model's stream:
+    No ordering is needed beyond the wait for the model's stream in `begin`:
 
-    - Moves blocking a step are queued on the model's stream between the step before and this one. So they read what
-      all earlier steps wrote, and all that follows there may write where they read. They overtake what was begun.
-    - A move that begins beside a step waits for what is on the model's stream by then: for all earlier steps, and for
-      the blocking moves of this and of earlier plans. That is what makes room for the moves in: device blocks that a
-      blocking move out leaves are free at once, every other block only when the plan, or the move, that has it has been
-      settled, hence is past on its stream.
-    - Two moves that were begun have no block in common. Source and target of either are fenced until it has landed, so
-      the ledger cannot name them again, nor can a step touch them; and a move back begins after the one out has landed.
+    - Blocking moves are queued on the model's stream between the previous step and this one. They read what all earlier
+      steps wrote, and later work on that stream may write where they read. They overtake overlapped moves.
+    - An overlapped move waits for the work on the model's stream at the time of `begin`: all earlier steps, and the
+      blocking moves of this and earlier plans. This makes the target blocks of moves in safe: the source blocks of a
+      blocking move out are free at once; every other block becomes free when the plan or move that uses it is settled,
+      hence has passed on its stream.
+    - No two overlapped moves share a block. The ledger fences source and target until the move has landed, so that no
+      other move or step can use them; a move back starts after the move out has landed.
     """
 
     def __init__(self, store: KVStore) -> None:
@@ -163,12 +164,12 @@ class StreamCopier:
         return ended
 
     def close(self) -> None:
-        # What is queued on a stream cannot be taken back; it ends by itself, and the pools must live until then.
+        # Work queued on a stream cannot be cancelled; the pools must live until it ends.
         for lane in self._lanes.values():
             lane.stream.synchronize()
 
     def _ended(self) -> Ended:
-        """The moves that have ended by now. On each stream they end in the order in which they began."""
+        """The moves that have ended so far; on each stream they end in order."""
         ended = Ended([], [])
         for _, on_way in self._lanes.values():
             while on_way and on_way[0][1].query():
@@ -178,7 +179,8 @@ class StreamCopier:
 
 
 class _Lane(NamedTuple):
-    """One direction. on_way: with each move the event that comes after its copies, and whether queueing them failed."""
+    """One direction. on_way: each move in flight, the event recorded after its copies, and whether queueing them
+    failed."""
 
     stream: torch.cuda.Stream
     on_way: deque[tuple[Move, torch.cuda.Event, bool]]

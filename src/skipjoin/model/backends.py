@@ -1,4 +1,4 @@
-"""Which layer arithmetic and attention a model runs on: the fastest that works here, or the one that was named."""
+"""Chooses a model's layer operations and attention back end: the fastest that works here, or the requested one."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ Implementations = tuple[LayerOps, AttentionBackend]
 def implementations(
     attention: str, dtype: torch.dtype, device: torch.device, lost: str | None = None, facts: CudaFacts | None = None
 ) -> Implementations:
-    """Compiled ones on a CPU that has them, Triton's on a card that can run them, torch's everywhere else.
+    """Compiled ones on a CPU that supports them, Triton's on a GPU that can run them, torch's elsewhere.
 
-    lost: what is already known to be slower than it could be, for the one warning. facts: of CUDA; None: of this
-    process. Raises `ModelError` where the one that is named cannot run.
+    lost: a known loss of speed, for inclusion in the one warning. facts: of CUDA; None: of this process. Raises
+    `ModelError` if the requested back end cannot run.
     """
     if attention not in ATTENTION_BACKENDS:
         raise ModelError(f"attention must be one of {', '.join(ATTENTION_BACKENDS)}; got {attention!r}")
@@ -59,18 +59,18 @@ def implementations(
 def _on_cuda(
     attention: str, dtype: torch.dtype, device: torch.device, lost: str | None, facts: CudaFacts
 ) -> tuple[Implementations | None, str | None]:
-    """Triton's, or None and what is lost without them."""
+    """Triton's; or None and a description of the loss of speed."""
     why = kernels_unusable(facts, device.index or 0) or _triton_failure(dtype, device)
     if why is None:
         return _triton(), lost
     if attention == "triton":
         raise ModelError(f"attention triton: {why}")
-    slower = "torch's own operations are used instead, and decoding will be several times slower"
+    slower = "torch's operations are used instead, which makes decoding several times slower"
     return None, f"{why}: {slower}" + ("" if lost is None else f"; {lost}")
 
 
 def _triton() -> tuple[LayerOps, TritonAttention]:
-    # Only a card needs triton.
+    # Triton is imported only for a GPU.
     from skipjoin.model.attention.triton_backend import TritonAttention  # noqa: PLC0415
     from skipjoin.model.ops.triton_ops import TritonOps  # noqa: PLC0415
 
@@ -79,7 +79,8 @@ def _triton() -> tuple[LayerOps, TritonAttention]:
 
 @functools.cache
 def _triton_failure(dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why the Triton kernels cannot be used, found out once per type and device; to compile them may take seconds."""
+    """Why the Triton kernels cannot be used; None: they can. Compiles and tests them once per type and device, which
+    may take seconds."""
     try:
         from skipjoin.model.attention.triton_backend import check_triton_attention  # noqa: PLC0415
 
@@ -89,28 +90,28 @@ def _triton_failure(dtype: torch.dtype, device: torch.device) -> str | None:
         with current, torch.inference_mode():
             if check_ops(ops, dtype, device) and check_triton_attention(backend, dtype, device):
                 return None
-    except Exception as error:  # whatever a compiler or a driver raises
+    except Exception as error:  # any error of the compiler or the driver
         return f"the Triton kernels cannot run ({one_line(error)})"
     return "the Triton kernels fail their self-test"
 
 
 def _on_cpu(attention: str, dtype: torch.dtype) -> Implementations | None:
-    """The compiled ones, or None."""
+    """The compiled implementations, or None."""
     library = _compiled(dtype) if dtype in CPP_DTYPES else None
     if library is not None:
         return CppOps(library, dtype), CppAttention(library)
     if attention == "cpp":
-        raise ModelError("attention cpp needs a C++ compiler and a CPU with AVX-512 BF16; see the warning before this")
+        raise ModelError("attention cpp needs a C++ compiler and a CPU with AVX-512 BF16; see the previous warning")
     return None
 
 
 @functools.cache
 def _compiled(dtype: torch.dtype) -> ctypes.CDLL | None:
-    """The compiled operations, checked once per type; None if they cannot be built or compute something else."""
+    """The compiled operations, tested once per type; None if they cannot be built or fail the test."""
     library = load_library()
     if library is None:
         return None
     if check_ops(CppOps(library, dtype), dtype) and check_attention(CppAttention(library), dtype):
         return library
-    _log.warning("the compiled CPU operations fail their self-test, torch's own are used instead (slower)")
+    _log.warning("the compiled CPU operations fail their self-test; the slower torch operations are used instead")
     return None

@@ -1,4 +1,4 @@
-"""One step's work as flat tensors: the tokens of all sequences end to end, and where their KV lies."""
+"""One step's work as flat tensors: the tokens of all sequences end to end, and their positions in the KV cache."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from skipjoin.model.transfer import to_device
 class Segment(NamedTuple):
     """Consecutive new tokens of one sequence.
 
-    tokens: their ids. start: position of the first, which is also how many tokens already have KV.
+    tokens: their ids. start: position of the first, equal to the number of tokens with KV.
     blocks: the sequence's block table, covering at least offset + start + length slots.
-    sample: the logits of the last token are wanted. all_logits: those of every token are. awaits: one more token
-    follows, which is not known here: the one in this row of what the step before sampled.
-    offset: slots left out at the end of the first block where the sequence begins, in [0, block_size).
+    sample: compute the logits of the last token. all_logits: of every token. awaits: one more token follows, whose id
+    is in this row of the previous step's sampled tokens.
+    offset: slots skipped at the end of the first block where the sequence begins, in [0, block_size).
     reverse: blocks are filled from their last slot down, so that two sequences can share one from both ends.
     """
 
@@ -35,35 +35,35 @@ class Segment(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Tokens that are computed."""
+        """Number of tokens to compute."""
         return len(self.tokens) + (self.awaits is not None)
 
 
 class GraphBuffers:
-    """A place on a device for batches of up to `seats` segments of one token each, whose tables have up to `width`
-    blocks: every batch that is built in it has the same tensors, with other contents.
+    """Fixed device tensors for batches of up to `seats` segments of one token each, whose tables have up to `width`
+    blocks: every batch built in them has the same tensors with different contents.
 
-    Seats that stay empty have context 0 and slot -1, which is nowhere. tables: int64 [seats or more, width], which
-    frames may share, if no batch of one is used after one of another was built: only as many columns as a batch has
-    blocks are written, for they may be of a context far longer than any request has.
+    Empty seats have context 0 and slot -1, which is not written. tables: int64 [seats or more, width]. Several buffers
+    may share it, if no batch is used after a batch of another was built. Only as many columns as a batch has blocks are
+    written, since the width may be that of a context far longer than any request's.
     """
 
     def __init__(self, seats: int, tables: torch.Tensor) -> None:
         self.seats, self.width = seats, tables.shape[1]
         self.tables = tables[:seats]
-        # All but the tables.
+        # All parts except the tables.
         bounds = _bounds(seats, seats, 0, 0)
         self.buffer = torch.empty(bounds[-1], dtype=torch.int64, device=tables.device)
         self._parts = _Parts(*(self.buffer[a:b] for a, b in pairwise(bounds)))
 
     def place(self, flat: torch.Tensor, tables: torch.Tensor) -> tuple[_Parts, torch.Tensor]:
-        """Take over a batch's buffer, and its tables, which are the buffer's end: parts and tables in their place."""
+        """Copy a batch's buffer, without its tables at the end, and its tables. Returns the fixed parts and tables."""
         self.buffer.copy_(flat[: len(self.buffer)])
         self.tables[:, : tables.shape[1]].copy_(tables)
         return self._parts, self.tables
 
     def holds(self, segments: Sequence[Segment]) -> bool:
-        """Whether a batch of these has its place here."""
+        """Whether a batch of these segments fits."""
         return len(segments) <= self.seats and all(
             segment.length == 1 and segment.sample and len(segment.blocks) <= self.width for segment in segments
         )
@@ -73,14 +73,14 @@ class GraphBuffers:
 class PackedBatch:
     """Segments packed end to end; n segments, T tokens. Index tensors are int64 on the batch's device.
 
-    token_ids, positions, slots: [T]; a slot is block * block_size + its place in the block; -1: the token is padding,
-    and its keys and values go nowhere. sources: [T], the row of the step before from which a token comes, -1 where it
-    is known; None: all are.
+    token_ids, positions, slots: [T]; a slot is block * block_size + position in the block; -1: a padding token, whose
+    keys and values are not written. sources: [T], the row of the previous step's sampled tokens that holds the token,
+    -1 where it is known; None: all are known.
     query_start: [n + 1], first token of each segment. context_lens: [n], tokens with KV after this step; 0: padding.
-    offsets, reversed: [n], of the segments; 1: reversed. Position p of a sequence lies at i = offset + p: in block
-    i // block_size of its table, slot i % block_size, counted from the block's end where reversed.
-    block_tables: [n, widest], padded with 0. logit_rows: [rows], tokens whose logits are wanted, in order;
-    None: all T. row_starts: rows of segment i are row_starts[i]:row_starts[i + 1].
+    offsets, reversed: [n], of the segments; 1: reversed. Position p of a sequence lies at i = offset + p: in block i //
+    block_size of its table, slot i % block_size, counted from the block's end where reversed.
+    block_tables: [n, widest], padded with 0. logit_rows: [rows], tokens whose logits are wanted, in order; None: all T.
+    row_starts: rows of segment i are row_starts[i]:row_starts[i + 1].
     starts, lengths: per segment, as host lists. max_context: the longest context. max_block: the largest block.
     plain: no segment has an offset or is reversed.
     """
@@ -117,7 +117,7 @@ class PackedBatch:
         return self.num_tokens == len(self.lengths)
 
     def fill_in(self, sampled: torch.Tensor) -> None:
-        """Put tokens of the step before, [rows], where they are awaited."""
+        """Insert tokens sampled by the previous step, [rows], where they are awaited."""
         if self.sources is not None:
             found = sampled[self.sources.clamp(min=0)]
             self.token_ids.copy_(torch.where(self.sources < 0, self.token_ids, found))
@@ -129,12 +129,13 @@ class PackedBatch:
         block_size: int,
         device: torch.device | str = "cpu",
         *,
-        frame: GraphBuffers | None = None,
+        graph_buffers: GraphBuffers | None = None,
     ) -> PackedBatch:
-        """Pack segments in the order given. frame: where the tensors are; seats without a segment are at the end.
+        """Pack segments in the order given. graph_buffers: the tensors to build the batch in; seats without a segment
+        are at the end.
 
-        Raises `ValueError` for an empty one, too short a block table, an offset beyond the first block, or what the
-        frame does not hold.
+        Raises `ValueError` for no segments, an empty segment, too short a block table, an offset beyond the first
+        block, or a batch that does not fit `graph_buffers`.
         """
         n = len(segments)
         lengths, starts = [s.length for s in segments], [s.start for s in segments]
@@ -151,11 +152,13 @@ class PackedBatch:
         tokens = int(lens.sum())
         rows, row_starts = _wanted_rows(segments, lengths, tokens)
         empty, width = 0, int(held.max())
-        if frame is not None:
-            if n > frame.seats or tokens > n or rows is not None or width > frame.width:
-                raise ValueError(f"the frame holds {frame.seats} decodes with tables of {frame.width} blocks")
-            empty = frame.seats - n
-        # One buffer, so that a device needs one copy.
+        if graph_buffers is not None:
+            if n > graph_buffers.seats or tokens > n or rows is not None or width > graph_buffers.width:
+                raise ValueError(
+                    f"the graph buffers hold {graph_buffers.seats} decodes with tables of {graph_buffers.width} blocks"
+                )
+            empty = graph_buffers.seats - n
+        # One buffer, so that one copy brings it to the device.
         bounds = _bounds(tokens + empty, n + empty, width, len(rows or ()))
         flat = np.zeros(bounds[-1], np.int64)
         to = _Parts(*(flat[a:b] for a, b in pairwise(bounds)))
@@ -175,13 +178,13 @@ class PackedBatch:
         buffer = to_device(torch.from_numpy(flat), torch.device(device))
         parts = _Parts(*(buffer[a:b] for a, b in pairwise(bounds)))
         block_tables = parts.tables.view(n + empty, width)
-        if frame is not None:
-            parts, block_tables = frame.place(buffer, block_tables)
+        if graph_buffers is not None:
+            parts, block_tables = graph_buffers.place(buffer, block_tables)
         return cls(
             parts.token_ids,
             parts.positions,
             parts.slots,
-            parts.sources if pending_samples or frame is not None else None,
+            parts.sources if pending_samples or graph_buffers is not None else None,
             parts.query_start,
             parts.context_lens,
             parts.offsets,
@@ -199,7 +202,7 @@ class PackedBatch:
 
 
 class _Parts(NamedTuple):
-    """The parts of a batch's buffer, in their order."""
+    """The parts of a batch's buffer, in order."""
 
     token_ids: Any
     positions: Any
@@ -214,7 +217,7 @@ class _Parts(NamedTuple):
 
 
 def _bounds(tokens: int, segments: int, width: int, rows: int) -> list[int]:
-    """Where the parts of a batch's buffer begin and end."""
+    """Boundaries of the parts of a batch's buffer."""
     sizes = _Parts(
         tokens, tokens, tokens, tokens, segments + 1, segments, segments, segments, segments * width, rows
     )  # fmt: skip
@@ -223,7 +226,7 @@ def _bounds(tokens: int, segments: int, width: int, rows: int) -> list[int]:
 
 
 def _fill_tables(tables: np.ndarray, segments: Sequence[Segment], held: np.ndarray) -> None:
-    """Write the segments' blocks, of which they hold so many. Raises `ValueError` for one that does not exist."""
+    """Write the segments' blocks. held: number of blocks per segment. Raises `ValueError` for a negative block."""
     in_table = chain.from_iterable(s.blocks for s in segments)
     tables[np.arange(tables.shape[1]) < held[:, None]] = np.fromiter(in_table, np.int64, int(held.sum()))
     if tables.min() < 0:
@@ -231,7 +234,7 @@ def _fill_tables(tables: np.ndarray, segments: Sequence[Segment], held: np.ndarr
 
 
 def _slots(to: _Parts, tables: np.ndarray, owner: np.ndarray, block_size: int, *, plain: bool) -> np.ndarray:
-    """Where the tokens go. owner: the segment of each."""
+    """The slots of the tokens. owner: the segment of each token."""
     positions = to.positions[: len(owner)]
     if plain:
         block, slot = np.divmod(positions, block_size)
@@ -243,7 +246,7 @@ def _slots(to: _Parts, tables: np.ndarray, owner: np.ndarray, block_size: int, *
 
 
 def _fill_sources(to: _Parts, segments: Sequence[Segment]) -> bool:
-    """Say where tokens come from; whether any is awaited."""
+    """Fill in the source of each token. Returns whether any token is awaited."""
     awaits = [(i, s.awaits) for i, s in enumerate(segments) if s.awaits is not None]
     to.sources[:] = -1
     for i, row in awaits:
@@ -252,22 +255,22 @@ def _fill_sources(to: _Parts, segments: Sequence[Segment]) -> bool:
 
 
 def _token_ids(segment: Segment) -> Sequence[int]:
-    """Its tokens, 0 for one that is awaited."""
+    """The segment's tokens, with 0 for an awaited one."""
     return segment.tokens if segment.awaits is None else (*segment.tokens, 0)
 
 
 def _offsets(segments: Sequence[Segment], block_size: int) -> np.ndarray:
-    """Where the segments begin in their first blocks. Raises `ValueError` for one that begins outside."""
+    """The segments' offsets. Raises `ValueError` for one outside the first block."""
     offsets = np.fromiter((s.offset for s in segments), np.int64, len(segments))
     outside = np.flatnonzero((offsets < 0) | (offsets >= block_size))
     if len(outside):
         i = outside[0]
-        raise ValueError(f"segment {i} has offset {offsets[i]}, it must be in [0, {block_size - 1}]")
+        raise ValueError(f"segment {i} has offset {offsets[i]}; it must be in [0, {block_size - 1}]")
     return offsets
 
 
 def _check_tables(needed: np.ndarray, held: np.ndarray, block_size: int) -> None:
-    """Raise `ValueError` where a segment's table does not cover the slots that it needs."""
+    """Raise `ValueError` if a segment's table does not cover the slots that it needs."""
     short = np.flatnonzero(held * block_size < needed)
     if len(short):
         i = short[0]

@@ -12,6 +12,7 @@ from skipjoin.model.config import ModelConfig
 from skipjoin.model.families.gpt_neox import GPTNeoXDecoder
 from skipjoin.model.families.llama import LlamaDecoder
 from skipjoin.model.families.opt import OPTDecoder
+from skipjoin.model.families.starcoder2 import Starcoder2Decoder
 from skipjoin.model.kv_cache import PagedKV
 from skipjoin.model.layers import Builder, Embedding, LayerInputs, Weights
 from skipjoin.model.ops.base import LayerOps, Linear
@@ -19,7 +20,7 @@ from skipjoin.model.parallel import Group, check_shards
 
 
 class Decoder(Protocol):
-    """What a family provides between token ids and the output projection. EMBEDDING, OUTPUT: names of the tensors."""
+    """A model family's layers between token ids and the output projection. EMBEDDING, OUTPUT: names of the tensors."""
 
     EMBEDDING: str
     OUTPUT: str
@@ -32,12 +33,16 @@ class Decoder(Protocol):
     def finish(self, hidden: torch.Tensor) -> torch.Tensor: ...
 
 
-_FAMILIES = {"llama": LlamaDecoder, "opt": OPTDecoder, "gpt_neox": GPTNeoXDecoder}
+_FAMILIES = {
+    "llama": LlamaDecoder,
+    "opt": OPTDecoder,
+    "gpt_neox": GPTNeoXDecoder,
+    "starcoder2": Starcoder2Decoder,
+}
 
 
 class CausalLM:
-    """A loaded model, or what one rank has of it: weights on one device, in one type, with the attention back end it
-    runs on."""
+    """A loaded model, or one rank's share of it: weights on one device, in one type, with its attention back end."""
 
     def __init__(
         self,
@@ -50,9 +55,9 @@ class CausalLM:
         device: torch.device,
         group: Group,
     ) -> None:
-        """weights: in `dtype` and on `device`. group: this rank and the others.
+        """weights: in `dtype` and on `device`. group: the group of this rank.
 
-        Raises `ModelError` if a tensor is missing or of another shape, or if the model cannot be split so.
+        Raises `ModelError` if a tensor is missing or has another shape, or if the model cannot be split over the group.
         """
         self.config = config
         self.dtype = dtype
@@ -69,7 +74,7 @@ class CausalLM:
         self.weight_bytes = builder.weight_bytes
 
     def _make_output(self, builder: Builder) -> Linear:
-        """The rows of the output projection that this rank has; tied, they are those of its embedding."""
+        """This rank's rows of the output projection; where tied, those of its embedding."""
         config, decoder = self.config, self._decoder
         held = decoder.embedding if config.tie_embeddings else None
         if held is not None:
@@ -80,12 +85,12 @@ class CausalLM:
             rows = builder.weights.take(name, config.vocab_size, config.embed_dim, rows=own)
         output = builder.finish_linear(rows, None)
         if held is not None and getattr(output, "weight", None) is rows:
-            builder.weight_bytes -= rows.nbytes  # held once, counted twice
+            builder.weight_bytes -= rows.nbytes  # one tensor, counted twice
         return output
 
     def check(self, batch: PackedBatch, kv: PagedKV) -> None:
-        """Raise `ValueError` for a position, block or block size that this model or cache does not have: compiled code
-        would read and write elsewhere."""
+        """Raise `ValueError` for a position, block or block size outside this model or cache: compiled code does not
+        check."""
         if batch.max_context > self.config.max_positions:
             raise ValueError(f"context of {batch.max_context} tokens, the model has {self.config.max_positions}")
         if batch.block_size != kv.block_size or batch.max_block >= kv.num_blocks:
@@ -96,18 +101,18 @@ class CausalLM:
 
     @torch.inference_mode()
     def forward(self, batch: PackedBatch, kv: PagedKV, out: torch.Tensor | None = None) -> torch.Tensor:
-        """One step: computes the batch's tokens, writes their keys and values into `kv`.
+        """Run one step: computes the batch's tokens and writes their keys and values into `kv`.
 
-        Returns float32 logits [batch.num_rows, vocab_size], only of the rows that the batch wants, in `out` if that is
-        given; on a stage that is not the last [0, vocab_size]. Raises as `check` does. Token ids outside the vocabulary
-        raise `IndexError` on a CPU. All ranks run the same batches in the same order; one that is gone raises
+        Returns float32 logits [batch.num_rows, vocab_size] of the batch's wanted rows, in `out` if that is given; [0,
+        vocab_size] on a stage that is not the last. Raises as `check` does. On a CPU, token ids outside the vocabulary
+        raise `IndexError`. All ranks run the same batches in the same order; the loss of another rank raises
         `GroupError`.
         """
         self.check(batch, kv)
         hidden = self._decoder.advance(self._enter(batch), LayerInputs(batch, kv, self.attention))
         if self._output is None:
             self.group.send(hidden)
-        if self._output is None or batch.num_rows == 0:  # a chunk of a prompt, not its end
+        if self._output is None or batch.num_rows == 0:  # a chunk that does not end its prompt
             return hidden.new_empty((0, self.config.vocab_size), dtype=torch.float32)
         if batch.logit_rows is not None:
             hidden = hidden[batch.logit_rows]
@@ -115,7 +120,7 @@ class CausalLM:
         return logits.float() if out is None else out.copy_(logits)
 
     def _enter(self, batch: PackedBatch) -> torch.Tensor:
-        """[T, hidden] from the tokens, or from the stage before."""
+        """[T, hidden] from the tokens, or from the previous stage."""
         if self.shard.is_first:
             return self._decoder.embed(batch)
         hidden = torch.empty((batch.num_tokens, self.config.hidden_size), dtype=self.dtype, device=self.device)

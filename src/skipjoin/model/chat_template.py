@@ -1,4 +1,4 @@
-"""Chat templates: Jinja programs in model folders that spell a conversation the way a model was trained on.
+"""Chat templates: Jinja programs in model folders that format a conversation as in the model's training.
 
 They come with downloaded models, so they run in Jinja's sandbox, without access to Python objects.
 """
@@ -20,7 +20,7 @@ from skipjoin.model.config import ModelError
 
 
 def find_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
-    """The template's source: chat_template.jinja, or what tokenizer_config.json (`settings`) holds."""
+    """The template's source: chat_template.jinja, or an entry of tokenizer_config.json (`settings`)."""
     file = folder / "chat_template.jinja"
     if file.is_file():
         return read_template(file)
@@ -57,18 +57,18 @@ class ChatTemplate:
             raise ModelError(f"the chat template does not compile: {error}") from error
 
     def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
-        """The conversation as text. Raises `ModelError` with the template's own words if it refuses."""
+        """The conversation as text. Raises `ModelError` with the template's message if it rejects the conversation."""
         context = {"tools": None, "documents": None, **self._special, **variables}
         try:
             return self._template.render(messages=messages, **context)
         except TemplateError as error:
-            raise ModelError(f"the model's chat template refuses this conversation: {error}") from error
+            raise ModelError(f"the model's chat template rejects this conversation: {error}") from error
         except (TypeError, ValueError, KeyError, ArithmeticError) as error:
             raise ModelError(f"the model's chat template fails on this conversation: {error!r}") from error
 
 
 class _GenerationMarks(Extension):
-    """`{% generation %}` marks the assistant's words for training; here it is only its body."""
+    """`{% generation %}` marks the assistant's words for training; rendering outputs only its body."""
 
     tags = {"generation"}  # noqa: RUF012 - Jinja's own declaration
 
@@ -78,7 +78,7 @@ class _GenerationMarks(Extension):
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    """Jinja's own filter escapes for HTML, which would change what the model reads."""
+    """Replaces Jinja's own filter, which escapes for HTML and would change the model's input."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 

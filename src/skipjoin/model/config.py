@@ -1,7 +1,4 @@
-"""What a model folder says about its model: shapes, families and special tokens, as one frozen value.
-
-Standard library only: the API process reads a model's limits without importing torch.
-"""
+"""The configuration of a model folder: shapes, family and special tokens, as one frozen value."""
 
 from __future__ import annotations
 
@@ -21,6 +18,7 @@ _ARCHITECTURES = {
     "Qwen3ForCausalLM": "llama",
     "OPTForCausalLM": "opt",
     "GPTNeoXForCausalLM": "gpt_neox",
+    "Starcoder2ForCausalLM": "starcoder2",
 }
 _MODEL_TYPES = {
     "llama": "LlamaForCausalLM",
@@ -29,6 +27,7 @@ _MODEL_TYPES = {
     "qwen3": "Qwen3ForCausalLM",
     "opt": "OPTForCausalLM",
     "gpt_neox": "GPTNeoXForCausalLM",
+    "starcoder2": "Starcoder2ForCausalLM",
 }
 _ACTIVATIONS = {
     "relu": "relu",
@@ -43,14 +42,15 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 class ModelError(Exception):
-    """A model, tokenizer or folder that cannot be used. The text says why and what would help."""
+    """A model, tokenizer or folder that cannot be used. The text gives the reason and a remedy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """The shape of a decoder-only model.
 
-    family: which code computes it: "llama" (also Mistral, Qwen2, Qwen3), "opt" or "gpt_neox".
+    family: which code computes it: "llama" (also Mistral, Qwen2, Qwen3), "opt", "gpt_neox" or
+    "starcoder2".
     head_dim: values per attention head; num_heads * head_dim need not be hidden_size.
     windows: per layer, how many latest tokens attention sees, the current one included; 0: all.
     rope: rotary embedding, None where positions are learned. dtype_name: the type the weights were saved in.
@@ -181,7 +181,7 @@ def _activation(name: str) -> str:
 def _llama_fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     heads = int(raw["num_attention_heads"])
     layers = int(raw["num_hidden_layers"])
-    # What config.json leaves out has the value of the architecture's own default.
+    # Fields missing from config.json take the architecture's default.
     kv_default = {"MistralForCausalLM": 8, "Qwen2ForCausalLM": 32, "Qwen3ForCausalLM": 32}.get(architecture)
     head_dim = raw.get("head_dim", 128 if architecture == "Qwen3ForCausalLM" else None)
     head_dim = int(head_dim or raw["hidden_size"] // heads)
@@ -208,7 +208,7 @@ def _llama_fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
 
 
 def _windows(raw: Mapping[str, Any], architecture: str, layers: int) -> tuple[int, ...]:
-    """Attention windows per layer: Mistral slides in all layers, Qwen in those that its config names."""
+    """Attention windows per layer: all layers of Mistral; for Qwen the layers that config.json names."""
     if architecture == "MistralForCausalLM":
         return (int(raw.get("sliding_window", 4096) or 0),) * layers
     window = int(raw.get("sliding_window", 4096) or 0) if raw.get("use_sliding_window") else 0
@@ -264,6 +264,27 @@ def _gpt_neox_fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any
     }
 
 
+def _starcoder2_fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
+    heads, hidden, layers = (int(raw[name]) for name in ("num_attention_heads", "hidden_size", "num_hidden_layers"))
+    max_positions = int(raw["max_position_embeddings"])
+    bias = bool(raw.get("use_bias", True))
+    return {
+        "num_layers": layers,
+        "num_kv_heads": int(raw.get("num_key_value_heads", 2)),
+        "head_dim": hidden // heads,
+        "intermediate_size": int(raw["intermediate_size"]),
+        "max_positions": max_positions,
+        "norm_eps": float(raw.get("norm_epsilon", 1e-5)),
+        "tie_embeddings": bool(raw.get("tie_word_embeddings", True)),
+        "activation": _activation(raw.get("hidden_act", "gelu_pytorch_tanh")),
+        "rope": _rope(raw, hidden // heads, max_positions, 1.0),
+        "windows": (int(raw.get("sliding_window") or 0),) * layers,
+        "attention_bias": bias,
+        "output_bias": bias,
+        "mlp_bias": bias,
+    }
+
+
 def _rope(raw: Mapping[str, Any], head_dim: int, max_positions: int, default_share: float) -> RopeSettings:
     try:
         return parse_rope(raw, head_dim, max_positions, default_share)
@@ -271,4 +292,9 @@ def _rope(raw: Mapping[str, Any], head_dim: int, max_positions: int, default_sha
         raise ModelError(str(error)) from error
 
 
-_FAMILY_FIELDS = {"llama": _llama_fields, "opt": _opt_fields, "gpt_neox": _gpt_neox_fields}
+_FAMILY_FIELDS = {
+    "llama": _llama_fields,
+    "opt": _opt_fields,
+    "gpt_neox": _gpt_neox_fields,
+    "starcoder2": _starcoder2_fields,
+}

@@ -1,7 +1,7 @@
-"""Weights from PyTorch's older files (`pytorch_model*.bin`) to safetensors, once, on a user's command.
+"""Converts weights from PyTorch's older files (`pytorch_model*.bin`) to safetensors, on a user's command.
 
-The older files are pickles. torch reads them here in its restricted mode, which accepts tensors and plain
-containers only; nothing else in this package opens them at all.
+The older files are pickles. torch reads them here in its restricted mode, which accepts tensors and plain containers
+only; nothing else in this package opens them.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _bin_files(source: Path) -> list[Path]:
         names = sorted(set(read_json(index).get("weight_map", {}).values()))
         missing = [name for name in names if not (source / name).is_file()]
         if missing:
-            raise ModelError(f"{source} lacks {', '.join(missing)}, which its index names")
+            raise ModelError(f"{source} lacks {', '.join(missing)}, named in its index")
         return [source / name for name in names]
     files = sorted(source.glob("pytorch_model*.bin"))
     if not files:
@@ -78,7 +78,7 @@ def _read_bin(file: Path) -> dict[str, torch.Tensor]:
     try:
         loaded: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=_is_zip(file))
     except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError) as error:
-        raise ModelError(f"{file} holds something other than plain tensors, or is broken: {error}") from error
+        raise ModelError(f"{file} holds something other than plain tensors, or is damaged: {error}") from error
     if not isinstance(loaded, dict) or not all(isinstance(value, torch.Tensor) for value in loaded.values()):
         raise ModelError(f"{file} is not a table of named tensors")
     return loaded
@@ -91,10 +91,10 @@ def _is_zip(file: Path) -> bool:
 
 
 def _unshared(tensors: dict[str, torch.Tensor], known: dict[str, str]) -> dict[str, torch.Tensor]:
-    """What to write of one file: contiguous tensors, none of which shares memory with another.
+    """The tensors of one file, contiguous, none of which shares memory with another.
 
-    Tied tensors (an output projection that is the embedding) are written under each of their names: loaders
-    take what they need, and a name that is missing could not be told from a broken file.
+    Tied tensors (an output projection that is the embedding) are written under each of their names, so that a missing
+    name always means a damaged file.
     """
     result: dict[str, torch.Tensor] = {}
     seen: set[int] = set()

@@ -1,4 +1,4 @@
-"""What this machine's NVIDIA cards can do: facts gathered once, and decisions that follow from them alone."""
+"""Facts about this machine's NVIDIA GPUs, gathered once, and the decisions that follow from them."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from skipjoin.model.config import ModelError
 
 _log = logging.getLogger(__name__)
 
-# From these on the card has bfloat16 and asynchronous copies, and Triton the language that the kernels are written in.
+# GPUs from this compute capability on have bfloat16 and asynchronous copies; Triton from this version on compiles the
+# kernels.
 KERNEL_CAPABILITY = (8, 0)
 KERNEL_TRITON = (3, 6)
 
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """A card's name and compute capability."""
+    """A GPU's name and compute capability."""
 
     name: str
     capability: tuple[int, int]
@@ -33,13 +34,12 @@ class Card:
 
 @dataclass(frozen=True, slots=True)
 class CudaFacts:
-    """What decides whether and how models run on CUDA.
+    """The facts that decide whether and how models run on CUDA.
 
-    runtime: CUDA version that torch is built for; empty: it is built without. cards: those that torch can use. present:
-    whether the machine shows a card, whatever torch can do with it. driver: its version; why_not: what torch said when
-    it could not use the card; both may be empty. archs: what torch's kernels are compiled for, as "sm_90". triton: its
-    version, or empty and triton_error tells what importing it raised. compiler: a C compiler, with which Triton builds
-    what launches kernels; may be empty.
+    runtime: CUDA version that torch is built for; empty: none. cards: GPUs that torch can use. present: whether the
+    machine has a GPU, usable by torch or not. driver: its version; why_not: torch's error if it cannot use the GPU;
+    both may be empty. archs: compiled targets of torch's kernels, as "sm_90". triton: its version; if empty,
+    triton_error holds the import error. compiler: a C compiler, with which Triton builds launchers; may be empty.
     """
 
     runtime: str = ""
@@ -55,11 +55,11 @@ class CudaFacts:
 
 @functools.cache
 def cuda_facts() -> CudaFacts:
-    """The facts of this process. Imports triton only where there is a card for it."""
+    """The facts of this process. Imports triton only if there is a GPU."""
     runtime = torch.version.cuda
     if runtime is None:
         return CudaFacts()
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         why_not = ""
         try:
@@ -67,8 +67,8 @@ def cuda_facts() -> CudaFacts:
         except RuntimeError as error:
             cards, why_not = (), one_line(error)
     if not cards:
-        # torch tells of a driver that is too old in a warning.
-        why_not = why_not or (first_line(told[-1].message) if told else "")
+        # torch reports a driver that is too old as a warning.
+        why_not = why_not or (first_line(caught[-1].message) if caught else "")
         return CudaFacts(runtime, present=_is_present(), driver=_driver(), why_not=why_not)
     version, error = _triton()
     return CudaFacts(
@@ -79,7 +79,7 @@ def cuda_facts() -> CudaFacts:
         archs=tuple(torch.cuda.get_arch_list()),
         triton=version,
         triton_error=error,
-        # As Triton looks for it.
+        # Found as Triton finds it.
         compiler=os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or "",
     )
 
@@ -92,7 +92,7 @@ def _cards() -> tuple[Card, ...]:
 
 
 def _is_present() -> bool:
-    """Whether there is a card that nobody hid from this process."""
+    """Whether there is a GPU that is not hidden from this process."""
     if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
         return False
     return any(Path("/dev").glob("nvidia[0-9]*")) or (Path("/dev/dxg").exists() and bool(shutil.which("nvidia-smi")))
@@ -115,23 +115,23 @@ def _triton() -> tuple[str, str]:
 
 
 def one_line(error: Exception) -> str:
-    """For the middle of a sentence."""
+    """The error for use within a sentence."""
     return f"{type(error).__name__}: {first_line(error)}"
 
 
-def first_line(said: Exception) -> str:
-    return str(said).partition("\n")[0]
+def first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
 
 
 def unusable(facts: CudaFacts, index: int = 0) -> str | None:
-    """Why models cannot run on card `index`; None: they can."""
+    """Why models cannot run on GPU `index`; None: they can."""
     if not facts.runtime:
         return "this torch is built without CUDA"
     if not facts.cards:
         if not facts.present:
-            return "torch sees no CUDA device"
+            return "torch finds no CUDA device"
         driver = f"driver {facts.driver or 'unknown'}, torch built for CUDA {facts.runtime}"
-        return f"torch cannot use the NVIDIA card ({driver}): {facts.why_not or 'it gives no reason'}"
+        return f"torch cannot use the NVIDIA GPU ({driver}): {facts.why_not or 'it gives no reason'}"
     if index >= len(facts.cards):
         return f"N in cuda:N must be in [0, {len(facts.cards) - 1}], got {index}"
     card, compiled = facts.cards[index], [_capability(arch) for arch in facts.archs if _capability(arch)]
@@ -142,7 +142,7 @@ def unusable(facts: CudaFacts, index: int = 0) -> str | None:
 
 
 def _capability(arch: str) -> tuple[int, ...]:
-    """Of "sm_90" or "sm_100a"; other kinds of code have none."""
+    """Of "sm_90" or "sm_100a"; empty for other targets."""
     found = re.match(r"sm_(\d+)(\d)", arch)
     return (int(found[1]), int(found[2])) if found else ()
 
@@ -152,7 +152,7 @@ def _dotted(capability: tuple[int, ...]) -> str:
 
 
 def kernels_unusable(facts: CudaFacts, index: int = 0) -> str | None:
-    """Why the Triton kernels cannot run on card `index`, on which models run; None: nothing is known against it."""
+    """Why the Triton kernels cannot run on the usable GPU `index`; None: no reason is known."""
     card = facts.cards[index]
     if card.capability < KERNEL_CAPABILITY:
         have, need = _dotted(card.capability), _dotted(KERNEL_CAPABILITY)
@@ -162,7 +162,7 @@ def kernels_unusable(facts: CudaFacts, index: int = 0) -> str | None:
     if _release(facts.triton) < KERNEL_TRITON:
         return f"Triton is {facts.triton}, the kernels need {_dotted(KERNEL_TRITON)}"
     if not facts.compiler:
-        return "Triton needs a C compiler, and there is no gcc or clang, nor is one named by CC"
+        return "Triton needs a C compiler: install gcc or clang, or set CC"
     return None
 
 
@@ -171,10 +171,10 @@ def _release(version: str) -> tuple[int, ...]:
 
 
 def choose_device(name: str, facts: CudaFacts | None = None) -> str:
-    """What models run on: cpu, cuda or cuda:N. name: one of those, or auto: a card if there is one that can be used.
+    """The device to run on: cpu, cuda or cuda:N. name: one of those, or auto: a GPU if a usable one exists.
 
-    A card that cannot be used is worth a warning, none is not. facts: None: of this process. Raises `ModelError` where
-    CUDA is asked for and cannot be had.
+    Logs a warning if auto finds a GPU that cannot be used. facts: None: of this process. Raises `ModelError` if the
+    requested GPU cannot be used.
     """
     if name == "cpu":
         return name
@@ -194,14 +194,14 @@ def choose_device(name: str, facts: CudaFacts | None = None) -> str:
 
 @functools.cache
 def warn_once(text: str) -> None:
-    """Log it as a warning, the first time in this process."""
+    """Log a warning, once per process."""
     _log.warning("%s", text)
 
 
 def check_dtype(dtype: torch.dtype, asked: bool, device: torch.device, facts: CudaFacts | None = None) -> str | None:
-    """What is lost with this type on this device; None: nothing. asked: the user named the type.
+    """The loss of speed with this type on this device; None: none. asked: the user set the type.
 
-    Raises `ModelError` for a type that was asked for and that the card lacks.
+    Raises `ModelError` if the user set a type that the GPU lacks.
     """
     if device.type != "cuda" or dtype != torch.bfloat16:
         return None
@@ -212,4 +212,4 @@ def check_dtype(dtype: torch.dtype, asked: bool, device: torch.device, facts: Cu
     lacks = f"{card.name} (compute capability {_dotted(card.capability)}) has no bfloat16"
     if asked:
         raise ModelError(f"dtype bfloat16: {lacks}; it has float16 and float32")
-    return f"{lacks}: it is emulated, float16 is faster"
+    return f"{lacks}; it is emulated, and float16 is faster"

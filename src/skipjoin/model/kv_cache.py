@@ -1,4 +1,4 @@
-"""The tensors of the key-value cache: blocks of tokens, all layers of one block side by side."""
+"""The tensors of the KV cache: blocks of tokens, with all layers of a block contiguous."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from skipjoin.model.parallel import WHOLE, Shard
 
 
 class PagedKV:
-    """`num_blocks` blocks of `block_size` tokens, with the layers and key-value heads that a rank has.
+    """`num_blocks` blocks of `block_size` tokens, with a rank's layers and key-value heads.
 
-    `tensor` is [num_blocks, layers, 2, kv_heads, block_size, head_dim], contiguous: one block of all
-    layers is one run of bytes, so that moving it is one copy; and one head's keys of one block are one run,
-    which is the order in which attention reads them. Blocks start as zeros, and nothing clears them on reuse:
-    attention must not read slots beyond a sequence's length.
+    `tensor` is [num_blocks, layers, 2, kv_heads, block_size, head_dim], contiguous: one block of all layers is one run
+    of bytes, so that a move is one copy per block; one head's keys of one block are one run, the order in which
+    attention reads them. Blocks start as zeros and are not cleared on reuse: attention must not read slots beyond a
+    sequence's length.
     """
 
     def __init__(
@@ -32,9 +32,9 @@ class PagedKV:
         pin: bool = False,
         shard: Shard = WHOLE,
     ) -> None:
-        """pin: page-locked host memory, for copies that run beside compute (CPU tensors, with CUDA present)."""
+        """pin: page-locked host memory, for copies overlapped with compute (CPU tensors, with CUDA present)."""
         if num_blocks < 1 or block_size < 1:
-            raise ValueError(f"need at least one block of one token, got {num_blocks} of {block_size}")
+            raise ValueError(f"num_blocks and block_size must be at least 1, got {num_blocks} and {block_size}")
         self.num_blocks = num_blocks
         self.block_size = block_size
         layers, kv_heads = len(shard.layers(config)), len(shard.kv_heads(config))
@@ -44,25 +44,25 @@ class PagedKV:
             self.tensor = (self._page_locked(size) if pin else large_page_bytes(size)).view(dtype).view(shape)
         else:
             self.tensor = torch.zeros(shape, dtype=dtype, device=device)
-        # [num_blocks, block_size, kv_heads, head_dim] per layer: kernels go by strides.
+        # [num_blocks, block_size, kv_heads, head_dim] per layer: kernels use the strides.
         self._layers = [
             (self.tensor[:, i, 0].transpose(1, 2), self.tensor[:, i, 1].transpose(1, 2)) for i in range(layers)
         ]
 
     def _page_locked(self, size: int) -> torch.Tensor:
         memory, unlock = page_locked_bytes(size)
-        # With the cache, not with the process, whose end unlocks everything.
+        # Unlocked with the cache, not at exit: the end of the process unlocks everything.
         weakref.finalize(self, unlock).atexit = False
         return memory
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block over all of its layers, keys and values."""
+        """Bytes of one block: all its layers, keys and values."""
         return self.tensor[0].numel() * self.tensor.element_size()
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of one layer, numbered from the first that the cache has: strided views
-        [num_blocks, block_size, kv_heads, head_dim]."""
+        """Keys and values of one layer, counted from the first layer of this cache: strided views [num_blocks,
+        block_size, kv_heads, head_dim]."""
         return self._layers[index]
 
     def block_view(self) -> torch.Tensor:

@@ -1,6 +1,6 @@
-"""Host memory in large pages, for what a step walks through from end to end: weights and the KV cache.
+"""Host memory in large pages, for memory that a step reads from end to end: weights and the KV cache.
 
-With pages of 4 kB the processor spends much of such a walk on looking addresses up.
+With pages of 4 kB, address translation takes much of the time of such a read.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import mmap
 
 import torch
 
-# Weights are placed side by side in pieces of this size, so that small ones share large pages too.
+# Weights share pieces of this size, so that small tensors are in large pages too.
 _PIECE_BYTES = 64 << 20
 # Each tensor starts on a cache line of its own.
 _ALIGN = 64
@@ -21,14 +21,14 @@ def large_page_bytes(size: int) -> torch.Tensor:
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros(size, dtype=torch.uint8)
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # A kernel without large pages refuses: the memory is as good, only slower.
+    # A kernel without large pages raises: the memory works, but is slower.
     with contextlib.suppress(OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 class Arena:
-    """Hands out byte tensors from large pieces. A piece is freed when the arena and its last tensor are."""
+    """Allocates byte tensors from large pieces. A piece is freed with the arena and its last tensor."""
 
     def __init__(self) -> None:
         self._piece = torch.empty(0, dtype=torch.uint8)

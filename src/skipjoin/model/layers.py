@@ -1,4 +1,4 @@
-"""What the families share: where weights come from, self-attention, the walk through the layers, rotary tables."""
+"""Code shared by the families: access to weights, self-attention, the pass through the layers, rotary tables."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ class Weights(Protocol):
     """Named tensors, each taken once, in the model's type and on its device."""
 
     def take(self, name: str, *shape: int, rows: range | None = None, columns: range | None = None) -> torch.Tensor:
-        """The tensor of that name, or only these of its rows or columns, contiguous. shape: of the whole.
+        """The tensor of that name, or the given rows or columns of it, contiguous. shape: of the whole tensor.
 
-        Raises `ModelError` if there is none or its shape differs.
+        Raises `ModelError` if the tensor is missing or its shape differs.
         """
         ...
 
 
 @dataclass(slots=True)
 class LayerInputs:
-    """What one forward pass shares between its layers."""
+    """Values shared by the layers of one forward pass."""
 
     batch: PackedBatch
     kv: PagedKV
@@ -39,7 +39,7 @@ class LayerInputs:
 
 
 class Builder:
-    """Makes layers out of a model's weights, as much of them as `group`'s rank has, and counts their bytes."""
+    """Makes layers from a model's weights, limited to the share of `group`'s rank, and counts their bytes."""
 
     def __init__(self, config: ModelConfig, weights: Weights, ops: LayerOps, group: Group) -> None:
         self.config = config
@@ -64,10 +64,10 @@ class Builder:
         rows: Sequence[range] | None = None,
         gated: bool = False,
     ) -> Linear:
-        """One product for matrices that share their input: their rows, one below the other.
+        """One product for matrices with the same input: their rows are concatenated.
 
-        outs: rows of each whole matrix. rows: those that this rank has (column parallel in Megatron's words: the
-        columns of the result); None: all.
+        outs: rows of each whole matrix. rows: this rank's (column parallel in Megatron's terms: the columns of the
+        result); None: all.
         """
         names = [names] if isinstance(names, str) else names
         rows = rows or [range(out) for out in outs]
@@ -87,9 +87,8 @@ class Builder:
         begins: bool = True,
         ends: bool = True,
     ) -> Linear:
-        """A product whose input is spread over the ranks of the stage (row parallel in Megatron's words), so that its
-        result is the sum of theirs. The bias is on one of them. begins, ends: see `SummedLinear`.
-        """
+        """A product whose input is spread over the ranks of the stage (row parallel in Megatron's terms): its result is
+        the sum over the ranks. Rank 0 of the stage adds the bias. begins, ends: see `SummedLinear`."""
         weight = self.weights.take(f"{name}.weight", out, inputs, columns=columns)
         shift = self.weights.take(f"{name}.bias", out) if bias and self.shard.tp_rank == 0 else None
         linear = self.finish_linear(weight, shift)
@@ -120,10 +119,10 @@ def _join(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 class SummedLinear:
-    """See `Linear`; of a product that the ranks of a stage add up.
+    """See `Linear`; a product that is summed over the ranks of a stage.
 
-    Products that are added to the same total one after the other, with nothing that reads it in between, share one sum:
-    begins: this is the first of them. ends: this is the last of them.
+    Consecutive products that are added to the same total, with no read of it in between, share one sum: begins: this is
+    the first of them. ends: this is the last of them.
     """
 
     def __init__(self, linear: Linear, group: Group, begins: bool, ends: bool) -> None:
@@ -145,7 +144,7 @@ class SummedLinear:
 
 
 class Embedding:
-    """Rows of tokens. A rank has the rows `own` of a vocabulary and gets those of other tokens from the others.
+    """Embedding rows of tokens. A rank has the rows `own` and gets other tokens' rows from the other ranks.
 
     Token ids outside the vocabulary raise `IndexError` on a CPU.
     """
@@ -168,7 +167,7 @@ class Embedding:
 
 
 class Rotary:
-    """Cosines and sines of every position a model can have."""
+    """Cosines and sines of all positions of a model."""
 
     def __init__(self, config: ModelConfig, device: torch.device | str) -> None:
         assert config.rope is not None
@@ -219,20 +218,20 @@ class SelfAttention:
 
 
 class Layer(Protocol):
-    """A layer whose parts read the norm of the residual stream. norm: the one that its first part reads."""
+    """A layer whose sublayers read the norm of the residual stream. norm: the norm that its first sublayer reads."""
 
     norm: Norm
 
     def __call__(
         self, x: torch.Tensor, normed: torch.Tensor, step: LayerInputs, then: Norm | None
     ) -> torch.Tensor | None:
-        """Add this layer's part to `x` in place. normed: `norm` of `x`. Returns `then` of the result."""
+        """Add this layer's output to `x` in place. normed: `norm` of `x`. Returns `then` of the result."""
         ...
 
 
 def advance(layers: Sequence[Layer], x: torch.Tensor, step: LayerInputs) -> torch.Tensor:
-    """[T, hidden] through the layers, in place. The norm that a layer begins with is made by the one before, together
-    with its last sum; after the last of a stage there is none: the next stage, or the wanted rows, get the sum."""
+    """Pass [T, hidden] through the layers, in place. A layer's last sum also computes the next layer's first norm.
+    After the last layer of a stage there is no norm: the next stage, or the output projection, reads the sum."""
     normed = layers[0].norm(x)
     for layer, following in pairwise(layers):
         normed = layer(x, normed, step, following.norm)
@@ -241,7 +240,7 @@ def advance(layers: Sequence[Layer], x: torch.Tensor, step: LayerInputs) -> torc
 
 
 def activation(name: str, x: torch.Tensor) -> torch.Tensor:
-    """Apply a `ModelConfig.activation`; may change `x`, which is the widest there is."""
+    """Apply a `ModelConfig.activation`; may change `x`, the widest tensor of a layer."""
     if name == "relu":
         return F.relu(x, inplace=True)
     if name == "silu":

@@ -1,4 +1,4 @@
-"""From a folder or hub name to a model that can run. Reads safetensors only: nothing here unpickles."""
+"""Loads a model from a folder or hub name. Reads safetensors only: nothing here unpickles."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ Progress = Callable[[int, int], None]
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Checkpoints saved from the bare decoder lack this prefix.
-_PREFIXES = {"llama": "model.", "opt": "model.", "gpt_neox": "gpt_neox."}
+_PREFIXES = {"llama": "model.", "opt": "model.", "gpt_neox": "gpt_neox.", "starcoder2": "model."}
 _WEIGHT_FILES = ["*.safetensors"]
 _OTHER_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
 
 
 def resolve_folder(name_or_path: str | Path, *, weights: bool = True) -> Path:
-    """A local folder as it is, else a hub repository's snapshot (cached, downloaded if needed). weights: whether those
-    are wanted, too.
+    """A local folder unchanged, else a hub repository's snapshot (cached, downloaded if needed). weights: include the
+    weight files.
 
     Raises `ModelError` when neither exists.
     """
@@ -64,10 +64,10 @@ def load_model(
     group: Group | None = None,
 ) -> CausalLM:
     """Load a model. dtype: "auto" (as saved), or one of `DTYPES`. device: "auto", "cpu", "cuda" or "cuda:N". attention:
-    "auto", "torch", "cpp" (CPU) or "triton" (CUDA). load_format: "auto", or "dummy" for random weights, of which no
-    file is needed. group: of the rank whose part is to be loaded; None: the whole model.
+    "auto", "torch", "cpp" (CPU) or "triton" (CUDA). load_format: "auto", or "dummy" for random weights, which need no
+    weight file. group: loads the share of this group's rank; None: the whole model.
 
-    Raises `ModelError` for anything that keeps the model from running.
+    Raises `ModelError` if the model cannot run.
     """
     if load_format not in LOAD_FORMATS:
         raise ModelError(f"load_format must be one of {', '.join(LOAD_FORMATS)}; got {load_format!r}")
@@ -94,8 +94,8 @@ def random_model(
     *,
     group: Group | None = None,
 ) -> CausalLM:
-    """A model of the given shape (a `ModelConfig` or the contents of a config.json) with random weights. group: of the
-    rank whose part is wanted; None: the whole model."""
+    """A model of the given shape (a `ModelConfig` or the contents of a config.json) with random weights. group: makes
+    the share of this group's rank; None: the whole model."""
     if not isinstance(config, ModelConfig):
         config = ModelConfig.from_dict(config)
     torch_dtype, torch_device, ops, backend = _places(dtype, device, attention, config)
@@ -115,7 +115,7 @@ def _dtype(name: str, config: ModelConfig) -> torch.dtype:
 def _places(
     dtype: str, device: str, attention: str, config: ModelConfig
 ) -> tuple[torch.dtype, torch.device, LayerOps, AttentionBackend]:
-    """Type, device, layer arithmetic and attention that a model runs on."""
+    """Type, device, layer operations and attention back end of a model."""
     torch_dtype, torch_device = _dtype(dtype, config), torch.device(choose_device(device))
     lost = check_dtype(torch_dtype, dtype != "auto", torch_device)
     return torch_dtype, torch_device, *implementations(attention, torch_dtype, torch_device, lost)
@@ -140,7 +140,7 @@ class FolderWeights:
         self._where = self._locate()
 
     def take(self, name: str, *shape: int, rows: range | None = None, columns: range | None = None) -> torch.Tensor:
-        """See `Weights.take`. Of a tensor that is wanted in part, no more is read."""
+        """See `Weights.take`. Reads only the wanted part of a tensor."""
         known = name if name in self._where else name.removeprefix(self._prefix)
         if known not in self._where:
             raise ModelError(f"{self._folder} has no tensor {name!r}")
@@ -149,7 +149,7 @@ class FolderWeights:
             stored = file.get_slice(known)
             found = tuple(stored.get_shape())
             if found != shape:
-                raise ModelError(f"{self._folder}: {name} is {found}, config.json means {shape}")
+                raise ModelError(f"{self._folder}: {name} has shape {found}, but config.json implies {shape}")
             wanted = _wanted(shape, rows, columns)
             tensor = file.get_tensor(known) if wanted is None else stored[wanted].contiguous()
         except (SafetensorError, OSError) as error:
@@ -171,7 +171,7 @@ class FolderWeights:
             where = read_json(index).get("weight_map", {})
             missing = sorted({file for file in where.values() if not (self._folder / file).is_file()})
             if missing:
-                raise ModelError(f"{self._folder} lacks {', '.join(missing)}, which its index names")
+                raise ModelError(f"{self._folder} lacks {', '.join(missing)}, named in its index")
             return where
         files = sorted(self._folder.glob("*.safetensors"))
         if not files:
@@ -191,7 +191,7 @@ class FolderWeights:
 
 
 def _wanted(shape: tuple[int, ...], rows: range | None, columns: range | None) -> tuple[slice, ...] | None:
-    """Where these rows and columns lie in a tensor of that shape; None: it is wanted whole."""
+    """The slices of these rows and columns in a tensor of this shape; None: all of it."""
     parts = [range(size) if part is None else part for part, size in zip((rows, columns), shape, strict=False)]
     if all(len(part) == size for part, size in zip(parts, shape, strict=False)):
         return None
@@ -199,10 +199,10 @@ def _wanted(shape: tuple[int, ...], rows: range | None, columns: range | None) -
 
 
 class RandomWeights:
-    """Tensors drawn when asked for, small enough that activations stay finite; the same seed, the same model.
+    """Random tensors, small enough that activations stay finite; the same seed gives the same model.
 
-    What a tensor holds follows from the seed, its name and the kind of device, which draws it: so every rank has its
-    part of the same model, and billions of weights take a GPU seconds.
+    A tensor's values depend only on the seed, its name and the kind of device, which generates them: every rank gets
+    its share of the same model, and billions of weights take a GPU seconds.
     """
 
     def __init__(self, seed: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -213,7 +213,7 @@ class RandomWeights:
         """See `Weights.take`; every name exists."""
         digest = hashlib.blake2b(f"{self._seed} {name}".encode(), digest_size=4).digest()
         generator = torch.Generator(self._device).manual_seed(int.from_bytes(digest, "little"))
-        # A GPU draws in the weights' own type: float32 would take twice the room of the largest tensor beside them.
+        # A GPU generates in the weights' type: float32 would need twice the memory of the largest tensor.
         drawn_as = torch.float32 if self._device.type == "cpu" else self._dtype
         drawn = torch.randn(shape, generator=generator, device=self._device, dtype=drawn_as).mul_(0.02)
         if "norm" in name and name.endswith("weight"):

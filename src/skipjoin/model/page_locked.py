@@ -1,4 +1,4 @@
-"""Page-locked host memory: what a GPU copies from and to by itself, beside its work."""
+"""Page-locked host memory, which a GPU copies from and to without the host, overlapped with kernels."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ _REGISTER_FLAGS = 1 | 2
 
 
 def page_locked_bytes(size: int) -> tuple[torch.Tensor, Callable[[], None]]:
-    """`size` zero bytes as a uint8 tensor, and what unlocks them once no copy uses them any more.
+    """`size` zero bytes as a uint8 tensor, and a function that unlocks them, for when no copy uses them any more.
 
-    Memory of ours is locked where it is. torch's own page-locked memory comes in powers of two, up to twice of what
-    is wanted: it is the second choice, if there is so much. The last is memory that is not locked, with a warning:
-    copies then hold up the steps.
+    First choice: locks memory in place. Second, if there is enough memory: torch's own page-locked memory, which is
+    rounded up to a power of two. Last, with a warning: memory that is not locked, which makes steps wait for copies.
     """
     memory = _mapped(size)
     if _lock(memory):
@@ -38,9 +37,9 @@ def page_locked_bytes(size: int) -> tuple[torch.Tensor, Callable[[], None]]:
 
 
 def _mapped(size: int) -> torch.Tensor:
-    """Zero bytes in whole pages of their own, large ones where the system gives them."""
+    """Zero bytes in whole pages, large ones where the system has them."""
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # A child process must not make copies of pages that the device writes to.
+    # A child process must not copy pages that the device writes.
     for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
         with contextlib.suppress(AttributeError, OSError):
             memory.madvise(getattr(mmap, advice))
@@ -48,7 +47,7 @@ def _mapped(size: int) -> torch.Tensor:
 
 
 def _lock(memory: torch.Tensor) -> bool:
-    """Let CUDA lock the memory; whether it did."""
+    """Lock the memory with CUDA; returns whether that worked."""
     try:
         code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), _REGISTER_FLAGS))
     except (RuntimeError, AttributeError, TypeError, AssertionError) as error:
@@ -61,13 +60,13 @@ def _lock(memory: torch.Tensor) -> bool:
 
 
 def _forget_error() -> None:
-    """CUDA keeps an error until it is asked for, and the next kernel that is launched would be blamed for it."""
+    """Clear CUDA's last error, which the next kernel launch would raise."""
     with contextlib.suppress(RuntimeError, AssertionError):
         torch.ones(1, device="cuda")
 
 
 def _unlock(memory: torch.Tensor) -> None:
-    # At the end of a process CUDA may be gone before us, and with it the lock.
+    # At exit CUDA may end first, and with it the lock.
     with contextlib.suppress(Exception):
         if int(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())):
             _forget_error()

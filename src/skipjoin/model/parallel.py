@@ -1,9 +1,9 @@
-"""Which part of a model one rank has, and what the ranks of a model say to each other while they compute.
+"""How a model is split over ranks, and the communication of the ranks during a step.
 
 Tensor parallelism as in Megatron-LM: every rank of a stage has some heads, some columns of the MLP and some of the
-vocabulary, and the stage adds up what its ranks found. Pipeline parallelism: a stage has some consecutive layers.
+vocabulary, and the stage sums the ranks' results. Pipeline parallelism: a stage has some consecutive layers.
 
-No torch here: who only wants to know whether sizes fit a model need not load it.
+This module does not import torch: sizes can be checked against a model without it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A rank's place: tensor rank `tp_rank` of `tp_size` in stage `pp_rank` of `pp_size`.
+    """A rank's position: tensor rank `tp_rank` of `tp_size` in stage `pp_rank` of `pp_size`.
 
-    What it owns is a range of consecutive ones of each kind; the ranges of a stage's ranks, or of the stages, follow
-    each other. `check_shards` says which sizes fit a model.
+    A rank owns a range of consecutive heads, columns, token ids and layers; the ranges of a stage's ranks, or of the
+    stages, are adjacent. `check_shards` defines which sizes fit a model.
     """
 
     tp_rank: int = 0
@@ -41,19 +41,19 @@ class Shard:
 
     @classmethod
     def of_rank(cls, rank: int, tp_size: int, pp_size: int) -> Shard:
-        """The ranks of a stage are numbered one after the other, stage after stage."""
+        """The shard of a rank number. Ranks are numbered stage by stage."""
         if not 0 <= rank < tp_size * pp_size:
             raise ValueError(f"rank must be in [0, {tp_size * pp_size - 1}], got {rank}")
         return cls(rank % tp_size, tp_size, rank // tp_size, pp_size)
 
     @property
     def rank(self) -> int:
-        """Among all ranks of the model."""
+        """Number among all ranks of the model."""
         return self.pp_rank * self.tp_size + self.tp_rank
 
     @property
     def ranks(self) -> int:
-        """How many the model has."""
+        """Number of ranks of the model."""
         return self.tp_size * self.pp_size
 
     @property
@@ -68,7 +68,7 @@ class Shard:
 
     @property
     def name(self) -> str:
-        """For people."""
+        """For messages."""
         return (
             f"rank {self.rank} (stage {self.pp_rank} of {self.pp_size}, tensor rank {self.tp_rank} of {self.tp_size})"
         )
@@ -78,8 +78,8 @@ class Shard:
         return _part(config.num_heads, self.tp_rank, self.tp_size)
 
     def kv_heads(self, config: ModelConfig) -> range:
-        """Key-value heads. With more ranks than heads, several ranks have the same one: it costs them the memory that a
-        smaller tp_size would, and models with two key-value heads can use eight devices all the same."""
+        """Key-value heads. With more ranks than heads, several ranks have the same head: they need as much KV memory as
+        with a smaller tp_size, but a model with two key-value heads can use eight devices."""
         first = self.tp_rank * config.num_kv_heads // self.tp_size
         return range(first, first + max(1, config.num_kv_heads // self.tp_size))
 
@@ -96,7 +96,7 @@ class Shard:
         return _part(config.intermediate_size, self.tp_rank, self.tp_size)
 
     def vocabulary(self, config: ModelConfig) -> range:
-        """Token ids whose embeddings and logits it has; the ranks' shares differ by at most one."""
+        """Token ids whose embeddings and logits it has; the ranks' counts differ by at most one."""
         return _part(config.vocab_size, self.tp_rank, self.tp_size)
 
     def vocabulary_sizes(self, config: ModelConfig) -> list[int]:
@@ -104,7 +104,7 @@ class Shard:
         return [len(_part(config.vocab_size, rank, self.tp_size)) for rank in range(self.tp_size)]
 
     def layers(self, config: ModelConfig) -> range:
-        """The stages' shares differ by at most one layer."""
+        """Layers of the stage; the stages' counts differ by at most one."""
         return _part(config.num_layers, self.pp_rank, self.pp_size)
 
 
@@ -112,7 +112,7 @@ WHOLE = Shard()
 
 
 def scaled(part: range, size: int) -> range:
-    """The rows of consecutive things that have `size` rows each."""
+    """The rows of consecutive items that have `size` rows each."""
     return range(part.start * size, part.stop * size)
 
 
@@ -121,8 +121,8 @@ def _part(total: int, rank: int, size: int) -> range:
 
 
 def check_shards(config: ModelConfig, tp_size: int, pp_size: int) -> None:
-    """Raise `ModelError` unless the model can be split so: it names the setting, the bound and the nearest sizes that
-    fit. Heads and the MLP's width must divide evenly; layers and the vocabulary need not."""
+    """Raise `ModelError` unless the model can be split over these sizes; the text gives the setting, the bound and the
+    nearest sizes that fit. Heads and the MLP's width must divide evenly; layers and the vocabulary need not."""
     heads, kv_heads, width = config.num_heads, config.num_kv_heads, config.intermediate_size
     rules: list[tuple[Callable[[int], bool], str]] = [
         (lambda size: 1 <= size <= heads, f"be in [1, {heads}], the number of the model's attention heads"),
@@ -151,18 +151,18 @@ def _nearest(size: int, fitting: Sequence[int]) -> str:
 
 
 class Group(Protocol):
-    """How a rank speaks to the others of its model. Each call of one rank is met by the same call of the ranks that it
-    concerns, in the same order. One that cannot be completed raises: the rank then cannot go on.
+    """Communication of a rank with the others of its model. The ranks concerned make the same calls in the same order.
+    A call that cannot be completed raises; the rank has then failed.
 
-    shard: this rank's place. waited_s: seconds spent so far in waiting for the stage before.
+    shard: this rank's position. waited_s: seconds spent so far in waiting for the previous stage.
     """
 
     shard: Shard
     waited_s: float
 
     def count_once(self, total: torch.Tensor) -> None:
-        """Called before parts are added to a total that all ranks of the stage hold: clears it on all but one of them,
-        so that `all_reduce` counts it once."""
+        """Clear a total that all ranks of the stage hold, on all ranks except one, before they add to it, so that
+        `all_reduce` counts it once."""
         ...
 
     def all_reduce(self, x: torch.Tensor) -> None:
@@ -170,28 +170,29 @@ class Group(Protocol):
         ...
 
     def gather(self, part: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-        """The parts [n, sizes[r]] of the stage's ranks r, side by side, on every one of them."""
+        """Concatenate the shares [n, sizes[r]] of the stage's ranks r along columns, on every rank."""
         ...
 
     def send(self, x: torch.Tensor) -> None:
-        """Hand `x`, which nobody changes any more, to the same tensor rank of the next stage; need not wait for it."""
+        """Send `x`, which must not change any more, to the same tensor rank of the next stage; may return before it
+        arrives."""
         ...
 
     def receive(self, x: torch.Tensor) -> None:
-        """Fill `x` with what the stage before sent."""
+        """Fill `x` with the previous stage's output."""
         ...
 
     def close(self) -> None:
-        """Leave: whoever waits for this rank gets an error."""
+        """Leave the group: ranks that wait for this one get an error."""
         ...
 
 
 class GroupError(Exception):
-    """Another rank is gone, or does not answer: the text says who noticed and while doing what."""
+    """Another rank is lost or does not answer. The text names this rank and the call."""
 
 
 class Alone:
-    """The group of a rank that has the whole model."""
+    """The group of a single rank, which has the whole model."""
 
     shard = WHOLE
     waited_s = 0.0
@@ -209,7 +210,7 @@ class Alone:
         raise GroupError("there is no next stage")
 
     def receive(self, x: torch.Tensor) -> None:
-        raise GroupError("there is no stage before")
+        raise GroupError("there is no previous stage")
 
     def close(self) -> None:
         pass

@@ -1,7 +1,4 @@
-"""Rotary position embedding: what config.json says about it, and the angles that follow.
-
-Standard library only, so that configurations can be read without torch.
-"""
+"""Rotary position embedding: its settings in config.json, and the resulting frequencies."""
 
 from __future__ import annotations
 
@@ -15,10 +12,10 @@ SCALINGS = ("default", "linear", "llama3", "yarn")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeSettings:
-    """Rotary embedding of the first `rotary_dim` values of each head, halves rotated against each other.
+    """Rotary embedding of the first `rotary_dim` values of each head; value i is paired with value i + rotary_dim / 2.
 
-    scaling: one of `SCALINGS`. attention_factor multiplies both cosine and sine (YaRN).
-    The remaining fields are the scaling's own parameters and mean nothing for the others.
+    scaling: one of `SCALINGS`. attention_factor multiplies both cosine and sine (YaRN). The remaining fields are
+    parameters of one scaling and ignored by the others.
     """
 
     theta: float
@@ -45,7 +42,7 @@ class RopeSettings:
         return plain
 
     def _llama3(self, frequency: float) -> float:
-        """Long waves are stretched by `factor`, short ones kept, those between blended."""
+        """Long waves are stretched by `factor`, short ones kept, those between interpolated."""
         turns = self.original_max_positions * frequency / (2 * math.pi)
         if turns > self.high_freq_factor:
             return frequency
@@ -55,7 +52,7 @@ class RopeSettings:
         return (1 - keep) * frequency / self.factor + keep * frequency
 
     def _yarn(self, plain: list[float]) -> list[float]:
-        """Pairs below `low` keep their frequency, above `high` are stretched, a linear ramp between."""
+        """Pairs below `low` keep their frequency, pairs above `high` are stretched, with a linear ramp between."""
 
         def pair_with_turns(turns: float) -> float:
             wave = self.original_max_positions / (turns * 2 * math.pi)
@@ -65,16 +62,16 @@ class RopeSettings:
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, self.rotary_dim - 1)
-        width = (high - low) or 0.001  # a ramp of no width would divide by zero
+        width = (high - low) or 0.001  # a ramp of width 0 would divide by zero
         stretched = [min(max((i - low) / width, 0.0), 1.0) for i in range(len(plain))]
         return [f / self.factor * s + f * (1 - s) for f, s in zip(plain, stretched, strict=True)]
 
 
 def parse_rope(raw: Mapping[str, Any], head_dim: int, max_positions: int, default_share: float) -> RopeSettings:
-    """Rotary settings of a config.json, both the older (`rope_theta`, `rope_scaling`) and newer spelling.
+    """Rotary settings of a config.json, in the older (`rope_theta`, `rope_scaling`) or newer form.
 
-    default_share: which part of the head rotates when the file does not say. Raises `ValueError` for a
-    scaling that is not in `SCALINGS`, `KeyError` for one that lacks a parameter.
+    default_share: share of the head that rotates if the file does not set it. Raises `ValueError` for a scaling that is
+    not in `SCALINGS`, `KeyError` for one that lacks a parameter.
     """
     nested = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
     theta = float(nested.get("rope_theta") or raw.get("rope_theta") or raw.get("rotary_emb_base") or 10000.0)

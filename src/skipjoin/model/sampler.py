@@ -1,7 +1,7 @@
-"""From logits to tokens. A row's outcome is a function of its logits, its parameters and (seed, position) only.
+"""Sampling: from logits to tokens. A row's token is a function of its logits, its parameters and (seed, position) only.
 
-The random number of a token comes from a hash of the request's seed and the token's position, never from a
-generator with state: neighbours in the batch, preemption and restarts cannot change a seeded output.
+The random number of a token is a hash of the request's seed and the token's position, not the output of a stateful
+generator: neighbours in the batch, preemption and restarts cannot change a seeded output.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from skipjoin.model.transfer import HostCopy, send
 from skipjoin.sampling import SamplingParams
 
 _MASK = (1 << 64) - 1
-# Largest candidates looked at before a full sort: top-p rarely keeps more.
+# Number of candidates before a full sort: top-p rarely keeps more.
 _CANDIDATES = 256
 # Rows of prompt scores at a time: each needs a copy of the vocabulary's logits.
 _SCORED_ROWS = 256
@@ -37,7 +37,7 @@ class SampleRow(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """A chosen token; its natural log-probability and the likeliest alternatives, best first, if asked for."""
+    """A chosen token; if requested, its natural log-probability and the likeliest alternatives, best first."""
 
     token: int
     logprob: float | None = None
@@ -45,7 +45,7 @@ class Sampled(NamedTuple):
 
 
 class SampledTokens(NamedTuple):
-    """The tokens of all rows where the logits are, int64 [rows], and their report on its way to the host."""
+    """The tokens of all rows, int64 [rows] on the device of the logits, and their report in transit to the host."""
 
     tokens: torch.Tensor
     report: HostCopy[list[Sampled]]
@@ -60,18 +60,19 @@ class PromptLogprob(NamedTuple):
 
 
 class FindThresholds(Protocol):
-    """Of every row, the smallest value that top_k, then top_p, keep: [n, 1]."""
+    """Finds, per row, the smallest value that top_k, then top_p, keep: [n, 1]."""
 
     def __call__(self, scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-        """scaled: float32 [n, vocab], no value above 0, the largest of each row 0. top_k: int64 [n], vocab where there
-        is none. top_p: float64 [n], 1 where there is none."""
+        """scaled: float32 [n, vocab], no value above 0, the largest of each row 0. top_k: int64 [n], vocab for none.
+        top_p: float64 [n], 1 for none.
+        """
         ...
 
 
 class Sampler:
-    """Chooses next tokens over a vocabulary of `vocab_size`. Token ids outside it in parameters do nothing.
+    """Chooses next tokens over a vocabulary of `vocab_size`. Token ids outside it in parameters are ignored.
 
-    find_thresholds: for top_k and top_p; None: by looking at the largest logits, for which a GPU's host must wait.
+    find_thresholds: for top_k and top_p; None: from the largest logits, which makes the host wait for a GPU.
     """
 
     def __init__(self, vocab_size: int, find_thresholds: FindThresholds | None = None) -> None:
@@ -80,15 +81,14 @@ class Sampler:
 
     @torch.inference_mode()
     def sample(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> SampledTokens:
-        """One token per row. logits: float32 [len(rows), vocab_size], not changed, not needed when this returns. On
-        CUDA nothing here waits for the device, if what finds the thresholds does not.
+        """Sample one token per row. logits: float32 [len(rows), vocab_size], not changed, and not needed after the
+        call. On CUDA the host does not wait for the device, unless `find_thresholds` does.
 
-        In order: logit_bias, penalties, min_tokens' ban on ending, then the largest logit where temperature
-        is 0, else temperature, top_k, top_p, min_p and a draw. Reported log-probabilities are those of the
-        logits as given, before all of this.
+        In order: logit_bias, penalties, min_tokens' ban on ending, then the largest logit where temperature is 0, else
+        temperature, top_k, top_p, min_p and a draw. Reported log-probabilities are those of the logits as given.
         """
         if logits.shape != (len(rows), self.vocab_size):
-            raise ValueError(f"logits are {tuple(logits.shape)}, rows mean {(len(rows), self.vocab_size)}")
+            raise ValueError(f"logits are {tuple(logits.shape)}; the rows need {(len(rows), self.vocab_size)}")
         if not rows:
             return SampledTokens(logits.new_empty(0, dtype=torch.int64), HostCopy([], lambda _: []))
         shaped = self._shaped(logits, rows)
@@ -103,7 +103,7 @@ class Sampler:
         return SampledTokens(tokens, _report(logits, tokens, rows))
 
     def _shaped(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
-        """The logits with what the parameters add and forbid; `logits` itself where nothing does."""
+        """The logits after biases, penalties and bans; `logits` itself if no row has any."""
         biased = [(i, row) for i, row in enumerate(rows) if row.params.logit_bias]
         penalised = [(i, row) for i, row in enumerate(rows) if needs_output(row.params)]
         unfinished = [(i, row) for i, row in enumerate(rows) if len(row.output) < row.params.min_tokens]
@@ -126,7 +126,7 @@ class Sampler:
         return logits
 
     def _penalise(self, logits: torch.Tensor, rows: list[tuple[int, SampleRow]]) -> None:
-        """Apply repetition, then frequency and presence penalties in place to the rows named."""
+        """Apply repetition, then frequency and presence penalties to the given rows, in place."""
         device = logits.device
         index = send([i for i, _ in rows], device)
         output = self._counts([row.output for _, row in rows], device)
@@ -140,7 +140,7 @@ class Sampler:
         logits[index] = chosen
 
     def _counts(self, sequences: list[Sequence[int]], device: torch.device) -> torch.Tensor:
-        """How often each token occurs in each sequence: float32 [len(sequences), vocab_size]."""
+        """The number of occurrences of each token in each sequence: float32 [len(sequences), vocab_size]."""
         counts = torch.zeros(len(sequences) * self.vocab_size, device=device)
         flat = [np.asarray(ids, np.int64) + i * self.vocab_size for i, ids in enumerate(sequences)]
         index = send(np.concatenate(flat), device)
@@ -170,12 +170,12 @@ def prompt_logprobs(logits: torch.Tensor, targets: Sequence[int], k: int) -> Hos
     pieces = zip(logits.split(_SCORED_ROWS), index.split(_SCORED_ROWS), strict=True)
     scored = [_scored(piece, wanted, k) for piece, wanted in pieces]
 
-    def told(tensors: list[torch.Tensor]) -> list[PromptLogprob]:
+    def build(tensors: list[torch.Tensor]) -> list[PromptLogprob]:
         chosen, ranks, ids, values = tensors
         rows = zip(chosen.tolist(), _alternatives(ids, values), ranks.tolist(), strict=True)
         return [PromptLogprob(logprob, top, rank) for logprob, top, rank in rows]
 
-    return HostCopy([torch.cat(parts) for parts in zip(*scored, strict=True)], told)
+    return HostCopy([torch.cat(parts) for parts in zip(*scored, strict=True)], build)
 
 
 def _scored(logits: torch.Tensor, index: torch.Tensor, k: int) -> tuple[torch.Tensor, ...]:
@@ -187,7 +187,8 @@ def _scored(logits: torch.Tensor, index: torch.Tensor, k: int) -> tuple[torch.Te
 
 
 def _argmax(logits: torch.Tensor) -> torch.Tensor:
-    """The largest of each row: int64 [n]. numpy's search is many times faster than torch's on a CPU."""
+    """The index of the largest value of each row: int64 [n]. On a CPU numpy's search is many times faster than
+    torch's."""
     return torch.from_numpy(logits.numpy().argmax(-1)) if logits.device.type == "cpu" else logits.argmax(-1)
 
 
@@ -201,14 +202,14 @@ def _report(logits: torch.Tensor, tokens: torch.Tensor, rows: Sequence[SampleRow
     best = logprobs.topk(min(max(rows[i].params.logprobs or 0 for i in wanted), logprobs.shape[-1]))
     counts = [rows[i].params.logprobs for i in wanted]
 
-    def told(host: list[torch.Tensor]) -> list[Sampled]:
+    def build(host: list[torch.Tensor]) -> list[Sampled]:
         sampled = [Sampled(token) for token in host[0].tolist()]
         each = zip(wanted, host[1].tolist(), _alternatives(host[2], host[3]), counts, strict=True)
         for i, logprob, top, count in each:
             sampled[i] = Sampled(sampled[i].token, logprob, top[:count])
         return sampled
 
-    return HostCopy([tokens, chosen, best.indices, best.values], told)
+    return HostCopy([tokens, chosen, best.indices, best.values], build)
 
 
 def _alternatives(ids: torch.Tensor, values: torch.Tensor) -> list[Alternatives]:
@@ -218,7 +219,7 @@ def _alternatives(ids: torch.Tensor, values: torch.Tensor) -> list[Alternatives]
 
 
 def needs_output(params: SamplingParams) -> bool:
-    """Whether the next token depends on which tokens came before it, besides the logits: for penalties."""
+    """Whether the logits of the next token are changed by penalties, which depend on earlier tokens."""
     return params.presence_penalty != 0 or params.frequency_penalty != 0 or params.repetition_penalty != 1
 
 
@@ -232,13 +233,13 @@ def _column(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
 
 
 def _draw(logits: torch.Tensor, rows: Sequence[SampleRow], find_thresholds: FindThresholds) -> torch.Tensor:
-    """Sample each row at its temperature (> 0) among what its filters keep: int64 [n].
+    """Sample each row at its temperature (> 0) among the tokens that its filters keep: int64 [n].
 
-    Every filter keeps what is at least as likely as its threshold, so that tokens of equal logits share
-    their fate, and the draw goes through the vocabulary in its own order.
+    Every filter keeps tokens at least as likely as its threshold, so that tokens of equal logits are kept or dropped
+    together; the draw runs through the vocabulary in order.
     """
     scaled = logits / _column([row.params.temperature for row in rows], logits)
-    scaled -= scaled.amax(-1, keepdim=True)  # the likeliest is 0, exp cannot overflow
+    scaled -= scaled.amax(-1, keepdim=True)  # the maximum becomes 0, so exp cannot overflow
     filtered = [i for i, row in enumerate(rows) if row.params.top_k or row.params.top_p < 1 or row.params.min_p]
     if filtered:
         threshold = scaled.new_full((len(rows), 1), -torch.inf)
@@ -259,11 +260,11 @@ def _thresholds(scaled: torch.Tensor, params: Sequence[SamplingParams], find: Fi
 
 
 def largest_first(scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """See `FindThresholds`. Looks at some of the largest logits first, and sorts rows for which those are too few."""
+    """See `FindThresholds`. Tries the largest logits first, and sorts the rows for which those are too few."""
     vocab = scaled.shape[-1]
     wanted = max([k for k in top_k.tolist() if k < vocab], default=0)
     best = scaled.topk(min(max(wanted, _CANDIDATES), vocab)).values
-    # All sums in float64: they are compared with probabilities near 1.
+    # Sums in float64: they are compared with probabilities near 1.
     totals = scaled.double().exp_().sum(-1, keepdim=True)
     threshold, enough = _from_best(best, totals, top_k[:, None], top_p[:, None])
     if not enough.all():
@@ -276,16 +277,16 @@ def largest_first(scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
 def _from_best(
     best: torch.Tensor, totals: torch.Tensor, k: torch.Tensor, top_p: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Thresholds of top_k and top_p from the largest logits, descending, and whether those were enough.
+    """Thresholds of top_k and top_p from the largest logits, descending, and whether those suffice.
 
-    totals: sum of exp over the whole row. All are [n, 1] but `best`, and the second of what is returned, [n].
+    totals: sum of exp over the whole row. All shapes are [n, 1], except `best` and the second return value, [n].
     """
     width = best.shape[-1]
     order = torch.arange(width, device=best.device)
     sums = best.double().exp_().masked_fill_(order >= k, 0).cumsum(-1)
     limited = k <= width
     kept_total = torch.where(limited, sums[:, -1:], totals)
-    # The first position whose prefix reaches top_p of what top_k kept.
+    # The first position whose prefix sum reaches top_p of the sum that top_k keeps.
     reached = sums >= top_p * kept_total
     last_p = torch.where(reached.any(-1, keepdim=True), reached.int().argmax(-1, keepdim=True), width - 1)
     whole = top_p >= 1  # rounding must not cut anything off

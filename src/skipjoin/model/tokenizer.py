@@ -1,7 +1,7 @@
-"""Text to token ids and back, chat templates, and text that grows one token at a time.
+"""Text to token ids and back, chat templates, and incremental detokenization.
 
-Free of torch: a folder's tokenizer.json is read by the `tokenizers` library itself. Only a folder without one
-goes through transformers, which builds the same object from the older files (and imports torch if it can).
+Does not import torch: the `tokenizers` library reads tokenizer.json. A folder without that file is read by
+transformers, which builds the same object from the older files (and imports torch if it can).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from skipjoin.model.config import ModelError, read_json
 
 _REPLACEMENT = "\ufffd"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-# Tokens kept to decode the next one in context: enough for any character's bytes and a leading space.
+# Tokens kept as context of the next one: enough for any character's bytes and a leading space.
 _CONTEXT = 6
-# Tokens that may wait for a character to complete before they are shown as they are.
+# Tokens to wait for a character to complete before its bytes are output as they are.
 _PATIENCE = 64
 
 
@@ -65,7 +65,7 @@ def _load_backend(folder: Path, settings: Mapping[str, Any]) -> tokenizers.Token
         return AutoTokenizer.from_pretrained(folder).backend_tokenizer
     except ModelError:
         raise
-    except Exception as error:  # the libraries raise bare Exception for broken files
+    except Exception as error:  # the libraries raise bare Exception for damaged files
         raise ModelError(f"the tokenizer in {folder} cannot be read: {error}") from error
 
 
@@ -74,7 +74,7 @@ def _optional_json(path: Path) -> dict[str, Any]:
 
 
 def _text(token: Any) -> str | None:
-    """A special token as tokenizer_config.json spells it: a string, or an object with its content."""
+    """A special token as in tokenizer_config.json: a string, or an object with its content."""
     if isinstance(token, Mapping):
         token = token.get("content")
     return token if isinstance(token, str) else None
@@ -102,23 +102,23 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """How many ids have a token, added ones included. The model's own vocabulary may be padded beyond."""
+        """Number of ids with a token, added ones included. The model's own vocabulary may be padded beyond."""
         return self.backend.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text, with the tokens that the model expects around it if wanted."""
+        """Token ids of a text; add_special_tokens: with the tokens that the model expects around it."""
         return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of token ids. Ids without a token count as nothing."""
+        """Text of token ids. Ids without a token are skipped."""
         return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def chat(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
     ) -> list[int]:
-        """Token ids of a conversation in the model's chat template; `variables` go to the template.
+        """Token ids of a conversation in the model's chat template; `variables` are passed to the template.
 
-        Raises `ModelError` if the model has no template, or the template refuses the conversation.
+        Raises `ModelError` if the model has no template, or the template rejects the conversation.
         """
         if self.chat_template is None:
             raise ModelError("this model has no chat template: use completions, or a model tuned for chat")
@@ -130,11 +130,11 @@ class Tokenizer:
         return _BYTE_TOKEN.fullmatch(self.backend.id_to_token(token_id) or "") is not None
 
     def token_text(self, token_id: int) -> str:
-        """One token as text; bytes that are no whole character become U+FFFD."""
+        """One token as text; incomplete characters become U+FFFD."""
         return self.token_bytes(token_id).decode("utf-8", errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token stands for. An id without a token has none."""
+        """The bytes of a token; empty for an id without a token."""
         if token_id in self._added:
             return self._added[token_id].encode()
         token = self.backend.id_to_token(token_id)
@@ -148,25 +148,26 @@ class Tokenizer:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Byte-level vocabularies spell printable Latin-1 bytes as themselves, the others from U+0100 up, in order."""
+    """The alphabet of byte-level vocabularies: printable Latin-1 bytes are themselves, the others U+0100 and up, in
+    order."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(plain)]
     return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 class Detokenizer:
-    """One output as text, token by token, in time and memory that do not grow with its length.
+    """Converts one output to text, token by token, in time and memory that do not grow with its length.
 
-    Text is given out once and never taken back: a character whose bytes span tokens waits for its last one.
-    What comes out, `finish` included, is the text that the output adds to the prompt's. Where a vocabulary
-    spells rare characters as single-byte tokens and their bytes never become valid text, the number of
-    replacement characters may differ from decoding the whole at once.
+    Text is returned once and never changed: a character whose bytes span tokens is held back until its last byte. The
+    returned texts, with that of `finish`, are what the output adds to the prompt's text. Where a vocabulary has
+    single-byte tokens and their bytes never become valid text, the number of replacement characters may differ from
+    decoding the whole output at once.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
-        # Only the last ids matter, but skipped ones among them carry no context.
+        # Only the last ids matter; skipped ones give no context.
         tail = [i for i in prompt_ids[-_PATIENCE:] if i not in self._skipped]
         start = max(len(tail) - _CONTEXT, 0)
         while start > 0 and tokenizer.is_byte(tail[start]):
@@ -174,7 +175,7 @@ class Detokenizer:
         self._rebase(tail[start:])
 
     def _rebase(self, ids: list[int]) -> None:
-        """Start a window in which everything complete has been given out."""
+        """Start a window of ids whose complete text has been returned."""
         self._ids = ids
         # Up to here the window is whole characters: the next window can start here.
         self._boundary = len(ids)
@@ -184,10 +185,10 @@ class Detokenizer:
         return self._tokenizer.decode(self._ids, skip_special_tokens=False) if self._ids else ""
 
     def _complete(self, text: str) -> str:
-        """`text` without what later tokens may still turn into characters.
+        """`text` without the end that later tokens may still turn into characters.
 
-        Byte-level decoding shows an unfinished character as one U+FFFD; a run of single-byte tokens shows
-        each byte as one until the whole run is valid.
+        Byte-level decoding gives one U+FFFD for an unfinished character; a run of single-byte tokens gives one for each
+        byte until the whole run is valid.
         """
         if self._tokenizer.byte_level:
             return text.removesuffix(_REPLACEMENT)
@@ -206,15 +207,15 @@ class Detokenizer:
         new = complete[self._given :]
         self._given = max(self._given, len(complete))
         if waited:
-            # Byte-level text only changes at its end, whatever the window starts with; bytes that did not
-            # become a character in all this time would spoil those to come.
+            # Byte-level text changes only at its end, wherever the window starts; bytes that have not become a
+            # character by now would corrupt later ones.
             self._rebase(self._ids[-_CONTEXT:] if self._tokenizer.byte_level else [])
         elif len(complete) == len(text):
             self._rebase(self._ids[self._boundary :])
         return new
 
     def finish(self) -> str:
-        """What still waits, replacement characters included. Nothing may be added afterwards."""
+        """The text held back, replacement characters included. No token may be added afterwards."""
         rest = self._decode()[self._given :]
         self._given += len(rest)
         return rest

@@ -1,4 +1,4 @@
-"""The ranks of a model as processes that torch.distributed connects."""
+"""The group of ranks in separate processes, connected by torch.distributed."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from skipjoin.model.parallel import GroupError, Shard
 
 
 class TorchGroup:
-    """See `Group`. One process is one rank, and has one of these at a time.
+    """See `Group`. A process is one rank and has at most one group at a time.
 
-    Gloo carries tensors in host memory. NCCL is for CUDA; no two devices have run it yet.
+    Gloo carries tensors in host memory. NCCL is for CUDA; not tested on several devices yet.
 
-    store: where the ranks find each other, the same for all of them and used for nothing else. timeout_s: longest that
-    one call waits for another rank; for the first call, longest until all ranks are there. Raises `GroupError`.
+    store: where the ranks find each other; the same for all of them, and used for nothing else. timeout_s: time limit
+    of one call; for the first call, until all ranks have joined. Raises `GroupError`.
     """
 
     def __init__(self, shard: Shard, store: dist.Store, *, backend: str = "gloo", timeout_s: float) -> None:
@@ -29,7 +29,7 @@ class TorchGroup:
         self._sending: tuple[dist.Work, torch.Tensor] | None = None
         self._stage: dist.ProcessGroup | None = None
         timeout = timedelta(seconds=timeout_s)
-        with self._told("joining the group"):
+        with self._group_errors("joining the group"):
             dist.init_process_group(backend, store=store, rank=shard.rank, world_size=shard.ranks, timeout=timeout)
             # All ranks make all groups, in the same order.
             for stage in range(shard.pp_size):
@@ -44,7 +44,7 @@ class TorchGroup:
 
     def all_reduce(self, x: torch.Tensor) -> None:
         if self.shard.tp_size > 1:
-            with self._told("adding up"):
+            with self._group_errors("adding up"):
                 dist.all_reduce(x, group=self._stage)
 
     def gather(self, part: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
@@ -53,14 +53,14 @@ class TorchGroup:
         widest = max(sizes)
         padded = F.pad(part, (0, widest - part.shape[1])).contiguous()
         parts = [torch.empty_like(padded) for _ in sizes]
-        with self._told("gathering logits"):
+        with self._group_errors("gathering logits"):
             dist.all_gather(parts, padded, group=self._stage)
         return torch.cat([one[:, :size] for one, size in zip(parts, sizes, strict=True)], dim=1)
 
     def send(self, x: torch.Tensor) -> None:
-        """Returns before `x` is there, so that this stage can begin its next plan; the send before it is."""
+        """Returns before `x` has arrived, so that this stage can begin its next plan; waits for the send before."""
         x = x.contiguous()
-        with self._told("sending to the next stage"):
+        with self._group_errors("sending to the next stage"):
             self._end_sending()
             work = dist.isend(x, self.shard.rank + self.shard.tp_size)
         assert work is not None
@@ -68,7 +68,7 @@ class TorchGroup:
 
     def receive(self, x: torch.Tensor) -> None:
         begin = time.perf_counter()
-        with self._told("receiving from the stage before"):
+        with self._group_errors("receiving from the previous stage"):
             dist.recv(x, self.shard.rank - self.shard.tp_size)
         self.waited_s += time.perf_counter() - begin
 
@@ -84,8 +84,8 @@ class TorchGroup:
             self._sending = None
 
     @contextmanager
-    def _told(self, doing: str) -> Iterator[None]:
-        """Turn torch's error into ours, which says where it happened."""
+    def _group_errors(self, doing: str) -> Iterator[None]:
+        """Convert torch's error to `GroupError`, with the name of the operation."""
         try:
             yield
         except RuntimeError as error:

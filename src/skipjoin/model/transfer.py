@@ -1,4 +1,4 @@
-"""Small values between host and device that nobody waits for: the host runs ahead of a device while it computes."""
+"""Copies of small values between host and device that do not block the host."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ T = TypeVar("T")
 
 
 def to_device(made: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of the host on the device. To CUDA the copy is queued on the current stream, from page-locked memory:
-    from any other the host would wait until all that is queued before it has run."""
+    """A host tensor on the device. To CUDA the copy is queued on the current stream, from page-locked memory: with
+    other memory the host would wait for all work queued before it."""
     return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made
 
 
 def send(values: Sequence[Any], device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """A tensor of these values on the device; nobody waits for it."""
+    """A tensor of these values on the device; does not block."""
     return to_device(torch.tensor(values, dtype=dtype), device)
 
 
 class HostCopy(Generic[T]):
-    """A value on its way to the host, which is asked for when its tensors are computed.
+    """A value being copied to the host.
 
-    make: what the tensors, on the host, say. They are copied in the order of the current stream; what is queued later
-    may overwrite them.
+    make: builds the value from the tensors on the host. They are copied in the order of the current stream; later work
+    may overwrite the device tensors.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], make: Callable[[list[torch.Tensor]], T]) -> None:
@@ -38,7 +38,7 @@ class HostCopy(Generic[T]):
             self._event.record(torch.cuda.current_stream(tensors[0].device))
 
     def read(self) -> T:
-        """The value; waits for it."""
+        """The value; waits for the copy."""
         if self._event is not None:
             self._event.synchronize()
         return self._make(self._tensors)

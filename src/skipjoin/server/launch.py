@@ -4,7 +4,7 @@
 |---|---|
 | 0 | stopped by SIGTERM or SIGINT |
 | 1 | the engine could not start, or died |
-| 2 | the address cannot be used (the port is taken, the host is not ours), or a named file cannot be used |
+| 2 | the address cannot be used (the port is in use, the host is another one), or a named file cannot be used |
 
 The first signal drains: /ready and new requests are answered with 503, running requests continue for at most
 `shutdown_timeout_s`. The second ends everything at once. When the engine dies, all requests and /health fail with 503;

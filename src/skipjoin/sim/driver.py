@@ -1,4 +1,4 @@
-"""The driver of the simulated world: it owns a virtual clock and lets it jump from instant to instant."""
+"""The simulator's driver: it owns a virtual clock, which jumps from event to event."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from skipjoin.policies.dispatch import Dispatch
 
 
 class StalledError(RuntimeError):
-    """Requests are left, nothing is in flight and nothing will arrive: the scheduler lost them."""
+    """Requests are left, but nothing is in flight and nothing arrives any more: a scheduler error."""
 
 
 class Replica:
@@ -32,12 +32,12 @@ class Replica:
 
     @property
     def next_at(self) -> float:
-        """When it must turn next if nothing arrives; inf: never."""
+        """When `turn` must be called next if nothing arrives; inf: never."""
         landing = self._in_flight[0].ready_at if self._in_flight else math.inf
         return min(landing, self.core.next_deadline)
 
     def turn(self, now: float, arrived: Iterable[Request]) -> list[Event]:
-        """Settle what landed, take what arrived, start what can run; what happened."""
+        """Settle landed plans, take arrivals, start plans that can run. Returns the events."""
         core, in_flight = self.core, self._in_flight
         while in_flight and in_flight[0].ready_at <= now:
             core.finish_step(in_flight.popleft().result(), now)
@@ -55,9 +55,9 @@ def simulate(
     on_events: Callable[[list[Event]], None] = lambda events: None,
     until: float = math.inf,
 ) -> float:
-    """Run all requests on one replica to their end, or until `until`; the time at which that was.
+    """Run all requests on one replica to their end, or until `until`. Returns the time of the end.
 
-    requests: with their arrivals, in seconds, in any order. on_events: called with what happened at each instant.
+    requests: with their arrivals, in seconds, in any order. on_events: called with the events of each instant.
     """
     return simulate_cluster([replica], requests, _One(), on_events=lambda _, events: on_events(events), until=until)
 
@@ -70,11 +70,11 @@ def simulate_cluster(
     on_events: Callable[[int, list[Event]], None] = lambda replica, events: None,
     until: float = math.inf,
 ) -> float:
-    """As `simulate`, on several replicas; `dispatch` says which one takes a request when it arrives."""
+    """As `simulate`, on several replicas; `dispatch` chooses the replica of a request when it arrives."""
     arrivals = deque(sorted(requests, key=lambda request: (request.arrival, request.id)))
-    del requests  # those that are over must not be kept by anybody
+    del requests  # ended requests must be freed
     due = [math.inf] * len(replicas)  # when each replica turns next
-    wake: list[tuple[float, int]] = []  # the same as a heap, with entries that no longer hold
+    wake: list[tuple[float, int]] = []  # the same as a heap, with outdated entries
     now = 0.0
     while True:
         while wake and wake[0][0] != due[wake[0][1]]:
@@ -102,7 +102,7 @@ def simulate_cluster(
             heapq.heappush(wake, (due[index], index))
     left = sum(len(replica.core.requests) for replica in replicas)
     if left:
-        raise StalledError(f"{left} requests are left and nothing happens any more")
+        raise StalledError(f"{left} requests are left, but no plan is in flight and none arrives")
     return now
 
 

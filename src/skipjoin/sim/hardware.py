@@ -22,12 +22,12 @@ _ALL_REDUCE_LATENCY_S = 8e-6
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A GPU as its data sheet has it; what of it is reached in practice is `Efficiency`'s business.
+    """A GPU by its data sheet; `Efficiency` holds the shares of it reached in practice.
 
     flops_per_s: half precision with float32 sums on the matrix units, dense. host_bytes_per_s: the link to the host,
     one direction. peer_bytes_per_s: all links to the other GPUs of the server together, one direction.
-    host_memory_bytes: the server's RAM, this GPU's share of it. peer_latency_s: of a small all-reduce, per doubling
-    of the group.
+    host_memory_bytes: this GPU's share of the server's RAM. peer_latency_s: of a small all-reduce, per doubling of the
+    group.
     """
 
     name: str
@@ -40,8 +40,7 @@ class Device:
     peer_latency_s: float = _ALL_REDUCE_LATENCY_S
 
 
-# RAM of the servers with eight of these GPUs that the cards are usually met in: AWS p4d, DGX A100 80GB, DGX-1, DGX H100
-# and DGX H200.
+# RAM of typical servers with eight of these GPUs: AWS p4d, DGX A100 80GB, DGX-1, DGX H100 and DGX H200.
 _P4D, _DGX_1, _DGX = (gib * GIB // GPUS_PER_SERVER for gib in (1152, 512, 2048))
 # NVIDIA's data sheets of the SXM modules. Memory counts in GiB although the sheets write GB; the NVLink figure of a
 # sheet is both directions together, and its arithmetic, from the H100 on, is with sparsity: both are halved here.
@@ -76,7 +75,7 @@ class DeviceGroup:
 
     @property
     def gpus(self) -> int:
-        """How many GPUs there are in all."""
+        """Number of GPUs."""
         return self.tp * self.pp
 
     @property
@@ -90,7 +89,7 @@ _SPLIT = re.compile(r"(?:tp(?P<tp>\d{1,4}))?(?:pp(?P<pp>\d{1,4}))?")
 
 
 def parse_hardware(text: str) -> DeviceGroup:
-    """The group that a text such as a100-40gb, A100-40 or a100-40gb:tp8pp2 means. Raises `ConfigError`."""
+    """The group named by a text such as a100-40gb, A100-40 or a100-40gb:tp8pp2. Raises `ConfigError`."""
     name, colon, split = text.strip().lower().partition(":")
     found = _SPLIT.fullmatch(split)
     if found is None or (colon and not split):

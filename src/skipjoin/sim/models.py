@@ -1,4 +1,4 @@
-"""The models that the simulator knows by name: their shapes, and what follows from those."""
+"""The models that the simulator knows by name: their shapes and derived sizes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from skipjoin.config import unknown
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A decoder-only transformer, as far as its size and its work are concerned.
+    """The shape of a decoder-only transformer, for its size and its work.
 
     hidden, head_dim, intermediate: widths, in numbers. kv_heads: below `heads` with grouped-query attention.
     gated: three matrices in the MLP (SwiGLU) in place of two. tied: the output head is the embedding table.
@@ -128,12 +128,12 @@ _SHAPES = (
     _qwen3("32b", 64, 5120, 64, 25600, tied=False),
 )
 MODELS: dict[str, ModelShape] = {shape.name: shape for shape in _SHAPES}
-# The published checkpoints call the 33-billion model by both sizes.
+# The published checkpoints use both sizes for the 33-billion model.
 _OTHER_NAMES = {"llama-30b": "llama-33b"}
 
 
 def model_shape(name: str) -> ModelShape:
-    """The model of that name, in upper or lower case. Raises `ConfigError` that tells the nearest names."""
+    """The model of that name, in upper or lower case. Raises `ConfigError` with the nearest names."""
     key = name.strip().lower()
     key = _OTHER_NAMES.get(key, key)
     if key not in MODELS:

@@ -1,4 +1,4 @@
-"""What steps and transfers cost on hardware that is not there, from arithmetic and bytes."""
+"""Costs of steps and transfers on simulated hardware, computed from arithmetic and bytes."""
 
 from __future__ import annotations
 
@@ -18,29 +18,16 @@ from skipjoin.sim.hardware import (
 )
 from skipjoin.sim.models import ModelShape
 
-# Room for the activations of a step is set aside for so many tokens.
+# Memory for the activations of a step is reserved for so many tokens.
 _ACTIVATION_TOKENS = 2048
-# Deeper pipelines than this are not proposed to somebody whose model does not fit.
+# Deeper pipelines are not proposed for a model that does not fit.
 _MOST_STAGES = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """What of a data sheet is reached, and what it does not know. Raises `ConfigError` on a value out of bounds.
-
-    The defaults are assumptions, usual for engines of 2023 without CUDA graphs, and were measured on no machine;
-    together they meet the iteration times that FastServe's paper and its simulations state.
-
-    memory: share of the memory's bandwidth that reading weights and KV gets: streaming kernels come near 90 %, short
-        matrices and scattered blocks stay below.
-    arithmetic: share of the arithmetic that the matrices of a prefill get, element-wise work between them included.
-    attention: the same for a prefill's attention: softmax between the products, and masked halves on the diagonal.
-    link: share of a link that large transfers get: 25 of PCIe 4's 31.5 GB/s, 240 of NVLink 3's 300 GB/s.
-    layer_s: gaps between the kernels of a layer: about ten of them, 5 us each.
-    step_s: sampling, and the host's work that the GPU waits for. The free term: with it the smallest step of OPT-13B
-        on an A100-40GB takes 24.7 ms.
-    transfer_s: issuing a copy between the tiers.
-    """
+    """The shares of a data sheet that are reached, and times that it lacks. Raises `ConfigError` on a value out of
+    bounds."""
 
     memory: float = 0.8
     arithmetic: float = 0.6
@@ -79,7 +66,7 @@ class RooflineCost:
     Raises `ConfigError` for a group over which the model cannot be split.
     """
 
-    # Data sheets do not change while a simulation runs.
+    # Data sheets do not change during a simulation.
     revision: int = 0
 
     def __init__(
@@ -109,13 +96,13 @@ class RooflineCost:
         self._floor_s, self._link_token_s = _links(model, group, share)
         self._floor_s += share.step_s + share.layer_s * model.layers
 
-        # Every GPU moves its own part of each block over its own link.
+        # Every GPU moves its own share of each block over its own link.
         host_bytes_per_s = device.host_bytes_per_s * share.link * group.gpus
         self._block_s = block_size * model.kv_bytes_per_token / host_bytes_per_s
         self._transfer_s = share.transfer_s
 
     def step(self, shape: StepShape) -> float:
-        """Seconds until the tokens of a step of this shape are there: all stages, one after the other."""
+        """Seconds of a step of this shape: all stages in turn."""
         prefill, attention, decodes, context = shape
         tokens = prefill + decodes
         matrices_s = tokens * self._layers_token_s + decodes * self._head_token_s
@@ -133,7 +120,7 @@ class RooflineCost:
 
 
 def _links(model: ModelShape, group: DeviceGroup, share: Efficiency) -> tuple[float, float]:
-    """Seconds that a step spends on links between GPUs, whatever its size and for each token."""
+    """Seconds that a step spends on links between GPUs: independent of its size, and per token."""
     device, tp, hops = group.device, group.tp, group.pp - 1
     token_bytes = model.hidden * model.parameter_bytes
     reduces = 2 * model.layers if tp > 1 else 0
@@ -148,12 +135,12 @@ def _links(model: ModelShape, group: DeviceGroup, share: Efficiency) -> tuple[fl
 
 
 def check_split(model: ModelShape, group: DeviceGroup) -> None:
-    """Raises `ConfigError`, with the nearest value that would do, if the model cannot be split over the group."""
+    """Raise `ConfigError`, with the nearest valid value, if the model cannot be split over the group."""
     if model.kv_heads % group.tp:
         nearest = min(_splits(model), key=lambda tp: (abs(tp - group.tp), -tp))
         raise ConfigError(
             f"hardware: tp must divide the {model.kv_heads} key-value heads of {model.name}, got {group.tp}; "
-            f"the nearest that does is {nearest}"
+            f"the nearest valid value is {nearest}"
         )
     if group.pp > model.layers:
         raise ConfigError(f"hardware: pp must be at most {model.layers}, the layers of {model.name}, got {group.pp}")
@@ -166,11 +153,10 @@ def _splits(model: ModelShape) -> list[int]:
 def kv_blocks(
     model: ModelShape, group: DeviceGroup, block_size: int, kv_gib: float | None = None, utilization: float = 0.9
 ) -> int:
-    """KV blocks of `block_size` tokens that the group holds beside the model.
+    """KV blocks of `block_size` tokens that fit into the group's memory with the model.
 
-    kv_gib: size of the pool in GiB, all GPUs together; None: what weights and activations leave of a share
-    `utilization` of the memory. Raises `ConfigError` when the model or the pool does not fit, or a setting is out of
-    bounds.
+    kv_gib: size of the pool in GiB, all GPUs together; None: the share `utilization` of the memory, less weights and
+    activations. Raises `ConfigError` when the model or the pool does not fit, or a setting is out of bounds.
     """
     check_split(model, group)
     if block_size < 1:
@@ -181,13 +167,13 @@ def kv_blocks(
         raise ConfigError(f"kv_gib must be in (0, 1e+06], got {kv_gib}")
     block_bytes = block_size * model.kv_bytes_per_token
     usable = utilization if kv_gib is None else 1.0
-    room = _kv_room_bytes(model, group, usable)
-    if room < block_bytes:
+    available = _most_kv_bytes(model, group, usable)
+    if available < block_bytes:
         raise _too_small(model, group, usable, block_bytes)
-    pool = room if kv_gib is None else int(kv_gib * GIB)
-    if not block_bytes <= pool <= room:
+    pool = available if kv_gib is None else int(kv_gib * GIB)
+    if not block_bytes <= pool <= available:
         raise ConfigError(
-            f"kv_gib must be in [{block_bytes / GIB:.3g}, {room / GIB:.4g}], from one block to what "
+            f"kv_gib must be in [{block_bytes / GIB:.3g}, {available / GIB:.4g}], from one block to what "
             f"{model.name} leaves of the memory of {group.name}, got {kv_gib}"
         )
     return pool // block_bytes
@@ -203,15 +189,15 @@ def _fixed_bytes(model: ModelShape, group: DeviceGroup) -> int:
     if group.pp == 1:
         weights = model.parameters
     else:
-        # The embedding table lies on the first stage, the output head on the last.
+        # The embedding table is on the first stage, the output head on the last.
         weights = _most_layers(model, group) * model.layer_parameters + model.head_parameters
     # The residual, its norm, queries and output at full width; gate and product of the MLP are split.
     widths = 4 * model.hidden + 2 * model.intermediate // group.tp
     return (weights // group.tp + _ACTIVATION_TOKENS * widths) * model.parameter_bytes
 
 
-def _kv_room_bytes(model: ModelShape, group: DeviceGroup, usable: float) -> int:
-    """Bytes that a KV pool may have on all GPUs together; below 0: the weights do not fit."""
+def _most_kv_bytes(model: ModelShape, group: DeviceGroup, usable: float) -> int:
+    """Bytes available to the KV pool on all GPUs together; below 0: the weights do not fit."""
     left = int(group.device.memory_bytes * usable) - _fixed_bytes(model, group)
     return left * group.tp * model.layers // _most_layers(model, group)
 
@@ -231,7 +217,7 @@ def _fitting(model: ModelShape, device: Device, usable: float, block_bytes: int)
     """The smallest group of the device that holds the model and a block, then the smallest single GPU that does."""
 
     def holds(group: DeviceGroup) -> bool:
-        return _kv_room_bytes(model, group, usable) >= block_bytes
+        return _most_kv_bytes(model, group, usable) >= block_bytes
 
     stages = range(1, min(_MOST_STAGES, model.layers) + 1)
     groups = [group for tp in _splits(model) for pp in stages if holds(group := DeviceGroup(device, tp, pp))]

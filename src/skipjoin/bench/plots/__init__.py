@@ -1,1 +1,1 @@
-"""The pictures of result records, one module per way of looking."""
+"""Plots of result records, one module per kind of axes."""

@@ -1,4 +1,4 @@
-"""Curves against the arrival rate: any metric with its bound, and TTFT beside TPOT."""
+"""Curves over the arrival rate: any metric with its bound, and TTFT with TPOT."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from skipjoin.bench.results import Record
 
 RATE_LABEL = "arrival rate (req/s)"
 _BAND_ALPHA = 0.15
-# Strokes between two measured rates.
+# Line segments between two measured rates.
 _STROKES = 16
 
 
 def draw_latency(lines: Sequence[Line], metric: str, bound: Bound | None, warn: Warn) -> Figure:
-    """A metric against rate, one line per system, with the bound and the rate up to which each system keeps it."""
+    """A metric over the rate, one line per system, with the bound and the rate up to which each system keeps it."""
 
     def need(record: Record) -> None:
         need_rate(record)
@@ -53,9 +53,9 @@ def draw_latency(lines: Sequence[Line], metric: str, bound: Bound | None, warn: 
 
 
 def draw_ttft_tpot(lines: Sequence[Line], bound: Bound | None, warn: Warn) -> Figure:
-    """TTFT beside TPOT against rate, mean and 95th percentile.
+    """TTFT and TPOT over the rate, mean and 95th percentile.
 
-    A scheduler that preempts hides its queueing in TPOT, one that does not hides it in TTFT: neither is shown alone.
+    A scheduler that preempts shows its queueing in TPOT, one that does not shows it in TTFT: neither is drawn alone.
     """
     fields = {metric: [f"{metric}.mean", f"{metric}.p95"] for metric in ("ttft_s", "tpot_s")}
 
@@ -86,7 +86,7 @@ def draw_ttft_tpot(lines: Sequence[Line], bound: Bound | None, warn: Warn) -> Fi
 
 
 def _handles_of_statistics(lines: Sequence[Line]) -> list[Line2D]:
-    """Legend entries: the colour and marker of each line, then what solid and dashed mean."""
+    """Legend entries: the colour and marker of each line, then the meaning of solid and dashed."""
     handles = []
     for line in lines:
         look = style.look(line.index)
@@ -101,10 +101,10 @@ def _values(line: Line, field: str) -> list[float]:
 
 
 def _draw_curve(axes: Axes, line: Line, field: str) -> Line2D:
-    """Means over seeds as a line with a marker at each rate, from least to most as a band behind it.
+    """Means over seeds as a line with a marker at each rate, and the range over seeds as a band behind it.
 
-    Between two rates the line is linear in the values, as is the rate at which it meets a bound; on a logarithmic
-    axis a straight stroke would meet it elsewhere.
+    Between two rates the line is linear in the values, as is the rate at which it meets a bound; on a logarithmic axis
+    a straight segment would meet it elsewhere.
     """
     points = {rate: [field_value(r, field) for r in records] for rate, records in line.by_rate().items()}
     rates = _between(list(points))

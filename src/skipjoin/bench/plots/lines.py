@@ -1,4 +1,4 @@
-"""Which records belong to one line of a picture, and which have what a picture needs."""
+"""Groups records into the lines of a plot, and selects the records that a plot can use."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from skipjoin.bench.results import Record, rate_of
 from skipjoin.config import ConfigError
 
 Warn = Callable[[str], None]
-# What a line never mixes; the rest of the workload and the settings may differ by rate or seed.
+# Fields that a line never mixes; the rest of the workload and the settings may differ by rate or seed.
 _IDENTITY = ("model", "hardware", "driver", "workload.lengths", "workload.arrivals", "workload.trace")
 _AXES = {"workload.rate_rps", "workload.seed", "workload.duration_s"}
 
 
 class NothingToDrawError(ConfigError):
-    """No record has what a kind of picture needs."""
+    """No record has the fields that a kind of plot needs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """The records of one system: all rates and seeds. index: its place among all lines, which decides its look."""
+    """The records of one system: all rates and seeds. index: among all lines; it determines the line's look."""
 
     label: str
     index: int
@@ -41,10 +41,10 @@ class Line:
 
 
 def lines_of(records: Sequence[Record]) -> list[Line]:
-    """The records by recipe and by whatever else tells them apart, in order of appearance.
+    """The records grouped by recipe and by other distinguishing fields, in order of appearance.
 
-    Model, hardware, driver, lengths, arrivals and trace always do. A setting does if it differs between two records
-    of equal recipe, rate and seed. The label names the recipe and those of them that differ.
+    Model, hardware, driver, lengths, arrivals and trace always distinguish. A setting does if it differs between two
+    records of equal recipe, rate and seed. The label names the recipe and those of the fields that differ.
     """
     features = [_features(record) for record in records]
     names = _differing(_IDENTITY, features) + _telling(records, features)
@@ -57,9 +57,9 @@ def lines_of(records: Sequence[Record]) -> list[Line]:
 
 
 def usable(kind: str, lines: Iterable[Line], check: Callable[[Record], object], warn: Warn) -> list[Line]:
-    """The lines without the records for which `check` raises `ConfigError`; what is left out is told in `warn`.
+    """The lines without the records for which `check` raises `ConfigError`; omissions are reported to `warn`.
 
-    Raises `NothingToDrawError` with the last reason if nothing is left.
+    Raises `NothingToDrawError` with the last reason if no record is left.
     """
     kept, warnings, reason = [], [], "there are no records"
     for line in lines:
@@ -88,10 +88,10 @@ def usable(kind: str, lines: Iterable[Line], check: Callable[[Record], object], 
 def at_one_rate(
     kind: str, lines: Sequence[Line], rate_rps: float | None, warn: Warn
 ) -> tuple[float | None, list[Line]]:
-    """The lines at one rate: the one asked for, else the highest that all lines have (None: they have no rates).
+    """The lines at one rate: the given one, else the highest that all lines have (None: they have no rates).
 
-    A line without the asked rate is left out with a warning. Raises `ConfigError` that names the measured rates if
-    no line has it, and if none is common.
+    A line without the given rate is left out with a warning. Raises `ConfigError` with the measured rates if no line
+    has it, and if no rate is common.
     """
     if rate_rps is None:
         common = set.intersection(*(set(map(rate_of, line.records)) for line in lines))
@@ -111,7 +111,7 @@ def at_one_rate(
 
 
 def same_rate(one: float | None, other: float | None) -> bool:
-    """Whether two rates are the same but for rounding."""
+    """Whether two rates are equal up to rounding."""
     return one is other if one is None or other is None else math.isclose(one, other, rel_tol=1e-6)
 
 
@@ -144,10 +144,11 @@ def _rates(lines: Iterable[Line]) -> str:
 
 
 def _features(record: Record) -> dict[str, str]:
-    """Whatever may tell lines apart, as text, by dotted name."""
+    """Fields that may distinguish lines, as text, by dotted name."""
     found: dict[str, Any] = {name: record[name] for name in ("model", "hardware", "driver")}
     found |= {f"workload.{key}": value for key, value in record["workload"].items()}
-    found |= {f"settings.{key}": value for key, value in (record.get("settings") or {}).items()}
+    settings = (record.get("recipe_params") or {}) | (record.get("settings") or {})
+    found |= {f"settings.{key}": value for key, value in settings.items()}
     return {
         name: value if isinstance(value, str) else json.dumps(value, sort_keys=True)
         for name, value in found.items()
@@ -160,7 +161,7 @@ def _differing(names: Iterable[str], features: Sequence[Mapping[str, str]]) -> l
 
 
 def _telling(records: Sequence[Record], features: Sequence[Mapping[str, str]]) -> list[str]:
-    """The features outside the identity that tell apart records which are otherwise measured alike."""
+    """The features outside the identity that distinguish records of equal recipe, rate and seed."""
     alike: dict[tuple[Any, ...], list[Mapping[str, str]]] = defaultdict(list)
     for record, found in zip(records, features, strict=True):
         identity = [found.get(name) for name in _IDENTITY]
@@ -170,7 +171,7 @@ def _telling(records: Sequence[Record], features: Sequence[Mapping[str, str]]) -
 
 
 def _worded(name: str, value: str | None) -> str:
-    """A feature in a label: names of things stand alone, settings beside their name."""
+    """A feature in a label: names stand alone, settings follow their name."""
     if value is None:
         return ""
     return value if name in _IDENTITY else f"{name.partition('.')[2]}={value}"

@@ -1,4 +1,4 @@
-"""How every picture looks: for print, for colour-blind eyes and in grey, the same bytes for the same results."""
+"""The style of all plots: for print, for colour-blind readers and in grey; the same results give the same bytes."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, BLACK = (
 )  # fmt: skip
 GREY = "#666666"
 COLOURS = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, BLACK)
-# Seven colours, eight markers and five dashes have no common divisor: 280 lines until two look the same.
+# Seven colours, eight markers and five dashes have no common divisor: 280 lines have different looks.
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<")
 DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
 WIDE_IN = 7.0
 NARROW_IN = 5.4
 # Beyond this ratio of largest to smallest a linear axis hides the small values.
 LOG_RANGE = 30.0
-# Where a decade or two are shown, their 1, 2 and 5 are labelled, else the decades alone.
+# With fewer decades than this, 1, 2 and 5 of each are labelled, else the decades alone.
 FEW_DECADES = 300.0
 PNG_DPI = 200
 _LEGEND_ROW_IN = 0.17
@@ -68,7 +68,7 @@ _UNITS = {"_s": "s", "_rps": "req/s", "_tps": "tokens/s", "_bytes": "bytes"}
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """How a line is told from the others: by colour, and without colour by marker and dashes."""
+    """A line's colour, marker and dashes; the last two distinguish it without colour."""
 
     colour: str
     marker: str
@@ -76,32 +76,32 @@ class Look:
 
 
 def look(index: int) -> Look:
-    """The look of the line with this index, the same in every kind of picture."""
+    """The look of the line with this index, the same in every kind of plot."""
     return Look(COLOURS[index % len(COLOURS)], MARKERS[index % len(MARKERS)], DASHES[index % len(DASHES)])
 
 
 @contextmanager
 def styled() -> Iterator[None]:
-    """Draw and save inside this: the style applies, whatever the user's matplotlibrc says."""
+    """Draw and save within this context: it applies the style regardless of the user's matplotlibrc."""
     with matplotlib.style.context(["default", _RC]):
         yield
 
 
 def new_figure(width_in: float, height_in: float) -> Figure:
-    """An empty figure that belongs to nobody else, with room made for everything around its axes."""
+    """An empty figure outside pyplot's registry, with a layout that makes space for everything around its axes."""
     figure = Figure(figsize=(width_in, height_in), layout=ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.06))
     FigureCanvasAgg(figure)
     return figure
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write a PNG or SVG, by the suffix, without date or program in it."""
+    """Write a PNG or SVG, by the suffix, without date or program name."""
     metadata = {"Date": None, "Creator": None} if path.suffix == ".svg" else {"Software": None}
     figure.savefig(path, dpi=PNG_DPI, metadata=metadata)
 
 
 def legend(figure: Figure, handles: Sequence[Artist], labels: Sequence[str], title: str | None = None) -> None:
-    """A legend above the axes, in as many columns as fit; the figure grows by its further rows."""
+    """A legend above the axes, in as many columns as fit; additional rows enlarge the figure."""
     columns = next(count for count in range(len(labels), 0, -1) if count == 1 or _fits(figure, labels, count))
     rows = -(-len(labels) // columns)
     figure.set_figheight(figure.get_figheight() + (rows - 1) * _LEGEND_ROW_IN)

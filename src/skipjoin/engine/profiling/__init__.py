@@ -1,1 +1,1 @@
-"""What steps and transfers cost on this machine: measured, guessed, cached."""
+"""Costs of steps and transfers on this machine: measured, estimated, cached."""

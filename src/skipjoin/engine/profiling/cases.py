@@ -1,4 +1,4 @@
-"""Which steps to measure: any number of them, from the first on, covers the steps that an engine may run."""
+"""The steps to measure: every prefix of the list covers the steps that an engine may run."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import NamedTuple
 
 # Slices as (start, tokens).
 Pieces = tuple[tuple[int, int], ...]
-# One of so many steps of each kind is kept from the fit, to tell how good it is.
+# One in so many steps of each kind is held out of the fit, to assess it.
 HELD_OUT_EVERY = 3
-# Of the Halton sequences. Not 3: with every third step held out, one third of a range would be held out.
+# Bases of the Halton sequences. Not 3: as every third step is held out, one third of a range would be held out.
 _BASES = (2, 5, 7, 11)
 
 
 class Limits(NamedTuple):
-    """What a step may hold: tokens and requests in it, positions of a request, KV tokens of all its requests."""
+    """Limits of a step: its tokens and requests, positions of a request, KV tokens of all its requests."""
 
     tokens: int
     requests: int
@@ -24,17 +24,16 @@ class Limits(NamedTuple):
 
 
 class Case(NamedTuple):
-    """A step to measure. held_out: it is not for the fit."""
+    """A step to measure. held_out: not used for the fit."""
 
     pieces: Pieces
     held_out: bool
 
 
 def cases(limits: Limits, per_kind: int) -> list[Case]:
-    """The smallest step, then of each kind in turn up to `per_kind` steps: decodes, whole prompts, chunks of
-    prompts, and mixes. Sizes follow a Halton sequence, whose every beginning fills the space evenly: batch and
-    prefill on a logarithmic scale, since what they cost spans that, context on a quadratic one.
-    """
+    """The smallest step, then up to `per_kind` steps of each kind in turn: decodes, whole prompts, mixes, and chunks of
+    prompts. Sizes follow a Halton sequence, every prefix of which fills the space evenly: batch and prefill on a
+    logarithmic scale, as their costs do, context on a quadratic one."""
     found: dict[Pieces, bool] = {((0, 1),): False}
     if limits.tokens < 2 or limits.positions < 2:
         kinds: tuple[Callable[[Limits, list[float]], Pieces], ...] = (_decodes,)
@@ -63,7 +62,7 @@ def _decodes(limits: Limits, at: list[float]) -> Pieces:
 
 def _prompts(limits: Limits, at: list[float]) -> Pieces:
     tokens = _between(2, limits.tokens, at[0])
-    # One prompt, or its tokens in up to four: the first costs more attention.
+    # One prompt, or its tokens split over up to four: one prompt costs more attention.
     most = min(limits.requests, tokens // 2)
     parts = max(min(most, 1 + int(at[1] * 4)), -(-tokens // limits.positions))
     return ((0, min(limits.positions, max(2, tokens // parts))),) * min(parts, limits.requests)
@@ -83,7 +82,7 @@ def _mix(limits: Limits, at: list[float]) -> Pieces:
 
 
 def _ragged(batch: int, context: int, positions: int) -> Iterator[tuple[int, int]]:
-    """Decodes whose contexts lie evenly between half and one and a half of `context`, as requests' do."""
+    """Decodes with contexts spread evenly between half and one and a half of `context`, as those of requests are."""
     for index in range(batch):
         length = round(context * (0.5 + (index + 0.5) / batch))
         yield (min(positions, max(1, length)) - 1, 1)
@@ -95,7 +94,7 @@ def _between(low: int, high: int, at: float) -> int:
 
 
 def _halton(index: int, base: int) -> float:
-    """Element `index`, from 1, of the van der Corput sequence: the digits mirrored at the point."""
+    """Element `index`, from 1, of the van der Corput sequence: the digits mirrored at the radix point."""
     value, digit = 0.0, 1.0
     while index:
         digit /= base

@@ -1,4 +1,4 @@
-"""Measuring what steps and transfers cost on this machine, and making a profile of it."""
+"""Measures steps and transfers on this machine and makes a profile of them."""
 
 from __future__ import annotations
 
@@ -31,49 +31,48 @@ from skipjoin.policies.cost import LinearCost, scaled
 from skipjoin.profile import FitErrors, Profile, ProfileKey, Sample
 from skipjoin.sampling import SamplingParams
 
-# Called with (what is being done, share done between 0 and 1).
+# Called with (current activity, share done in [0, 1]).
 OnProgress = Callable[[str, float], None]
 
 _PER_KIND = 12
-# Fewest runs of a step after the one that warms it up.
+# Fewest runs of a step after its warm-up run.
 _FEWEST_RUNS = 6
-# Steps of which no run was made when this share of the time is spent are left out: half as many steps, each measured
-# several times, say more than all of them measured once.
+# Steps without a run when this share of the time has passed are skipped: half as many steps, each measured several
+# times, give a better fit than all of them measured once.
 _NEW_STEPS_SHARE = 0.3
-# No run may take more than this share of the time that is left.
+# No run may take more than this share of the remaining time.
 _RUN_SHARE = 0.25
-# All runs of a step together may take so many times its fair part of the time: long steps do not get as many.
+# All runs of a step together may take this many times its fair share of the time: long steps get fewer runs.
 _FAIR_PARTS = 2
-# With fewer measured shapes than this to fit five coefficients to, the guess is scaled instead.
+# With fewer measured shapes than this for the fit of five coefficients, the estimate is scaled instead.
 _FEWEST_SHAPES = 8
-# A run that took more than so many times the median is counted as that: it is a hiccup, not what steps take.
+# Runs longer than this many times the median are clipped to it: they are disturbances.
 _HICCUP = 3.0
-# KV that steps read while they are measured: more than caches hold, so that it comes from memory.
+# Size of the KV that measured steps read: more than caches hold, so that it comes from memory.
 _KV_BYTES = 256 << 20
-# The transfer by which the slower direction is told.
+# Blocks of the transfer that decides which direction is slower.
 _COMPARED_BLOCKS = 16
-# Of the time, for measuring transfers.
+# Share of the time for measuring transfers.
 _TRANSFER_SHARE = 0.1
 
-# Attributes of a model that its steps' times do not depend on.
+# Attributes of a model that do not affect its step times.
 _NOT_SHAPE = ("eos_token_ids", "bos_token_id", "pad_token_id", "dtype_name")
 
 
 class Effort(NamedTuple):
-    """How long to measure: for at most about `seconds`, and no longer than until times are known to within the share
-    `precision` of themselves."""
+    """Limits of a measurement: about `seconds` at most, or until times are known with relative error `precision`."""
 
     seconds: float
     precision: float
 
 
-# Before a server's first request, and when a profile is asked for.
+# Before a server's first request, and for `skipjoin profile`.
 FIRST_START = Effort(20.0, 0.05)
 THOROUGH_PRECISION = 0.03
 
 
 class _Measured(NamedTuple):
-    """What a step takes: the lower quartile of `runs` runs, their mean, and the share of it that each stage has."""
+    """Times of a step: the lower quartile of `runs` runs, their mean, and each stage's share of it."""
 
     shape: StepShape
     seconds: float
@@ -83,17 +82,17 @@ class _Measured(NamedTuple):
     held_out: bool
 
 
-def profile_key(name: str, config: ModelConfig, parts: Sequence[RankSpec], version: str) -> ProfileKey:
-    """Of this model on these ranks. name: for people; of a folder its last part is kept."""
-    part, stages = parts[0], by_stage(parts)
+def profile_key(name: str, config: ModelConfig, rank_specs: Sequence[RankSpec], version: str) -> ProfileKey:
+    """The key of this model on these ranks. name: for messages; of a folder only the last component is kept."""
+    spec, stages = rank_specs[0], by_stage(rank_specs)
     return ProfileKey(
         model=Path(name).resolve().name if Path(name).is_dir() else name,
         shape=shape_hash(config),
-        device_kind=part.device_kind,
-        device=part.device,
-        threads=part.threads,
-        dtype=part.dtype,
-        attention=part.attention,
+        device_kind=spec.device_kind,
+        device=spec.device,
+        threads=spec.threads,
+        dtype=spec.dtype,
+        attention=spec.attention,
         tp=len(stages[0]),
         pp=len(stages),
         version=version,
@@ -101,7 +100,7 @@ def profile_key(name: str, config: ModelConfig, parts: Sequence[RankSpec], versi
 
 
 def shape_hash(config: ModelConfig) -> str:
-    """The same for models whose steps cost the same: everything but the meaning of tokens."""
+    """A hash that is equal for models with equal step costs: everything except the meaning of tokens."""
     values = {name: value for name, value in dataclasses.asdict(config).items() if name not in _NOT_SHAPE}
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -118,16 +117,17 @@ def measure_profile(
 ) -> Profile:
     """Measure steps and transfers, and fit a cost model to them.
 
-    Writes into KV blocks, so that no request may hold any: call it before the first one. limits: of the engine's steps.
-    host_s: what the engine adds to each, for the profile to keep. Of a pipeline, steps and transfers are the sums over
-    its stages, each measured while the others are busy.
+    Writes into free KV blocks: call it before the first request. limits: of the engine's steps. host_s: host time that
+    the engine adds to each step, for the profile. In a pipeline, steps and transfers are sums over the stages, each
+    measured while the others are busy.
     """
     began = time.perf_counter()
-    parts, block_size = executor.parts, executor.pools[-1]
+    rank_specs, block_size = executor.rank_specs, executor.pools[-1]
     transfers = executor.transfers(effort.seconds * _TRANSFER_SHARE)
     steps = _measure_steps(executor, limits, began + effort.seconds, effort.precision, on_progress)
-    fit, errors = _fit_steps(steps, guess_cost(parts, block_size))
-    # The quiet times tell what steps cost beside each other; on average they will meet what these runs met.
+    fit, errors = _fit_steps(steps, guess_cost(rank_specs, block_size))
+    # The fit uses undisturbed times, for the relative costs of steps; scaled by the disturbance seen in these runs, it
+    # predicts mean times.
     unrest = statistics.median(step.mean / step.seconds for step in steps)
     slower = max(transfers.values(), key=lambda transfer: transfer.floor + transfer.block * _COMPARED_BLOCKS)
     return Profile(
@@ -138,14 +138,14 @@ def measure_profile(
         unrest=unrest,
         host_s=host_s,
         block_size=block_size,
-        kv_bytes_per_block=sum(part.block_bytes for part in parts),
-        weight_bytes=sum(part.weight_bytes for part in parts),
+        kv_bytes_per_block=sum(spec.block_bytes for spec in rank_specs),
+        weight_bytes=sum(spec.weight_bytes for spec in rank_specs),
         vocab_size=config.vocab_size,
         max_positions=config.max_positions,
         stage_shares=tuple(np.mean([step.shares for step in steps], axis=0).tolist()),
         errors=errors,
         samples=tuple(Sample(*step.shape, step.seconds, step.runs, step.held_out) for step in steps),
-        machine=_machine(parts[0].device_kind),
+        machine=_machine(rank_specs[0].device_kind),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
     )
 
@@ -154,7 +154,7 @@ def measure_profile(
 
 
 class _Clock:
-    """Says which runs there is time for. tokens: of a step. runs: the seconds of those that it had."""
+    """Decides which runs fit into the time. tokens: of a step. runs: the seconds of its runs so far."""
 
     def __init__(self, deadline: float) -> None:
         self._began = time.perf_counter()
@@ -164,7 +164,7 @@ class _Clock:
 
     @property
     def share(self) -> float:
-        """Of the time, how much is spent; above 1 when it is over."""
+        """The share of the time that has passed; above 1 when it is over."""
         return (time.perf_counter() - self._began) / self._budget
 
     def allows(self, tokens: int, runs: Sequence[float]) -> bool:
@@ -172,7 +172,7 @@ class _Clock:
             return True
         share = self.share
         if not runs:
-            # Heavier steps that ran later may show that it is not so long: it is asked again in the next round.
+            # Later runs of larger steps may lower the estimate, so the step is reconsidered in the next round.
             expected = self._heaviest_s * max(1.0, tokens / self._heaviest)
             return share < _NEW_STEPS_SHARE and expected < (1 - share) * self._budget * _RUN_SHARE
         expected = runs[-1]
@@ -180,7 +180,7 @@ class _Clock:
         return is_fair and expected < (1 - share) * self._budget * _RUN_SHARE
 
     def note(self, tokens: int, runs: Sequence[float]) -> None:
-        """The last of these runs was made just now."""
+        """Record a run that has just ended, the last of `runs`."""
         self._steps += len(runs) == 1
         if tokens >= self._heaviest:
             self._heaviest, self._heaviest_s = tokens, runs[-1]
@@ -189,9 +189,9 @@ class _Clock:
 def _measure_steps(
     executor: ModelExecutor, limits: Limits, deadline: float, precision: float, on_progress: OnProgress
 ) -> list[_Measured]:
-    """The times of as many steps as there is time for; at least the smallest one.
+    """Measure as many steps as there is time for, at least the smallest one.
 
-    Steps take turns, so that a slow spell of the machine hits all of them.
+    Steps are measured in rounds, so that a slow period of the machine affects all of them.
     """
     block_size, used = executor.pools[-1], _used_blocks(executor, limits)
     executor.touch(used)
@@ -210,16 +210,16 @@ def _measure_steps(
                 has_run = True
                 on_progress("measuring step costs", min(1.0, clock.share))
     on_progress("measuring step costs", 1.0)
-    # The first run is a warm-up, and counts only if there was no time for another. Other processes of the machine only
-    # add time, so the step's own time is nearer to the lower quartile than to the median.
+    # The first run is a warm-up and counts only if there is no other. Other programs on the machine only add time, so
+    # the lower quartile is closer to the step's own time than the median.
     counted = [(case, plan, stages[case][1:] or stages[case]) for case, plan in plans if times[case]]
     return [_measured(StepShape.of(plan.slices), runs, case.held_out) for case, plan, runs in counted]
 
 
 def _run(executor: ModelExecutor, plan: StepPlan) -> tuple[float, ...]:
-    """Seconds that each stage takes for the plan."""
-    others = executor.parts[-1].stage
-    # While the middle one of so many is on any stage, the others keep all other stages busy.
+    """Seconds of the plan on each stage."""
+    others = executor.rank_specs[-1].stage
+    # While the middle plan is on any stage, the others keep all other stages busy.
     handles = [executor.submit(plan, 0.0) for _ in range(2 * others + 1)]
     result = [handle.result() for handle in handles][others]
     return tuple(stage.busy for stage in result.stages) or (result.seconds,)
@@ -229,14 +229,14 @@ def _measured(shape: StepShape, stages: Sequence[tuple[float, ...]], held_out: b
     """stages: seconds of each stage, per run."""
     runs = np.sum(stages, axis=1)
     quiet, middle = np.quantile(runs, (0.25, 0.5)).tolist()
-    parts = np.median(stages, axis=0)
-    shares = tuple((parts / parts.sum()).tolist())
+    medians = np.median(stages, axis=0)
+    shares = tuple((medians / medians.sum()).tolist())
     return _Measured(shape, quiet, float(np.minimum(runs, _HICCUP * middle).mean()), shares, len(runs), held_out)
 
 
 def _imprecision(times: Iterable[Sequence[float]]) -> float:
-    """About how far off the times are, relative to themselves: the spread of a step's runs over the root of their
-    number, for the median step; infinite while most have too few runs to tell."""
+    """Estimated relative error of the times: a step's interquartile range over the root of its number of runs, for the
+    median step; infinite while most steps have too few runs."""
     return statistics.median([_spread(runs[1:]) for runs in times if runs] or [math.inf])
 
 
@@ -251,12 +251,12 @@ def _spread(runs: Sequence[float]) -> float:
 def _used_blocks(executor: ModelExecutor, limits: Limits) -> int:
     """How many of the pool's first blocks the steps use."""
     blocks, _, block_size = executor.pools
-    block_bytes = sum(part.block_bytes for part in executor.parts)
+    block_bytes = sum(spec.block_bytes for spec in executor.rank_specs)
     return min(blocks, max(_KV_BYTES // block_bytes, -(-limits.positions // block_size)))
 
 
 def _plan(pieces: Pieces, block_size: int, used: int) -> StepPlan:
-    """A step with slices of (start, tokens), each in blocks of its own as far as `used` blocks go."""
+    """A step with slices of (start, tokens), in blocks of their own as far as `used` blocks allow."""
     sampling = Sampling(SamplingParams(temperature=0), 0, ())
     slices, next_block = [], 0
     for number, (start, tokens) in enumerate(pieces):
@@ -269,15 +269,15 @@ def _plan(pieces: Pieces, block_size: int, used: int) -> StepPlan:
 
 
 def _fit_steps(steps: Sequence[_Measured], guess: LinearCost) -> tuple[LinearCost, FitErrors]:
-    """What steps cost, and how well that says the times of the steps that were held out."""
+    """Fit the cost model, and compute its errors on the held-out steps."""
     fitted = [step for step in steps if not step.held_out]
     held_out = [step for step in steps if step.held_out]
     if len(fitted) < _FEWEST_SHAPES:
         cost = scaled(guess, statistics.median(step.seconds / guess.step(step.shape) for step in steps))
     else:
         cost = fit_cost([step.shape for step in fitted], [step.seconds for step in fitted])
-    told = held_out or fitted
-    errors = cost_errors(cost, [step.shape for step in told], [step.seconds for step in told])
+    assessed = held_out or fitted
+    errors = cost_errors(cost, [step.shape for step in assessed], [step.seconds for step in assessed])
     median, p95 = np.quantile(errors, (0.5, 0.95)).tolist()
     return cost, FitErrors(median, p95, len(fitted), len(held_out))
 
@@ -286,7 +286,7 @@ def _fit_steps(steps: Sequence[_Measured], guess: LinearCost) -> tuple[LinearCos
 
 
 def _machine(device_kind: str) -> dict[str, str]:
-    """What a reader of a profile wants to know besides its key; no names and no paths."""
+    """A description of the machine for a profile, besides its key; no host names and no paths."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     described = {
         "cpu": cpu_name(),

@@ -1,4 +1,4 @@
-"""What steps cost when an engine starts: from a profile's file, the cache, a measurement or a guess."""
+"""Step costs at the start of an engine: from a profile's file, the cache, a measurement or an estimate."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from skipjoin.engine.load import Loaded, OnProgress, load
 from skipjoin.engine.profiling.cases import Limits
 from skipjoin.engine.profiling.guess import guess_cost
 from skipjoin.engine.profiling.profiler import FIRST_START, Effort, measure_profile
-from skipjoin.engine.scheduling import depth_of, make_scheduler, plain_settings
+from skipjoin.engine.scheduling import depth_of, make_scheduler, recipe_settings
 from skipjoin.exec.rank_spec import ModelExecutor
 from skipjoin.exec.sampling import Sampling
 from skipjoin.policies.cost import LinearCost
@@ -25,7 +25,7 @@ from skipjoin.recipes import build
 from skipjoin.sampling import SamplingParams
 
 _log = logging.getLogger(__name__)
-# Steps and requests in them that the engine's own time is measured on, and the share of the measuring they may take.
+# Steps, and requests in them, for measuring the engine's host time, and the share of the measurement that it may take.
 _HOST_STEPS, _HOST_REQUESTS, _HOST_SHARE = 48, 16, 0.05
 
 
@@ -39,9 +39,9 @@ def profile_model(config: EngineConfig, effort: Effort, on_progress: OnProgress 
 
 
 def start_cost(config: EngineConfig, loaded: Loaded, on_progress: OnProgress) -> LinearCost:
-    """What steps cost until steps have told."""
+    """The initial costs of steps, which later steps correct."""
     if config.profile == "off":
-        return guess_cost(loaded.executor.parts, config.block_size)
+        return guess_cost(loaded.executor.rank_specs, config.block_size)
     if config.profile == "auto":
         with one_at_a_time(loaded.key):
             profile = cached_profile(loaded.key)
@@ -57,7 +57,7 @@ def start_cost(config: EngineConfig, loaded: Loaded, on_progress: OnProgress) ->
 def measure(
     loaded: Loaded, config: EngineConfig, effort: Effort, on_progress: OnProgress = lambda what, share: None
 ) -> Profile:
-    """What steps and transfers of a loaded model cost. It writes into KV blocks: no engine may be at work."""
+    """Measure steps and transfers of a loaded model. Writes into KV blocks: no engine may be running."""
     blocks, _, block_size = loaded.executor.pools
     limits = Limits(
         tokens=config.max_num_batched_tokens,
@@ -74,15 +74,15 @@ def measure(
 
 
 def _host_seconds(config: EngineConfig, executor: ModelExecutor, deadline: float) -> float:
-    """What the engine adds to a decode step: deciding, handing over, settling, as far as none of it is hidden behind
-    another step; the median of some steps.
+    """Host time that the engine adds to a decode step (scheduling, submission, settling) and does not overlap with
+    another step: the median of some steps, in seconds.
 
-    Writes into KV blocks, so that no request may hold any.
+    Writes into free KV blocks.
     """
-    cost = guess_cost(executor.parts, config.block_size)
-    policies = build(config.recipe, plain_settings(config, cost))
+    cost = guess_cost(executor.rank_specs, config.block_size)
+    policies = build(config.recipe, recipe_settings(config, cost), config.params)
     kv = KVLedger(executor.pools[0], 0, config.block_size)
-    # Stages hide nothing of it from each other, and their seconds are the sum of all.
+    # Stages do not hide host time from each other, and their seconds are sums over all stages.
     depth = depth_of(config, executor) if config.pipeline_parallel_size == 1 else 1
     core = EngineCore(make_scheduler(config, policies, kv, depth))
     tokens = max(1, min(_HOST_STEPS, core.largest_request - 1))
@@ -95,7 +95,7 @@ def _host_seconds(config: EngineConfig, executor: ModelExecutor, deadline: float
     while not times or ((core.requests or driver.in_flight) and time.perf_counter() < deadline):
         result = driver.turn()
         core.take_events()
-        assert result is not None, "requests are left and nothing runs"
+        assert result is not None, "requests are left, but no plan is in flight"
         before, begin = begin, time.perf_counter()
         times.append(begin - before - result.seconds)
     for handle in driver.in_flight:
@@ -107,11 +107,12 @@ def _cache(profile: Profile) -> None:
     try:
         write_profile(profile, cache_path(profile.key))
     except ConfigError as error:
-        _log.warning("steps will be measured again at the next start: %s", error)
+        _log.warning("the profile cannot be cached, so the next start measures steps again: %s", error)
 
 
 def _check_profile(profile: Profile, key: ProfileKey, name: str) -> None:
-    """Refuse a profile of something else; one of another machine of the same kind is better than none."""
+    """Raise `ConfigError` for a profile of another model, dtype or kind of device; log a warning for other
+    differences."""
     for field, what in (("shape", "model"), ("dtype", "dtype"), ("device_kind", "device")):
         theirs, ours = getattr(profile.key, field), getattr(key, field)
         if theirs != ours:
@@ -121,4 +122,4 @@ def _check_profile(profile: Profile, key: ProfileKey, name: str) -> None:
     for field in ("device", "threads", "attention", "tp", "pp"):
         theirs, ours = getattr(profile.key, field), getattr(key, field)
         if theirs != ours:
-            _log.warning("profile %s was measured with %s %s, here it is %s", name, field, theirs, ours)
+            _log.warning("profile %s was measured with %s %s, but the engine uses %s", name, field, theirs, ours)

@@ -1,1 +1,1 @@
-"""One model over several ranks: placement, links, plans as messages, and recovery when a rank is lost."""
+"""One model on several ranks: placement, connections, plan messages, and recovery from the loss of a rank."""

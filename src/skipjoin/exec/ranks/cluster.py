@@ -1,8 +1,8 @@
-"""Ray as this program's cluster: one of our own on this machine, or one that runs already. Ray places and starts
-processes and says when they are gone; tokens and plans do not go through it.
+"""The Ray cluster: a private one on this machine, or a running one. Ray places and starts processes and reports when
+they end; tokens and plans do not pass through it.
 
-A cluster of our own lives and dies with this process, however it ends. Ray's processes listen on all interfaces, but
-they talk only to those who know a token, which every process that starts one makes anew.
+A private cluster ends with this process, however that ends. Ray's processes listen on all interfaces, but accept only
+connections with a token, which every process that starts a cluster generates.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from skipjoin.exec.ranks.guard import ProcessGuard
 if TYPE_CHECKING:
     from types import ModuleType
 
-# Where a cluster of our own has its address. Ray replaces 127.0.0.1 by the machine's outward address.
+# Address of a private cluster. Ray replaces 127.0.0.1 by the machine's outward address.
 LOCAL_IP = "127.0.0.2" if sys.platform == "linux" else "127.0.0.1"
-# Ray wants at least so much for the objects that processes share; we share none.
+# Ray's minimum for shared objects; Skipjoin shares none.
 _OBJECT_BYTES = 80 << 20
-# Begins the name of a cluster's folder of files; the process that it belongs to follows.
+# Prefix of the name of a private cluster's folder; the id of the owning process follows.
 _FOLDER = "skipjoin-ray-"
-# Longest that a cluster's address may take to answer, in seconds.
+# Timeout of the connection test of a cluster's address, in seconds.
 _ANSWER_S = 3.0
 _SETTINGS = {
-    "RAY_USAGE_STATS_ENABLED": "0",  # nothing is reported to anybody
-    # An address at which not Ray answers is given up after two tries of some ten seconds, not twenty of forty.
+    "RAY_USAGE_STATS_ENABLED": "0",  # report no usage statistics
+    # Give up an address without a Ray cluster after two tries of about ten seconds, not twenty of forty.
     "RAY_NUM_REDIS_GET_RETRIES": "2",
     "RAY_py_gcs_connect_timeout_s": "5",
-    # A node that is cut off must be known as gone before requests that it served have waited too long.
+    # Detect a node that is cut off within seconds: the requests on it wait for that.
     "RAY_health_check_initial_delay_ms": "2000",
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "2000",
@@ -43,14 +43,14 @@ _SETTINGS = {
 
 
 class ClusterError(Exception):
-    """The cluster cannot be used. The text names the setting at fault, or what to install."""
+    """The cluster cannot be used. The text names the setting to change, or what to install."""
 
 
 class Cluster:
-    """A connection to Ray; `start` and `join` make it. A program that uses Ray already has one, and keeps it.
+    """A connection to Ray, made by `start` and `join`. A process that already uses Ray keeps its connection.
 
-    address: by which other processes of this machine join. ip: this machine's, as the cluster knows it. folder: of the
-    files of a cluster of our own. is_ours: whether to end it with `close`.
+    address: for other processes of this machine to join. ip: this machine's, in the cluster. folder: files of a private
+    cluster. is_ours: whether `close` disconnects.
     """
 
     def __init__(self, address: str, ip: str, folder: Path | None = None, *, is_ours: bool = True) -> None:
@@ -60,15 +60,15 @@ class Cluster:
 
     @classmethod
     def start(cls, cpus: int) -> Cluster:
-        """A cluster of our own on this machine: nothing outside may use it. cpus: how many processes may ask for one.
+        """Start a private cluster on this machine, closed to other machines. cpus: CPUs that the cluster declares.
 
-        They are a count and nothing else, and may be more than the machine has. A process that uses Ray already goes
-        on with what it uses, as it is. Raises `ClusterError`.
+        The number only limits how many processes can be placed, and may exceed the machine's CPUs. If this process
+        already uses Ray, that cluster is returned unchanged. Raises `ClusterError`.
         """
         if (used := _used()) is not None:
             return used
         folder = Path(tempfile.mkdtemp(prefix=f"{_FOLDER}{os.getpid()}-"))
-        # Known to all processes that this one starts, which is how they may join. Ray reads it once.
+        # Processes that this one starts inherit it and can join. Ray reads it once.
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
         ray = import_ray()
         try:
@@ -89,19 +89,19 @@ class Cluster:
 
     @classmethod
     def join(cls, address: str) -> Cluster:
-        """The cluster at host:port. Raises `ClusterError`, after a few seconds if nobody answers there."""
+        """Join the cluster at host:port. Raises `ClusterError`, after a few seconds if no connection can be made."""
         host, _, port = address.rpartition(":")
         if not (host and port.isdecimal() and 0 < int(port) < 65536):
             raise ClusterError(f"ray_address must be host:port of a running Ray cluster, got {address!r}")
         if (used := _used()) is not None:
             if used.address != address:
-                raise ClusterError(f"ray_address {address}: this process uses Ray at {used.address} already")
+                raise ClusterError(f"ray_address {address}: this process already uses Ray at {used.address}")
             return used
         try:
-            # Ray itself would try for minutes.
+            # Ray itself tries for minutes.
             socket.create_connection((host.strip("[]"), int(port)), _ANSWER_S).close()
         except OSError as error:
-            raise ClusterError(f"ray_address {address}: nobody answers there ({error.strerror or error})") from error
+            raise ClusterError(f"ray_address {address}: no connection ({error.strerror or error})") from error
         ray = import_ray()
         try:
             ray.init(address=address, log_to_driver=False, logging_level="error")
@@ -113,7 +113,7 @@ class Cluster:
         return cls(address, ray.util.get_node_ip_address())
 
     def close(self) -> None:
-        """Leave. What this process started in the cluster ends, and so does a cluster of our own."""
+        """Disconnect. Processes that this one started in the cluster end; a private cluster ends too."""
         if not self._is_ours:
             return
         import_ray().shutdown()
@@ -122,9 +122,9 @@ class Cluster:
 
 
 def import_ray() -> ModuleType:
-    """Ray, told once and for all how we use it. Raises `ClusterError` if it is not installed."""
+    """Import Ray, with Skipjoin's settings. Raises `ClusterError` if it is not installed."""
     for name, value in _SETTINGS.items():
-        os.environ.setdefault(name, value)  # who knows better sets it
+        os.environ.setdefault(name, value)  # the user's settings take precedence
     try:
         import ray  # noqa: PLC0415 (an optional back end, which reads its settings when it is imported)
     except ImportError as error:
@@ -133,7 +133,7 @@ def import_ray() -> ModuleType:
 
 
 def _used() -> Cluster | None:
-    """The cluster that this process uses already."""
+    """The cluster that this process is already connected to."""
     ray = sys.modules.get("ray")
     if ray is None or not ray.is_initialized():
         return None

@@ -1,11 +1,11 @@
-"""Ends what would outlive this process if it were killed: the rest of a cluster of its own.
+"""Ends the processes of a private cluster if this process is killed.
 
-The kernel ends Ray's main processes with this one, but Ray's agents are their children, and look for them and for the
-rest of the cluster for a minute. A guard is a process that waits for the end of this one. Then it kills all that have a
-file in the cluster's folder open, as each of its processes has its log, and removes the folder. (Environment variables
-would be no mark: Ray's processes overwrite theirs with their titles.)
+The kernel ends Ray's main processes with this one, but Ray's agents are children of those and keep looking for the
+cluster for a minute. The guard is a process that waits for the end of this one. It then kills all processes that have a
+file in the cluster's folder open, as each process of the cluster has its log, and removes the folder. (Environment
+variables cannot mark the processes: Ray's processes overwrite theirs with their titles.)
 
-As a program: `python guard.py FOLDER`; its standard input ends with the process that it is for.
+As a program: `python guard.py FOLDER`; its standard input ends with the process that it guards.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-# Who is started while others are killed is killed in the next round.
+# Each round also kills the processes started during the one before.
 _ROUNDS, _ROUND_S = 20, 0.1
 
 
 class ProcessGuard:
-    """From now on, on Linux, no process that writes into the folder outlives this one."""
+    """On Linux, ensures that no process that writes into the folder outlives this one."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -35,21 +35,21 @@ class ProcessGuard:
                 (sys.executable, "-I", "-S", __file__, str(folder)),
                 stdin=subprocess.PIPE,
                 cwd="/",
-                start_new_session=True,  # whoever signals this process's group does not mean it
+                start_new_session=True,  # signals to this process's group must not end it
             )
 
     def close(self) -> None:
-        """Do now what is to be done at the end."""
+        """Kill the processes and remove the folder now."""
         if self._process is not None:
             self._process.communicate()
-        shutil.rmtree(self._folder, ignore_errors=True)  # where there is nobody to do it
+        shutil.rmtree(self._folder, ignore_errors=True)  # on systems without /proc
 
 
 def _writers(folder: str) -> Iterator[int]:
     """Processes with an open file in the folder."""
     for process in Path("/proc").iterdir():
         if process.name.isdecimal():
-            with suppress(OSError):  # it has ended, or is another user's
+            with suppress(OSError):  # it has ended, or belongs to another user
                 if any(os.readlink(file).startswith(folder) for file in (process / "fd").iterdir()):
                     yield int(process.name)
 

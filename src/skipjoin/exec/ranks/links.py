@@ -1,6 +1,7 @@
-"""Connections between an engine and its ranks: TCP, only with who knows the secret, and known to be broken in seconds.
+"""TCP connections between an engine and its ranks: authenticated by a shared secret; a broken one is detected in
+seconds.
 
-Messages go as they are, with their length before them; nothing is pickled.
+A message is its length followed by its bytes; nothing is pickled.
 """
 
 from __future__ import annotations
@@ -22,20 +23,20 @@ from skipjoin.exec.base import RankError
 # Host and port.
 Address = tuple[str, int]
 
-# After so many seconds without a sign of life from the other machine a connection is broken. The other process may be
-# busy: its kernel answers.
+# A connection breaks after so many seconds without a packet from the other machine. The other process may be busy: its
+# kernel acknowledges packets.
 _SILENCE_S = 4
-# Longest that a stranger who connects, and then says nothing, holds up the others.
+# Longest time that an unauthenticated connection may delay the others, in seconds.
 _GREETING_S = 2.0
-# So long a process that has lost its connection may take to end.
+# Time in which a process that has lost its connection may end by itself, in seconds.
 _GRACE_S = 2.0
 _NUMBER = struct.Struct("<I")
 
 
 class RankListener:
-    """Where the ranks of an engine connect to it, once each.
+    """Accepts one connection from each rank of an engine.
 
-    ip: of the interface that they can reach.
+    ip: address of the interface to listen on.
     """
 
     def __init__(self, ip: str) -> None:
@@ -43,9 +44,9 @@ class RankListener:
         self.address: Address = self._listener.getsockname()[:2]
         self.secret = secrets.token_bytes(32)
 
-    def admit(self, ranks: int, timeout_s: float) -> list[TcpLink]:
-        """The links to all ranks, in the order of their numbers. Strangers are turned away. Raises `RankError` if not
-        all are there in time."""
+    def accept(self, ranks: int, timeout_s: float) -> list[TcpLink]:
+        """The links to all ranks, in rank order. Connections without the secret are closed. Raises `RankError` if a
+        rank does not connect in time."""
         links: dict[int, TcpLink] = {}
         deadline = time.monotonic() + timeout_s
         try:
@@ -63,11 +64,11 @@ class RankListener:
         return [links[number] for number in range(ranks)]
 
     def close(self) -> None:
-        """Nobody else gets in."""
+        """Accept no more connections."""
         self._listener.close()
 
     def _greet(self, accepted: socket.socket) -> tuple[Connection, int]:
-        """Let somebody prove that it knows the secret; which rank it is."""
+        """Authenticate a connection. Returns it and its rank number."""
         _limit(accepted, _GREETING_S)
         connection = _prepared(accepted)
         try:
@@ -82,20 +83,20 @@ class RankListener:
 
 
 def connect(address: Address, secret: bytes, rank: int) -> Connection:
-    """A rank's connection to its engine. Raises OSError, and `RankError` if it is turned away."""
+    """Connect a rank to its engine. Raises OSError, and `RankError` if the engine refuses the connection."""
     connection = _prepared(socket.create_connection(address, _SILENCE_S))
     try:
         answer_challenge(connection, secret)
         deliver_challenge(connection, secret)
     except AuthenticationError as error:
-        raise RankError(f"rank {rank} was turned away: {error}") from error
+        raise RankError(f"the engine refused the connection of rank {rank}: {error}") from error
     connection.send_bytes(_NUMBER.pack(rank))
     return connection
 
 
 def end_with(connection: Connection) -> None:
-    """When the connection breaks, end this process, if it does not end by itself within `_GRACE_S`: it may wait for
-    others that are gone as well."""
+    """When the connection breaks, end this process if it does not end by itself within `_GRACE_S`: it may be waiting
+    for another lost rank."""
     if sys.platform != "linux":
         return
 
@@ -110,7 +111,7 @@ def end_with(connection: Connection) -> None:
 
 
 class TcpLink:
-    """See `Link`."""
+    """See `RankLink`."""
 
     def __init__(self, connection: Connection, rank: int) -> None:
         self._connection = connection
@@ -123,7 +124,7 @@ class TcpLink:
     def is_ready(self) -> bool:
         try:
             return self._connection.poll()
-        except OSError:  # `receive` says so
+        except OSError:  # `receive` raises it
             return True
 
     def receive(self, timeout_s: float) -> bytes:
@@ -131,7 +132,7 @@ class TcpLink:
             if self._connection.poll(timeout_s):
                 return self._connection.recv_bytes()
         except (EOFError, OSError) as error:
-            raise RankError(f"rank {self._rank} is gone: its connection broke") from error
+            raise RankError(f"rank {self._rank} was lost: its connection broke") from error
         raise TimeoutError
 
     def close(self) -> None:
@@ -139,7 +140,7 @@ class TcpLink:
 
 
 def _prepared(plain: socket.socket) -> Connection:
-    """A connection that sends at once and breaks when the other machine is silent."""
+    """A connection that sends without delay and breaks when the other machine is silent."""
     plain.settimeout(None)
     plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     plain.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -155,7 +156,7 @@ def _prepared(plain: socket.socket) -> Connection:
 
 
 def _limit(connection: socket.socket | Connection, seconds: float) -> None:
-    """How long a read may take; 0: for ever."""
+    """Set the timeout of a read; 0: none."""
     own = socket.socket(fileno=connection.fileno())
     try:
         whole = int(seconds)

@@ -1,8 +1,8 @@
-"""What the driver and the ranks of a model say to each other: msgspec structs of declared types, as msgpack.
+"""The messages between the driver and the ranks of a model: msgspec structs of declared types, encoded as msgpack.
 
-A plan travels as the changes to what the ranks know already: a request's prompt and sampling once, then the tokens that
-became known and the blocks that its table gained. Before the plan's bytes stands a checksum over these and over
-all plans before it, so that a rank that missed, repeated or reordered one notices before it computes anything.
+A plan message holds changes to what the ranks know: a request's prompt and sampling once, then newly known tokens and
+blocks added to its table. A checksum over this and all earlier plans precedes the plan's bytes, so that a rank detects
+a missed, repeated or reordered plan before it computes anything.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import msgspec
 from skipjoin.sampling import SamplingParams, TokenDetail
 
 CHECKSUM_BYTES = 8
-# Of no plan at all.
+# The checksum before the first plan.
 FIRST_CHECKSUM = bytes(CHECKSUM_BYTES)
 
 
 class NewRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A request, before the first plan that has it. number: unique for ever, unlike ids. id: for people."""
+    """A request, sent before the first plan that has it. number: never reused, unlike ids. id: for log messages."""
 
     number: int
     id: int
@@ -30,14 +30,14 @@ class NewRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class KnownTokens(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Generated tokens of a request that the ranks were not told before, in order."""
+    """Generated tokens of a request that were not sent before, in order."""
 
     request: int
     tokens: list[int]
 
 
 class SlicePart(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """See `Slice`. Its blocks are the first `kept` of the last table that was sent for the request, then `blocks`."""
+    """See `Slice`. Its blocks are the first `kept` of the last table sent for the request, then `blocks`."""
 
     request: int
     start: int
@@ -49,7 +49,7 @@ class SlicePart(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class MovePart(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """See `Move`. Moves are numbered from 0 over all plans, in each first the blocking ones, then the overlapped."""
+    """See `Move`. Moves are numbered from 0 over all plans; in each plan blocking moves come first."""
 
     is_out: bool
     request: int
@@ -58,7 +58,7 @@ class MovePart(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class PlanMessage(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A plan. ended: requests that no plan from this one on has."""
+    """A plan. ended: requests that appear in no plan from this one on."""
 
     id: int
     slices: list[SlicePart]
@@ -70,9 +70,9 @@ class PlanMessage(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Done(msgspec.Struct, frozen=True, tag="done", array_like=True, gc=False):
-    """A rank's part of a step. plan: its id. checksum: of all plans so far. tokens: empty on a rank that does not
-    sample. details: on one of those that do. idle: see `StageTime`. See `StepResult` for the rest; landed, failed:
-    numbers of moves."""
+    """A rank's result of a plan. plan: its id. checksum: of all plans so far. tokens: empty on a rank that does not
+    sample. details: set on one of the ranks that sample. idle: see `StageTime`. landed, failed: numbers of moves. See
+    `StepResult` for the rest."""
 
     plan: int
     checksum: bytes
@@ -86,8 +86,8 @@ class Done(msgspec.Struct, frozen=True, tag="done", array_like=True, gc=False):
 
 
 class RankFailed(msgspec.Struct, frozen=True, tag="failed", array_like=True, gc=False):
-    """The rank cannot go on. lost_peer: only because another one did not. out_of_step: it got other plans than the
-    others, so that nothing it computes can be trusted."""
+    """The rank failed. lost_peer: only because it lost another rank. out_of_step: its plans differ from the sender's,
+    so that its results are invalid."""
 
     text: str
     lost_peer: bool
@@ -98,5 +98,5 @@ FromRank = Done | RankFailed
 
 
 def checksum_after(before: bytes, body: bytes) -> bytes:
-    """The checksum of all plans up to the one with that body."""
+    """The checksum of all plans up to the one with this body."""
     return blake2b(before + body, digest_size=CHECKSUM_BYTES).digest()

@@ -1,5 +1,5 @@
-"""The machines of a Ray cluster as they are at this moment. Ray may take a minute or more to say that one is cut off,
-and until then it places processes there; a connection that nobody takes says it in seconds."""
+"""The reachable machines of a Ray cluster. Ray may take a minute or more to report that a node is cut off, and places
+processes there until then; a connection attempt detects it in seconds."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import NamedTuple
 
 from skipjoin.exec.ranks.cluster import import_ray
 
-# Longest that a node's machine may take to answer, in seconds: a packet or two may be lost on the way.
+# Timeout of a connection to a node, in seconds: allows for a lost packet or two.
 _ANSWER_S = 4.0
-# By which Ray lets a node be named where processes are placed.
+# Ray's label for a node's name, for placement.
 _NAME_LABEL = "ray.io/node-id"
 
 
 class Node(NamedTuple):
-    """name: Ray's. ip, port: where its Ray process listens. has: its resources, whoever uses them."""
+    """name: Ray's. ip, port: where its Ray process listens. has: its resources, free or not."""
 
     name: str
     ip: str
@@ -26,7 +26,7 @@ class Node(NamedTuple):
 
 
 def known_nodes() -> list[Node]:
-    """All that Ray takes for alive."""
+    """All nodes that Ray reports as alive."""
     return [
         Node(node["NodeID"], node["NodeManagerAddress"], node["NodeManagerPort"], node["Resources"])
         for node in import_ray().nodes()
@@ -35,7 +35,8 @@ def known_nodes() -> list[Node]:
 
 
 def silent(nodes: Sequence[Node]) -> list[Node]:
-    """Those that nobody can reach from here, known after `_ANSWER_S` at the latest, and at once if all can."""
+    """The nodes that cannot be reached from here. Takes up to `_ANSWER_S` seconds; returns at once if all can be
+    reached."""
     if not nodes:
         return []
     with ThreadPoolExecutor(len(nodes)) as pool:
@@ -43,7 +44,7 @@ def silent(nodes: Sequence[Node]) -> list[Node]:
 
 
 def away_from(nodes: Sequence[Node]) -> dict[str, str]:
-    """Labels that a node must have to be none of these."""
+    """Placement labels that exclude these nodes."""
     return {_NAME_LABEL: f"!in({','.join(node.name for node in nodes)})"} if nodes else {}
 
 

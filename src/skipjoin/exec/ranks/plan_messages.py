@@ -1,4 +1,4 @@
-"""Plans as messages: the driver's side, which knows the live requests, and the ranks' side, which mirrors them."""
+"""Plans as messages: the writer on the driver, which has the requests, and the reader on a rank, which mirrors them."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from skipjoin.exec.ranks.messages import (
 )
 from skipjoin.exec.sampling import Sampling
 
-# With every plan so many requests more than it has slices are looked at in turn, whether they ended: more than can end
-# with a plan, so that the ranks forget requests faster than they learn of them.
+# With every plan, so many requests more than it has slices are checked in turn for their end: more than can end with a
+# plan, so that the ranks' memory of ended requests stays bounded.
 _LOOKS = 8
 
 
 class OutOfStepError(Exception):
-    """A rank did not get the same plans as the others, each once and in order."""
+    """A rank did not get every plan once and in order."""
 
 
 @dataclass(slots=True)
-class _Told:
-    """What the ranks know of a request. tokens: generated ones. table: the last one sent."""
+class _SentState:
+    """What the ranks know of a request. tokens: number of generated ones. table: the last one sent."""
 
     number: int
     tokens: int = 0
@@ -41,11 +41,11 @@ class _Told:
 
 
 class PlanWriter:
-    """Writes plans for ranks that read all of them, in order. checksum: of those written so far."""
+    """Writes plan messages for ranks that read all of them in order. checksum: of the plans written so far."""
 
     def __init__(self) -> None:
         self.checksum = FIRST_CHECKSUM
-        self._told: dict[Request, _Told] = {}
+        self._sent: dict[Request, _SentState] = {}
         self._to_look_at: deque[Request] = deque()
         self._requests = 0
         self._encoder = msgspec.msgpack.Encoder()
@@ -68,18 +68,18 @@ class PlanWriter:
         return self.checksum + body
 
     def _slice(self, piece: Slice, new: list[NewRequest], known: list[KnownTokens]) -> SlicePart:
-        told, blocks = self._tell(piece.request, new), piece.blocks
-        output = piece.request.output
-        if len(output) > told.tokens:
-            known.append(KnownTokens(told.number, output[told.tokens :]))
-            told.tokens = len(output)
-        kept = len(told.table)
-        if blocks is not told.table:
-            if blocks[:kept] != told.table:
+        sent = self._state_of(piece.request, new)
+        output, blocks = piece.request.output, piece.blocks
+        if len(output) > sent.tokens:
+            known.append(KnownTokens(sent.number, output[sent.tokens :]))
+            sent.tokens = len(output)
+        kept = len(sent.table)
+        if blocks is not sent.table:
+            if blocks[:kept] != sent.table:
                 kept = 0
-            told.table = blocks
+            sent.table = blocks
         return SlicePart(
-            request=told.number,
+            request=sent.number,
             start=piece.start,
             tokens=piece.tokens,
             samples=piece.samples,
@@ -89,19 +89,19 @@ class PlanWriter:
         )
 
     def _move(self, move: Move, new: list[NewRequest]) -> MovePart:
-        number = self._tell(move.request, new).number
+        number = self._state_of(move.request, new).number
         return MovePart(move.direction is Direction.OUT, number, list(move.source), list(move.target))
 
-    def _tell(self, request: Request, new: list[NewRequest]) -> _Told:
-        told = self._told.get(request)
-        if told is None:
-            told = self._told[request] = _Told(self._requests)
+    def _state_of(self, request: Request, new: list[NewRequest]) -> _SentState:
+        sent = self._sent.get(request)
+        if sent is None:
+            sent = self._sent[request] = _SentState(self._requests)
             self._requests += 1
             self._to_look_at.append(request)
             sampling: Sampling = request.sampling  # type: ignore[assignment]
             new.append(
                 NewRequest(
-                    number=told.number,
+                    number=sent.number,
                     id=request.id,
                     prompt=list(request.prompt),
                     params=sampling.params,
@@ -109,17 +109,17 @@ class PlanWriter:
                     eos_token_ids=tuple(sampling.eos_token_ids),
                 )
             )
-        return told
+        return sent
 
     def _ended(self, looks: int) -> list[int]:
-        """Requests that the ranks need not know any more. Who ended is in no later plan."""
+        """Numbers of the requests that the ranks can drop. An ended request is in no later plan."""
         ended = []
         for _ in range(min(looks, len(self._to_look_at))):
             request = self._to_look_at.popleft()
             if request.finish_reason is None:
                 self._to_look_at.append(request)
             else:
-                ended.append(self._told.pop(request).number)
+                ended.append(self._sent.pop(request).number)
         return ended
 
 
@@ -130,8 +130,8 @@ class _Mirrored:
 
 
 class PlanReader:
-    """Reads plans on a rank. Their requests are its own copies of the driver's: prompt, output and sampling are true as
-    far as the plans need them, everything else is not. checksum: of the plans read so far."""
+    """Reads plan messages on a rank. The plans' requests are copies: their prompt, output and sampling are correct as
+    far as the plans need them; their other fields are not. checksum: of the plans read so far."""
 
     def __init__(self) -> None:
         self.checksum = FIRST_CHECKSUM
@@ -147,7 +147,7 @@ class PlanReader:
         if sent != found:
             raise OutOfStepError(
                 f"the checksum of all plans up to this one is {found.hex()} here and {sent.hex()} at the sender: "
-                "a plan was missed, repeated, reordered or changed on its way"
+                "a plan was missed, repeated, reordered or changed in transit"
             )
         self.checksum = found
         plan = self._decoder.decode(body)
@@ -158,13 +158,13 @@ class PlanReader:
             self._requests[known.request].request.output.extend(known.tokens)
         slices = tuple(self._slice(part) for part in plan.slices)
         blocking, overlapped = self._read_moves(plan.blocking), self._read_moves(plan.overlapped)
-        # A move on its way keeps its request.
+        # A move in flight holds a reference to its request.
         for number in plan.ended:
             del self._requests[number]
         return StepPlan(plan.id, slices, blocking, overlapped)
 
     def numbers_of(self, ended: Sequence[Move]) -> list[int]:
-        """Of moves that ended, which are forgotten by this."""
+        """The numbers of moves that ended; forgets the moves."""
         return [self._moves.pop(move) for move in ended]
 
     def _slice(self, part: SlicePart) -> Slice:

@@ -1,4 +1,4 @@
-"""One rank of a model: plans come in as messages, what came of them goes out."""
+"""One rank of a model: reads plan messages and returns result messages."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _log = logging.getLogger(__name__)
 
 
 class Rank:
-    """Answers every plan, in order. Whoever carries the messages calls this, from one thread.
+    """Answers every plan, in order. Called from one thread.
 
-    A rank that fails leaves the group, so that the others, which may wait for it, fail at once too. It computes nothing
-    from then on: its KV, and with tokens in flight its requests, are no longer what the others have.
+    A rank that fails leaves the group, so that other ranks that wait for it fail at once. It computes nothing from then
+    on: its KV and its requests no longer match those of the other ranks.
     """
 
     def __init__(self, worker: Worker) -> None:
@@ -29,7 +29,7 @@ class Rank:
         self._failure: RankFailed | None = None
 
     def run(self, message: bytes) -> bytes:
-        """Carry out the plan of a message; the answer, an encoded `FromRank`. Raises nothing."""
+        """Carry out the plan of a message. Returns the answer, an encoded `FromRank`. Never raises."""
         answer: FromRank
         if self._failure is not None:
             answer = self._failure
@@ -61,7 +61,7 @@ class Rank:
 
     def _fail(self, error: Exception) -> RankFailed:
         group = self._worker.model.group
-        _log.error("%s cannot go on: %s", group.shard.name, error, exc_info=error)
+        _log.error("%s failed: %s", group.shard.name, error, exc_info=error)
         group.close()
         self._failure = RankFailed(
             f"{type(error).__name__}: {error}",

@@ -1,4 +1,4 @@
-"""A rank as a process that Ray places: it loads its part of the model, and then carries out plans."""
+"""A rank as a process placed by Ray: it loads its share of the model, then carries out plans."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ from skipjoin.profile import Transfer
 from skipjoin.version import VERSION
 
 _SIOCGIFADDR = 0x8915
-# Longest that ranks wait for each other, in seconds: while they join, and in one step.
+# Longest that ranks wait for each other, in seconds: to join the group, and in one step.
 GROUP_S = 60.0
 
 
 class RankModel(NamedTuple):
-    """What all ranks load. See `EngineConfig` for the fields. gpu_share: of a GPU's memory. largest: of a GPU's
-    steps."""
+    """What every rank loads. See `EngineConfig` for the fields. gpu_share: share of a GPU's memory. largest: limits of
+    a step on a GPU."""
 
     folder: str
     dtype: str
@@ -61,7 +61,7 @@ class RankModel(NamedTuple):
 
 
 class RankPlace(NamedTuple):
-    """Where a rank's process runs, and what with. node: Ray's name of it."""
+    """Where a rank's process runs. node: Ray's name of the node. versions: see `versions`."""
 
     node: str
     ip: str
@@ -69,7 +69,7 @@ class RankPlace(NamedTuple):
 
 
 def versions() -> dict[str, str]:
-    """What must be the same on all nodes."""
+    """Versions that must be the same on all nodes."""
     return {
         "Skipjoin": VERSION,
         "Python": platform.python_version(),
@@ -79,9 +79,8 @@ def versions() -> dict[str, str]:
 
 
 class RankActor:
-    """To be asked in this order: `place`, on rank 0 `open_store`, `load`, `make_pools`, `serve`. The rest at any time
-    after that which it is about. Errors reach whoever asks, as they are.
-    """
+    """Call in this order: `place`, `open_store` on rank 0, `load`, `make_pools`, `serve`. `progress` may be called
+    during `load`; `touch` and `transfers` after `make_pools`. Errors reach the caller unchanged."""
 
     def __init__(self) -> None:
         self._share = 0.0
@@ -92,12 +91,12 @@ class RankActor:
         self._block_size = 0
 
     def place(self) -> RankPlace:
-        """Where this is."""
+        """The node of this process."""
         context = import_ray().get_runtime_context()
         return RankPlace(context.get_node_id(), self._ip(), versions())
 
     def open_store(self) -> Address:
-        """Where the ranks will find each other: at this one, on the interface that the cluster uses and no other."""
+        """Open the socket at which the ranks find each other, on the cluster's interface only. Returns its address."""
         ip = self._ip()
         self._store_socket = socket.create_server((ip, 0), family=socket.AF_INET6 if ":" in ip else socket.AF_INET)
         address: Address = self._store_socket.getsockname()[:2]
@@ -106,8 +105,9 @@ class RankActor:
     def load(
         self, model: RankModel, shard: Shard, meeting: Address | None, ranks_here: int
     ) -> tuple[RankSpec, MemoryBudget]:
-        """Join the others and load this rank's part. meeting: what `open_store` said; None: there are no others.
-        ranks_here: on this node. Raises `ModelError`, `GroupError`."""
+        """Join the group and load this rank's share. meeting: result of `open_store`; None: there is one rank.
+        ranks_here: ranks on this node. Raises `ModelError`, `GroupError`.
+        """
         device = choose_device(model.device)
         self._threads = model.threads or max(1, len(os.sched_getaffinity(0)) // ranks_here)
         self._block_size = model.block_size
@@ -119,35 +119,36 @@ class RankActor:
             device=device,
             attention=model.attention,
             load_format=model.load_format,
-            progress=self._tell,
+            progress=self._note_progress,
             group=group,
         )
         loaded = self._model
         loaded.attention.tune(loaded.config, loaded.dtype, loaded.device, model.block_size, loaded.shard)
         peak = measure_peak(loaded, model.largest, model.block_size)
-        part = rank_spec_of(loaded, model.block_size, self._threads)
-        return part, memory_budget_of(loaded, model.gpu_share, ranks_here, peak=peak)
+        spec = rank_spec_of(loaded, model.block_size, self._threads)
+        return spec, memory_budget_of(loaded, model.gpu_share, ranks_here, peak=peak)
 
     def progress(self) -> float:
-        """How much is loaded, between 0 and 1."""
+        """The share of the weights that is loaded, in [0, 1]."""
         return self._share
 
     def make_pools(self, device_blocks: int, host_blocks: int) -> None:
-        """Take the memory of the KV pools. Raises `RankError` where the system refuses it. On a CPU it may promise more
-        than it has, and end the process when that is used."""
+        """Allocate the KV pools. Raises `RankError` if the system refuses. On a CPU the system may overcommit, and kill
+        the process when the memory is used."""
         model = self._loaded
         try:
             self._store = make_store(model, device_blocks, host_blocks, self._block_size)
-        except (RuntimeError, OSError) as error:  # torch's, and that of mapped memory
+        except (RuntimeError, OSError) as error:  # from torch, and from mapped memory
             gib = PagedKV.bytes_per_block(model.config, self._block_size, model.dtype, model.shard) / (1 << 30)
             pools = f"{device_blocks * gib:.4g} GiB and, on the host, {host_blocks * gib:.4g} GiB"
             why = str(error).partition("\n")[0]
-            raise RankError(f"{model.shard.name} cannot have {pools} of KV: {why}") from None
+            raise RankError(f"{model.shard.name} cannot allocate {pools} of KV: {why}") from None
 
     def serve(self, address: Address, secret: bytes) -> None:
-        """Carry out plans until the engine hangs up; then this process ends. address, secret: of the engine's door."""
+        """Carry out plans until the engine disconnects; then end this process. address, secret: of the engine's
+        `RankListener`."""
         assert self._store is not None
-        torch.set_num_threads(self._threads)  # they are counted per thread, and this is another one
+        torch.set_num_threads(self._threads)  # the count is per thread, and this is a different thread
         rank = Rank(Worker(self._loaded, self._store))
         with contextlib.suppress(EOFError, OSError, RankError):
             connection = connect(address, secret, self._loaded.shard.rank)
@@ -175,11 +176,11 @@ class RankActor:
         ip: str = import_ray().util.get_node_ip_address()
         return ip
 
-    def _tell(self, done: int, total: int) -> None:
+    def _note_progress(self, done: int, total: int) -> None:
         self._share = done / total
 
     def _join(self, shard: Shard, meeting: Address, device: str) -> TorchGroup:
-        """Meet the other ranks of the model."""
+        """Join the other ranks of the model."""
         interface = _interface(self._ip())
         if interface is not None:
             for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
@@ -190,7 +191,7 @@ class RankActor:
         if opened is None:
             store = dist.TCPStore(host, port, shard.ranks, is_master=False, timeout=timeout)
         else:
-            number = opened.detach()  # the store's from here on
+            number = opened.detach()  # the store owns it from here on
             store = dist.TCPStore(
                 host,
                 port,
@@ -205,7 +206,7 @@ class RankActor:
 
 
 def _interface(ip: str) -> str | None:
-    """The network interface that has this address; None where that cannot be told."""
+    """The network interface that has this address; None if unknown."""
     if ip.startswith("127."):
         return "lo"
     for _, name in socket.if_nameindex():

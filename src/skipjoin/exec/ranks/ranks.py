@@ -1,5 +1,5 @@
-"""The ranks of a model as an engine holds them: placed and started by Ray, given plans over links of their own, and
-started anew, all of them, when one is lost."""
+"""Starts the ranks of a model with Ray, submits plans over direct connections, and restarts all ranks when one is
+lost."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from skipjoin.profile import Transfer
 _log = logging.getLogger(__name__)
 
 OnProgress = Callable[[str, float], None]
-# From what the ranks have: KV blocks on the device and on the host.
+# Maps the specs and memory budgets of the ranks to KV blocks on the device and on the host.
 PoolsFor = Callable[[Sequence[RankSpec], Sequence[MemoryBudget]], tuple[int, int]]
 
-# Longest waits, in seconds: for a place in the cluster, for a rank to do as it is asked, for a connection, for a plan.
+# Timeouts in seconds: placement, a call of a rank, a connection, a plan.
 _PLACE_S, _START_S, _CONNECT_S, _PLAN_S = 30.0, 120.0, 10.0, 120.0
-# How often progress is asked for, and whether the nodes still answer that are waited for.
+# Intervals in seconds: of progress reports, and of checks that the nodes of pending calls are reachable.
 _LOOK_S, _WATCH_S = 0.1, 1.0
-# `max_restarts` counts those of this many seconds. Between two tries that follow each other passes a moment, in which
-# Ray learns what is gone.
+# `max_restarts` counts restarts in this many seconds. Between two attempts passes a second, in which Ray detects lost
+# nodes.
 _WINDOW_S, _BREATH_S = 600.0, 1.0
 
 
 class GroupSizes(NamedTuple):
-    """Tensor ranks of a stage, and stages."""
+    """tp: tensor ranks per stage. pp: stages."""
 
     tp: int
     pp: int
@@ -48,10 +48,10 @@ class GroupSizes(NamedTuple):
 
 
 class RankGroup:
-    """One generation of ranks: they start together and end together. Raises `RankError`, `ClusterError`, `ModelError`
-    from its making, and leaves nothing behind then.
+    """One generation of ranks, which start together and end together. The constructor raises `RankError`,
+    `ClusterError` and `ModelError`, and then leaves nothing running.
 
-    patience_s: how long it may be that the cluster has too few nodes, before that is an error.
+    patience_s: how long to wait for nodes if the cluster has too few.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class RankGroup:
         self._ray = import_ray()
         self._sizes = sizes
         self._placed: Any = None
-        self._nodes: list[Node] = []  # that have a rank
+        self._nodes: list[Node] = []  # nodes that have a rank
         self._actors: list[Any] = []
         self._executor: ShardedExecutor | None = None
         try:
@@ -78,16 +78,16 @@ class RankGroup:
 
     @property
     def executor(self) -> ShardedExecutor:
-        """To which plans go."""
+        """Carries out plans on the ranks."""
         assert self._executor is not None
         return self._executor
 
-    def ask(self, method: str, *arguments: Any) -> list[Any]:
-        """Ask every rank; their answers."""
+    def call(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method on every rank; returns the results in rank order."""
         return self._answers([getattr(actor, method).remote(*arguments) for actor in self._actors])
 
     def close(self) -> None:
-        """End all of them, whatever they do."""
+        """End all ranks at once."""
         if self._executor is not None:
             self._executor.close()
         for actor in self._actors:
@@ -104,7 +104,7 @@ class RankGroup:
         sizes = self._sizes
         on_progress("placing ranks", 0.0)
         self._place(model.device, patience_s)
-        places: list[RankPlace] = self.ask("place")
+        places: list[RankPlace] = self.call("place")
         self._check_versions(places)
         meeting = self._answers([self._actors[0].open_store.remote()])[0] if sizes.ranks > 1 else None
         here = Counter(place.node for place in places)
@@ -114,22 +114,22 @@ class RankGroup:
         ]
         self._follow(loading, on_progress)
         found: list[tuple[RankSpec, MemoryBudget]] = self._answers(loading)
-        self.parts = tuple(part for part, _ in found)
-        self.blocks = pools_for(self.parts, [room for _, room in found])
-        self.ask("make_pools", *self.blocks)
-        door = RankListener(cluster.ip)
+        self.rank_specs = tuple(spec for spec, _ in found)
+        self.blocks = pools_for(self.rank_specs, [budget for _, budget in found])
+        self.call("make_pools", *self.blocks)
+        listener = RankListener(cluster.ip)
         try:
             for actor in self._actors:
-                actor.serve.remote(door.address, door.secret)
-            links = door.admit(sizes.ranks, _CONNECT_S)
+                actor.serve.remote(listener.address, listener.secret)
+            links = listener.accept(sizes.ranks, _CONNECT_S)
         finally:
-            door.close()
+            listener.close()
         self._executor = ShardedExecutor(links, tp_size=sizes.tp, timeout_s=_PLAN_S)
 
     def _place(self, device: str, patience_s: float) -> None:
-        """Start the processes, those of a stage on one node."""
+        """Start the processes; the ranks of a stage are on one node."""
         ray, sizes = self._ray, self._sizes
-        nodes, cut_off, kind = self._room(device, patience_s)
+        nodes, cut_off, kind = self._usable_nodes(device, patience_s)
         stage = {"CPU": float(sizes.tp), kind: float(sizes.tp)}
         self._placed = ray.util.placement_group(
             [stage] * sizes.pp,
@@ -137,7 +137,7 @@ class RankGroup:
             bundle_label_selector=[away_from(cut_off)] * sizes.pp if cut_off else None,
         )
         if not self._placed.wait(_PLACE_S):
-            raise RankError(f"the cluster has no free {kind}s for {self._wish()} now")
+            raise RankError(f"the cluster has no free {kind}s for {self._layout()} at present")
         chosen = set(ray.util.placement_group_table(self._placed)["bundles_to_node_id"].values())
         self._nodes = [node for node in nodes if node.name in chosen]
         actor = ray.remote(num_cpus=1, num_gpus=int(kind == "GPU"), max_concurrency=2)(RankActor)
@@ -147,9 +147,9 @@ class RankGroup:
             )
             self._actors.append(actor.options(scheduling_strategy=strategy).remote())
 
-    def _room(self, device: str, patience_s: float) -> tuple[list[Node], list[Node], str]:
-        """The nodes that answer, those that do not though Ray takes them for alive, and what ranks need of them. Raises
-        `ClusterError` if there are too few, whoever uses them now."""
+    def _usable_nodes(self, device: str, patience_s: float) -> tuple[list[Node], list[Node], str]:
+        """The reachable nodes, the nodes that Ray reports as alive but cannot be reached, and the resource that ranks
+        need. Raises `ClusterError` if the nodes have too little of it in total, used or not."""
         deadline = time.monotonic() + patience_s
         while True:
             known = known_nodes()
@@ -166,38 +166,38 @@ class RankGroup:
         have = ", ".join(f"{amount:g}" for amount in sorted((node.has.get(kind, 0.0) for node in nodes), reverse=True))
         lost = f"; {_ips(cut_off)} cannot be reached" if cut_off else ""
         raise ClusterError(
-            f"{self._wish()} needs {self._sizes.pp} times {self._sizes.tp} {kind}s on one node, "
+            f"{self._layout()} needs {self._sizes.pp} times {self._sizes.tp} {kind}s on one node, "
             f"the cluster's nodes have {have}{lost}"
         )
 
-    def _wish(self) -> str:
+    def _layout(self) -> str:
         return f"tensor_parallel_size {self._sizes.tp} x pipeline_parallel_size {self._sizes.pp}"
 
     def _check_versions(self, places: Sequence[RankPlace]) -> None:
         for place in places:
             for name, ours in versions().items():
                 if (theirs := place.versions[name]) != ours:
-                    raise ClusterError(f"node {place.ip} has {name} {theirs}, this one has {ours}: it must be the same")
+                    raise ClusterError(f"node {place.ip} has {name} {theirs}, this node has {ours}; they must be equal")
 
     def _follow(self, loading: Sequence[Any], on_progress: OnProgress) -> None:
-        """Tell how far loading is, until it is done or has failed somewhere."""
+        """Report the progress of loading until it is done or fails on a rank."""
         waiting = list(loading)
         while waiting:
             done, waiting = self._ray.wait(waiting, num_returns=1, timeout=_LOOK_S)
             self._answers(done)
-            on_progress("loading weights", min(self.ask("progress")) if waiting else 1.0)
+            on_progress("loading weights", min(self.call("progress")) if waiting else 1.0)
 
-    def _answers(self, asked: Sequence[Any]) -> list[Any]:
-        """What ranks answer. Raises `ModelError` and `RankError` as they are, and anything else as `RankError`."""
+    def _answers(self, calls: Sequence[Any]) -> list[Any]:
+        """The results of calls. Raises `ModelError` and `RankError` unchanged, and other errors as `RankError`."""
         errors = self._ray.exceptions
         deadline = time.monotonic() + _START_S
         try:
             while True:
                 try:
-                    return list(self._ray.get(list(asked), timeout=_WATCH_S))
+                    return list(self._ray.get(list(calls), timeout=_WATCH_S))
                 except errors.GetTimeoutError as late:
                     if cut_off := silent(self._nodes):
-                        raise RankError(f"a rank is gone: {_ips(cut_off)} cannot be reached") from late
+                        raise RankError(f"a rank was lost: {_ips(cut_off)} cannot be reached") from late
                     if time.monotonic() > deadline:
                         raise RankError(f"a rank did not answer within {_START_S:g} s") from late
         except errors.RayTaskError as failed:
@@ -207,7 +207,7 @@ class RankGroup:
             raise RankError(f"a rank cannot start: {type(cause).__name__}: {cause}") from failed
         except errors.RayError as gone:
             lines = str(gone).strip().splitlines()
-            raise RankError(f"a rank is gone: {lines[0] if lines else type(gone).__name__}") from gone
+            raise RankError(f"a rank was lost: {lines[0] if lines else type(gone).__name__}") from gone
 
 
 def _ips(nodes: Sequence[Node]) -> str:
@@ -215,12 +215,12 @@ def _ips(nodes: Sequence[Node]) -> str:
 
 
 class RankedExecutor:
-    """See `ModelExecutor`: a model on several ranks, or on one in a process of its own.
+    """See `ModelExecutor`: a model on several ranks, or on one rank in a process of its own.
 
-    pools_for: how many KV blocks the first ranks get, and all after them. address: host:port of the cluster; None: one
-    of our own. max_restarts: within ten minutes. on_progress: of every start.
+    pools_for: chooses the KV blocks of the first ranks; restarts reuse its result. address: host:port of the cluster;
+    None: start a private one. max_restarts: within ten minutes. on_progress: called during every start.
 
-    Raises `ClusterError`, `RankError` and `ModelError` if the ranks cannot start; nothing is left running then.
+    Raises `ClusterError`, `RankError` and `ModelError` if the ranks cannot start, and then leaves nothing running.
     """
 
     def __init__(
@@ -236,7 +236,7 @@ class RankedExecutor:
         self._model, self._sizes = model, sizes
         self._max_restarts = max_restarts
         self._on_progress = on_progress
-        self._restarts: list[float] = []  # when
+        self._restarts: list[float] = []  # times of restarts
         on_progress("starting Ray" if address is None else "joining Ray", 0.0)
         self._cluster = Cluster.start(sizes.ranks) if address is None else Cluster.join(address)
         self._group: RankGroup | None = None
@@ -245,7 +245,7 @@ class RankedExecutor:
         except BaseException:
             self.close()
             raise
-        self.parts = self._group.parts
+        self.rank_specs = self._group.rank_specs
         self.pools = (*self._group.blocks, model.block_size)
 
     def submit(self, plan: StepPlan, now: float) -> ShardedHandle:
@@ -257,10 +257,10 @@ class RankedExecutor:
         self._live.executor.check()
 
     def restart(self, reason: Exception) -> None:
-        """See `ModelExecutor`: all ranks are started anew, as often as `max_restarts` allows."""
+        """See `ModelExecutor`: restarts all ranks, up to `max_restarts` times."""
         began, blocks = time.monotonic(), self.pools[:2]
         while True:
-            _log.warning("the ranks are started anew: %s", reason)
+            _log.warning("restarting all ranks: %s", reason)
             if self._group is not None:
                 self._group.close()
                 self._group = None
@@ -270,7 +270,7 @@ class RankedExecutor:
                     self._cluster,
                     self._model,
                     self._sizes,
-                    lambda parts, rooms: blocks,
+                    lambda rank_specs, budgets: blocks,
                     self._on_progress,
                     patience_s=_PLACE_S,
                 )
@@ -278,16 +278,16 @@ class RankedExecutor:
                 reason = error
                 time.sleep(_BREATH_S)
                 continue
-            _log.warning("the ranks are back after %.1f s", time.monotonic() - began)
+            _log.warning("the ranks were restarted in %.1f s", time.monotonic() - began)
             return
 
     def touch(self, blocks: int) -> None:
         """See `ModelExecutor`."""
-        self._live.ask("touch", blocks)
+        self._live.call("touch", blocks)
 
     def transfers(self, seconds: float) -> dict[Direction, Transfer]:
-        """See `ModelExecutor`. The ranks of a stage copy at the same time, stages one after the other."""
-        found: list[dict[Direction, Transfer]] = self._live.ask("transfers", seconds)
+        """See `ModelExecutor`. The ranks of a stage copy at the same time, stages in turn."""
+        found: list[dict[Direction, Transfer]] = self._live.call("transfers", seconds)
         size = self._sizes.tp
         stages = [found[first : first + size] for first in range(0, len(found), size)]
         return {
@@ -299,7 +299,7 @@ class RankedExecutor:
         }
 
     def close(self) -> None:
-        """End the ranks, and the cluster if it is ours."""
+        """End the ranks, and the cluster if it is private."""
         if self._group is not None:
             self._group.close()
             self._group = None
@@ -308,7 +308,7 @@ class RankedExecutor:
     @property
     def _live(self) -> RankGroup:
         if self._group is None:
-            raise RankError("there are no ranks")
+            raise RankError("the ranks are not running")
         return self._group
 
     def _count(self, reason: Exception) -> None:
@@ -316,7 +316,7 @@ class RankedExecutor:
         self._restarts = [at for at in self._restarts if at > now - _WINDOW_S]
         if len(self._restarts) >= self._max_restarts:
             raise RankError(
-                f"{reason}; the ranks are not started again: max_restarts {self._max_restarts} within "
+                f"{reason}; the ranks are not restarted: max_restarts {self._max_restarts} within "
                 f"{_WINDOW_S / 60:g} minutes is reached"
             )
         self._restarts.append(now)

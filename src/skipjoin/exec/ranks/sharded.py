@@ -1,4 +1,4 @@
-"""The executor of a model that several ranks have: every plan goes to all of them, their answers become one result."""
+"""The executor of a model on several ranks: sends each plan to all ranks and combines their answers into one result."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ from skipjoin.exec.ranks.messages import Done, FromRank, RankFailed
 from skipjoin.exec.ranks.plan_messages import OutOfStepError, PlanWriter
 from skipjoin.model.parallel import Shard
 
-# After a rank said that it lost another, the others may take so long to say why, in seconds.
+# After a rank reported that it lost another, time for the others to report the cause, in seconds.
 _GRACE_S = 2.0
-# While one rank is waited for, the others are looked at as often, in seconds: it may wait for one that failed.
+# Interval at which the other ranks are checked while one is waited for, in seconds: the cause may be a failed rank.
 _LOOK_S = 0.1
 
 
 class RankLink(Protocol):
-    """The way to one rank, which answers each message, in order."""
+    """The connection to one rank, which answers each message, in order."""
 
     def send(self, message: bytes) -> None:
-        """Hand a message on. Returns at once; raises nothing if the rank is gone: `receive` tells."""
+        """Queue a message. Returns at once; does not raise if the rank is lost: `receive` does."""
         ...
 
     def is_ready(self) -> bool:
-        """Whether `receive` would return or raise at once."""
+        """Whether `receive` returns or raises at once."""
         ...
 
     def receive(self, timeout_s: float) -> bytes:
-        """The next answer. Raises `RankError` if the rank is gone, TimeoutError if it does not answer in time."""
+        """The next answer. Raises `RankError` if the rank is lost, TimeoutError if it does not answer in time."""
         ...
 
     def close(self) -> None:
-        """Let the rank end."""
+        """Disconnect; the rank's process then ends."""
         ...
 
 
 class ShardedHandle:
-    """A plan on its way through the ranks."""
+    """A plan submitted to the ranks."""
 
     def __init__(self, executor: ShardedExecutor, plan: StepPlan, checksum: bytes) -> None:
         self.plan, self.checksum = plan, checksum
@@ -62,7 +62,7 @@ class ShardedHandle:
 
 @dataclass(slots=True)
 class _OnWay:
-    """A move that so many ranks still have to tell the end of."""
+    """A move in flight. ranks: number of ranks that have not reported its end."""
 
     move: Move
     ranks: int
@@ -70,13 +70,12 @@ class _OnWay:
 
 
 class ShardedExecutor:
-    """See `Executor`. A move has landed when it has on every rank, and failed if it did on any.
+    """See `Executor`. A move has landed when it has landed on every rank, and failed if it failed on any.
 
-    links: to all ranks, in the order of their numbers. timeout_s: longest that the ranks may take for a plan, from when
-    the result is asked for.
+    links: to all ranks, in rank order. timeout_s: time limit of the ranks for a plan, from the call of `result`.
 
-    With pipeline stages as many plans must be in flight as there are stages, and none may hold a slice that awaits a
-    token: `Scheduler(depth=stages, overlap=False)`.
+    With pipeline stages, as many plans must be in flight as there are stages, and no slice may await a token:
+    `Scheduler(depth=stages, overlap=False)`.
     """
 
     def __init__(self, links: Sequence[RankLink], *, tp_size: int, timeout_s: float) -> None:
@@ -88,7 +87,7 @@ class ShardedExecutor:
         self._writer = PlanWriter()
         self._decoder = msgspec.msgpack.Decoder(FromRank)
         self._pending: deque[ShardedHandle] = deque()
-        # Of each rank, answers that were taken off its link before their turn.
+        # Per rank, answers taken off its link before their turn.
         self._early: list[deque[bytes]] = [deque() for _ in links]
         self._on_way: dict[int, _OnWay] = {}
         self._moves = 0
@@ -106,19 +105,19 @@ class ShardedExecutor:
         return handle
 
     def check(self) -> None:
-        """Raise `RankError` if a rank is gone while no plan is on its way."""
+        """Raise `RankError` if a rank was lost while no plan is in flight."""
         for link in () if self._pending else self._links:
             if link.is_ready():
-                raise RankError(f"a rank says something unasked: {link.receive(0.0)[:80]!r}")
+                raise RankError(f"unexpected message of a rank: {link.receive(0.0)[:80]!r}")
 
     def close(self) -> None:
-        """Let all ranks end."""
+        """Disconnect all ranks; their processes then end."""
         for link in self._links:
             link.close()
 
     def settle(self, handle: ShardedHandle, *, wait: bool) -> bool:
-        """Take answers until the handle has its outcome, or cannot get one; whether that is so. wait: for answers that
-        are not there yet, and raise what keeps the outcome away."""
+        """Process answers until the handle has its outcome, or cannot get one. Returns whether that is so. wait: wait
+        for answers, and raise the error that prevents the outcome."""
         while handle.outcome is None and self._failure is None:
             if not (
                 wait or all(early or link.is_ready() for early, link in zip(self._early, self._links, strict=True))
@@ -137,16 +136,16 @@ class ShardedExecutor:
         handle = self._pending.popleft()
         plan = handle.plan
         for shard, answer in zip(self._shards, answers, strict=True):
-            if (answer.plan, answer.checksum) != (plan.id, handle.checksum):
-                raise OutOfStepError(
-                    f"{shard.name} answers plan {answer.plan} where {plan.id} was asked, or other plans"
-                )
+            if answer.plan != plan.id:
+                raise OutOfStepError(f"{shard.name} answered plan {answer.plan} in place of plan {plan.id}")
+            if answer.checksum != handle.checksum:
+                raise OutOfStepError(f"{shard.name} received other plans than were sent, up to plan {plan.id}")
         sampling = [answer for shard, answer in zip(self._shards, answers, strict=True) if shard.is_last]
         if any(answer.tokens != sampling[0].tokens for answer in sampling):
             raise OutOfStepError(f"plan {plan.id}: the ranks of the last stage sampled different tokens")
         size = self._shards[0].tp_size
         stages = [answers[first : first + size] for first in range(0, len(answers), size)]
-        # The ranks of a stage wait for each other: the slowest one's time is the stage's.
+        # The ranks of a stage wait for each other: the slowest rank's time is the stage's.
         times = [StageTime(max(one.seconds for one in stage), min(one.idle for one in stage)) for stage in stages]
         landed, failed = self._ended(answers)
         handle.outcome = StepResult(
@@ -161,7 +160,7 @@ class ShardedExecutor:
         )
 
     def _answers(self) -> list[Done]:
-        """Of all ranks, to the oldest plan."""
+        """The answers of all ranks to the oldest plan."""
         deadline = time.monotonic() + self._timeout_s
         answers: dict[int, Done] = {}
         missing = deque(range(len(self._links)))
@@ -173,7 +172,7 @@ class ShardedExecutor:
                 if left <= 0:
                     name = self._shards[min(missing)].name
                     raise RankError(f"{name} did not answer within {self._timeout_s:g} s") from None
-                missing.rotate(-1)  # one of the others may say why
+                missing.rotate(-1)  # another rank may report the cause
                 self._look_at(answers)
                 continue
             if isinstance(answer, RankFailed):
@@ -183,24 +182,24 @@ class ShardedExecutor:
         return [answers[rank] for rank in range(len(self._links))]
 
     def _receive(self, rank: int, timeout_s: float) -> FromRank:
-        """The next answer of a rank. Raises as `Link.receive` does."""
+        """The next answer of a rank. Raises as `RankLink.receive` does."""
         early = self._early[rank]
         answer: FromRank = self._decoder.decode(early.popleft() if early else self._links[rank].receive(timeout_s))
         return answer
 
     def _look_at(self, ranks: Iterable[int]) -> None:
-        """Raise `RankError` if one of these is gone. They have answered, but what they computed may be lost on its way
-        to those who have not, and who would wait for it long."""
+        """Raise `RankError` if one of these ranks is lost. They have answered, but their activations may not have
+        reached the ranks that have not, which would wait for them."""
         for rank in ranks:
             if self._links[rank].is_ready():
                 self._early[rank].append(self._links[rank].receive(0.0))
 
     def _cause(self, failure: RankFailed, rank: int, answered: Container[int]) -> Exception:
-        """What to say of a failure: where it is one that followed from another rank's, that one's, which may be the
-        answer to a later plan."""
-        told = self._error(rank, failure)
+        """The error for a rank's failure. If the rank failed because it lost another, that rank's failure, which may be
+        its answer to a later plan."""
+        failed = self._error(rank, failure)
         if not failure.lost_peer:
-            return told
+            return failed
         deadline = time.monotonic() + _GRACE_S
         for other in range(len(self._links)):
             answer: FromRank | None = None
@@ -215,14 +214,14 @@ class ShardedExecutor:
                 owed -= 1
             if isinstance(answer, RankFailed) and not answer.lost_peer:
                 return self._error(other, answer)
-        return told
+        return failed
 
     def _error(self, rank: int, failure: RankFailed) -> Exception:
         kind = OutOfStepError if failure.out_of_step else RankError
-        return kind(f"{self._shards[rank].name} cannot go on: {failure.text}")
+        return kind(f"{self._shards[rank].name} failed: {failure.text}")
 
     def _ended(self, answers: Sequence[Done]) -> tuple[list[Move], list[Move]]:
-        """Moves that have ended on every rank now: those that landed everywhere, and the others."""
+        """Moves that have now ended on every rank: those that landed on all ranks, and the others."""
         landed: list[Move] = []
         failed: list[Move] = []
         for answer in answers:

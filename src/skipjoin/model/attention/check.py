@@ -1,4 +1,4 @@
-"""The self-test of attention back ends: does one agree with the reference on this machine?"""
+"""The self-test of attention back ends: compares one with the reference on this machine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SEGMENTS = [
 
 
 def agrees(backend: AttentionBackend, dtype: torch.dtype, device: torch.device | str = "cpu") -> bool:
-    """Whether `backend` gives what the reference gives on a small mixed batch, and writes the same keys and values."""
+    """Whether `backend` computes the reference's outputs on a small mixed batch and writes the same keys and values."""
     generator = torch.Generator().manual_seed(0)
     config = ModelConfig.from_dict(_SHAPE)
     caches = [PagedKV(12, 4, config, dtype, device) for _ in range(2)]
@@ -37,7 +37,7 @@ def agrees(backend: AttentionBackend, dtype: torch.dtype, device: torch.device |
     caches[1].tensor.copy_(caches[0].tensor)
     qkv = torch.randn(13, 8, 40, generator=generator).to(device, dtype)
     cos_sin = torch.rand(64, 24, generator=generator).to(device)
-    # Rotated keys are rounded otherwise where multiplications are fused.
+    # Rounding of rotated keys differs where multiplications are fused.
     tolerance = {torch.float32: 1e-5, torch.float16: 5e-3}.get(dtype, 2e-2)
     for segments in (_SEGMENTS, _SEGMENTS[:1]):
         batch = PackedBatch.build(segments, 4, device)

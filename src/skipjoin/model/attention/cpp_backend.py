@@ -50,12 +50,12 @@ class CppAttention:
         self._rotate.restype = None
         library.skipjoin_attention_call_bytes.restype = ctypes.c_int64
         if library.skipjoin_attention_call_bytes() != ctypes.sizeof(_Call):
-            raise OSError("the compiled operations are of another version")
+            raise OSError("the compiled operations have another version")
 
     def tune(
         self, config: ModelConfig, dtype: torch.dtype, device: torch.device, block_size: int, shard: Shard
     ) -> None:
-        """There is nothing to choose."""
+        """Does nothing: there are no sizes to choose."""
 
     def attend(
         self,

@@ -19,7 +19,7 @@ class TorchAttention:
     def tune(
         self, config: ModelConfig, dtype: torch.dtype, device: torch.device, block_size: int, shard: Shard
     ) -> None:
-        """There is nothing to choose."""
+        """Does nothing: there are no sizes to choose."""
 
     def attend(
         self,
@@ -69,7 +69,7 @@ def rotate(query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, cos_
     cos, sin = cos_sin[positions].unsqueeze(1).split(pairs, dim=-1)
     for x in (query, key):
         first, second = x[..., :pairs].float(), x[..., pairs : 2 * pairs].float()
-        # In float32 `first` is a view of what the next line overwrites.
+        # In float32 `first` is a view of memory that the next line overwrites.
         rotated = second * cos + first * sin
         x[..., :pairs] = first * cos - second * sin
         x[..., pairs : 2 * pairs] = rotated
@@ -84,7 +84,7 @@ def _cached(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of these segments in the order of their positions: [n, slots, kv_heads, dim].
 
-    context: so many positions; None: at least `batch.max_context`.
+    context: number of positions; None: at least `batch.max_context`.
     """
     tables, size = batch.block_tables[segments], batch.block_size
     if batch.plain:
@@ -92,7 +92,7 @@ def _cached(
         return keys[tables].flatten(1, 2)[:, :context], values[tables].flatten(1, 2)[:, :context]
     last = tables.shape[1] * size - 1
     position = torch.arange(batch.max_context if context is None else context, device=tables.device)
-    # A position beyond its own sequence is not seen: whatever the table's last slot holds will do.
+    # Positions beyond the sequence are masked later: any slot of the table will do.
     index = (batch.offsets[segments, None] + position).clamp_(max=last)
     block, slot = tables.gather(1, index // size), index % size
     slot = torch.where(batch.reversed[segments, None] > 0, size - 1 - slot, slot)
@@ -113,7 +113,7 @@ def _decode(
     grouped = query.reshape(n, kv_heads, heads // kv_heads, dim)
     scores = (grouped @ k.permute(0, 2, 3, 1)).float() * scale
     weights = scores.masked_fill_(unseen[:, None, None], -torch.inf).softmax(-1).to(v.dtype)
-    # A weight of zero does not hide a NaN in an unused slot: zero times NaN is NaN.
+    # A weight of zero does not remove a NaN in an unused slot: zero times NaN is NaN.
     v = v.masked_fill(unseen[:, :, None, None], 0)
     return (weights @ v.permute(0, 2, 1, 3)).view(n, heads, dim)
 

@@ -1,4 +1,4 @@
-"""Attention in Triton kernels, for CUDA; in Triton's interpreter also on a CPU, where it is for tests only."""
+"""Attention in Triton kernels, for CUDA; on a CPU in Triton's interpreter, for tests only."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ MAX_HEAD_DIM = 256
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What all layers of one batch share. decodes: of how many segments there is one token; they are `segments`, or
-    all if that is None. tiles: of the other segments' queries."""
+    """Values shared by all layers of one batch. decodes: number of segments of one token; their indexes are `segments`,
+    None: all. tiles: of the other segments' queries."""
 
     decodes: int
     segments: torch.Tensor | None
@@ -40,15 +40,15 @@ class _Plan:
 class TritonAttention:
     """See `AttentionBackend`. Keys and values of the cache must have equal strides; heads of up to 256 values.
 
-    Tokens whose slot is -1 are not written; a segment whose context is 0 gets zeros. A batch of decodes runs the same
-    kernels with the same grids whatever its index tensors hold, so that a CUDA graph can replay it.
+    Tokens with slot -1 are not written; a segment with context 0 gets zeros. A batch of decodes runs the same kernels
+    with the same grids for all contents of its index tensors, so that a CUDA graph can replay it.
     """
 
     name = "triton"
 
     def __init__(self, table: TunedTable | None = None, processors: int | None = None) -> None:
-        """table: the kernels' sizes; None: of the device, from disk. processors: to share the work out over; None: as
-        many as the device has."""
+        """table: the kernels' sizes; None: the device's table on disk. processors: number of multiprocessors to split
+        the work for; None: the device's."""
         self._table, self._processors = table, processors
         self._planned: tuple[PackedBatch, _Plan] | None = None
 
@@ -66,7 +66,7 @@ class TritonAttention:
         cos_sin: torch.Tensor | None = None,
     ) -> torch.Tensor:
         keys, values = kv.layer(layer)
-        # By identity, and the batch is held: another one cannot take its place.
+        # Compared by identity; holding the batch keeps its identity from being reused.
         if self._planned is None or self._planned[0] is not batch:
             self._planned = batch, self._plan(query, key, batch)
         plan = self._planned[1]
@@ -89,8 +89,8 @@ class TritonAttention:
     def tune(
         self, config: ModelConfig, dtype: torch.dtype, device: torch.device, block_size: int, shard: Shard = WHOLE
     ) -> None:
-        """See `AttentionBackend`: sizes of the kernels, which are kept on disk. Outside captures; it takes up to 2 GiB.
-        Without CUDA there is nothing to measure."""
+        """See `AttentionBackend`: measures kernel sizes and keeps them on disk. Must not run in a capture; takes up to
+        2 GiB. Without CUDA it does nothing."""
         if device.type == "cuda":
             kv_heads = len(shard.kv_heads(config))
             shape = Shape(dtype, len(shard.heads(config)) // kv_heads, config.head_dim, block_size)

@@ -1,4 +1,4 @@
-"""GPT-NeoX (Pythia): partial rotation, attention and MLP side by side or one after the other."""
+"""GPT-NeoX (Pythia): partial rotation, attention and MLP in parallel or in sequence."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ class GPTNeoXDecoder:
         self._norm = builder.layer_norm("gpt_neox.final_layer_norm") if shard.is_last else None
 
     def embed(self, batch: PackedBatch) -> torch.Tensor:
-        """The batch's tokens as [T, hidden], on the first stage."""
+        """The embeddings of the batch's tokens, [T, hidden], on the first stage."""
         return self.embedding(batch.token_ids)
 
     def advance(self, x: torch.Tensor, step: LayerInputs) -> torch.Tensor:
-        """[T, hidden] through the layers that this rank has; may change `x`."""
+        """Pass [T, hidden] through this rank's layers; may change `x`."""
         return advance(self._layers, x, step)
 
     def finish(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[rows, hidden] -> what the output projection multiplies, on the last stage."""
+        """[rows, hidden] -> the input of the output projection, on the last stage."""
         return self._norm(hidden)
 
 
@@ -40,7 +40,7 @@ class _NeoXLayer:
         config, shard, name = builder.config, builder.shard, f"gpt_neox.layers.{index}"
         hidden, width = config.hidden_size, config.intermediate_size
         self._parallel, self._activation = config.parallel_residual, config.activation
-        # Side by side, attention and MLP are parts of one sum over the ranks.
+        # In parallel, attention and MLP share one sum over the ranks.
         apart = not self._parallel
         heads, columns = shard.query_rows(config), shard.columns(config)
         output, down = f"{name}.attention.dense", f"{name}.mlp.dense_4h_to_h"
@@ -69,7 +69,7 @@ class _NeoXLayer:
 
 
 def _query_key_value(builder: Builder, name: str) -> Linear:
-    """The checkpoint keeps each head's query, key and value rows together; attention wants all queries first."""
+    """The checkpoint stores each head's query, key and value rows together; attention needs all queries first."""
     config, heads = builder.config, builder.shard.heads(builder.config)
     hidden, dim, count = config.hidden_size, config.head_dim, len(heads)
     own = scaled(heads, 3 * dim)

@@ -1,4 +1,4 @@
-"""Llama and what shares its shape: Mistral, Qwen2, Qwen3."""
+"""Llama and models of the same shape: Mistral, Qwen2, Qwen3."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class LlamaDecoder:
         self._norm = builder.rms_norm("model.norm", config.hidden_size) if shard.is_last else None
 
     def embed(self, batch: PackedBatch) -> torch.Tensor:
-        """The batch's tokens as [T, hidden], on the first stage."""
+        """The embeddings of the batch's tokens, [T, hidden], on the first stage."""
         return self.embedding(batch.token_ids)
 
     def advance(self, x: torch.Tensor, step: LayerInputs) -> torch.Tensor:
-        """[T, hidden] through the layers that this rank has; may change `x`."""
+        """Pass [T, hidden] through this rank's layers; may change `x`."""
         return advance(self._layers, x, step)
 
     def finish(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[rows, hidden] -> what the output projection multiplies, on the last stage."""
+        """[rows, hidden] -> the input of the output projection, on the last stage."""
         return self._norm(hidden)
 
 

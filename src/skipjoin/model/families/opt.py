@@ -1,4 +1,4 @@
-"""OPT: learned positions, layer norms before or after each part."""
+"""OPT: learned positions, layer norms before or after each sublayer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from skipjoin.model.batch import PackedBatch
 from skipjoin.model.layers import Builder, LayerInputs, SelfAttention, activation, advance
 from skipjoin.model.ops.base import Norm
 
-# The first two rows of OPT's position table belong to padding.
+# The first two rows of OPT's position table are padding.
 POSITION_OFFSET = 2
 
 
@@ -36,14 +36,14 @@ class OPTDecoder:
             self._norm = builder.layer_norm(f"{name}.final_layer_norm") if config.final_norm else None
 
     def embed(self, batch: PackedBatch) -> torch.Tensor:
-        """The batch's tokens as [T, hidden], on the first stage."""
+        """The embeddings of the batch's tokens, [T, hidden], on the first stage."""
         x = self.embedding(batch.token_ids)
         if self._project_in is not None:
             x = self._project_in(x)
         return x + F.embedding(batch.positions + POSITION_OFFSET, self._positions)
 
     def advance(self, x: torch.Tensor, step: LayerInputs) -> torch.Tensor:
-        """[T, hidden] through the layers that this rank has; may change `x`."""
+        """Pass [T, hidden] through this rank's layers; may change `x`."""
         if self._norm_before:
             return advance(self._layers, x, step)
         for layer in self._layers:
@@ -51,7 +51,7 @@ class OPTDecoder:
         return x
 
     def finish(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[rows, hidden] -> what the output projection multiplies, [rows, embed], on the last stage."""
+        """[rows, hidden] -> the input of the output projection, [rows, embed], on the last stage."""
         if self._norm is not None:
             hidden = self._norm(hidden)
         return hidden if self._project_out is None else self._project_out(hidden)
@@ -83,7 +83,7 @@ class _OptLayer:
         return self._down.add_to(self._inner(normed), x, then)
 
     def norm_after(self, x: torch.Tensor, step: LayerInputs) -> torch.Tensor:
-        """[T, hidden] -> [T, hidden] where each part is followed by its norm; changes `x`."""
+        """[T, hidden] -> [T, hidden] with a norm after each sublayer; changes `x`."""
         x = self._attention.add_to(x, x, step, self.norm)
         return self._down.add_to(self._inner(x), x, self._mlp_norm)
 

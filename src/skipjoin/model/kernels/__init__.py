@@ -1,6 +1,6 @@
-"""Triton kernels, one file per operation. Nothing here is imported where Triton is missing."""
+"""Triton kernels, one file per operation. Imported only where Triton is installed."""
 
 import os
 
-# Multiplications and additions are fused; Triton 3.9 warns unless somebody says so.
+# Multiplications and additions are fused; Triton 3.9 warns if this is not set.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")

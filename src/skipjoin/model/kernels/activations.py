@@ -1,4 +1,4 @@
-"""What comes between the two products of a gated MLP, in one pass over memory."""
+"""The activation between the two products of a gated MLP, in one pass over memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _BLOCK, _WARPS = 1024, 4
 
 @triton.jit
 def silu_and_mul_kernel(x, out, width, x_stride, BLOCK: tl.constexpr):
-    """One row and BLOCK columns in a program: silu of the first `width` values times the `width` after them."""
+    """One row and BLOCK columns per program: silu of the first `width` values times the next `width`."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width

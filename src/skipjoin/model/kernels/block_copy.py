@@ -1,4 +1,4 @@
-"""Copies of many small blocks between two pools, one of them perhaps in page-locked host memory, in one launch."""
+"""Copies many small blocks between two pools in one launch; one pool may be in page-locked host memory."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import torch
 import triton
 import triton.language as tl
 
-# A link of 64 GB/s with 2 us to the other side has 128 KiB on its way. A program asks for 16 KiB before it waits, so
-# eight fill the link; twice as many, since they do not wait at the same time. Steps run beside them: a card has six
-# times as many multiprocessors or more, and a program takes a sixteenth of one.
+# A link of 64 GB/s with a latency of 2 us has 128 KiB in flight. A program requests 16 KiB before it waits, so eight
+# programs fill the link; twice as many, since they do not wait at the same time. Steps run at the same time: a GPU has
+# at least six times as many multiprocessors, and a program takes a sixteenth of one.
 _PROGRAMS = 16
 # Words of 4 bytes that a program moves at a time: 8 loads of 16 bytes for each of 128 threads.
 _CHUNK, _WARPS = 4096, 4
 
 
-# One version for all numbers of blocks, so that none is compiled in the middle of a step.
+# One version for all numbers of blocks, so that no step waits for a compilation.
 @triton.jit(do_not_specialize=["blocks"])
 def _copy(target, source, target_ids, source_ids, blocks, words, target_stride, source_stride, CHUNK: tl.constexpr):
-    """Programs share out the chunks of all blocks, and each goes from one to the next."""
+    """The chunks of all blocks are split among the programs, each of which copies its chunks in turn."""
     chunks = tl.cdiv(words, CHUNK)
     for work in range(tl.program_id(0), blocks * chunks, tl.num_programs(0)):
         block = work // chunks
@@ -25,7 +25,7 @@ def _copy(target, source, target_ids, source_ids, blocks, words, target_stride, 
         inside = place < words
         first = tl.load(source_ids + block) * source_stride
         first_to = tl.load(target_ids + block) * target_stride
-        # Read once: it must not push out what the steps beside have in the cache.
+        # Read once: must not evict cached data of concurrent steps.
         moved = tl.load(source + first + place, mask=inside, eviction_policy="evict_first")
         tl.store(target + first_to + place, moved, mask=inside, eviction_policy="evict_first")
 
@@ -34,7 +34,7 @@ def copy_blocks(target: torch.Tensor, source: torch.Tensor, target_ids: torch.Te
     """Copy row source_ids[i] of `source` to row target_ids[i] of `target`, for all i, on the current stream.
 
     target, source: [blocks, elements] of one type, rows contiguous; each on the device or in page-locked memory.
-    target_ids, source_ids: int64 [n] on the device, trusted. Raises ValueError for rows of different sizes.
+    target_ids, source_ids: int64 [n] on the device, not checked. Raises ValueError for rows of different sizes.
     """
     if target.shape[1:] != source.shape[1:] or target.dtype != source.dtype:
         raise ValueError(f"rows of {source.dtype} {source.shape[1]} do not fit {target.dtype} {target.shape[1]}")
@@ -50,7 +50,7 @@ def copy_blocks(target: torch.Tensor, source: torch.Tensor, target_ids: torch.Te
 
 
 def _words(pool: torch.Tensor) -> torch.Tensor:
-    """The pool in words of 4 bytes, or in bytes where a block is no multiple of that."""
+    """The pool in words of 4 bytes, or in bytes if the block size is no multiple of 4."""
     row_bytes = pool.shape[1] * pool.element_size()
     whole = row_bytes % 4 == 0 and pool.stride(0) * pool.element_size() % 4 == 0
     return pool.view(torch.int32 if whole else torch.uint8)

@@ -1,4 +1,4 @@
-"""Which sizes the attention kernels run with, and the measurement that chooses them."""
+"""The sizes that the attention kernels run with, and the measurement that chooses them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from skipjoin.model.kernels import prefill_attention as prefill
 from skipjoin.model.kernels.tuning import Config, TunedTable, source_hash
 
 _SOURCES = source_hash(*(str(module.__file__) for module in (paged, decode, prefill)))
-# Sequences of a decode and tokens of a prompt that are measured, and the keys that a sequence has.
+# Measured numbers of sequences of a decode and of tokens of a prompt, and the keys per sequence.
 _DECODES, _PROMPTS, _CONTEXT = (1, 4, 16, 64, 256), (8, 4096), 1024
-# What the measured caches may take, in bytes. It must be far more than the device's caches hold.
-_ROOM = 2 << 30
+# Memory of the measured caches, in bytes; far more than the device's caches hold.
+_CACHE_BYTES = 2 << 30
 
 
 class Shape(NamedTuple):
-    """Of attention: what a kernel is compiled for. group: query heads per key-value head."""
+    """The attention shape that a kernel is compiled for. group: query heads per key-value head."""
 
     dtype: torch.dtype
     group: int
@@ -50,7 +50,7 @@ def prefill_choice(shape: Shape, longest: int) -> tuple[str, str, Sequence[objec
 
 
 def tune_attention(table: TunedTable, shape: Shape, kv_heads: int, device: torch.device, processors: int) -> None:
-    """Measure what `table` does not know of this shape; seconds, most of them the compiler's. For CUDA devices."""
+    """Measure the choices for this shape that `table` lacks. Takes seconds, mostly compilation. For CUDA devices."""
     heads = shape.group * kv_heads
     options: dict[str, Any] = {"scale": shape.dim**-0.5, "window": 0}
 
@@ -65,7 +65,7 @@ def tune_attention(table: TunedTable, shape: Shape, kv_heads: int, device: torch
         choice = decode_choice(shape, count * kv_heads)
         if table.known(*choice[:3]):
             continue
-        context = min(_CONTEXT, _ROOM // (count * 2 * kv_heads * shape.dim * shape.dtype.itemsize))
+        context = min(_CONTEXT, _CACHE_BYTES // (count * 2 * kv_heads * shape.dim * shape.dtype.itemsize))
         batch, cache = (
             _decode_batch(count, context, shape.block_size, device),
             cache_of(count * (context + shape.block_size)),
@@ -100,7 +100,7 @@ def tune_attention(table: TunedTable, shape: Shape, kv_heads: int, device: torch
 
 
 def _decode_batch(count: int, context: int, block_size: int, device: torch.device) -> PackedBatch:
-    """Sequences of that many keys whose blocks lie as scattered as a server's."""
+    """Sequences of `context` keys whose blocks are as scattered as on a server."""
     width = -(-context // block_size)
     blocks = torch.randperm(count * width, generator=torch.Generator().manual_seed(0)).tolist()
     segments = [Segment([0], context - 1, blocks[i * width : (i + 1) * width]) for i in range(count)]

@@ -1,4 +1,4 @@
-"""Attention of one query token per sequence over the paged cache, each sequence's keys shared out over programs."""
+"""Attention of one query token per sequence over the paged cache; a sequence's keys are split over programs."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import triton.language as tl
 from skipjoin.model.batch import PackedBatch
 from skipjoin.model.kernels.paged import INTERPRETED, jit, load_rows, padded, token_blocks, token_rows
 
-# Below every score, and finite: the distance of two of them is zero and not NaN.
+# Below every score, and finite: the difference of two of them is zero, not NaN.
 _LOWEST = tl.constexpr(-1.0e30)
 _LOG2E = 1.4426950408889634
-# A program with fewer keys than this costs more than it evens out.
+# A program with fewer keys costs more than the better balance saves.
 _LEAST_KEYS = tl.constexpr(128)
 _MOST_SPLITS = 64
 
@@ -66,11 +66,11 @@ def _decode(
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Program (key-value head, sequence, split): all query heads of the group over its share of the keys. Heads come
-    first: the keys of a block's heads lie side by side, and programs that start together then read one run of memory.
+    """Program (key-value head, sequence, split): all query heads of the group over its share of the keys. Heads are the
+    first grid axis: the keys of a block's heads are adjacent, so programs that start together read one run of memory.
 
-    DOT: scores of the group by tensor cores; otherwise, for a group of one, by multiplying and adding: every row of the
-    tile then keeps a softmax of its own, so that nothing crosses threads before the end.
+    DOT: computes the group's scores with tensor cores; otherwise, for a group of one, by multiplying and adding: every
+    row of the tile then has a softmax of its own, so that threads exchange data only at the end.
     """
     kv_head = tl.program_id(0)
     segment = tl.program_id(1).to(tl.int64)
@@ -108,7 +108,7 @@ def _decode(
         rows = token_rows(blocks, offset + position, last, block_stride, step, BLOCK_SIZE)
         k = load_rows(keys, rows, columns, DIM, BLOCK_D)
         v = load_rows(values, rows, columns, DIM, BLOCK_D)
-        # One tile ahead: keys and values wait for their own loads only.
+        # Prefetch the next tile's blocks: keys and values wait for their own loads only.
         blocks = token_blocks(table, offset + position + BLOCK_N, last, BLOCK_SIZE)
         if DOT:
             if UPCAST:
@@ -143,7 +143,7 @@ def _decode(
         tl.store(stats + row * 2 + 1, total, mask=heads < GROUP)
         tl.store(sums + row[:, None] * DIM + columns[None, :], acc, mask=asked)
     else:
-        # Nothing seen, as in the padding of a batch: zeros.
+        # No keys, as in padding: zeros.
         acc = acc / tl.where(total > 0, total, 1.0)[:, None]
         row = token * num_heads + head
         tl.store(out + row[:, None] * DIM + columns[None, :], acc.to(out.dtype.element_ty), mask=asked)
@@ -162,7 +162,7 @@ def _reduce(
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Program (sequence, head): adds up what the splits found."""
+    """Program (sequence, head): combines the results of the splits."""
     segment = tl.program_id(0).to(tl.int64)
     row = segment * tl.num_programs(1) + tl.program_id(1)
     token = segment
@@ -183,8 +183,8 @@ def _reduce(
 
 
 def decode_configs(group: int, dim: int, itemsize: int) -> list[dict[str, int]]:
-    """Sizes to choose from, the default first. STAGES: how many tiles of keys and values are on their way at once."""
-    rows = 4096 // (padded(dim) * itemsize)  # a quarter of what keeps enough bytes on their way
+    """Candidate sizes, the default first. STAGES: number of tiles of keys and values in flight."""
+    rows = 4096 // (padded(dim) * itemsize)  # a quarter of the bytes that must be in flight
     dots = [
         {"DOT": 1, "BLOCK_N": max(16, rows * n), "STAGES": stages, "num_warps": warps}
         for n, stages, warps in ((4, 3, 4), (2, 4, 4), (4, 2, 4), (2, 3, 2), (8, 2, 4))
@@ -199,9 +199,10 @@ def decode_configs(group: int, dim: int, itemsize: int) -> list[dict[str, int]]:
 
 
 def choose_splits(sequences: int, kv_heads: int, slots: int, processors: int) -> int:
-    """How many programs share a sequence's keys: a power of two, from shapes alone, so that a graph can hold it.
+    """Number of programs that share a sequence's keys: a power of two, from shapes only, so that a graph can replay it.
 
-    slots: that a block table's width can name. Eight programs per multiprocessor even out contexts of unequal length.
+    slots: number covered by a block table's width. Eight programs per multiprocessor balance contexts of unequal
+    length.
     """
     splits = 1
     most = min(_MOST_SPLITS, slots // _LEAST_KEYS.value)
@@ -223,10 +224,10 @@ def decode_attention(
     config: Mapping[str, int],
     segments: torch.Tensor | None = None,
 ) -> None:
-    """Attend for the single tokens of these segments; None: of every segment, all of length one.
+    """Attend for the tokens of these segments of length one; None: all segments of a batch of decodes.
 
-    out: [T, heads, head_dim], contiguous, of which their rows are written. query: [T, heads, head_dim]. keys, values: a
-    layer of the cache, which has the new tokens already. splits: see `choose_splits`. config: one of `decode_configs`.
+    out: [T, heads, head_dim], contiguous; the segments' rows are written. query: [T, heads, head_dim]. keys, values:
+    one layer of the cache, with the new tokens written. splits: see `choose_splits`. config: one of `decode_configs`.
     """
     heads, dim = query.shape[1:]
     kv_heads, block_size = keys.shape[2], keys.shape[1]

@@ -1,4 +1,4 @@
-"""Rotation of queries and keys and the write of keys and values into the paged cache, in one kernel."""
+"""Rotates queries and keys and writes keys and values into the paged cache, in one kernel."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 
 from skipjoin.model.kernels.paged import jit, padded
 
-# Heads that one program has: enough that a thread moves 16 bytes at a time, few enough to spread a small batch.
+# Heads per program: enough that a thread moves 16 bytes at a time, few enough to spread a small batch.
 _HEADS = 8
 
 
@@ -79,7 +79,7 @@ def _kv_write(
             kept = own & (rest < DIM)
             tl.store(keys + to + rest, tl.load(source + rest, mask=kept), mask=kept)
     elif PAIRS > 0:
-        # Names of its own: one name has one type in both branches.
+        # Names of their own: a name must have one type in both branches.
         asking = ((tile - kv_tiles) * TILE + heads)[:, None]
         turning = (asking < HEADS) & (pairs < PAIRS)[None, :]
         place = query + token * query_token + asking * query_head + pairs[None, :]

@@ -1,4 +1,4 @@
-"""Normalisation of rows on the card, together with the addition to the residual stream that comes before it."""
+"""Normalisation of rows on a GPU, fused with the preceding addition to the residual stream."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import torch
 import triton
 import triton.language as tl
 
-# A row is held in registers whole: 16 values in each thread of the largest block.
+# A whole row is held in registers: 16 values in each thread of the largest block.
 MAX_WIDTH = 16384
 # Values per thread, two loads of 16 bytes in half types: enough in flight to hide the latency of memory.
 _PER_THREAD = 16
 _MAX_WARPS = 32
-# Short rows, heads above all, share a program until it has this many values.
+# Short rows, mainly heads, share a program until it has this many values.
 _PER_PROGRAM = 2048
 
 
-# The number of rows is another in every step: nothing is compiled anew for it.
+# The number of rows differs from step to step: one version serves all.
 @triton.jit(do_not_specialize=["rows"])
 def norm_kernel(
     x,
@@ -45,7 +45,7 @@ def norm_kernel(
     held = x + (row // HEADS) * x_stride + (row % HEADS) * head_stride + column
     packed = row * WIDTH + column
     values = tl.load(held, mask=inside, other=0.0).to(tl.float32)
-    # All loads are on their way before the first sum waits for any.
+    # Issue all loads before the first sum waits for any.
     if WEIGHT:
         factor = tl.load(weight + column, mask=column < WIDTH, other=0.0)
     if BIAS:
@@ -54,7 +54,7 @@ def norm_kernel(
         values += tl.load(product + packed, mask=inside, other=0.0).to(tl.float32)
         total = values.to(x.dtype.element_ty)
         tl.store(held, total, mask=inside)
-        # What is normalised is what the next part of the model will read.
+        # Normalise the values as they are stored, which the next sublayer reads.
         values = total.to(tl.float32)
     if CENTRE:
         mean = tl.sum(values, axis=1, keep_dims=True) / WIDTH
@@ -111,5 +111,5 @@ def normalise(
 
 
 def warps_of(values: int) -> int:
-    """Warps of a program over so many values, a power of two."""
+    """Warps of a program for this many values, a power of two."""
     return min(max(values // (32 * _PER_THREAD), 1), _MAX_WARPS)

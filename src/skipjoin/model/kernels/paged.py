@@ -1,4 +1,4 @@
-"""What the attention kernels share: where a token's row lies in the cache, and how rows are loaded."""
+"""Functions shared by the attention kernels: addresses of a token's row in the cache, and loads of rows."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 
 def padded(size: int, least: int = 16) -> int:
-    """The next power of two, at least `least`: what a tile's side or an operand of tl.dot must have."""
+    """The next power of two, at least `least`: required of a tile's side and of an operand of tl.dot."""
     return max(least, triton.next_power_of_2(size))
 
 
-# Index tensors are views of one buffer, and block tables are of any width: a kernel compiled for each combination of
-# their alignments would be compiled while requests wait.
+# Index tensors are views of one buffer, and block tables have any width. Specialised on their alignment, kernels would
+# be compiled for each combination while requests wait.
 INDEX_TENSORS = (
     "tables",
     "context_lens",
@@ -33,7 +33,7 @@ VARYING = ("window", "table_width", "splits")
 
 
 def jit(kernel):
-    """triton.jit, compiled once for whatever alignment index tensors and sizes of a batch have."""
+    """triton.jit, compiled once for all alignments of index tensors and sizes of a batch."""
     names = inspect.signature(kernel).parameters
     return triton.jit(
         kernel,
@@ -44,14 +44,14 @@ def jit(kernel):
 
 @triton.jit
 def token_blocks(table, index, last, BLOCK_SIZE: tl.constexpr):
-    """Blocks of the tokens at logical places `index` of one sequence, int32; those after `last` get its block."""
+    """Blocks of the tokens at logical indexes `index` of one sequence, int32; those after `last` get its block."""
     return tl.load(table + tl.minimum(index, last) // BLOCK_SIZE).to(tl.int32)
 
 
 @triton.jit
 def token_rows(blocks, index, last, block_stride, slot_step, BLOCK_SIZE: tl.constexpr):
-    """Element offsets of tokens in a layer's cache. Those after `last` get its row, which holds finite values: no load
-    needs a mask for them.
+    """Element offsets of tokens in a layer's cache. Those after `last` get its row, which holds finite values, so that
+    loads need no mask for them.
 
     slot_step: elements from a slot to the next in the sequence's direction; the caller's base pointer is at the slot
     where a block begins in that direction.

@@ -14,7 +14,7 @@ from skipjoin.model.kernels.paged import INTERPRETED, jit, load_rows, padded, to
 
 _LOWEST = tl.constexpr(-1.0e30)
 _LOG2E = 1.4426950408889634
-# Segments of so many queries times heads of a group fill no larger tile.
+# Segments of at most so many queries times heads of a group fill no larger tile.
 SHORT_ROWS = 64
 
 
@@ -43,7 +43,8 @@ def _tiles(
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """The softmax carried on over keys [low, high). MASKED: not every row sees all of them. own: [rows] positions."""
+    """Continue the softmax over keys [low, high). MASKED: some rows do not attend to all of them. own: [rows]
+    positions."""
     tokens = tl.arange(0, BLOCK_N)
     columns = tl.arange(0, BLOCK_D)
     last = offset + tl.maximum(context - 1, 0)
@@ -53,7 +54,7 @@ def _tiles(
         rows = token_rows(blocks, offset + position, last, block_stride, step, BLOCK_SIZE)
         k = load_rows(keys, rows, columns, DIM, BLOCK_D)
         v = load_rows(values, rows, columns, DIM, BLOCK_D)
-        # One tile ahead: keys and values wait for their own loads only.
+        # Prefetch the next tile's blocks: keys and values wait for their own loads only.
         blocks = token_blocks(table, offset + position + BLOCK_N, last, BLOCK_SIZE)
         k = k.to(tl.float32) if UPCAST else k
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
@@ -130,7 +131,7 @@ def _prefill(
     keys += base
     values += base
     table = tables + segment * table_width
-    # Keys that the tile's first token sees are seen by all; those after its last by none.
+    # Keys up to the tile's first token are attended to by all its tokens; keys after its last token by none.
     first = context - length + first_token
     high = tl.minimum(first + per_tile, context)
     low = tl.where(window > 0, tl.maximum(first + 1 - window, 0), 0) // BLOCK_N * BLOCK_N if WINDOWED else 0
@@ -153,23 +154,23 @@ def _prefill(
 
 
 def prefill_configs(group: int, dim: int, itemsize: int, rows: int) -> list[dict[str, int]]:
-    """Sizes to choose from, the default first. rows: queries of the longest segment times heads of a group."""
+    """Candidate sizes, the default first. rows: queries of the longest segment times heads of a group."""
     if itemsize > 2:  # exact products without tensor cores
         sizes = [(32, 32, 4, 2)] if dim <= 64 else [(16, 16, 4, 2)]
     elif dim > 128:
-        # The first must fit where multiprocessors share least: 99 KiB.
+        # The first must fit GPUs with the least shared memory per multiprocessor: 99 KiB.
         sizes = [(64, 32, 4, 2), (128, 32, 8, 2), (64, 64, 8, 2)]
     elif rows <= SHORT_ROWS:
         sizes = [(64, 64, 4, 3), (64, 128, 4, 2), (64, 32, 4, 4)]
     else:
         sizes = [(128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 3)]
-    # A tile has at least one token, with the whole group.
+    # A tile has at least one token with its whole group.
     return [{"BLOCK_M": padded(group, m), "BLOCK_N": n, "num_warps": w, "num_stages": s} for m, n, w, s in sizes]
 
 
 def query_tiles(batch: PackedBatch, segments: Sequence[int], per_tile: int) -> np.ndarray:
-    """int64 [tiles, 2]: (segment, its first token in the tile), those with the most keys first: the last programs to
-    start are then the shortest."""
+    """int64 [tiles, 2]: (segment, its first token in the tile), sorted by number of keys, descending, so that the last
+    programs to start are the shortest."""
     parts = [np.arange(0, batch.lengths[i], per_tile) for i in segments]
     owners = np.repeat(np.asarray(segments, np.int64), [len(p) for p in parts])
     first = np.concatenate(parts)
@@ -190,10 +191,10 @@ def prefill_attention(
     window: int,
     config: Mapping[str, int],
 ) -> None:
-    """Attend for the tokens of `tiles`, see `query_tiles` with config["BLOCK_M"] // (heads per key-value head).
+    """Attend for the tokens of `tiles`; see `query_tiles`, with config["BLOCK_M"] // (heads per key-value head).
 
-    out: [T, heads, head_dim], contiguous, of which their rows are written. query: [T, heads, head_dim]. keys, values: a
-    layer of the cache, which has the new tokens already.
+    out: [T, heads, head_dim], contiguous; the tiles' rows are written. query: [T, heads, head_dim]. keys, values: one
+    layer of the cache, with the new tokens written.
     """
     heads, dim = query.shape[1:]
     kv_heads, block_size = keys.shape[2], keys.shape[1]

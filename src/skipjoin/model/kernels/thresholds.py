@@ -1,4 +1,4 @@
-"""What top_k and top_p keep of a row of logits, found without sorting it and without the host."""
+"""Thresholds of top_k and top_p for a row of logits, found without a sort and without the host."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import torch
 import triton
 import triton.language as tl
 
-# Bits of the largest magnitude, infinity's: numbers at most 0 are ordered by it, the likeliest first.
+# Bits of the largest magnitude, infinity's: numbers up to 0 are ordered by their bits, the likeliest first.
 _INFINITY = tl.constexpr(0x7F800000)
 _BLOCK = 4096
 
 
 @triton.jit
 def _kept(row, vocab, most, BLOCK: tl.constexpr):
-    """How many values of a row have a magnitude of at most `most`, and the sum of their exponentials."""
+    """The number of values of a row with a magnitude of at most `most`, and the sum of their exponentials."""
     count = tl.zeros((), tl.int64)
     total = tl.zeros((), tl.float64)
     for start in range(0, vocab, BLOCK):
@@ -28,7 +28,7 @@ def _kept(row, vocab, most, BLOCK: tl.constexpr):
 
 @triton.jit
 def _thresholds(scaled, row_stride, top_k, top_p, out, vocab, BLOCK: tl.constexpr):
-    """One row: the smallest magnitude within which enough values lie, by bisection over all 31 bits of it."""
+    """One row: the smallest magnitude that keeps enough values, by bisection over its 31 bits."""
     index = tl.program_id(0)
     row = scaled + index * row_stride
     k, p = tl.load(top_k + index), tl.load(top_p + index)
@@ -43,7 +43,7 @@ def _thresholds(scaled, row_stride, top_k, top_p, out, vocab, BLOCK: tl.constexp
                 limit = middle
             else:
                 low = middle + 1
-        # Of values that equal the last one, only as many count as make k.
+        # Of values equal to the last one, only as many count as are needed for k.
         count, inside = _kept(row, vocab, limit - 1, BLOCK)
         edge = -limit.to(tl.float32, bitcast=True)
         wanted = inside + (k - count) * tl.exp(edge).to(tl.float64)
@@ -61,8 +61,8 @@ def _thresholds(scaled, row_stride, top_k, top_p, out, vocab, BLOCK: tl.constexp
 def bisected_thresholds(scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     """The smallest value of each row that top_k, then top_p, keep: float32 [n, 1].
 
-    scaled: float32 [n, vocab], no value above 0, the largest of each row 0. top_k: int64 [n], vocab where there is
-    none. top_p: float64 [n], 1 where there is none.
+    scaled: float32 [n, vocab], no value above 0, the largest of each row 0. top_k: int64 [n], vocab for none. top_p:
+    float64 [n], 1 for none.
     """
     rows, vocab = scaled.shape
     out = torch.empty((rows, 1), dtype=torch.float32, device=scaled.device)

@@ -1,6 +1,6 @@
-"""Which sizes a kernel runs fastest with: measured once per device and kept on disk.
+"""Chooses kernel sizes by measurement, once per device, and keeps them on disk.
 
-Not triton.autotune: it cannot run in the interpreter, and it measures inside the step that first needs a kernel.
+Not triton.autotune: that cannot run in the interpreter, and measures inside the step that first needs a kernel.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _WARM_UP, _RUNS = 3, 15
 
 
 def cuda_ms(call: Callable[[], None]) -> float:
-    """Median over several calls, by events of the current stream."""
+    """Median time of several calls in milliseconds, by events of the current stream."""
     for _ in range(_WARM_UP):
         call()
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(_RUNS)]
@@ -41,7 +41,7 @@ def cuda_ms(call: Callable[[], None]) -> float:
 
 
 def source_hash(*files: str) -> str:
-    """Of the kernels' sources: what was measured with others does not count."""
+    """Hash of the kernels' sources: choices measured with other sources are ignored."""
     digest = hashlib.sha256()
     for file in files:
         digest.update(Path(file).read_bytes())
@@ -49,13 +49,13 @@ def source_hash(*files: str) -> str:
 
 
 def table_path(device: str, version: str) -> Path:
-    """Where a device's choices are kept: in $SKIPJOIN_KERNEL_CACHE or ~/.cache/skipjoin/kernels."""
+    """The file of a device's choices, in $SKIPJOIN_KERNEL_CACHE or ~/.cache/skipjoin/kernels."""
     folder = os.environ.get("SKIPJOIN_KERNEL_CACHE") or Path.home() / ".cache" / "skipjoin" / "kernels"
     return Path(folder) / f"{re.sub(r'[^A-Za-z0-9.]+', '-', device)}-{version}.json"
 
 
 class TunedTable:
-    """The choices of one device. path: of its file; None: nothing is read or kept."""
+    """The choices of one device. path: of its file; None: nothing is read or written."""
 
     def __init__(self, path: Path | None, timer: Timer = cuda_ms) -> None:
         self._path, self._timer = path, timer
@@ -65,7 +65,7 @@ class TunedTable:
         return _entry(name, source, key) in self._chosen
 
     def find(self, name: str, source: str, key: Sequence[object], configs: Sequence[Config]) -> Config:
-        """The choice for `key`, or the first of `configs` where none was measured."""
+        """The choice for `key`, or the first of `configs` if none was measured."""
         found = self._chosen.get(_entry(name, source, key))
         return next((config for config in configs if dict(config) == found), configs[0])
 
@@ -79,13 +79,13 @@ class TunedTable:
     ) -> Config:
         """Time `run` with each of `configs`, keep the fastest for `key` and return it.
 
-        A config that this device cannot run is left out; if it can run none, the first is returned and nothing kept.
+        A config that this device cannot run is skipped; if it can run none, the first is returned and nothing kept.
         """
         times: dict[int, float] = {}
         for i, config in enumerate(configs):
             try:
                 times[i] = self._timer(lambda config=config: run(config))
-            except Exception as error:  # the compiler's and the driver's refusals have no common class
+            except Exception as error:  # errors of the compiler and the driver have no common class
                 _log.info("%s cannot run with %s: %s", name, dict(config), error)
         if not times:
             return configs[0]
@@ -99,13 +99,13 @@ class TunedTable:
             return
         try:
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            # Another process may have measured other keys meanwhile.
+            # Another process may have measured other keys since.
             self._chosen = {**_read(self._path), **self._chosen}
             with tempfile.NamedTemporaryFile("w", dir=self._path.parent, delete=False, encoding="utf-8") as file:
                 json.dump(self._chosen, file, indent=1, sort_keys=True)
             Path(file.name).replace(self._path)
         except OSError as error:
-            _log.warning("what was measured of the kernels is not kept: %s", error)
+            _log.warning("the measured kernel sizes cannot be saved: %s", error)
 
 
 def _entry(name: str, source: str, key: Sequence[object]) -> str:
@@ -118,9 +118,9 @@ def _read(path: Path) -> dict[str, dict[str, int]]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        _log.warning("the kernels' table %s cannot be read and is ignored: %s", path, error)
+        _log.warning("the table of kernel sizes %s cannot be read and is ignored: %s", path, error)
         return {}
     if not isinstance(read, dict):
-        _log.warning("the kernels' table %s is no table and is ignored", path)
+        _log.warning("the table of kernel sizes %s is not a JSON object and is ignored", path)
         return {}
     return read

@@ -1,4 +1,4 @@
-"""The arithmetic of a layer besides attention, as a seam: plain torch everywhere, compiled code on a CPU."""
+"""The interface of a layer's operations besides attention: torch operations everywhere, compiled code on a CPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Norm(Protocol):
 
 
 class Linear(Protocol):
-    """A matrix held in whatever layout its owner multiplies fastest."""
+    """A weight matrix in the layout that its implementation multiplies fastest."""
 
     weight_bytes: int
 
@@ -29,20 +29,20 @@ class Linear(Protocol):
         ...
 
     def add_to(self, x: torch.Tensor, total: torch.Tensor, then: Norm | None = None) -> torch.Tensor | None:
-        """total += the product, in place; `total`: [n, out], contiguous. Not for gated ones.
+        """total += the product, in place; `total`: [n, out], contiguous. Not for gated products.
 
-        then: the norm that follows: its result on the sum is returned.
+        then: the norm that follows; returns its result on the sum.
         """
         ...
 
 
 class LayerOps(Protocol):
-    """Operations on [tokens, features]. Inputs are not changed unless said."""
+    """Operations on [tokens, features]. Inputs are not changed unless stated."""
 
     name: str
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        """Prepare [out, in] weights; may take the tensor over."""
+        """Prepare [out, in] weights; may take ownership of the tensor."""
         ...
 
     def gated_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:

@@ -1,4 +1,4 @@
-// Copies of KV blocks between two pools, past the caches: they are written in whole lines that nobody fetched before,
+// Copies KV blocks between two pools, bypassing the caches: streaming stores write whole lines without reading them,
 // and the weights and KV that the model reads meanwhile stay cached.
 #include "simd.inc.cpp"
 
@@ -8,7 +8,7 @@ namespace {
 
 constexpr int64_t kLine = 64;
 constexpr int64_t kPage = 4096;
-constexpr int kStreams = 4; // pages copied side by side: one alone leaves memory idle between its lines
+constexpr int kStreams = 4; // pages copied in turn: a single one leaves memory idle between its lines
 constexpr int kLines = 4;   // lines of a page per turn
 
 template <int STREAMS> inline void stream(char *to, const char *from, int64_t step) {
@@ -35,8 +35,8 @@ void copy_bytes(char *to, const char *from, int64_t bytes) {
 
 extern "C" {
 
-// Block source[i] of `from` to block target[i] of `to`, for all i < count. Blocks that follow each other on both sides
-// are one copy.
+// Block source[i] of `from` to block target[i] of `to`, for all i < count. Consecutive blocks on both sides are one
+// copy.
 void skipjoin_copy_blocks(char *to, const char *from, int64_t block_bytes, const int64_t *target,
                           const int64_t *source, int64_t count) {
   for (int64_t i = 0, next; i < count; i = next) {
@@ -44,7 +44,7 @@ void skipjoin_copy_blocks(char *to, const char *from, int64_t block_bytes, const
       if (source[next] != source[i] + next - i || target[next] != target[i] + next - i) break;
     copy_bytes(to + target[i] * block_bytes, from + source[i] * block_bytes, (next - i) * block_bytes);
   }
-  // Streaming stores are ordered with nothing else: whoever hears that the copy is done must see all of it.
+  // Streaming stores are unordered: a thread that learns that the copy is done must see all of it.
   _mm_sfence();
 }
 }

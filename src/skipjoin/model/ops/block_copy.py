@@ -1,4 +1,4 @@
-"""Copies of blocks between two pools in host memory, by the calling thread alone and without Python's lock."""
+"""Copies blocks between two pools in host memory, on the calling thread, without the GIL."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from ctypes import c_int64, c_void_p
 
 from skipjoin.model.ops.build import load_library
 
-# Called with the addresses of the target and the source pool, the bytes of a block, and the blocks: source[i] goes to
-# target[i]. It trusts its arguments: wrong ones write anywhere.
+# Arguments: addresses of target and source pool, bytes per block, and the blocks: source[i] is copied to target[i].
+# They are not checked: wrong ones write anywhere.
 BlockCopy = Callable[[int, int, int, Sequence[int], Sequence[int]], None]
 
 
 def runs_of(target: Sequence[int], source: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """(first target, first source, blocks) of each run of blocks that follow each other on both sides."""
+    """(first target, first source, blocks) of each run of consecutive blocks on both sides."""
     begin = 0
     for end in range(1, len(source) + 1):
         follows = end < len(source) and source[end] == source[end - 1] + 1 and target[end] == target[end - 1] + 1
@@ -27,19 +27,19 @@ def runs_of(target: Sequence[int], source: Sequence[int]) -> Iterator[tuple[int,
 
 @functools.cache
 def block_copy() -> BlockCopy:
-    """The fastest copy that this machine has."""
+    """The fastest copy available on this machine."""
     library = load_library()
     return plain_copy if library is None else compiled_copy(library)
 
 
 def compiled_copy(library: ctypes.CDLL) -> BlockCopy:
-    """All blocks in one call, with stores that go past the caches."""
+    """All blocks in one call, with stores that bypass the caches."""
     call = library.skipjoin_copy_blocks
     call.argtypes = [c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64]
     call.restype = None
 
     def copy(target: int, source: int, block_bytes: int, to: Sequence[int], blocks: Sequence[int]) -> None:
-        # Kept by name: the call reads them by address.
+        # Named variables keep the arrays alive: the call reads them by address.
         targets, sources = array("q", to), array("q", blocks)
         call(target, source, block_bytes, targets.buffer_info()[0], sources.buffer_info()[0], len(sources))
 
@@ -47,6 +47,6 @@ def compiled_copy(library: ctypes.CDLL) -> BlockCopy:
 
 
 def plain_copy(target: int, source: int, block_bytes: int, to: Sequence[int], blocks: Sequence[int]) -> None:
-    """Run after run, where there is no compiled library."""
+    """One copy per run, without the compiled library."""
     for first_to, first, count in runs_of(to, blocks):
         ctypes.memmove(target + first_to * block_bytes, source + first * block_bytes, count * block_bytes)

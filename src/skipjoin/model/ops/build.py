@@ -17,27 +17,27 @@ _log = logging.getLogger(__name__)
 
 _SOURCES = ("layer_ops.cpp", "paged_attention.cpp", "block_copy.cpp")
 _FLAGS = ("-O3", "-march=native", "-fopenmp", "-std=c++17", "-shared", "-fPIC")
-# A compiler that takes longer is stuck.
+# A compiler that takes longer hangs.
 _TIMEOUT_S = 300
 
 
 @functools.cache
 def load_library() -> ctypes.CDLL | None:
-    """The compiled operations, or None where they cannot be had; the reason is logged once as a warning.
+    """The compiled operations, or None if they cannot be built; the reason is logged once as a warning.
 
-    torch must be imported first: the library then shares torch's OpenMP threads instead of making its own.
+    torch must be imported first: the library then shares torch's OpenMP threads.
     """
     try:
         return ctypes.CDLL(str(compiled_library()))
     except (OSError, subprocess.SubprocessError) as error:
         detail = getattr(error, "stderr", None) or str(error)
         lines = [line for line in detail.splitlines() if "error" in line] or detail.splitlines() or [""]
-        _log.warning("no compiled CPU operations, torch's own are used instead (slower): %s", lines[0])
+        _log.warning("no compiled CPU operations; the slower torch operations are used instead: %s", lines[0])
         return None
 
 
 def compiled_library() -> Path:
-    """The library file, built if it is not there yet. Raises `OSError` or `SubprocessError` if it cannot be."""
+    """The library file, built if it does not exist. Raises `OSError` or `SubprocessError` if it cannot be built."""
     folder = Path(__file__).parent
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
     if compiler is None:
@@ -54,13 +54,13 @@ def compiled_library() -> Path:
         made = Path(scratch) / library.name
         command = [*shlex.split(compiler), *_FLAGS, *(str(folder / source) for source in _SOURCES), "-o", str(made)]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=_TIMEOUT_S)
-        # In one move: another process may be building the same file.
+        # Atomically: another process may be building the same file.
         made.replace(library)
     return library
 
 
 def _cpu() -> str:
-    """What -march=native depends on: a home folder may be shared by different machines."""
+    """The inputs of -march=native: a home folder may be shared by different machines."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""The self-test of layer operations: what they compute beside what torch does."""
+"""The self-test of layer operations: compares their results with torch's."""
 
 from __future__ import annotations
 

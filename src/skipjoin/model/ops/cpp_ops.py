@@ -1,4 +1,4 @@
-"""Layer arithmetic in compiled code, for CPUs with AVX-512 and its bfloat16 products; float32 and bfloat16."""
+"""Layer operations in compiled code, for CPUs with AVX-512 BF16; float32 and bfloat16."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SIGNATURES = {
 
 
 class CppOps:
-    """See `LayerOps`. Not for use by several threads at once: products share one scratch buffer."""
+    """See `LayerOps`. Not thread-safe: products share one scratch buffer."""
 
     name = "cpp"
 
@@ -38,7 +38,7 @@ class CppOps:
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
     def scratch(self, m: int, k: int, threads: int) -> int:
-        """Address of a buffer for the inputs [m, k] of a product by so many threads."""
+        """Address of a buffer for the inputs [m, k] of a product by this many threads."""
         needed = self.library.skipjoin_scratch_bytes(self.bf16, m, k, threads)
         if needed > self._scratch.numel():
             self._scratch = torch.empty(needed, dtype=torch.uint8)
@@ -75,7 +75,7 @@ class CppRMSNorm(TorchRMSNorm):
 
 
 class CppLinear:
-    """Weights in panels of 32 outputs, read once per product from front to end."""
+    """Weights in panels of 32 outputs, each read once per product, in order."""
 
     def __init__(self, ops: CppOps, weight: torch.Tensor, bias: torch.Tensor | None, gated: bool) -> None:
         self._ops, self._gated = ops, int(gated)

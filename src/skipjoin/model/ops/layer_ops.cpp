@@ -1,8 +1,8 @@
-// Layer arithmetic for CPUs with AVX-512 and its bfloat16 products: matrix products for few rows, norms, rotation.
+// Layer operations for CPUs with AVX-512 BF16: matrix products for few rows, norms, rotation.
 //
-// Plain C entry points, so that building needs a compiler and nothing else. Types are bfloat16 (stored as
-// uint16_t) and float. Sums are float32. The result of a row never depends on the other rows: each element's
-// sum runs over k in order, whatever the number of rows.
+// Plain C entry points, so that building needs only a compiler. Types are bfloat16 (stored as uint16_t) and float. Sums
+// are float32. The result of a row never depends on the other rows: each element's sum runs over k in order, for any
+// number of rows.
 #include "simd.inc.cpp"
 
 #include <algorithm>
@@ -12,10 +12,10 @@ namespace {
 constexpr int kPanel = 32;   // output columns computed together: two vectors
 constexpr int kMaxRows = 12; // 12 x 2 accumulators, 2 of weights and 1 of inputs fit the 32 registers
 constexpr int kRowBlock = 10 * kMaxRows; // rows per task: their inputs stay in the second-level cache
-constexpr int kOwnTiles = 2; // so few tiles of inputs each thread packs for itself: that takes less than waiting
+constexpr int kOwnTiles = 2; // up to this many tiles of inputs, each thread packs its own: faster than waiting
 constexpr int kAhead = 4096; // bytes of weights fetched ahead of use: about one memory latency
 
-// How many inputs one step of the inner loop takes: bfloat16 products come in pairs.
+// Inputs per step of the inner loop: bfloat16 products take pairs.
 template <typename T> constexpr int kStep = sizeof(T) == 2 ? 2 : 1;
 
 int64_t padded_inputs(int64_t k, int step) { return (k + step - 1) / step * step; }
@@ -125,7 +125,7 @@ template <typename T> void linear(const LinearCall<T> &c, T *scratch, int thread
       for (int64_t t = 0; t < tiles; t++)
         pack_inputs(c.x, c.x_stride, c.m, c.k, t * rows, rows, packed + t * tile_size);
     }
-    // Handed out one by one: a thread that lost its core for a while must not hold up the others.
+    // Scheduled one by one: a thread that loses its core for a while must not delay the others.
 #pragma omp for schedule(dynamic, 1) nowait
     for (int64_t task = 0; task < panels * blocks; task++) {
       int64_t panel = task % panels, block = task / panels;
@@ -139,7 +139,7 @@ template <typename T> void linear(const LinearCall<T> &c, T *scratch, int thread
   }
 }
 
-// [n, k] -> panels of 32 outputs, zero-padded. Gated: 16 rows of the first half beside 16 of the second.
+// [n, k] -> panels of 32 outputs, zero-padded. Gated: 16 rows of the first half next to 16 of the second.
 template <typename T> void pack_weights(const T *weights, int64_t n, int64_t k, int64_t gated, T *packed) {
   constexpr int step = kStep<T>;
   int64_t steps = padded_inputs(k, step) / step, width = gated ? n / 2 : n;
@@ -216,7 +216,7 @@ int64_t skipjoin_scratch_bytes(int64_t bf16, int64_t m, int64_t k, int64_t threa
 
 int64_t skipjoin_packed_bytes(int64_t bf16, int64_t n, int64_t k, int64_t gated) {
   int64_t panels = gated ? (n / 2 + 15) / 16 : (n + kPanel - 1) / kPanel;
-  // Reading ahead may pass the end, but only as a hint, which cannot fault.
+  // Prefetching may pass the end: a hint cannot fault.
   return panels * kPanel * (bf16 ? padded_inputs(k, 2) * 2 : k * 4);
 }
 

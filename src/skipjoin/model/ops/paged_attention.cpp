@@ -1,8 +1,8 @@
-// Attention over the paged cache for CPUs with AVX-512 and its bfloat16 products.
+// Attention over the paged cache for CPUs with AVX-512 BF16.
 //
-// A task has up to four queries per key-value head (heads of one group, consecutive tokens, or both). Scores of
-// all their keys come first, then the exponentials, then the values: contexts that this runs on are short enough
-// for the scores to stay in the second-level cache.
+// A task has up to four queries per key-value head (heads of one group, consecutive tokens, or both). It computes the
+// scores of all their keys, then the exponentials, then the weighted values: contexts on CPUs are short enough for the
+// scores to stay in the second-level cache.
 #include "simd.inc.cpp"
 
 #include <algorithm>
@@ -46,7 +46,7 @@ inline __m512 dot_step(__m512 sum, __m512 query, const float *key) {
   return _mm512_fmadd_ps(query, _mm512_loadu_ps(key), sum);
 }
 
-// The last values of a head whose size is no multiple of a vector: what lies beyond belongs to another token.
+// The last values of a head whose size is no multiple of a vector: memory beyond them belongs to another token.
 inline __m512 partial(const bfloat16 *from, int64_t count) {
   return (__m512)_mm512_maskz_loadu_epi16((1u << count) - 1, from);
 }
@@ -129,7 +129,7 @@ void gather_all(int count, const T *values, const int64_t *rows, int64_t keys, i
   }
 }
 
-// What a thread keeps between tasks.
+// Buffers that a thread reuses between tasks.
 struct Scratch {
   int64_t segment = -1;
   std::vector<int64_t> rows;  // of one segment: offset of each key in the cache
@@ -149,11 +149,11 @@ void locate(const Call &c, int64_t segment, Scratch &s) {
     for (; slot < c.block_size && t < context; slot++)
       s.rows[t++] = base + (down ? c.block_size - 1 - slot : slot) * c.slot_stride;
   }
-  // Keys are scored 16 at a time: what is read beyond the end is the last key again.
+  // Keys are scored 16 at a time: beyond the end the last key is read again.
   std::fill(s.rows.begin() + context, s.rows.end(), s.rows[context - 1]);
 }
 
-// The rows that the next 16 keys of this head will be read from.
+// Prefetch the rows of the next 16 keys of this head.
 template <typename T> inline void fetch(const T *from, const int64_t *rows, int64_t dim) {
   for (int i = 0; i < 16; i++)
     for (int64_t d = 0; d < dim; d += 64 / sizeof(T)) _mm_prefetch((const char *)(from + rows[i] + d), _MM_HINT_T1);
@@ -164,8 +164,8 @@ struct Task {
   int count;
 };
 
-// Queries [first, first + count) of a segment's length * group, for each of some key-value heads. Heads are the
-// inner loop: those of one block lie side by side, and memory is fastest read in order.
+// Queries [first, first + count) of a segment's length * group, for each of some key-value heads. Heads are the inner
+// loop: those of one block are adjacent, and memory is fastest read in order.
 template <typename T> void attend(const Call &c, const Task &task, Scratch &s) {
   locate(c, task.segment, s);
   int64_t group = c.heads / c.kv_heads, begin = c.query_start[task.segment], context = c.context[task.segment];
@@ -182,7 +182,7 @@ template <typename T> void attend(const Call &c, const Task &task, Scratch &s) {
     lowest = std::min(lowest, from[q]), highest = std::max(highest, to[q]);
     query[q] = (const T *)c.query + (begin + token) * c.query_token + (task.first + q) % group * c.query_head;
   }
-  // With few queries the keys come from memory, and asking for them early is worth its instructions.
+  // With few queries the keys come from memory, and prefetching them is worth its instructions.
   bool from_memory = length * group <= kQueries;
   if (from_memory)
     for (int64_t h = 0; h < task.heads; h++) fetch(keys + (task.head + h) * c.head_stride, &s.rows[lowest], c.dim);
@@ -222,9 +222,9 @@ template <typename T> void attend(const Call &c, const Task &task, Scratch &s) {
     }
 }
 
-// Four queries and one head each, or, where a segment has no more queries than that, several heads.
+// Four queries and one head per task; several heads if a segment has no more queries than that.
 std::vector<Task> make_tasks(const Call &c, int threads) {
-  constexpr int kTasksPerThread = 4; // enough to even out
+  constexpr int kTasksPerThread = 4; // enough for balance
   std::vector<Task> tasks;
   int64_t group = c.heads / c.kv_heads;
   int64_t together = std::clamp<int64_t>(c.segments * c.kv_heads / (threads * kTasksPerThread), 1, c.kv_heads);
@@ -253,7 +253,7 @@ template <typename T> void write(const Call &c, int64_t token) {
 template <typename T> void paged_attention(const Call &c, int threads) {
   int64_t tokens = c.query_start[c.segments];
   std::vector<Task> tasks = make_tasks(c, threads);
-  // Few tokens are written sooner than threads are started.
+  // Few tokens are written faster than threads start.
 #pragma omp parallel for num_threads(threads) if (tokens > 64)
   for (int64_t t = 0; t < tokens; t++) write<T>(c, t);
 #pragma omp parallel num_threads(threads)

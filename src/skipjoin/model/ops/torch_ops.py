@@ -1,4 +1,4 @@
-"""Layer arithmetic in plain torch operations: the reference, and what runs on CUDA."""
+"""Layer operations in plain torch: the reference, on CPU and CUDA."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class TorchLinear:
         if then is not None:
             return then.after(F.linear(x, self.weight, self.bias), total)
         if self.bias is None and total.is_cuda:
-            total.addmm_(x, self.weight.t())  # the product's accumulator begins with the total
+            total.addmm_(x, self.weight.t())  # the product's accumulator starts with the total
         else:
             total.add_(F.linear(x, self.weight, self.bias))
         return None

@@ -1,4 +1,4 @@
-"""Layer arithmetic on an NVIDIA card: torch's products (cuBLAS), kernels of our own for what lies between them."""
+"""Layer operations on an NVIDIA GPU: torch's products (cuBLAS), and Triton kernels for the operations between them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from skipjoin.model.ops.torch_ops import TorchLinear, TorchOps
 
 
 class TritonOps(TorchOps):
-    """See `LayerOps`. Kernels are launched on the current CUDA device. Rows wider than `MAX_WIDTH` are torch's."""
+    """See `LayerOps`. Kernels are launched on the current CUDA device. Rows wider than `MAX_WIDTH` use torch."""
 
     name = "triton"
 

@@ -129,16 +129,18 @@ class JobRun:
 
         Raises the `ApiError` or `EngineError` that ends the job, or what `fail` was given.
         """
-        if self.is_over:
+        if not self._unfinished:
             raise StopAsyncIteration
         deltas: dict[Choice, str] = {}
+        choices = self.job.choices
         for output in await self._mailbox.get():
-            choice = self.job.choices[output.choice]
+            choice = choices[output.choice]
             if choice.finish_reason is not None:  # a stop string ended it while more tokens were on their way
                 continue
             if output.reason is not None:
                 _check_reason(output.reason, output.error)
-            deltas[choice] = deltas.get(choice, "") + choice.take(output)
+            text = choice.take(output)
+            deltas[choice] = deltas[choice] + text if choice in deltas else text
             if choice.finish_reason is not None:
                 self._unfinished -= 1
                 if output.reason is None:

@@ -114,12 +114,13 @@ class StreamReply(Response):
 
     async def _send_all(self, run: JobRun, send: Send) -> bytes:
         """Send events until all choices are complete; the bytes that end the stream, which are still to be sent."""
-        form = self._job.format
-        body = b""
+        form, body = self._job.format, b""
         async for deltas in run:
             usage = run.usage() if self._usage_always else None
-            events = [event for choice, text in deltas.items() for event in form.events(choice, text, usage)]
-            body = b"".join(map(_event, events))
+            body = b""
+            for choice, text in deltas.items():
+                for event in form.events(choice, text, usage):
+                    body += _event(event)
             if body and not run.is_over:
                 await send({"type": "http.response.body", "body": body, "more_body": True})
         end = _event(form.usage_event(run.usage())) if self._usage_at_end else b""

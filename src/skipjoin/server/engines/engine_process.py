@@ -18,14 +18,9 @@ from skipjoin.server.engines.messages import Ready, Setup
 def load_engine(setup: Setup, on_progress: OnProgress) -> tuple[Loop, Ready]:
     """The engine and its description."""
     engine = assemble(setup.config, on_progress)
-    if (bound := setup.config.starvation_bound_s) is not None:
-        # The parent passes standard output on to the operator.
-        print(
-            f"No request goes {bound:g} s without running: a request that has not run for "
-            f"{engine.info.starvation_s:.4g} s is promoted, "
-            f"with at most {setup.config.max_live_requests} requests in the server",
-            flush=True,
-        )
+    if engine.info.notice:
+        # Standard output is the engine's way to tell the operator something.
+        print(engine.info.notice, flush=True)
     facts = {name: getattr(engine.info, name) for name in Ready.__struct_fields__}
     return EngineLoop(engine), Ready(**facts | {"cost": engine.info.cost.current})
 

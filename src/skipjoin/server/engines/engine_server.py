@@ -333,17 +333,7 @@ def serve_engine(load: LoadEngine) -> int:
     try:
         if setup.config.timeline is not None:
             recorder = TimelineWriter(setup.config.timeline)
-        loop, ready = load(setup, lambda what, share: server.send(LoadProgress(what, share)))
-        server.send(ready)
-        if setup.ready_fd is not None:
-            os.write(setup.ready_fd, b".")
-        metrics = EngineMetrics(
-            device_blocks=ready.device_blocks, block_size=ready.block_size, block_bytes=ready.block_bytes
-        )
-        try:
-            server.run(loop, metrics, recorder)
-        finally:
-            loop.close()
+        _load_and_run(load, setup, server, recorder)
         if server.is_alone:
             print("the engine ends: its link to the API process is closed", file=sys.stderr, flush=True)
         code = int(server.is_alone)
@@ -362,6 +352,21 @@ def serve_engine(load: LoadEngine) -> int:
         if recorder is not None:
             recorder.close()
         _destroy(context)
+
+
+def _load_and_run(load: LoadEngine, setup: Setup, server: EngineServer, recorder: TimelineWriter | None) -> None:
+    """Load the engine, report that it is ready, and serve it."""
+    loop, ready = load(setup, lambda what, share: server.send(LoadProgress(what, share)))
+    server.send(ready)
+    if setup.ready_fd is not None:
+        os.write(setup.ready_fd, b".")
+    metrics = EngineMetrics(
+        device_blocks=ready.device_blocks, block_size=ready.block_size, block_bytes=ready.block_bytes
+    )
+    try:
+        server.run(loop, metrics, recorder)
+    finally:
+        loop.close()
 
 
 def _destroy(context: zmq.Context[zmq.Socket[bytes]]) -> None:

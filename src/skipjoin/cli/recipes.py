@@ -1,0 +1,69 @@
+"""`skipjoin recipes`."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+
+from skipjoin.knobs import Setting
+from skipjoin.recipes import DEFAULT, RECIPES, Recipe
+
+
+def recipes(
+    *,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, by recipe.")] = False,
+) -> None:
+    """List the schedulers, and the parameters that --set takes for each."""
+    if as_json:
+        print(json.dumps({name: _described(recipe) for name, recipe in sorted(RECIPES.items())}, indent=1))
+        return
+    console = Console(highlight=False)
+    alike: dict[type, list[Recipe]] = {}
+    for recipe in sorted(RECIPES.values(), key=lambda one: one.name != DEFAULT):
+        alike.setdefault(recipe.params, []).append(recipe)
+    for group in alike.values():
+        for recipe in group:
+            default = " (default)" if recipe.name == DEFAULT else ""
+            console.print(f"[bold]{recipe.name}[/bold]{default}: {recipe.summary}")
+        console.print(Padding(_parameters(group[0]), (0, 0, 1, 4)))
+
+
+def _parameters(recipe: Recipe) -> Table | str:
+    if not recipe.parameters:
+        return "no parameters"
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    for wraps in (False, False, True):
+        table.add_column(no_wrap=not wraps)
+    for setting in recipe.parameters.values():
+        default = "" if setting.default is None else f"={_value(setting.default)}"
+        bounds = f" {setting.bounds}" if setting.bounds and not setting.knob.choices else ""
+        table.add_row(f"{setting.name}{default}", f"{setting.kind.__name__}{bounds}", setting.help)
+    return table
+
+
+def _value(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _described(recipe: Recipe) -> dict[str, Any]:
+    return {
+        "summary": recipe.summary,
+        "default": recipe.name == DEFAULT,
+        "parameters": {name: _parameter(setting) for name, setting in recipe.parameters.items()},
+    }
+
+
+def _parameter(setting: Setting) -> dict[str, Any]:
+    knob = setting.knob
+    bounds = {"at_least": knob.low, "above": knob.above, "at_most": knob.high, "choices": list(knob.choices) or None}
+    return {
+        "type": setting.kind.__name__,
+        "default": setting.default,
+        **{name: value for name, value in bounds.items() if value is not None},
+        "help": setting.help,
+    }

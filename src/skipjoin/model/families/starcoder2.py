@@ -1,0 +1,62 @@
+"""StarCoder2: rotary positions, grouped key-value heads, layer norms and an MLP that is not gated."""
+
+from __future__ import annotations
+
+import torch
+
+from skipjoin.model.batch import PackedBatch
+from skipjoin.model.layers import Builder, LayerInputs, Rotary, SelfAttention, activation, advance
+from skipjoin.model.ops.base import Norm
+
+
+class Starcoder2Decoder:
+    """Embedding, layers of attention and MLP, final norm."""
+
+    EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
+
+    def __init__(self, builder: Builder, device: torch.device | str) -> None:
+        config, shard = builder.config, builder.shard
+        self.embedding = builder.embedding(self.EMBEDDING) if shard.is_first else None
+        rotary = Rotary(config, device)
+        self._layers = [_Starcoder2Layer(builder, i, rotary) for i in shard.layers(config)]
+        self._norm = builder.layer_norm("model.norm") if shard.is_last else None
+
+    def embed(self, batch: PackedBatch) -> torch.Tensor:
+        """The batch's tokens as [T, hidden], on the first stage."""
+        return self.embedding(batch.token_ids)
+
+    def advance(self, x: torch.Tensor, step: LayerInputs) -> torch.Tensor:
+        """[T, hidden] through the layers that this rank has; may change `x`."""
+        return advance(self._layers, x, step)
+
+    def finish(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[rows, hidden] -> what the output projection multiplies, on the last stage."""
+        return self._norm(hidden)
+
+
+class _Starcoder2Layer:
+    def __init__(self, builder: Builder, index: int, rotary: Rotary) -> None:
+        config, shard, name = builder.config, builder.shard, f"model.layers.{index}"
+        hidden, width, dim = config.hidden_size, config.intermediate_size, config.head_dim
+        q, kv = config.num_heads * dim, config.num_kv_heads * dim
+        own_q, own_kv, columns = shard.query_rows(config), shard.kv_rows(config), shard.columns(config)
+        projections = [f"{name}.self_attn.{p}_proj" for p in "qkv"]
+        self._attention = SelfAttention(
+            builder,
+            index,
+            builder.linear(projections, (q, kv, kv), hidden, config.attention_bias, rows=(own_q, own_kv, own_kv)),
+            builder.summed_linear(f"{name}.self_attn.o_proj", hidden, q, config.output_bias, columns=own_q),
+            rotary=rotary,
+        )
+        self._up = builder.linear(f"{name}.mlp.c_fc", (width,), hidden, config.mlp_bias, rows=(columns,))
+        self._down = builder.summed_linear(f"{name}.mlp.c_proj", hidden, width, config.mlp_bias, columns=columns)
+        self._activation = config.activation
+        self.norm = builder.layer_norm(f"{name}.input_layernorm")
+        self._mlp_norm = builder.layer_norm(f"{name}.post_attention_layernorm")
+
+    def __call__(
+        self, x: torch.Tensor, normed: torch.Tensor, step: LayerInputs, then: Norm | None
+    ) -> torch.Tensor | None:
+        """See `Layer`."""
+        normed = self._attention.add_to(normed, x, step, self._mlp_norm)
+        return self._down.add_to(activation(self._activation, self._up(normed)), x, then)

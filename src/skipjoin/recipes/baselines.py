@@ -1,0 +1,91 @@
+"""The systems that others are compared with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from skipjoin.core.policy import Batcher, Policies
+from skipjoin.knobs import ConfigError, Knob
+from skipjoin.policies.admission import OnDemand, WholeMaximum
+from skipjoin.policies.batching import RunToCompletion
+from skipjoin.policies.eviction import Recompute
+from skipjoin.policies.ordering import Fcfs, FixedKey, Prioritized, ShortestRemaining
+from skipjoin.policies.predictors import MaxTokens
+from skipjoin.policies.stages import EvenStages
+from skipjoin.recipes.parts import greedy, preemptive
+from skipjoin.recipes.registry import Params, Settings, recipe
+
+
+@recipe
+def static(s: Settings) -> Policies:
+    """As FasterTransformer schedules: a batch runs until its last request is done, and only then the next begins."""
+    return Policies(Prioritized(Fcfs), _until_all_end(s), WholeMaximum(), Recompute())
+
+
+def _until_all_end(s: Settings) -> Batcher:
+    batcher = RunToCompletion(s.max_seqs, s.max_tokens)
+    if s.stages == 1:
+        return batcher
+    # One batch for all stages, and a request held back while it recruits would wait for its end.
+    tokens = s.stages * s.max_tokens
+    return EvenStages(batcher, s.cost, s.stages, most_seqs=s.max_seqs, most_tokens=tokens, cuts=False, holds_back=False)
+
+
+@recipe
+def orca(s: Settings) -> Policies:
+    """Iteration-level batching; every request owns its maximum of KV from the start."""
+    return Policies(Prioritized(Fcfs), greedy(s, s.max_tokens, chunked=False), WholeMaximum(), Recompute())
+
+
+@recipe
+def fcfs(s: Settings) -> Policies:
+    """As vLLM schedules: first come, first served, KV on demand, recomputation under pressure."""
+    return Policies(Prioritized(Fcfs), greedy(s, s.max_tokens, chunked=False), OnDemand(), Recompute())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkParams(Params):
+    """How prompts are cut."""
+
+    chunk_tokens: Annotated[
+        int, Knob("Most tokens in a step, decodes and chunks of prompts together.", low=1, high=1 << 20)
+    ] = 512
+
+
+@recipe
+def sarathi(s: Settings, p: ChunkParams) -> Policies:
+    """First come, first served with prompts cut into chunks that share steps with decodes."""
+    batcher = greedy(s, min(p.chunk_tokens, s.max_tokens), chunked=True)
+    return Policies(Prioritized(Fcfs), batcher, OnDemand(), Recompute())
+
+
+@recipe
+def fixed_priority(s: Settings) -> Policies:
+    """Shortest prompt first, for good (FastServe section 4.1, strawman)."""
+    return preemptive(s, lambda: FixedKey(lambda request: len(request.prompt)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OracleParams(Params):
+    """Where true output lengths come from."""
+
+    oracle: Annotated[
+        str,
+        Knob(
+            "Whether every request runs to its max_tokens, which then is its true length; without it only simulate "
+            "knows the lengths",
+            choices=("none", "max-tokens"),
+        ),
+    ] = "none"
+
+
+@recipe
+def srpt(s: Settings, p: OracleParams) -> Policies:
+    """Shortest remaining time first, with true output lengths: the oracle of experiments."""
+    predictor = MaxTokens() if p.oracle == "max-tokens" else s.predictor
+    if predictor is None:
+        raise ConfigError(
+            "recipe srpt needs true output lengths: set oracle to max-tokens if every request runs to max_tokens"
+        )
+    return preemptive(s, lambda: ShortestRemaining(s.cost, predictor))

@@ -1,0 +1,159 @@
+"""FastServe and its strawman, the plain multi-level feedback queue: parameters, and the bound on waiting."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Annotated, Self
+
+from skipjoin.core.policy import EvictionPolicy, Policies
+from skipjoin.knobs import ConfigError, Knob
+from skipjoin.policies.eviction import DROP_SHARE, Defer, ProactiveSwap, Recompute, Swap
+from skipjoin.policies.mlfq import PROMOTION_SHARE, SkipJoinMlfq
+from skipjoin.policies.starvation import WorstCase, least_bound, most_requests, starvation_after, starvation_within
+from skipjoin.recipes.parts import preemptive
+from skipjoin.recipes.registry import EngineLimits, Params, Settings, recipe
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueParams(Params):
+    """Parameters of feedback queues (FastServe section 4.1)."""
+
+    starvation_s: Annotated[
+        float | None,
+        Knob(
+            "Seconds without running until a request is promoted (default: 100 x --slo).",
+            above=0,
+            high=1e9,
+        ),
+    ] = None
+    quantum_s: Annotated[
+        float | None,
+        Knob("Seconds that the first queue grants a request (default: the shortest step).", above=0, high=1e6),
+    ] = None
+    paced: Annotated[
+        bool,
+        Knob("Whether promotions, and what newcomers make others compute again, get a small share of the time."),
+    ] = True
+
+    def resolved(self, s: Settings, policies: Policies) -> Self:
+        return replace(self, starvation_s=_threshold_s(s, self))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoundedQueueParams(QueueParams):
+    """Parameters of feedback queues that can keep a bound on waiting; see `policies.starvation.least_bound`."""
+
+    starvation_bound_s: Annotated[
+        float | None,
+        Knob(
+            "No request goes longer without running, in seconds; not beside starvation_s and quantum_s, and lifts "
+            "paced (default: no bound).",
+            above=0,
+            high=1e9,
+        ),
+    ] = None
+
+    def resolved(self, s: Settings, policies: Policies) -> Self:
+        bound_s, alpha_s = self.starvation_bound_s, _threshold_s(s, self)
+        if bound_s is None:
+            return replace(self, starvation_s=alpha_s)
+        if self.starvation_s is not None:
+            raise ConfigError("starvation_s must not be set beside starvation_bound_s, from which it follows")
+        if self.quantum_s is not None:
+            raise ConfigError("quantum_s must not be set beside starvation_bound_s, which holds for the usual quanta")
+        if s.limits is not None:
+            alpha_s = _threshold_within(bound_s, _worst_case(s, s.limits, policies.eviction))
+        return replace(self, starvation_s=alpha_s, paced=False)
+
+    def notice(self, s: Settings) -> str:
+        if self.starvation_bound_s is None or s.limits is None:
+            return ""
+        return (
+            f"No request goes {self.starvation_bound_s:g} s without running: one that has not run for "
+            f"{self.starvation_s:.4g} s is promoted, with at most {s.limits.requests} requests in the server"
+        )
+
+
+def _threshold_s(s: Settings, p: QueueParams) -> float:
+    return starvation_after(s.slo_s) if p.starvation_s is None else p.starvation_s
+
+
+def _threshold_within(bound_s: float, most: WorstCase) -> float:
+    """The threshold of promotion that keeps a bound. Raises `ConfigError`, with figures that would do, if none does."""
+    if bound_s < (least := least_bound(most)):
+        fits = most_requests(bound_s, most)
+        hint = f"it would hold with max_num_queued_reqs <= {fits}" if fits else "a smaller max_model_len may help"
+        raise ConfigError(
+            f"starvation_bound_s must be at least {math.ceil(least * 10) / 10:.1f} s "
+            f"with max_num_queued_reqs {most.requests}, got {bound_s:g}; {hint}"
+        )
+    return starvation_within(bound_s, most)
+
+
+def _worst_case(s: Settings, limits: EngineLimits, eviction: EvictionPolicy) -> WorstCase:
+    if limits.requests is None:
+        raise ConfigError(
+            "starvation_bound_s needs max_live_requests, which a server sets to its max_num_queued_reqs; "
+            "simulate and generate have no such limit"
+        )
+    return WorstCase(
+        s.cost,
+        requests=limits.requests,
+        max_len=limits.max_len,
+        max_seqs=s.max_seqs,
+        max_tokens=s.max_tokens,
+        device_blocks=limits.device_blocks,
+        host_blocks=limits.host_blocks if isinstance(eviction, Swap) else 0,
+        block_size=limits.block_size,
+        depth=limits.depth,
+        moves_overlapped=isinstance(eviction, ProactiveSwap),
+        stages=s.stages,
+    )
+
+
+def _queues(s: Settings, p: QueueParams, eviction: EvictionPolicy, *, skip_join: bool = True) -> Policies:
+    def ordering() -> SkipJoinMlfq:
+        return SkipJoinMlfq(
+            s.cost,
+            quantum_s=p.quantum_s,
+            starvation_s=_threshold_s(s, p),
+            promotion_share=PROMOTION_SHARE if p.paced else math.inf,
+            skip_join=skip_join,
+        )
+
+    return preemptive(s, ordering, eviction)
+
+
+def _drop_share(p: QueueParams) -> float:
+    return DROP_SHARE if p.paced else math.inf
+
+
+@recipe
+def fastserve(s: Settings, p: BoundedQueueParams) -> Policies:
+    """FastServe: skip-join multi-level feedback queue, KV swapped ahead of need."""
+    return _queues(s, p, ProactiveSwap(s.cost, drop_share=_drop_share(p)))
+
+
+@recipe
+def fastserve_reactive(s: Settings, p: BoundedQueueParams) -> Policies:
+    """FastServe, KV swapped before the step that is short of blocks."""
+    return _queues(s, p, Swap(s.cost, drop_share=_drop_share(p)))
+
+
+@recipe
+def fastserve_recompute(s: Settings, p: BoundedQueueParams) -> Policies:
+    """FastServe, KV dropped where blocks are short."""
+    return _queues(s, p, Recompute())
+
+
+@recipe
+def fastserve_defer(s: Settings, p: QueueParams) -> Policies:
+    """FastServe, newcomers wait where blocks are short, without a bound."""
+    return _queues(s, p, Defer())
+
+
+@recipe
+def mlfq(s: Settings, p: BoundedQueueParams) -> Policies:
+    """Plain multi-level feedback queue: every request joins the first queue (FastServe section 4.1, strawman)."""
+    return _queues(s, p, ProactiveSwap(s.cost, drop_share=_drop_share(p)), skip_join=False)

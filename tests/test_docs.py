@@ -1,0 +1,73 @@
+"""The documents: links lead somewhere, named files exist, and the examples of docs/add-a-policy.md make a recipe."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skipjoin.core.engine import EngineCore
+from skipjoin.core.events import Event, Preempted, Preemption
+from skipjoin.core.kv import KVLedger
+from skipjoin.core.policy import Policies
+from skipjoin.core.request import Request
+from skipjoin.core.scheduler import Scheduler
+from skipjoin.exec.simulated import SimulatedExecutor
+from skipjoin.knobs import ConfigError
+from skipjoin.policies import eviction, ordering
+from skipjoin.policies.cost import LinearCost
+from skipjoin.recipes import Settings, fastserve, parts, registry
+from skipjoin.sim.driver import Replica, simulate
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/**/*.md")])
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors of a document's headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_relative_links_lead_to_files_and_headings(document: Path) -> None:
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", document.read_text()):
+        name, _, anchor = target.partition("#")
+        if "://" in target:
+            continue
+        file = document.parent / name if name else document
+        if not file.exists() or (anchor and anchor not in anchors(file.read_text())):
+            broken.append(target)
+    assert not broken
+
+
+def test_every_file_that_the_architecture_names_exists() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    named = {name for name in re.findall(r"`([\w/.]+)`", text) if name.endswith((".py", "/"))}
+    assert len(named) > 40
+    assert not [name for name in named if not any((base / name).exists() for base in (ROOT, ROOT / "src/skipjoin"))]
+
+
+def test_the_examples_of_the_policy_page_make_a_recipe() -> None:
+    page = (ROOT / "docs" / "add-a-policy.md").read_text()
+    code = "\n".join(re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE))
+    built: dict[str, Callable[..., Policies]] = {}
+    names: dict[str, Any] = {}
+    for module in (ordering, eviction, registry, parts, fastserve):
+        names |= vars(module)
+    names["recipe"] = lambda make: built.setdefault(make.__name__, make)
+    exec(compile("from __future__ import annotations\n" + code, "add-a-policy.md", "exec"), names)
+    make_params, cost = names["LeastServedParams"], LinearCost(floor=0.01, prefill_token=1e-4)
+    policies = built["least_served"](Settings(cost, max_seqs=2), make_params(quantum_tokens=8, swap_tokens=30))
+    happened: list[Event] = []
+    requests = [Request(number, 0.01 * number, range(length), 20) for number, length in enumerate((30, 8, 12, 10))]
+    replica = Replica(EngineCore(Scheduler(policies, KVLedger(8, 8, 8))), SimulatedExecutor(cost))
+    simulate(replica, requests, on_events=happened.extend)
+    assert all(len(request.output) == 20 for request in requests)
+    assert {event.how for event in happened if isinstance(event, Preempted)} == set(Preemption)
+    with pytest.raises(ConfigError, match=r"quantum_tokens must be in \[1, 1048576\], got 0"):
+        make_params(quantum_tokens=0)

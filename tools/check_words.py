@@ -1,0 +1,34 @@
+"""Fail on words that speak of requests, ranks and processes as persons, in the package's source and the documents.
+
+    python tools/check_words.py
+
+Prints each line with such a word as file:line: text.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+WORDS = re.compile(r"\b(who|whom|whoever|somebody|nobody|anybody|everybody)\b", re.IGNORECASE)
+FILES = ("src/**/*.py", "docs/**/*.md", "README.md", "CONTRIBUTING.md", "CHANGELOG.md")
+# Lines with one of these texts may have the words: they quote them, or hold them as data.
+ALLOWED = ("tools/check_words.py",)
+
+
+def findings(root: Path) -> list[str]:
+    """The lines with a word, each with its file, relative to `root`, and its number."""
+    return [
+        f"{file.relative_to(root)}:{number}: {line.strip()}"
+        for pattern in FILES
+        for file in sorted(root.glob(pattern))
+        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1)
+        if WORDS.search(line) and not any(text in line for text in ALLOWED)
+    ]
+
+
+if __name__ == "__main__":
+    lines = findings(Path(__file__).parents[1])
+    print(*lines, sep="\n")
+    sys.exit(f"{len(lines)} lines speak of a person; name the thing: a request, a rank, a process" if lines else 0)

@@ -227,7 +227,7 @@ def test_a_cache_that_cannot_be_written_costs_a_warning_only(
 ) -> None:
     cache.touch()
     assert start() == PROFILE.cost
-    assert "measured again at the next start" in caplog.text
+    assert "the next start measures steps again" in caplog.text
 
 
 def test_off_measures_nothing_and_starts_from_a_guess(measured: list[ProfileKey], cache: Path) -> None:

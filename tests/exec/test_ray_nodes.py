@@ -30,8 +30,9 @@ from skipjoin.model.config import ModelError
 
 pytestmark = pytest.mark.ray
 
-# More than ranks take to start anew, and much less than Ray takes to find out that a node is gone.
-REBUILD_S = 5.0
+# Ranks that start anew may take so many times as long as at their start, and so many seconds more: together much less,
+# on a machine that is not busy, than Ray takes to find out that a node is gone.
+REBUILD_STARTS, REBUILD_S = 3, 2.0
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +116,7 @@ def test_other_nodes_take_the_places_of_lost_ones(
             session.step()
         assert sorted(places(engine)) == sorted((first, third))
         noticed, back = (record.created for record in caplog.records if record.name == ranks.__name__)
-        assert back - noticed < 2 * start_s + REBUILD_S
+        assert back - noticed < REBUILD_STARTS * start_s + REBUILD_S
 
         cluster.lose(first)
         adding.start()

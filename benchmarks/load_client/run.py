@@ -33,9 +33,9 @@ from rich.progress import track
 
 from machine import describe_machine
 from skipjoin.bench.client import ClientProgress, Exchange
-from skipjoin.bench.http_request import Target
 from skipjoin.bench.load import measure
 from skipjoin.bench.load_plan import LoadPlan
+from skipjoin.bench.target import Target
 from skipjoin.bench.workload import synthetic
 from skipjoin.observe.record import Record, percentile
 

@@ -19,8 +19,9 @@ from openai_stub import DONE, OpenAiStub, complete, event, stream, token, usage,
 from skipjoin.bench import client as client_module
 from skipjoin.bench.client import Client, ClientRun
 from skipjoin.bench.http_answer import Answer
-from skipjoin.bench.http_request import Bodies, Target, parse_extra, parse_prompt_ids
+from skipjoin.bench.http_request import Bodies
 from skipjoin.bench.load import figures
+from skipjoin.bench.target import Target, parse_extra, parse_prompt_ids
 from skipjoin.bench.workload import WorkloadRequest
 from skipjoin.config import ConfigError
 from skipjoin.observe.record import Slo

@@ -16,7 +16,8 @@ import aiohttp
 import msgspec
 
 from skipjoin.bench.http_answer import Answer, Failure, failure
-from skipjoin.bench.http_request import Bodies, Target
+from skipjoin.bench.http_request import Bodies
+from skipjoin.bench.target import Target
 from skipjoin.bench.workload import WorkloadRequest
 from skipjoin.config import ConfigError
 from skipjoin.observe.requests import RequestFacts

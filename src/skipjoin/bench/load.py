@@ -25,8 +25,9 @@ from skipjoin.bench.client import (
     Exchange,
     warm_up,
 )
-from skipjoin.bench.http_request import Bodies, Target
+from skipjoin.bench.http_request import Bodies
 from skipjoin.bench.load_plan import LoadPlan
+from skipjoin.bench.target import Target
 from skipjoin.config import ConfigError
 from skipjoin.machine import cpu_name
 from skipjoin.observe.record import Record, Slo, percentile, summarize

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from skipjoin.bench.http_request import Target, parse_extra, parse_prompt_ids
 from skipjoin.bench.load_plan import LoadPlan
+from skipjoin.bench.target import Target, parse_extra, parse_prompt_ids
 from skipjoin.cli.options import Section, Values, takes
 from skipjoin.cli.workload import LoadOptions, parse_seeds, rates_of
 

@@ -19,12 +19,14 @@ from skipjoin.core.waits import WaitReason, WaitState
 class StepPlanner:
     """One step while it is being decided.
 
-    waiting: the requests that were examined and wait. tail: why the requests wait that were not examined.
+    waiting: the requests that were examined and wait. tail: why the requests wait that were not examined. started: how
+    many requests of the batch did not run until now.
     """
 
     def __init__(self, policies: Policies, kv: KVLedger, events: list[Event], context: StepContext) -> None:
         self.waiting: list[Request] = []
         self.tail = WaitReason.NOT_EXAMINED
+        self.started = 0
         self._policies = policies
         self._kv = kv
         self._events = events
@@ -100,6 +102,7 @@ class StepPlanner:
                     request.pending_samples += samples
                     request.wait = None
                     if request.last_plan < latest:
+                        self.started += 1
                         self._events.append(Started(request, context.now))
                     request.last_plan = plan_id
             elif self._refuse(request, verdict) is Scope.ALL:

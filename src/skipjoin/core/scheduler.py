@@ -110,7 +110,7 @@ class Scheduler:
             return None
         self._next_id += 1
         self._in_flight.append(plan)
-        self._note_pauses(plan, now)
+        self._note_pauses(plan, planner.started, now)
         kv = self.kv
         held, claimed = kv.device_total - kv.device_free, kv.device_total - kv.available
         self.events.append(Planned(plan, now, held, claimed, planner.tail))
@@ -126,12 +126,15 @@ class Scheduler:
         if self.tail.reason is not planner.tail:
             self.tail = WaitState(planner.tail, now)
 
-    def _note_pauses(self, plan: StepPlan, now: float) -> None:
-        """Report the requests that ran until now and were passed over in this plan."""
+    def _note_pauses(self, plan: StepPlan, started: int, now: float) -> None:
+        """Report the requests that ran until now and were passed over in this plan. started: requests in it that did
+        not run until now."""
         self._recent.append(plan)
         if len(self._recent) <= self._window:
             return
         old = self._recent.popleft()
+        if self._window == 1 and len(plan.slices) - started == len(old.slices):
+            return  # all of them run on
         old_id = old.id
         for piece in old.slices:
             request = piece.request
@@ -159,7 +162,8 @@ class Scheduler:
             if piece.samples:
                 request.pending_samples -= 1
                 request.is_fresh = False
-            gone = gone or request.finish_reason is not None
+            if request.finish_reason is not None:
+                gone = True
         alive = plan.slices
         if gone:
             alive = tuple(

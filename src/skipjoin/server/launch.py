@@ -170,9 +170,10 @@ class Server:
             return EXIT_OK
         self._announce(listener)
         await _first(self._stop.wait(), self._engine.died.wait())
-        if not self._stop.is_set():
-            _say(f"error: the engine has died; this server exits in {DEATH_GRACE_S:g} s")
-            await _first(self._stop.wait(), asyncio.sleep(DEATH_GRACE_S))
+        if self._engine.died.is_set():  # a signal may have arrived since
+            if not self._stop.is_set():
+                _say(f"error: the engine has died; this server exits in {DEATH_GRACE_S:g} s")
+                await _first(self._stop.wait(), asyncio.sleep(DEATH_GRACE_S))
             return EXIT_ENGINE
         await self._drain()
         return EXIT_OK

@@ -26,7 +26,7 @@ RECIPES = (
 LEFT_OUT = ("version", "wait_s", "recipe_params")
 # Pools of some twenty requests and arrivals above capacity: every way to make room is gone.
 _COMMON = (
-    "--model opt-13b --kv-gib 4 --rates 8 --requests 60 --max-num-seqs 24 --lengths sharegpt --seeds 0,1 --jobs 1 "
+    "--model opt-13b --kv-gib 4 --rates 12 --requests 30 --max-num-seqs 24 --lengths sharegpt --seeds 0,1 --jobs 1 "
     f"--starvation-s 4 --best-effort-share 0.2 --recipes {RECIPES}"
 )
 RUNS = {

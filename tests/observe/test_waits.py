@@ -8,11 +8,12 @@ from itertools import product
 
 import pytest
 
-from skipjoin.core.events import Computed, Planned, Waited
+from skipjoin.core.events import Arrived, Computed, Finished, Planned, Started, Waited
 from skipjoin.core.kv import KVLedger
 from skipjoin.core.policy import Policies
-from skipjoin.core.request import Request
+from skipjoin.core.request import FinishReason, Request
 from skipjoin.core.scheduler import Scheduler
+from skipjoin.core.step import Slice, StepPlan, StepResult
 from skipjoin.core.waits import WaitReason
 from skipjoin.observe.metrics import EngineMetrics
 from skipjoin.observe.requests import RequestFacts, RequestLog
@@ -173,3 +174,16 @@ def test_a_request_that_is_examined_no_more_shares_the_reason_of_the_tail() -> N
     assert scene.reasons()[2] == "behind_memory"
     changes = [(event.request.id, event.reason) for event in scene.stepper.events if isinstance(event, Waited)]
     assert (2, WaitReason.NOT_EXAMINED) in changes
+
+
+def test_what_a_late_commit_charged_too_much_is_taken_back() -> None:
+    """Steps of 1 s that follow each other on the device; the result of the first is committed 0.2 s late."""
+    request, ended = make(0, 4, 2), []
+    plans = [StepPlan(number, (Slice(request, number, 1, True, False, ()),)) for number in range(2)]
+    log = RequestLog(ended.append)
+    log.observe([Arrived(request, 0.0), Started(request, 0.0), Planned(plans[0], 0.0, 0, 0)])
+    log.observe([Planned(plans[1], 0.5, 0, 0), Computed(StepResult(plans[0], (7,), 1.0), 1.2)])
+    log.observe([Computed(StepResult(plans[1], (7,), 1.0), 2.0), Finished(request, 2.0, FinishReason.LENGTH)])
+    (facts,) = ended
+    assert facts.execution_s == facts.jct(2.0) == 2.0
+    assert sum(facts.waits.seconds) == pytest.approx(0.0, abs=1e-9)

@@ -54,7 +54,8 @@ class WaitTimes:
 
     def by_reason(self) -> Iterator[tuple[WaitReason, float]]:
         """Each reason and its seconds."""
-        return zip(REASONS, self.seconds, strict=True)
+        # A step begun ahead may take back a little more from one reason than was charged to that one.
+        return zip(REASONS, (max(0.0, seconds) for seconds in self.seconds), strict=True)
 
 
 class WaitLog:
@@ -177,7 +178,7 @@ class WaitLog:
         return tuple(self._clock)
 
     def _add(self, times: WaitTimes, index: int, seconds: float) -> None:
-        if seconds > _NOTHING_S:
+        if abs(seconds) > _NOTHING_S:
             times.seconds[index] += seconds
             self._total[index] += seconds
 
@@ -189,7 +190,7 @@ class WaitLog:
 class StepWaits:
     """What one step means for the waits of the requests that it ran. freed: the moment of its result."""
 
-    __slots__ = ("_begin", "_chosen", "_gap", "_last", "_log", "_moving", "freed")
+    __slots__ = ("_begin", "_chosen", "_gap", "_is_serial", "_last", "_log", "_moving", "freed")
 
     def __init__(self, log: WaitLog, chosen: Moment, last: Moment | None, freed: Moment, result: StepResult) -> None:
         self._log = log
@@ -199,14 +200,18 @@ class StepWaits:
         self._begin = freed.now - result.seconds
         self._moving = result.moving
         # What a request waits that ran in the step before, too: the host, or nothing.
-        self._gap = last is not None and self._begin - last.now > _NOTHING_S
+        self._gap = last is not None and abs(self._begin - last.now) > _NOTHING_S
+        # On one device steps follow each other. A step begun ahead begins before the result of the previous one is
+        # committed: what was charged too much for that one is taken back. Between stages a request's steps overlap.
+        self._is_serial = not result.stages
 
     def ran(self, times: WaitTimes) -> None:
         """The step had a slice of the request."""
-        freed = times.freed
+        freed, begin = times.freed, self._begin
+        if freed is not None and not self._is_serial:
+            begin = max(begin, freed.now)
         if freed is None or freed is not self._last or self._gap:
-            self._log.resume(times, self._chosen, self._begin)
+            self._log.resume(times, self._chosen, begin)
         if self._moving:
-            begin = self._begin if freed is None else max(self._begin, freed.now)
-            self._log.add_moving(times, self._begin + self._moving - begin)
+            self._log.add_moving(times, max(0.0, self._begin + self._moving - begin))
         times.freed = self.freed

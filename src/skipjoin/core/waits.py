@@ -18,13 +18,13 @@ class WaitReason(StrEnum):
     NO_KV = "no_kv"  # KV blocks are short
     KV_ON_HOST = "kv_on_host"  # its KV is on the host, and the eviction policy has not moved it back yet
     KV_IN_TRANSIT = "kv_in_transit"  # its KV is on its way between the tiers
-    TOKEN_PENDING = "token_pending"  # a plan in flight samples the token that it needs next
+    TOKEN_PENDING = "token_pending"  # it was chosen, and its plan waits for the plans in flight before it
     BEHIND_MEMORY = "behind_memory"  # it is ranked behind a request that waits for KV blocks
     HELD_BY_BATCHER = "held_by_batcher"
     HELD_BY_ADMISSION = "held_by_admission"
     HELD_BY_EVICTION = "held_by_eviction"
     NOT_EXAMINED = "not_examined"  # no decision was made since it arrived
-    DISPATCH = "dispatch"  # it was chosen, and its plan waits for the host or for the plans before it
+    DISPATCH = "dispatch"  # it was chosen, and its plan waits for the host
 
 
 class WaitState(NamedTuple):

@@ -196,7 +196,7 @@ class _Exchange:
     """One choice of the requests that leave and that return."""
 
     def __init__(self, eviction: ProactiveSwap, kv: KVLedger, spare: int) -> None:
-        self._pressure = eviction
+        self._eviction = eviction
         self._kv = kv
         self._free = kv.available - spare  # blocks to come back into
         self._soon = self._free + kv.blocks_in_transit[Direction.OUT]  # when those on their way out have left
@@ -244,7 +244,7 @@ class _Exchange:
             if self._at == len(leaving) - 1 if turn is None else not turn < theirs:
                 break
             self._at += 1
-            if self._pressure.is_worth_moving(victim, kv):
+            if self._eviction.is_worth_moving(victim, kv):
                 self._out.append(victim)
                 self._soon += kv.footprint(victim)
                 self._room[Direction.OUT] -= kv.footprint(victim)

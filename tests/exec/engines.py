@@ -14,7 +14,7 @@ from copiers import HarshStore, LateCopier
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.events import Event, Preemption
 from skipjoin.core.kv import KVLedger
-from skipjoin.core.policy import Batcher, EvictionPolicy, Ordering, Policies
+from skipjoin.core.policy import Batcher, Callbacks, EvictionPolicy, Ordering, Policies
 from skipjoin.core.request import Request
 from skipjoin.core.scheduler import Scheduler
 from skipjoin.core.step import Move, Slice
@@ -52,7 +52,7 @@ def tiny_model(family: str) -> CausalLM:
     return model
 
 
-class Rotating:
+class Rotating(Callbacks):
     """Whoever ran least recently comes first, so that a full batch changes at every step."""
 
     def __init__(self) -> None:
@@ -66,9 +66,6 @@ class Rotating:
         self._steps += 1
         for piece in slices:
             self._last[piece.request] = self._steps
-
-    def evicted(self, request: Request, now: float) -> None:
-        pass
 
     def finished(self, request: Request, now: float) -> None:
         del self._last[request]

@@ -8,9 +8,9 @@ from typing import Any
 
 from skipjoin.core.events import Preemption
 from skipjoin.core.kv import KVLedger
-from skipjoin.core.policy import EvictionPolicy, Ordering
+from skipjoin.core.policy import Callbacks, EvictionPolicy, Ordering
 from skipjoin.core.request import Request
-from skipjoin.core.step import Slice, StepShape
+from skipjoin.core.step import StepShape
 from skipjoin.policies.cost import LinearCost
 from skipjoin.policies.eviction import Defer, ProactiveSwap, Recompute, Swap
 from skipjoin.recipes import RECIPES
@@ -40,7 +40,7 @@ class UnitCost:
         return 0.0
 
 
-class Ranks:
+class Ranks(Callbacks):
     """An ordering that the test sets: `rank` by request id, equals share a number and come in order of id.
     read: how many requests were taken from `ranked`, over all calls."""
 
@@ -51,12 +51,6 @@ class Ranks:
 
     def arrived(self, request: Request, now: float) -> None:
         self._live.append(request)
-
-    def ran(self, slices: Sequence[Slice], now: float) -> None:
-        pass
-
-    def evicted(self, request: Request, now: float) -> None:
-        pass
 
     def finished(self, request: Request, now: float) -> None:
         self._live.remove(request)

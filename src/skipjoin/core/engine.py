@@ -6,6 +6,7 @@ import heapq
 import math
 
 from skipjoin.core.events import Arrived, Event, Finished, Token
+from skipjoin.core.forecast import Forecast
 from skipjoin.core.kv import KVLedger
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.core.scheduler import Scheduler
@@ -59,6 +60,16 @@ class EngineCore:
         if request is None:
             return False
         self._finish(request, FinishReason.ABORT, now)
+        return True
+
+    def reforecast(self, request_id: int, forecast: Forecast, now: float) -> bool:
+        """Give the request another forecast; False if it is not there (any more)."""
+        request = self.requests.get(request_id)
+        if request is None:
+            return False
+        request.forecast = forecast
+        for reforecast in self.scheduler.policies.on_reforecast:
+            reforecast(request, now)
         return True
 
     def start_step(self, now: float) -> StepPlan | None:

@@ -56,6 +56,9 @@ class Callbacks:
     def evicted(self, request: Request, now: float) -> None:
         """The request's KV was dropped or swapped out; a dropped one has its tokens to compute again."""
 
+    def reforecast(self, request: Request, now: float) -> None:
+        """The request's `forecast` changed."""
+
     def finished(self, request: Request, now: float) -> None:
         """The request ended, however it did: forget it."""
 
@@ -70,6 +73,7 @@ class Ordering(Protocol):
     def arrived(self, request: Request, now: float) -> None: ...
     def ran(self, slices: Sequence[Slice], now: float) -> None: ...
     def evicted(self, request: Request, now: float) -> None: ...
+    def reforecast(self, request: Request, now: float) -> None: ...
     def finished(self, request: Request, now: float) -> None: ...
 
     def ranked(self, now: float) -> Iterator[Request]:
@@ -199,7 +203,8 @@ class EvictionPolicy(Protocol):
 class Policies:
     """One serving system: a choice for every seam.
 
-    on_arrived, on_ran, on_evicted, on_finished: the `Callbacks` that the four policies have, in the order of the seams.
+    on_arrived, on_ran, on_evicted, on_reforecast, on_finished: the `Callbacks` that the four policies have, in the
+    order of the seams.
     """
 
     ordering: Ordering
@@ -209,11 +214,12 @@ class Policies:
     on_arrived: tuple[Callable[[Request, float], None], ...] = field(init=False, repr=False, compare=False)
     on_ran: tuple[Callable[[Sequence[Slice], float], None], ...] = field(init=False, repr=False, compare=False)
     on_evicted: tuple[Callable[[Request, float], None], ...] = field(init=False, repr=False, compare=False)
+    on_reforecast: tuple[Callable[[Request, float], None], ...] = field(init=False, repr=False, compare=False)
     on_finished: tuple[Callable[[Request, float], None], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         seams = (self.ordering, self.batcher, self.admission, self.eviction)
-        for name in ("arrived", "ran", "evicted", "finished"):
+        for name in ("arrived", "ran", "evicted", "reforecast", "finished"):
             inherited = getattr(Callbacks, name)
             has = [seam for seam in seams if getattr(type(seam), name, inherited) is not inherited]
             object.__setattr__(self, f"on_{name}", tuple(getattr(seam, name) for seam in has))

@@ -6,7 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
+from skipjoin.core.forecast import Forecast
 from skipjoin.core.waits import WaitState
 
 NEVER = -(1 << 62)  # a plan id below every other
@@ -22,15 +24,29 @@ class FinishReason(StrEnum):
     ERROR = "error"  # the executor gave it up
 
 
+class Target(NamedTuple):
+    """Soft objectives of one request, in seconds: time to first token, time per output token after it, and job
+    completion time. A request that misses one goes on; `RequestOptions.deadline_s` is the hard limit."""
+
+    ttft_s: float = math.inf
+    tpot_s: float = math.inf
+    jct_s: float = math.inf
+
+
+NO_TARGET = Target()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOptions:
     """What a client asks of the scheduler. Made once, at the API's edge or in `LLM`, and carried as it is from there.
 
     priority: lower is earlier. deadline_s: seconds from the request's arrival after which it is ended; None: never.
+    target: soft objectives.
     """
 
     priority: int = 0
     deadline_s: float | None = None
+    target: Target = NO_TARGET
 
 
 DEFAULT_OPTIONS = RequestOptions()
@@ -48,6 +64,7 @@ class Request:
     id: unique and increasing with arrival. arrival, deadline: seconds on the driver's clock.
     max_tokens: most tokens to generate, at least 1. stop_tokens end the output once min_tokens are generated.
     sampling: what the executor's sampler reads; the core never looks inside.
+    forecast: of its output length, if there is one; `EngineCore.reforecast` changes it.
     output: generated so far; a request may come with tokens from elsewhere, after which it goes on.
     """
 
@@ -59,6 +76,7 @@ class Request:
     stop_tokens: frozenset[int] = frozenset()
     options: RequestOptions = DEFAULT_OPTIONS
     sampling: object = None
+    forecast: Forecast | None = None
 
     output: list[int] = field(default_factory=list)
     deadline: float = field(default=math.inf, init=False)  # follows from the options

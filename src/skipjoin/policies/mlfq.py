@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import chain, count
 from typing import Any
 
-from skipjoin.core.policy import CostModel
+from skipjoin.core.policy import Callbacks, CostModel
 from skipjoin.core.request import Request
 from skipjoin.core.step import Slice, StepShape
 
@@ -37,7 +37,7 @@ PROMOTION_SHARE = 0.05
 _BATCH_RATE = 0.05
 
 
-class SkipJoinMlfq:
+class SkipJoinMlfq(Callbacks):
     """Skip-join multi-level feedback queue (FastServe section 4.1).
 
     Queue i has a quantum of `2^i` times the shortest iteration. A request joins the first queue whose quantum
@@ -129,9 +129,6 @@ class SkipJoinMlfq:
             job.used += seconds
             if job.used >= quanta[job.level]:
                 self._step_down(piece.request, job)
-
-    def evicted(self, request: Request, now: float) -> None:
-        pass
 
     def finished(self, request: Request, now: float) -> None:
         job = self._jobs.pop(request)

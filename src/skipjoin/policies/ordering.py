@@ -49,7 +49,7 @@ class Fcfs(FixedKey):
         super().__init__(lambda request: request.arrival)
 
 
-class ShortestRemaining:
+class ShortestRemaining(Callbacks):
     """Least remaining work first, in seconds: tokens that have no KV yet, then the tokens that the predictor
     expects still to come. With true lengths this is SRPT, the bound that the other orderings are held against.
 
@@ -108,7 +108,7 @@ class ShortestRemaining:
         return (seconds, request.arrival, request.id)
 
 
-class Prioritized:
+class Prioritized(Callbacks):
     """Strict priorities around any ordering: requests of a lower `priority` number come first, and each number has
     an ordering of its own. While all requests have the same number, this is that ordering.
 
@@ -142,6 +142,9 @@ class Prioritized:
 
     def evicted(self, request: Request, now: float) -> None:
         self._bands[request.options.priority].evicted(request, now)
+
+    def reforecast(self, request: Request, now: float) -> None:
+        self._bands[request.options.priority].reforecast(request, now)
 
     def finished(self, request: Request, now: float) -> None:
         number = request.options.priority

@@ -81,7 +81,7 @@ def test_a_short_run_of_figure_15_has_its_settings_records_and_ratios(tmp_path: 
     assert result["settings"]["duration_s"] == 8
     assert result["settings"]["seeds"] == [0]
     (system,) = result["settings"]["systems"].values()
-    wanted = {"max_num_seqs": 256, "block_size": 16, "max_tokens": None}
+    wanted = {"max_num_seqs": 256, "block_size": 16, "max_tokens": "exact"}
     assert wanted.items() <= system.items()
     assert system["kv_gib"] == pytest.approx(11, abs=0.02)
     assert system["swap_gib"] == pytest.approx(128, abs=0.02)

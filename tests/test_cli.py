@@ -284,6 +284,7 @@ SIMULATE = ["simulate", "--model", "opt-13b", "--rates", "1"]
         (["generate", "--prompt", "x", "--swap-space", "9e5"], "swap_space_gib must be at most"),
         (["generate", "--prompt", "x", "--slo", "inf"], "slo_s must be in (0, 1e+06], got inf"),
         ([*SIMULATE, "--swap-space", "inf"], "swap_gib must be in [0, 1e+06], got inf"),
+        ([*SIMULATE, "--max-tokens", "all"], "max_tokens must be an integer or room or exact, got 'all'"),
         ([*SIMULATE, "--slo", "-1"], "slo_s must be in (0, 1e+06], got -1"),
         ([*SIMULATE, "--starvation-s", "0"], "starvation_s must be in (0, 1e+09], got 0"),
         ([*SIMULATE, "--set", "starvation_s=0"], "starvation_s must be in (0, 1e+09], got 0"),

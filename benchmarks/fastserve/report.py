@@ -85,7 +85,7 @@ def shown_settings(settings: Result) -> str:
         f"{settings['duration_s']:g} s; seeds {', '.join(map(str, settings['seeds']))}"
     ]
     for name, one in settings["systems"].items():
-        asked = "what they generate" if one["max_tokens"] is None else one["max_tokens"]
+        asked = "what they generate" if one["max_tokens"] == "exact" else one["max_tokens"]
         parts = (
             ", ".join(one["recipes"]),
             f"{one['max_num_batched_tokens']} tokens per step, KV {one['kv_gib']:g} GiB, host {one['swap_gib']:g} GiB",

@@ -166,6 +166,7 @@ class Bench:
             slo_s=self.bound_s,
             max_num_seqs=setting.max_num_seqs,
             max_num_batched_tokens=setting.max_num_batched_tokens,
+            max_tokens="exact",
             decision_s=0.0,  # one step is decided while another runs
         )
         return found

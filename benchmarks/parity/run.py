@@ -139,7 +139,9 @@ def main() -> None:
         machine = Machine(hardware=str(path), kv_gib=KV_GIB)
         for load in LOADS:
             for recipe in RECIPES:
-                (system,) = machine.systems(recipe, max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=MAX_TOKENS)
+                (system,) = machine.systems(
+                    recipe, max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=MAX_TOKENS, max_tokens="exact"
+                )
                 full = full or capacity(system)
                 cell = Cell(system, WORKLOAD, Extent(load * full, args.duration, repeat))
                 predicted = run(cell)

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
 from types import NoneType, UnionType
-from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 # What one setting may be, where settings come by name.
 Value = bool | int | float | str
@@ -78,11 +78,13 @@ class Knob:
 class Setting:
     """A field with a knob.
 
-    kind: its type, without the None that `optional` stands for. default: MISSING if it has none.
+    kind: its type, without the None that `optional` stands for and the `words`, strings that it may be instead: those
+    of a Literal beside the type, as in `int | Literal["all"]`. default: MISSING if it has none.
     """
 
     name: str
     kind: Any
+    words: tuple[str, ...]
     optional: bool
     default: Any
     knob: Knob
@@ -97,7 +99,11 @@ class Setting:
 
     @property
     def bounds(self) -> str:
-        """Which values there may be, such as "in [1, 1024]" or "above 0"; empty: any."""
+        """Which values there may be, such as "in [1, 1024]", "above 0" or "at least 1 or all"; empty: any."""
+        return self._or_words(self._bounds)
+
+    @property
+    def _bounds(self) -> str:
         low, above, high = self.knob.low, self.knob.above, self.knob.high
         if self.knob.choices:
             return f"one of {', '.join(self.knob.choices)}"
@@ -110,23 +116,28 @@ class Setting:
 
     def check(self, value: Any) -> None:
         """Raise `ConfigError` for a value of another type or outside the bounds."""
-        if value is None and self.optional:
+        if (value is None and self.optional) or (isinstance(value, str) and value in self.words):
             return
         if self.kind in _KINDS:
             called, wanted = _KINDS[self.kind]
             if not isinstance(value, wanted) or (isinstance(value, bool) and self.kind is not bool):
-                raise ConfigError(f"{self.name} must be {called}, got {value!r}")
+                raise ConfigError(f"{self.name} must be {self._or_words(called)}, got {value!r}")
         if not self._allows(value):
             shown = repr(value) if self.knob.choices else value
             raise ConfigError(f"{self.name} must be {self.bounds}, got {shown}")
 
     def read(self, text: str) -> Value:
         """The value that a text spells. Raises `ConfigError` for one of another type."""
+        if text in self.words:
+            return text
         try:
             value: Value = _BOOLS[text.strip().lower()] if self.kind is bool else self.kind(text)
         except (ValueError, KeyError):
-            raise ConfigError(f"{self.name} must be {_KINDS[self.kind][0]}, got {text!r}") from None
+            raise ConfigError(f"{self.name} must be {self._or_words(_KINDS[self.kind][0])}, got {text!r}") from None
         return value
+
+    def _or_words(self, what: str) -> str:
+        return " or ".join(part for part in (what, *self.words) if part)
 
     def _allows(self, value: Any) -> bool:
         knob = self.knob
@@ -155,7 +166,7 @@ def _find_settings(cls: type) -> dict[str, Setting]:
             kind, *extras = get_args(hints[field.name])
             knob = next((extra for extra in extras if isinstance(extra, Knob)), None)
             if knob is not None:
-                found[field.name] = Setting(field.name, *_without_none(kind), _default(field), knob)
+                found[field.name] = Setting(field.name, *_parts(kind), _default(field), knob)
     return found
 
 
@@ -165,12 +176,12 @@ def check(instance: Any) -> None:
         setting.check(getattr(instance, name))
 
 
-def _without_none(kind: Any) -> tuple[Any, bool]:
-    if get_origin(kind) in (Union, UnionType):
-        parts = get_args(kind)
-        if len(parts) == 2 and NoneType in parts:
-            return next(part for part in parts if part is not NoneType), True
-    return kind, False
+def _parts(kind: Any) -> tuple[Any, tuple[str, ...], bool]:
+    """A field's type, the words that it may be instead, and whether it may be None."""
+    parts = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    words = tuple(word for part in parts if get_origin(part) is Literal for word in get_args(part))
+    types = [part for part in parts if part is not NoneType and get_origin(part) is not Literal]
+    return (types[0] if len(types) == 1 else kind), words, NoneType in parts
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:

@@ -61,8 +61,9 @@ def test_requests_stop_at_their_length_though_they_asked_for_more() -> None:
     # On-demand recipes do not look at what is asked for; a reservation of the maximum does.
     assert record["jct_s"] == run(CELL)["jct_s"]
     orca = replace(SYSTEM, recipe="orca")
-    exact, most = (run(replace(CELL, system=replace(orca, max_tokens=tokens))) for tokens in (None, 500))
+    exact, most = (run(replace(CELL, system=replace(orca, max_tokens=tokens))) for tokens in ("exact", 500))
     assert most["jct_s"]["mean"] > exact["jct_s"]["mean"]
+    assert run(replace(CELL, system=orca))["jct_s"]["mean"] > most["jct_s"]["mean"]
 
 
 def test_the_oracle_sees_what_others_do_not() -> None:
@@ -91,6 +92,10 @@ def test_a_run_that_is_cut_short_counts_everybody() -> None:
     assert counts["submitted"] == arrived
     assert counts["unfinished"] > 0
     assert record["duration_s"] == 10.0
+    # One that is not finished is taken to reach its true length now, whatever it asked for.
+    asked = [run(replace(cut, system=replace(SYSTEM, max_tokens=tokens))) for tokens in ("exact", 500)]
+    for one in asked:
+        assert one["normalized_latency_s"] == record["normalized_latency_s"]
 
 
 def test_objectives_follow_the_light_load() -> None:
@@ -150,6 +155,7 @@ def test_a_trace_is_played_as_it_is(tmp_path) -> None:
         ("replicas", 0),
         ("kv_blocks", 0),
         ("max_tokens", 0),
+        ("max_tokens", "all"),
         ("decision_s", -1.0),
         ("host_blocks", -1),
         ("dispatch", "random"),

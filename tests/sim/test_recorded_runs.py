@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from recorded_runs import HASHES, RUNS, record_hashes
+from recorded_runs import HASHES, RESERVING, RUNS, record_hashes
 
 STORED = json.loads(HASHES.read_text()) if HASHES.exists() else {}
 
@@ -13,3 +13,9 @@ STORED = json.loads(HASHES.read_text()) if HASHES.exists() else {}
 @pytest.mark.parametrize("run", RUNS)
 def test_records_are_what_they_were(run: str) -> None:
     assert record_hashes(run) == STORED[run]
+
+
+def test_only_reservations_depend_on_what_requests_ask_for() -> None:
+    run = "a100-40gb:pp2, swap 1"
+    blind = record_hashes(run, "--max-tokens", "room")
+    assert {name.split(",")[0] for name, found in blind.items() if found != STORED[run][name]} == set(RESERVING)

@@ -105,7 +105,7 @@ class Setup:
 def system(setup: Setup, recipe: str) -> System:
     """What the server is, for the simulator."""
     machine = Machine(hardware=str(setup.profile), kv_gib=KV_GIB, swap_gib=SWAP_GIB)
-    settings = {"max_num_seqs": MAX_NUM_SEQS, "max_num_batched_tokens": MAX_TOKENS}
+    settings = {"max_num_seqs": MAX_NUM_SEQS, "max_num_batched_tokens": MAX_TOKENS, "max_tokens": "exact"}
     (found,) = machine.systems(recipe, slo_s=setup.bound_s, **settings)
     return found
 

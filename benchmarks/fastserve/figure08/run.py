@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from common import Options, Result, slim
+from common import MAX_TOKENS, Options, Result, slim
 from matplotlib.figure import Figure
 from pictures import legend_of, look
 from report import main, settings_of, table
@@ -57,7 +57,7 @@ def measure(options: Options) -> Result:
     for cap in CAPS:
         of = {
             system.recipe: replace(system, kv_blocks=ENDLESS_BLOCKS)
-            for system in machine.systems(",".join(RECIPES), max_num_seqs=cap)
+            for system in machine.systems(",".join(RECIPES), max_num_seqs=cap, max_tokens=MAX_TOKENS)
         }
         systems += of.values()
         for seed in options.seeds():

@@ -1,4 +1,7 @@
-"""One simulated run: from a system, a workload and a seed to a record."""
+"""One simulated run: from a system, a workload and a seed to a record.
+
+How long an output gets is known to the simulated executor alone, to declared oracles, and to `max_tokens` "exact".
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,8 @@ import gc
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
-from typing import Annotated
+from dataclasses import asdict, dataclass, field, replace
+from typing import Annotated, Literal
 
 from skipjoin.bench.workload import Workload, WorkloadRequest
 from skipjoin.config import ConfigError, MaxBatchedTokens, MaxNumSeqs, Objective
@@ -58,9 +61,15 @@ class System:
     max_num_batched_tokens: MaxBatchedTokens = 2048
     slo_s: Objective = DEFAULT_SLO_S
     max_tokens: Annotated[
-        int | None,
-        Knob("What requests ask for (default: just what they will generate).", low=1, group="Workload"),
-    ] = None
+        int | Literal["room", "exact"],
+        Knob(
+            "What requests ask for: the room that the context leaves, exactly what they will generate (this tells "
+            "policies the true lengths), or N tokens, and more where they will generate more.",
+            low=1,
+            metavar="room|exact|N",
+            group="Workload",
+        ),
+    ] = "room"
     stages: int = 1
     stage_shares: tuple[float, ...] = ()
     decision_s: Annotated[float, Knob("Host time of each decision.", low=0, high=1e6)] = 0.0
@@ -82,7 +91,7 @@ class System:
 
     @property
     def settings(self) -> Settings:
-        """What the recipe is built from."""
+        """What the recipe is built from; an oracle learns the lengths of a run when it begins."""
         limits = EngineLimits(
             requests=None,
             max_len=self.max_model_len,
@@ -96,7 +105,7 @@ class System:
             self.max_num_seqs,
             self.max_num_batched_tokens,
             slo_s=self.slo_s,
-            predictor=TrueLengths(),
+            predictor=TrueLengths(()),
             stages=self.stages,
             limits=limits,
         )
@@ -173,11 +182,13 @@ class Cell:
 
 
 class TrueLengths:
-    """The oracle: the true output lengths of the workload. A request carries its own as `sampling`."""
+    """The oracle: the true output lengths of the workload, by the id of the request."""
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self._lengths = lengths
 
     def predict(self, request: Request) -> int:
-        length: int = request.sampling  # type: ignore[assignment]
-        return length
+        return self._lengths[request.id]
 
 
 def run(
@@ -196,6 +207,7 @@ def run(
     if cell.slo_scale is not None:
         prefill_s, decode_s = system.light_load(jobs)
         slo = Slo(ttft_s=cell.slo_scale * prefill_s, tpot_s=cell.slo_scale * decode_s)
+    lengths = [job.output_tokens for job in jobs]
     taken = [(number, job) for number, job in enumerate(jobs) if _most_output(system, job) >= job.output_tokens]
     rejected = [job.stream for job in jobs if _most_output(system, job) < job.output_tokens]
     ended: list[RequestFacts] = []
@@ -216,15 +228,15 @@ def run(
             reported = len(ended)
             on_share(reported / len(taken))
 
-    replicas = [_replica(system) for _ in logs]
-    dispatch = make_dispatch(system.dispatch, system.replicas, system.cost, TrueLengths())
+    replicas = [_replica(system, lengths) for _ in logs]
+    dispatch = make_dispatch(system.dispatch, system.replicas, system.cost, TrueLengths(lengths))
     with _without_garbage_collection():
         # A generator, so that ended requests take no memory for their tokens.
         requests = (_request(system, number, job) for number, job in taken)
         end = simulate_cluster(replicas, requests, dispatch, on_events=observe, until=extent.until_s)
     facts = ended + [one for log in logs for one in log.live(end)]
     for one in facts:
-        one.stream = jobs[one.id].stream
+        one.stream, one.output_limit = jobs[one.id].stream, lengths[one.id]
     record: Record = {
         "recipe": system.recipe,
         "recipe_params": asdict(find(system.recipe).resolve(system.settings, system.own_params)),
@@ -240,34 +252,49 @@ def run(
     return record
 
 
-def _replica(system: System) -> Replica:
-    policies = build(system.recipe, system.settings, system.own_params)
+def _replica(system: System, lengths: Sequence[int]) -> Replica:
+    settings = replace(system.settings, predictor=TrueLengths(lengths))
+    policies = build(system.recipe, settings, system.own_params)
     kv = KVLedger(system.kv_blocks, system.host_blocks, system.block_size)
     core = EngineCore(Scheduler(policies, kv, depth=system.stages))
-    executor = SimulatedExecutor(system.cost, _sample, system.stage_shares or system.stages)
+    executor = SimulatedExecutor(system.cost, _sampler(lengths), system.stage_shares or system.stages)
     return Replica(core, executor, decision_s=system.decision_s)
 
 
+def _sampler(lengths: Sequence[int]) -> Callable[[Request, int], int]:
+    """What generates tokens. lengths: of the outputs, by the id of the request."""
+
+    def sample(request: Request, position: int) -> int:
+        return _END if position + 1 - len(request.prompt) >= lengths[request.id] else _TOKEN
+
+    return sample
+
+
 def _most_output(system: System, job: WorkloadRequest) -> int:
-    """Most tokens that a job can generate; a server would reject one that requests more."""
+    """The room for a job's output: a server would reject one that requests more."""
     return min(system.max_model_len, system.kv_blocks * system.block_size) - job.prompt_tokens
 
 
 def _request(system: System, number: int, job: WorkloadRequest) -> Request:
-    requested = job.output_tokens if system.max_tokens is None else max(job.output_tokens, system.max_tokens)
     return Request(
         number,
         job.at,
         range(job.prompt_tokens),
-        min(requested, _most_output(system, job)),
+        _max_tokens(system, job),
         stop_tokens=_STOP,
         options=RequestOptions(priority=job.priority),
-        sampling=job.output_tokens,
     )
 
 
-def _sample(request: Request, position: int) -> int:
-    return _END if position + 1 - len(request.prompt) >= request.sampling else _TOKEN  # type: ignore[operator]
+def _max_tokens(system: System, job: WorkloadRequest) -> int:
+    """What a job asks for."""
+    match system.max_tokens:
+        case "room":
+            return _most_output(system, job)
+        case "exact":
+            return job.output_tokens
+        case number:
+            return min(max(job.output_tokens, number), _most_output(system, job))
 
 
 @contextmanager

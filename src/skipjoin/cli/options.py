@@ -92,8 +92,9 @@ def _option(setting: Setting) -> inspect.Parameter:
     if get_origin(kind) in (tuple, dict):  # several values: the flag is repeated
         kind = list[str]
         default = default if default is inspect.Parameter.empty else []
-    elif setting.optional:
-        kind |= None
+    else:
+        kind = str if setting.words else kind  # read by the setting, which knows its words
+        kind = kind | None if setting.optional else kind
     if knob.positional:
         info = typer.Argument(help=setting.help)
         place = inspect.Parameter.POSITIONAL_OR_KEYWORD
@@ -116,6 +117,8 @@ def _place(parameter: inspect.Parameter) -> tuple[bool, bool]:
 
 
 def _value(setting: Setting, given: Any) -> Any:
+    if setting.words and given is not None:
+        return setting.read(given)
     return tuple(given or ()) if get_origin(setting.kind) is tuple else given
 
 

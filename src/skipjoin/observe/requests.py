@@ -31,9 +31,10 @@ COMPLETE = (FinishReason.STOP.value, FinishReason.LENGTH.value)
 class RequestFacts:
     """One request in figures; times in seconds on its observer's clock, None for what has not happened.
 
-    output_limit: most tokens that it may generate. earlier_tokens: those that it came with, generated elsewhere: its
-    first token was elsewhere, too, and the times that began before it came are not told. started: when it first ran.
-    ended: when it was over, with `reason` as in `FinishReason`, or a word of the observer's own.
+    output_limit: most tokens that it may generate, or what it will generate where its observer knows.
+    earlier_tokens: those that it came with, generated elsewhere: its first token was elsewhere, too, and the times that
+    began before it came are not told. started: when it first ran. ended: when it was over, with `reason` as in
+    `FinishReason`, or a word of the observer's own.
     execution_s: in steps that computed for it; swapping_s: in which those steps stood still for KV; scheduling_s: what
     the host added to those steps. waits: seconds by reason, where its observer is an engine.
 

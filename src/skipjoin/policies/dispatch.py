@@ -149,7 +149,8 @@ DISPATCH_RULES = ("round-robin", "least-work", "least-work-oracle")
 
 def make_dispatch(name: str, replicas: int, cost: CostModel, oracle: LengthPredictor) -> Dispatch:
     """The rule called `name`, one of `DISPATCH_RULES`: `least-work` learns lengths from requests that ended, as the
-    server does, `least-work-oracle` has them from the oracle. Raises ValueError for another name."""
+    server does, and expects none above its max_tokens; `least-work-oracle` has them from the oracle. Raises ValueError
+    for another name."""
     if name == "round-robin":
         return RoundRobin(replicas)
     if name not in DISPATCH_RULES:

@@ -8,24 +8,23 @@ import random
 import statistics
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks" / "fastserve"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
-import common
-import panels
-import report
-from shapes import Spread, held
-
+from fastserve import panels, setting
+from figures import report, runs
+from figures.shapes import Spread, held
 from skipjoin.bench.bound import MaximumRate
 from skipjoin.bench.simulation import run as simulate
 from skipjoin.config import ConfigError
 
-FOLDER = Path(common.__file__).resolve().parent
+FOLDER = Path(setting.__file__).resolve().parent
 FIGURES = sorted(path.parent.name for path in FOLDER.glob("figure*/run.py"))
 
 
@@ -68,7 +67,7 @@ def test_the_worked_example_gives_the_papers_averages_and_the_same_picture_twice
 
 
 def test_the_first_iteration_grows_with_the_prompt_and_the_others_hardly_do() -> None:
-    rows = module_of("figure05").measure(common.Options(out=FOLDER))["tables"][0]["rows"]
+    rows = module_of("figure05").measure(runs.Options(out=FOLDER))["tables"][0]["rows"]
     firsts, seconds = ([row[place] for row in rows] for place in (1, 2))
     assert firsts == sorted(firsts)
     assert firsts[-1] > 5 * firsts[0]
@@ -98,32 +97,32 @@ def test_a_short_run_of_figure_15_has_its_settings_records_and_ratios(tmp_path: 
 
 def test_figure_12_says_that_it_needs_figure_11(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="run that first"):
-        module_of("figure12").measure(common.Options(out=tmp_path / "figure12"))
+        module_of("figure12").measure(runs.Options(out=tmp_path / "figure12"))
 
 
 def test_figure_11_reads_rates_off_its_curves_and_has_a_panel_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
     figure11 = module_of("figure11")
     for key, rates in figure11.RATES.items():
         monkeypatch.setitem(figure11.RATES, key, rates[:1])
-    plans = figure11.curves_of(common.Options(out=FOLDER, quick=True, duration_s=2.0))
+    plans = figure11.curves_of(runs.Options(out=FOLDER, quick=True, duration_s=2.0))
     records = []
     for plan in plans:
         (cell,) = plan.first()
-        records.append(common.slim(simulate(cell)))
-    table = panels.read_off(records, common.MEAN_BOUND)
+        records.append(runs.slim(simulate(cell)))
+    table = panels.read_off(records, setting.MEAN_BOUND)
     assert [row[:2] for row in table["rows"]][:2] == [["opt-13b", "sharegpt"], ["opt-66b", "sharegpt"]]
     least = table["columns"].index("fcfs")
     assert table["rows"][0][least] == "≥ 1.5"  # the only rate that was measured, and the bound holds there
     axes = panels.draw_panels(records, "normalized_latency_s.mean", 0.3).axes
     assert len(axes) == 6
-    assert {line.get_label() for line in axes[0].lines} == {*common.RECIPES, "bound 0.3"}
+    assert {line.get_label() for line in axes[0].lines} == {*setting.RECIPES, "bound 0.3"}
 
 
 def test_a_search_keeps_what_it_saw_and_finds_the_rate() -> None:
-    options = common.Options(out=FOLDER, quick=True, jobs=1, duration_s=20.0)
-    of = common.system("fcfs", batch_cap=1)
-    search = common.Search(common.cells(of, common.poisson("uniform:8-64,4-16"), [4.0], options), "jct_s.mean<=1")
-    common.run_plans("a search", [search], options)
+    options = runs.Options(out=FOLDER, quick=True, jobs=1, duration_s=20.0)
+    of = setting.system("fcfs", batch_cap=1)
+    search = runs.Search(runs.cells(of, runs.poisson("uniform:8-64,4-16"), [4.0], options), "jct_s.mean<=1")
+    runs.run_plans("a search", [search], options)
     tried = dict(search.tried())
     holds = max(rate for rate, value in tried.items() if value <= 1)
     breaks = min(rate for rate, value in tried.items() if value > 1)
@@ -132,17 +131,17 @@ def test_a_search_keeps_what_it_saw_and_finds_the_rate() -> None:
 
 
 def test_quick_leaves_out_every_other_rate_but_the_last() -> None:
-    options = common.Options(out=FOLDER, quick=True)
+    options = runs.Options(out=FOLDER, quick=True)
     assert list(options.some((1, 2, 3, 4, 5, 6))) == [2, 4, 6]
     assert list(options.some((1, 2, 3))) == [1, 3]
     assert options.seeds() == (0,)
-    assert list(common.Options(out=FOLDER).some((1, 2, 3))) == [1, 2, 3]
-    assert common.Options(out=FOLDER).seeds() == (0, 1, 2)
+    assert list(runs.Options(out=FOLDER).some((1, 2, 3))) == [1, 2, 3]
+    assert runs.Options(out=FOLDER).seeds() == (0, 1, 2)
 
 
 def test_the_capacity_is_what_a_saturated_system_computes() -> None:
-    of, workload = common.system("fcfs", batch_cap=4), common.poisson("fixed:16,50")
-    (found,) = common.capacities("a capacity", [(of, workload)], common.Options(out=FOLDER, jobs=1))
+    of, workload = setting.system("fcfs", batch_cap=4), runs.poisson("fixed:16,50")
+    (found,) = runs.capacities("a capacity", [(of, workload)], runs.Options(out=FOLDER, jobs=1))
     one_step_s = of.light_load(workload.draw(1.0, None, 0, 1))[1]
     assert found == pytest.approx(4 / (50 * one_step_s), rel=0.05)
 
@@ -179,10 +178,10 @@ def test_a_ratio_says_when_it_is_a_bound() -> None:
 
 
 def test_a_pool_may_be_larger_than_the_card_and_not_by_accident() -> None:
-    of = common.system("fcfs")
-    assert common.with_kv_gib(of, 22.0).describe()["kv_gib"] == pytest.approx(22, abs=0.02)
+    of = setting.system("fcfs")
+    assert runs.with_kv_gib(of, 22.0).describe()["kv_gib"] == pytest.approx(22, abs=0.02)
     with pytest.raises(ConfigError, match="kv_gib"):
-        common.replace(common.MACHINES["opt-13b"], kv_gib=22.0).systems("fcfs")
+        replace(setting.MACHINES["opt-13b"], kv_gib=22.0).systems("fcfs")
 
 
 def test_the_region_counts_wins_ties_and_losses() -> None:

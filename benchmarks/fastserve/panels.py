@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from common import BATCH_CAP, MACHINES, RECIPES, Options, Result, Search, by_rate, cells, pick, poisson, system
 from matplotlib.figure import Figure
-from pictures import bound_line, curves, legend_of
-from report import rates_table, ratio_of, table
 
+from fastserve.setting import BATCH_CAP, MACHINES, RECIPES, system
+from figures.pictures import bound_line, curves, legend_of
+from figures.report import rates_table, ratio_of, table
+from figures.runs import Options, Result, Search, by_rate, cells, pick, poisson
 from skipjoin.bench.bound import maximum_rate, parse_bound
 from skipjoin.bench.plots import style
 from skipjoin.observe.record import Record

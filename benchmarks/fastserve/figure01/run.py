@@ -14,13 +14,14 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from common import Options, Result, capacities, cells, grid, mean, run_plans, system
+sys.path.insert(0, str(Path(__file__).parents[2]))
 from matplotlib.figure import Figure
-from pictures import bars, legend_of
-from report import main, settings_of, table
-from shapes import held
 
+from fastserve.setting import system
+from figures.pictures import bars, legend_of
+from figures.report import main, settings_of, table
+from figures.runs import Options, Result, capacities, cells, grid, mean, run_plans
+from figures.shapes import held
 from skipjoin.bench.plots import style
 
 LOADS, CAPS, DATASETS = (0.9, 1.0), (256, 16), ("sharegpt", "alpaca")

@@ -11,12 +11,12 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from common import Options, Result
+sys.path.insert(0, str(Path(__file__).parents[2]))
 from matplotlib.figure import Figure
-from pictures import bars, legend_of
-from report import main, table
 
+from figures.pictures import bars, legend_of
+from figures.report import main, table
+from figures.runs import Options, Result
 from skipjoin.bench.plots import style
 from skipjoin.core.step import StepShape
 from skipjoin.sim.hardware import parse_hardware

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from common import Options, Result
+sys.path.insert(0, str(Path(__file__).parents[2]))
 from matplotlib.figure import Figure
-from report import main, table
 
+from figures.report import main, table
+from figures.runs import Options, Result
 from skipjoin.bench.plots import style
 from skipjoin.bench.simulation import Cell, Extent, System, run
 from skipjoin.bench.workload import DEFAULT, WorkloadRequest

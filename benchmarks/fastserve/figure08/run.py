@@ -14,12 +14,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from common import MAX_TOKENS, Options, Result, slim
+sys.path.insert(0, str(Path(__file__).parents[2]))
 from matplotlib.figure import Figure
-from pictures import legend_of, look
-from report import main, settings_of, table
 
+from fastserve.setting import MAX_TOKENS
+from figures.pictures import legend_of, look
+from figures.report import main, settings_of, table
+from figures.runs import Options, Result, slim
 from skipjoin.bench.plots import style
 from skipjoin.bench.simulation import Cell, Extent, System, run
 from skipjoin.bench.systems import Machine

@@ -15,11 +15,13 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from common import MACHINES, MEAN_BOUND, RECIPES, SEEDS, Kept, Options, Result, cells, grid, poisson, run_plans, system
+sys.path.insert(0, str(Path(__file__).parents[2]))
 from matplotlib.figure import Figure
-from panels import STARTS, Searches, draw_panels, read_off
-from report import main, settings_of
+
+from fastserve.panels import STARTS, Searches, draw_panels, read_off
+from fastserve.setting import MACHINES, MEAN_BOUND, RECIPES, system
+from figures.report import main, settings_of
+from figures.runs import SEEDS, Kept, Options, Result, cells, grid, poisson, run_plans
 
 # Six rates around the place where `fcfs` leaves the bound, for each model and dataset.
 RATES = {

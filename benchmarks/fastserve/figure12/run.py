@@ -13,11 +13,13 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from common import RECIPES, TAIL_BOUND, Options, Result, poisson, run_plans, system
+sys.path.insert(0, str(Path(__file__).parents[2]))
 from matplotlib.figure import Figure
-from panels import STARTS, Searches, draw_panels, read_off
-from report import main, settings_of
+
+from fastserve.panels import STARTS, Searches, draw_panels, read_off
+from fastserve.setting import RECIPES, TAIL_BOUND, system
+from figures.report import main, settings_of
+from figures.runs import Options, Result, poisson, run_plans
 
 # What is kept of figure 11's records.
 _FIELDS = ("recipe", "model", "hardware", "workload", "settings", "normalized_latency_s")

@@ -15,12 +15,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from common import Options, Result, Search, cells, poisson, run_plans, system
+sys.path.insert(0, str(Path(__file__).parents[2]))
 from matplotlib.figure import Figure
-from pictures import bars, colours_of, legend_of
-from report import main, ratio_of, settings_of, table
 
+from fastserve.setting import system
+from figures.pictures import bars, colours_of, legend_of
+from figures.report import main, ratio_of, settings_of, table
+from figures.runs import Options, Result, Search, cells, poisson, run_plans
 from skipjoin.bench.plots import style
 from skipjoin.core.policy import CostModel
 from skipjoin.core.step import StepShape

@@ -13,12 +13,13 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from common import Options, Result, cells, grid, mean, pick, poisson, run_plans, system
+sys.path.insert(0, str(Path(__file__).parents[2]))
 from matplotlib.figure import Figure
-from pictures import curves, legend_of
-from report import main, settings_of, table
 
+from fastserve.setting import system
+from figures.pictures import curves, legend_of
+from figures.report import main, settings_of, table
+from figures.runs import Options, Result, cells, grid, mean, pick, poisson, run_plans
 from skipjoin.bench.plots import style
 
 RECIPES = ("fastserve", "fastserve-reactive", "fastserve-recompute", "fastserve-defer")

@@ -14,14 +14,15 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from common import Options, Result, capacities, cells, grid, mean, run_plans, system, with_kv_gib
+sys.path.insert(0, str(Path(__file__).parents[2]))
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, LogNorm
 from matplotlib.figure import Figure
-from report import main, settings_of, table
-from shapes import Spread, workload
 
+from fastserve.setting import system
+from figures.report import main, settings_of, table
+from figures.runs import Options, Result, capacities, cells, grid, mean, run_plans, with_kv_gib
+from figures.shapes import Spread, workload
 from skipjoin.bench.plots import style
 
 LOADS, CAPS, KV_GIB, CVS = (0.6, 0.9, 1.2, 2.0), (8, 16, 64, 256), (6.0, 11.0, 22.0), (0.0, 0.5, 1.0, 2.0)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
-from common import by_rate, pick
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from figures.runs import by_rate, pick
 from skipjoin.bench.bound import field_value
 from skipjoin.bench.plots import style
 from skipjoin.observe.record import Record

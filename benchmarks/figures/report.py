@@ -19,9 +19,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from common import DURATION_S, SEEDS, Options, Result, Search
 from matplotlib.figure import Figure
 
+from figures.runs import DURATION_S, SEEDS, Options, Result, Search
 from machine import describe_machine
 from skipjoin.bench.bound import MaximumRate
 from skipjoin.bench.plots import style
@@ -122,7 +122,7 @@ def main(
     # Without this, the processes of a sweep would outlive a command that is told to end.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     home = Path(file).resolve().parent
-    out = args.out or (home if not args.quick else Path(tempfile.gettempdir()) / "skipjoin-fastserve" / home.name)
+    out = args.out or (home if not args.quick else Path(tempfile.gettempdir()) / "skipjoin-figures" / home.name)
     out.mkdir(parents=True, exist_ok=True)
     path = out / "result.json"
     if not args.draw:

@@ -1,4 +1,4 @@
-"""What the figures of FastServe's evaluation share: the setting, running many cells, searches for rates."""
+"""What the figures of papers' evaluations share: running many cells, searches for rates."""
 
 from __future__ import annotations
 
@@ -10,29 +10,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from skipjoin.bench.bound import MaximumRate, field_value, maximum_rate, parse_bound
 from skipjoin.bench.simulation import Cell, Extent, System
 from skipjoin.bench.sweep import Grid, RateSearch, SweepPlan, sweep
-from skipjoin.bench.systems import Machine
 from skipjoin.bench.workload import Synthetic, Workload, synthetic
 from skipjoin.observe.record import NO_SLO, Record, Slo
 
-# The setting of section 6.1, and what it does not say: 11 GiB of KV are what the weights of OPT-13B leave of 40 GB less
-# a tenth, and of the 144 GiB of RAM that the servers have for each GPU, 128 GiB are for swapped KV.
-DURATION_S, SEEDS, BATCH_CAP, SWAP_GIB_PER_GPU = 300.0, 3, 256, 128.0
-# Requests ask for just what they generate, which favours `static`, the only recipe here that looks at it.
-MAX_TOKENS = "exact"
-MEAN_BOUND, TAIL_BOUND = "normalized_latency_s.mean<=0.3", "normalized_latency_s.p95<=0.3"
-MACHINES = {
-    "opt-13b": Machine(model="opt-13b", hardware="a100-40gb", kv_gib=11.0, swap_gib=SWAP_GIB_PER_GPU),
-    # The smallest group that holds it with some KV, and the paper's sixteen GPUs. Their KV is what the weights leave.
-    "opt-66b": Machine(model="opt-66b", hardware="a100-40gb:tp4", swap_gib=4 * SWAP_GIB_PER_GPU),
-    "opt-175b": Machine(model="opt-175b", hardware="a100-40gb:tp8pp2", swap_gib=16 * SWAP_GIB_PER_GPU),
-}
-# The baselines of the paper by what they schedule: `static` for FasterTransformer, `fcfs` for vLLM and FastServe-FCFS
-# alike, which here run on the same engine. `srpt` knows the true lengths and shows what is to be won at most.
-RECIPES = ("static", "fcfs", "fastserve", "srpt")
+# Seconds in which requests arrive, and seeds of a point, unless a figure says otherwise.
+DURATION_S, SEEDS = 300.0, 3
 # Where a saturated system is watched for its capacity.
 _SATURATED_S = 100.0
 _NOTICE_S = 5.0
@@ -63,12 +48,6 @@ class Options:
 
 
 # -- what runs --------------------------------------------------------------------------------------------
-
-
-def system(recipe: str, model: str = "opt-13b", *, batch_cap: int = BATCH_CAP) -> System:
-    """A recipe in the standard setting."""
-    (found,) = MACHINES[model].systems(recipe, max_num_seqs=batch_cap, max_tokens=MAX_TOKENS)
-    return found
 
 
 def with_kv_gib(of: System, kv_gib: float) -> System:

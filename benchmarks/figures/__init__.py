@@ -1,0 +1,1 @@
+"""What the figures of papers' evaluations share: runs, reports and pictures."""

@@ -24,10 +24,10 @@ def read(folder: Path, text: str, name: str = "trace.csv") -> Trace:
     return read_trace(folder / name)
 
 
-def told(folder: Path, text: str) -> str:
+def told(folder: Path, text: str, name: str = "trace.csv") -> str:
     """The error about a file of this text, without the name of its folder."""
     with pytest.raises(ConfigError) as caught:
-        read(folder, text)
+        read(folder, text, name)
     return str(caught.value).replace(f"{folder}{os.sep}", "")
 
 
@@ -131,6 +131,81 @@ def test_the_place_is_right_whatever_stands_before(
     )
 
 
+# -- texts and further columns ----------------------------------------------------------------------------------------
+
+
+def test_a_jsonl_file_has_texts_and_words_count_where_tokens_are_not_given(tmp_path: Path) -> None:
+    text = (
+        '{"prompt": "Count to 5!", "output": "1, 2, 3, 4, 5.", "arrival_s": 0}\n\n'
+        '{"prompt": "And on", "prompt_tokens": 9, "context_tokens": 30, "output_tokens": 7, "output": "6", '
+        '"arrival_s": 1.5}\n'
+    )
+    trace = read(tmp_path, text, "trace.jsonl")
+    assert trace.rows == (TraceRow(0.0, 4, 10, "Count to 5!"), TraceRow(1.5, 30, 7, "And on"))
+    trace.check_texts()
+    (tmp_path / "trace.jsonl.gz").write_bytes(gzip.compress(text.encode(), mtime=0))
+    assert read_trace(tmp_path / "trace.jsonl.gz").rows == trace.rows
+    with pytest.raises(ConfigError, match=r"trace\.csv has no texts: a trace that has them is JSONL"):
+        read(tmp_path, HEADER + "0,10,5\n").check_texts()
+
+
+@pytest.mark.parametrize(
+    ("row", "error"),
+    [
+        ('{"prompt": "a", "output": "b", }', "line 2, column 32: not JSON: "),
+        ("[1]", "line 2: must be an object, got [1]"),
+        ("[" * 100_000, "line 2: not JSON that can be read"),
+        ('{"prompt": "a"}', "line 2: neither output nor output_tokens; the columns are prompt"),
+        ('{"prompt": "a", "output_tokens": 1.5}', "line 2 (output_tokens): must be an integer of at least 1, got 1.5"),
+        (
+            '{"prompt": "a", "output_tokens": true}',
+            "line 2 (output_tokens): must be an integer of at least 1, got true",
+        ),
+        (
+            '{"prompt": "a", "output": " "}',
+            'line 2 (output): must have a word or a mark, where there is no output_tokens, got " "',
+        ),
+        ('{"prompt": 5, "output": "b"}', "line 2 (prompt): must be a text in UTF-8, got 5"),
+        ('{"prompt": "\\ud800", "output": "b"}', "line 2 (prompt): must be a text in UTF-8, got"),
+        ('{"prompt_tokens": 5, "output": "b"}', "line 2 (prompt): either every row has a prompt or none"),
+        (
+            '{"prompt": "a", "output": "b", "arrival_s": 3}',
+            "line 2 (arrival_s): either every row has an arrival or none",
+        ),
+        (
+            '{"prompt": "a", "output": "b", "Arrival": 3}',
+            "line 2: no column arrival_s; the columns are prompt, output, Arr",
+        ),
+        (
+            '{"prompt": "a b", "output": "c", "context_tokens": 1}',
+            "line 2 (context_tokens): must be an integer of at least 2",
+        ),
+    ],
+)
+def test_a_bad_line_of_jsonl_is_told_with_its_place(tmp_path: Path, row: str, error: str) -> None:
+    first = '{"prompt": "a", "output": "b"}'
+    assert told(tmp_path, f"{first}\n{row}\n", "trace.jsonl").startswith(f"trace.jsonl {error}")
+
+
+def test_columns_of_numbers_are_there_by_name(tmp_path: Path) -> None:
+    csv_text = "prompt_tokens,output_tokens,pred,client,twice,twice\n10,5,1.5,7,0,0\n20,6,-2,a,0,0\n"
+    json_text = '{"prompt": "a", "output": "b", "pred": 1.5, "late": 1}\n{"prompt": "a", "output": "b", "pred": -2}\n'
+    tables, texts = read(tmp_path, csv_text), read(tmp_path, json_text, "trace.jsonl")
+    assert list(tables.column("pred")) == list(texts.column("pred")) == [1.5, -2]
+    assert list(tables.column("output_tokens")) == [5, 6]
+    for trace, name, error in (
+        (tables, "x", "trace.csv: no column x; the columns of numbers are prompt_tokens, output_tokens, pred"),
+        (tables, "twice", "trace.csv: no column twice; "),
+        (tables, "client", "trace.csv line 3, column 9 (client): must be a number, got 'a'"),
+        (texts, "x", "trace.jsonl: no column x; the columns of numbers are pred"),
+        (texts, "prompt", 'trace.jsonl line 1 (prompt): must be a number, got "a"'),
+        (texts, "late", "trace.jsonl line 2 (late): must be a number, got null"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            trace.column(name)
+        assert str(caught.value).replace(f"{tmp_path}{os.sep}", "").startswith(error)
+
+
 @pytest.mark.shared
 @pytest.mark.skipif(TRACES is None, reason="SKIPJOIN_TRACES names no folder")
 @pytest.mark.parametrize(
@@ -140,6 +215,7 @@ def test_the_place_is_right_whatever_stands_before(
         ("mooncake_conversation.csv", 12031, True),
         ("servegen_m_large_1h.csv.gz", 46411, True),
         ("alpaca.csv", 50000, False),
+        ("alpaca_text.jsonl.gz", 52002, False),
     ],
 )
 def test_recorded_traces_are_read_whole(name: str, rows: int, has_arrivals: bool) -> None:

@@ -28,7 +28,7 @@ from skipjoin.config import ConfigError
 
 BATCH = "name=batch,lengths=uniform:512-1024,32-128,arrivals=gamma:2,share=0.5,priority=10"
 TIMED = Trace("timed.csv", tuple(TraceRow(100 + 0.5 * index, 10 + index, 5 + index) for index in range(40)))
-UNTIMED = Trace("untimed.csv", tuple(TraceRow(None, 10 + index, 5 + index) for index in range(7)))
+UNTIMED = Trace("untimed.csv", tuple(TraceRow(None, 10 + index, 5 + index, str(index)) for index in range(7)))
 POISSON = parse_arrivals("poisson")
 WORKLOADS: dict[str, Workload] = {
     "one stream": synthetic("sharegpt", "poisson"),
@@ -82,7 +82,7 @@ def test_a_rate_stretches_time_and_nothing_else(name: str, seed: int, factor: fl
 def test_jobs_are_those_of_every_version_and_process() -> None:
     """Recorded results name a seed; it must mean the same jobs tomorrow and on another machine."""
     jobs = synthetic("sharegpt", "poisson", [BATCH]).draw(2.0, None, 7, limit=4)
-    assert [(round(job.at, 9), *job[1:]) for job in jobs] == PINNED
+    assert [(round(job.at, 9), *job[1:5]) for job in jobs] == PINNED
 
 
 def test_another_seed_gives_other_jobs() -> None:
@@ -95,7 +95,7 @@ def test_a_second_stream_leaves_the_first_as_it_is() -> None:
     alone = synthetic("sharegpt", "poisson").draw(1.0, 100.0, 3)
     both = synthetic("sharegpt", "poisson", [BATCH]).draw(2.0, 100.0, 3)
     assert [job for job in both if job.stream == "default"] == alone
-    assert {job[3:] for job in both} == {("default", 0), ("batch", 10)}
+    assert {job[3:5] for job in both} == {("default", 0), ("batch", 10)}
 
 
 def test_streams_have_their_shares_of_the_rate() -> None:
@@ -121,7 +121,7 @@ def test_a_share_of_each_stream_is_best_effort() -> None:
     jobs = with_best_effort(plain, 0.3).draw(10.0, 400.0, 0)
     assert [job[:3] for job in jobs] == [job[:3] for job in plain.draw(10.0, 400.0, 0)]
     for prompt in (8, 9):
-        classes = Counter(job[3:] for job in jobs if job.prompt_tokens == prompt)
+        classes = Counter(job[3:5] for job in jobs if job.prompt_tokens == prompt)
         assert set(classes) == {("best-effort", 10), ("interactive", 0)}
         assert classes["best-effort", 10] / classes.total() == pytest.approx(0.3, abs=0.04)
 
@@ -140,7 +140,7 @@ def test_all_or_none_may_be_best_effort(share: float, names: set[str]) -> None:
 
 def test_a_recorded_trace_is_replayed_from_0_and_sped_up() -> None:
     jobs = Replay(TIMED, speedup=2).draw(None, None, 0)
-    assert jobs[:2] == [WorkloadRequest(0.0, 10, 5, "default", 0), WorkloadRequest(0.25, 11, 6, "default", 0)]
+    assert jobs[:2] == [WorkloadRequest(0.0, 10, 5, "default", 0, 0), WorkloadRequest(0.25, 11, 6, "default", 0, 1)]
     assert len(jobs) == 40
     # The seed and the rate have no part in it.
     assert Replay(TIMED, speedup=2).draw(9.0, 5.0, 1) == jobs[:20]
@@ -152,6 +152,7 @@ def test_a_trace_without_arrivals_repeats_from_an_offset() -> None:
     rows = [job.prompt_tokens - 10 for job in jobs]
     assert all(later == (earlier + 1) % 7 for earlier, later in pairwise(rows))
     assert all(job.output_tokens == job.prompt_tokens - 5 for job in jobs)
+    assert [(job.row, job.prompt) for job in jobs] == [(row, str(row)) for row in rows]
     assert {replay.draw(4.0, None, seed, limit=1)[0].prompt_tokens - 10 for seed in range(60)} == set(range(7))
     # Every row once where no end is named.
     assert sorted(job.prompt_tokens - 10 for job in replay.draw(4.0, None, 5)) == list(range(7))

@@ -23,13 +23,18 @@ STREAM_FIELDS = ("name", "lengths", "arrivals", "share", "priority")
 
 
 class WorkloadRequest(NamedTuple):
-    """A request to send. at: seconds from the start. stream: its class in the record. priority: lower is earlier."""
+    """A request to send. at: seconds from the start. stream: its class in the record. priority: lower is earlier.
+
+    row: of the trace that it is from, from 0; None: from none. prompt: its text there; None: there is none.
+    """
 
     at: float
     prompt_tokens: int
     output_tokens: int
     stream: str
     priority: int
+    row: int | None = None
+    prompt: str | None = None
 
 
 class Workload(Protocol):
@@ -175,16 +180,20 @@ class Replay:
 
     def _as_recorded(self) -> Iterator[WorkloadRequest]:
         first = self.trace.rows[0].arrival_s or 0.0
-        for arrival, prompt, output in self.trace.rows:
-            yield WorkloadRequest(((arrival or 0.0) - first) / self.speedup, prompt, output, DEFAULT, 0)
+        for row in range(len(self.trace.rows)):
+            yield self._job(row, ((self.trace.rows[row].arrival_s or 0.0) - first) / self.speedup)
 
     def _at_rate(self, rate_rps: float, seed: int) -> Iterator[WorkloadRequest]:
         assert self.arrivals is not None
-        rows = self.trace.rows
-        row = int(_generator(seed, 0, "offset").random() * len(rows))
+        rows = len(self.trace.rows)
+        row = int(_generator(seed, 0, "offset").random() * rows)
         for time in self.arrivals.times(_generator(seed, 0, "arrivals")):
-            yield WorkloadRequest(time / rate_rps, rows[row].prompt_tokens, rows[row].output_tokens, DEFAULT, 0)
-            row = (row + 1) % len(rows)
+            yield self._job(row, time / rate_rps)
+            row = (row + 1) % rows
+
+    def _job(self, row: int, at: float) -> WorkloadRequest:
+        _, prompt, output, text = self.trace.rows[row]
+        return WorkloadRequest(at, prompt, output, DEFAULT, 0, row, text)
 
     def describe(
         self, rate_rps: float | None, duration_s: float | None, seed: int, limit: int | None = None

@@ -44,7 +44,8 @@ class LoadOptions:
     trace: Annotated[
         Path | None,
         Knob(
-            "CSV with prompt_tokens, output_tokens and perhaps arrival_s, instead of --lengths.",
+            "CSV with prompt_tokens, output_tokens and perhaps arrival_s, or JSONL with these or the texts prompt and "
+            "output, instead of --lengths.",
             metavar="FILE",
             group=_WORKLOAD,
         ),

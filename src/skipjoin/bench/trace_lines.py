@@ -1,0 +1,202 @@
+"""The rows of trace files, CSV and JSONL: what each says by column, and where it stands."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Collection, Iterable, Iterator, KeysView
+from dataclasses import dataclass
+from typing import Any, Protocol, TextIO
+
+from skipjoin.config import ConfigError
+
+TOKEN_COLUMNS = ("prompt_tokens", "output_tokens")
+# What a line of JSONL may have in place of these.
+TEXT_COLUMNS = ("prompt", "output")
+# Of a value that an error shows: more would hide what is wrong with it.
+_SHOWN = 60
+
+
+class Line(Protocol):
+    """One row of a file."""
+
+    @property
+    def columns(self) -> KeysView[str]:
+        """The names of its cells."""
+        ...
+
+    def cell(self, column: str) -> object:
+        """A cell's value, or the text of it; None where there is none."""
+        ...
+
+    def text(self, column: str) -> str | None:
+        """A prompt or an output; None where there is none. Raises `ConfigError` for what is not a text in UTF-8."""
+        ...
+
+    def error(self, column: str, what: str) -> ConfigError:
+        """What to raise for a cell: its place, what it must be, and what it is."""
+        ...
+
+
+# -- CSV --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class CsvLine:
+    """A row of cells and its text. line: the number of the text's first line. places: the cells by their columns; those
+    without a name of their own are in none."""
+
+    file: str
+    line: int
+    cells: list[str]
+    source: str
+    places: dict[str, int]
+
+    @property
+    def columns(self) -> KeysView[str]:
+        return self.places.keys()
+
+    def cell(self, column: str) -> object:
+        return self.cells[self.places[column]].strip() or None if column in self.places else None
+
+    def text(self, column: str) -> str | None:
+        return None
+
+    def error(self, column: str, what: str) -> ConfigError:
+        """With the position of the cell's first character."""
+        index = self.places[column]
+        before = self.source[: self._start(index)]
+        line = self.line + before.count("\n")
+        character = len(before) - before.rfind("\n")
+        return ConfigError(f"{self.file} line {line}, column {character} ({column}): {what}, got {self.cells[index]!r}")
+
+    def _start(self, index: int) -> int:
+        """The position of a cell's text: after `index` commas outside quotes."""
+        start, quoted = 0, False
+        for place, character in enumerate(self.source):
+            if index == 0:
+                break
+            if character == '"':
+                # Two quotes inside quotes close and reopen them, which leaves the state unchanged.
+                quoted = not quoted
+            elif character == "," and not quoted:
+                index -= 1
+                start = place + 1
+        return start
+
+
+def csv_lines(name: str, file: TextIO) -> Iterator[CsvLine]:
+    """The rows below the header that are not blank. name: of the file, for errors. Raises `ConfigError`."""
+    records = _records(name, file)
+    header = next(records, None)
+    if header is None:
+        raise ConfigError(f"{name}: the file is empty")
+    line, names, _ = header
+    places = _places(f"{name} line {line}", [cell.strip() for cell in names])
+    for line, cells, source in records:
+        if len(cells) != len(names):
+            raise ConfigError(f"{name} line {line}: {len(cells)} fields, but the header has {len(names)}")
+        yield CsvLine(name, line, cells, source, places)
+
+
+def _records(name: str, file: TextIO) -> Iterator[tuple[int, list[str], str]]:
+    """The rows that are not blank: the number of the first line, cells, and text."""
+    seen: list[str] = []
+    line = 1
+    try:
+        # Strict: a quote that is never closed is an error, not a cell as long as the file.
+        for cells in csv.reader(_noting(file, seen), strict=True):
+            if cells:
+                yield line, cells, "".join(seen)
+            line += len(seen)
+            seen.clear()
+    except csv.Error as error:
+        raise ConfigError(f"{name} line {line}: {error}") from None
+
+
+def _noting(lines: Iterable[str], seen: list[str]) -> Iterator[str]:
+    for line in lines:
+        seen.append(line)
+        yield line
+
+
+def _places(header: str, names: list[str]) -> dict[str, int]:
+    """The index of each column that has a name of its own. header: its place, for errors."""
+    _check_has(header, names, *TOKEN_COLUMNS)
+    for column in (*TOKEN_COLUMNS, "arrival_s"):
+        if names.count(column) > 1:
+            raise ConfigError(f"{header}: two columns are named {column}")
+    return {name: index for index, name in enumerate(names) if name and names.count(name) == 1}
+
+
+def _check_has(place: str, names: Collection[str], *needed: str) -> None:
+    """Raise `ConfigError` where a column is missing: one that is needed, or arrival_s where something is named like it,
+    which would be ignored, and the arrival times replaced by drawn ones."""
+    times = ["arrival_s"] if any("arrival" in name.lower() for name in names) else []
+    for column in (*needed, *times):
+        if column not in names:
+            raise ConfigError(f"{place}: no column {column}; the columns are {', '.join(names)}")
+
+
+# -- JSONL ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class JsonLine:
+    """An object on a line of its own."""
+
+    file: str
+    line: int
+    values: dict[str, Any]
+
+    @property
+    def columns(self) -> KeysView[str]:
+        return self.values.keys()
+
+    def cell(self, column: str) -> object:
+        return self.values.get(column)
+
+    def text(self, column: str) -> str | None:
+        found = self.values.get(column)
+        if found is not None and not (isinstance(found, str) and _is_utf8(found)):
+            raise self.error(column, "must be a text in UTF-8")
+        return found
+
+    def error(self, column: str, what: str) -> ConfigError:
+        shown = json.dumps(self.values.get(column))
+        shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."
+        return ConfigError(f"{self.file} line {self.line} ({column}): {what}, got {shown}")
+
+
+def json_lines(name: str, file: TextIO) -> Iterator[JsonLine]:
+    """The objects of the lines that are not blank. name: of the file, for errors. Raises `ConfigError`."""
+    for number, line in enumerate(file, start=1):
+        if line.strip():
+            place = f"{name} line {number}"
+            values = _object(place, line)
+            _check_has(place, values)
+            for tokens, text in zip(TOKEN_COLUMNS, TEXT_COLUMNS, strict=True):
+                if tokens not in values and text not in values:
+                    raise ConfigError(f"{place}: neither {text} nor {tokens}; the columns are {', '.join(values)}")
+            yield JsonLine(name, number, values)
+
+
+def _object(place: str, line: str) -> dict[str, Any]:
+    try:
+        found = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{place}, column {error.colno}: not JSON: {error.msg}") from None
+    except (ValueError, RecursionError):  # a number of thousands of digits, thousands of brackets
+        raise ConfigError(f"{place}: not JSON that can be read") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{place}: must be an object, got {line.strip()[:_SHOWN]}")
+    return found
+
+
+def _is_utf8(text: str) -> bool:
+    """Whether it has no half of a surrogate pair, which JSON can spell."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

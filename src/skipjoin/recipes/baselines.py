@@ -14,7 +14,7 @@ from skipjoin.policies.ordering import Fcfs, FixedKey, Prioritized, ShortestRema
 from skipjoin.policies.predictors import MaxTokens
 from skipjoin.policies.stages import EvenStages
 from skipjoin.recipes.parts import greedy, preemptive
-from skipjoin.recipes.registry import Params, Settings, recipe
+from skipjoin.recipes.registry import Forecasts, Params, Settings, recipe
 
 
 @recipe
@@ -80,7 +80,7 @@ class OracleParams(Params):
     ] = "none"
 
 
-@recipe
+@recipe(forecasts=Forecasts.TRUE)
 def srpt(s: Settings, p: OracleParams) -> Policies:
     """Shortest remaining time first, with true output lengths: the oracle of experiments."""
     predictor = MaxTokens() if p.oracle == "max-tokens" else s.predictor

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
+from enum import StrEnum
 from inspect import getdoc, signature
-from typing import Self, TypeVar, get_type_hints
+from typing import Self, TypeVar, get_type_hints, overload
 
 from skipjoin.core.policy import CostModel, LengthPredictor, Policies
 from skipjoin.knobs import ConfigError, Setting, Value, check, nearest, settings_of
@@ -17,12 +18,20 @@ DEFAULT_SLO_S = 0.3
 _ANY_COST = LinearCost(floor=0.01, prefill_token=1e-5)
 
 
+class Forecasts(StrEnum):
+    """What a recipe reads in `Request.forecast`: what an engine, or a simulation, has to put there."""
+
+    NONE = "none"  # nothing
+    LEARNT = "learnt"  # what a forecaster expects; a request without a forecast is served, too
+    TRUE = "true"  # the true output length: the recipe is an oracle of experiments
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLimits:
     """The most that can come together in an engine.
 
     requests: live at once; None: any number. max_len: tokens of a request. device_blocks, host_blocks: KV blocks of
-    block_size tokens on each tier. depth: plans in flight.
+    block_size tokens on each tier. depth: plans in flight. lossless_swap: whether KV returns from the host as it left.
     """
 
     requests: int | None
@@ -31,6 +40,7 @@ class EngineLimits:
     host_blocks: int
     block_size: int
     depth: int
+    lossless_swap: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +48,9 @@ class Settings:
     """What every recipe is built from.
 
     cost: the profile of model and machine. max_seqs, max_tokens: most requests and tokens in a step. slo_s: seconds per
-    output token that users accept. predictor: the true output lengths; None: they are not known. stages: of a pipeline,
-    between which batches are shared out; as many plans must be in flight, without overlap. limits: None: not known yet.
+    output token that users accept. predictor: the true output lengths; None: they are not known. has_true_forecasts:
+    whether requests come with forecasts that are their true output lengths. stages: of a pipeline, between which
+    batches are shared out; as many plans must be in flight, without overlap. limits: None: not known yet.
     """
 
     cost: CostModel
@@ -48,6 +59,7 @@ class Settings:
     _: KW_ONLY
     slo_s: float = DEFAULT_SLO_S
     predictor: LengthPredictor | None = None
+    has_true_forecasts: bool = False
     stages: int = 1
     limits: EngineLimits | None = None
 
@@ -79,13 +91,16 @@ class Recipe:
     """A serving system.
 
     summary: one line about it. params: the class of its parameters. function: what makes the policies, from `Settings`
-    and, if it has parameters, these.
+    and, if it has parameters, these. forecasts: what it reads in `Request.forecast`. needs_lossless_swap: whether KV
+    must return from the host as it left, whatever the engine's or the simulation's other recipes do.
     """
 
     name: str
     summary: str
     params: type[Params]
     function: Callable[..., Policies]
+    forecasts: Forecasts = Forecasts.NONE
+    needs_lossless_swap: bool = False
 
     @property
     def parameters(self) -> Mapping[str, Setting]:
@@ -108,6 +123,8 @@ class Recipe:
 
     def make(self, s: Settings, params: Params) -> Policies:
         """The policies with all of the parameters. Raises `ConfigError`."""
+        if self.needs_lossless_swap and s.limits is not None and not s.limits.lossless_swap:
+            raise ConfigError(f"recipe {self.name} needs KV that returns from the host as it left: unset swap_dtype")
         return self.function(s) if self.params is Params else self.function(s, params)
 
 
@@ -115,15 +132,27 @@ RECIPES: dict[str, Recipe] = {}
 _Make = TypeVar("_Make", bound=Callable[..., Policies])
 
 
-def recipe(make: _Make) -> _Make:
-    """Register a recipe under its function's name, with hyphens. The function takes `Settings`, and as a second
-    argument the recipe's parameters, if it has any, whose class is the argument's annotation."""
-    name = make.__name__.replace("_", "-")
-    annotations = [get_type_hints(make)[argument] for argument in signature(make).parameters]
-    params = annotations[1] if len(annotations) > 1 else Params
-    summary = (getdoc(make) or "").split("\n\n")[0].replace("\n", " ")
-    RECIPES[name] = Recipe(name, summary, params, make)
-    return make
+@overload
+def recipe(make: _Make) -> _Make: ...
+@overload
+def recipe(*, forecasts: Forecasts = Forecasts.NONE, needs_lossless_swap: bool = False) -> Callable[[_Make], _Make]: ...
+def recipe(
+    make: _Make | None = None, *, forecasts: Forecasts = Forecasts.NONE, needs_lossless_swap: bool = False
+) -> _Make | Callable[[_Make], _Make]:
+    """Register a recipe under its function's name, with hyphens: `@recipe`, or `@recipe(...)` with fields of `Recipe`.
+
+    The function takes `Settings`, and as a second argument the recipe's parameters, if it has any, whose class is the
+    argument's annotation."""
+
+    def register(make: _Make) -> _Make:
+        name = make.__name__.replace("_", "-")
+        annotations = [get_type_hints(make)[argument] for argument in signature(make).parameters]
+        params = annotations[1] if len(annotations) > 1 else Params
+        summary = (getdoc(make) or "").split("\n\n")[0].replace("\n", " ")
+        RECIPES[name] = Recipe(name, summary, params, make, forecasts, needs_lossless_swap)
+        return make
+
+    return register if make is None else register(make)
 
 
 def find(name: str) -> Recipe:

@@ -167,13 +167,13 @@ def _tokens(line: Line, column: str, text_column: str) -> int:
 def _integer(line: Line, column: str, least: int) -> int:
     cell = line.cell(column)
     try:
-        # True counts as 1 in Python, and a fraction would be cut off.
-        number = least - 1 if isinstance(cell, bool | float) else int(cell)  # type: ignore[call-overload]
-    except (TypeError, ValueError):
-        number = least - 1
-    if number < least:
+        number = int(cell) if isinstance(cell, str) else cell
+    except ValueError:
+        number = None
+    # True counts as 1 in Python.
+    if not isinstance(number, int) or isinstance(number, bool) or number < least:
         raise line.error(column, f"must be an integer of at least {least}")
-    return int(number)
+    return number
 
 
 def _number(cell: object) -> float:

@@ -45,6 +45,7 @@ ALLOWED = {
     "version": set[str](),
     "profile": {"policies.cost", "config"},
     "observe": {"core", "observe"},
+    "forecast": {"core.forecast", "knobs", "forecast"},
     "exec.base": {"core"},
     "exec.simulated": {"core", "exec.base"},
     "exec": {"core", "model", "exec", "policies.cost", "profile", "machine", "sampling", "version"},
@@ -127,6 +128,7 @@ BELOW_SERVER = {
     "policies",
     "recipes",
     "observe",
+    "forecast",
     "bench",
     "sim",
     "exec",
@@ -140,7 +142,7 @@ BELOW_SERVER = {
 WITHOUT_HTTP = {"chat", "completions", "generation", "limits", "options", "protocol", "responses", "service"}
 # Where imports may stand inside functions if they are marked: optional back ends, the package itself, whose import
 # must stay light, the command line, whose help must come at once, and what needs Ray.
-LAZY = ("exec", "model", "__init__.py", "cli", "engine", "server/engines/supervisor.py")
+LAZY = ("exec", "model", "forecast", "__init__.py", "cli", "engine", "server/engines/supervisor.py")
 
 
 class Import(NamedTuple):

@@ -1,0 +1,8 @@
+"""Forecasts of output lengths from prompts, learnt online (ALISE section 3.1)."""
+
+from skipjoin.forecast.config import ForecastConfig, make_forecaster
+from skipjoin.forecast.encode import words
+from skipjoin.forecast.forecaster import Forecaster, Predicted
+from skipjoin.forecast.store import default_folder
+
+__all__ = ["ForecastConfig", "Forecaster", "Predicted", "default_folder", "make_forecaster", "words"]

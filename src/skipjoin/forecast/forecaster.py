@@ -1,0 +1,117 @@
+"""Forecasts of output lengths, learnt from the requests that ended."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from skipjoin.core.forecast import Forecast, length_bin
+from skipjoin.forecast.calibrate import Calibrator
+from skipjoin.forecast.encode import Encoder, hashed
+from skipjoin.forecast.mass import Array, capped, log_mean, place, quantile
+from skipjoin.forecast.models import Guess, Model, Prompt, part_of, prefixed
+from skipjoin.forecast.prior import Prior
+from skipjoin.forecast.stats import Stats
+from skipjoin.forecast.store import Identity, load_state, save_state
+
+# The interval that is told with a forecast, as levels of the distribution: 80 % of it.
+LOW, HIGH = 0.1, 0.9
+
+
+class Predicted(NamedTuple):
+    """A forecast, and what `Forecaster.learn` needs of it later: some kilobytes of hashes and probabilities, no text.
+
+    interval: the lengths in tokens, cut at the request's `max_tokens`, that 80 % of outputs are expected in. most: that
+    `max_tokens`.
+    """
+
+    forecast: Forecast
+    interval: tuple[float, float]
+    most: int
+    prompt: Prompt
+    guess: Guess
+
+
+class Forecaster:
+    """A model of lengths with its encoder, prior and calibration (ALISE section 3.1 has one such model).
+
+    Its methods may be called from several threads. A request is predicted before it is learnt, so no forecast knows its
+    own length. served: the name of the model that is served, whose requests these are: states of others are refused.
+    """
+
+    def __init__(self, encoder: Encoder, model: Model, served: str = "") -> None:
+        self.encoder, self.model = encoder, model
+        self.stats = Stats()
+        self._served = served
+        self._prior, self._calibrator = Prior(), Calibrator()
+        self._lock = threading.Lock()
+
+    @property
+    def identity(self) -> Identity:
+        """What a stored state must agree with."""
+        return Identity(self._served, self.model.name, self.encoder.name, self.encoder.width)
+
+    def forecast(self, prompt: Sequence[int], max_tokens: int) -> Predicted:
+        """The forecast for a prompt of these tokens, whose output ends at `max_tokens`, at least 1, at the latest."""
+        features = hashed(prompt)
+        vector = self.encoder.encode(prompt, features).astype(np.float16)
+        seen = Prompt(features, vector, len(prompt))
+        with self._lock:
+            guess = self.model.guess(seen, self._prior)
+            mass = self._calibrator.apply(guess.mass, seen.tokens)
+            forecast = capped(mass, log_mean(mass, max_tokens), max_tokens, guess.source)
+            self.stats.made(forecast.source)
+        return Predicted(forecast, _interval(mass, max_tokens), max_tokens, seen, guess)
+
+    def prior(self, max_tokens: int) -> Forecast:
+        """The forecast for a request of which nothing else is known. Takes some microseconds."""
+        with self._lock:
+            mass = self._prior.mass()
+            self.stats.made("prior")
+        return capped(mass, log_mean(mass, max_tokens), max_tokens, "prior")
+
+    def learn(self, predicted: Predicted, tokens: int, *, exact: bool) -> None:
+        """A request ended after `tokens` output tokens, at least 1. exact: by itself; otherwise it was cut off, by its
+        `max_tokens`, an abort or a deadline, and is known to be at least as long."""
+        end = length_bin(tokens)
+        with self._lock:
+            self.stats.learnt(predicted.forecast.tokens, predicted.interval, tokens, exact or tokens >= predicted.most)
+            self._calibrator.learn(predicted.prompt.tokens, place(predicted.guess.mass, tokens), exact)
+            self.model.learn(predicted.prompt, predicted.guess, tokens, end, exact)
+            self._prior.learn(end, exact)
+
+    def save(self, folder: str | Path) -> bool:
+        """Write what was learnt below a folder, atomically. False, and one warning in the log, if that fails; what was
+        there before stays."""
+        with self._lock:
+            arrays = self._state()
+        return save_state(Path(folder), self.identity, arrays, {"requests": self.stats.requests})
+
+    def load(self, folder: str | Path) -> bool:
+        """Take what `save` wrote there for the same models and encoder. False if there is nothing. What is damaged or
+        of another kind is set aside with one warning, and the forecaster begins anew."""
+        with self._lock:
+            return load_state(Path(folder), self.identity, self._restore)
+
+    def _state(self) -> dict[str, Array]:
+        return (
+            prefixed("prior", self._prior.state())
+            | prefixed("calibrator", self._calibrator.state())
+            | prefixed("model", self.model.state())
+        )
+
+    def _restore(self, state: dict[str, Array]) -> None:
+        prior, calibrator = Prior(), Calibrator()
+        prior.restore(part_of(state, "prior"))
+        calibrator.restore(part_of(state, "calibrator"))
+        self.model.restore(part_of(state, "model"))
+        self._prior, self._calibrator = prior, calibrator
+
+
+def _interval(mass: Array, most: int) -> tuple[float, float]:
+    low, high = (min(float(most), float(int(quantile(mass, level)))) for level in (LOW, HIGH))
+    return low, high

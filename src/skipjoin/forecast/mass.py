@@ -1,0 +1,75 @@
+"""Distributions of output lengths: arrays of probabilities over the bins of `LENGTH_EDGES`, in float64."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from skipjoin.core.forecast import LENGTH_EDGES, Forecast, length_bin
+
+Array = NDArray[Any]
+
+BINS = len(LENGTH_EDGES)
+EDGES: Array = np.array(LENGTH_EDGES, dtype=np.float64)
+# The last bin has no end; it is drawn as half an octave, as the others are.
+_ENDS: Array = np.append(EDGES[1:], EDGES[-1] * math.sqrt(2))
+_LOG_EDGES, _LOG_ENDS = np.log(EDGES), np.log(_ENDS)
+# The middle of a bin whose lengths are spread evenly on a log scale; bins of one length have that length.
+LOG_MIDDLES: Array = np.where(_ENDS - EDGES <= 1, _LOG_EDGES, (_LOG_EDGES + _LOG_ENDS) / 2)
+_LEAST = 1e-9
+
+
+def mass_of(hazards: Array) -> Array:
+    """The distribution whose hazard in bin b, the probability to end in it if it is reached, is `hazards[b]`. What is
+    left ends in the last bin."""
+    reached = np.concatenate(([1.0], np.cumprod(1.0 - hazards[:-1])))
+    found = reached * hazards
+    found[-1] = reached[-1]
+    return found
+
+
+def hazards_of(mass: Array) -> Array:
+    """The hazard of each bin, in [1e-9, 1 - 1e-9]."""
+    reached = np.cumsum(mass[::-1])[::-1]
+    return np.asarray(np.clip(mass / np.maximum(reached, 1e-300), _LEAST, 1 - _LEAST))
+
+
+def likelihood(mass: Array, end: int, exact: bool) -> float:
+    """The probability of ending in bin `end`; not exact: of getting at least as far as that bin."""
+    return max(float(mass[end] if exact else mass[end:].sum()), _LEAST)
+
+
+def place(mass: Array, tokens: int) -> float:
+    """The probability of a length below `tokens` and half of that of `tokens` itself."""
+    end = length_bin(tokens)
+    width = _ENDS[end] - EDGES[end]
+    share = 0.5 if width <= 1 else math.log(tokens + 0.5 - (tokens == EDGES[end]) * 0.5) - _LOG_EDGES[end]
+    if width > 1:
+        share = min(1.0, share / (_LOG_ENDS[end] - _LOG_EDGES[end]))
+    return float(mass[:end].sum() + share * mass[end])
+
+
+def quantile(mass: Array, level: float) -> float:
+    """The length in tokens, at least 1, below which the share `level` of the distribution lies."""
+    below = np.cumsum(mass)
+    end = min(int(np.searchsorted(below, level)), len(mass) - 1)
+    share = (level - (below[end] - mass[end])) / max(float(mass[end]), _LEAST)
+    log_end = _LOG_EDGES[end] if _ENDS[end] - EDGES[end] <= 1 else _LOG_ENDS[end]
+    return math.exp(_LOG_EDGES[end] + min(1.0, max(0.0, share)) * (log_end - _LOG_EDGES[end]))
+
+
+def capped(mass: Array, tokens: float, most: int, source: str) -> Forecast:
+    """The forecast of a request that may generate `most` tokens at most: longer outputs end there."""
+    last = length_bin(most)
+    kept = mass[: last + 1].copy()
+    kept[last] += mass[last + 1 :].sum()
+    kept /= kept.sum()
+    return Forecast(min(float(most), max(1.0, tokens)), source, tuple(np.trim_zeros(kept, "b").tolist()))
+
+
+def log_mean(mass: Array, most: int) -> float:
+    """exp(E[log length]) in tokens, of lengths cut at `most`."""
+    return math.exp(float(mass @ np.minimum(LOG_MIDDLES, math.log(most))))

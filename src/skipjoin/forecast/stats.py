@@ -1,0 +1,62 @@
+"""How good forecasts were, for metrics."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+# Weight that older requests keep: the last few hundred count.
+_KEPT = 0.995
+
+
+@dataclass(slots=True)
+class Stats:
+    """Counts since the start, and figures of late.
+
+    forecasts: made, by source. requests: that ended; known: of them, those whose length is known (they ended by
+    themselves or at their `max_tokens`). error_tokens: sum of absolute errors of the known ones. covered: known ones
+    inside their 80 % interval.
+    """
+
+    forecasts: Counter[str] = field(default_factory=Counter)
+    requests: int = 0
+    known: int = 0
+    covered: int = 0
+    error_tokens: float = 0.0
+    _weight: float = 0.0
+    _error: float = 0.0
+    _relative: float = 0.0
+    _covered: float = 0.0
+
+    def made(self, source: str) -> None:
+        """A forecast was made."""
+        self.forecasts[source] += 1
+
+    def learnt(self, expected: float, interval: tuple[float, float], tokens: int, known: bool) -> None:
+        """A request ended after `tokens` tokens."""
+        self.requests += 1
+        if not known:
+            return
+        error, inside = abs(expected - tokens), interval[0] <= tokens <= interval[1]
+        self.known += 1
+        self.covered += inside
+        self.error_tokens += error
+        self._weight = self._weight * _KEPT + 1
+        self._error = self._error * _KEPT + error
+        self._relative = self._relative * _KEPT + error / tokens
+        self._covered = self._covered * _KEPT + inside
+
+    @property
+    def error(self) -> float:
+        """Mean absolute error of late, in tokens; 0 before any request."""
+        return self._error / max(self._weight, 1.0)
+
+    @property
+    def relative_error(self) -> float:
+        """Mean of the absolute error over the length, of late; 0 before any request."""
+        return self._relative / max(self._weight, 1.0)
+
+    @property
+    def coverage(self) -> float:
+        """Share of late of requests inside their 80 % interval; 0 before any request."""
+        return self._covered / max(self._weight, 1.0)

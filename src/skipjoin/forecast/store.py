@@ -1,0 +1,178 @@
+"""What was learnt, on disk: a folder per served model, forecaster and encoder, with a JSON file and a safetensors file.
+
+    state.json                  format, identity, counts, name and hash of the arrays' file
+    arrays-<hash>.safetensors   the arrays
+
+The JSON file is replaced last, so a state is either the old one or the new one. Nothing in it is a text or a token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+from skipjoin.forecast.mass import Array
+
+# Incremented when older states can no longer be read.
+FORMAT = 1
+STATE = "state.json"
+# Damaged states that are kept beside the folder, to look at.
+_KEPT_BAD = 3
+# Largest file of arrays that is read: a million entries take less.
+_MOST_BYTES = 4 << 30
+_ORPHAN_S = 3600.0
+
+_log = logging.getLogger(__name__)
+
+
+class StateError(Exception):
+    """A state that cannot be used; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What a state is of. served: the model whose requests were learnt from. forecaster: the name of the forecaster's
+    model. encoder, width: what its vectors come from, and their width."""
+
+    served: str
+    forecaster: str
+    encoder: str
+    width: int
+
+    def folder(self, parent: Path) -> Path:
+        """The folder of this state below the folder of all."""
+        digest = hashlib.sha256(json.dumps(dataclasses.asdict(self), sort_keys=True).encode()).hexdigest()[:12]
+        name = re.sub(r"[^\w.-]+", "-", self.served)[-40:].strip("-.") or "model"
+        return parent / f"{name}-{self.forecaster}-{digest}"
+
+
+def default_folder() -> Path:
+    """Where states are kept unless told otherwise: in the user's cache."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "skipjoin" / "forecasts"
+
+
+def save_state(parent: Path, identity: Identity, arrays: dict[str, Array], counts: dict[str, int]) -> bool:
+    """Replace the state of this identity below `parent`. False, after one warning, if that fails: the old one stays."""
+    folder = identity.folder(parent)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _write(folder, identity, save(arrays), counts)
+    except OSError as error:
+        _log.warning("forecasts cannot be saved in %s, the state of before stays: %s", folder, error.strerror or error)
+        return False
+    return True
+
+
+def _write(folder: Path, identity: Identity, content: bytes, counts: dict[str, int]) -> None:
+    digest = hashlib.sha256(content).hexdigest()
+    name = f"arrays-{digest[:16]}.safetensors"
+    before = _named_arrays(folder)
+    described = {"format": FORMAT, "counts": counts, "arrays": name, "sha256": digest, "bytes": len(content)}
+    _replace(folder / name, content)
+    _replace(folder / STATE, json.dumps(described | dataclasses.asdict(identity), indent=1).encode())
+    for file in folder.iterdir():
+        if file.name != name and (file.name == before or _is_orphan(file)):
+            file.unlink(missing_ok=True)
+
+
+def _named_arrays(folder: Path) -> str | None:
+    try:
+        return str(_described(folder).get("arrays"))
+    except (StateError, OSError):
+        return None
+
+
+def _is_orphan(file: Path) -> bool:
+    """Whether a writer that died left a file: another one may be at work on one that is young."""
+    return file.name != STATE and time.time() - file.stat().st_mtime > _ORPHAN_S
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Write a file under another name, to the disk, and rename it."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".new-")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def load_state(parent: Path, identity: Identity, restore: Callable[[dict[str, Array]], None]) -> bool:
+    """Give the arrays of this identity to `restore`. False if there are none. A state that cannot be used, also because
+    `restore` raises ValueError or KeyError, is set aside with one warning."""
+    folder = identity.folder(parent)
+    try:
+        if not (folder / STATE).exists():
+            return False
+        restore(_read(folder, identity))
+    except (StateError, OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        _log.warning("forecasts begin anew: the state in %s cannot be used (%s)%s", folder, reason, _set_aside(folder))
+        return False
+    return True
+
+
+def read_description(folder: Path) -> dict[str, Any]:
+    """The JSON file of a state. Raises `StateError`."""
+    return _described(folder)
+
+
+def _described(folder: Path) -> dict[str, Any]:
+    try:
+        found = json.loads((folder / STATE).read_bytes())
+    except (UnicodeDecodeError, json.JSONDecodeError):
+        raise StateError(f"{STATE} is not JSON") from None
+    if not isinstance(found, dict):
+        raise StateError(f"{STATE} has no JSON object")
+    return found
+
+
+def _read(folder: Path, identity: Identity) -> dict[str, Array]:
+    described = _described(folder)
+    wanted = {"format": FORMAT} | dataclasses.asdict(identity)
+    for name, value in wanted.items():
+        if described.get(name) != value:
+            raise StateError(f"{name} is {described.get(name)!r}, not {value!r}")
+    name = str(described.get("arrays"))
+    if Path(name).name != name or not (folder / name).is_file():
+        raise StateError(f"{name} is missing")
+    if (folder / name).stat().st_size > _MOST_BYTES:
+        raise StateError(f"{name} is larger than {_MOST_BYTES >> 30} GiB")
+    content = (folder / name).read_bytes()
+    if hashlib.sha256(content).hexdigest() != described.get("sha256"):
+        raise StateError(f"{name} is not what was written")
+    try:
+        return dict(load(content))
+    except SafetensorError as error:
+        raise StateError(f"{name}: {error}") from None
+
+
+def _set_aside(folder: Path) -> str:
+    """Rename a folder, drop the oldest of those renamed before; returns the end of the warning."""
+    aside = folder.with_name(f"{folder.name}.bad-{time.time_ns()}")
+    try:
+        folder.rename(aside)
+        for old in sorted(folder.parent.glob(f"{folder.name}.bad-*"))[:-_KEPT_BAD]:
+            shutil.rmtree(old, ignore_errors=True)
+    except OSError as error:
+        return f" and cannot be set aside: {error.strerror}"
+    return f"; it is now {aside.name}"

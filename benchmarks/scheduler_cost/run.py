@@ -32,7 +32,6 @@ from skipjoin.core.request import Request
 from skipjoin.core.scheduler import Scheduler
 from skipjoin.core.step import StepPlan, StepResult
 from skipjoin.policies.cost import LinearCost
-from skipjoin.policies.predictors import MaxTokens
 from skipjoin.recipes import RECIPES, Settings, build, own
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -48,8 +47,8 @@ COST = LinearCost(floor=0.02, prefill_token=1e-4, decode=1e-4, context_token=1e-
 def engine_with(recipe: str, waiting: int, limit: str) -> EngineCore:
     """An engine in which RUNNING requests decode and `waiting` others queue behind what `limit` names."""
     seats = {"seats": RUNNING, "memory": 2 * RUNNING}[limit]
-    settings = Settings(COST, max_seqs=seats, max_tokens=8192, predictor=MaxTokens())
-    policies = build(recipe, settings, own(recipe, {"starvation_s": 1e9}))
+    settings = Settings(COST, max_seqs=seats, max_tokens=8192)
+    policies = build(recipe, settings, own(recipe, {"starvation_s": 1e9, "oracle": "max-tokens"}))
     # 24 blocks each: enough for 128 + STEPS tokens, too few for a waiting prompt besides.
     core = EngineCore(Scheduler(policies, KVLedger(RUNNING * 24, 0, 16)))
     for number in range(RUNNING):

@@ -21,7 +21,6 @@ from skipjoin.exec.sampling import Sampling
 from skipjoin.exec.simulated import SimulatedExecutor, SimulatedHandle
 from skipjoin.policies.cost import LinearCost
 from skipjoin.policies.eviction import Swap
-from skipjoin.policies.predictors import MaxTokens
 from skipjoin.recipes import RECIPES, Settings, build, own
 from skipjoin.sampling import SamplingParams
 from skipjoin.sim.driver import Replica, simulate
@@ -29,7 +28,7 @@ from skipjoin.sim.driver import Replica, simulate
 # Moves take about as long as steps, so that some are on their way for several.
 COST = LinearCost(floor=0.01, prefill_token=1e-3, decode=1e-4, context_token=1e-5, block=1.5e-3)
 BLOCKS = 16
-SETTINGS = Settings(COST, max_seqs=4, max_tokens=24, predictor=MaxTokens())
+SETTINGS = Settings(COST, max_seqs=4, max_tokens=24, has_true_forecasts=True)
 # With a host pool the others do what they do without.
 SWAPPING = [recipe for recipe in RECIPES if isinstance(build(recipe, SETTINGS).eviction, Swap)]
 

@@ -1,4 +1,4 @@
-"""What policies and the simulated executor rely on in every cost model and length predictor."""
+"""What policies and the simulated executor rely on in every cost model."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skipjoin.core.policy import CostModel, LengthPredictor
+from skipjoin.core.policy import CostModel
 from skipjoin.core.step import Slice, StepShape
 from skipjoin.policies.cost import MOST_MOVE, REVISION_FACTOR, STEP_TERMS, LearningCost, LinearCost
-from skipjoin.policies.predictors import MaxTokens
 from support.load import make
 from support.policies import COST
 
@@ -28,8 +27,6 @@ COSTS: dict[str, CostModel] = {
     "learning, floor only": LearningCost(FLOOR_ONLY),
 }
 every_cost = pytest.mark.parametrize("cost", COSTS.values(), ids=COSTS.keys())
-PREDICTORS: dict[str, LengthPredictor] = {"max_tokens": MaxTokens()}
-every_predictor = pytest.mark.parametrize("predictor", PREDICTORS.values(), ids=PREDICTORS.keys())
 SHAPES = st.builds(StepShape, *[st.integers(0, 10_000)] * 4)
 
 
@@ -240,11 +237,3 @@ def test_cutting_a_prefill_changes_none_of_its_work(start: int, pieces: list[int
         slices.append(Slice(request, at, tokens, False, False, ()))
         at += tokens
     assert StepShape.of(slices) == StepShape.of([Slice(request, start, at - start, False, False, ())])
-
-
-@every_predictor
-@given(prompt=st.integers(1, 100), most=st.integers(1, 100), generated=st.integers(0, 100))
-def test_a_prediction_is_at_least_one_token(predictor: LengthPredictor, prompt: int, most: int, generated: int) -> None:
-    request = make(0, prompt, most)
-    request.known += min(generated, most)
-    assert predictor.predict(request) >= 1

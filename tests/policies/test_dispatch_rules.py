@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.policies.cost import LinearCost
 from skipjoin.policies.dispatch import LeastWork, least_work
-from skipjoin.policies.predictors import LearntLength, MaxTokens
+from skipjoin.policies.predictors import LearntLength, most_tokens
 
 COST = LinearCost(floor=0.01, prefill_token=1e-4, decode=2e-4)
 
@@ -19,7 +19,7 @@ def request(number: int, prompt: int = 10, max_tokens: int = 100, output: int = 
 
 
 def rule_of(*replicas: int, cost: LinearCost = COST) -> LeastWork:
-    rule = LeastWork(MaxTokens())
+    rule = LeastWork(most_tokens)
     for replica in replicas:
         rule.join(replica, cost)
     return rule
@@ -150,4 +150,4 @@ def test_only_ends_of_their_own_teach() -> None:
         one = request(number, max_tokens=5000)
         rule.choose(one)
         rule.ended(one, reason)
-    assert rule._predictor.predict(request(99, max_tokens=5000)) == 128
+    assert rule._lengths(request(99, max_tokens=5000)) == 128

@@ -15,8 +15,10 @@ from skipjoin.core.policy import Ordering
 from skipjoin.core.request import Request
 from skipjoin.core.step import Slice
 from skipjoin.policies.mlfq import SkipJoinMlfq
-from skipjoin.policies.ordering import Fcfs, FixedKey, Prioritized, ShortestRemaining
-from skipjoin.policies.predictors import MaxTokens
+from skipjoin.policies.ordering import Fcfs, FixedKey, Prioritized
+from skipjoin.policies.predictors import most_tokens
+from skipjoin.policies.remaining import RemainingTime
+from skipjoin.policies.valued import Valued
 from support.load import make
 from support.policies import COST
 
@@ -26,7 +28,7 @@ def mlfq() -> Ordering:
 
 
 def srpt() -> Ordering:
-    return ShortestRemaining(COST, MaxTokens())
+    return Valued(RemainingTime(COST, most_tokens))
 
 
 ORDERINGS: dict[str, Callable[[], Ordering]] = {

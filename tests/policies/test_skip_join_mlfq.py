@@ -12,8 +12,9 @@ import pytest
 from skipjoin.core.step import Slice, StepShape
 from skipjoin.policies.cost import LearningCost, LinearCost
 from skipjoin.policies.mlfq import SkipJoinMlfq
-from skipjoin.policies.ordering import ShortestRemaining
-from skipjoin.policies.predictors import MaxTokens
+from skipjoin.policies.predictors import most_tokens
+from skipjoin.policies.remaining import RemainingTime
+from skipjoin.policies.valued import Valued
 from support.load import make
 from support.policies import COST
 from support.queues import Queues
@@ -271,16 +272,16 @@ def test_a_quantum_that_was_given_stays_and_decodes_are_charged_anew() -> None:
 
 def test_shortest_remaining_ranks_who_runs_by_the_revised_cost() -> None:
     cost = LearningCost(LinearCost(floor=1.0, prefill_token=0.5, attention_pair=1e-9, decode=1e-9, context_token=1e-9))
-    ordering = ShortestRemaining(cost, MaxTokens())
+    ordering = Valued(RemainingTime(cost, most_tokens))
     waiting, running = make(0, 1, 10), make(1, 1, 11)
     for request in (waiting, running):
         ordering.arrived(request, 0.0)
-    assert ordering.rank(running)[0] == pytest.approx(11.0)
+    assert ordering.rank(running)[0][0] == pytest.approx(11.0)
     slow_down(cost, 3.0)
     running.computed = 1
     ordering.ran([Slice(running, 0, 1, True, False, ())], 1.0)
-    assert ordering.rank(running)[0] == pytest.approx(10 * cost.step(StepShape(decodes=1, context=1)))
-    assert ordering.rank(waiting)[0] == pytest.approx(10.0)  # until it runs
+    assert ordering.rank(running)[0][0] == pytest.approx(10 * cost.step(StepShape(decodes=1, context=1)))
+    assert ordering.rank(waiting)[0][0] == pytest.approx(10.0)  # until it runs
     waiting.computed = 1
     ordering.ran([Slice(waiting, 0, 1, True, False, ())], 2.0)
     assert ordering.outranks(waiting, running)

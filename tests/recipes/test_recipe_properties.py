@@ -21,7 +21,6 @@ from skipjoin.core.events import Finished, Moved, MoveFailed, Planned, Preempted
 from skipjoin.core.policy import Grant
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.core.step import Move, Slice
-from skipjoin.policies.predictors import MaxTokens
 from skipjoin.recipes import RECIPES, Settings, build
 from support.load import load, make
 from support.policies import COST, EVICTIONS, SYSTEMS
@@ -321,7 +320,7 @@ def test_an_unknown_recipe_is_refused_with_the_names_that_exist() -> None:
 
 @pytest.mark.parametrize("recipe", sorted(RECIPES))
 def test_each_build_has_policies_of_its_own(recipe: str) -> None:
-    settings_ = Settings(COST, predictor=MaxTokens())
+    settings_ = Settings(COST, has_true_forecasts=True)
     assert build(recipe, settings_).ordering is not build(recipe, settings_).ordering
 
 

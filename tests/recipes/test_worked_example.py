@@ -18,8 +18,10 @@ from skipjoin.policies.admission import OnDemand
 from skipjoin.policies.batching import Greedy
 from skipjoin.policies.eviction import Recompute
 from skipjoin.policies.mlfq import SkipJoinMlfq
-from skipjoin.policies.ordering import Fcfs, ShortestRemaining
-from skipjoin.policies.predictors import MaxTokens
+from skipjoin.policies.ordering import Fcfs
+from skipjoin.policies.predictors import most_tokens
+from skipjoin.policies.remaining import RemainingTime
+from skipjoin.policies.valued import Valued
 from support.load import make
 from support.policies import UnitCost
 from support.watch import World, run
@@ -39,7 +41,7 @@ EXAMPLES: dict[str, tuple[Ordering, list[tuple[int, int]], Fraction]] = {
         Fraction(10, 3),
     ),
     "srpt": (
-        ShortestRemaining(COST, MaxTokens()),
+        Valued(RemainingTime(COST, most_tokens)),
         [(0, 2), (1, 2), (2, 1), (4, 1), (5, 0), (10, 0)],
         Fraction(3),
     ),

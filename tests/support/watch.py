@@ -16,7 +16,6 @@ from skipjoin.core.request import Request
 from skipjoin.core.scheduler import Scheduler
 from skipjoin.core.step import Direction, Move, Slice, StepPlan, StepResult
 from skipjoin.exec.simulated import SimulatedExecutor, SimulatedHandle, never, position_as_token
-from skipjoin.policies.predictors import MaxTokens
 from skipjoin.recipes import Settings, build, own
 from skipjoin.sim.driver import Replica, simulate
 from support.policies import COST
@@ -50,8 +49,10 @@ class World:
 
     def policies(self) -> Policies:
         """The recipe's policies, with this world's pressure."""
-        settings = Settings(self.cost, self.max_seqs, self.max_tokens, predictor=MaxTokens(), stages=self.stages)
-        policies = build(self.recipe, settings, own(self.recipe, {"starvation_s": self.starvation_s}))
+        settings = Settings(self.cost, self.max_seqs, self.max_tokens, stages=self.stages)
+        policies = build(
+            self.recipe, settings, own(self.recipe, {"starvation_s": self.starvation_s, "oracle": "max-tokens"})
+        )
         return policies if self.eviction is None else replace(policies, eviction=self.eviction())
 
     def core(self, policies: Policies | None = None) -> WatchedCore:

@@ -9,13 +9,14 @@ import gc
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Annotated, Literal
 
 from skipjoin.bench.workload import Workload, WorkloadRequest
 from skipjoin.config import ConfigError, MaxBatchedTokens, MaxNumSeqs, Objective
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.events import Event
+from skipjoin.core.forecast import Forecast
 from skipjoin.core.kv import KVLedger
 from skipjoin.core.policy import CostModel
 from skipjoin.core.request import Request, RequestOptions
@@ -28,7 +29,7 @@ from skipjoin.observe.requests import RequestFacts, RequestLog
 from skipjoin.observe.usage import EngineUsage
 from skipjoin.policies.dispatch import DISPATCH_RULES, make_dispatch
 from skipjoin.policies.starvation import starvation_after
-from skipjoin.recipes import DEFAULT_SLO_S, EngineLimits, Settings, build, find, own
+from skipjoin.recipes import DEFAULT_SLO_S, EngineLimits, Forecasts, Settings, build, find, own
 from skipjoin.sim.driver import Replica, simulate_cluster
 from skipjoin.version import VERSION
 
@@ -91,7 +92,7 @@ class System:
 
     @property
     def settings(self) -> Settings:
-        """What the recipe is built from; an oracle learns the lengths of a run when it begins."""
+        """What the recipe is built from."""
         limits = EngineLimits(
             requests=None,
             max_len=self.max_model_len,
@@ -105,7 +106,7 @@ class System:
             self.max_num_seqs,
             self.max_num_batched_tokens,
             slo_s=self.slo_s,
-            predictor=TrueLengths(()),
+            has_true_forecasts=True,
             stages=self.stages,
             limits=limits,
         )
@@ -181,16 +182,6 @@ class Cell:
             )
 
 
-class TrueLengths:
-    """The oracle: the true output lengths of the workload, by the id of the request."""
-
-    def __init__(self, lengths: Sequence[int]) -> None:
-        self._lengths = lengths
-
-    def predict(self, request: Request) -> int:
-        return self._lengths[request.id]
-
-
 def run(
     cell: Cell,
     *,
@@ -229,7 +220,7 @@ def run(
             on_share(reported / len(taken))
 
     replicas = [_replica(system, lengths) for _ in logs]
-    dispatch = make_dispatch(system.dispatch, system.replicas, system.cost, TrueLengths(lengths))
+    dispatch = make_dispatch(system.dispatch, system.replicas, system.cost, lambda request: lengths[request.id])
     with _without_garbage_collection():
         # A generator, so that ended requests take no memory for their tokens.
         requests = (_request(system, number, job) for number, job in taken)
@@ -253,8 +244,7 @@ def run(
 
 
 def _replica(system: System, lengths: Sequence[int]) -> Replica:
-    settings = replace(system.settings, predictor=TrueLengths(lengths))
-    policies = build(system.recipe, settings, system.own_params)
+    policies = build(system.recipe, system.settings, system.own_params)
     kv = KVLedger(system.kv_blocks, system.host_blocks, system.block_size)
     core = EngineCore(Scheduler(policies, kv, depth=system.stages))
     executor = SimulatedExecutor(system.cost, _sampler(lengths), system.stage_shares or system.stages)
@@ -283,7 +273,15 @@ def _request(system: System, number: int, job: WorkloadRequest) -> Request:
         _max_tokens(system, job),
         stop_tokens=_STOP,
         options=RequestOptions(priority=job.priority),
+        forecast=_oracle(system, job),
     )
+
+
+def _oracle(system: System, job: WorkloadRequest) -> Forecast | None:
+    """The true length, for recipes that are to have it."""
+    if find(system.recipe).forecasts is not Forecasts.TRUE:
+        return None
+    return Forecast(job.output_tokens, "oracle")
 
 
 def _max_tokens(system: System, job: WorkloadRequest) -> int:

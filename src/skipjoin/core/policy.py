@@ -32,14 +32,6 @@ class CostModel(Protocol):
         ...
 
 
-class LengthPredictor(Protocol):
-    """Predicted output lengths."""
-
-    def predict(self, request: Request) -> int:
-        """Tokens that the request will have generated when it ends, at least 1."""
-        ...
-
-
 class Callbacks:
     """What every seam may be told of requests. A policy overrides what it needs; `Policies` calls only that.
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from skipjoin.core.events import Event, Finished, Token
-from skipjoin.core.policy import CostModel, LengthPredictor
+from skipjoin.core.policy import CostModel
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.core.step import StepShape
 from skipjoin.policies.predictors import LearntLength
@@ -77,14 +77,14 @@ class LeastWork:
     """The replica with the least estimated work left, in seconds: prompts to compute and tokens to generate; among
     equals the first. Replicas may come and go.
 
-    predictor: how many tokens a request will generate; asked again when a request has passed that. learn: told of
-    every request that came to its own end.
+    lengths: how many tokens a request will have generated when it ends; asked again when a request has passed that.
+    learn: told of every request that came to its own end.
     """
 
     def __init__(
-        self, predictor: LengthPredictor, *, learn: Callable[[Request], object] = lambda request: None
+        self, lengths: Callable[[Request], int], *, learn: Callable[[Request], object] = lambda request: None
     ) -> None:
-        self._predictor = predictor
+        self._lengths = lengths
         self._learn = learn
         self._prices: dict[int, _Prices] = {}
         self._work: dict[int, float] = {}
@@ -112,7 +112,7 @@ class LeastWork:
             chosen,
             prices.prefill_s(len(request.prompt) + generated),
             prices.token_s,
-            max(1, self._predictor.predict(request) - generated),
+            max(1, self._lengths(request) - generated),
         )
         self._left[request] = left
         self._work[chosen] += left.prefill_s + left.tokens * left.token_s
@@ -125,7 +125,7 @@ class LeastWork:
         left.prefill_s = 0.0
         left.tokens -= 1
         if left.tokens == 0:  # longer than predicted, unless it ends now
-            left.tokens = max(1, self._predictor.predict(request) - len(request.output))
+            left.tokens = max(1, self._lengths(request) - len(request.output))
             change -= left.tokens * left.token_s
         self._work[left.replica] -= change
 
@@ -147,7 +147,7 @@ class LeastWork:
 DISPATCH_RULES = ("round-robin", "least-work", "least-work-oracle")
 
 
-def make_dispatch(name: str, replicas: int, cost: CostModel, oracle: LengthPredictor) -> Dispatch:
+def make_dispatch(name: str, replicas: int, cost: CostModel, oracle: Callable[[Request], int]) -> Dispatch:
     """The rule called `name`, one of `DISPATCH_RULES`: `least-work` learns lengths from requests that ended, as the
     server does, and expects none above its max_tokens; `least-work-oracle` has them from the oracle. Raises ValueError
     for another name."""
@@ -164,4 +164,4 @@ def make_dispatch(name: str, replicas: int, cost: CostModel, oracle: LengthPredi
 def least_work() -> LeastWork:
     """Least work by lengths that are learnt from the requests that ended."""
     lengths = LearntLength()
-    return LeastWork(lengths, learn=lengths.learn)
+    return LeastWork(lengths.predict, learn=lengths.learn)

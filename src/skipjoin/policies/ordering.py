@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
-from skipjoin.core.policy import Callbacks, CostModel, LengthPredictor, Ordering
+from skipjoin.core.policy import Callbacks, Ordering
 from skipjoin.core.request import Request
-from skipjoin.core.step import Slice, StepShape
+from skipjoin.core.step import Slice
 from skipjoin.policies.ranking import Ranking
 
 
@@ -47,65 +47,6 @@ class Fcfs(FixedKey):
 
     def __init__(self) -> None:
         super().__init__(lambda request: request.arrival)
-
-
-class ShortestRemaining(Callbacks):
-    """Least remaining work first, in seconds: tokens that have no KV yet, then the tokens that the predictor
-    expects still to come. With true lengths this is SRPT, the bound that the other orderings are held against.
-
-    When the cost model revises itself, requests that run get keys by it at once, those that wait keep theirs until
-    they arrive, run or are evicted again: to re-sort all of them would cost the length of the queue.
-    """
-
-    def __init__(self, cost: CostModel, predictor: LengthPredictor) -> None:
-        self._cost = cost
-        self._predictor = predictor
-        self._revision = cost.revision
-        self._decode_seconds = cost.step(StepShape(decodes=1, context=1))
-        self._ranking = Ranking()
-
-    def arrived(self, request: Request, now: float) -> None:
-        self._ranking.rest(request, self._key(request, request.known))
-
-    def ran(self, slices: Sequence[Slice], now: float) -> None:
-        if self._cost.revision != self._revision:
-            self._revision = self._cost.revision
-            self._decode_seconds = self._cost.step(StepShape(decodes=1, context=1))
-        change, key = self._ranking.change, self._key
-        for piece in slices:
-            request = piece.request
-            # The token just sampled is not appended yet. Left out, it would lower the key at an eviction, and the
-            # victim could outrank the request that it made way for.
-            change(request, key(request, request.known + piece.samples))
-
-    def evicted(self, request: Request, now: float) -> None:
-        self._ranking.rest(request, self._key(request, request.known))
-
-    def finished(self, request: Request, now: float) -> None:
-        self._ranking.discard(request)
-
-    def ranked(self, now: float) -> Iterator[Request]:
-        return iter(self._ranking)
-
-    def rank(self, request: Request) -> tuple[float, float, int]:
-        key: tuple[float, float, int] = self._ranking.key(request)
-        return key
-
-    def outranks(self, one: Request, other: Request) -> bool:
-        return self.rank(one)[0] < self.rank(other)[0]
-
-    def next_turns(self, requests: Iterable[Request], now: float) -> list[tuple[Any, Request]]:
-        return [(self.rank(request)[0], request) for request in sorted(requests, key=self.rank)]
-
-    def _key(self, request: Request, known: int) -> tuple[float, float, int]:
-        generated = known - len(request.prompt)
-        # Under-prediction: one more token is always expected.
-        seconds = max(1, self._predictor.predict(request) - generated) * self._decode_seconds
-        # Just sampled, a token waits for its own step, which is counted above; more than that is prefill.
-        uncached = known - request.computed
-        if uncached > 1:
-            seconds += self._cost.step(StepShape(prefill=uncached, attention=uncached * (uncached + 1) // 2))
-        return (seconds, request.arrival, request.id)
 
 
 class Prioritized(Callbacks):

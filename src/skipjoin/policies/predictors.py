@@ -1,4 +1,4 @@
-"""Length predictors."""
+"""Expected output lengths: where policies get them from."""
 
 from __future__ import annotations
 
@@ -6,13 +6,21 @@ import math
 
 from skipjoin.core.request import Request
 
+# Expected of a request that has no forecast. A small number: with doubling, requests are then told apart as by feedback
+# queues, and short ones lose little.
+NO_FORECAST_TOKENS = 16
 
-class MaxTokens:
+
+def forecast_tokens(request: Request) -> float:
+    """The length that the request's forecast expects, `NO_FORECAST_TOKENS` without one; at most `max_tokens`."""
+    expected = NO_FORECAST_TOKENS if request.forecast is None else request.forecast.tokens
+    return min(expected, request.max_tokens)
+
+
+def most_tokens(request: Request) -> int:
     """The length that the request asks for at most. Where outputs run to max_tokens, as in experiments that force
     output lengths, this is the true length: an oracle."""
-
-    def predict(self, request: Request) -> int:
-        return request.max_tokens
+    return request.max_tokens
 
 
 # Buckets of lengths, half an octave wide, up to 2 ** 20 tokens.

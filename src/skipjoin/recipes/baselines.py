@@ -6,14 +6,15 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from skipjoin.core.policy import Batcher, Policies
-from skipjoin.knobs import ConfigError, Knob
+from skipjoin.knobs import Knob
 from skipjoin.policies.admission import OnDemand, WholeMaximum
 from skipjoin.policies.batching import RunToCompletion
 from skipjoin.policies.eviction import Recompute
-from skipjoin.policies.ordering import Fcfs, FixedKey, Prioritized, ShortestRemaining
-from skipjoin.policies.predictors import MaxTokens
+from skipjoin.policies.ordering import Fcfs, FixedKey, Prioritized
+from skipjoin.policies.remaining import RemainingTime
 from skipjoin.policies.stages import EvenStages
-from skipjoin.recipes.parts import greedy, preemptive
+from skipjoin.policies.valued import Valued
+from skipjoin.recipes.parts import OracleParams, greedy, preemptive, true_lengths
 from skipjoin.recipes.registry import Forecasts, Params, Settings, recipe
 
 
@@ -66,26 +67,8 @@ def fixed_priority(s: Settings) -> Policies:
     return preemptive(s, lambda: FixedKey(lambda request: len(request.prompt)))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OracleParams(Params):
-    """Where true output lengths come from."""
-
-    oracle: Annotated[
-        str,
-        Knob(
-            "Whether every request runs to its max_tokens, which then is its true length; without it only simulate "
-            "knows the lengths",
-            choices=("none", "max-tokens"),
-        ),
-    ] = "none"
-
-
 @recipe(forecasts=Forecasts.TRUE)
 def srpt(s: Settings, p: OracleParams) -> Policies:
     """Shortest remaining time first, with true output lengths: the oracle of experiments."""
-    predictor = MaxTokens() if p.oracle == "max-tokens" else s.predictor
-    if predictor is None:
-        raise ConfigError(
-            "recipe srpt needs true output lengths: set oracle to max-tokens if every request runs to max_tokens"
-        )
-    return preemptive(s, lambda: ShortestRemaining(s.cost, predictor))
+    lengths = true_lengths("srpt", s, p)
+    return preemptive(s, lambda: Valued(RemainingTime(s.cost, lengths)))

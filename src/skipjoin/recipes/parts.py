@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated
 
 from skipjoin.core.policy import Batcher, EvictionPolicy, Ordering, Policies
+from skipjoin.core.request import Request
+from skipjoin.knobs import ConfigError, Knob
 from skipjoin.policies.admission import OnDemand
 from skipjoin.policies.batching import Greedy
 from skipjoin.policies.eviction import ProactiveSwap
 from skipjoin.policies.ordering import Prioritized
+from skipjoin.policies.predictors import forecast_tokens, most_tokens
 from skipjoin.policies.stages import EvenStages
-from skipjoin.recipes.registry import Settings
+from skipjoin.recipes.registry import Params, Settings
 
 
 def greedy(s: Settings, max_tokens: int, *, chunked: bool) -> Batcher:
@@ -26,3 +31,28 @@ def preemptive(s: Settings, ordering: Callable[[], Ordering], eviction: Eviction
     """What the preemptive systems share, whatever their order. eviction: None: KV is swapped ahead of need."""
     batcher = greedy(s, s.max_tokens, chunked=True)
     return Policies(Prioritized(ordering), batcher, OnDemand(), eviction or ProactiveSwap(s.cost))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OracleParams(Params):
+    """Where true output lengths come from."""
+
+    oracle: Annotated[
+        str,
+        Knob(
+            "Whether every request runs to its max_tokens, which then is its true length; without it only simulate "
+            "knows the lengths",
+            choices=("none", "max-tokens"),
+        ),
+    ] = "none"
+
+
+def true_lengths(name: str, s: Settings, p: OracleParams) -> Callable[[Request], float]:
+    """The true output lengths, for the oracle of that name. Raises `ConfigError` if they are not known."""
+    if p.oracle == "max-tokens":
+        return most_tokens
+    if not s.has_true_forecasts:
+        raise ConfigError(
+            f"recipe {name} needs true output lengths: set oracle to max-tokens if every request runs to max_tokens"
+        )
+    return forecast_tokens

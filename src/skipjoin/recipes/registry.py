@@ -8,7 +8,7 @@ from enum import StrEnum
 from inspect import getdoc, signature
 from typing import Self, TypeVar, get_type_hints, overload
 
-from skipjoin.core.policy import CostModel, LengthPredictor, Policies
+from skipjoin.core.policy import CostModel, Policies
 from skipjoin.knobs import ConfigError, Setting, Value, check, nearest, settings_of
 from skipjoin.policies.cost import LinearCost
 
@@ -48,9 +48,9 @@ class Settings:
     """What every recipe is built from.
 
     cost: the profile of model and machine. max_seqs, max_tokens: most requests and tokens in a step. slo_s: seconds per
-    output token that users accept. predictor: the true output lengths; None: they are not known. has_true_forecasts:
-    whether requests come with forecasts that are their true output lengths. stages: of a pipeline, between which
-    batches are shared out; as many plans must be in flight, without overlap. limits: None: not known yet.
+    output token that users accept. has_true_forecasts: whether requests come with forecasts that are their true output
+    lengths. stages: of a pipeline, between which batches are shared out; as many plans must be in flight, without
+    overlap. limits: None: not known yet.
     """
 
     cost: CostModel
@@ -58,7 +58,6 @@ class Settings:
     max_tokens: int = 2048
     _: KW_ONLY
     slo_s: float = DEFAULT_SLO_S
-    predictor: LengthPredictor | None = None
     has_true_forecasts: bool = False
     stages: int = 1
     limits: EngineLimits | None = None

@@ -1,0 +1,71 @@
+"""Remaining time as a value: what shortest remaining time first and ALISE order requests by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from skipjoin.core.policy import CostModel
+from skipjoin.core.request import Request
+from skipjoin.core.step import StepShape
+
+
+class RemainingTime:
+    """Least remaining work first, in seconds: tokens that have no KV yet, then the tokens that are expected still to
+    come (ALISE section 3.1, equations 3 to 5). With true lengths this is SRPT, the bound that the other orderings are
+    held against.
+
+    A request that outgrows its expected length is expected to get twice as long, and twice again, so that it falls
+    behind rather than stay the one that is about to end.
+
+    A request that waits gains `aging` seconds of priority per second. All that wait gain alike, so a key is the
+    remaining time plus `aging` times the moment from which it waits, and rests.
+
+    cost: prices the work, a token at the request's context. lengths: expected output tokens of a request in all.
+    """
+
+    def __init__(self, cost: CostModel, lengths: Callable[[Request], float], *, aging: float = 0.0) -> None:
+        if not aging >= 0:
+            raise ValueError(f"aging must be at least 0, got {aging}")
+        self.aging = aging
+        self._cost = cost
+        self._lengths = lengths
+        self._revision = cost.revision
+        self._decode_seconds: dict[int, float] = {}
+
+    @property
+    def revision(self) -> int:
+        return self._cost.revision
+
+    def key(self, request: Request, known: int, served: float, now: float) -> tuple[float]:
+        return (self.seconds(request, known) + self.aging * served,)
+
+    def until(self, request: Request, now: float) -> float:
+        return float("inf")
+
+    def tokens(self, request: Request, known: int) -> int:
+        return 0
+
+    def seconds(self, request: Request, known: int) -> float:
+        """Remaining work of the request. known: its tokens, one just sampled included."""
+        generated = known - len(request.prompt)
+        length = self._lengths(request)
+        while length < generated:
+            length *= 2
+        seconds = max(1.0, length - generated) * self._decode_seconds_at(known)
+        # Just sampled, a token waits for its own step, which is counted above; more than that is prefill.
+        uncached = known - request.computed
+        if uncached > 1:
+            seconds += self._cost.step(StepShape(prefill=uncached, attention=uncached * (uncached + 1) // 2))
+        return seconds
+
+    def _decode_seconds_at(self, context: int) -> float:
+        """Seconds of a decode, looked up by context in steps of 64 tokens: it changes slowly."""
+        if self._cost.revision != self._revision:
+            self._revision = self._cost.revision
+            self._decode_seconds.clear()
+        bucket = context >> 6
+        seconds = self._decode_seconds.get(bucket)
+        if seconds is None:
+            seconds = self._cost.step(StepShape(decodes=1, context=1))
+            self._decode_seconds[bucket] = seconds
+        return seconds

@@ -66,6 +66,6 @@ class RemainingTime:
         bucket = context >> 6
         seconds = self._decode_seconds.get(bucket)
         if seconds is None:
-            seconds = self._cost.step(StepShape(decodes=1, context=1))
+            seconds = self._cost.step(StepShape(decodes=1, context=(bucket << 6) + 1))
             self._decode_seconds[bucket] = seconds
         return seconds

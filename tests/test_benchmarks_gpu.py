@@ -35,14 +35,14 @@ def rehearse(out: Path, *options: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_rehearsal_says_that_it_is_one_and_what_it_measured(tmp_path: Path) -> None:
-    ran = rehearse(tmp_path, "--parts", "prefill,decode", "--minutes", "1")
+    ran = rehearse(tmp_path, "--parts", "prefill,decode,activations", "--minutes", "1")
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert not (tmp_path / "result.json").exists()
     result = json.loads((tmp_path / "rehearsal.json").read_text())
     assert (result["device"], result["rehearsal"]) == ("cpu", True)
-    assert "--parts machine,decode,prefill --minutes 1 --rehearse" in result["command"]
+    assert "--parts machine,decode,prefill,activations --minutes 1 --rehearse" in result["command"]
     assert result["machine"]["versions"]["torch"]
-    assert list(result["parts"]) == ["machine", "decode", "prefill"]
+    assert list(result["parts"]) == ["machine", "decode", "prefill", "activations"]
     for outcome in result["parts"].values():
         assert outcome["status"] == "ok"
         assert outcome["seconds"] > 0
@@ -60,6 +60,11 @@ def test_a_rehearsal_says_that_it_is_one_and_what_it_measured(tmp_path: Path) ->
     assert one["flop"] == 2 * 64 * weights + 2 * head + 4 * 2 * 64 * (64 * 65 // 2)
     assert four["flop"] == 2 * 64 * weights + 2 * 4 * head + 4 * 2 * 64 * 4 * (16 * 17 // 2)
     assert "of the matrix rate" in ran.stdout
+    cases = result["parts"]["activations"]["figures"]["cases"]
+    assert {(case["activation"], case["rows"]) for case in cases} == {
+        (name, rows) for name in ("relu", "gelu", "gelu_tanh") for rows in (1, 4)
+    }
+    assert all(us["min"] > 0 for case in cases for us in case["us"].values())
 
 
 def check_decodes(batches: dict[str, Any], bandwidth: float) -> None:

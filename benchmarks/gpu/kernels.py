@@ -1,16 +1,25 @@
-"""The parts `attention` and `copies`: kernels alone, as measured by the modules in this folder."""
+"""The parts `attention`, `activations` and `copies`: kernels alone, as measured by modules of their own."""
 
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import Any
 
-from common import Figures, Task
+from common import HERE, Figures, Task
 
 
 def measure_attention(task: Task) -> Figures:
     """See `attention.py`."""
     return _figures_of("attention", task)
+
+
+def measure_activations(task: Task) -> Figures:
+    """See `model_step/activations.py`."""
+    sys.path.append(str(HERE.parent / "model_step"))
+    from activations import measure  # noqa: PLC0415
+
+    return {"cases": measure(task.device, tiny=task.is_rehearsal)}
 
 
 def measure_copies(task: Task) -> Figures:

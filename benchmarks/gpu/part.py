@@ -24,6 +24,7 @@ PARTS = {
     "prefill": ("steps", "measure_prefill"),
     "peers": ("continuous", "measure"),
     "attention": ("kernels", "measure_attention"),
+    "activations": ("kernels", "measure_activations"),
     "copies": ("kernels", "measure_copies"),
     "record": ("serving", "measure_record"),
     "sanitizer": ("checks", "measure_sanitizer"),

@@ -52,6 +52,7 @@ PARTS = (
     Part("prefill", 0.7),
     Part("peers", 1.5),
     Part("attention", 1.2),
+    Part("activations", 0.4),
     Part("copies", 0.8),
     Part("record", 0.8),
     Part("sanitizer", 1.2),
@@ -228,6 +229,14 @@ def _attention_lines(figures: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+def _activations_lines(figures: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{case['model']}, {case['activation']}, {case['rows']} rows: "
+        + ", ".join(f"{way} {us['median']:.4g} us" for way, us in case["us"].items())
+        for case in figures["cases"]
+    ]
+
+
 def _copies_lines(figures: Mapping[str, Any]) -> list[str]:
     link = {way: figures["link"][f"{way}_gb_per_s"]["median"] for way in ("out", "in", "both")}
     lines = [f"link: {link['out']} GB/s out, {link['in']} in, {link['both']} both"]
@@ -265,6 +274,7 @@ _LINES: dict[str, Callable[[Mapping[str, Any]], list[str]]] = {
     "prefill": _prefill_lines,
     "peers": _peers_lines,
     "attention": _attention_lines,
+    "activations": _activations_lines,
     "copies": _copies_lines,
     "record": _record_lines,
     "sanitizer": _sanitizer_lines,

@@ -16,8 +16,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from skipjoin.model.kernels.activations import silu_and_mul_kernel
+from skipjoin.model.kernels.activations import bias_and_activation_kernel, silu_and_mul_kernel
 from skipjoin.model.kernels.norms import norm_kernel, warps_of
+from skipjoin.model.ops.torch_ops import ACTIVATIONS
 
 TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
@@ -73,6 +74,11 @@ def compile_all(case: str, capability: int, pointer: str) -> None:
         tell(f"{case} {label}", code)
     types = {"x": pointer, "out": pointer, "width": "i32", "x_stride": "i32"}
     tell(f"{case} silu and mul", compiled(silu_and_mul_kernel, types, {"BLOCK": 1024}, warps=4, capability=capability))
+    types = {"x": pointer, "bias": pointer, "width": "i32", "x_stride": "i32"}
+    for name in ACTIVATIONS:
+        constants = {"BIAS": True, "ACTIVATION": name, "BLOCK": 1024}
+        code = compiled(bias_and_activation_kernel, types, constants, warps=4, capability=capability)
+        tell(f"{case} bias and {name}", code)
 
 
 if __name__ == "__main__":

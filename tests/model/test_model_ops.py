@@ -19,7 +19,7 @@ from skipjoin.model.large_pages import Arena
 from skipjoin.model.loader import load_model, random_model
 from skipjoin.model.ops import build
 from skipjoin.model.ops.cpp_ops import CPP_DTYPES, CppOps
-from skipjoin.model.ops.torch_ops import TorchOps
+from skipjoin.model.ops.torch_ops import ACTIVATIONS, TorchOps, activated
 
 LIBRARY = build.load_library()
 needs_library = pytest.mark.skipif(LIBRARY is None, reason="no compiler, or no AVX-512 with bfloat16 products")
@@ -60,8 +60,25 @@ def test_linear(dtype, rows, outputs, inputs):
     expected = total.double() + exact + bias.double()
     ops.linear(weight, bias).add_to(x, total)
     assert_near(total, expected)
-    gate, up = (exact + bias.double()).chunk(2, dim=-1)
+    shifted = exact + bias.double()
+    gate, up = shifted.chunk(2, dim=-1)
     assert_near(ops.gated_linear(weight, bias)(x), torch.nn.functional.silu(gate) * up)
+    for name in ACTIVATIONS:
+        assert_near(ops.linear(weight, bias, name)(x), activated(name, shifted.clone()))
+        assert_near(ops.linear(weight, None, name)(x), activated(name, exact.clone()))
+
+
+@needs_library
+@dtypes
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_of_far_values(dtype, name):
+    x = torch.cat([torch.arange(-12, 12, 0.01), torch.tensor([-3e4, -200, 0, 200, 3e4])]).to(dtype)[:, None]
+    linear = CppOps(LIBRARY, dtype).linear(torch.ones(1, 1, dtype=dtype), None, name)
+    ours, expected = linear(x), activated(name, x.double())
+    # One rounding; in the tail of gelu, the error of the distribution function.
+    limit = torch.finfo(dtype).eps / 2 * expected.abs() + 3e-6
+    assert ((ours.double() - expected).abs() <= limit).all()
+    assert linear(torch.full_like(x, torch.nan)).isnan().all()
 
 
 @needs_library

@@ -20,12 +20,12 @@ pytest.importorskip("triton")
 from skipjoin.model import loader
 from skipjoin.model.attention.torch_backend import TorchAttention
 from skipjoin.model.kernels import norms
-from skipjoin.model.kernels.activations import silu_and_mul
+from skipjoin.model.kernels.activations import bias_and_activation, silu_and_mul
 from skipjoin.model.kernels.norms import normalise
 from skipjoin.model.ops.build import load_library
 from skipjoin.model.ops.check import check_ops
 from skipjoin.model.ops.cpp_ops import CppOps
-from skipjoin.model.ops.torch_ops import TorchLayerNorm, TorchOps, TorchRMSNorm
+from skipjoin.model.ops.torch_ops import ACTIVATIONS, TorchLayerNorm, TorchOps, TorchRMSNorm, activated
 from skipjoin.model.ops.triton_ops import TritonNorm, TritonOps
 
 ON_CARD = torch.cuda.is_available()
@@ -117,6 +117,30 @@ def test_silu_and_mul(dtype, rows, width):
     assert_near(silu_and_mul(x), F.silu(gate) * up)
 
 
+def exercise_activation(dtype: torch.dtype, rows: int, width: int, name: str) -> None:
+    """With bias and without, in place; guards around what the kernel may write."""
+    framed = torch.full((rows + 2, width + 3), torch.nan, dtype=dtype, device=DEVICE)
+    x = framed[1:-1, :width]
+    for bias in (None, drawn(dtype, width, seed=1)):
+        x.copy_(drawn(dtype, rows, width) * 4)
+        # A number that overflows exp, too.
+        x[0, 0] = -200
+        expected = activated(name, x.double() if bias is None else x.double() + bias.double())
+        assert bias_and_activation(x, bias, name) is x
+        assert_near(x.contiguous(), expected)
+        framed[1:-1, :width] = torch.nan
+        assert framed.isnan().all()
+        assert bias_and_activation(x, bias, name).isnan().all()
+
+
+@dtypes
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize(("rows", "width"), [(2, 1), (3, 70), (2, 1030)])
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
+def test_bias_and_activation(dtype, name, rows, width):
+    exercise_activation(dtype, rows, width, name)
+
+
 def some_ops(dtype: torch.dtype) -> list:
     library = load_library() if dtype != torch.float16 and not ON_CARD else None
     return [TorchOps(), TritonOps()] + ([] if library is None else [CppOps(library, dtype)])
@@ -141,6 +165,7 @@ def test_sums_and_the_norm_that_follows(dtype):
 
 
 @dtypes
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
 def test_self_test_finds_faults(dtype, monkeypatch):
     assert check_ops(TritonOps(), dtype, DEVICE)
     right = TritonNorm.after
@@ -164,7 +189,9 @@ def test_warps():
     assert [norms.warps_of(values) for values in (1, 512, 1024, 2048, 4096, 8192, 16384)] == [1, 1, 2, 4, 8, 16, 32]
 
 
-@pytest.mark.parametrize("name", ["llama-biases", "qwen3", "gpt-neox", "gpt-neox-serial", "opt", "opt-after"])
+@pytest.mark.parametrize(
+    "name", ["llama-biases", "qwen3", "gpt-neox", "gpt-neox-serial", "opt", "opt-after", "starcoder2"]
+)
 def test_whole_models(name, tmp_path, monkeypatch):
     reference = save_reference(name, tmp_path).to(DEVICE)
     monkeypatch.setattr(loader, "implementations", lambda *_: (TritonOps(), TorchAttention()))
@@ -186,7 +213,7 @@ def test_kernels_compile_for_cards(tmp_path):
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.split("\n")[:-1]
-    assert len(lines) == 5 * len(cases)
+    assert len(lines) == 9 * len(cases)
     for line in lines:
         label, _, facts = line.partition(": ")
         spilled, narrow = (int(part) for part in facts.split())
@@ -214,6 +241,8 @@ def test_on_card_at_real_sizes(case):
     x = drawn(case, 700, 2 * 14336)
     gate, up = x.double().chunk(2, dim=-1)
     assert_near(silu_and_mul(x), F.silu(gate) * up)
+    for name in ACTIVATIONS:
+        exercise_activation(case, 700, 20480, name)
 
 
 @pytest.mark.parametrize("case", [pytest.param(torch.bfloat16, marks=gpu, id="bfloat16")])
@@ -221,11 +250,12 @@ def test_on_card_in_a_graph(case):
     ops = TritonOps()
     linear, norm = ops.linear(drawn(case, 512, 1024), None), ops.rms_norm(drawn(case, 512, seed=1), 1e-5)
     gated = ops.gated_linear(drawn(case, 2048, 512, seed=2), None)
+    up = ops.linear(drawn(case, 2048, 1024, seed=5), drawn(case, 2048, seed=6), "relu")
     x, total = drawn(case, 7, 1024, seed=3), drawn(case, 7, 512, seed=4)
 
     def work() -> torch.Tensor:
         held.copy_(total)
-        return gated(linear.add_to(x, held, norm))
+        return up(gated(linear.add_to(x, held, norm)))
 
     held = total.clone()
     expected = work()

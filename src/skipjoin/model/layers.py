@@ -63,18 +63,20 @@ class Builder:
         *,
         rows: Sequence[range] | None = None,
         gated: bool = False,
+        activation: str | None = None,
     ) -> Linear:
         """One product for matrices with the same input: their rows are concatenated.
 
         outs: rows of each whole matrix. rows: this rank's (column parallel in Megatron's terms: the columns of the
-        result); None: all.
+        result); None: all. gated, activation: see `LayerOps.gated_linear` and `LayerOps.linear`.
         """
         names = [names] if isinstance(names, str) else names
         rows = rows or [range(out) for out in outs]
         parts = list(zip(names, outs, rows, strict=True))
         weight = [self.weights.take(f"{name}.weight", out, inputs, rows=own) for name, out, own in parts]
         shifts = [self.weights.take(f"{name}.bias", out, rows=own) for name, out, own in parts] if bias else []
-        return self.finish_linear(_join(weight), _join(shifts) if bias else None, gated=gated)
+        shift = _join(shifts) if bias else None
+        return self.finish_linear(_join(weight), shift, gated=gated, activation=activation)
 
     def summed_linear(
         self,
@@ -94,8 +96,10 @@ class Builder:
         linear = self.finish_linear(weight, shift)
         return SummedLinear(linear, self.group, begins, ends) if self.shard.tp_size > 1 else linear
 
-    def finish_linear(self, weight: torch.Tensor, bias: torch.Tensor | None, *, gated: bool = False) -> Linear:
-        linear = self.ops.gated_linear(weight, bias) if gated else self.ops.linear(weight, bias)
+    def finish_linear(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, *, gated: bool = False, activation: str | None = None
+    ) -> Linear:
+        linear = self.ops.gated_linear(weight, bias) if gated else self.ops.linear(weight, bias, activation)
         self.weight_bytes += linear.weight_bytes
         return linear
 
@@ -237,12 +241,3 @@ def advance(layers: Sequence[Layer], x: torch.Tensor, step: LayerInputs) -> torc
         normed = layer(x, normed, step, following.norm)
     layers[-1](x, normed, step, None)
     return x
-
-
-def activation(name: str, x: torch.Tensor) -> torch.Tensor:
-    """Apply a `ModelConfig.activation`; may change `x`, the widest tensor of a layer."""
-    if name == "relu":
-        return F.relu(x, inplace=True)
-    if name == "silu":
-        return F.silu(x, inplace=True)
-    return F.gelu(x, approximate="tanh" if name == "gelu_tanh" else "none")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from skipjoin.model.batch import PackedBatch
-from skipjoin.model.layers import Builder, LayerInputs, Rotary, SelfAttention, activation, advance
+from skipjoin.model.layers import Builder, LayerInputs, Rotary, SelfAttention, advance
 from skipjoin.model.ops.base import Linear, Norm
 from skipjoin.model.parallel import scaled
 
@@ -39,7 +39,7 @@ class _NeoXLayer:
     def __init__(self, builder: Builder, index: int, rotary: Rotary) -> None:
         config, shard, name = builder.config, builder.shard, f"gpt_neox.layers.{index}"
         hidden, width = config.hidden_size, config.intermediate_size
-        self._parallel, self._activation = config.parallel_residual, config.activation
+        self._parallel = config.parallel_residual
         # In parallel, attention and MLP share one sum over the ranks.
         apart = not self._parallel
         heads, columns = shard.query_rows(config), shard.columns(config)
@@ -51,7 +51,9 @@ class _NeoXLayer:
             builder.summed_linear(output, hidden, hidden, config.output_bias, columns=heads, ends=apart),
             rotary=rotary,
         )
-        self._up = builder.linear(f"{name}.mlp.dense_h_to_4h", (width,), hidden, True, rows=(columns,))
+        self._up = builder.linear(
+            f"{name}.mlp.dense_h_to_4h", (width,), hidden, True, rows=(columns,), activation=config.activation
+        )
         self._down = builder.summed_linear(down, hidden, width, True, columns=columns, begins=apart)
         self.norm = builder.layer_norm(f"{name}.input_layernorm")
         self._mlp_norm = builder.layer_norm(f"{name}.post_attention_layernorm")
@@ -65,7 +67,7 @@ class _NeoXLayer:
             self._attention.add_to(normed, x, step)
         else:
             overlapped = self._attention.add_to(normed, x, step, self._mlp_norm)
-        return self._down.add_to(activation(self._activation, self._up(overlapped)), x, then)
+        return self._down.add_to(self._up(overlapped), x, then)
 
 
 def _query_key_value(builder: Builder, name: str) -> Linear:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from skipjoin.model.batch import PackedBatch
-from skipjoin.model.layers import Builder, LayerInputs, SelfAttention, activation, advance
+from skipjoin.model.layers import Builder, LayerInputs, SelfAttention, advance
 from skipjoin.model.ops.base import Norm
 
 # The first two rows of OPT's position table are padding.
@@ -69,23 +69,21 @@ class _OptLayer:
             builder.linear(projections, (hidden,) * 3, hidden, config.attention_bias, rows=(heads,) * 3),
             builder.summed_linear(f"{name}.self_attn.out_proj", hidden, hidden, config.output_bias, columns=heads),
         )
-        self._up = builder.linear(f"{name}.fc1", (width,), hidden, config.mlp_bias, rows=(columns,))
+        self._up = builder.linear(
+            f"{name}.fc1", (width,), hidden, config.mlp_bias, rows=(columns,), activation=config.activation
+        )
         self._down = builder.summed_linear(f"{name}.fc2", hidden, width, config.mlp_bias, columns=columns)
         self.norm = builder.layer_norm(f"{name}.self_attn_layer_norm")
         self._mlp_norm = builder.layer_norm(f"{name}.final_layer_norm")
-        self._activation = config.activation
 
     def __call__(
         self, x: torch.Tensor, normed: torch.Tensor, step: LayerInputs, then: Norm | None
     ) -> torch.Tensor | None:
         """See `Layer`."""
         normed = self._attention.add_to(normed, x, step, self._mlp_norm)
-        return self._down.add_to(self._inner(normed), x, then)
+        return self._down.add_to(self._up(normed), x, then)
 
     def norm_after(self, x: torch.Tensor, step: LayerInputs) -> torch.Tensor:
         """[T, hidden] -> [T, hidden] with a norm after each sublayer; changes `x`."""
         x = self._attention.add_to(x, x, step, self.norm)
-        return self._down.add_to(self._inner(x), x, self._mlp_norm)
-
-    def _inner(self, x: torch.Tensor) -> torch.Tensor:
-        return activation(self._activation, self._up(x))
+        return self._down.add_to(self._up(x), x, self._mlp_norm)

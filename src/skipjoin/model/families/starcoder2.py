@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from skipjoin.model.batch import PackedBatch
-from skipjoin.model.layers import Builder, LayerInputs, Rotary, SelfAttention, activation, advance
+from skipjoin.model.layers import Builder, LayerInputs, Rotary, SelfAttention, advance
 from skipjoin.model.ops.base import Norm
 
 
@@ -48,9 +48,10 @@ class _Starcoder2Layer:
             builder.summed_linear(f"{name}.self_attn.o_proj", hidden, q, config.output_bias, columns=own_q),
             rotary=rotary,
         )
-        self._up = builder.linear(f"{name}.mlp.c_fc", (width,), hidden, config.mlp_bias, rows=(columns,))
+        self._up = builder.linear(
+            f"{name}.mlp.c_fc", (width,), hidden, config.mlp_bias, rows=(columns,), activation=config.activation
+        )
         self._down = builder.summed_linear(f"{name}.mlp.c_proj", hidden, width, config.mlp_bias, columns=columns)
-        self._activation = config.activation
         self.norm = builder.layer_norm(f"{name}.input_layernorm")
         self._mlp_norm = builder.layer_norm(f"{name}.post_attention_layernorm")
 
@@ -59,4 +60,4 @@ class _Starcoder2Layer:
     ) -> torch.Tensor | None:
         """See `Layer`."""
         normed = self._attention.add_to(normed, x, step, self._mlp_norm)
-        return self._down.add_to(activation(self._activation, self._up(normed)), x, then)
+        return self._down.add_to(self._up(normed), x, then)

@@ -29,7 +29,7 @@ class Linear(Protocol):
         ...
 
     def add_to(self, x: torch.Tensor, total: torch.Tensor, then: Norm | None = None) -> torch.Tensor | None:
-        """total += the product, in place; `total`: [n, out], contiguous. Not for gated products.
+        """total += the product, in place; `total`: [n, out], contiguous. Not for gated or activated products.
 
         then: the norm that follows; returns its result on the sum.
         """
@@ -41,8 +41,9 @@ class LayerOps(Protocol):
 
     name: str
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        """Prepare [out, in] weights; may take ownership of the tensor."""
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None = None) -> Linear:
+        """Prepare [out, in] weights; may take ownership of the tensor. activation: a `ModelConfig.activation`, which
+        follows the bias (fused as in ALISE section 3.3)."""
         ...
 
     def gated_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from skipjoin.model.ops.base import LayerOps
-from skipjoin.model.ops.torch_ops import TorchOps
+from skipjoin.model.ops.torch_ops import ACTIVATIONS, TorchOps
 
 
 def check_ops(ops: LayerOps, dtype: torch.dtype, device: torch.device | str = "cpu") -> bool:
@@ -25,6 +25,7 @@ def check_ops(ops: LayerOps, dtype: torch.dtype, device: torch.device | str = "c
         return [
             linear(x),
             of.gated_linear(weight, bias)(x),
+            *(of.linear(weight, bias, name)(x) for name in ACTIVATIONS),
             of.rms_norm(weight[0], 1e-5)(x),
             of.rms_norm(weight[0, :40], 1e-5)(heads[:, 1:4]),
             of.layer_norm(70, None, None, 1e-5)(x),

@@ -9,16 +9,18 @@ import torch
 
 from skipjoin.model.large_pages import Arena
 from skipjoin.model.ops.base import Norm
-from skipjoin.model.ops.torch_ops import TorchLayerNorm, TorchRMSNorm
+from skipjoin.model.ops.torch_ops import ACTIVATIONS, TorchLayerNorm, TorchRMSNorm
 
 CPP_DTYPES = (torch.float32, torch.bfloat16)
+# In the order of `Activation` in layer_ops.cpp.
+_ACTIVATIONS = (None, *ACTIVATIONS)
 
 _I, _P = c_int64, c_void_p
 _SIGNATURES = {
     "skipjoin_scratch_bytes": ([_I] * 4, c_int64),
     "skipjoin_packed_bytes": ([_I] * 4, c_int64),
     "skipjoin_pack_weights": ([_I, _P, _I, _I, _I, _P], None),
-    "skipjoin_linear": ([_I, _P, _I, _I, _P, _P, _I, _I, _P, _I, _I, _P, _I], None),
+    "skipjoin_linear": ([_I, _P, _I, _I, _P, _P, _I, _I, _P, _I, _I, _I, _P, _I], None),
     "skipjoin_rms_norm": ([_I, _P, _I, _I, _I, _I, _I, _P, c_float, _P, _I], None),
 }
 
@@ -44,11 +46,11 @@ class CppOps:
             self._scratch = torch.empty(needed, dtype=torch.uint8)
         return self._scratch.data_ptr()
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> CppLinear:
-        return CppLinear(self, weight, bias, gated=False)
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None = None) -> CppLinear:
+        return CppLinear(self, weight, bias, activation, gated=False)
 
     def gated_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> CppLinear:
-        return CppLinear(self, weight, bias, gated=True)
+        return CppLinear(self, weight, bias, None, gated=True)
 
     def rms_norm(self, weight: torch.Tensor, eps: float) -> Norm:
         return CppRMSNorm(self, weight, eps)
@@ -75,10 +77,13 @@ class CppRMSNorm(TorchRMSNorm):
 
 
 class CppLinear:
-    """Weights in panels of 32 outputs, each read once per product, in order."""
+    """Weights in panels of 32 outputs, each read once per product, in order. Bias and activation are applied to sums
+    that are still in registers."""
 
-    def __init__(self, ops: CppOps, weight: torch.Tensor, bias: torch.Tensor | None, gated: bool) -> None:
-        self._ops, self._gated = ops, int(gated)
+    def __init__(
+        self, ops: CppOps, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None, *, gated: bool
+    ) -> None:
+        self._ops, self._gated, self._activation = ops, int(gated), _ACTIVATIONS.index(activation)
         self._n, self._k = weight.shape
         packed_bytes = ops.library.skipjoin_packed_bytes(ops.bf16, self._n, self._k, self._gated)
         self._packed = ops.arena.take(packed_bytes)
@@ -103,7 +108,7 @@ class CppLinear:
         ops.library.skipjoin_linear(
             ops.bf16, x.data_ptr(), x.stride(0), m, self._packed.data_ptr(),
             None if self._bias is None else self._bias.data_ptr(), self._n, self._k, out.data_ptr(),
-            self._gated, add, ops.scratch(m, self._k, threads), threads,
+            self._gated, add, self._activation, ops.scratch(m, self._k, threads), threads,
         )  # fmt: skip
 
 

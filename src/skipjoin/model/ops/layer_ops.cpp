@@ -72,6 +72,18 @@ void pack_inputs(const T *x, int64_t stride, int64_t m, int64_t k, int64_t first
   }
 }
 
+enum Activation { kNone, kRelu, kSilu, kGelu, kGeluTanh };
+
+inline __m512 activated(int64_t activation, __m512 x) {
+  switch (activation) {
+  case kRelu: return relu(x);
+  case kSilu: return silu(x);
+  case kGelu: return gelu(x);
+  case kGeluTanh: return gelu_tanh(x);
+  default: return x;
+  }
+}
+
 template <typename T> struct LinearCall {
   const T *x;
   int64_t x_stride, m;
@@ -79,10 +91,10 @@ template <typename T> struct LinearCall {
   const float *bias; // [panels * 32] or null
   int64_t n, k;
   T *out; // [m, n], or [m, n / 2] if gated
-  int64_t gated, add;
+  int64_t gated, add, activation;
 };
 
-// Sums of one tile -> output rows, with bias, gate or addition.
+// Sums of one tile -> output rows, with bias and gate, activation or addition.
 template <typename T>
 void finish(const LinearCall<T> &c, int64_t panel, int64_t first, int64_t rows, __m512 (*sums)[2]) {
   int64_t width = c.gated ? c.n / 2 : c.n;
@@ -99,7 +111,7 @@ void finish(const LinearCall<T> &c, int64_t panel, int64_t first, int64_t rows, 
       int64_t column = panel * kPanel + half * 16;
       if (column >= width) break;
       __mmask16 lanes = first_lanes(width - column);
-      __m512 value = sums[r][half];
+      __m512 value = activated(c.activation, sums[r][half]);
       if (c.add) value = _mm512_add_ps(value, load(row + column, lanes));
       store(row + column, value, lanes);
     }
@@ -228,14 +240,15 @@ void skipjoin_pack_weights(int64_t bf16, const void *weights, int64_t n, int64_t
 }
 
 void skipjoin_linear(int64_t bf16, const void *x, int64_t x_stride, int64_t m, const void *weights, const float *bias,
-                     int64_t n, int64_t k, void *out, int64_t gated, int64_t add, void *scratch, int64_t threads) {
+                     int64_t n, int64_t k, void *out, int64_t gated, int64_t add, int64_t activation, void *scratch,
+                     int64_t threads) {
   if (bf16)
     linear(LinearCall<bfloat16>{(const bfloat16 *)x, x_stride, m, (const bfloat16 *)weights, bias, n, k,
-                                (bfloat16 *)out, gated, add},
+                                (bfloat16 *)out, gated, add, activation},
            (bfloat16 *)scratch, threads);
   else
     linear(LinearCall<float>{(const float *)x, x_stride, m, (const float *)weights, bias, n, k, (float *)out, gated,
-                             add},
+                             add, activation},
            (float *)scratch, threads);
 }
 

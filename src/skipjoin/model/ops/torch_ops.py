@@ -7,6 +7,9 @@ import torch.nn.functional as F
 
 from skipjoin.model.ops.base import Norm
 
+# The values of `ModelConfig.activation`.
+ACTIVATIONS = ("relu", "silu", "gelu", "gelu_tanh")
+
 
 class TorchLinear:
     """torch's own layout and product."""
@@ -27,6 +30,26 @@ class TorchLinear:
         else:
             total.add_(F.linear(x, self.weight, self.bias))
         return None
+
+
+class TorchActivatedLinear(TorchLinear):
+    """A product, then an activation."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str) -> None:
+        super().__init__(weight, bias)
+        self.activation = activation
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return activated(self.activation, super().__call__(x))
+
+
+def activated(name: str, x: torch.Tensor) -> torch.Tensor:
+    """Apply a `ModelConfig.activation`; may change `x`, the widest tensor of a layer."""
+    if name == "relu":
+        return F.relu(x, inplace=True)
+    if name == "silu":
+        return F.silu(x, inplace=True)
+    return F.gelu(x, approximate="tanh" if name == "gelu_tanh" else "none")
 
 
 class TorchGatedLinear(TorchLinear):
@@ -68,8 +91,8 @@ class TorchOps:
 
     name = "torch"
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> TorchLinear:
-        return TorchLinear(weight, bias)
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None = None) -> TorchLinear:
+        return TorchLinear(weight, bias) if activation is None else TorchActivatedLinear(weight, bias, activation)
 
     def gated_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> TorchGatedLinear:
         return TorchGatedLinear(weight, bias)

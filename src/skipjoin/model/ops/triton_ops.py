@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
-from skipjoin.model.kernels.activations import silu_and_mul
+from skipjoin.model.kernels.activations import bias_and_activation, silu_and_mul
 from skipjoin.model.kernels.norms import MAX_WIDTH, normalise
 from skipjoin.model.ops.base import Norm
-from skipjoin.model.ops.torch_ops import TorchLinear, TorchOps
+from skipjoin.model.ops.torch_ops import TorchActivatedLinear, TorchLinear, TorchOps
 
 
 class TritonOps(TorchOps):
     """See `LayerOps`. Kernels are launched on the current CUDA device. Rows wider than `MAX_WIDTH` use torch."""
 
     name = "triton"
+
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None = None) -> TorchLinear:
+        return TorchLinear(weight, bias) if activation is None else TritonActivatedLinear(weight, bias, activation)
 
     def gated_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> TritonGatedLinear:
         return TritonGatedLinear(weight, bias)
@@ -27,6 +31,13 @@ class TritonOps(TorchOps):
         if width > MAX_WIDTH:
             return super().layer_norm(width, weight, bias, eps)
         return TritonNorm(weight, bias, eps, centre=True)
+
+
+class TritonActivatedLinear(TorchActivatedLinear):
+    """A product, then one kernel for bias and activation."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return bias_and_activation(F.linear(x, self.weight), self.bias, self.activation)
 
 
 class TritonGatedLinear(TorchLinear):

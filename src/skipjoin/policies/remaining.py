@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from skipjoin.core.policy import CostModel
@@ -17,16 +18,27 @@ class RemainingTime:
     A request that outgrows its expected length is expected to get twice as long, and twice again, so that it falls
     behind rather than stay the one that is about to end.
 
-    A request that waits gains `aging` seconds of priority per second. All that wait gain alike, so a key is the
-    remaining time plus `aging` times the moment from which it waits, and rests.
+    With age a request gains `aging` seconds of priority per second. As all gain alike, the key is the remaining time
+    plus `aging` times the moment from which the age counts, and rests while the request waits.
 
-    cost: prices the work, a token at the request's context. lengths: expected output tokens of a request in all.
+    cost: prices the work, a token at the request's context. lengths: expected output tokens of a request in all. aging:
+    0: none. since_arrival: whether the age counts from the arrival: nothing that arrives `seconds / aging` later
+    overtakes the request any more. Otherwise it counts from when the request last ran, which bounds how long it goes
+    without a token and not when it ends.
     """
 
-    def __init__(self, cost: CostModel, lengths: Callable[[Request], float], *, aging: float = 0.0) -> None:
-        if not aging >= 0:
-            raise ValueError(f"aging must be at least 0, got {aging}")
+    def __init__(
+        self,
+        cost: CostModel,
+        lengths: Callable[[Request], float],
+        *,
+        aging: float = 0.0,
+        since_arrival: bool = True,
+    ) -> None:
+        if not 0 <= aging < math.inf:
+            raise ValueError(f"aging must be finite and at least 0, got {aging}")
         self.aging = aging
+        self._since_arrival = since_arrival
         self._cost = cost
         self._lengths = lengths
         self._revision = cost.revision
@@ -37,10 +49,11 @@ class RemainingTime:
         return self._cost.revision
 
     def key(self, request: Request, known: int, served: float, now: float) -> tuple[float]:
-        return (self.seconds(request, known) + self.aging * served,)
+        since = request.arrival if self._since_arrival else served
+        return (self.seconds(request, known) + self.aging * since,)
 
     def until(self, request: Request, now: float) -> float:
-        return float("inf")
+        return math.inf
 
     def tokens(self, request: Request, known: int) -> int:
         return 0

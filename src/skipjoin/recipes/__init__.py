@@ -3,7 +3,7 @@
 A recipe is a function in a module of this package, with a decorator; its parameters are a dataclass beside it.
 """
 
-from skipjoin.recipes import baselines, fastserve
+from skipjoin.recipes import alise, baselines, fastserve
 from skipjoin.recipes.registry import (
     DEFAULT_SLO_S,
     RECIPES,
@@ -33,6 +33,7 @@ __all__ = [
     "Params",
     "Recipe",
     "Settings",
+    "alise",
     "baselines",
     "build",
     "check_names",

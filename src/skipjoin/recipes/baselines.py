@@ -14,7 +14,7 @@ from skipjoin.policies.ordering import Fcfs, FixedKey, Prioritized
 from skipjoin.policies.remaining import RemainingTime
 from skipjoin.policies.stages import EvenStages
 from skipjoin.policies.valued import Valued
-from skipjoin.recipes.parts import OracleParams, greedy, preemptive, true_lengths
+from skipjoin.recipes.parts import Oracle, greedy, preemptive, true_lengths
 from skipjoin.recipes.registry import Forecasts, Params, Settings, recipe
 
 
@@ -67,8 +67,15 @@ def fixed_priority(s: Settings) -> Policies:
     return preemptive(s, lambda: FixedKey(lambda request: len(request.prompt)))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OracleParams(Params):
+    """Where true output lengths come from."""
+
+    oracle: Oracle = "none"
+
+
 @recipe(forecasts=Forecasts.TRUE)
 def srpt(s: Settings, p: OracleParams) -> Policies:
     """Shortest remaining time first, with true output lengths: the oracle of experiments."""
-    lengths = true_lengths("srpt", s, p)
+    lengths = true_lengths("srpt", s, p.oracle)
     return preemptive(s, lambda: Valued(RemainingTime(s.cost, lengths)))

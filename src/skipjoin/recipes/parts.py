@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Annotated
 
 from skipjoin.core.policy import Batcher, EvictionPolicy, Ordering, Policies
@@ -15,7 +14,17 @@ from skipjoin.policies.eviction import ProactiveSwap
 from skipjoin.policies.ordering import Prioritized
 from skipjoin.policies.predictors import forecast_tokens, most_tokens
 from skipjoin.policies.stages import EvenStages
-from skipjoin.recipes.registry import Params, Settings
+from skipjoin.recipes.registry import Settings
+
+# Where the true output lengths of an oracle of experiments come from.
+Oracle = Annotated[
+    str,
+    Knob(
+        "Whether every request runs to its max_tokens, which then is its true length; without it only simulate "
+        "knows the lengths",
+        choices=("none", "max-tokens"),
+    ),
+]
 
 
 def greedy(s: Settings, max_tokens: int, *, chunked: bool) -> Batcher:
@@ -33,23 +42,9 @@ def preemptive(s: Settings, ordering: Callable[[], Ordering], eviction: Eviction
     return Policies(Prioritized(ordering), batcher, OnDemand(), eviction or ProactiveSwap(s.cost))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OracleParams(Params):
-    """Where true output lengths come from."""
-
-    oracle: Annotated[
-        str,
-        Knob(
-            "Whether every request runs to its max_tokens, which then is its true length; without it only simulate "
-            "knows the lengths",
-            choices=("none", "max-tokens"),
-        ),
-    ] = "none"
-
-
-def true_lengths(name: str, s: Settings, p: OracleParams) -> Callable[[Request], float]:
-    """The true output lengths, for the oracle of that name. Raises `ConfigError` if they are not known."""
-    if p.oracle == "max-tokens":
+def true_lengths(name: str, s: Settings, oracle: str) -> Callable[[Request], float]:
+    """The true output lengths, for a recipe. oracle: an `Oracle`. Raises `ConfigError` if they are not known."""
+    if oracle == "max-tokens":
         return most_tokens
     if not s.has_true_forecasts:
         raise ConfigError(

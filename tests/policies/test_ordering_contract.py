@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from functools import cache
@@ -11,14 +12,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from skipjoin.core.forecast import LENGTH_EDGES, Forecast, length_bin
 from skipjoin.core.policy import Ordering
 from skipjoin.core.request import Request
 from skipjoin.core.step import Slice
 from skipjoin.policies.mlfq import SkipJoinMlfq
 from skipjoin.policies.ordering import Fcfs, FixedKey, Prioritized
-from skipjoin.policies.predictors import most_tokens
+from skipjoin.policies.predictors import forecast_tokens, most_tokens
 from skipjoin.policies.remaining import RemainingTime
 from skipjoin.policies.valued import Valued
+from skipjoin.policies.wait_times import ShortestWithWaits
 from support.load import make
 from support.policies import COST
 
@@ -31,15 +34,39 @@ def srpt() -> Ordering:
     return Valued(RemainingTime(COST, most_tokens))
 
 
+def alise(*, since_arrival: bool = True) -> Ordering:
+    return ShortestWithWaits(RemainingTime(COST, forecast_tokens, aging=0.1, since_arrival=since_arrival))
+
+
+class Overdue:
+    """Overdue requests first, then the least generated, by bins of lengths. A key that time changes, and bins do."""
+
+    revision = 0
+
+    def key(self, request: Request, known: int, served: float, now: float) -> tuple[bool, int]:
+        return (now < request.arrival + 1.0, length_bin(max(1, known - len(request.prompt))))
+
+    def until(self, request: Request, now: float) -> float:
+        return request.arrival + 1.0 if now < request.arrival + 1.0 else math.inf
+
+    def tokens(self, request: Request, known: int) -> int:
+        generated = max(1, known - len(request.prompt))
+        return len(request.prompt) + LENGTH_EDGES[length_bin(generated) + 1]
+
+
 ORDERINGS: dict[str, Callable[[], Ordering]] = {
     "fcfs": Fcfs,
     "fixed key, many equal": lambda: FixedKey(lambda request: len(request.prompt) % 3),
     "srpt": srpt,
+    "alise": alise,
+    "alise, age since the last run": lambda: alise(since_arrival=False),
+    "overdue, by bins": lambda: Valued(Overdue()),
     "skip-join": mlfq,
     "mlfq": lambda: SkipJoinMlfq(COST, starvation_s=0.5, skip_join=False),
     "two queues": lambda: SkipJoinMlfq(COST, levels=2, starvation_s=0.1),
     "prioritized fcfs": lambda: Prioritized(Fcfs),
     "prioritized srpt": lambda: Prioritized(srpt),
+    "prioritized alise": lambda: Prioritized(alise),
     "prioritized skip-join": lambda: Prioritized(mlfq),
 }
 every_ordering = pytest.mark.parametrize("build", ORDERINGS.values(), ids=ORDERINGS.keys())
@@ -81,6 +108,10 @@ class Life:
             request.computed = request.planned = 0
         self.ordering.evicted(request, self.now)
 
+    def forecast(self, request: Request, tokens: int) -> None:
+        request.forecast = Forecast(tokens, "test")
+        self.ordering.reforecast(request, self.now)
+
     def leave(self, request: Request) -> None:
         self.live.remove(request)
         self.ordering.finished(request, self.now)
@@ -88,7 +119,8 @@ class Life:
 
 OPERATIONS = st.lists(
     st.tuples(
-        st.sampled_from(["arrive", "arrive", "run", "run", "drop", "swap", "leave", "wait"]), st.integers(0, 400)
+        st.sampled_from(["arrive", "arrive", "run", "run", "drop", "swap", "forecast", "leave", "wait"]),
+        st.integers(0, 400),
     ),
     max_size=40,
 )
@@ -107,6 +139,8 @@ def live_through(life: Life, operation: str, number: int) -> None:
             life.run(life.live[at : at + 3], most=64 if number % 2 else 1000)
         elif operation == "leave":
             life.leave(life.live[at])
+        elif operation == "forecast":
+            life.forecast(life.live[at], 1 + number // 20)
         else:
             life.evict(life.live[at], drop=operation == "drop")
 

@@ -18,10 +18,12 @@ from hypothesis import strategies as st
 from recorded_traces import PIPELINES, WORLDS, drawn, served, stored, trace_hash, world_of
 
 from skipjoin.core.events import Finished, Moved, MoveFailed, Planned, Preempted, Preemption
+from skipjoin.core.forecast import Forecast
 from skipjoin.core.policy import Grant
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.core.step import Move, Slice
-from skipjoin.recipes import RECIPES, Settings, build
+from skipjoin.knobs import ConfigError
+from skipjoin.recipes import RECIPES, EngineLimits, Forecasts, Settings, build
 from support.load import load, make
 from support.policies import COST, EVICTIONS, SYSTEMS
 from support.watch import GIVEN_UP, Run, Stepper, World, run
@@ -210,6 +212,33 @@ def test_who_is_given_up_ends_alone(
             assert request not in given_up
 
 
+@given(
+    recipe=st.sampled_from([name for name, one in sorted(RECIPES.items()) if one.forecasts is not Forecasts.NONE]),
+    pipeline=st.sampled_from([*PIPELINES, (3, True, 1)]),
+    eviction=st.sampled_from([None, *sorted(EVICTIONS)]),
+    seed=st.integers(0, 10**6),
+    share=st.sampled_from([0.05, 0.5, 1.0]),
+)
+@settings(max_examples=60, deadline=None)
+def test_forecasts_may_change_at_any_time(
+    *, recipe: str, pipeline: tuple[int, bool, int], eviction: str | None, seed: int, share: float
+) -> None:
+    """Between a plan and its result, for requests that run and that wait, to anything; some are equal."""
+    draw = random.Random(seed)
+    world = world_of(recipe, pipeline, eviction)
+    core = world.core()
+
+    def reforecast(piece: Slice) -> bool:
+        if draw.random() < share:
+            changed = draw.choice([*core.requests.values()])
+            core.reforecast(changed.id, Forecast(draw.choice([1, 10, 10, 1e6]), "test"), core.trace[-1][0])
+        return False
+
+    done = run(world, load(seed, 16, priorities=(0, seed % 2)), core=core, gives_up=reforecast)
+    assert_served(done)
+    assert_evictions_are_paid_for(done)
+
+
 @pytest.mark.parametrize("eviction", ["proactive", "chaos"])
 def test_on_a_link_of_a_second_per_block_others_run_meanwhile(eviction: str) -> None:
     """Every copy takes hundreds of steps, and half of them fail."""
@@ -324,6 +353,16 @@ def test_each_build_has_policies_of_its_own(recipe: str) -> None:
     assert build(recipe, settings_).ordering is not build(recipe, settings_).ordering
 
 
-def test_the_oracle_is_refused_without_true_lengths() -> None:
-    with pytest.raises(ValueError, match="recipe srpt needs true output lengths"):
-        build("srpt", Settings(COST))
+@pytest.mark.parametrize("recipe", [name for name, one in RECIPES.items() if one.forecasts is Forecasts.TRUE])
+def test_an_oracle_is_refused_without_true_lengths(recipe: str) -> None:
+    with pytest.raises(ConfigError, match=f"recipe {recipe} needs true output lengths"):
+        build(recipe, Settings(COST))
+    assert build(recipe, Settings(COST), {"oracle": "max-tokens"})
+
+
+@pytest.mark.parametrize("recipe", [name for name, one in RECIPES.items() if one.needs_lossless_swap])
+def test_lossless_swapping_is_insisted_on(recipe: str) -> None:
+    limits = EngineLimits(requests=None, max_len=64, device_blocks=40, host_blocks=60, block_size=4, depth=1)
+    assert build(recipe, Settings(COST, limits=limits))
+    with pytest.raises(ConfigError, match=f"recipe {recipe} needs KV that returns .* swap_dtype"):
+        build(recipe, Settings(COST, limits=replace(limits, lossless_swap=False)))

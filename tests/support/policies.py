@@ -111,7 +111,7 @@ class Chaos(Swap):
 
 
 # The recipes that differ in more than their pressure.
-SYSTEMS = sorted(name for name in RECIPES if not name.startswith("fastserve-"))
+SYSTEMS = sorted(name for name in RECIPES if not name.startswith(("fastserve-", "alise-")))
 # What one class does for all: batches, prompts in chunks, promotions, and ranks that change at every step.
 SOME_SYSTEMS = ("static", "sarathi", "fastserve", "srpt")
 # Every pressure there is, each run with one of its own.

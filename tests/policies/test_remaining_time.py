@@ -1,0 +1,124 @@
+"""Remaining time as a value: what outgrows its forecast, what ages, and when requests are expected to run."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skipjoin.core.forecast import Forecast
+from skipjoin.core.request import Request
+from skipjoin.core.step import Slice, StepShape
+from skipjoin.policies.cost import LinearCost
+from skipjoin.policies.predictors import NO_FORECAST_TOKENS, forecast_tokens
+from skipjoin.policies.remaining import RemainingTime
+from skipjoin.policies.valued import Valued
+from skipjoin.policies.wait_times import Backlog, ShortestWithWaits
+from support.load import make
+
+COST = LinearCost(floor=0.01, prefill_token=1e-3, decode=1e-3, context_token=1e-5)
+
+
+def expecting(tokens: float, number: int = 0, *, arrival: float = 0.0, prompt: int = 10) -> Request:
+    """A request whose prompt is computed, with a forecast."""
+    request = make(number, prompt, 10_000, arrival=arrival, forecast=Forecast(tokens, "test"))
+    request.computed = prompt
+    return request
+
+
+@given(tokens=st.floats(1, 500), generated=st.integers(0, 5000))
+def test_what_outgrows_its_forecast_is_expected_to_get_twice_as_long(tokens: float, generated: int) -> None:
+    request = expecting(tokens)
+    known = request.computed = 10 + generated
+    doubled = tokens * 2 ** max(0, math.ceil(math.log2(max(generated, 1) / tokens)))
+    decode = COST.step(StepShape(decodes=1, context=(known >> 6 << 6) + 1))
+    expected = max(1, doubled - generated) * decode
+    assert RemainingTime(COST, forecast_tokens).seconds(request, known) == pytest.approx(expected)
+
+
+def test_without_a_forecast_a_constant_stands_in_and_none_is_beyond_max_tokens() -> None:
+    assert forecast_tokens(make(0, max_tokens=100)) == NO_FORECAST_TOKENS
+    assert forecast_tokens(make(0, max_tokens=5)) == 5
+    assert forecast_tokens(make(0, max_tokens=5, forecast=Forecast(80, "test"))) == 5
+
+
+def test_a_token_costs_more_after_a_long_prompt_and_a_prompt_until_it_is_computed() -> None:
+    value = RemainingTime(COST, forecast_tokens)
+    short, long = expecting(100, prompt=10), expecting(100, prompt=5000)
+    assert value.seconds(long, long.known) > 4 * value.seconds(short, short.known)
+    computed = value.seconds(short, short.known)
+    short.computed = 0
+    prefill = COST.step(StepShape(prefill=10, attention=55))
+    assert value.seconds(short, short.known) == pytest.approx(computed + prefill)
+
+
+@given(tokens=st.integers(1, 5000), aging=st.floats(0.01, 10), early=st.floats(0.001, 100))
+def test_what_arrives_later_than_remaining_time_by_aging_never_overtakes(
+    tokens: int, aging: float, early: float
+) -> None:
+    """Until it has more to do than was expected of it."""
+    value = RemainingTime(COST, forecast_tokens, aging=aging)
+    ordering = Valued(value)
+    old = expecting(tokens)
+    bound = value.seconds(old, old.known) / aging
+    ordering.arrived(old, 0.0)
+    for number, arrival in enumerate((bound, bound * 1.5 + early), 1):
+        newcomer = expecting(1, number, arrival=arrival)
+        ordering.arrived(newcomer, arrival)
+        assert not ordering.outranks(newcomer, old)
+    ordering.ran([Slice(old, 9, 1, True, False, ())], bound)
+    assert not ordering.outranks(newcomer, old)
+
+
+def test_age_since_the_last_run_ends_with_a_run() -> None:
+    ordering = Valued(RemainingTime(COST, forecast_tokens, aging=0.1, since_arrival=False))
+    old, newcomer = expecting(100), expecting(50, 1, arrival=50.0)
+    ordering.arrived(old, 0.0)
+    ordering.arrived(newcomer, 50.0)
+    assert ordering.outranks(old, newcomer)
+    ordering.ran([Slice(old, 9, 1, True, False, ())], 50.0)
+    assert ordering.outranks(newcomer, old)
+
+
+@pytest.mark.parametrize("aging", [-0.1, math.inf, math.nan])
+def test_aging_out_of_bounds_is_refused(aging: float) -> None:
+    with pytest.raises(ValueError, match="aging must be finite and at least 0"):
+        RemainingTime(COST, forecast_tokens, aging=aging)
+
+
+# -- wait times ---------------------------------------------------------------------------------------------------
+
+
+WORK = st.lists(st.tuples(st.floats(-1e5, 1e5), st.floats(0.01, 100)), min_size=1, max_size=600)
+
+
+@given(work=WORK, kept=st.integers(0, 600))
+def test_a_backlog_sums_what_lies_before_a_key_within_a_bucket(work: list[tuple[float, float]], kept: int) -> None:
+    backlog = Backlog(0.25)
+    for key, seconds in work:
+        backlog.add(key, seconds)
+    for key, seconds in work[kept:]:
+        backlog.remove(key, seconds)
+    left = work[:kept]
+    keys = sorted(key for key, _ in work)
+    width = 4 * (keys[-1] - keys[0]) / 256 + 0.5  # at most; there are few sums, whatever was told
+    for key, before in zip(keys, backlog.before(keys), strict=True):
+        assert before <= sum(seconds for other, seconds in left if other < key) + 1e-6
+        assert before >= sum(seconds for other, seconds in left if other < key - width) - 1e-6
+    assert len(backlog._sums) <= 256
+
+
+@pytest.mark.parametrize(("aging", "turns"), [(0.0, [0, 11, 33]), (0.1, [0, 11, 33]), (3.0, [0, 22 / 3, 11])])
+def test_a_turn_comes_when_the_work_before_it_is_done_or_age_comes_first(aging: float, turns: list[float]) -> None:
+    """One request runs at a time; the work is 11, 22 and 33 s, of which age makes up for 3 per second at most."""
+    cost = LinearCost(floor=0.01, prefill_token=1e-3, decode=1e-3)
+    ordering = ShortestWithWaits(RemainingTime(cost, forecast_tokens, aging=aging), hysteresis_s=0.1)
+    first, second, last = (expecting(tokens, number) for number, tokens in enumerate((1000, 2000, 3000)))
+    for request in (first, second, last):
+        ordering.arrived(request, 0.0)
+    ordering.ran([Slice(first, 9, 1, True, False, ())], 0.0)
+    found = ordering.next_turns([last, first, second], 0.0)
+    assert [request for _, request in found] == [first, second, last]
+    assert [turn * 0.1 for turn, _ in found] == pytest.approx(turns, abs=0.1)

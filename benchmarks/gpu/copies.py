@@ -181,7 +181,7 @@ def measure_moves(device: str, name: str, block_bytes: int, link: Figures) -> It
     for blocks in counts:
         for direction in Direction:
             source, target = (tuple(draw.sample(range(2 * counts[-1]), blocks)) for _ in range(2))
-            move = Move(direction, _OWNER, source, target)
+            move = Move(direction, _OWNER, source, target, blocks * store.device.block_size)
             store._kernel = kernel
             times = seconds(device, lambda move=move: store.copy(move), _RUNS[device])
             most = link[f"{direction.name.lower()}_gb_per_s"]["median"]
@@ -235,10 +235,11 @@ class Traffic:
         self._next: dict[Direction, Iterator[Move]] = {}
         self._on_way = dict.fromkeys(Direction, 0)
         self.moved = 0  # bytes that landed
+        tokens = per_move * store.device.block_size
         for index, direction in enumerate(Direction):
             here, there = (draw.sample(range(index * half, (index + 1) * half), half) for _ in range(2))
             moves = [
-                Move(direction, _OWNER, tuple(here[at : at + per_move]), tuple(there[at : at + per_move]))
+                Move(direction, _OWNER, tuple(here[at : at + per_move]), tuple(there[at : at + per_move]), tokens)
                 for at in range(0, half, per_move)
             ]
             self._next[direction] = cycle(moves)

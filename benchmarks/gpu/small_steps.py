@@ -84,10 +84,13 @@ def _there_and_back(loaded: Loaded) -> None:
     device = loaded.executor.store.device.tensor
     held = device[: len(_MOVED)].clone()
     request = Request(0, 0.0, [0], 1)
-    here = tuple(range(len(_MOVED)))
+    here, tokens = tuple(range(len(_MOVED))), len(_MOVED) * loaded.executor.store.device.block_size
     ids = count(1 << 20)
     for when in ("before", "beside"):
-        for move in (Move(Direction.OUT, request, here, _MOVED), Move(Direction.IN, request, _MOVED, here)):
+        for move in (
+            Move(Direction.OUT, request, here, _MOVED, tokens),
+            Move(Direction.IN, request, _MOVED, here, tokens),
+        ):
             landed: list[Move] = []
             moves = {when: (move,)}
             while not landed:

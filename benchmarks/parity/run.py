@@ -76,6 +76,8 @@ def real_run(engine: Engine, jobs: list[WorkloadRequest], cost: LinearCost) -> t
         device_blocks=info.device_blocks,
         block_size=info.block_size,
         block_bytes=info.block_bytes,
+        host_block_bytes=info.host_block_bytes,
+        swap_dtype=info.swap_dtype,
     )
     begin = loop.clock()
     left = deque(enumerate(jobs))

@@ -16,6 +16,8 @@ __all__ = [
     "MaxNumSeqs",
     "Objective",
     "ServerConfig",
+    "SwapType",
+    "check_swap_type",
     "unknown",
     "with_aliases",
 ]
@@ -40,6 +42,23 @@ Objective = Annotated[
         group=SCHEDULING,
     ),
 ]
+SWAP_TYPES = ("auto", "int8")
+SwapType = Annotated[
+    str,
+    Knob(
+        "KV on the host: as on the device, or rounded to 8 bits, which makes room for 1.6 to 1.8 times as much; outputs "
+        "of requests that were swapped may then differ",
+        choices=SWAP_TYPES,
+        group=MEMORY,
+    ),
+]
+
+
+def check_swap_type(swap_dtype: str, field: str, size: float | None) -> None:
+    """Raise `ConfigError` for KV that is rounded on the host where there is no host pool. field: the setting of the
+    pool's size, and `size` its value; None: a default."""
+    if swap_dtype == "int8" and size == 0:
+        raise ConfigError(f"swap_dtype int8 is for KV on the host: {field} must be above 0, got {size:g}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +156,7 @@ class EngineConfig:
             group=MEMORY,
         ),
     ] = None
+    swap_dtype: SwapType = "auto"
     tensor_parallel_size: Annotated[
         int,
         Knob(
@@ -213,6 +233,7 @@ class EngineConfig:
             raise ConfigError("profile must be auto, off or the file of a profile, got an empty name")
         check(self)
         check_recipe(self.recipe, self.params)
+        check_swap_type(self.swap_dtype, "swap_space_gib", self.swap_space_gib)
         self._check_ranks()
 
     @property

@@ -26,7 +26,7 @@ except ImportError:  # not on Windows
     fcntl = None  # type: ignore[assignment]
 
 # Incremented when older files can no longer be read.
-FORMAT = 3
+FORMAT = 4
 # Environment variable with the folder of cached profiles.
 CACHE_VARIABLE = "SKIPJOIN_PROFILE_CACHE"
 
@@ -40,8 +40,8 @@ class ProfileKey:
 
     model: a name for messages, not part of the identity. shape: a hash of the model's configuration, so that a renamed
     folder or other weights of the same shape find their profile. device_kind: cpu or cuda. device: model name of the
-    CPU or GPU. threads: CPU threads of the model. attention: the attention back end. tp, pp: tensor and pipeline
-    parallelism. version: of Skipjoin.
+    CPU or GPU. threads: CPU threads of the model. swap_dtype: of KV on the host, auto or int8. attention: the attention
+    back end. tp, pp: tensor and pipeline parallelism. version: of Skipjoin.
     """
 
     model: str
@@ -50,6 +50,7 @@ class ProfileKey:
     device: str
     threads: int
     dtype: str
+    swap_dtype: str
     attention: str
     tp: int
     pp: int
@@ -105,8 +106,8 @@ class Profile:
     unrest: mean time of a step over its undisturbed time, to which the fit is made; `cost` includes it.
     host_s: host time between two steps.
     stage_shares: of each pipeline stage in a step; a single 1 without stages.
-    kv_bytes_per_block, weight_bytes: over all devices. vocab_size, max_positions: of the model. machine: a description
-    for readers. date: ISO 8601, UTC.
+    kv_bytes_per_block, host_bytes_per_block, weight_bytes: over all devices; the second is of a KV block on the host.
+    vocab_size, max_positions: of the model. machine: a description for readers. date: ISO 8601, UTC.
     """
 
     key: ProfileKey
@@ -117,6 +118,7 @@ class Profile:
     host_s: float
     block_size: int
     kv_bytes_per_block: int
+    host_bytes_per_block: int
     weight_bytes: int
     vocab_size: int
     max_positions: int
@@ -203,7 +205,8 @@ def read_profile(path: Path) -> Profile:
 
 
 def _check(profile: Profile) -> None:
-    for name in ("block_size", "kv_bytes_per_block", "weight_bytes", "vocab_size", "max_positions"):
+    sizes = ("block_size", "kv_bytes_per_block", "host_bytes_per_block", "weight_bytes", "vocab_size", "max_positions")
+    for name in sizes:
         if getattr(profile, name) < 1:
             raise ValueError(f"{name} must be at least 1, got {getattr(profile, name)}")
     if len(profile.stage_shares) != profile.key.pp or not all(share > 0 for share in profile.stage_shares):

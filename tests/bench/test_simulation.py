@@ -220,7 +220,7 @@ def test_a_host_pool_is_as_large_as_asked_for() -> None:
 
 def test_the_host_pool_of_a_profile_is_as_large_as_its_kv_pool(tmp_path: Path) -> None:
     profile = Profile(
-        key=ProfileKey("a/model", "0123", "cpu", "Some CPU", 2, "float32", "torch", 1, 1, "0.1.0"),
+        key=ProfileKey("a/model", "0123", "cpu", "Some CPU", 2, "float32", "auto", "torch", 1, 1, "0.1.0"),
         cost=LinearCost(1e-3, 2e-5),
         transfer_out=Transfer(7e-5, 6e-6),
         transfer_in=Transfer(5e-5, 4e-6),
@@ -228,6 +228,7 @@ def test_the_host_pool_of_a_profile_is_as_large_as_its_kv_pool(tmp_path: Path) -
         host_s=0.0,
         block_size=16,
         kv_bytes_per_block=65536,
+        host_bytes_per_block=65536,
         weight_bytes=3_000_000,
         vocab_size=500,
         max_positions=1024,

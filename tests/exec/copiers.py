@@ -17,6 +17,11 @@ class CopyError(Exception):
     """A copy that fails because the test wants it to."""
 
 
+def spoil(rows: torch.Tensor, blocks: Sequence[int] | slice) -> None:
+    """Fill blocks with NaN. Of codes, the scales are NaN then: so is a bfloat16 of ones."""
+    rows[blocks if isinstance(blocks, slice) else list(blocks)] = 255 if rows.dtype == torch.uint8 else torch.nan
+
+
 class HarshStore(KVStore):
     """Fills with NaN whatever nobody may read any more: what a copy has left, and what a failed one should have
     written.
@@ -32,10 +37,10 @@ class HarshStore(KVStore):
         assert self.host is not None
         source, target = (self.device, self.host) if move.direction is Direction.OUT else (self.host, self.device)
         if self.fails(move):
-            target.block_view()[list(move.target)] = torch.nan
+            spoil(target.block_view(), move.target)
             raise CopyError(f"request {move.request.id}")
         super().copy(move)
-        source.block_view()[list(move.source)] = torch.nan
+        spoil(source.block_view(), move.source)
 
 
 class LateCopier:

@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any, Protocol
 
 import torch
-from copiers import HarshStore, LateCopier
+from copiers import HarshStore, LateCopier, spoil
 
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.events import Event, Preemption
@@ -112,9 +112,10 @@ def make_store(
     *,
     delay_s: float = 0.0,
     fails: Callable[[Move], bool] = lambda move: False,
+    swap_dtype: str = "auto",
 ) -> HarshStore:
     """Pools in which a slot that is read before it is written shows. delay_s: how long every copy takes at least.
-    fails: which moves do."""
+    fails: which moves do. swap_dtype: of KV on the host."""
     store = HarshStore(
         model.config,
         torch.float32,
@@ -123,11 +124,11 @@ def make_store(
         host_blocks=host_blocks,
         block_size=BLOCK_SIZE,
         shard=model.shard,
+        swap_dtype=swap_dtype,
     )
     store.delay_s, store.fails = delay_s, fails
-    store.device.tensor.fill_(torch.nan)
-    if store.host is not None:
-        store.host.tensor.fill_(torch.nan)
+    for pool in filter(None, (store.device, store.host)):
+        spoil(pool.tensor, slice(None))
     return store
 
 
@@ -166,10 +167,11 @@ def engine(
     late: int | None = None,
     delay_s: float = 0.0,
     fails: Callable[[Move], bool] = lambda move: False,
+    swap_dtype: str = "auto",
 ) -> tuple[EngineCore, LocalExecutor]:
     """See `make_core` and `make_store`. late: plans that a overlapped move takes, 1 for the one that begins it; None: a
     thread copies them."""
-    store = make_store(model, device_blocks, host_blocks, delay_s=delay_s, fails=fails)
+    store = make_store(model, device_blocks, host_blocks, delay_s=delay_s, fails=fails, swap_dtype=swap_dtype)
     core = make_core(
         eviction,
         device_blocks=device_blocks,

@@ -72,7 +72,7 @@ class Session:
         self.events: list[Any] = []
         self.outputs: Outputs = {}
         self.metrics = EngineMetrics(
-            device_blocks=engine.info.device_blocks, block_size=16, block_bytes=engine.info.block_bytes
+            device_blocks=engine.info.device_blocks, block_size=16, block_bytes=engine.info.host_block_bytes
         )
         for number in range(12):
             params = SamplingParams(

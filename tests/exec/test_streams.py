@@ -204,7 +204,7 @@ def test_in_any_order_of_streams_everybody_reads_its_own(
 
 
 def move(direction: Direction, block: int) -> Move:
-    return Move(direction, Request(block, 0.0, [0], 1), (block,), (block,))
+    return Move(direction, Request(block, 0.0, [0], 1), (block,), (block,), 1)
 
 
 def test_directions_do_not_wait_for_each_other_and_moves_before_a_step_for_neither(
@@ -241,10 +241,10 @@ def test_a_move_in_beside_waits_for_the_moves_out_before_it(monkeypatch: pytest.
     pool, host = store.device.block_view(), store.host.block_view()
     pool[4], host[5] = 1.0, 2.0
     streams.model.work.append(lambda: pool[7].fill_(3.0))
-    copier.run_blocking([Move(OUT, Request(0, 0.0, [0], 1), (4,), (4,))])
+    copier.run_blocking([Move(OUT, Request(0, 0.0, [0], 1), (4,), (4,), 1)])
     if seed % 2:
         streams.model.work.append(lambda: None)  # a step
-    copier.begin([Move(IN, Request(1, 0.0, [0], 1), (5,), (4,)), Move(OUT, Request(2, 0.0, [0], 1), (7,), (8,))])
+    copier.begin([Move(IN, Request(1, 0.0, [0], 1), (5,), (4,), 1), Move(OUT, Request(2, 0.0, [0], 1), (7,), (8,), 1)])
     copier.close()
     assert [pool[4, 0].item(), host[4, 0].item(), host[8, 0].item()] == [2.0, 1.0, 3.0]
 
@@ -294,7 +294,8 @@ def test_small_runs_are_the_kernels_and_large_ones_are_not(
         pool.fill_(-1)
         expected = pool.clone()
         expected[to] = source[rows]
-        store._queue(pool, store.device.block_view(), Move(OUT, Request(0, 0.0, [0], 1), tuple(rows), tuple(to)))
+        move = Move(OUT, Request(0, 0.0, [0], 1), tuple(rows), tuple(to), len(rows) * BLOCK_SIZE)
+        store._queue(pool, store.device.block_view(), move)
         return torch.equal(pool, expected)
 
     assert copied([3, 9, 1, 2], [0, 5, 7, 8])

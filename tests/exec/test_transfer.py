@@ -48,7 +48,7 @@ def make_store(kind: type[StoreT] = HarshStore, device: str = "cpu", *, host_blo
 
 
 def move(direction: Direction, source: list[int], target: list[int]) -> Move:
-    return Move(direction, OWNER, tuple(source), tuple(target))
+    return Move(direction, OWNER, tuple(source), tuple(target), len(source) * BLOCK_SIZE)
 
 
 def pools(store: KVStore) -> dict[Direction, torch.Tensor]:

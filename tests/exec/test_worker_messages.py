@@ -65,7 +65,7 @@ def check_same(made: StepPlan, read: StepPlan) -> None:
         check_same_request(ours.request, theirs.request, ours.start + ours.tokens - ours.awaits)
     for ours_moves, theirs_moves in ((read.blocking, made.blocking), (read.overlapped, made.overlapped)):
         for one, other in zip(ours_moves, theirs_moves, strict=True):
-            assert (one.direction, one.source, one.target) == (other.direction, other.source, other.target)
+            assert (one.direction, *one[2:]) == (other.direction, *other[2:])
             assert one.request.id == other.request.id
 
 
@@ -138,8 +138,8 @@ def test_a_table_that_shrinks_changes_or_stays() -> None:
 
 def test_moves_are_numbered_over_all_plans_and_may_repeat() -> None:
     writer, reader, request = PlanWriter(), PlanReader(), request_of(0)
-    move = Move(Direction.OUT, request, (3,), (4,))
-    back = Move(Direction.IN, request, (4,), (3,))
+    move = Move(Direction.OUT, request, (3,), (4,), 3)
+    back = Move(Direction.IN, request, (4,), (3,), 3)
     first = reader.read(writer.write(StepPlan(0, (), blocking=(move,), overlapped=(back,))))
     assert reader.numbers_of([*first.overlapped, *first.blocking]) == [1, 0]
     again = reader.read(writer.write(StepPlan(1, (), overlapped=(move,))))

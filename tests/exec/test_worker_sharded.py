@@ -280,7 +280,7 @@ class ScriptedLink:
 
 
 REQUEST = Request(0, 0.0, [1, 2], 5, sampling=Sampling(SamplingParams(), 0, ()))
-MOVES = tuple(Move(Direction.OUT, REQUEST, (number,), (number,)) for number in range(3))
+MOVES = tuple(Move(Direction.OUT, REQUEST, (number,), (number,), 2) for number in range(3))
 PLAN = StepPlan(4, (Slice(REQUEST, 0, 2, True, False, (0,)),))
 
 

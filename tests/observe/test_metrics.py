@@ -118,7 +118,7 @@ def test_a_run_in_numbers(world: World) -> None:
     parts = [count_and_sum(found, f"request_{part}_time_seconds")[1] for part in ("prefill", "decode", "inference")]
     assert parts[0] + parts[1] == pytest.approx(parts[2])
     assert count_and_sum(found, "inter_token_latency_seconds")[1] == pytest.approx(parts[1])
-    assert [found.row(metric.name) for metric in ENGINE_METRICS if metric.kind == "gauge"] == [[0]] * 4
+    assert [found.row(metric.name) for metric in ENGINE_METRICS if metric.kind == "gauge"] == [[0]] * 5
 
 
 @pytest.mark.parametrize("world", WORLDS)

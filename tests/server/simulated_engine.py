@@ -140,6 +140,8 @@ def main() -> int:
             host_blocks=0,
             block_size=BLOCK_SIZE,
             block_bytes=1024,
+            host_block_bytes=1024,
+            swap_dtype="auto",
             recipe=config.recipe,
             dtype="none",
             device="none",

@@ -23,7 +23,7 @@ RECIPES = (
     "fastserve,fastserve-defer,fastserve-reactive,fastserve-recompute,fcfs,fixed-priority,mlfq,orca,sarathi,srpt,static"
 )
 # Fields of a record that are younger than the hashes, or change with a release.
-LEFT_OUT = ("version", "wait_s", "recipe_params")
+LEFT_OUT = ("version", "wait_s", "recipe_params", "swap_dtype", "prediction")
 # Recipes that reserve what requests ask for.
 RESERVING = ("orca", "static")
 # Pools of some twenty requests and arrivals above capacity: every way to make room is gone.

@@ -20,7 +20,7 @@ FAST = LinearCost(floor=1.0, prefill_token=0.0, block=0.02)
 def move(direction: Direction, blocks: int, number: int = 0) -> Move:
     """The number tells moves apart."""
     some = tuple(range(number, number + blocks))
-    return Move(direction, make(99), some, some)
+    return Move(direction, make(99), some, some, blocks)
 
 
 def plan(number: int, *overlapped: Move, blocking: tuple[Move, ...] = (), works: bool = True) -> StepPlan:

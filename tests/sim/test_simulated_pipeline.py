@@ -26,7 +26,7 @@ def plan(number: int, tokens: int = 0, *, blocking: int = 0, overlapped: int = 0
 
     def moves(count: int) -> tuple[Move, ...]:
         some = tuple(range(count))
-        return (Move(Direction.OUT, make(99), some, some),) if count else ()
+        return (Move(Direction.OUT, make(99), some, some, count),) if count else ()
 
     slices = (Slice(make(number), 0, tokens, True, False, ()),) if tokens else ()
     return StepPlan(number, slices, moves(blocking), moves(overlapped))

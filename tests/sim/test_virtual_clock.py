@@ -129,7 +129,7 @@ def test_moves_before_a_step_add_to_it_and_moves_overlapped_do_not() -> None:
     cost = LinearCost(floor=1.0, prefill_token=0.0, block=0.4, transfer_floor=0.1)
     request, other = make(0), make(1)
     work = (Slice(request, 0, 8, True, False, (0, 1)),)
-    two, five = (Move(Direction.OUT, other, tuple(range(blocks)), tuple(range(blocks))) for blocks in (2, 5))
+    two, five = (Move(Direction.OUT, other, tuple(range(blocks)), tuple(range(blocks)), blocks) for blocks in (2, 5))
 
     def seconds(plan: StepPlan) -> float:
         return SimulatedExecutor(cost).submit(plan, 0.0).result().seconds

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Annotated, Literal
 
 from skipjoin.bench.workload import Workload, WorkloadRequest
-from skipjoin.config import ConfigError, MaxBatchedTokens, MaxNumSeqs, Objective
+from skipjoin.config import ConfigError, MaxBatchedTokens, MaxNumSeqs, Objective, SwapType, check_swap_type
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.events import Event
 from skipjoin.core.forecast import Forecast
@@ -44,7 +44,8 @@ class System:
 
     recipe_params: parameters of recipes, of which this one takes those that it has. model, hardware: names for the
     record. cost: of steps and transfers. stages: of a pipeline; stage_shares: of each in the computing of a step, empty
-    where all are equal. kv_blocks, host_blocks: of each replica on either tier, of block_size tokens and block_bytes.
+    where all are equal. kv_blocks, host_blocks: of each replica on either tier, of block_size tokens, with block_bytes
+    and host_block_bytes (None: as many); swap_dtype says why, for the record.
     max_model_len: most tokens of prompt and output. decision_s: host time of each decision.
     """
 
@@ -58,6 +59,8 @@ class System:
     recipe_params: Mapping[str, Value] = field(default_factory=dict)
     block_size: Annotated[int, Knob("Tokens per KV block.", low=1)] = 16
     host_blocks: Annotated[int, Knob("KV blocks on the host.", low=0)] = 0
+    host_block_bytes: int | None = None
+    swap_dtype: SwapType = "auto"
     max_num_seqs: MaxNumSeqs = 256
     max_num_batched_tokens: MaxBatchedTokens = 2048
     slo_s: Objective = DEFAULT_SLO_S
@@ -88,7 +91,13 @@ class System:
         check(self)
         if len(self.stage_shares) not in (0, self.stages):
             raise ConfigError(f"stage_shares must be empty or {self.stages}, got {len(self.stage_shares)}")
+        check_swap_type(self.swap_dtype, "host_blocks", self.host_blocks)
         find(self.recipe).build(self.settings, self.own_params)
+
+    @property
+    def moved_bytes(self) -> int:
+        """Of a KV block on the host, and on the link to it."""
+        return self.block_bytes if self.host_block_bytes is None else self.host_block_bytes
 
     @property
     def settings(self) -> Settings:
@@ -125,7 +134,8 @@ class System:
             "kv_blocks": self.kv_blocks,
             "kv_gib": round(self.kv_blocks * self.block_bytes / 2**30, 3),
             "host_blocks": self.host_blocks,
-            "swap_gib": round(self.host_blocks * self.block_bytes / 2**30, 3),
+            "swap_gib": round(self.host_blocks * self.moved_bytes / 2**30, 3),
+            "swap_dtype": self.swap_dtype,
             "max_model_len": self.max_model_len,
             # In every record since the first one, whatever the recipe.
             "starvation_s": self.recipe_params.get("starvation_s", starvation_after(self.slo_s)),
@@ -204,7 +214,7 @@ def run(
     ended: list[RequestFacts] = []
     logs = [RequestLog(ended.append) for _ in range(system.replicas)]
     usages = [
-        EngineUsage(device_blocks=system.kv_blocks, block_size=system.block_size, block_bytes=system.block_bytes)
+        EngineUsage(device_blocks=system.kv_blocks, block_size=system.block_size, block_bytes=system.moved_bytes)
         for _ in logs
     ]
     reported = 0

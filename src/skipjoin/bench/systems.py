@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from skipjoin.bench.simulation import System
-from skipjoin.config import ConfigError
+from skipjoin.config import ConfigError, SwapType, check_swap_type
 from skipjoin.knobs import Knob, check
 from skipjoin.profile import read_profile
 from skipjoin.recipes import check_names, find
@@ -58,6 +58,7 @@ class Machine:
             group=_GROUP,
         ),
     ] = None
+    swap_dtype: SwapType = "auto"
     block_size: Annotated[
         int | None, Knob("Tokens per KV block (default: 16, or the profile's).", low=1, group=_GROUP)
     ] = None
@@ -67,6 +68,7 @@ class Machine:
 
     def __post_init__(self) -> None:
         check(self)
+        check_swap_type(self.swap_dtype, "swap_gib", self.swap_gib)
 
     def systems(self, recipes: str, **settings: Any) -> list[System]:
         """A system for each recipe of a comma-separated list. settings: further fields of `System`.
@@ -87,15 +89,17 @@ class Machine:
         shape = model_shape(self.model)
         size = 16 if self.block_size is None else self.block_size
         blocks = kv_blocks(shape, group, size, self.kv_gib)
-        block_bytes = size * shape.kv_bytes_per_token
+        host_block_bytes = shape.host_block_bytes(size, self.swap_dtype)
         swap_bytes = group.device.host_memory_bytes * group.gpus * _SWAP_SHARE
         return {
             "model": shape.name,
             "hardware": group.name,
-            "cost": RooflineCost(shape, group, block_size=size),
+            "cost": RooflineCost(shape, group, block_size=size, swap_dtype=self.swap_dtype),
             "kv_blocks": blocks,
-            "host_blocks": self._host_blocks(block_bytes, swap_bytes),
-            "block_bytes": block_bytes,
+            "host_blocks": self._host_blocks(host_block_bytes, swap_bytes),
+            "block_bytes": size * shape.kv_bytes_per_token,
+            "host_block_bytes": host_block_bytes,
+            "swap_dtype": self.swap_dtype,
             "block_size": size,
             "max_model_len": self._context(shape.max_positions),
             "stages": group.pp,
@@ -109,6 +113,10 @@ class Machine:
             raise ConfigError(
                 f"{self.hardware} was measured with block_size {profile.block_size}, not {self.block_size}"
             )
+        if self.swap_dtype != profile.key.swap_dtype:
+            raise ConfigError(
+                f"{self.hardware} was measured with swap_dtype {profile.key.swap_dtype}, not {self.swap_dtype}"
+            )
         if self.kv_gib is None:
             raise ConfigError("kv_gib must be given with a profile, which does not contain the size of the KV pool")
         return {
@@ -116,8 +124,10 @@ class Machine:
             "hardware": profile.key.device,
             "cost": profile.cost,
             "kv_blocks": int(self.kv_gib * _GIB) // profile.kv_bytes_per_block,
-            "host_blocks": self._host_blocks(profile.kv_bytes_per_block, self.kv_gib * _GIB),
+            "host_blocks": self._host_blocks(profile.host_bytes_per_block, self.kv_gib * _GIB),
             "block_bytes": profile.kv_bytes_per_block,
+            "host_block_bytes": profile.host_bytes_per_block,
+            "swap_dtype": self.swap_dtype,
             "block_size": profile.block_size,
             "max_model_len": self._context(profile.max_positions),
             "stages": profile.key.pp,

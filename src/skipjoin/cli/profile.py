@@ -33,6 +33,7 @@ _MEASURED = (
     "max_num_batched_tokens",
     "block_size",
     "kv_cache_gib",
+    "swap_dtype",
     "gpu_memory_utilization",
     "tensor_parallel_size",
     "pipeline_parallel_size",
@@ -55,8 +56,9 @@ def profile(
 
     if not 1 <= seconds <= 1e5:
         raise ConfigError(f"seconds must be in [1, 100000], got {seconds}")
-    # Transfers are measured between two pools of their own.
-    found = _measure(EngineConfig(**engine, swap_space_gib=0), Effort(seconds, THOROUGH_PRECISION))
+    # Transfers are measured between two pools of their own. Only KV that is converted is not measured without a pool.
+    space = 0 if engine["swap_dtype"] == "auto" else None
+    found = _measure(EngineConfig(**engine, swap_space_gib=space), Effort(seconds, THOROUGH_PRECISION))
     path = out or cache_path(found.key)
     write_profile(found, path)
     _print(found, path)

@@ -189,7 +189,7 @@ class KVLedger:
         if blocking:
             self._device_free.extend(reversed(source))
         self._refresh(held)
-        return self._begin(held, Move(Direction.OUT, request, tuple(source), tuple(held.host)))
+        return self._begin(held, Move(Direction.OUT, request, tuple(source), tuple(held.host), request.computed))
 
     def can_move_out(self, request: Request) -> bool:
         """Whether the request's KV is settled on the device and the host has enough free blocks."""
@@ -205,7 +205,7 @@ class KVLedger:
             raise LedgerError(f"request {request.id} cannot be moved in")
         held.device = [self._device_free.pop() for _ in held.host]
         self._refresh(held)
-        return self._begin(held, Move(Direction.IN, request, tuple(held.host), tuple(held.device)))
+        return self._begin(held, Move(Direction.IN, request, tuple(held.host), tuple(held.device), request.computed))
 
     def can_move_in(self, request: Request) -> bool:
         """Whether the request's KV is settled on the host and the device has enough blocks that are not promised."""

@@ -35,12 +35,17 @@ class Direction(Enum):
 
 
 class Move(NamedTuple):
-    """KV blocks of one request crossing between the tiers: source[i] is copied to target[i]."""
+    """KV blocks of one request crossing between the tiers: source[i] is copied to target[i].
+
+    tokens: of the request that the blocks hold, from its first one on: all slots of all blocks, but for those behind
+    the last token in the last block, which hold nothing.
+    """
 
     direction: Direction
     request: Request
     source: tuple[int, ...]
     target: tuple[int, ...]
+    tokens: int
 
 
 class StepShape(NamedTuple):

@@ -21,8 +21,8 @@ class EngineInfo:
     """Properties of a built engine.
 
     folder: of the model and the tokenizer. max_model_len: most tokens of prompt and output together.
-    device_blocks, host_blocks: KV blocks of block_size tokens and block_bytes bytes on each tier. weight_bytes: size of
-    the weights. Both over all ranks.
+    device_blocks, host_blocks: KV blocks of block_size tokens on each tier; there they have block_bytes and
+    host_block_bytes, swap_dtype says why. weight_bytes: size of the weights. Bytes are over all ranks.
     recipe_params: the recipe's parameters as they hold here, given or not. notice: what the recipe tells the operator.
     cost: what the scheduler takes steps to cost; it learns from those that run.
     """
@@ -36,6 +36,8 @@ class EngineInfo:
     host_blocks: int
     block_size: int
     block_bytes: int
+    host_block_bytes: int
+    swap_dtype: str
     recipe: str
     recipe_params: dict[str, Value]
     notice: str
@@ -93,6 +95,8 @@ def engine_around(loaded: Loaded, config: EngineConfig, on_progress: OnProgress 
         host_blocks=host_blocks,
         block_size=block_size,
         block_bytes=sum(spec.block_bytes for spec in executor.rank_specs),
+        host_block_bytes=sum(spec.host_block_bytes for spec in executor.rank_specs),
+        swap_dtype=spec.swap_dtype,
         recipe=recipe.name,
         recipe_params=asdict(params),
         notice=params.notice(settings),

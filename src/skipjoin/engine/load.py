@@ -83,9 +83,9 @@ def _load_here(config: EngineConfig, folder: Path, max_len: int, on_progress: On
     sizes = graph_batch_sizes(config.max_num_seqs) if has_graphs else []
     graphs_take = graph_bytes(model, sizes, peak)
     budget = memory_budget_of(model, config.gpu_memory_utilization, peak=peak, graph_bytes=graphs_take)
-    rank_specs = (rank_spec_of(model, config.block_size, torch.get_num_threads()),)
+    rank_specs = (rank_spec_of(model, config.block_size, torch.get_num_threads(), config.swap_dtype),)
     blocks, host_blocks = _pools(config, rank_specs, (budget,), max_len)
-    store = make_store(model, blocks, host_blocks, config.block_size)
+    store = make_store(model, blocks, host_blocks, config.block_size, config.swap_dtype)
     on_record = partial(on_progress, "recording decode steps")
     graphs = record_graphs(model, store.device, sizes, max_len, on_record) if sizes else None
     return LocalExecutor(model, store, threads=config.threads, graphs=graphs)
@@ -106,6 +106,7 @@ def _load_ranks(config: EngineConfig, folder: Path, max_len: int, on_progress: O
         load_format=config.load_format,
         threads=config.threads,
         block_size=config.block_size,
+        swap_dtype=config.swap_dtype,
         gpu_share=config.gpu_memory_utilization,
         largest=_largest_step(config, max_len),
     )

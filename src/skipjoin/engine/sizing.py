@@ -60,17 +60,19 @@ def host_blocks(
 ) -> int:
     """Blocks of the host pool: the size set, if it fits the RAM of every rank, or a share of the free RAM. Raises
     `ConfigError`."""
-    block_bytes = sum(spec.block_bytes for spec in rank_specs)
+    block_bytes = sum(spec.host_block_bytes for spec in rank_specs)
     pairs = list(zip(rank_specs, budgets, strict=True))
-    spec, budget = min(pairs, key=lambda pair: _most_host_bytes(pair[0], pair[1], device_blocks) // pair[0].block_bytes)
+    spec, budget = min(pairs, key=lambda pair: _most_host_bytes(*pair, device_blocks) // pair[0].host_block_bytes)
     left = _most_host_bytes(spec, budget, device_blocks)
     asked = config.swap_space_gib
     if asked is None:
-        return min(
-            _SWAP_MOST // block_bytes, int(budget.ram * _SWAP_SHARE) // spec.block_bytes, left // spec.block_bytes
-        )
+        blocks = min(_SWAP_MOST // block_bytes, min(int(budget.ram * _SWAP_SHARE), left) // spec.host_block_bytes)
+        if not blocks and config.swap_dtype == "int8":
+            have = _have(spec, budget, device_blocks, len(rank_specs))
+            raise ConfigError(f"swap_dtype int8 is for KV on the host, which has no room for it: {have}")
+        return blocks
     # Over the pools of all ranks.
-    scale = block_bytes / spec.block_bytes
+    scale = block_bytes / spec.host_block_bytes
     size, most = int(asked * _GIB), int(left * scale)
     if size > most:
         # Rounded to a value that works, here and below.

@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from skipjoin.core.step import Direction, Move
+from skipjoin.exec.quantized_copies import QuantizedCopies
 from skipjoin.model.config import ModelConfig
-from skipjoin.model.kv_cache import PagedKV
+from skipjoin.model.kv_cache import PagedKV, QuantizedKV
 from skipjoin.model.ops.block_copy import block_copy, runs_of
 from skipjoin.model.parallel import WHOLE, Shard
 from skipjoin.model.transfer import send
@@ -24,10 +25,11 @@ _LEAST_RUN_BYTES = 256 << 10
 
 
 class KVStore:
-    """KV blocks on both tiers, in the same block-major layout, so that a block moves as one contiguous copy.
+    """KV blocks on both tiers. Both have the same block-major layout, so that a block moves as one contiguous copy;
+    with swap_dtype int8 the host has 8 bits for each number instead, and a move converts.
 
     device_blocks, host_blocks: pool sizes; no host pool is allocated for 0. block_size: tokens per block. shard: the
-    rank's layers and heads; block numbers are the same on all ranks.
+    rank's layers and heads; block numbers are the same on all ranks. swap_dtype: auto or int8.
     """
 
     def __init__(
@@ -40,12 +42,18 @@ class KVStore:
         host_blocks: int,
         block_size: int,
         shard: Shard = WHOLE,
+        swap_dtype: str = "auto",
     ) -> None:
+        self.swap_dtype = swap_dtype
         self._kernel: BlocksKernel | None = None
+        self._quantized: QuantizedCopies | None = None
         self.device = PagedKV(device_blocks, block_size, config, dtype, device, shard=shard)
-        self.host = None
-        if host_blocks:
-            is_cuda = device.type == "cuda"
+        self.host: PagedKV | QuantizedKV | None = None
+        is_cuda = device.type == "cuda"
+        if host_blocks and swap_dtype == "int8":
+            self.host = QuantizedKV(host_blocks, block_size, config, pin=is_cuda, shard=shard)
+            self._quantized = QuantizedCopies(self.device, self.host)
+        elif host_blocks:
             self.host = PagedKV(host_blocks, block_size, config, dtype, "cpu", pin=is_cuda, shard=shard)
             if device.type == "cpu":
                 # Requested here, since it may have to be compiled first.
@@ -57,20 +65,24 @@ class KVStore:
                     self._launch(self.host.block_view(), self.device.block_view(), (0,), (0,))
 
     def copy(self, move: Move) -> None:
-        """Copy the blocks of a move; runs of consecutive blocks on both tiers are one copy.
+        """Carry out a move; without conversion, runs of consecutive blocks on both tiers are one copy.
 
         On a CPU the calling thread copies, without the GIL, and returns when the copy is done. On CUDA the copies are
         queued on the current stream, as one kernel launch where runs are small. Raises ValueError for blocks outside
-        the pools.
+        the pools, and for tokens that do not end in the last block.
         """
         if self.host is None:
             raise ValueError("a plan moves KV blocks, but there is no host pool")
         source, target = (self.device, self.host) if move.direction is Direction.OUT else (self.host, self.device)
         if len(move.source) != len(move.target):
             raise ValueError(f"a move has {len(move.source)} blocks in source and {len(move.target)} in target")
+        if -(-move.tokens // self.device.block_size) != len(move.source):
+            raise ValueError(f"{move.tokens} tokens do not end in the last of {len(move.source)} blocks")
         _check("source", move.source, source)
         _check("target", move.target, target)
-        if self.device.tensor.is_cuda:
+        if self._quantized is not None:
+            self._quantized.copy(move)
+        elif self.device.tensor.is_cuda:
             self._queue(target.block_view(), source.block_view(), move)
         else:
             addresses = target.tensor.data_ptr(), source.tensor.data_ptr()
@@ -110,7 +122,7 @@ def _blocks_kernel() -> BlocksKernel | None:
     return copy_blocks
 
 
-def _check(side: str, blocks: Sequence[int], pool: PagedKV) -> None:
+def _check(side: str, blocks: Sequence[int], pool: PagedKV | QuantizedKV) -> None:
     """Raise ValueError unless the pool has all the blocks: copies address memory directly."""
     if blocks and not 0 <= min(blocks) <= max(blocks) < pool.num_blocks:
         wrong = next(block for block in blocks if not 0 <= block < pool.num_blocks)

@@ -65,7 +65,7 @@ class LocalExecutor:
             initializer=torch.set_num_threads,
             initargs=(threads,),
         )
-        self.rank_specs = (rank_spec_of(model, store.device.block_size, threads),)
+        self.rank_specs = (rank_spec_of(model, store.device.block_size, threads, store.swap_dtype),)
 
     @property
     def pools(self) -> tuple[int, int, int]:
@@ -79,7 +79,7 @@ class LocalExecutor:
 
     def transfers(self, seconds: float) -> dict[Direction, Transfer]:
         """See `ModelExecutor`."""
-        return measure_transfers(self.model, self.store.device.block_size, seconds)
+        return measure_transfers(self.model, self.store.device.block_size, seconds, self.store.swap_dtype)
 
     def submit(self, plan: StepPlan, now: float) -> LocalHandle:
         return LocalHandle(self._worker, self._thread.submit(self._worker.begin, plan))

@@ -19,7 +19,7 @@ from skipjoin.exec.fit import fit_times
 from skipjoin.exec.kv_store import KVStore
 from skipjoin.machine import cpu_name
 from skipjoin.model.causal_lm import CausalLM
-from skipjoin.model.kv_cache import PagedKV
+from skipjoin.model.kv_cache import PagedKV, QuantizedKV
 from skipjoin.profile import Transfer
 
 # Blocks per measured transfer, and bytes of the pools used.
@@ -32,16 +32,19 @@ _TRANSFER_RUNS = 12
 class RankSpec(NamedTuple):
     """A rank's share of a model. stage: its pipeline stage.
 
-    weight_bytes: of its weights. block_bytes: of one KV block of its layers and heads. attention_width: query heads of
-    all its layers times the head dimension. itemsize: bytes per weight. device_kind: cpu or cuda. device: model name of
-    the CPU or GPU. attention: the attention back end. threads: CPU threads of the model.
+    weight_bytes: of its weights. block_bytes, host_block_bytes: of one KV block of its layers and heads, on the device
+    and on the host. attention_width: query heads of all its layers times the head dimension. itemsize: bytes per
+    weight. swap_dtype: of KV on the host, auto or int8. device_kind: cpu or cuda. device: model name of the CPU or GPU.
+    attention: the attention back end. threads: CPU threads of the model.
     """
 
     stage: int
     weight_bytes: int
     block_bytes: int
+    host_block_bytes: int
     attention_width: int
     dtype: str
+    swap_dtype: str
     itemsize: int
     device_kind: str
     device: str
@@ -92,15 +95,19 @@ class ModelExecutor(Executor[Handle], Protocol):
         ...
 
 
-def rank_spec_of(model: CausalLM, block_size: int, threads: int) -> RankSpec:
+def rank_spec_of(model: CausalLM, block_size: int, threads: int, swap_dtype: str = "auto") -> RankSpec:
     """The properties of a model, or of this rank's share of it."""
     config, shard = model.config, model.shard
+    block_bytes = PagedKV.bytes_per_block(config, block_size, model.dtype, shard)
+    is_quantized = swap_dtype == "int8"
     return RankSpec(
         stage=shard.pp_rank,
         weight_bytes=model.weight_bytes,
-        block_bytes=PagedKV.bytes_per_block(config, block_size, model.dtype, shard),
+        block_bytes=block_bytes,
+        host_block_bytes=QuantizedKV.bytes_per_block(config, block_size, shard) if is_quantized else block_bytes,
         attention_width=len(shard.layers(config)) * len(shard.heads(config)) * config.head_dim,
         dtype=str(model.dtype).removeprefix("torch."),
+        swap_dtype=swap_dtype,
         itemsize=model.dtype.itemsize,
         device_kind=model.device.type,
         device=torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else cpu_name(),
@@ -137,7 +144,9 @@ def free_ram() -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def make_store(model: CausalLM, device_blocks: int, host_blocks: int, block_size: int) -> KVStore:
+def make_store(
+    model: CausalLM, device_blocks: int, host_blocks: int, block_size: int, swap_dtype: str = "auto"
+) -> KVStore:
     """The KV pools of this rank."""
     return KVStore(
         model.config,
@@ -147,6 +156,7 @@ def make_store(model: CausalLM, device_blocks: int, host_blocks: int, block_size
         host_blocks=host_blocks,
         block_size=block_size,
         shard=model.shard,
+        swap_dtype=swap_dtype,
     )
 
 
@@ -156,15 +166,17 @@ def touch(kv: PagedKV, blocks: int) -> None:
     kv.tensor[:blocks].fill_(0.01)
 
 
-def measure_transfers(model: CausalLM, block_size: int, seconds: float) -> dict[Direction, Transfer]:
+def measure_transfers(
+    model: CausalLM, block_size: int, seconds: float, swap_dtype: str = "auto"
+) -> dict[Direction, Transfer]:
     """Seconds of moves, per direction, fitted over several block counts. Uses two pools of its own."""
     deadline = time.perf_counter() + seconds
     block_bytes = PagedKV.bytes_per_block(model.config, block_size, model.dtype, model.shard)
     most = max(_TRANSFER_BLOCKS[2], min(_TRANSFER_BLOCKS[-1], _TRANSFER_BYTES // block_bytes))
-    store = make_store(model, most, most, block_size)
+    store = make_store(model, most, most, block_size, swap_dtype)
     owner = Request(0, 0.0, [0], 1)
     moves = [
-        Move(direction, owner, tuple(range(count)), tuple(reversed(range(count))))
+        Move(direction, owner, tuple(range(count)), tuple(reversed(range(count))), count * block_size)
         for count in _TRANSFER_BLOCKS
         if count <= most
         for direction in Direction

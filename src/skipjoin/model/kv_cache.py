@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 
 import torch
@@ -41,19 +42,13 @@ class PagedKV:
         shape = (num_blocks, layers, 2, kv_heads, block_size, config.head_dim)
         if torch.device(device).type == "cpu":
             size = num_blocks * self.bytes_per_block(config, block_size, dtype, shard)
-            self.tensor = (self._page_locked(size) if pin else large_page_bytes(size)).view(dtype).view(shape)
+            self.tensor = _host_bytes(self, size, pin=pin).view(dtype).view(shape)
         else:
             self.tensor = torch.zeros(shape, dtype=dtype, device=device)
         # [num_blocks, block_size, kv_heads, head_dim] per layer: kernels use the strides.
         self._layers = [
             (self.tensor[:, i, 0].transpose(1, 2), self.tensor[:, i, 1].transpose(1, 2)) for i in range(layers)
         ]
-
-    def _page_locked(self, size: int) -> torch.Tensor:
-        memory, unlock = page_locked_bytes(size)
-        # Unlocked with the cache, not at exit: the end of the process unlocks everything.
-        weakref.finalize(self, unlock).atexit = False
-        return memory
 
     @property
     def block_bytes(self) -> int:
@@ -69,8 +64,68 @@ class PagedKV:
         """The cache as [num_blocks, elements per block], contiguous: copy rows to move blocks."""
         return self.tensor.view(self.num_blocks, -1)
 
+    def head_view(self) -> torch.Tensor:
+        """The cache as [num_blocks, heads, block_size, head_dim], contiguous: the heads of keys and values of all
+        layers."""
+        return self.tensor.view(self.num_blocks, -1, *self.tensor.shape[-2:])
+
     @staticmethod
     def bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype, shard: Shard = WHOLE) -> int:
         """Bytes that one block of `block_size` tokens takes in a rank's cache of this type."""
         layers, kv_heads = len(shard.layers(config)), len(shard.kv_heads(config))
         return layers * 2 * kv_heads * block_size * config.head_dim * torch.empty((), dtype=dtype).element_size()
+
+
+# The largest code of a quantised number.
+CODE_LEVELS = 255
+
+
+class QuantizedKV:
+    """Blocks in host memory with 8 bits for each number; `model.ops.block_quant` says how they are made.
+
+    `tensor` is uint8 [num_blocks, block_bytes]. A row is the scales and minima of all channels, bfloat16
+    [heads, 2, head_dim], then the codes, uint8 [heads, block_size, head_dim]; heads are those of keys and values of all
+    layers of the rank. `shape` is (heads, block_size, head_dim).
+    """
+
+    def __init__(
+        self, num_blocks: int, block_size: int, config: ModelConfig, *, pin: bool = False, shard: Shard = WHOLE
+    ) -> None:
+        """pin: see `PagedKV`."""
+        if num_blocks < 1 or block_size < 1:
+            raise ValueError(f"num_blocks and block_size must be at least 1, got {num_blocks} and {block_size}")
+        self.num_blocks = num_blocks
+        self.shape = (_heads(config, shard), block_size, config.head_dim)
+        self.block_bytes = self.bytes_per_block(config, block_size, shard)
+        self.tensor = _host_bytes(self, num_blocks * self.block_bytes, pin=pin).view(num_blocks, self.block_bytes)
+
+    def block_view(self) -> torch.Tensor:
+        """The rows of the blocks."""
+        return self.tensor
+
+    @staticmethod
+    def scale_bytes(shape: tuple[int, int, int]) -> int:
+        """Bytes of a row's scales and minima: where its codes begin."""
+        heads, _, head_dim = shape
+        return heads * 2 * head_dim * torch.bfloat16.itemsize
+
+    @classmethod
+    def bytes_per_block(cls, config: ModelConfig, block_size: int, shard: Shard = WHOLE) -> int:
+        """Bytes of a row: with 16 tokens a block 0.625 of bfloat16, with 32 0.5625."""
+        shape = (_heads(config, shard), block_size, config.head_dim)
+        return cls.scale_bytes(shape) + math.prod(shape)
+
+
+def _heads(config: ModelConfig, shard: Shard) -> int:
+    """Heads of keys and values of all layers of a rank."""
+    return len(shard.layers(config)) * 2 * len(shard.kv_heads(config))
+
+
+def _host_bytes(pool: PagedKV | QuantizedKV, size: int, *, pin: bool) -> torch.Tensor:
+    """`size` zero bytes for a pool."""
+    if not pin:
+        return large_page_bytes(size)
+    memory, unlock = page_locked_bytes(size)
+    # Unlocked with the pool, not at exit: the end of the process unlocks everything.
+    weakref.finalize(pool, unlock).atexit = False
+    return memory

@@ -61,6 +61,7 @@ ENGINE_METRICS = (
     Metric("num_requests_running", "gauge", "Requests in the running batch."),
     Metric("num_requests_waiting", "gauge", "Requests that are not running, preempted ones included."),
     Metric("num_requests_swapped", "gauge", "Waiting requests whose KV is on the host.", in_vllm=False),
+    Metric("kv_compressed_bytes", "gauge", "KV on the host as 8-bit codes, as stored.", in_vllm=False),
     Metric("kv_cache_usage_perc", "gauge", "Share of the device's KV blocks that are not free, 0 to 1.", is_share=True),
     Metric("num_preemptions_total", "counter", "Times a request had to make way."),
     Metric("prompt_tokens_total", "counter", "Prompt tokens of requests that got their first token."),
@@ -192,12 +193,14 @@ class Histogram:
 class EngineMetrics:
     """Counts what core events tell; what it counts of requests and KV is what `RequestLog` and `EngineUsage` say.
 
-    device_blocks, block_size: the KV pool. block_bytes: of one block, all layers.
+    device_blocks, block_size: the KV pool. block_bytes: of one block on the host, all layers; is_compressed: whether it
+    holds codes there.
     """
 
-    def __init__(self, *, device_blocks: int, block_size: int, block_bytes: int) -> None:
+    def __init__(self, *, device_blocks: int, block_size: int, block_bytes: int, is_compressed: bool = False) -> None:
         self._device_blocks = device_blocks
         self._block_bytes = block_bytes
+        self._compressed_bytes = block_bytes if is_compressed else 0
         self._rows = Snapshot.zero()
         self._gaps: list[float] = []  # between tokens, of the events at hand
         self._log = RequestLog(self._ended, on_first=self._got_first, on_gap=self._gaps.append)
@@ -205,7 +208,7 @@ class EngineMetrics:
         self._stages = StageUse()
         self._live: set[Request] = set()
         self._running: set[Request] = set()
-        self._on_host: set[Request] = set()
+        self._on_host: dict[Request, int] = {}  # blocks
         self._in_flight = 0
         self._held = 0
         self._now = 0.0  # when something happened last
@@ -275,6 +278,7 @@ class EngineMetrics:
         row("num_requests_running")[0] = running
         row("num_requests_waiting")[0] = live - running
         row("num_requests_swapped")[0] = len(self._on_host)
+        row("kv_compressed_bytes")[0] = self._compressed_bytes * sum(self._on_host.values())
         # No event tells of blocks that come home after the last step.
         row("kv_cache_usage_perc")[0] = self._held / self._device_blocks if live or self._in_flight else 0
         return Snapshot([numbers.copy() for numbers in self._rows.rows])
@@ -310,9 +314,9 @@ class EngineMetrics:
     def _move(self, event: Moved) -> None:
         move = event.move
         if move.direction is Direction.IN:
-            self._on_host.discard(move.request)
+            self._on_host.pop(move.request, None)
         elif move.request in self._live:
-            self._on_host.add(move.request)
+            self._on_host[move.request] = len(move.target)
 
     def _arrive(self, event: Arrived) -> None:
         self._live.add(event.request)
@@ -320,7 +324,7 @@ class EngineMetrics:
 
     def _start(self, event: Started) -> None:
         self._running.add(event.request)
-        self._on_host.discard(event.request)  # its KV comes back before it runs
+        self._on_host.pop(event.request, None)  # its KV comes back before it runs
 
     def _preempt(self, event: Preempted) -> None:
         self._running.discard(event.request)
@@ -330,7 +334,7 @@ class EngineMetrics:
         self._now = event.now
         self._live.discard(request)
         self._running.discard(request)
-        self._on_host.discard(request)
+        self._on_host.pop(request, None)
 
     # -- requests -----------------------------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ class EngineUsage:
     """Steps, batches, preemptions, KV moved and KV held.
 
     Used KV is what computed tokens fill; allocated KV is what requests hold or are promised. Both are means over
-    time. device_blocks, block_size: the KV pool. block_bytes: of one block, all layers.
+    time. device_blocks, block_size: the KV pool. block_bytes: of one block on the host, all layers.
     """
 
     def __init__(self, *, device_blocks: int, block_size: int, block_bytes: int) -> None:

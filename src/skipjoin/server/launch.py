@@ -205,7 +205,8 @@ class Server:
         print(
             f"Ready: {self._service.name} at {url} ({self._count()}recipe {info.recipe}, "
             f"context {info.max_model_len} tokens, "
-            f"{info.device_blocks} KV blocks of {info.block_size} and {info.host_blocks} on the host, "
+            f"{info.device_blocks} KV blocks of {info.block_size} and {info.host_blocks} on the host"
+            f"{'' if info.swap_dtype == 'auto' else f' as {info.swap_dtype}'}, "
             f"{info.dtype} on {info.device})\n"
             f"Try: {self._example(url)}",
             flush=True,

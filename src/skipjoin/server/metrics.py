@@ -53,6 +53,7 @@ class Metrics(Collector):
             "block_size": str(info.block_size),
             "num_gpu_blocks": str(info.device_blocks),
             "num_cpu_blocks": str(info.host_blocks),
+            "swap_dtype": info.swap_dtype,
             "recipe": info.recipe,
         }
 

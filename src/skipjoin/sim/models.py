@@ -57,6 +57,13 @@ class ModelShape:
         """Bytes of one token's keys and values in all layers (FastServe section 4.2)."""
         return 2 * self.layers * self.kv_heads * self.head_dim * self.parameter_bytes
 
+    def host_block_bytes(self, block_size: int, swap_dtype: str = "auto") -> int:
+        """Bytes of a KV block on the host. swap_dtype: auto: as on the device; int8: a byte for each number, and 4 for
+        each channel (ALISE section 3.2)."""
+        if swap_dtype == "int8":
+            return 2 * self.layers * self.kv_heads * self.head_dim * (block_size + 4)
+        return block_size * self.kv_bytes_per_token
+
     @property
     def flops_per_token(self) -> int:
         """Floating-point operations of the layers' matrices for one token; attention and output head come on top."""

@@ -63,7 +63,8 @@ class RooflineCost:
     The cached context that a chunk of a prefill reads is charged as arithmetic: from some 100 tokens on that is the
     longer of the two; shorter chunks over a long context come out too cheap.
 
-    Raises `ConfigError` for a group over which the model cannot be split.
+    block_size, swap_dtype: of the blocks that cross the link to the host; quantising them there and back is faster than
+    the link and costs nothing. Raises `ConfigError` for a group over which the model cannot be split.
     """
 
     # Data sheets do not change during a simulation.
@@ -75,6 +76,7 @@ class RooflineCost:
         group: DeviceGroup,
         efficiency: Efficiency = DEFAULT_EFFICIENCY,
         block_size: int = 16,
+        swap_dtype: str = "auto",
     ) -> None:
         check_split(model, group)
         if block_size < 1:
@@ -98,7 +100,7 @@ class RooflineCost:
 
         # Every GPU moves its own share of each block over its own link.
         host_bytes_per_s = device.host_bytes_per_s * share.link * group.gpus
-        self._block_s = block_size * model.kv_bytes_per_token / host_bytes_per_s
+        self._block_s = model.host_block_bytes(block_size, swap_dtype) / host_bytes_per_s
         self._transfer_s = share.transfer_s
 
     def step(self, shape: StepShape) -> float:

@@ -47,6 +47,7 @@ def _guess(spec: RankSpec, block_size: int) -> LinearCost:
         attention_pair=4 * spec.attention_width / rates.arithmetic,
         decode=token,
         context_token=spec.block_bytes / block_size / rates.memory,
-        block=spec.block_bytes / rates.link,
+        # Codes are all that crosses a link; a CPU that makes them reads the numbers.
+        block=(spec.host_block_bytes if spec.device_kind == "cuda" else spec.block_bytes) / rates.link,
         transfer_floor=1e-4,
     )

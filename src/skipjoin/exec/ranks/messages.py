@@ -55,6 +55,7 @@ class MovePart(msgspec.Struct, frozen=True, array_like=True, gc=False):
     request: int
     source: list[int]
     target: list[int]
+    tokens: int
 
 
 class PlanMessage(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -90,7 +90,7 @@ class PlanWriter:
 
     def _move(self, move: Move, new: list[NewRequest]) -> MovePart:
         number = self._state_of(move.request, new).number
-        return MovePart(move.direction is Direction.OUT, number, list(move.source), list(move.target))
+        return MovePart(move.direction is Direction.OUT, number, list(move.source), list(move.target), move.tokens)
 
     def _state_of(self, request: Request, new: list[NewRequest]) -> _SentState:
         sent = self._sent.get(request)
@@ -184,7 +184,8 @@ class PlanReader:
         moves = []
         for part in parts:
             direction = Direction.OUT if part.is_out else Direction.IN
-            move = Move(direction, self._requests[part.request].request, tuple(part.source), tuple(part.target))
+            request = self._requests[part.request].request
+            move = Move(direction, request, tuple(part.source), tuple(part.target), part.tokens)
             self._moves[move] = self._next_move
             self._next_move += 1
             moves.append(move)

@@ -33,7 +33,6 @@ from skipjoin.exec.ranks.rank import Rank
 from skipjoin.exec.worker import Worker
 from skipjoin.model.causal_lm import CausalLM
 from skipjoin.model.cuda import choose_device
-from skipjoin.model.kv_cache import PagedKV
 from skipjoin.model.loader import load_model
 from skipjoin.model.parallel import Alone, Group, Shard
 from skipjoin.model.torch_group import TorchGroup
@@ -56,6 +55,7 @@ class RankModel(NamedTuple):
     load_format: str
     threads: int | None
     block_size: int
+    swap_dtype: str
     gpu_share: float
     largest: LargestStep
 
@@ -89,6 +89,7 @@ class RankActor:
         self._store: KVStore | None = None
         self._threads = 1
         self._block_size = 0
+        self._swap_dtype = "auto"
 
     def place(self) -> RankPlace:
         """The node of this process."""
@@ -110,7 +111,7 @@ class RankActor:
         """
         device = choose_device(model.device)
         self._threads = model.threads or max(1, len(os.sched_getaffinity(0)) // ranks_here)
-        self._block_size = model.block_size
+        self._block_size, self._swap_dtype = model.block_size, model.swap_dtype
         torch.set_num_threads(self._threads)
         group: Group = Alone() if meeting is None else self._join(shard, meeting, device)
         self._model = load_model(
@@ -125,7 +126,7 @@ class RankActor:
         loaded = self._model
         loaded.attention.tune(loaded.config, loaded.dtype, loaded.device, model.block_size, loaded.shard)
         peak = measure_peak(loaded, model.largest, model.block_size)
-        spec = rank_spec_of(loaded, model.block_size, self._threads)
+        spec = rank_spec_of(loaded, model.block_size, self._threads, model.swap_dtype)
         return spec, memory_budget_of(loaded, model.gpu_share, ranks_here, peak=peak)
 
     def progress(self) -> float:
@@ -137,10 +138,14 @@ class RankActor:
         the process when the memory is used."""
         model = self._loaded
         try:
-            self._store = make_store(model, device_blocks, host_blocks, self._block_size)
+            self._store = make_store(model, device_blocks, host_blocks, self._block_size, self._swap_dtype)
         except (RuntimeError, OSError) as error:  # from torch, and from mapped memory
-            gib = PagedKV.bytes_per_block(model.config, self._block_size, model.dtype, model.shard) / (1 << 30)
-            pools = f"{device_blocks * gib:.4g} GiB and, on the host, {host_blocks * gib:.4g} GiB"
+            spec = rank_spec_of(model, self._block_size, self._threads, self._swap_dtype)
+            here, there = (
+                blocks * size / (1 << 30)
+                for blocks, size in ((device_blocks, spec.block_bytes), (host_blocks, spec.host_block_bytes))
+            )
+            pools = f"{here:.4g} GiB and, on the host, {there:.4g} GiB"
             why = str(error).partition("\n")[0]
             raise RankError(f"{model.shard.name} cannot allocate {pools} of KV: {why}") from None
 
@@ -165,7 +170,7 @@ class RankActor:
 
     def transfers(self, seconds: float) -> dict[Direction, Transfer]:
         """See `measure_transfers`."""
-        return measure_transfers(self._loaded, self._block_size, seconds)
+        return measure_transfers(self._loaded, self._block_size, seconds, self._swap_dtype)
 
     @property
     def _loaded(self) -> CausalLM:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 _log = logging.getLogger(__name__)
 
-_SOURCES = ("layer_ops.cpp", "paged_attention.cpp", "block_copy.cpp")
+_SOURCES = ("layer_ops.cpp", "paged_attention.cpp", "block_copy.cpp", "block_quant.cpp")
 _FLAGS = ("-O3", "-march=native", "-fopenmp", "-std=c++17", "-shared", "-fPIC")
 # A compiler that takes longer hangs.
 _TIMEOUT_S = 300

@@ -361,7 +361,10 @@ def _load_and_run(load: LoadEngine, setup: Setup, server: EngineServer, recorder
     if setup.ready_fd is not None:
         os.write(setup.ready_fd, b".")
     metrics = EngineMetrics(
-        device_blocks=ready.device_blocks, block_size=ready.block_size, block_bytes=ready.block_bytes
+        device_blocks=ready.device_blocks,
+        block_size=ready.block_size,
+        block_bytes=ready.host_block_bytes,
+        is_compressed=ready.swap_dtype != "auto",
     )
     try:
         server.run(loop, metrics, recorder)

@@ -92,7 +92,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready", array_like=True):
     """The engine takes requests. Its description:
 
     folder: of the tokenizer. max_model_len: most tokens of prompt and output together. device_blocks, host_blocks: KV
-    blocks of block_size tokens and block_bytes bytes on each tier. cost: of steps, as known at the start.
+    blocks of block_size tokens on each tier; there they have block_bytes and host_block_bytes, swap_dtype says why.
+    cost: of steps, as known at the start.
     """
 
     model: str
@@ -103,6 +104,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready", array_like=True):
     host_blocks: int
     block_size: int
     block_bytes: int
+    host_block_bytes: int
+    swap_dtype: str
     recipe: str
     dtype: str
     device: str

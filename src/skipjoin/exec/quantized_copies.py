@@ -1,0 +1,62 @@
+"""Moves between the device's KV pool and a host pool that holds 8 bits for each number."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from skipjoin.core.step import Direction, Move
+from skipjoin.model.kv_cache import PagedKV, QuantizedKV
+from skipjoin.model.ops.block_quant import BlockQuantizer, TorchQuantizer, block_quantizer
+
+_log = logging.getLogger(__name__)
+
+
+class QuantizedCopies:
+    """Quantises what goes to the host, and dequantises what comes back (ALISE section 3.2).
+
+    On a CPU the calling thread computes, without the GIL. On CUDA a kernel on the current stream reads one pool and
+    writes the other, so that only codes and scales cross the link. Where no kernel works, or the host pool is not
+    page-locked, torch's operations convert on the device, and the rows are copied.
+    """
+
+    def __init__(self, device: PagedKV, host: QuantizedKV) -> None:
+        self._device, self._host = device, host
+        if not device.tensor.is_cuda:
+            # Requested here, since it may have to be compiled first.
+            self._quantizer = block_quantizer()
+        else:
+            self._quantizer = (_kernels() if host.tensor.is_pinned() else None) or TorchQuantizer()
+            # Compiled here, not in the first step that needs it. Both blocks are zeros.
+            self._run(lambda by: by.quantize(host, device, (0,), (0,), host.shape[1]))
+            self._run(lambda by: by.dequantize(device, host, (0,), (0,)))
+
+    def copy(self, move: Move) -> None:
+        """Carry out a move of blocks that both pools have, or queue it on the current stream."""
+        host, device = self._host, self._device
+        if not move.source:
+            return
+        if move.direction is Direction.OUT:
+            last = move.tokens - (len(move.source) - 1) * device.block_size
+            self._run(lambda by: by.quantize(host, device, move.target, move.source, last))
+        else:
+            self._run(lambda by: by.dequantize(device, host, move.target, move.source))
+
+    def _run(self, work: Callable[[BlockQuantizer], None]) -> None:
+        try:
+            work(self._quantizer)
+        except Exception as error:  # the compiler or the driver may not support the kernels
+            if isinstance(self._quantizer, TorchQuantizer):
+                raise
+            _log.warning("the kernels that quantise KV fail, so torch's operations do it, slower: %s", error)
+            self._quantizer = TorchQuantizer()
+            work(self._quantizer)
+
+
+def _kernels() -> BlockQuantizer | None:
+    """The kernels; None without Triton."""
+    try:
+        from skipjoin.model.kernels.block_quant import TritonQuantizer  # noqa: PLC0415 (an optional back end)
+    except ImportError:
+        return None
+    return TritonQuantizer()

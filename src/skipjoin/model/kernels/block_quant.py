@@ -1,0 +1,146 @@
+"""Quantises KV blocks on their way to page-locked host memory, and back; see `model.ops.block_quant`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from skipjoin.model.kv_cache import PagedKV, QuantizedKV
+from skipjoin.model.transfer import send
+
+# As in `block_copy`, but a program requests one head before it waits, some 2.5 KiB on the way back: so many fill the
+# link.
+_PROGRAMS = 64
+# Numbers of a head that a program converts at a time.
+_TILE, _WARPS = 4096, 4
+_INFINITE = tl.constexpr(2.0**126)
+_LEAST_SCALE = tl.constexpr(2.0**-126)
+# Added and taken away again, it rounds numbers from 0 to 255 to the nearest integer, ties to even.
+_ROUNDING = tl.constexpr(2.0**23)
+_VARYING = ["blocks", "last"]
+
+
+@triton.jit
+def _cut(x, UP: tl.constexpr):
+    """The nearest bfloat16 not above x, or not below it, in a float32."""
+    bits = x.to(tl.int32, bitcast=True)
+    cut = bits & -65536
+    # Cutting rounds towards zero, which is right for one sign.
+    is_wrong = (bits != cut) & ((x >= 0) if UP else (x < 0))
+    return tl.where(is_wrong, cut + 65536, cut).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _head_of(work, heads, ids):
+    """The block and the head of a piece of work."""
+    return tl.load(ids + work // heads).to(tl.int64), (work % heads).to(tl.int64)
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def _quantize(
+    codes, scales, device, target_ids, source_ids, blocks, last, heads,
+    TOKENS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Heads of all blocks are split among the programs; each goes over a head's tokens twice, ROWS at a time."""
+    channel = tl.arange(0, WIDTH)
+    rows = tl.arange(0, ROWS)
+    row_bytes = heads * DIM * (TOKENS + 4)
+    for work in range(tl.program_id(0), blocks * heads, tl.num_programs(0)):
+        source, head = _head_of(work, heads, source_ids)
+        target, _ = _head_of(work, heads, target_ids)
+        count = tl.where(work // heads == blocks - 1, last, TOKENS)
+        base = device + (source * heads + head) * TOKENS * DIM
+        low = tl.full([WIDTH], float("inf"), tl.float32)
+        high = tl.full([WIDTH], float("-inf"), tl.float32)
+        for first in range(0, TOKENS, ROWS):
+            token = first + rows
+            inside = (token < count)[:, None] & (channel < DIM)[None, :]
+            x = tl.load(base + token[:, None] * DIM + channel[None, :], mask=inside, other=0.0).to(tl.float32)
+            # False for NaN.
+            counts = inside & (tl.abs(x) < _INFINITE)
+            low = tl.minimum(low, tl.min(tl.where(counts, x, float("inf")), 0))
+            high = tl.maximum(high, tl.max(tl.where(counts, x, float("-inf")), 0))
+        has_any = low <= high
+        low, high = _cut(tl.where(has_any, low, 0.0), False), tl.where(has_any, high, 0.0)
+        scale = _cut(tl.div_rn(high - low, 255.0), True)
+        scale = tl.maximum(scale, _LEAST_SCALE)
+        inverse = tl.div_rn(1.0, scale)
+        place = scales + target * (row_bytes // 2) + head * 2 * DIM + channel
+        tl.store(place, (scale.to(tl.int32, bitcast=True) >> 16).to(tl.int16), mask=channel < DIM)
+        tl.store(place + DIM, (low.to(tl.int32, bitcast=True) >> 16).to(tl.int16), mask=channel < DIM)
+        to = codes + target * row_bytes + heads * 4 * DIM + head * TOKENS * DIM
+        for first in range(0, TOKENS, ROWS):
+            token = first + rows
+            inside = (token < count)[:, None] & (channel < DIM)[None, :]
+            x = tl.load(base + token[:, None] * DIM + channel[None, :], mask=inside, other=0.0).to(tl.float32)
+            # NaN becomes the minimum.
+            x = tl.where(x > low[None, :], tl.minimum(x, high[None, :]), low[None, :])
+            code = (x - low[None, :]) * inverse[None, :]
+            code = tl.where((token < count)[:, None], (code + _ROUNDING) - _ROUNDING, 0.0)
+            is_slot = (token < TOKENS)[:, None] & (channel < DIM)[None, :]
+            tl.store(to + token[:, None] * DIM + channel[None, :], code.to(tl.uint8), mask=is_slot)
+
+
+@triton.jit(do_not_specialize=_VARYING[:1])
+def _dequantize(
+    device, codes, scales, target_ids, source_ids, blocks, heads, most,
+    TOKENS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """As `_quantize`. most: the largest number of the device's type."""
+    channel = tl.arange(0, WIDTH)
+    rows = tl.arange(0, ROWS)
+    row_bytes = heads * DIM * (TOKENS + 4)
+    for work in range(tl.program_id(0), blocks * heads, tl.num_programs(0)):
+        source, head = _head_of(work, heads, source_ids)
+        target, _ = _head_of(work, heads, target_ids)
+        place = scales + source * (row_bytes // 2) + head * 2 * DIM + channel
+        scale = tl.load(place, mask=channel < DIM, other=0).to(tl.int32) << 16
+        low = tl.load(place + DIM, mask=channel < DIM, other=0).to(tl.int32) << 16
+        scale, low = scale.to(tl.float32, bitcast=True), low.to(tl.float32, bitcast=True)
+        base = codes + source * row_bytes + heads * 4 * DIM + head * TOKENS * DIM
+        to = device + (target * heads + head) * TOKENS * DIM
+        for first in range(0, TOKENS, ROWS):
+            token = first + rows
+            inside = (token < TOKENS)[:, None] & (channel < DIM)[None, :]
+            at = token[:, None] * DIM + channel[None, :]
+            # Read once: must not evict cached data of concurrent steps.
+            code = tl.load(base + at, mask=inside, other=0, eviction_policy="evict_first").to(tl.float32)
+            x = low[None, :] + scale[None, :] * code
+            x = tl.minimum(tl.maximum(x, -most), most)
+            tl.store(to + at, x.to(device.dtype.element_ty), mask=inside, eviction_policy="evict_first")
+
+
+class TritonQuantizer:
+    """See `BlockQuantizer`. Work is queued on the current stream; the host pool must be page-locked, or on the
+    device."""
+
+    def quantize(
+        self, host: QuantizedKV, device: PagedKV, target: Sequence[int], source: Sequence[int], last: int
+    ) -> None:
+        """See `BlockQuantizer`."""
+        blocks, rows = device.head_view(), host.tensor
+        ids, work = send((target, source), blocks.device, torch.int64), len(source) * host.shape[0]
+        pools = rows, rows.view(torch.int16), blocks
+        _quantize[_grid(work)](*pools, ids[0], ids[1], len(source), last, host.shape[0], **_tile(host))
+
+    def dequantize(self, device: PagedKV, host: QuantizedKV, target: Sequence[int], source: Sequence[int]) -> None:
+        """See `BlockQuantizer`."""
+        blocks, rows = device.head_view(), host.tensor
+        ids, work = send((target, source), blocks.device, torch.int64), len(source) * host.shape[0]
+        pools, most = (blocks, rows, rows.view(torch.int16)), torch.finfo(blocks.dtype).max
+        _dequantize[_grid(work)](*pools, ids[0], ids[1], len(source), host.shape[0], most, **_tile(host))
+
+
+def _grid(work: int) -> tuple[int]:
+    return (min(_PROGRAMS, work),)
+
+
+def _tile(host: QuantizedKV) -> dict[str, int]:
+    """The constants of a launch: a block's tokens and width, and the tile that they are cut into."""
+    _, tokens, dim = host.shape
+    width = triton.next_power_of_2(dim)
+    rows = min(triton.next_power_of_2(tokens), max(1, _TILE // width))
+    return {"TOKENS": tokens, "DIM": dim, "ROWS": rows, "WIDTH": width, "num_warps": _WARPS}

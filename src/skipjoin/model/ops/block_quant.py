@@ -1,0 +1,159 @@
+"""KV blocks as 8-bit codes: how they leave for the host pool and come back (ALISE section 3.2, "KV Compression").
+
+Each channel of a head's keys or values has a scale and a minimum over the tokens of a block, both bfloat16:
+
+    minimum = the smallest number, rounded down        code   = round((x - minimum) / scale), in [0, 255]
+    scale   = (largest - minimum) / 255, rounded up    x again = minimum + scale * code
+
+The paper adds an integer zero point, and prints it as round(-2^b / (max - min)), which is far off; round(-min / scale)
+is what it must be. Keeping the minimum itself has no rounding of that kind.
+
+**Bound.** The largest number of a channel is within its codes, since the minimum is rounded down and the scale up: so a
+number is off by at most half its channel's scale, and by what its own type rounds (bfloat16: 1/256 of it). The scale
+is at most (largest - smallest + |smallest| / 128) / 255 * (1 + 1/128), and at least 2^-126. bfloat16 has the range of
+float32, so no channel overflows; and KV that is bfloat16 has an exact minimum, so a channel that is constant returns as
+it was. Products of a code and a scale are exact in float32: every implementation makes the same bits.
+
+NaN, infinities and numbers from 2^126 on have no part in minimum and scale. They return as the largest number of their
+channel, NaN and negative ones as its minimum. Slots behind the request's last token have no part either, and return as
+the minimum.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from array import array
+from collections.abc import Callable, Sequence
+from ctypes import c_int64, c_void_p
+from typing import Any, Protocol
+
+import torch
+
+from skipjoin.model.kv_cache import CODE_LEVELS, PagedKV, QuantizedKV
+from skipjoin.model.ops.block_copy import runs_of
+from skipjoin.model.ops.build import load_library
+from skipjoin.model.transfer import send
+
+# From here on a number counts as infinite, so that differences of two are finite.
+INFINITE = 2.0**126
+# The smallest scale whose reciprocal is finite.
+LEAST_SCALE = 2.0**-126
+# As block_quant.cpp numbers them.
+_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+# Blocks that the torch operations convert at a time: they make several float32 copies.
+_AT_ONCE = 16
+
+
+class BlockQuantizer(Protocol):
+    """Moves blocks between a pool on the device and a quantised one: source[i] goes to target[i]. Numbers of blocks are
+    not checked."""
+
+    def quantize(
+        self, host: QuantizedKV, device: PagedKV, target: Sequence[int], source: Sequence[int], last: int
+    ) -> None:
+        """To the host. last: tokens in the last of the blocks; the others are full."""
+        ...
+
+    def dequantize(self, device: PagedKV, host: QuantizedKV, target: Sequence[int], source: Sequence[int]) -> None:
+        """To the device; whole blocks."""
+        ...
+
+
+@functools.cache
+def block_quantizer() -> BlockQuantizer:
+    """The fastest quantizer for a CPU on this machine."""
+    library = load_library()
+    return TorchQuantizer() if library is None else CompiledQuantizer(library)
+
+
+class CompiledQuantizer:
+    """On the calling thread, without the GIL, with stores that bypass the caches."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        shape = [c_int64] * 4
+        self._quantize = _declared(library.skipjoin_quantize_blocks, *shape, *[c_void_p] * 4, c_int64, c_int64)
+        self._dequantize = _declared(library.skipjoin_dequantize_blocks, *shape, *[c_void_p] * 4, c_int64)
+
+    def quantize(
+        self, host: QuantizedKV, device: PagedKV, target: Sequence[int], source: Sequence[int], last: int
+    ) -> None:
+        """See `BlockQuantizer`."""
+        # Named variables keep the arrays alive: the call reads them by address.
+        to, rows = array("q", target), array("q", source)
+        addresses = host.tensor.data_ptr(), device.tensor.data_ptr(), to.buffer_info()[0], rows.buffer_info()[0]
+        self._quantize(_TYPES[device.tensor.dtype], *host.shape, *addresses, len(rows), last)
+
+    def dequantize(self, device: PagedKV, host: QuantizedKV, target: Sequence[int], source: Sequence[int]) -> None:
+        """See `BlockQuantizer`."""
+        to, rows = array("q", target), array("q", source)
+        addresses = device.tensor.data_ptr(), host.tensor.data_ptr(), to.buffer_info()[0], rows.buffer_info()[0]
+        self._dequantize(_TYPES[device.tensor.dtype], *host.shape, *addresses, len(rows))
+
+
+def _declared(call: Any, *arguments: type) -> Callable[..., None]:
+    call.argtypes, call.restype = list(arguments), None
+    declared: Callable[..., None] = call
+    return declared
+
+
+class TorchQuantizer:
+    """With torch operations on the device: the reference, and what serves without a compiler or, on CUDA, without a
+    kernel. There the work is queued on the current stream, and only codes and scales cross the link."""
+
+    def quantize(
+        self, host: QuantizedKV, device: PagedKV, target: Sequence[int], source: Sequence[int], last: int
+    ) -> None:
+        """See `BlockQuantizer`."""
+        blocks, place = device.head_view(), device.tensor.device
+        for at in range(0, len(source), _AT_ONCE):
+            end = min(at + _AT_ONCE, len(source))
+            rows = quantized(blocks[send(source[at:end], place)], last if end == len(source) else host.shape[1])
+            for first_to, first, count in runs_of(target[at:end], range(end - at)):
+                host.tensor[first_to : first_to + count].copy_(rows[first : first + count], non_blocking=True)
+
+    def dequantize(self, device: PagedKV, host: QuantizedKV, target: Sequence[int], source: Sequence[int]) -> None:
+        """See `BlockQuantizer`."""
+        blocks, place = device.head_view(), device.tensor.device
+        for at in range(0, len(source), _AT_ONCE):
+            end = min(at + _AT_ONCE, len(source))
+            rows = torch.empty((end - at, host.block_bytes), dtype=torch.uint8, device=place)
+            for first, first_from, count in runs_of(range(end - at), source[at:end]):
+                rows[first : first + count].copy_(host.tensor[first_from : first_from + count], non_blocking=True)
+            blocks[send(target[at:end], place)] = dequantized(rows, host.shape, blocks.dtype)
+
+
+def quantized(blocks: torch.Tensor, last: int) -> torch.Tensor:
+    """The rows [blocks, bytes] of KV blocks [blocks, heads, tokens, dim]. last: tokens in the last block."""
+    x = blocks.float()
+    is_stale = torch.zeros(x.shape[:3], dtype=torch.bool, device=x.device)
+    is_stale[-1, :, last:] = True
+    is_out = is_stale[..., None] | ~(x.abs() < INFINITE)
+    low, high = x.masked_fill(is_out, torch.inf).amin(2), x.masked_fill(is_out, -torch.inf).amax(2)
+    has_any = low <= high
+    low, high = _cut(low.where(has_any, 0.0), up=False), high.where(has_any, 0.0)
+    scale = _cut((high - low) / CODE_LEVELS, up=True).clamp(min=LEAST_SCALE)
+    low, high, inverse = (part[:, :, None] for part in (low, high, scale.reciprocal()))
+    inside = torch.minimum(x, high).where(x > low, low)  # NaN becomes the minimum
+    codes = ((inside - low) * inverse).round().masked_fill(is_stale[..., None], 0).to(torch.uint8)
+    scales = torch.stack((scale, low[:, :, 0]), 2).to(torch.bfloat16)
+    return torch.cat((scales.flatten(1).view(torch.uint8), codes.flatten(1)), 1)
+
+
+def dequantized(rows: torch.Tensor, shape: tuple[int, int, int], dtype: torch.dtype) -> torch.Tensor:
+    """KV blocks [blocks, heads, tokens, dim] of rows. shape: heads, tokens, dim."""
+    heads, tokens, dim = shape
+    codes_at = QuantizedKV.scale_bytes(shape)
+    scales = rows[:, :codes_at].contiguous().view(torch.bfloat16).view(-1, heads, 2, 1, dim).float()
+    codes = rows[:, codes_at:].view(-1, heads, tokens, dim).float()
+    most = torch.finfo(dtype).max
+    return (scales[:, :, 1] + scales[:, :, 0] * codes).clamp(-most, most).to(dtype)
+
+
+def _cut(x: torch.Tensor, *, up: bool) -> torch.Tensor:
+    """The nearest bfloat16 not above x, or not below it, as float32. x: contiguous or not, finite."""
+    bits = x.contiguous().view(torch.int32)
+    cut = bits & -0x10000
+    # Cutting rounds towards zero, which is right for one sign.
+    is_wrong = (bits != cut) & ((x < 0) != up)
+    return (cut + is_wrong.int() * 0x10000).view(torch.float32)

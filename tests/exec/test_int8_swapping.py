@@ -1,0 +1,142 @@
+"""KV that the host holds with 8 bits: only requests that were swapped notice, and hardly."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+
+import pytest
+from copiers import LateCopier
+from engines import CONFIGS, Restless, SwapAll, make_core, make_store, run, tiny_model
+from rank_links import LAYERS, thread_executor
+
+from skipjoin.builtin import builtin_model_path
+from skipjoin.core.events import Event, Moved, Token
+from skipjoin.core.kv import KVLedger
+from skipjoin.core.policy import Ordering
+from skipjoin.core.request import Request
+from skipjoin.core.step import Direction
+from skipjoin.exec.local import LocalExecutor
+from skipjoin.exec.rank_spec import rank_spec_of
+from skipjoin.exec.sampling import Sampling
+from skipjoin.model.causal_lm import CausalLM
+from skipjoin.model.loader import load_model, random_model
+from skipjoin.sampling import SamplingParams, TokenDetail
+
+# By request, its tokens and their log-probabilities.
+Scores = dict[int, list[tuple[int, float]]]
+MOST_ERROR = 0.1
+
+
+@cache
+def tally() -> CausalLM:
+    return load_model(builtin_model_path(), dtype="float32", device="cpu")
+
+
+def requests(vocab: int, count: int = 8, tokens: int = 24) -> list[Request]:
+    """Greedy ones, whose prompts end within a block."""
+    draw = random.Random(5)
+    params = SamplingParams(temperature=0, max_tokens=tokens, logprobs=1)
+    return [
+        Request(
+            number,
+            0.0,
+            [3 + draw.randrange(vocab - 3) for _ in range(draw.choice([5, 6, 11, 15]))],
+            tokens,
+            sampling=Sampling(params, number, ()),
+        )
+        for number in range(count)
+    ]
+
+
+class RestlessHalf(Restless):
+    """Moves every other request only."""
+
+    def ahead(
+        self, idle: Sequence[Request], ordering: Ordering, kv: KVLedger, now: float
+    ) -> tuple[Sequence[Request], Sequence[Request]]:
+        return super().ahead([request for request in idle if request.id % 2], ordering, kv, now)
+
+
+def served(
+    model: CausalLM, eviction: Callable[[], SwapAll], swap_dtype: str, *, late: int | None = None, **options: int
+) -> tuple[Scores, set[int]]:
+    """What the requests got, and which of them came back from the host."""
+    store = make_store(model, options["device_blocks"], options.get("host_blocks", 0), swap_dtype=swap_dtype)
+    executor = LocalExecutor(model, store, copier=None if late is None else LateCopier(store, late))
+    return scores(run(make_core(eviction(), **options), executor, requests(model.config.vocab_size)))
+
+
+def scores(events: Iterable[Event]) -> tuple[Scores, set[int]]:
+    found: Scores = {}
+    back = set()
+    for event in events:
+        if isinstance(event, Token):
+            detail = event.detail
+            assert isinstance(detail, TokenDetail)
+            assert detail.chosen.logprob is not None
+            found.setdefault(event.request.id, []).append((event.token, detail.chosen.logprob))
+        elif isinstance(event, Moved) and event.move.direction is Direction.IN:
+            back.add(event.move.request.id)
+    return found, back
+
+
+def errors(ours: list[tuple[int, float]], theirs: list[tuple[int, float]]) -> list[float]:
+    """Of log-probabilities, as long as the tokens before are the same; of the first that is not, too, if it is."""
+    found = []
+    for (token, one), (other_token, other) in zip(ours, theirs, strict=True):
+        found.append(abs(one - other))
+        if token != other_token:
+            break
+    return found
+
+
+FORCED = {
+    "beside": dict(eviction=lambda: RestlessHalf(5), device_blocks=90, host_blocks=90, seats=3, chunk=9),
+    "beside, landing late": dict(
+        eviction=lambda: RestlessHalf(5), device_blocks=90, host_blocks=90, seats=3, chunk=9, late=4
+    ),
+    "before each step": dict(eviction=SwapAll, device_blocks=14, host_blocks=90, seats=2),
+}
+
+
+@pytest.mark.parametrize("case", FORCED)
+def test_only_requests_that_were_swapped_differ_and_hardly(case: str) -> None:
+    options = FORCED[case]
+    alone, _ = served(tally(), SwapAll, "auto", device_blocks=90, seats=8)
+    found, back = served(tally(), swap_dtype="int8", **options)  # type: ignore[arg-type]
+    assert len(back) >= 4
+    assert len(back) < 8 or case == "before each step"
+    for number, theirs in alone.items():
+        most = max(errors(found[number], theirs))
+        # A batch of another size rounds differently.
+        assert most < (MOST_ERROR if number in back else 1e-4), number
+    # It is not the lossless pool that was used.
+    assert max(max(errors(found[number], alone[number])) for number in back) > 1e-4
+    same = sum(len(errors(found[number], alone[number])) == 24 for number in alone)
+    assert same >= 6
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2), (2, 2)])
+def test_every_rank_quantises_its_own_share(tp: int, pp: int) -> None:
+    """As one rank does that has all of it, whose plans are the same."""
+    pool = dict(device_blocks=20, host_blocks=60)
+    model = random_model(CONFIGS["llama"] | {"num_hidden_layers": LAYERS}, seed=3)
+    found = []
+    for executor in (
+        LocalExecutor(model, make_store(model, **pool, swap_dtype="int8")),
+        thread_executor(tp, pp, "llama", **pool, swap_dtype="int8"),
+    ):
+        core = make_core(SwapAll(), **pool, seats=2, depth=pp)
+        found.append(scores(run(core, executor, requests(model.config.vocab_size, 5))))
+    (one, back), (many, back_there) = found
+    assert back
+    assert back == back_there
+    assert all(max(errors(many[number], one[number])) < MOST_ERROR for number in one)
+
+
+@pytest.mark.parametrize("block_size", [16, 32])
+def test_moved_blocks_take_less_than_two_thirds_of_bfloat16(block_size: int) -> None:
+    spec = rank_spec_of(tiny_model("llama"), block_size, 1, "int8")
+    assert 0.56 <= spec.host_block_bytes / (spec.block_bytes / 2) <= 0.63

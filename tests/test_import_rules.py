@@ -84,6 +84,7 @@ ALLOWED = {
     "server.api": {
         "config",
         "core",
+        "engine.forecasting",
         "engine.text",
         "model.config",
         "model.tokenizer",
@@ -93,7 +94,7 @@ ALLOWED = {
         "server.metrics",
         "version",
     },
-    "server": {"config", "model.config", "model.tokenizer", "observe", "server"},
+    "server": {"config", "core", "model.config", "model.tokenizer", "observe", "server"},
     "cli": {
         "bench",
         "cli",
@@ -139,7 +140,17 @@ BELOW_SERVER = {
     "profile",
 }
 # Of `server.api`: what prepares and runs jobs, for HTTP and for whatever else has bodies of requests.
-WITHOUT_HTTP = {"chat", "completions", "generation", "limits", "options", "protocol", "responses", "service"}
+WITHOUT_HTTP = {
+    "chat",
+    "completions",
+    "forecasting",
+    "generation",
+    "limits",
+    "options",
+    "protocol",
+    "responses",
+    "service",
+}
 # Where imports may stand inside functions if they are marked: optional back ends, the package itself, whose import
 # must stay light, the command line, whose help must come at once, and what needs Ray.
 LAZY = ("exec", "model", "forecast", "__init__.py", "cli", "engine", "server/engines/supervisor.py")

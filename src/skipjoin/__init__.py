@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from skipjoin.core.request import Target
 from skipjoin.sampling import SamplingParams
 from skipjoin.version import VERSION
 
@@ -9,7 +10,7 @@ if TYPE_CHECKING:
     from skipjoin.llm import LLM
 
 __version__ = VERSION
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "SamplingParams", "Target", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

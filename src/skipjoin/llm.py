@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from skipjoin.config import EngineConfig
 from skipjoin.core.events import Event, Finished, Token
-from skipjoin.core.request import RequestOptions
+from skipjoin.core.request import NO_TARGET, FinishReason, RequestOptions, Target
 from skipjoin.engine.build import Engine, assemble
 from skipjoin.engine.load import model_folder
 from skipjoin.engine.loop import EngineLoop
@@ -91,16 +91,18 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         priority: int = 0,
+        target: Target = NO_TARGET,
     ) -> list[Generation]:
         """Complete one prompt or many, each a text or its token ids; results are in the order of the prompts.
 
-        params: one for all prompts, or one for each. priority: lower is earlier.
+        params: one for all prompts, or one for each. priority: lower is earlier. target: soft objectives of each
+        prompt, which no recipe reads yet.
 
         Raises `ParameterError`, before anything runs, for a prompt or parameter outside its bounds.
         """
         ids = [self.tokenizer.encode(item) if isinstance(item, str) else list(item) for item in _as_list(prompts)]
         texts = [item if isinstance(item, str) else None for item in _as_list(prompts)]
-        return self._run(ids, texts, params, RequestOptions(priority=priority))
+        return self._run(ids, texts, params, RequestOptions(priority=priority, target=target))
 
     def chat(
         self,
@@ -108,12 +110,13 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         priority: int = 0,
+        target: Target = NO_TARGET,
     ) -> list[Generation]:
         """Answer one conversation or many through the model's chat template. See `generate`."""
         single = bool(messages) and isinstance(messages[0], Mapping)
         conversations: Any = [messages] if single else messages
         ids = [self.tokenizer.chat(conversation) for conversation in conversations]
-        return self._run(ids, [None] * len(ids), params, RequestOptions(priority=priority))
+        return self._run(ids, [None] * len(ids), params, RequestOptions(priority=priority, target=target))
 
     def _run(
         self,
@@ -152,7 +155,7 @@ class LLM:
                 if choice.finish_reason is not None:
                     generation.finish_reason = choice.finish_reason
                     # If a stop string ended the text, the engine still generates.
-                    self._loop.abort(request_id)
+                    self._loop.abort(request_id, FinishReason.STOP)
                     del running[request_id]
                     bars.advance(task)
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import gc
+import math
 import weakref
 from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from io import StringIO
 from itertools import product
 from typing import Any
@@ -14,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skipjoin.core.events import Arrived, Computed, Finished, Preempted, Preemption, Token
-from skipjoin.core.request import FinishReason
+from skipjoin.core.request import FinishReason, Request, Target
 from skipjoin.core.step import Direction
 from skipjoin.observe.metrics import ENGINE_METRICS, EngineMetrics, Histogram, Snapshot
 from skipjoin.observe.requests import RequestFacts, RequestLog
@@ -217,6 +221,51 @@ def test_ends_are_told_apart() -> None:
     assert count_and_sum(found, "request_queue_time_seconds")[0] == 4
     assert count_and_sum(found, "request_inference_time_seconds")[0] == 3
     assert found.row("generation_tokens_total") == [sum(isinstance(event, Token) for event in stepper.events)]
+
+
+def judged(request: Request, ends: Callable[[Stepper], object] | None = None) -> dict[str, list[str]]:
+    """Which objectives of a request were met and missed. ends: what happens after its third step of 10 ms."""
+    stepper = Stepper(World().core())
+    stepper.add(request)
+    for _ in range(3):
+        stepper.step()
+    if ends is not None:
+        ends(stepper)
+    stepper.drain()
+    metrics = metrics_of(World())
+    metrics.observe(stepper.events)
+    found = metrics.snapshot()
+    return {
+        name: [
+            objective for objective, times in by_label(found, f"slo_{name}_total").items() for _ in range(int(times))
+        ]
+        for name in ("attained", "missed")
+    }
+
+
+def test_objectives_are_judged_when_they_are_decided() -> None:
+    """A request of five tokens in steps of 10 ms: first token, time between tokens, and end at 10, 10 and 50 ms."""
+
+    def ask(*target: float, **rest: Any) -> Request:
+        request = make(0, 4, 5, **rest)
+        request.options = replace(request.options, target=Target(*target))
+        return request
+
+    def abort(stepper: Stepper, reason: FinishReason = FinishReason.ABORT) -> None:
+        stepper.core.abort(0, stepper.now, reason)
+
+    assert judged(make(0, 4, 5)) == {"attained": [], "missed": []}
+    assert judged(ask(0.011, 0.011, 0.051)) == {"attained": ["ttft", "tpot", "jct"], "missed": []}
+    assert judged(ask(0.009, 0.009, 0.049)) == {"attained": [], "missed": ["ttft", "tpot", "jct"]}
+    assert judged(ask(math.inf, math.inf, 0.049)) == {"attained": [], "missed": ["jct"]}
+    # Its own end is an end like others; the client's is one only for what was decided before.
+    stop = partial(abort, reason=FinishReason.STOP)
+    assert judged(ask(0.011, 0.011, 0.031), stop) == {"attained": ["ttft", "tpot", "jct"], "missed": []}
+    assert judged(ask(0.011, 0.011, 0.031), abort) == {"attained": ["ttft"], "missed": []}
+    assert judged(ask(0.011, 0.011, 0.029), abort) == {"attained": ["ttft"], "missed": ["jct"]}
+    assert judged(ask(0.011, 0.011, 9.0, deadline=0.025)) == {"attained": ["ttft"], "missed": ["tpot", "jct"]}
+    # What another engine began has no first token here.
+    assert judged(ask(0.001, 0.001, 9.0, output=[7])) == {"attained": ["jct"], "missed": []}
 
 
 @pytest.mark.parametrize("overlap", [False, True])

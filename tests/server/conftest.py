@@ -12,6 +12,7 @@ import tiny_model
 from server_worlds import BLOCKS, Api, MakeApi, ServerProcess, StartServer, simulated_server
 
 from skipjoin.config import ServerConfig
+from skipjoin.engine.forecasting import ForecastKeeper
 
 
 @pytest.fixture(scope="session")
@@ -26,11 +27,12 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def make_api(tokenizer_folder: Path) -> MakeApi:
-    """`make_api(**settings)`: an `Api` whose `ServerConfig` has those settings."""
+    """`make_api(**settings)`: an `Api` whose `ServerConfig` has those settings, and whose forecasts come from `keeper`,
+    if there is one among them."""
 
     @contextlib.asynccontextmanager
-    async def make(**settings: Any) -> AsyncIterator[Api]:
-        api = Api(tokenizer_folder, ServerConfig(**settings))
+    async def make(keeper: ForecastKeeper | None = None, **settings: Any) -> AsyncIterator[Api]:
+        api = Api(tokenizer_folder, ServerConfig(**settings), keeper)
         async with api.http:
             yield api
         api.service.close()

@@ -19,6 +19,7 @@ from msgspec.structs import replace
 
 from skipjoin.config import ServerConfig
 from skipjoin.core.request import FinishReason
+from skipjoin.engine.forecasting import ForecastKeeper
 from skipjoin.model.tokenizer import load_tokenizer
 from skipjoin.policies.cost import LinearCost
 from skipjoin.sampling import Scored, TokenDetail
@@ -26,7 +27,16 @@ from skipjoin.server.api.app import build_app
 from skipjoin.server.api.auth import AccessGuard
 from skipjoin.server.api.service import Service
 from skipjoin.server.engines.engine_client import ConnectedEngine, EngineClient
-from skipjoin.server.engines.messages import Abort, Add, DescribeRequests, FromEngine, Ready, StepOutputs, ToEngine
+from skipjoin.server.engines.messages import (
+    Abort,
+    Add,
+    DescribeRequests,
+    FromEngine,
+    Ready,
+    Reforecast,
+    StepOutputs,
+    ToEngine,
+)
 from skipjoin.server.metrics import Metrics
 
 HERE = Path(__file__).parent
@@ -65,6 +75,7 @@ class ScriptedEngine:
         self.live: dict[int, tuple[Add, int]] = {}
         self.added: list[Add] = []
         self.aborted: list[int] = []
+        self.reforecasts: list[Reforecast] = []
         self.asked: list[int] = []  # questions, which the test answers
         self.paused = False
 
@@ -87,6 +98,8 @@ class ScriptedEngine:
             self.aborted.extend(message.ids)
             for request_id in message.ids:
                 self.live.pop(request_id, None)
+        elif isinstance(message, Reforecast):
+            self.reforecasts.append(message)
         elif isinstance(message, DescribeRequests):
             self.asked.append(message.id)
 
@@ -143,7 +156,7 @@ def _detail(add: Add, token: int, *, first: bool) -> TokenDetail:
 class Api:
     """An application over scripted engines, and an HTTP client that calls it directly. engine: the first of them."""
 
-    def __init__(self, folder: Path, config: ServerConfig) -> None:
+    def __init__(self, folder: Path, config: ServerConfig, keeper: ForecastKeeper | None = None) -> None:
         self.metrics = Metrics(config.metrics_compat)
         self.client = EngineClient(self.metrics, wanted=config.replicas)
         self.engines = [ScriptedEngine(self.client) for _ in range(config.replicas)]
@@ -152,7 +165,7 @@ class Api:
         ready = self.ready = replace(READY, folder=str(folder))
         for engine in self.engines:
             engine.join(ready)
-        self.service.open(ready, load_tokenizer(folder))
+        self.service.open(ready, load_tokenizer(folder), keeper)
         self.app: AccessGuard = build_app(self.service)
         transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
         self.http = httpx.AsyncClient(transport=transport, base_url="http://test")

@@ -17,8 +17,9 @@ from tiny_model import EOS, VOCAB
 
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.events import Event, Token
+from skipjoin.core.forecast import Forecast
 from skipjoin.core.kv import KVLedger
-from skipjoin.core.request import DEFAULT_OPTIONS, Request, RequestOptions
+from skipjoin.core.request import DEFAULT_OPTIONS, FinishReason, Request, RequestOptions
 from skipjoin.core.scheduler import Scheduler
 from skipjoin.core.step import StepResult
 from skipjoin.model.config import ModelError
@@ -59,6 +60,7 @@ class SimulatedLoop:
         params: SamplingParams,
         *,
         options: RequestOptions = DEFAULT_OPTIONS,
+        forecast: Forecast | None = None,
         output: Sequence[int] = (),
         age_s: float = 0.0,
     ) -> None:
@@ -73,12 +75,16 @@ class SimulatedLoop:
             stop_tokens=frozenset(params.stop_token_ids) | eos,
             options=options,
             sampling=params,
+            forecast=forecast,
             output=list(output),
         )
         self.core.add(request, now)
 
-    def abort(self, request_id: int) -> bool:
-        return self.core.abort(request_id, time.monotonic())
+    def reforecast(self, request_id: int, forecast: Forecast) -> bool:
+        return self.core.reforecast(request_id, forecast, time.monotonic())
+
+    def abort(self, request_id: int, reason: FinishReason = FinishReason.ABORT) -> bool:
+        return self.core.abort(request_id, time.monotonic(), reason)
 
     @property
     def idle(self) -> bool:

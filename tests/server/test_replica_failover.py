@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -18,7 +18,7 @@ from skipjoin.sampling import SamplingParams
 from skipjoin.server.engines.engine_client import EngineClient
 from skipjoin.server.engines.errors import EngineDeadError, NoReplicaError
 from skipjoin.server.engines.messages import Refused, StepOutputs
-from skipjoin.server.engines.sequences import EngineSequence, Mailbox
+from skipjoin.server.engines.sequences import EngineSequence, Mailbox, OnEnd
 from skipjoin.server.metrics import Metrics
 
 pytestmark = pytest.mark.anyio
@@ -55,7 +55,7 @@ class World:
 
     def submit(self, index: int = 0, prompt: list[int] = PROMPT, **options: Any) -> EngineSequence:
         params = options.pop("params", None) or SamplingParams(max_tokens=options.pop("max_tokens", 10))
-        on_end: Callable[[], None] = lambda: self.ended.append(index)  # noqa: E731
+        on_end: OnEnd = lambda reason, tokens: self.ended.append(index)  # noqa: E731
         return self.client.submit(self.mailbox, index, prompt, params, on_end=on_end, **options)
 
     def home(self) -> ScriptedEngine:

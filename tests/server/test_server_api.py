@@ -12,7 +12,7 @@ import tiny_model as tiny
 from server_worlds import Api, MakeApi
 
 from skipjoin.config import ServerConfig
-from skipjoin.core.request import FinishReason
+from skipjoin.core.request import NO_TARGET, FinishReason, Target
 from skipjoin.server.api.app import build_app
 from skipjoin.server.api.service import Service
 from skipjoin.server.engines.engine_client import EngineClient
@@ -226,9 +226,31 @@ async def test_deadline_by_header_and_by_default(make_api: MakeApi) -> None:
     async with make_api(default_deadline_s=9.0) as api:
         await api.complete()
         await api.http.post("/v1/completions", json={"prompt": "a"}, headers={"x-request-deadline-ms": "3000"})
-        assert [round(add.options.deadline_s or 0) for add in api.engine.added] == [9, 3]
+        await api.complete(slo={"deadline_ms": 2000})
+        assert [round(add.options.deadline_s or 0) for add in api.engine.added] == [9, 3, 2]
         bad = await api.http.post("/v1/completions", json={"prompt": "a"}, headers={"x-request-deadline-ms": "-1"})
         assert error_of(bad, 400)["param"] == "x-request-deadline-ms"
+
+
+async def test_objectives_by_header_and_by_body(api: Api) -> None:
+    """Each on its own: what the body says counts more than the header."""
+    headers = {"x-slo-ttft-ms": "150", "x-slo-tpot-ms": "12.5"}
+    chat = {"messages": [{"role": "user", "content": "a"}]}
+    await api.complete()
+    for slo in ({}, {"ttft_ms": 40, "jct_ms": 2500.5}):
+        for path, what in (("completions", {"prompt": "a"}), ("chat/completions", chat)):
+            body = {**what, "max_tokens": 2, "slo": slo}
+            assert (await api.http.post(f"/v1/{path}", json=body, headers=headers)).status_code == 200
+    none, first, second, third, fourth = (add.options.target for add in api.engine.added)
+    assert none == NO_TARGET
+    assert first == second == Target(ttft_s=0.15, tpot_s=0.0125)
+    assert third == fourth == Target(ttft_s=0.04, tpot_s=0.0125, jct_s=2.5005)
+    for header in headers:
+        for text in ("0", "-1", "nan", "inf", "soon", "1e12", "", "\u0661"):
+            bad = await api.http.post("/v1/completions", json={"prompt": "a"}, headers={header: text.encode()})
+            error = error_of(bad, 400)
+            assert error["param"] == header
+            assert f"{header} must be a number in (0, 604800000]" in error["message"]
 
 
 async def test_death_of_the_engine_fails_everybody(make_api: MakeApi) -> None:
@@ -352,6 +374,11 @@ BAD_COMPLETIONS = [
     ({"min_tokens": 17}, "min_tokens"),
     ({"priority": 2**63}, "priority"),
     ({"deadline_ms": 0}, "deadline_ms"),
+    ({"slo": {"ttft_ms": 0}}, "slo.ttft_ms"),
+    ({"slo": {"jct_ms": 7 * 86_400_000 + 1}}, "slo.jct_ms"),
+    ({"slo": {"tpot_s": 1}}, "slo.tpot_s"),
+    ({"slo": {"deadline_ms": 0.5}}, "slo.deadline_ms"),
+    ({"slo": {"deadline_ms": 5}, "deadline_ms": 5}, "slo"),
     ({"stream": "yes"}, "stream"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),

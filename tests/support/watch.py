@@ -12,7 +12,7 @@ from skipjoin.core.engine import EngineCore
 from skipjoin.core.events import Event, Token
 from skipjoin.core.kv import KVLedger
 from skipjoin.core.policy import CostModel, EvictionPolicy, Policies
-from skipjoin.core.request import Request
+from skipjoin.core.request import FinishReason, Request
 from skipjoin.core.scheduler import Scheduler
 from skipjoin.core.step import Direction, Move, Slice, StepPlan, StepResult
 from skipjoin.exec.simulated import SimulatedExecutor, SimulatedHandle, never, position_as_token
@@ -115,8 +115,8 @@ class WatchedCore(EngineCore):
             self._fruitless = 0
         self.kv.check()
 
-    def abort(self, request_id: int, now: float) -> bool:
-        found = super().abort(request_id, now)
+    def abort(self, request_id: int, now: float, reason: FinishReason = FinishReason.ABORT) -> bool:
+        found = super().abort(request_id, now, reason)
         self.kv.check()
         return found
 

@@ -54,12 +54,13 @@ class EngineCore:
         self.scheduler.events.append(Arrived(request, now))
         self.scheduler.add(request, now)
 
-    def abort(self, request_id: int, now: float) -> bool:
-        """End the request, whatever state it is in; False if it is not there (any more)."""
+    def abort(self, request_id: int, now: float, reason: FinishReason = FinishReason.ABORT) -> bool:
+        """End the request, whatever state it is in; False if it is not there (any more). reason: STOP where its output
+        is complete, though more could be generated."""
         request = self.requests.get(request_id)
         if request is None:
             return False
-        self._finish(request, FinishReason.ABORT, now)
+        self._finish(request, reason, now)
         return True
 
     def reforecast(self, request_id: int, forecast: Forecast, now: float) -> bool:

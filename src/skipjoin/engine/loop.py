@@ -7,7 +7,8 @@ import time
 from collections.abc import Sequence
 
 from skipjoin.core.events import Event
-from skipjoin.core.request import DEFAULT_OPTIONS, Request, RequestOptions
+from skipjoin.core.forecast import Forecast
+from skipjoin.core.request import DEFAULT_OPTIONS, FinishReason, Request, RequestOptions
 from skipjoin.core.step import StepResult, StepShape
 from skipjoin.engine.build import Engine
 from skipjoin.engine.driver import StepDriver
@@ -37,11 +38,14 @@ class EngineLoop:
         params: SamplingParams,
         *,
         options: RequestOptions = DEFAULT_OPTIONS,
+        forecast: Forecast | None = None,
         output: Sequence[int] = (),
         age_s: float = 0.0,
     ) -> None:
-        """Take a request. output: the tokens that another engine has generated for it; this one continues after them.
-        age_s: seconds since it arrived at the first engine, which is when its deadline begins to count.
+        """Take a request.
+
+        forecast: of its whole output. output: the tokens that another engine has generated for it; this one continues
+        after them. age_s: seconds since it arrived at the first engine, which is when its deadline begins to count.
 
         Raises `ParameterError` for a prompt that is empty, too long or has unknown token ids, and for max_tokens
         beyond the context; `RequestTooLargeError` if the KV pool cannot hold it.
@@ -60,13 +64,18 @@ class EngineLoop:
             stop_tokens=stop_tokens,
             options=options,
             sampling=Sampling(params, seed, eos),
+            forecast=forecast,
             output=list(output),
         )
         self.core.add(request, now)
 
-    def abort(self, request_id: int) -> bool:
-        """End a request; False if it has ended or was never added."""
-        return self.core.abort(request_id, self.clock())
+    def reforecast(self, request_id: int, forecast: Forecast) -> bool:
+        """Give a request another forecast; False if it has ended or was never added."""
+        return self.core.reforecast(request_id, forecast, self.clock())
+
+    def abort(self, request_id: int, reason: FinishReason = FinishReason.ABORT) -> bool:
+        """End a request; False if it has ended or was never added. reason: see `EngineCore.abort`."""
+        return self.core.abort(request_id, self.clock(), reason)
 
     @property
     def idle(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -54,8 +55,13 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
 _TOKEN_SECONDS = (0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5)
 _LENGTHS = tuple(float(1 << n) for n in (0, 2, 4, 6, *range(7, 18)))
 _BATCH = tuple(float(1 << n) for n in (0, *range(3, 15)))
+_FORECAST_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.1, 1.0)
+_OCTAVES = (0.125, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
 _REASONS = tuple(reason.value for reason in FinishReason)
 _PROACTIVE = ("false", "true")
+# What makes forecasts of output lengths, as `Forecast.source` says.
+FORECAST_SOURCES = ("prior", "neighbours", "head", "alise")
+_OBJECTIVES = ("ttft", "tpot", "jct")
 
 ENGINE_METRICS = (
     Metric("num_requests_running", "gauge", "Requests in the running batch."),
@@ -104,6 +110,22 @@ ENGINE_METRICS = (
         "Time that pipeline stages stood still between steps while there were requests, all stages together.",
         in_vllm=False,
     ),
+    Metric(
+        "slo_attained_total",
+        "counter",
+        "Soft objectives of requests that were met, by objective.",
+        "slo",
+        _OBJECTIVES,
+        in_vllm=False,
+    ),
+    Metric(
+        "slo_missed_total",
+        "counter",
+        "Soft objectives of requests that were missed, by objective.",
+        "slo",
+        _OBJECTIVES,
+        in_vllm=False,
+    ),
     Metric("recomputed_tokens_total", "counter", "Tokens computed again after their KV was dropped.", in_vllm=False),
     Metric("time_to_first_token_seconds", "histogram", "From arrival to the first token.", buckets=_SECONDS),
     Metric("inter_token_latency_seconds", "histogram", "Between tokens of one request.", buckets=_TOKEN_SECONDS),
@@ -139,6 +161,40 @@ DOOR_METRICS = (
     Metric("replicas_alive", "gauge", "Engines that take requests.", in_vllm=False),
     Metric("replica_restarts_total", "counter", "Engines that were started in place of one that died.", in_vllm=False),
     Metric("requests_moved_total", "counter", "Times a request's engine died under it.", in_vllm=False),
+    Metric(
+        "forecasts_total",
+        "counter",
+        "Forecasts of output lengths, by what made them.",
+        "source",
+        FORECAST_SOURCES,
+        in_vllm=False,
+    ),
+    Metric("forecasts_late_total", "counter", "Forecasts that came after their request was sent.", in_vllm=False),
+    Metric("forecast_seconds", "histogram", "To make a forecast.", buckets=_FORECAST_SECONDS, in_vllm=False),
+    Metric(
+        "forecasts_learnt_total",
+        "counter",
+        "Outputs that were learnt from; censored: their requests ended before they did.",
+        "kind",
+        ("exact", "censored"),
+        in_vllm=False,
+    ),
+    Metric(
+        "forecast_error_octaves",
+        "histogram",
+        "Distance of the forecast from the length of a complete output, as a power of two.",
+        buckets=_OCTAVES,
+        in_vllm=False,
+    ),
+    Metric(
+        "forecast_interval_total",
+        "counter",
+        "Lengths of complete outputs, by where they lie beside the forecast's 80 % interval.",
+        "place",
+        ("below", "inside", "above"),
+        in_vllm=False,
+    ),
+    Metric("forecast_index_entries", "gauge", "Outputs that forecasts are made from.", in_vllm=False),
 )
 """What only the process that speaks to clients knows."""
 
@@ -230,6 +286,7 @@ class EngineMetrics:
         self._success = row("request_success_total")
         self._late = row("deadline_dropped_total")
         self._restarts = row("engine_restarts_total")
+        self._objectives = {True: row("slo_attained_total"), False: row("slo_missed_total")}
         self._swapped = {
             Direction.OUT: row("swap_out_bytes_total"),
             Direction.IN: row("swap_in_bytes_total"),
@@ -344,7 +401,9 @@ class EngineMetrics:
             return
         assert facts.first_token is not None
         self._prompt_tokens[0] += facts.prompt_tokens
-        self._ttft.observe(facts.ttft(facts.first_token))
+        ttft = facts.ttft(facts.first_token)
+        self._ttft.observe(ttft)
+        self._judge("ttft", ttft, facts.target.ttft_s)
 
     def _ended(self, facts: RequestFacts) -> None:
         assert facts.ended is not None
@@ -356,6 +415,7 @@ class EngineMetrics:
         self._prompt_length.observe(facts.prompt_tokens)
         self._output_length.observe(facts.output_tokens)
         self._output_limit.observe(facts.output_limit)
+        self._judge_end(facts, now)
         if facts.earlier_tokens:  # no engine saw all of the others
             return
         for histogram, value in (
@@ -367,3 +427,29 @@ class EngineMetrics:
         ):
             if value is not None:
                 histogram.observe(value)
+
+    # -- objectives ---------------------------------------------------------------------------------------
+
+    def _judge_end(self, facts: RequestFacts, now: float) -> None:
+        """Count the objectives that the end of a request decides. What did not come is missed; of a request that was
+        aborted only if it was late by then."""
+        target = facts.target
+        if facts.is_complete:
+            self._judge("jct", facts.jct(now), target.jct_s)
+            if not facts.earlier_tokens and (tpot := facts.tpot(now)) is not None:
+                self._judge("tpot", tpot, target.tpot_s)
+            return
+        is_aborted = facts.reason == FinishReason.ABORT.value
+        waited_s = facts.jct(now) if is_aborted else math.inf
+        missing = {"jct": target.jct_s}
+        if facts.first_token is None and not facts.earlier_tokens:
+            missing["ttft"] = target.ttft_s
+        if not is_aborted:
+            missing["tpot"] = target.tpot_s
+        for objective, bound_s in missing.items():
+            if waited_s > bound_s:
+                self._judge(objective, waited_s, bound_s)
+
+    def _judge(self, objective: str, seconds: float, bound_s: float) -> None:
+        if bound_s < math.inf:
+            self._objectives[seconds <= bound_s][_OBJECTIVES.index(objective)] += 1

@@ -18,7 +18,7 @@ from skipjoin.core.events import (
     Token,
     Waited,
 )
-from skipjoin.core.request import FinishReason, Request
+from skipjoin.core.request import NO_TARGET, FinishReason, Request, Target
 from skipjoin.core.waits import WaitReason
 from skipjoin.observe.waits import WaitLog, WaitTimes
 
@@ -36,7 +36,8 @@ class RequestFacts:
     began before it came are not told. started: when it first ran. ended: when it was over, with `reason` as in
     `FinishReason`, or a word of the observer's own.
     execution_s: in steps that computed for it; swapping_s: in which those steps stood still for KV; scheduling_s: what
-    the host added to those steps. waits: seconds by reason, where its observer is an engine.
+    the host added to those steps. waits: seconds by reason, where its observer is an engine. target:
+    its soft objectives.
 
     Durations of a request that is not over take `now` for its end: its age so far, never left out.
     """
@@ -58,6 +59,7 @@ class RequestFacts:
     swapping_s: float = 0.0
     scheduling_s: float = 0.0
     waits: WaitTimes | None = None
+    target: Target = NO_TARGET
 
     @property
     def is_complete(self) -> bool:
@@ -211,6 +213,7 @@ class RequestLog:
             request.max_total_tokens - len(request.prompt),
             earlier_tokens=request.resumed_tokens,
             waits=self.waits.arrived(request.arrival, event.now),
+            target=request.options.target,
         )
 
     def _begin(self, facts: RequestFacts, now: float) -> None:

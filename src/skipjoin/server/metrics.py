@@ -15,7 +15,9 @@ from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from skipjoin.observe.metrics import DOOR_METRICS, ENGINE_METRICS, Histogram, Metric, Snapshot
+from skipjoin.core.forecast import Forecast
+from skipjoin.observe.forecasts import interval, octaves_off
+from skipjoin.observe.metrics import DOOR_METRICS, ENGINE_METRICS, FORECAST_SOURCES, Histogram, Metric, Snapshot
 from skipjoin.server.engines.messages import Ready
 
 
@@ -33,6 +35,12 @@ class Metrics(Collector):
         self._choices = Histogram(choices.buckets, row)
         self._replicas = [rows[f"replica{name}"][1] for name in ("s", "s_alive", "_restarts_total")]
         self._moved = rows["requests_moved_total"][1]
+        self._forecasts, self._late = rows["forecasts_total"][1], rows["forecasts_late_total"][1]
+        self._learnt, self._entries = rows["forecasts_learnt_total"][1], rows["forecast_index_entries"][1]
+        self._interval = rows["forecast_interval_total"][1]
+        self._forecast_s, self._forecast_error = (
+            Histogram(rows[name][0].buckets, rows[name][1]) for name in ("forecast_seconds", "forecast_error_octaves")
+        )
         self._model = ""
         self._config: dict[str, str] | None = None
         self._registry = CollectorRegistry()
@@ -69,6 +77,31 @@ class Metrics(Collector):
     def moved(self, requests: int) -> None:
         """Count requests that lost their engine."""
         self._moved[0] += requests
+
+    def forecast(self, forecast: Forecast, seconds: float) -> None:
+        """Count a forecast that took so many seconds to make."""
+        self._count_source(forecast)
+        self._forecast_s.observe(seconds)
+
+    def forecast_unready(self, forecast: Forecast, *, is_late: bool) -> None:
+        """Count a request that was sent with the prior's forecast. is_late: another one will follow."""
+        if is_late:
+            self._late[0] += 1
+        else:
+            self._count_source(forecast)
+
+    def learnt(self, forecast: Forecast, tokens: int, exact: bool, entries: int) -> None:
+        """Count an output of so many tokens, with the forecast that was made for it. exact: whether it is complete.
+        entries: outputs that forecasts are made from now."""
+        self._learnt[not exact] += 1
+        self._entries[0] = entries
+        if exact:
+            self._forecast_error.observe(octaves_off(forecast, tokens))
+            low, high = interval(forecast)
+            self._interval[0 if tokens < low else 1 if tokens <= high else 2] += 1
+
+    def _count_source(self, forecast: Forecast) -> None:
+        self._forecasts[FORECAST_SOURCES.index(forecast.source)] += 1
 
     def collect(self) -> Iterator[Family]:
         """All metrics as of now, for the registry."""

@@ -14,6 +14,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from types import TracebackType
 from typing import ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
@@ -21,6 +22,7 @@ from skipjoin.core.request import DEFAULT_OPTIONS, FinishReason, RequestOptions
 from skipjoin.engine.text import Choice, TextRules
 from skipjoin.sampling import SEED_MIN, SamplingParams
 from skipjoin.server.api.errors import deadline_exceeded, given_up, unavailable
+from skipjoin.server.api.forecasting import Expectation
 from skipjoin.server.api.limits import AdmissionSlot
 from skipjoin.server.api.protocol import GenerationBody
 from skipjoin.server.api.responses import Usage
@@ -64,13 +66,15 @@ class Prompt(NamedTuple):
 class Job:
     """A request that is checked, tokenized and counted in the queue. It is either run, or given up with `close`.
 
-    choices: the sequences to generate, prompt by prompt. params, slots: one for each choice. prompt_tokens: of all
-    prompts, each counted once. arrived: seconds on the monotonic clock; the deadline in `options` counts from then.
+    choices: the sequences to generate, prompt by prompt. params, slots, expectations: one for each choice; the choices
+    of a prompt have the same expectation. prompt_tokens: of all prompts, each counted once. arrived: seconds on the
+    monotonic clock; the deadline in `options` counts from then.
     """
 
     choices: list[Choice]
     params: list[SamplingParams]
     slots: list[AdmissionSlot]
+    expectations: list[Expectation]
     prompt_tokens: int
     options: RequestOptions
     arrived: float
@@ -96,19 +100,22 @@ class JobRun:
         self._unfinished = len(job.choices)
         try:
             options = _remaining(job.options, job.arrived)
-            for choice, params, slot in zip(job.choices, job.params, job.slots, strict=True):
-                self._sequences.append(
-                    client.submit(
-                        self._mailbox,
-                        choice.index,
-                        choice.prompt,
-                        params,
-                        options=options,
-                        label=job.format.id,
-                        on_start=slot.started,
-                        on_end=slot.ended,
-                    )
+            for choice, params, slot, expected in zip(
+                job.choices, job.params, job.slots, job.expectations, strict=True
+            ):
+                sequence = client.submit(
+                    self._mailbox,
+                    choice.index,
+                    choice.prompt,
+                    params,
+                    options=options,
+                    forecast=expected.forecast,
+                    label=job.format.id,
+                    on_start=slot.started,
+                    on_end=partial(_ended, slot, expected),
                 )
+                self._sequences.append(sequence)
+                expected.follow(partial(client.reforecast, sequence))
         except BaseException:
             self.close()
             raise
@@ -207,6 +214,7 @@ class Endpoint(ABC, Generic[BodyT]):
             copies = [(prompt, copy) for prompt in prompts for copy in range(n)]
             for slot, (prompt, _) in zip(slots, copies, strict=True):
                 slot.resize(len(prompt.ids))
+            expectations = await service.expect([(prompt.ids, prompt.params) for prompt in prompts])
             return Job(
                 choices=[
                     Choice(index, prompt.ids, prompt.text, service.tokenizer, rules)
@@ -214,6 +222,7 @@ class Endpoint(ABC, Generic[BodyT]):
                 ],
                 params=[_with_seed(prompt.params, copy) for prompt, copy in copies],
                 slots=slots,
+                expectations=[expected for expected in expectations for _ in range(n)],
                 prompt_tokens=sum(len(prompt.ids) for prompt in prompts),
                 options=options,
                 arrived=arrived,
@@ -252,6 +261,12 @@ class Endpoint(ABC, Generic[BodyT]):
 def _free(slots: Iterable[AdmissionSlot]) -> None:
     for slot in slots:
         slot.ended()
+
+
+def _ended(slot: AdmissionSlot, expected: Expectation, reason: FinishReason, tokens: int) -> None:
+    """The end of a sequence that got so many tokens."""
+    slot.ended()
+    expected.ended(reason, tokens)
 
 
 def _with_seed(params: SamplingParams, copy: int) -> SamplingParams:

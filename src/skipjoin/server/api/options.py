@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
-from skipjoin.core.request import RequestOptions
+from skipjoin.core.request import RequestOptions, Target
 from skipjoin.server.api.errors import bad_request
-from skipjoin.server.api.protocol import MAX_DEADLINE_MS, GenerationBody
+from skipjoin.server.api.protocol import MAX_DEADLINE_MS, GenerationBody, Slo
 
 _DEADLINE_HEADER = "x-request-deadline-ms"
+_TTFT_HEADER, _TPOT_HEADER = "x-slo-ttft-ms", "x-slo-tpot-ms"
+_NO_SLO = Slo()
 
 
 def request_options(
@@ -16,17 +19,44 @@ def request_options(
 ) -> RequestOptions:
     """What the body asks for, or else the headers, or else the server's default. Raises 400 for a header that is out of
     bounds."""
-    milliseconds = body.deadline_ms if body.deadline_ms is not None else _header_ms(headers)
+    slo = body.slo or _NO_SLO
+    deadline_ms = body.deadline_ms if body.deadline_ms is not None else slo.deadline_ms
+    if deadline_ms is None:
+        deadline_ms = _deadline_ms(headers)
     return RequestOptions(
         priority=body.priority or 0,
-        deadline_s=milliseconds / 1000 if milliseconds is not None else default_deadline_s,
+        deadline_s=deadline_ms / 1000 if deadline_ms is not None else default_deadline_s,
+        target=Target(
+            ttft_s=_objective_s(slo.ttft_ms, headers, _TTFT_HEADER),
+            tpot_s=_objective_s(slo.tpot_ms, headers, _TPOT_HEADER),
+            jct_s=math.inf if slo.jct_ms is None else slo.jct_ms / 1000,
+        ),
     )
 
 
-def _header_ms(headers: Mapping[str, str]) -> int | None:
+def _deadline_ms(headers: Mapping[str, str]) -> int | None:
     text = headers.get(_DEADLINE_HEADER)
     if text is None:
         return None
     if not (text.isascii() and text.isdigit() and len(text) < 12 and 1 <= int(text) <= MAX_DEADLINE_MS):
         raise bad_request(f"{_DEADLINE_HEADER} must be an integer in [1, {MAX_DEADLINE_MS}]", _DEADLINE_HEADER)
     return int(text)
+
+
+def _objective_s(milliseconds: float | None, headers: Mapping[str, str], header: str) -> float:
+    """The body's value, or else the header's; inf: neither is there."""
+    if milliseconds is None:
+        if (text := headers.get(header)) is None:
+            return math.inf
+        milliseconds = _number(text)
+        if not 0 < milliseconds <= MAX_DEADLINE_MS:
+            raise bad_request(f"{header} must be a number in (0, {MAX_DEADLINE_MS}]", header)
+    return milliseconds / 1000
+
+
+def _number(text: str) -> float:
+    """The number that a text spells; NaN for any other text."""
+    try:
+        return float(text) if text.isascii() else math.nan
+    except ValueError:
+        return math.nan

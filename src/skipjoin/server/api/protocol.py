@@ -49,7 +49,7 @@ MAX_MESSAGES = 4096
 # The search for a stop string costs its length at each token.
 MAX_STOP_LENGTH = 512
 MAX_LABEL = 512
-# A week: a longer deadline is no deadline.
+# A week: a longer deadline, or objective, is none.
 MAX_DEADLINE_MS = 7 * 86_400_000
 INT32, INT64 = 2**31 - 1, 2**63 - 1
 
@@ -96,6 +96,20 @@ class StreamOptions(Body):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     include_obfuscation: Off = None
+
+
+Deadline = Annotated[int, Field(ge=1, le=MAX_DEADLINE_MS)]
+Objective = Annotated[float, Field(gt=0, le=MAX_DEADLINE_MS)]
+
+
+class Slo(Body):
+    """Soft objectives in milliseconds, which end nothing: see `core.request.Target`. deadline_ms: the hard one, another
+    place for `GenerationBody.deadline_ms`."""
+
+    ttft_ms: Objective | None = None
+    tpot_ms: Objective | None = None
+    jct_ms: Objective | None = None
+    deadline_ms: Deadline | None = None
 
 
 def _stop_kind(value: Any) -> str | None:
@@ -164,7 +178,8 @@ class GenerationBody(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: Annotated[int, Field(ge=-INT64 - 1, le=INT64)] | None = None
-    deadline_ms: Annotated[int, Field(ge=1, le=MAX_DEADLINE_MS)] | None = None
+    deadline_ms: Deadline | None = None
+    slo: Slo | None = None
 
     user: Label = None
     safety_identifier: Label = None
@@ -198,6 +213,13 @@ class GenerationBody(Body):
     def _needs_stream(cls, value: StreamOptions | None, info: ValidationInfo) -> StreamOptions | None:
         if value is not None and not info.data.get("stream"):
             raise ValueError("it needs stream to be true")
+        return value
+
+    @field_validator("slo")
+    @classmethod
+    def _has_the_only_deadline(cls, value: Slo | None, info: ValidationInfo) -> Slo | None:
+        if value is not None and value.deadline_ms is not None and info.data.get("deadline_ms") is not None:
+            raise ValueError("its deadline_ms and the field deadline_ms are the same: give one of them")
         return value
 
     @property

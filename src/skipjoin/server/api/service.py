@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from skipjoin.config import ServerConfig
+from skipjoin.engine.forecasting import ForecastKeeper
 from skipjoin.model.config import ModelError
 from skipjoin.model.tokenizer import Tokenizer
 from skipjoin.sampling import ParameterError, SamplingParams
@@ -23,6 +24,7 @@ from skipjoin.server.api.errors import (
     model_not_found,
     unavailable,
 )
+from skipjoin.server.api.forecasting import Expectation, Forecasting
 from skipjoin.server.api.limits import Admission
 from skipjoin.server.api.protocol import Body, ChatRequest, GenerationBody, TokenizeRequest
 from skipjoin.server.engines.engine_client import EngineClient
@@ -62,12 +64,15 @@ class Service:
         self.busy = 0
         self._info: Ready | None = None
         self._tokenizer: Tokenizer | None = None
+        self._forecasting: Forecasting | None = None
         # Two, so that one huge text does not delay all others.
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="skipjoin-text")
 
-    def open(self, info: Ready, tokenizer: Tokenizer) -> None:
-        """Take work: the engine is ready."""
+    def open(self, info: Ready, tokenizer: Tokenizer, keeper: ForecastKeeper | None = None) -> None:
+        """Take work: the engine is ready. keeper: what forecasts the lengths of outputs; None: they are not."""
         self._info, self._tokenizer = info, tokenizer
+        if keeper is not None:
+            self._forecasting = Forecasting(keeper, self.metrics)
         self.name = self.config.served_model_name or info.model
         self.metrics.ready(info, self.name)
         if self.phase is Phase.STARTING:
@@ -78,7 +83,9 @@ class Service:
         self.phase = Phase.DRAINING
 
     def close(self) -> None:
-        """Release the threads."""
+        """Release the threads. What was learnt of output lengths is saved first."""
+        if self._forecasting is not None:
+            self._forecasting.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     # -- state --------------------------------------------------------------------------------------------
@@ -188,6 +195,15 @@ class Service:
                 name,
                 "context_length_exceeded",
             )
+
+    async def expect(self, prompts: Sequence[tuple[list[int], SamplingParams]]) -> list[Expectation]:
+        """What is expected of the outputs of prompts, once it is known, or soon without it."""
+        if self._forecasting is None:
+            return [Expectation() for _ in prompts]
+        room = self.info.max_model_len
+        return await self._forecasting.expect(
+            [(ids, params.max_tokens or max(1, room - len(ids))) for ids, params in prompts]
+        )
 
     # -- sampling -----------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
+from skipjoin.core.forecast import Forecast
 from skipjoin.core.request import DEFAULT_OPTIONS, FinishReason, Request, RequestOptions
 from skipjoin.engine.text import Output
 from skipjoin.observe.metrics import Snapshot, merged
@@ -25,6 +26,7 @@ from skipjoin.server.engines.messages import (
     DescribeRequests,
     FromEngine,
     Ready,
+    Reforecast,
     Refused,
     RequestState,
     RequestStates,
@@ -32,7 +34,7 @@ from skipjoin.server.engines.messages import (
     StepOutputs,
     ToEngine,
 )
-from skipjoin.server.engines.sequences import EngineSequence, Mailbox
+from skipjoin.server.engines.sequences import EngineSequence, Mailbox, OnEnd
 from skipjoin.server.metrics import Metrics
 
 # Seconds that a sequence waits for an engine to come up.
@@ -210,14 +212,16 @@ class EngineClient:
         params: SamplingParams,
         *,
         options: RequestOptions = DEFAULT_OPTIONS,
+        forecast: Forecast | None = None,
         label: str = "",
         on_start: Callable[[], None] | None = None,
-        on_end: Callable[[], None] | None = None,
+        on_end: OnEnd | None = None,
     ) -> EngineSequence:
         """Start a sequence whose outputs go to `mailbox` as number `index`.
 
-        label: the id of the answer that it belongs to. on_start: called when it first runs, if it does, and again if it
-        must start anew. on_end: called once at its end, whatever the reason. Raises `EngineDeadError` or
+        forecast: of its output; `reforecast` changes it. label: the id of the answer that it belongs to. on_start:
+        called when it first runs, if it does, and again if it must start anew. on_end: called once at its end, with the
+        reason and the tokens that it got from all engines. Raises `EngineDeadError` or
         `NoReplicaError` if there is no engine.
         """
         if self.dead:
@@ -234,11 +238,18 @@ class EngineClient:
             prompt,
             params.max_tokens or max(1, info.max_model_len - len(prompt)),
             options=options,
+            forecast=forecast,
         )
         sequence = EngineSequence(request, params, mailbox, index, label)
         sequence.on_start, sequence.on_end = on_start, on_end
         self._place(sequence)
         return sequence
+
+    def reforecast(self, sequence: EngineSequence, forecast: Forecast) -> None:
+        """Give a sequence another forecast, if it has not ended."""
+        sequence.request.forecast = forecast
+        if (replica := self._places.get(sequence.id)) is not None:
+            replica.send(Reforecast(sequence.id, forecast))
 
     def abort(self, sequences: list[EngineSequence]) -> None:
         """End those of the sequences that have not ended; they get no more outputs."""
@@ -333,7 +344,7 @@ class EngineClient:
                 gone.setdefault(replica, []).append(sequence.id)
         if not self.dead:
             for replica, ids in gone.items():
-                replica.send(Abort(ids))
+                replica.send(Abort(ids, reason))
 
     def _close(self, sequence: EngineSequence, reason: FinishReason) -> ConnectedEngine | None:
         """Forget a sequence that has ended; the engine that it was at."""
@@ -346,7 +357,7 @@ class EngineClient:
             del replica.sequences[sequence.id]
             self._dispatch.ended(sequence.request, reason)
         if sequence.on_end is not None:
-            sequence.on_end()
+            sequence.on_end(reason, len(sequence.request.output))
         return replica
 
     def _tell_replicas(self) -> None:
@@ -372,4 +383,6 @@ def _without_engine(sequence: EngineSequence) -> RequestState:
         host_blocks=0,
         wait_reason="no_replica",
         wait_s=None,
+        predicted_tokens=request.forecast and request.forecast.tokens,
+        forecast_source=request.forecast and request.forecast.source,
     )

@@ -23,7 +23,8 @@ import zmq
 from skipjoin.config import ConfigError
 from skipjoin.core.engine import EngineCore, RequestTooLargeError
 from skipjoin.core.events import Arrived, Event, Finished, Started, Token
-from skipjoin.core.request import DEFAULT_OPTIONS, Request, RequestOptions
+from skipjoin.core.forecast import Forecast
+from skipjoin.core.request import DEFAULT_OPTIONS, FinishReason, Request, RequestOptions
 from skipjoin.model.config import ModelError
 from skipjoin.observe.metrics import EngineMetrics
 from skipjoin.observe.timeline import Timeline
@@ -39,6 +40,7 @@ from skipjoin.server.engines.messages import (
     ListenerKey,
     LoadProgress,
     Ready,
+    Reforecast,
     Refused,
     RequestState,
     RequestStates,
@@ -70,10 +72,12 @@ class Loop(Protocol):
         params: SamplingParams,
         *,
         options: RequestOptions = DEFAULT_OPTIONS,
+        forecast: Forecast | None = None,
         output: Sequence[int] = (),
         age_s: float = 0.0,
     ) -> None: ...
-    def abort(self, request_id: int) -> bool: ...
+    def reforecast(self, request_id: int, forecast: Forecast) -> bool: ...
+    def abort(self, request_id: int, reason: FinishReason = FinishReason.ABORT) -> bool: ...
     @property
     def idle(self) -> bool: ...
     def step(self) -> list[Event]: ...
@@ -144,6 +148,8 @@ def _describe(core: EngineCore, request: Request, place: int, now: float) -> Req
         wait_reason=wait.reason.value if wait is not None else None,
         wait_s=now - wait.since if wait is not None else None,
         short_blocks=wait.short if wait is not None else 0,
+        predicted_tokens=request.forecast and request.forecast.tokens,
+        forecast_source=request.forecast and request.forecast.source,
     )
 
 
@@ -269,10 +275,11 @@ class EngineServer:
             self._add(loop, message)
         elif isinstance(message, Abort):
             for request_id in message.ids:
-                loop.abort(request_id)
+                loop.abort(request_id, message.reason)
         elif isinstance(message, Shutdown):
             self._stopping = True
-
+        elif isinstance(message, Reforecast):
+            loop.reforecast(message.id, message.forecast)
         elif isinstance(message, DescribeRequests):
             self.send(RequestStates(message.id, describe(loop.core, time.monotonic())))
 
@@ -283,6 +290,7 @@ class EngineServer:
                 message.prompt,
                 message.params,
                 options=message.options,
+                forecast=message.forecast,
                 output=message.output,
                 age_s=message.age_s,
             )

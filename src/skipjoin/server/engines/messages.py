@@ -8,7 +8,8 @@ from __future__ import annotations
 import msgspec
 
 from skipjoin.config import EngineConfig
-from skipjoin.core.request import DEFAULT_OPTIONS, RequestOptions
+from skipjoin.core.forecast import Forecast
+from skipjoin.core.request import DEFAULT_OPTIONS, FinishReason, RequestOptions
 from skipjoin.observe.metrics import Snapshot
 from skipjoin.policies.cost import LinearCost
 from skipjoin.sampling import SamplingParams, TokenDetail
@@ -48,7 +49,8 @@ class Add(msgspec.Struct, frozen=True, tag="add", array_like=True):
     """A request. id: unique for the life of the engine.
 
     output: the tokens that another engine has generated for it; this engine continues after them. age_s: seconds since
-    it arrived at the first engine, which is when the deadline in its options begins to count.
+    it arrived at the first engine, which is when the deadline in its options begins to count. forecast: of the whole
+    output.
     """
 
     id: int
@@ -57,12 +59,21 @@ class Add(msgspec.Struct, frozen=True, tag="add", array_like=True):
     options: RequestOptions = DEFAULT_OPTIONS
     output: list[int] = []
     age_s: float = 0.0
+    forecast: Forecast | None = None
+
+
+class Reforecast(msgspec.Struct, frozen=True, tag="reforecast", array_like=True):
+    """Gives a request another forecast; ignored if it has ended."""
+
+    id: int
+    forecast: Forecast
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort", array_like=True):
-    """Ends these requests; ids of requests that have ended are ignored."""
+    """Ends these requests; ids of requests that have ended are ignored. reason: see `EngineCore.abort`."""
 
     ids: list[int]
+    reason: FinishReason = FinishReason.ABORT
 
 
 class DescribeRequests(msgspec.Struct, frozen=True, tag="describe", array_like=True):
@@ -75,7 +86,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown", array_like=True):
     """Ends the process at once."""
 
 
-ToEngine = Add | Abort | DescribeRequests | Shutdown
+ToEngine = Add | Reforecast | Abort | DescribeRequests | Shutdown
 
 
 # -- from the engine ------------------------------------------------------------------------------------------
@@ -167,7 +178,8 @@ class RequestState(msgspec.Struct, frozen=True, array_like=True):
     on the device or dropped; "swapped", with its KV on the host or moving. place: in the scheduler's order, 0 is first;
     None without an engine. computed_tokens: tokens that have KV. device_blocks, host_blocks: KV blocks that it holds.
     wait_reason, wait_s: what keeps it from running (`core.waits.WaitReason`), and for how many seconds; None while it
-    runs. short_blocks: KV blocks that were missing when it began to wait for them.
+    runs. short_blocks: KV blocks that were missing when it began to wait for them. predicted_tokens,
+    forecast_source: the expected length of its whole output, and what made that forecast; None without one.
     """
 
     number: int
@@ -182,6 +194,8 @@ class RequestState(msgspec.Struct, frozen=True, array_like=True):
     wait_reason: str | None
     wait_s: float | None
     short_blocks: int = 0
+    predicted_tokens: float | None = None
+    forecast_source: str | None = None
 
 
 class RequestStates(msgspec.Struct, frozen=True, tag="states", array_like=True):

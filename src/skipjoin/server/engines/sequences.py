@@ -6,10 +6,13 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 
-from skipjoin.core.request import Request
+from skipjoin.core.request import FinishReason, Request
 from skipjoin.engine.text import Output
 from skipjoin.sampling import SamplingParams
 from skipjoin.server.engines.messages import Add
+
+# Called at the end of a sequence with the reason and the tokens that it has.
+OnEnd = Callable[[FinishReason, int], None]
 
 
 class Mailbox:
@@ -69,7 +72,7 @@ class EngineSequence:
         self.label = label
         self.patience: asyncio.TimerHandle | None = None
         self.on_start: Callable[[], None] | None = None
-        self.on_end: Callable[[], None] | None = None
+        self.on_end: OnEnd | None = None
 
     @property
     def id(self) -> int:
@@ -88,4 +91,5 @@ class EngineSequence:
             options=request.options,
             output=list(request.output),
             age_s=now - request.arrival,
+            forecast=request.forecast,
         )

@@ -1,0 +1,100 @@
+"""A forecaster in use: it learns from requests that end, and what it learnt is kept in a folder."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from skipjoin.core.forecast import Forecast
+from skipjoin.core.request import FinishReason
+
+_log = logging.getLogger(__name__)
+
+# Seconds from a change until it is saved at the latest: what a process that is killed loses.
+SAVE_EVERY_S = 5.0
+# Saving takes at most this share of the time, however large the state is.
+_SAVE_SHARE = 0.02
+
+
+class Predicted(Protocol):
+    """A forecast, and what its forecaster needs to learn from how it came out."""
+
+    @property
+    def forecast(self) -> Forecast: ...
+
+
+class Forecaster(Protocol):
+    """What is used of `skipjoin.forecast.Forecaster`."""
+
+    def forecast(self, prompt: Sequence[int], max_tokens: int) -> Predicted: ...
+    def prior(self, max_tokens: int) -> Forecast: ...
+    def learn(self, predicted: Predicted, tokens: int, *, exact: bool) -> None: ...
+    def __len__(self) -> int: ...
+
+
+def is_exact(reason: FinishReason) -> bool:
+    """Whether a request that ended so got all of its output. Of others it is known only that their outputs are at least
+    as long as what they got."""
+    return reason is FinishReason.STOP
+
+
+class ForecastKeeper:
+    """A forecaster and where its state is kept. One thread owns it, and calls `save_if_due` now and then.
+
+    save: writes the state, or raises OSError; None: nothing is kept. clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        forecaster: Forecaster,
+        save: Callable[[], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.forecaster = forecaster
+        self._save = save
+        self._clock = clock
+        self._due = math.inf  # when to save next; inf: nothing has changed
+        self._earliest = -math.inf
+        self._is_failing = False
+
+    def forecast(self, prompt: Sequence[int], max_tokens: int) -> Predicted:
+        """The forecast for a prompt whose output has at most max_tokens tokens."""
+        return self.forecaster.forecast(prompt, max_tokens)
+
+    def learn(self, predicted: Predicted, tokens: int, *, exact: bool) -> None:
+        """Learn from a request that got `tokens` tokens, at least 1. exact: see `is_exact`."""
+        self.forecaster.learn(predicted, tokens, exact=exact)
+        if self._save is not None and self._due == math.inf:
+            self._due = max(self._clock() + SAVE_EVERY_S, self._earliest)
+
+    @property
+    def save_in_s(self) -> float | None:
+        """Seconds until `save_if_due` has something to do; None: it has not before something is learnt."""
+        return None if self._due == math.inf else max(0.0, self._due - self._clock())
+
+    def save_if_due(self) -> None:
+        """Save what was learnt, if that has waited for long enough. A failure is one warning until saving works."""
+        if self._clock() >= self._due:
+            self._write()
+
+    def close(self) -> None:
+        """Save what is not saved."""
+        if self._due < math.inf:
+            self._write()
+
+    def _write(self) -> None:
+        assert self._save is not None
+        begin = self._clock()
+        try:
+            self._save()
+            self._is_failing = False
+        except OSError as error:
+            if not self._is_failing:
+                _log.warning("what was learnt of output lengths cannot be saved: %s", error)
+            self._is_failing = True
+        end = self._clock()
+        self._earliest = end + (end - begin) / _SAVE_SHARE
+        self._due = max(end + SAVE_EVERY_S, self._earliest) if self._is_failing else math.inf

@@ -1,0 +1,180 @@
+"""Forecasts of output lengths in the API process: they are made in a thread, and late ones follow their requests."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+
+from skipjoin.core.forecast import Forecast
+from skipjoin.core.request import FinishReason
+from skipjoin.engine.forecasting import ForecastKeeper, Predicted, is_exact
+from skipjoin.server.metrics import Metrics
+
+_log = logging.getLogger(__name__)
+
+# Seconds that a request waits for its forecast: several times what one takes, and less than a step of the engine. After
+# that the prior serves until the forecast is there.
+PATIENCE_S = 0.002
+# Forecasts that may be waiting. A burst's last one takes effect after as many times what one takes, some 50 ms; a
+# request beyond that begins long before its forecast would be there, and keeps the prior's.
+MOST_WAITING = 64
+# Ends of requests that may be waiting to be learnt from. Forecasts come first; beyond it the oldest are forgotten.
+MOST_LESSONS = 4096
+# Seconds that the end of the server waits for the last lessons and the last save.
+_CLOSE_S = 10.0
+
+
+class Expectation:
+    """What is expected of the outputs of one prompt, as it becomes known. It lives on the event loop.
+
+    forecast: the best that is known now; None: none is made. learn: takes how an output came out.
+    """
+
+    __slots__ = ("_ends", "_followers", "_learn", "forecast", "predicted")
+
+    def __init__(
+        self, forecast: Forecast | None = None, learn: Callable[[Predicted, int, bool], None] | None = None
+    ) -> None:
+        self.forecast = forecast
+        self._learn = learn
+        self._followers: list[Callable[[Forecast], None]] = []
+        self._ends: list[tuple[int, bool]] = []  # that came before the forecast
+        self.predicted: Predicted | None = None
+
+    def follow(self, tell: Callable[[Forecast], None]) -> None:
+        """Let `tell` know of a forecast that is still to come."""
+        if self.predicted is None:
+            self._followers.append(tell)
+
+    def settle(self, predicted: Predicted) -> None:
+        """The forecast is there."""
+        self.predicted, self.forecast = predicted, predicted.forecast
+        for tell in self._followers:
+            tell(predicted.forecast)
+        self._followers.clear()
+        for tokens, exact in self._ends:
+            self._teach(tokens, exact)
+        self._ends.clear()
+
+    def ended(self, reason: FinishReason, tokens: int) -> None:
+        """One output has ended with so many tokens."""
+        if self._learn is None or not tokens:
+            return
+        if self.predicted is None:
+            self._ends.append((tokens, is_exact(reason)))
+        else:
+            self._teach(tokens, is_exact(reason))
+
+    def _teach(self, tokens: int, exact: bool) -> None:
+        assert self._learn is not None
+        assert self.predicted is not None
+        self._learn(self.predicted, tokens, exact)
+
+
+class Forecasting:
+    """Expectations for prompts, from a forecaster that a thread of its own works with. Made on the event loop."""
+
+    def __init__(self, keeper: ForecastKeeper, metrics: Metrics) -> None:
+        self._keeper = keeper
+        self._metrics = metrics
+        self._loop = asyncio.get_running_loop()
+        self._changed = threading.Condition()
+        self._asked: deque[Callable[[], None]] = deque()
+        self._lessons: deque[Callable[[], None]] = deque(maxlen=MOST_LESSONS)
+        self._is_closing = False
+        self._is_failing = False
+        self._thread = threading.Thread(target=self._work, name="skipjoin-forecasts", daemon=True)
+        self._thread.start()
+
+    async def expect(self, prompts: Sequence[tuple[Sequence[int], int]]) -> list[Expectation]:
+        """The expectations for prompts, each with the most tokens of its output, after at most `PATIENCE_S` seconds."""
+        asked = [self._ask(prompt, max_tokens) for prompt, max_tokens in prompts]
+        waiting = [answer for _, answer in asked if answer is not None]
+        if waiting:
+            await asyncio.wait(waiting, timeout=PATIENCE_S)
+        for (expectation, answer), (_, max_tokens) in zip(asked, prompts, strict=True):
+            if expectation.forecast is None:
+                expectation.forecast = self._keeper.forecaster.prior(max_tokens)
+                self._metrics.forecast_unready(expectation.forecast, is_late=answer is not None)
+        return [expectation for expectation, _ in asked]
+
+    def close(self) -> None:
+        """Learn what is left to learn, save it, and end the thread. Waits for that."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify()
+        self._thread.join(_CLOSE_S)
+
+    # -- on the event loop --------------------------------------------------------------------------------
+
+    def _ask(self, prompt: Sequence[int], max_tokens: int) -> tuple[Expectation, asyncio.Future[None] | None]:
+        """Begin to forecast; the future is done when the expectation has settled. None: there is no room to wait."""
+        if len(self._asked) >= MOST_WAITING:
+            return Expectation(), None
+        expectation, answer = Expectation(learn=self._learn), self._loop.create_future()
+        self._put(self._asked, partial(self._forecast, expectation, answer, prompt, max_tokens))
+        return expectation, answer
+
+    def _learn(self, predicted: Predicted, tokens: int, exact: bool) -> None:
+        self._put(self._lessons, partial(self._take, predicted, tokens, exact))
+
+    def _put(self, queue: deque[Callable[[], None]], work: Callable[[], None]) -> None:
+        with self._changed:
+            queue.append(work)
+            self._changed.notify()
+
+    def _settle(
+        self, expectation: Expectation, answer: asyncio.Future[None], predicted: Predicted, seconds: float
+    ) -> None:
+        expectation.settle(predicted)
+        self._metrics.forecast(predicted.forecast, seconds)
+        if not answer.done():
+            answer.set_result(None)
+
+    # -- in the thread ------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        while (work := self._next()) is not None:
+            try:
+                work()
+                self._keeper.save_if_due()
+                self._is_failing = False
+            except Exception:
+                # The prior serves then. One report is enough: the next requests fail alike.
+                if not self._is_failing:
+                    _log.exception("a forecast failed")
+                self._is_failing = True
+        self._keeper.close()
+
+    def _next(self) -> Callable[[], None] | None:
+        """The next work, for which it waits; None at the end."""
+        with self._changed:
+            while True:
+                if self._is_closing:
+                    return self._lessons.popleft() if self._lessons else None
+                if queue := self._asked or self._lessons:
+                    return queue.popleft()
+                if not self._changed.wait(self._keeper.save_in_s):
+                    return self._keeper.save_if_due
+
+    def _forecast(
+        self, expectation: Expectation, answer: asyncio.Future[None], prompt: Sequence[int], max_tokens: int
+    ) -> None:
+        begin = time.perf_counter()
+        predicted = self._keeper.forecast(prompt, max_tokens)
+        self._report(partial(self._settle, expectation, answer, predicted, time.perf_counter() - begin))
+
+    def _take(self, predicted: Predicted, tokens: int, exact: bool) -> None:
+        self._keeper.learn(predicted, tokens, exact=exact)
+        entries = len(self._keeper.forecaster)
+        self._report(partial(self._metrics.learnt, predicted.forecast, tokens, exact, entries))
+
+    def _report(self, tell: Callable[[], None]) -> None:
+        with suppress(RuntimeError):  # the event loop has ended
+            self._loop.call_soon_threadsafe(tell)

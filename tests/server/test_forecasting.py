@@ -1,0 +1,278 @@
+"""Forecasts beside the event loop: requests do not wait for them for long, late ones follow, ends are learnt."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import tiny_model as tiny
+from prometheus_client.parser import text_string_to_metric_families
+from server_worlds import Api, MakeApi
+
+from skipjoin.core.forecast import Forecast
+from skipjoin.core.request import FinishReason
+from skipjoin.engine import forecasting as keeping
+from skipjoin.engine.forecasting import ForecastKeeper
+from skipjoin.server.api import forecasting
+
+pytestmark = pytest.mark.anyio
+
+PRIOR = Forecast(30.0, "prior")
+
+
+class Guess(NamedTuple):
+    forecast: Forecast
+    prompt: tuple[int, ...]
+
+
+class Lesson(NamedTuple):
+    prompt: tuple[int, ...]
+    tokens: int
+    exact: bool
+
+
+class Teller:
+    """A forecaster that expects as many tokens as the prompt has, while its gate is open."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.gate.set()
+        self.lessons: list[Lesson] = []
+        self.asked = 0
+        self.fails = False
+
+    def forecast(self, prompt: Sequence[int], max_tokens: int) -> Guess:
+        self.asked += 1
+        assert self.gate.wait(10)
+        if self.fails:
+            raise RuntimeError("no idea")
+        return Guess(told(prompt), tuple(prompt))
+
+    def prior(self, max_tokens: int) -> Forecast:
+        return PRIOR
+
+    def learn(self, predicted: Any, tokens: int, *, exact: bool) -> None:
+        self.lessons.append(Lesson(predicted.prompt, tokens, exact))
+
+    def __len__(self) -> int:
+        return len(self.lessons)
+
+
+def told(prompt: Sequence[int]) -> Forecast:
+    return Forecast(float(len(prompt)), "head", (0.0, 0.5, 0.5))
+
+
+async def until(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < end
+        await asyncio.sleep(0.001)
+
+
+async def metrics_of(api: Api) -> dict[str, float]:
+    """Numbers of forecasts, each with its label's value."""
+    text = (await api.http.get("/metrics")).text
+    return {
+        " ".join([sample.name.removeprefix("skipjoin:"), *sample.labels.values()]): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if "forecast" in sample.name
+    }
+
+
+async def test_what_is_forecast_in_time_goes_with_the_request(make_api: MakeApi, monkeypatch: Any) -> None:
+    monkeypatch.setattr(forecasting, "PATIENCE_S", 10.0)
+    teller = Teller()
+    async with make_api(ForecastKeeper(teller)) as api:
+        await api.complete(prompt=["abc", "abcdefgh"], n=2, max_tokens=4)
+        await until(lambda: len(teller.lessons) == 4)
+        assert [add.forecast for add in api.engine.added] == [told("abc")] * 2 + [told("abcdefgh")] * 2
+        assert not api.engine.reforecasts
+        assert teller.asked == 2
+        assert {lesson[1:] for lesson in teller.lessons} == {(4, False)}  # all that they were to get: not their end
+        await until(lambda: api.metrics._entries == [4])
+        found = await metrics_of(api)
+    assert (found["forecasts_total head"], found["forecasts_total prior"], found["forecasts_late_total"]) == (2, 0, 0)
+    assert (found["forecast_seconds_count"], found["forecast_index_entries"]) == (2, 4)
+    assert (found["forecasts_learnt_total censored"], found["forecasts_learnt_total exact"]) == (4, 0)
+
+
+async def test_a_late_forecast_follows_its_request_to_whatever_engine_has_it(make_api: MakeApi) -> None:
+    teller = Teller()
+    async with make_api(ForecastKeeper(teller), replicas=2, enable_debug_routes=True) as api:
+        for engine in api.engines:
+            engine.paused = True
+        teller.gate.clear()
+        task = asyncio.create_task(api.complete(max_tokens=40))
+        await until(lambda: any(engine.live for engine in api.engines))
+        first, second = sorted(api.engines, key=lambda engine: -len(engine.live))
+        assert first.added[0].forecast == PRIOR
+        assert not first.reforecasts
+        teller.gate.set()
+        await until(lambda: first.reforecasts)
+        assert [(one.id, one.forecast) for one in first.reforecasts] == [(first.added[0].id, told("abcdef"))]
+        first.step()
+        first.die()
+        assert second.added[0].forecast == told("abcdef")
+        second.paused = False
+        second.step()
+        await task
+        await until(lambda: teller.lessons)
+        (lesson,) = teller.lessons
+        assert lesson.tokens == 40  # what both engines generated
+        found = await metrics_of(api)
+    assert (found["forecasts_total head"], found["forecasts_total prior"], found["forecasts_late_total"]) == (1, 0, 1)
+
+
+async def test_every_end_is_learnt_once_as_what_it_is(make_api: MakeApi, monkeypatch: Any) -> None:
+    monkeypatch.setattr(forecasting, "PATIENCE_S", 10.0)
+    teller = Teller()
+    keeper = ForecastKeeper(teller)
+
+    async with make_api(keeper) as api:
+
+        async def lesson_of(**body: Any) -> tuple[int, bool]:
+            teller.lessons.clear()
+            await api.complete(**body)
+            await until(lambda: teller.lessons)
+            ((_, tokens, exact),) = teller.lessons
+            return tokens, exact
+
+        assert await lesson_of(prompt=[5, 6, 7, tiny.EOS], max_tokens=9) == (4, True)
+        assert await lesson_of(prompt="abcdef", stop="d") == (4, True)
+        assert await lesson_of(prompt="abcdef", max_tokens=5) == (5, False)
+        assert await lesson_of(prompt=[5, tiny.EOS], ignore_eos=True, max_tokens=3) == (3, False)
+
+        api.engine.paused = True
+        for reason in (FinishReason.DEADLINE, FinishReason.ERROR):
+            task = asyncio.create_task(lesson_of(prompt="abcdef", max_tokens=9))
+            await until(lambda: api.engine.live)
+            api.engine.step()
+            api.engine.end_all(reason)
+            assert await task == (1, False)
+        teller.lessons.clear()
+        task = asyncio.create_task(api.complete(prompt="abcdef"))
+        await until(lambda: api.engine.live)
+        api.engine.end_all(FinishReason.DEADLINE)  # without a token there is nothing to learn
+        await task
+        found = await metrics_of(api)
+        assert not teller.lessons
+    assert (found["forecasts_learnt_total exact"], found["forecasts_learnt_total censored"]) == (2, 4)
+    # Four tokens twice, where four and six were expected: of half-octave bins from 2 to 4 both lie at the upper end.
+    assert found["forecast_error_octaves_count"] == 2
+    assert found["forecast_error_octaves_sum"] == pytest.approx(0.585, abs=0.001)
+    assert sum(value for name, value in found.items() if name.startswith("forecast_interval_total")) == 2
+
+
+async def test_a_burst_does_not_pile_up(make_api: MakeApi) -> None:
+    """What finds no room keeps the prior, and an end that comes before its forecast is learnt after it."""
+    teller = Teller()
+    most = forecasting.MOST_WAITING
+    async with make_api(ForecastKeeper(teller)) as api:
+        teller.gate.clear()
+        begin = time.monotonic()
+        answer = await api.complete(prompt=["abcdef"] * (most + 50), max_tokens=2)
+        assert answer.status_code == 200
+        assert time.monotonic() - begin < 5
+        assert {add.forecast for add in api.engine.added} == {PRIOR}
+        assert not teller.lessons
+        teller.gate.set()
+        await until(lambda: len(teller.lessons) >= most)
+        found = await metrics_of(api)
+        assert teller.asked in (most, most + 1)  # one may have begun before the others came
+    assert found["forecasts_total prior"] == most + 50 - teller.asked
+    assert not api.engine.reforecasts  # all of them had ended
+
+
+async def test_a_forecaster_that_fails_costs_no_request(make_api: MakeApi, caplog: Any) -> None:
+    teller = Teller()
+    teller.fails = True
+    async with make_api(ForecastKeeper(teller)) as api:
+        for _ in range(3):
+            assert (await api.complete(max_tokens=2)).status_code == 200
+        await until(lambda: teller.asked == 3)
+        assert [add.forecast for add in api.engine.added] == [PRIOR] * 3
+        teller.fails = False
+        await api.complete(max_tokens=2)
+        await until(lambda: teller.lessons)
+    assert sum("a forecast failed" in record.message for record in caplog.records) == 1
+
+
+async def test_without_a_forecaster_requests_carry_none(api: Api) -> None:
+    await api.complete(max_tokens=2)
+    assert api.engine.added[0].forecast is None
+    assert not any((await metrics_of(api)).values())
+
+
+# -- what is kept -----------------------------------------------------------------------------------------------
+
+
+class Disk:
+    """Counts saves, which take `seconds` by its clock; it may be full."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.saves = 0
+        self.seconds = 0.0
+        self.is_full = False
+
+    def save(self) -> None:
+        self.now += self.seconds
+        if self.is_full:
+            raise OSError(28, "No space left on device")
+        self.saves += 1
+
+
+def keeper_on(disk: Disk) -> Callable[[float], None]:
+    """A function that learns something, and lets time pass in which saves may be due."""
+    keeper = ForecastKeeper(Teller(), disk.save, clock=lambda: disk.now)
+
+    def learn_for(seconds: float) -> None:
+        keeper.learn(Guess(PRIOR, ()), 5, exact=True)
+        disk.now += seconds
+        keeper.save_if_due()
+
+    learn_for.close = keeper.close  # type: ignore[attr-defined]
+    return learn_for
+
+
+async def test_what_is_learnt_is_saved_soon_and_at_the_end() -> None:
+    disk = Disk()
+    learn_for = keeper_on(disk)
+    learn_for(keeping.SAVE_EVERY_S / 2)
+    assert disk.saves == 0
+    learn_for(keeping.SAVE_EVERY_S / 2)
+    assert disk.saves == 1
+    learn_for.close()  # type: ignore[attr-defined]
+    assert disk.saves == 1  # nothing was new
+    learn_for(0.1)
+    learn_for.close()  # type: ignore[attr-defined]
+    assert disk.saves == 2
+
+
+async def test_slow_saves_take_a_small_share_of_the_time() -> None:
+    disk = Disk()
+    disk.seconds = 2.0
+    learn_for = keeper_on(disk)
+    while disk.now < 5000:
+        learn_for(1.0)
+    assert 10 < disk.saves * disk.seconds / 5000 * 1000 < 30
+
+
+async def test_a_full_disk_is_one_warning_until_there_is_room(caplog: Any) -> None:
+    disk = Disk()
+    learn_for = keeper_on(disk)
+
+    def warnings() -> int:
+        return sum("cannot be saved" in record.message for record in caplog.records)
+
+    for is_full, expected in ((True, 1), (False, 1), (True, 2)):
+        disk.is_full = is_full
+        for _ in range(5):
+            learn_for(keeping.SAVE_EVERY_S)
+        assert warnings() == expected
+    assert disk.saves == 5

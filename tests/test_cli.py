@@ -22,7 +22,7 @@ from skipjoin.bench.results import load_results
 from skipjoin.builtin import builtin_model_path
 from skipjoin.cli import app
 from skipjoin.cli.options import Section, takes
-from skipjoin.config import ConfigError, EngineConfig, ServerConfig
+from skipjoin.config import ConfigError, EngineConfig, ForecastConfig, ServerConfig
 from skipjoin.engine.build import assemble
 from skipjoin.recipes import RECIPES, own
 from skipjoin.server.engines.engine_handle import EngineStartError
@@ -95,6 +95,8 @@ def test_generate_agrees_with_transformers_on_a_saved_folder(tmp_path: Path) -> 
         (("serve", "--port", "99999"), "port must be in [0, 65535]"),
         (("serve", "--load-format", "random"), "load_format must be one of auto, dummy, got 'random'"),
         (("serve", "--kv-cache-gib", "0"), "kv_cache_gib must be in (0,"),
+        (("serve", "--forecaster", "magic"), "forecaster must be one of learnt, alise, prior, none, got 'magic'"),
+        (("serve", "--forecast-entries", "0"), "forecast_entries must be in [1,"),
         (("convert", "/no/such/folder", "/tmp/target"), "/no/such/folder"),
     ],
 )
@@ -144,7 +146,7 @@ def test_serve_and_its_options_of_memory_and_objective(
 ) -> None:
     configs: list[tuple[EngineConfig, ServerConfig]] = []
     monkeypatch.setattr(
-        "skipjoin.server.launch.run_server", lambda engine, server, **rest: configs.append((engine, server)) or 0
+        "skipjoin.server.launch.run_server", lambda engine, server, *rest, **kw: configs.append((engine, server)) or 0
     )
     run = CliRunner().invoke(app, ["serve", *options])
     assert run.exit_code == 0, run.output
@@ -173,8 +175,11 @@ def test_generate_and_its_options_of_memory_and_objective(name: str, monkeypatch
 
     monkeypatch.setattr("skipjoin.llm.LLM", Noted)
     options = ["--slo", "0.2", "--load-format", "dummy", "-tp", "2", "-pp", "3", "--enforce-eager", "--block-size", "8"]
+    options += ["--forecaster", "prior"]
     run = CliRunner().invoke(app, ["generate", "--prompt", "x", name, "1.5", *options])
     assert run.exit_code == 0, run.output
+    forecasts = {field.name: given.pop(field.name) for field in fields(ForecastConfig)}
+    assert ForecastConfig(**forecasts) == ForecastConfig(forecaster="prior")
     config = EngineConfig(**given)
     assert config == EngineConfig(
         swap_space_gib=1.5,

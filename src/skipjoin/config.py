@@ -12,6 +12,7 @@ __all__ = [
     "DEPRECATED",
     "ConfigError",
     "EngineConfig",
+    "ForecastConfig",
     "MaxBatchedTokens",
     "MaxNumSeqs",
     "Objective",
@@ -26,7 +27,8 @@ METRICS_COMPAT = ("none", "vllm")
 # Groups of the help, in its order.
 MODEL, SCHEDULING, MEMORY, PARALLELISM = "Model", "Scheduling", "Memory", "Parallelism"
 MEASUREMENT, DEPRECATED = "Measurement", "Deprecated aliases"
-SERVER, LIMITS = "HTTP server", "Limits"
+SERVER, LIMITS, FORECASTS = "HTTP server", "Limits", "Forecasts"
+FORECASTERS = ("learnt", "alise", "prior", "none")
 
 # Fields of an engine that a simulated system has, too.
 MaxNumSeqs = Annotated[int, Knob("Most requests in a step.", low=1, high=65536, group=SCHEDULING)]
@@ -284,6 +286,51 @@ def with_aliases(given: dict[str, Value], **aliases: Value | None) -> dict[str, 
     if twice := next((name for name in old if name in given), None):
         raise ConfigError(f"{twice} is given twice, as a parameter of the recipe and by its old name")
     return given | old
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForecastConfig:
+    """How output lengths are forecast. Raises `ConfigError` on a value outside its bounds."""
+
+    forecaster: Annotated[
+        str | None,
+        Knob(
+            "What forecasts how long outputs get (default: learnt with a recipe that reads forecasts, else none)",
+            choices=FORECASTERS,
+            group=FORECASTS,
+        ),
+    ] = None
+    forecast_encoder: Annotated[
+        str,
+        Knob(
+            "What prompts are compared by: their hashed tokens, the model's embeddings of them, or a Hugging Face "
+            "encoder in a folder.",
+            metavar="hashed|embeddings|FOLDER",
+            group=FORECASTS,
+        ),
+    ] = "hashed"
+    forecast_dir: Annotated[
+        str | None,
+        Knob(
+            "Where what was learnt is kept; none: it ends with the process (default: in the user's cache folder).",
+            metavar="DIR",
+            group=FORECASTS,
+        ),
+    ] = None
+    forecast_entries: Annotated[
+        int,
+        Knob("Most past requests that forecasts are made from.", low=1, high=10_000_000, group=FORECASTS),
+    ] = 10_000
+    forecast_max_age_s: Annotated[
+        float,
+        Knob("Age from which a past request is forgotten.", above=0, high=1e12, metavar="SECONDS", group=FORECASTS),
+    ] = 30 * 86400.0
+
+    def __post_init__(self) -> None:
+        check(self)
+        for name in ("forecast_encoder", "forecast_dir"):
+            if getattr(self, name) == "":
+                raise ConfigError(f"{name} must not be empty")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

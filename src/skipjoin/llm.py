@@ -11,14 +11,17 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from skipjoin.config import EngineConfig
+from skipjoin.config import EngineConfig, ForecastConfig
 from skipjoin.core.events import Event, Finished, Token
 from skipjoin.core.request import NO_TARGET, FinishReason, RequestOptions, Target
 from skipjoin.engine.build import Engine, assemble
+from skipjoin.engine.forecasting import Predicted, check_encoder, is_exact, open_keeper
 from skipjoin.engine.load import model_folder
 from skipjoin.engine.loop import EngineLoop
 from skipjoin.engine.text import Choice, Output, TextRules
+from skipjoin.knobs import settings_of
 from skipjoin.model.tokenizer import Tokenizer, load_tokenizer
+from skipjoin.recipes import find
 from skipjoin.sampling import SamplingParams, TokenDetail
 
 Message = Mapping[str, Any]
@@ -51,17 +54,29 @@ class Generation:
         self.error = output.error
 
 
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """A request that has not ended. predicted: what is expected of it; None without a forecaster."""
+
+    generation: Generation
+    choice: Choice
+    predicted: Predicted | None
+
+
 class LLM:
     """A model that is ready to generate. Use it as a context manager, or call `close`.
 
-    model: a Hugging Face folder, a hub id, or "tally", the built-in model. settings: fields of `EngineConfig`.
-    progress: whether progress bars are shown on stderr; None: if it is a terminal.
+    model: a Hugging Face folder, a hub id, or "tally", the built-in model. settings: fields of `EngineConfig`
+    and `ForecastConfig`. progress: whether progress bars are shown on stderr; None: if it is a terminal.
     Raises `ModelError` and `ConfigError` as `assemble` does.
     """
 
     def __init__(self, model: str = "tally", *, progress: bool | None = None, **settings: Any) -> None:
         self._console = Console(stderr=True, quiet=not (sys.stderr.isatty() if progress is None else progress))
+        given = {name: settings.pop(name) for name in settings_of(ForecastConfig) if name in settings}
+        forecasts = ForecastConfig(**given)
         config = EngineConfig(model=model, **settings)
+        check_encoder(forecasts)
         # The tokenizer first: it fails fast.
         self.tokenizer: Tokenizer = load_tokenizer(model_folder(model, config.load_format))
         with self._progress() as bars:
@@ -70,6 +85,12 @@ class LLM:
                 config,
                 lambda what, share: bars.update(task, description=what, completed=share),
             )
+        info = self.engine.info
+        try:
+            self._forecasts = open_keeper(forecasts, find(config.recipe), info.model, info.folder)
+        except BaseException:
+            self.engine.executor.close()
+            raise
         self._loop = EngineLoop(self.engine)
         self._next_id = 0
 
@@ -82,8 +103,10 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Stop the engine. Generation afterwards is an error."""
+        """Stop the engine, and save what was learnt of output lengths. Generation afterwards is an error."""
         self._loop.close()
+        if self._forecasts is not None:
+            self._forecasts.close()
 
     def generate(
         self,
@@ -126,38 +149,56 @@ class LLM:
         options: RequestOptions,
     ) -> list[Generation]:
         each = _per_prompt(params, len(ids))
-        running: dict[int, tuple[Generation, Choice]] = {}
-        results: list[Generation] = []
+        running: dict[int, _Running] = {}
         try:
             for prompt, text, one in zip(ids, texts, each, strict=True):
-                generation = Generation(text, prompt)
                 self._loop.add(self._next_id, prompt, one, options=options)
                 rules = TextRules(stop=one.stop, min_tokens=one.min_tokens)
-                running[self._next_id] = (generation, Choice(0, prompt, text, self.tokenizer, rules))
-                results.append(generation)
+                choice = Choice(0, prompt, text, self.tokenizer, rules)
+                predicted = self._forecast(self._next_id, prompt, one)
+                running[self._next_id] = _Running(Generation(text, prompt), choice, predicted)
                 self._next_id += 1
+            results = [one.generation for one in running.values()]
             with self._progress() as bars:
                 self._drain(running, bars, bars.add_task("generating", total=len(ids)))
         finally:
             # A refused prompt or an interrupt must not leave the others running.
-            for request_id in running:
+            for request_id, one in running.items():
                 self._loop.abort(request_id)
+                self._learn(one, FinishReason.ABORT)
         return results
 
-    def _drain(self, running: dict[int, tuple[Generation, Choice]], bars: Progress, task: TaskID) -> None:
+    def _drain(self, running: dict[int, _Running], bars: Progress, task: TaskID) -> None:
         """Run the loop until all requests have ended."""
         while running:
             for request_id, output in _outputs(self._loop.step()).items():
                 if request_id not in running:
                     continue
-                generation, choice = running[request_id]
-                generation.add(output, choice.take(output))
-                if choice.finish_reason is not None:
-                    generation.finish_reason = choice.finish_reason
+                one = running[request_id]
+                one.generation.add(output, one.choice.take(output))
+                if one.choice.finish_reason is not None:
+                    one.generation.finish_reason = one.choice.finish_reason
                     # If a stop string ended the text, the engine still generates.
                     self._loop.abort(request_id, FinishReason.STOP)
+                    self._learn(one, output.reason or FinishReason.STOP)
                     del running[request_id]
                     bars.advance(task)
+
+    def _forecast(self, request_id: int, prompt: list[int], params: SamplingParams) -> Predicted | None:
+        """Forecast the output of a request that the engine has taken; None without a forecaster."""
+        if self._forecasts is None:
+            return None
+        most = params.max_tokens or self.engine.info.max_model_len - len(prompt)
+        predicted = self._forecasts.forecast(prompt, most)
+        self._loop.reforecast(request_id, predicted.forecast)
+        return predicted
+
+    def _learn(self, one: _Running, reason: FinishReason) -> None:
+        """Learn how long the output of a request got."""
+        tokens = len(one.generation.token_ids)
+        if self._forecasts is not None and one.predicted is not None and tokens:
+            self._forecasts.learn(one.predicted, tokens, exact=is_exact(reason))
+            self._forecasts.save_if_due()
 
     def _progress(self) -> Progress:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -26,7 +27,12 @@ PRIOR = Forecast(30.0, "prior")
 
 class Guess(NamedTuple):
     forecast: Forecast
-    prompt: tuple[int, ...]
+    prompt: tuple[int, ...] = ()
+    most: int = 99
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        return self.forecast.tokens - 1, self.forecast.tokens + 1
 
 
 class Lesson(NamedTuple):
@@ -50,7 +56,7 @@ class Teller:
         assert self.gate.wait(10)
         if self.fails:
             raise RuntimeError("no idea")
-        return Guess(told(prompt), tuple(prompt))
+        return Guess(told(prompt), tuple(prompt), max_tokens)
 
     def prior(self, max_tokens: int) -> Forecast:
         return PRIOR
@@ -63,7 +69,7 @@ class Teller:
 
 
 def told(prompt: Sequence[int]) -> Forecast:
-    return Forecast(float(len(prompt)), "head", (0.0, 0.5, 0.5))
+    return Forecast(float(len(prompt)), "learnt", (0.0, 0.5, 0.5))
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -96,7 +102,7 @@ async def test_what_is_forecast_in_time_goes_with_the_request(make_api: MakeApi,
         assert {lesson[1:] for lesson in teller.lessons} == {(4, False)}  # all that they were to get: not their end
         await until(lambda: api.metrics._entries == [4])
         found = await metrics_of(api)
-    assert (found["forecasts_total head"], found["forecasts_total prior"], found["forecasts_late_total"]) == (2, 0, 0)
+    assert (found["forecasts_total learnt"], found["forecasts_total prior"], found["forecasts_late_total"]) == (2, 0, 0)
     assert (found["forecast_seconds_count"], found["forecast_index_entries"]) == (2, 4)
     assert (found["forecasts_learnt_total censored"], found["forecasts_learnt_total exact"]) == (4, 0)
 
@@ -125,7 +131,7 @@ async def test_a_late_forecast_follows_its_request_to_whatever_engine_has_it(mak
         (lesson,) = teller.lessons
         assert lesson.tokens == 40  # what both engines generated
         found = await metrics_of(api)
-    assert (found["forecasts_total head"], found["forecasts_total prior"], found["forecasts_late_total"]) == (1, 0, 1)
+    assert (found["forecasts_total learnt"], found["forecasts_total prior"], found["forecasts_late_total"]) == (1, 0, 1)
 
 
 async def test_every_end_is_learnt_once_as_what_it_is(make_api: MakeApi, monkeypatch: Any) -> None:
@@ -162,10 +168,12 @@ async def test_every_end_is_learnt_once_as_what_it_is(make_api: MakeApi, monkeyp
         found = await metrics_of(api)
         assert not teller.lessons
     assert (found["forecasts_learnt_total exact"], found["forecasts_learnt_total censored"]) == (2, 4)
-    # Four tokens twice, where four and six were expected: of half-octave bins from 2 to 4 both lie at the upper end.
-    assert found["forecast_error_octaves_count"] == 2
-    assert found["forecast_error_octaves_sum"] == pytest.approx(0.585, abs=0.001)
-    assert sum(value for name, value in found.items() if name.startswith("forecast_interval_total")) == 2
+    # Of four, where four and six were expected; of five and three, which were the most, where six and two were.
+    assert found["forecast_error_octaves_count"] == 4
+    off = math.log2(6 / 4) + math.log2(6 / 5) + math.log2(3 / 2)
+    assert found["forecast_error_octaves_sum"] == pytest.approx(off)
+    places = {place: found[f"forecast_interval_total {place}"] for place in ("below", "inside", "above")}
+    assert places == {"below": 1, "inside": 3, "above": 0}
 
 
 async def test_a_burst_does_not_pile_up(make_api: MakeApi) -> None:
@@ -232,7 +240,7 @@ def keeper_on(disk: Disk) -> Callable[[float], None]:
     keeper = ForecastKeeper(Teller(), disk.save, clock=lambda: disk.now)
 
     def learn_for(seconds: float) -> None:
-        keeper.learn(Guess(PRIOR, ()), 5, exact=True)
+        keeper.learn(Guess(PRIOR), 5, exact=True)
         disk.now += seconds
         keeper.save_if_due()
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from skipjoin.cli.options import Section, Values, engine_values, takes
-from skipjoin.config import EngineConfig
+from skipjoin.config import EngineConfig, ForecastConfig
 from skipjoin.knobs import Knob
 from skipjoin.sampling import SamplingParams
 
@@ -54,14 +54,14 @@ class Task:
         )
 
 
-@takes(task=Section(Task), engine=Section(EngineConfig, finish=engine_values))
-def generate(*, task: Values, engine: Values) -> None:
+@takes(task=Section(Task), engine=Section(EngineConfig, finish=engine_values), forecasts=Section(ForecastConfig))
+def generate(*, task: Values, engine: Values, forecasts: Values) -> None:
     """Generate from prompts in this process, without a server."""
     from skipjoin.llm import LLM  # noqa: PLC0415
 
     wanted = Task(**task)
     params = wanted.params()
-    with LLM(**engine) as llm:
+    with LLM(**engine, **forecasts) as llm:
         if wanted.chat:
             results = llm.chat([[{"role": "user", "content": text}] for text in wanted.prompt], params)
         else:

@@ -6,10 +6,14 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Protocol
 
+from skipjoin.config import ConfigError, ForecastConfig
 from skipjoin.core.forecast import Forecast
 from skipjoin.core.request import FinishReason
+from skipjoin.recipes import Forecasts, Recipe
 
 _log = logging.getLogger(__name__)
 
@@ -18,12 +22,23 @@ SAVE_EVERY_S = 5.0
 # Saving takes at most this share of the time, however large the state is.
 _SAVE_SHARE = 0.02
 
+# Encoders with a name; others are folders.
+_ENCODERS = ("hashed", "embeddings")
+
 
 class Predicted(Protocol):
-    """A forecast, and what its forecaster needs to learn from how it came out."""
+    """A forecast, and what its forecaster needs to learn from how it came out.
+
+    most: tokens at which the output ends at the latest. interval: the lengths in tokens, at most these, between which
+    it lies with a probability of 80 %.
+    """
 
     @property
     def forecast(self) -> Forecast: ...
+    @property
+    def most(self) -> int: ...
+    @property
+    def interval(self) -> tuple[float, float]: ...
 
 
 class Forecaster(Protocol):
@@ -98,3 +113,31 @@ class ForecastKeeper:
         end = self._clock()
         self._earliest = end + (end - begin) / _SAVE_SHARE
         self._due = max(end + SAVE_EVERY_S, self._earliest) if self._is_failing else math.inf
+
+
+def check_encoder(config: ForecastConfig) -> None:
+    """Raise `ConfigError` for an encoder that is not there, before anything slow begins."""
+    encoder = config.forecast_encoder
+    if config.forecaster != "none" and encoder not in _ENCODERS and not Path(encoder).is_dir():
+        raise ConfigError(
+            f"forecast_encoder must be one of {', '.join(_ENCODERS)} or the folder of an encoder, got {encoder!r}"
+        )
+
+
+def open_keeper(config: ForecastConfig, recipe: Recipe, model: str, folder: str) -> ForecastKeeper | None:
+    """The forecaster for an engine with this recipe, and what it learnt before; None: nothing is forecast.
+
+    model, folder: name and files of the model that is served. Raises `ConfigError` for an encoder that cannot be used.
+    """
+    named = config.forecaster or ("learnt" if recipe.forecasts is Forecasts.LEARNT else "none")
+    if named == "none":
+        return None
+    # Not before it is needed: it imports numpy, which an API process does without.
+    from skipjoin.forecast import default_folder, make_forecaster  # noqa: PLC0415
+
+    forecaster = make_forecaster(config, model)
+    if config.forecast_dir == "none":
+        return ForecastKeeper(forecaster)
+    kept_in = default_folder() if config.forecast_dir is None else Path(config.forecast_dir)
+    forecaster.load(kept_in)
+    return ForecastKeeper(forecaster, partial(forecaster.save, kept_in))

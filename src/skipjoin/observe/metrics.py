@@ -60,7 +60,7 @@ _OCTAVES = (0.125, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
 _REASONS = tuple(reason.value for reason in FinishReason)
 _PROACTIVE = ("false", "true")
 # What makes forecasts of output lengths, as `Forecast.source` says.
-FORECAST_SOURCES = ("prior", "neighbours", "head", "alise")
+FORECAST_SOURCES = ("prior", "learnt", "alise")
 _OBJECTIVES = ("ttft", "tpot", "jct")
 
 ENGINE_METRICS = (
@@ -174,7 +174,7 @@ DOOR_METRICS = (
     Metric(
         "forecasts_learnt_total",
         "counter",
-        "Outputs that were learnt from; censored: their requests ended before they did.",
+        "Outputs that were learnt from; censored: they did not end by themselves.",
         "kind",
         ("exact", "censored"),
         in_vllm=False,
@@ -182,14 +182,14 @@ DOOR_METRICS = (
     Metric(
         "forecast_error_octaves",
         "histogram",
-        "Distance of the forecast from the length of a complete output, as a power of two.",
+        "Distance of the forecast from the output's length, as a power of two; outputs that were cut off are left out.",
         buckets=_OCTAVES,
         in_vllm=False,
     ),
     Metric(
         "forecast_interval_total",
         "counter",
-        "Lengths of complete outputs, by where they lie beside the forecast's 80 % interval.",
+        "Output lengths by where they lie beside the forecast's 80 % interval; outputs that were cut off are left out.",
         "place",
         ("below", "inside", "above"),
         in_vllm=False,

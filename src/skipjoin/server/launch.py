@@ -4,7 +4,7 @@
 |---|---|
 | 0 | stopped by SIGTERM or SIGINT |
 | 1 | the engine could not start, or died |
-| 2 | the address cannot be used (the port is in use, the host is another one), or a named file cannot be used |
+| 2 | the address cannot be used (the port is in use, the host is another one), or a named file or encoder cannot |
 
 The first signal drains: /ready and new requests are answered with 503, running requests continue for at most
 `shutdown_timeout_s`. The second ends everything at once. When the engine dies, all requests and /health fail with 503;
@@ -28,9 +28,11 @@ from typing import Any, Protocol
 
 import uvloop
 
-from skipjoin.config import EngineConfig, ServerConfig
+from skipjoin.config import ConfigError, EngineConfig, ForecastConfig, ServerConfig
+from skipjoin.engine.forecasting import check_encoder, open_keeper
 from skipjoin.model.config import ModelError
 from skipjoin.model.tokenizer import Tokenizer, load_tokenizer
+from skipjoin.recipes import find
 from skipjoin.server.api.app import build_app
 from skipjoin.server.api.errors import unavailable
 from skipjoin.server.api.http import HttpServer, listen
@@ -44,6 +46,7 @@ from skipjoin.server.progress import ProgressDisplay
 
 EXIT_OK, EXIT_ENGINE, EXIT_SETTING = 0, 1, 2
 DEATH_GRACE_S = 10.0
+DEFAULT_FORECASTS = ForecastConfig()
 # Seconds between two checks of the drain for open requests.
 _POLL_S = 0.05
 
@@ -79,6 +82,7 @@ def one_engine(client: EngineClient, command: Sequence[str], on_progress: OnProg
 def run_server(
     engine_config: EngineConfig,
     server_config: ServerConfig,
+    forecast_config: ForecastConfig = DEFAULT_FORECASTS,
     *,
     engine_command: Sequence[str] = ENGINE_COMMAND,
     make_engines: MakeEngines = one_engine,
@@ -88,6 +92,11 @@ def run_server(
     template = server_config.chat_template
     if template is not None and not Path(template).is_file():
         _say(f"error: chat_template {template} is not a file")
+        return EXIT_SETTING
+    try:
+        check_encoder(forecast_config)
+    except ConfigError as error:
+        _say(f"error: {error}")
         return EXIT_SETTING
     if engine_config.timeline is not None:
         try:
@@ -102,7 +111,9 @@ def run_server(
         _say(_explain(error, server_config))
         return EXIT_SETTING
     with listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(Server(engine_config, server_config, engine_command, make_engines).run(listener))
+        return runner.run(
+            Server(engine_config, server_config, forecast_config, engine_command, make_engines).run(listener)
+        )
 
 
 def _explain(error: OSError, config: ServerConfig) -> str:
@@ -119,11 +130,17 @@ class Server:
     """The parts of a running server, and the order in which they start and end."""
 
     def __init__(
-        self, engine_config: EngineConfig, config: ServerConfig, command: Sequence[str], make_engines: MakeEngines
+        self,
+        engine_config: EngineConfig,
+        config: ServerConfig,
+        forecasts: ForecastConfig,
+        command: Sequence[str],
+        make_engines: MakeEngines,
     ) -> None:
         # An engine holds at most what admission lets in, and one engine may come to hold all of it.
         self._engine_config = replace(engine_config, max_live_requests=config.max_queued_requests)
         self._config = config
+        self._forecasts = forecasts
         self._progress = ProgressDisplay()
         metrics = Metrics(config.metrics_compat)
         client = EngineClient(metrics, wanted=config.replicas, seed=engine_config.seed)
@@ -164,6 +181,9 @@ class Server:
         except (EngineStartError, ModelError) as error:
             _say(f"error: {error}")
             return EXIT_ENGINE
+        except ConfigError as error:
+            _say(f"error: {error}")
+            return EXIT_SETTING
         finally:
             self._progress.close()
         if tokenizer is None:
@@ -192,7 +212,9 @@ class Server:
         info = starting.result()
         template = self._config.chat_template
         tokenizer = await self._service.in_thread(load_tokenizer, info.folder, chat_template=template)
-        self._service.open(info, tokenizer)
+        recipe = find(self._engine_config.recipe)
+        keeper = await self._service.in_thread(open_keeper, self._forecasts, recipe, info.model, info.folder)
+        self._service.open(info, tokenizer, keeper)
         # Objects made until now stay: the garbage collector need not visit them while tokens stream.
         gc.collect()
         gc.freeze()

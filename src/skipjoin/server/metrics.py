@@ -6,6 +6,7 @@ its label.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 
@@ -16,7 +17,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from skipjoin.core.forecast import Forecast
-from skipjoin.observe.forecasts import interval, octaves_off
+from skipjoin.engine.forecasting import Predicted
 from skipjoin.observe.metrics import DOOR_METRICS, ENGINE_METRICS, FORECAST_SOURCES, Histogram, Metric, Snapshot
 from skipjoin.server.engines.messages import Ready
 
@@ -90,14 +91,14 @@ class Metrics(Collector):
         else:
             self._count_source(forecast)
 
-    def learnt(self, forecast: Forecast, tokens: int, exact: bool, entries: int) -> None:
-        """Count an output of so many tokens, with the forecast that was made for it. exact: whether it is complete.
-        entries: outputs that forecasts are made from now."""
+    def learnt(self, predicted: Predicted, tokens: int, exact: bool, entries: int) -> None:
+        """Count an output of so many tokens, with what was expected of it. exact: whether it ended by itself. entries:
+        outputs that forecasts are made from now."""
         self._learnt[not exact] += 1
         self._entries[0] = entries
-        if exact:
-            self._forecast_error.observe(octaves_off(forecast, tokens))
-            low, high = interval(forecast)
+        if exact or tokens >= predicted.most:
+            self._forecast_error.observe(abs(math.log2(predicted.forecast.tokens / tokens)))
+            low, high = predicted.interval
             self._interval[0 if tokens < low else 1 if tokens <= high else 2] += 1
 
     def _count_source(self, forecast: Forecast) -> None:

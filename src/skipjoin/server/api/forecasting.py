@@ -173,7 +173,7 @@ class Forecasting:
     def _take(self, predicted: Predicted, tokens: int, exact: bool) -> None:
         self._keeper.learn(predicted, tokens, exact=exact)
         entries = len(self._keeper.forecaster)
-        self._report(partial(self._metrics.learnt, predicted.forecast, tokens, exact, entries))
+        self._report(partial(self._metrics.learnt, predicted, tokens, exact, entries))
 
     def _report(self, tell: Callable[[], None]) -> None:
         with suppress(RuntimeError):  # the event loop has ended

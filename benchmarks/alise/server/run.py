@@ -59,7 +59,10 @@ def send(server: Served, prompts: list[str]) -> Record:
 
     with ThreadPoolExecutor(CLIENTS) as pool:
         list(pool.map(ask, prompts))
+    end = time.monotonic() + 10
     while (since := server.numbers() - before)["forecasts_learnt_total exact"] < len(prompts):
+        if time.monotonic() > end:
+            raise RuntimeError(f"of {len(prompts)} outputs not all are learnt: {since}")
         time.sleep(0.05)
     judged = since["forecast_error_octaves_count"]
     return {

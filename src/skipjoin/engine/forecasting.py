@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -14,8 +13,6 @@ from skipjoin.config import ConfigError, ForecastConfig
 from skipjoin.core.forecast import Forecast
 from skipjoin.core.request import FinishReason
 from skipjoin.recipes import Forecasts, Recipe
-
-_log = logging.getLogger(__name__)
 
 # Seconds from a change until it is saved at the latest: what a process that is killed loses.
 SAVE_EVERY_S = 5.0
@@ -50,6 +47,12 @@ class Forecaster(Protocol):
     def __len__(self) -> int: ...
 
 
+class Save(Protocol):
+    """See `ForecastKeeper`."""
+
+    def __call__(self, *, quiet: bool) -> bool: ...
+
+
 def is_exact(reason: FinishReason) -> bool:
     """Whether a request that ended so got all of its output. Of others it is known only that their outputs are at least
     as long as what they got."""
@@ -59,13 +62,14 @@ def is_exact(reason: FinishReason) -> bool:
 class ForecastKeeper:
     """A forecaster and where its state is kept. One thread owns it, and calls `save_if_due` now and then.
 
-    save: writes the state, or raises OSError; None: nothing is kept. clock: seconds, monotonic.
+    save: writes the state; False if that fails, after a warning unless it is called with quiet=True. None: nothing is
+    kept. clock: seconds, monotonic.
     """
 
     def __init__(
         self,
         forecaster: Forecaster,
-        save: Callable[[], None] | None = None,
+        save: Save | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.forecaster = forecaster
@@ -103,13 +107,7 @@ class ForecastKeeper:
     def _write(self) -> None:
         assert self._save is not None
         begin = self._clock()
-        try:
-            self._save()
-            self._is_failing = False
-        except OSError as error:
-            if not self._is_failing:
-                _log.warning("what was learnt of output lengths cannot be saved: %s", error)
-            self._is_failing = True
+        self._is_failing = not self._save(quiet=self._is_failing)
         end = self._clock()
         self._earliest = end + (end - begin) / _SAVE_SHARE
         self._due = max(end + SAVE_EVERY_S, self._earliest) if self._is_failing else math.inf

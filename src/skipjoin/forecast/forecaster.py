@@ -84,12 +84,16 @@ class Forecaster:
             self.model.learn(predicted.prompt, predicted.guess, tokens, end, exact)
             self._prior.learn(end, exact)
 
-    def save(self, folder: str | Path) -> bool:
-        """Write what was learnt below a folder, atomically. False, and one warning in the log, if that fails; what was
-        there before stays."""
+    def __len__(self) -> int:
+        """Past requests that forecasts are made from."""
+        return len(self.model)
+
+    def save(self, folder: str | Path, *, quiet: bool = False) -> bool:
+        """Write what was learnt below a folder, atomically. False, and one warning in the log unless quiet, if that
+        fails; what was there before stays."""
         with self._lock:
             arrays = self._state()
-        return save_state(Path(folder), self.identity, arrays, {"requests": self.stats.requests})
+        return save_state(Path(folder), self.identity, arrays, {"requests": self.stats.requests}, quiet=quiet)
 
     def load(self, folder: str | Path) -> bool:
         """Take what `save` wrote there for the same models and encoder. False if there is nothing. What is damaged or

@@ -44,6 +44,10 @@ class Model(Protocol):
         """The output that was guessed ended after `tokens` tokens, in bin `end`; not exact: it was cut off there."""
         ...
 
+    def __len__(self) -> int:
+        """Past requests that it searches."""
+        ...
+
     def state(self) -> dict[str, Array]:
         """The arrays to keep."""
         ...
@@ -84,6 +88,10 @@ class Learnt:
         self._shares = np.maximum(shares, _LEAST_SHARE) / np.maximum(shares, _LEAST_SHARE).sum()
         self._head.learn(Example(prompt.features.ids, prompt.features.weights, logits, end, exact))
         self._index.add(prompt.vector, tokens, exact)
+
+    def __len__(self) -> int:
+        """See `Model`."""
+        return len(self._index)
 
     def state(self) -> dict[str, Array]:
         """See `Model`."""

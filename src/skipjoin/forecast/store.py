@@ -66,14 +66,19 @@ def default_folder() -> Path:
     return Path(cache) / "skipjoin" / "forecasts"
 
 
-def save_state(parent: Path, identity: Identity, arrays: dict[str, Array], counts: dict[str, int]) -> bool:
-    """Replace the state of this identity below `parent`. False, after one warning, if that fails: the old one stays."""
+def save_state(
+    parent: Path, identity: Identity, arrays: dict[str, Array], counts: dict[str, int], *, quiet: bool = False
+) -> bool:
+    """Replace the state of this identity below `parent`. False, after one warning unless quiet, if that fails: the old
+    one stays."""
     folder = identity.folder(parent)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _write(folder, identity, save(arrays), counts)
     except OSError as error:
-        _log.warning("forecasts cannot be saved in %s, the state of before stays: %s", folder, error.strerror or error)
+        if not quiet:
+            reason = error.strerror or error
+            _log.warning("forecasts cannot be saved in %s, the state of before stays: %s", folder, reason)
         return False
     return True
 

@@ -32,6 +32,7 @@ ALLOWED = {
         "sim",
         "exec.simulated",
         "config",
+        "forecast",
         "knobs",
         "observe",
         "profile",

@@ -13,10 +13,10 @@ from skipjoin.bench.simulation import Cell, Extent, System, run
 from skipjoin.bench.trace import Trace, TraceRow
 from skipjoin.bench.workload import Replay
 from skipjoin.core.events import Event, Token
-from skipjoin.recipes import RECIPES
+from skipjoin.recipes import RECIPES, Forecasts
 from support.simulated import SYSTEM
 
-ORACLES = {"srpt"}
+ORACLES = {name for name, recipe in RECIPES.items() if recipe.forecasts is Forecasts.TRUE}
 SHORT, LONG = 50, 1500
 # Room for some six requests, for which arrivals are too many.
 SMALL = replace(SYSTEM, kv_blocks=110, host_blocks=40, max_num_seqs=8)

@@ -12,11 +12,11 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Literal
 
+from skipjoin.bench.predictors import Foreseeing, Predictor, default_predictor, parse_predictor
 from skipjoin.bench.workload import Workload, WorkloadRequest
 from skipjoin.config import ConfigError, MaxBatchedTokens, MaxNumSeqs, Objective, SwapType, check_swap_type
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.events import Event
-from skipjoin.core.forecast import Forecast
 from skipjoin.core.kv import KVLedger
 from skipjoin.core.policy import CostModel
 from skipjoin.core.request import Request, RequestOptions
@@ -24,10 +24,11 @@ from skipjoin.core.scheduler import Scheduler
 from skipjoin.core.step import StepShape
 from skipjoin.exec.simulated import SimulatedExecutor
 from skipjoin.knobs import Knob, Value, check
-from skipjoin.observe.record import NO_SLO, Record, Slo, add_usage, summarize
+from skipjoin.observe.record import NO_SLO, Record, Slo, add_usage, rounded, summarize
 from skipjoin.observe.requests import RequestFacts, RequestLog
 from skipjoin.observe.usage import EngineUsage
 from skipjoin.policies.dispatch import DISPATCH_RULES, make_dispatch
+from skipjoin.policies.execution import ExecutionTime
 from skipjoin.policies.starvation import starvation_after
 from skipjoin.recipes import DEFAULT_SLO_S, EngineLimits, Forecasts, Settings, build, find, own
 from skipjoin.sim.driver import Replica, simulate_cluster
@@ -36,6 +37,8 @@ from skipjoin.version import VERSION
 # Only lengths of tokens matter: _END ends a request at its true length where it requested more.
 _TOKEN, _END = 0, 1
 _STOP = frozenset([_END])
+# Progress is reported after so many requests.
+_REPORT_AFTER = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +77,16 @@ class System:
             group="Workload",
         ),
     ] = "room"
+    predictor: Annotated[
+        str | None,
+        Knob(
+            "What foresees output lengths for recipes that read forecasts: a forecaster that learns (learnt, alise, "
+            "prior, ...), or the truth with an error: oracle, noise:SIGMA, regress:CORRELATION, shuffled, "
+            "constant:TOKENS, column:NAME of the trace (default: learnt if the trace has texts, otherwise prior).",
+            metavar="NAME",
+            group="Workload",
+        ),
+    ] = None
     stages: int = 1
     stage_shares: tuple[float, ...] = ()
     decision_s: Annotated[float, Knob("Host time of each decision.", low=0, high=1e6)] = 0.0
@@ -93,6 +106,18 @@ class System:
             raise ConfigError(f"stage_shares must be empty or {self.stages}, got {len(self.stage_shares)}")
         check_swap_type(self.swap_dtype, "host_blocks", self.host_blocks)
         find(self.recipe).build(self.settings, self.own_params)
+        if self.predictor is not None:
+            parse_predictor(self.predictor)
+
+    def predictor_for(self, workload: Workload) -> str | None:
+        """What foresees lengths in a run of this workload; None: the recipe reads no forecasts."""
+        match find(self.recipe).forecasts:
+            case Forecasts.NONE:
+                return None
+            case Forecasts.TRUE:
+                return "oracle"
+            case Forecasts.LEARNT:
+                return self.predictor or default_predictor(workload)
 
     @property
     def moved_bytes(self) -> int:
@@ -186,10 +211,25 @@ class Cell:
 
     def check(self) -> None:
         """Raise `ConfigError` for a run without requests."""
-        if not self.jobs():
+        jobs = self.jobs()
+        if not jobs:
             raise ConfigError(
                 f"no request arrives within {self.extent.duration_s} s at {self.extent.rate_rps} requests per second"
             )
+        self.predictor(jobs)
+
+    def slo_for(self, jobs: Sequence[WorkloadRequest]) -> Slo:
+        """The objectives, for the run of these jobs."""
+        if self.slo_scale is None:
+            return self.slo
+        prefill_s, decode_s = self.system.light_load(jobs)
+        return Slo(ttft_s=self.slo_scale * prefill_s, tpot_s=self.slo_scale * decode_s)
+
+    def predictor(self, jobs: Sequence[WorkloadRequest]) -> Predictor | None:
+        """What foresees the lengths of these jobs, the run's. Raises `ConfigError` for a workload that lacks what the
+        predictor reads."""
+        name = self.system.predictor_for(self.workload)
+        return None if name is None else parse_predictor(name).make(self.workload, jobs, self.extent.seed)
 
 
 def run(
@@ -203,42 +243,77 @@ def run(
     on_share: called from time to time with the share of requests that have ended. on_events: called with the events of
     the first replica. Raises `ConfigError` for a workload that cannot be drawn.
     """
-    system, extent, slo = cell.system, cell.extent, cell.slo
-    jobs = cell.jobs()
-    if cell.slo_scale is not None:
-        prefill_s, decode_s = system.light_load(jobs)
-        slo = Slo(ttft_s=cell.slo_scale * prefill_s, tpot_s=cell.slo_scale * decode_s)
+    system, jobs = cell.system, cell.jobs()
     lengths = [job.output_tokens for job in jobs]
-    taken = [(number, job) for number, job in enumerate(jobs) if _most_output(system, job) >= job.output_tokens]
-    rejected = [job.stream for job in jobs if _most_output(system, job) < job.output_tokens]
-    ended: list[RequestFacts] = []
-    logs = [RequestLog(ended.append) for _ in range(system.replicas)]
-    usages = [
-        EngineUsage(device_blocks=system.kv_blocks, block_size=system.block_size, block_bytes=system.moved_bytes)
-        for _ in logs
-    ]
-    reported = 0
-
-    def observe(replica: int, events: list[Event]) -> None:
-        nonlocal reported
-        logs[replica].observe(events)
-        usages[replica].observe(events)
-        if replica == 0:
-            on_events(events)
-        if len(ended) - reported >= 64:
-            reported = len(ended)
-            on_share(reported / len(taken))
-
-    replicas = [_replica(system, lengths) for _ in logs]
+    taken = [number for number, job in enumerate(jobs) if _most_output(system, job) >= job.output_tokens]
+    watch = _Watch(system, len(taken), on_share, on_events)
     dispatch = make_dispatch(system.dispatch, system.replicas, system.cost, lambda request: lengths[request.id])
+    predictor = cell.predictor(jobs)
+    foreseeing = None if predictor is None else Foreseeing(dispatch, predictor)
+    replicas = [_replica(system, lengths) for _ in range(system.replicas)]
     with _without_garbage_collection():
         # A generator, so that ended requests take no memory for their tokens.
-        requests = (_request(system, number, job) for number, job in taken)
-        end = simulate_cluster(replicas, requests, dispatch, on_events=observe, until=extent.until_s)
-    facts = ended + [one for log in logs for one in log.live(end)]
+        requests = (_request(system, number, jobs[number]) for number in taken)
+        end = simulate_cluster(
+            replicas, requests, foreseeing or dispatch, on_events=watch.observe, until=cell.extent.until_s
+        )
+    facts = watch.facts(end)
     for one in facts:
         one.stream, one.output_limit = jobs[one.id].stream, lengths[one.id]
-    record: Record = {
+    rejected = [job.stream for job in jobs if _most_output(system, job) < job.output_tokens]
+    record = _settings_of(cell) | summarize(facts, now=end, rejected=rejected, slo=cell.slo_for(jobs))
+    if foreseeing is not None:
+        record["prediction"] = {
+            "predictor": system.predictor_for(cell.workload),
+            **foreseeing.log.summary(),
+            "execution": _execution(system.cost),
+        }
+    add_usage(record, watch.usages)
+    record["version"] = VERSION
+    return record
+
+
+class _Watch:
+    """Collects what a record needs from the events of a run."""
+
+    def __init__(
+        self,
+        system: System,
+        requests: int,
+        on_share: Callable[[float], None],
+        on_events: Callable[[list[Event]], None],
+    ) -> None:
+        """requests: how many there are in all. on_share, on_events: see `run`."""
+        self._requests = requests
+        self._on_share = on_share
+        self._on_events = on_events
+        self._ended: list[RequestFacts] = []
+        self._reported = 0
+        self._logs = [RequestLog(self._ended.append) for _ in range(system.replicas)]
+        self.usages = [
+            EngineUsage(device_blocks=system.kv_blocks, block_size=system.block_size, block_bytes=system.moved_bytes)
+            for _ in self._logs
+        ]
+
+    def observe(self, replica: int, events: list[Event]) -> None:
+        """Take the events of one instant on a replica."""
+        self._logs[replica].observe(events)
+        self.usages[replica].observe(events)
+        if replica == 0:
+            self._on_events(events)
+        if len(self._ended) - self._reported >= _REPORT_AFTER:
+            self._reported = len(self._ended)
+            self._on_share(self._reported / self._requests)
+
+    def facts(self, end: float) -> list[RequestFacts]:
+        """All requests, those that had not ended at `end` last. Nothing may be observed afterwards."""
+        return self._ended + [one for log in self._logs for one in log.live(end)]
+
+
+def _settings_of(cell: Cell) -> Record:
+    """What the figures of a record are of."""
+    system, extent = cell.system, cell.extent
+    return {
         "recipe": system.recipe,
         "recipe_params": asdict(find(system.recipe).resolve(system.settings, system.own_params)),
         "model": system.model,
@@ -246,11 +321,15 @@ def run(
         "driver": "simulator",
         "workload": cell.workload.describe(extent.rate_rps, extent.duration_s, extent.seed, extent.limit),
         "settings": system.describe(),
-        **summarize(facts, now=end, rejected=rejected, slo=slo),
     }
-    add_usage(record, usages)
-    record["version"] = VERSION
-    return record
+
+
+def _execution(cost: CostModel) -> Record:
+    """The linear model of a request's execution time, and how well it fits (ALISE section 3.1)."""
+    time = ExecutionTime(cost)
+    names = ("t0_s", "alpha_s", "beta_s", "r2_prefill", "r2_decode")
+    values = (time.t0, time.alpha, time.beta, *time.quality)
+    return {name: rounded(value) for name, value in zip(names, values, strict=True)}
 
 
 def _replica(system: System, lengths: Sequence[int]) -> Replica:
@@ -283,15 +362,7 @@ def _request(system: System, number: int, job: WorkloadRequest) -> Request:
         _max_tokens(system, job),
         stop_tokens=_STOP,
         options=RequestOptions(priority=job.priority),
-        forecast=_oracle(system, job),
     )
-
-
-def _oracle(system: System, job: WorkloadRequest) -> Forecast | None:
-    """The true length, for recipes that are to have it."""
-    if find(system.recipe).forecasts is not Forecasts.TRUE:
-        return None
-    return Forecast(job.output_tokens, "oracle")
 
 
 def _max_tokens(system: System, job: WorkloadRequest) -> int:

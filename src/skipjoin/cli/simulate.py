@@ -33,7 +33,7 @@ _DURATION_S = 300.0
 
 _SCHEDULING, _RUNS = "Scheduling", "Runs"
 # The fields of a system that the machine does not decide.
-_CHOSEN = ("max_num_seqs", "max_num_batched_tokens", "slo_s", "max_tokens", "replicas", "dispatch")
+_CHOSEN = ("max_num_seqs", "max_num_batched_tokens", "slo_s", "max_tokens", "predictor", "replicas", "dispatch")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,6 +30,7 @@ _COLUMNS = {
     "KV used": "kv.used_mean",
     "preempted": "kv.preemptions",
 }
+_PREDICTIONS = {"R of logs": "r_log", "MAE": "mae", "in 25 %": "within_25", "in 80 % range": "coverage_80"}
 
 
 class SimulationReport:
@@ -107,8 +108,25 @@ class SimulationReport:
         if not console.is_terminal:
             console.width = _FILE_WIDTH
         console.print(table)
+        if any("prediction" in record for record in self._records.values()):
+            console.print(self._predictions(by_recipe))
         if self._bound is not None:
             console.print(self._maxima(by_recipe))
+
+    def _predictions(self, by_recipe: dict[str, dict[float | None, list[Record]]]) -> Table:
+        """How good forecasts were, and how well a linear model gives the execution time of a request."""
+        table = Table("recipe", "req/s", "predictor", *_PREDICTIONS, "T = T0 s + n (alpha s + beta), ms", box=None)
+        for recipe, rates in by_recipe.items():
+            for rate, records in sorted(rates.items(), key=lambda item: item[0] or 0.0):
+                if "prediction" not in records[0]:
+                    continue
+                found = records[0]["prediction"]
+                cells = [_mean(records, f"prediction.{field}") for field in _PREDICTIONS.values()]
+                time = found["execution"]
+                terms = ", ".join(f"{_text(1000 * time[name])}" for name in ("t0_s", "alpha_s", "beta_s"))
+                shares = " and ".join(f"{time[name]:.3f}" for name in ("r2_prefill", "r2_decode"))
+                table.add_row(recipe, _text(rate), found["predictor"], *cells, f"{terms}; R2 {shares}")
+        return table
 
     def _maxima(self, by_recipe: dict[str, dict[float | None, list[Record]]]) -> Table:
         table = Table("recipe", f"largest req/s with {self._bound}", "to the first", box=None)

@@ -10,10 +10,10 @@ from typing import Annotated
 from skipjoin.forecast.encode import Encoder, HashedTokens
 from skipjoin.forecast.forecaster import Forecaster
 from skipjoin.forecast.index import VectorIndex
-from skipjoin.forecast.models import Learnt, Model
+from skipjoin.forecast.models import Learnt, Model, PriorOnly
 from skipjoin.knobs import Knob, check
 
-FORECASTERS = ("learnt",)
+FORECASTERS = ("learnt", "prior")
 GROUP = "Forecasts"
 
 
@@ -52,5 +52,5 @@ def make_forecaster(config: ForecastConfig, served: str = "", clock: Callable[[]
     """
     encoder: Encoder = HashedTokens()
     index = VectorIndex(encoder.width, config.forecast_entries, config.forecast_max_age_s, clock)
-    model: Model = Learnt(index)
+    model: Model = PriorOnly() if config.forecaster == "prior" else Learnt(index)
     return Forecaster(encoder, model, served)

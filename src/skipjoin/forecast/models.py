@@ -112,3 +112,23 @@ def prefixed(name: str, state: Mapping[str, Array]) -> dict[str, Array]:
 def part_of(state: Mapping[str, Array], name: str) -> dict[str, Array]:
     """What `prefixed` put under this name."""
     return {key.removeprefix(f"{name}."): value for key, value in state.items() if key.startswith(f"{name}.")}
+
+
+class PriorOnly:
+    """The lengths of the requests that ended of late, whatever the prompt."""
+
+    name = "prior"
+
+    def guess(self, prompt: Prompt, prior: Prior) -> Guess:
+        """See `Model`."""
+        return Guess(prior.mass(), self.name)
+
+    def learn(self, prompt: Prompt, guess: Guess, tokens: int, end: int, exact: bool) -> None:
+        """See `Model`: the forecaster's prior learns."""
+
+    def state(self) -> dict[str, Array]:
+        """See `Model`."""
+        return {}
+
+    def restore(self, state: Mapping[str, Array]) -> None:
+        """See `Model`."""

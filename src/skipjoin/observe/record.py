@@ -59,9 +59,9 @@ def _figures(facts: Sequence[RequestFacts], now: float, rejected: int, errors: i
     tokens = sum(one.output_tokens for one in facts)
     return {
         "requests": _counts(facts, rejected, errors),
-        "duration_s": _round(now),
-        "throughput_rps": _round(complete / now if now > 0 else 0.0),
-        "throughput_tps": _round(tokens / now if now > 0 else 0.0),
+        "duration_s": rounded(now),
+        "throughput_rps": rounded(complete / now if now > 0 else 0.0),
+        "throughput_tps": rounded(tokens / now if now > 0 else 0.0),
         **_latencies(facts, now),
         "slo": _attained(facts, now, rejected + errors, slo),
         "breakdown_s": _breakdown(facts, now),
@@ -77,10 +77,10 @@ def add_usage(record: Record, usages: Sequence[EngineUsage]) -> None:
     kv = {name: sum(part[name] for part in parts) for name in parts[0]}
     kv |= {name: total / count for name, total in kv.items() if name.endswith("_mean")}
     steps = sum(usage.steps for usage in usages)
-    record["kv"] = {name: _round(value) for name, value in kv.items()}
+    record["kv"] = {name: rounded(value) for name, value in kv.items()}
     record["steps"] = steps
-    record["batch_mean"] = _round(sum(usage.slices for usage in usages) / max(1, steps))
-    record["series"] = {name: [_round(value) for value in values] for name, values in usages[0].series().items()}
+    record["batch_mean"] = rounded(sum(usage.slices for usage in usages) / max(1, steps))
+    record["series"] = {name: [rounded(value) for value in values] for name, values in usages[0].series().items()}
 
 
 # -- the parts --------------------------------------------------------------------------------------------
@@ -120,15 +120,15 @@ def _distribution(values: Sequence[float]) -> dict[str, float | None]:
     if not values:
         return dict.fromkeys(("mean", "p50", "p95", "p99"))
     return {
-        "mean": _round(sum(values) / len(values)),
-        "p50": _round(percentile(values, 50)),
-        "p95": _round(percentile(values, 95)),
-        "p99": _round(percentile(values, 99)),
+        "mean": rounded(sum(values) / len(values)),
+        "p50": rounded(percentile(values, 50)),
+        "p95": rounded(percentile(values, 95)),
+        "p99": rounded(percentile(values, 99)),
     }
 
 
 def _quantiles(values: Sequence[float]) -> list[float]:
-    return [_round(percentile(values, percent)) for percent in range(101)] if values else []
+    return [rounded(percentile(values, percent)) for percent in range(101)] if values else []
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
@@ -144,7 +144,7 @@ def _attained(facts: Sequence[RequestFacts], now: float, failed: int, slo: Slo) 
     total = len(facts) + failed
 
     def share(met: int) -> float | None:
-        return _round(met / total) if total else None
+        return rounded(met / total) if total else None
 
     def met_ttft(one: RequestFacts) -> bool:
         return slo.ttft_s is None or (one.first_token is not None and one.ttft(now) <= slo.ttft_s)
@@ -169,10 +169,10 @@ def _breakdown(facts: Sequence[RequestFacts], now: float) -> dict[str, float]:
     """Seconds per request, on average."""
     count = max(1, len(facts))
     return {
-        "queueing": _round(sum(one.waiting(now) for one in facts) / count),
-        "execution": _round(sum(one.execution_s for one in facts) / count),
-        "swapping": _round(sum(one.swapping_s for one in facts) / count),
-        "scheduling": _round(sum(one.scheduling_s for one in facts) / count),
+        "queueing": rounded(sum(one.waiting(now) for one in facts) / count),
+        "execution": rounded(sum(one.execution_s for one in facts) / count),
+        "swapping": rounded(sum(one.swapping_s for one in facts) / count),
+        "scheduling": rounded(sum(one.scheduling_s for one in facts) / count),
     }
 
 
@@ -181,8 +181,9 @@ def _waits(facts: Sequence[RequestFacts]) -> dict[str, float]:
     total: Counter[str] = Counter()
     for one in facts:
         total.update({reason.value: seconds for reason, seconds in one.wait_s().items() if seconds})
-    return {reason: _round(seconds / len(facts)) for reason, seconds in sorted(total.items())}
+    return {reason: rounded(seconds / len(facts)) for reason, seconds in sorted(total.items())}
 
 
-def _round(value: float) -> float:
+def rounded(value: float) -> float:
+    """The value with the digits that records keep."""
     return float(f"{value:.{_DIGITS}g}") if isinstance(value, float) else value

@@ -1,0 +1,51 @@
+"""How good forecasts of output lengths were."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from statistics import StatisticsError, correlation, fmean
+
+from skipjoin.observe.record import Record, rounded
+
+# A forecast within this share of the output's length counts as right.
+_NEAR = 0.25
+
+
+class ForecastLog:
+    """Forecasts beside what came, of the requests that generated all that they were to generate."""
+
+    def __init__(self) -> None:
+        self._pairs: list[tuple[float, int]] = []
+        self._covered: list[bool] = []
+        self._sources: Counter[str] = Counter()
+
+    def add(self, forecast: float, tokens: int, source: str, interval: tuple[float, float] | None = None) -> None:
+        """An output of `tokens` tokens was expected to have `forecast`. interval: the lengths that 80 % of such outputs
+        were expected between, where the forecast is a distribution."""
+        self._pairs.append((forecast, tokens))
+        self._sources[source] += 1
+        if interval is not None:
+            self._covered.append(interval[0] <= tokens <= interval[1])
+
+    def summary(self) -> Record:
+        """r_log: correlation of the logarithms of forecasts and lengths, None where either is constant. mae: mean
+        absolute error in tokens. within_25: share of forecasts within 25 % of the length. coverage_80: share of lengths
+        within their interval, None without intervals. sources: share of the forecasts that each source made."""
+        pairs, covered = self._pairs, self._covered
+        if not pairs:
+            return {"r_log": None, "mae": None, "within_25": None, "coverage_80": None, "sources": {}}
+        return {
+            "r_log": self._correlation(),
+            "mae": rounded(fmean(abs(forecast - tokens) for forecast, tokens in pairs)),
+            "within_25": rounded(fmean(abs(forecast - tokens) <= _NEAR * tokens for forecast, tokens in pairs)),
+            "coverage_80": rounded(fmean(covered)) if covered else None,
+            "sources": {name: rounded(count / len(pairs)) for name, count in sorted(self._sources.items())},
+        }
+
+    def _correlation(self) -> float | None:
+        logs = [(math.log(forecast), math.log(tokens)) for forecast, tokens in self._pairs]
+        try:
+            return rounded(correlation(*zip(*logs, strict=True)))
+        except StatisticsError:  # one pair, or all alike
+            return None

@@ -40,7 +40,7 @@ from machine import describe_machine
 RUNNING = 128
 WAITING = (0, 100, 1_000, 10_000, 100_000)
 STEPS = 200  # beyond that, fastserve would demote the running requests behind the queue
-SWAPPING = ("fastserve", "fastserve-reactive", "mlfq", "srpt")
+SWAPPING = ("alise", "fastserve", "fastserve-reactive", "mlfq", "srpt")
 COST = LinearCost(floor=0.02, prefill_token=1e-4, decode=1e-4, context_token=1e-7)
 
 

@@ -46,7 +46,10 @@ class RemainingTime:
 
     @property
     def revision(self) -> int:
-        return self._cost.revision
+        if self._cost.revision != self._revision:
+            self._revision = self._cost.revision
+            self._decode_seconds.clear()
+        return self._revision
 
     def key(self, request: Request, known: int, served: float, now: float) -> tuple[float]:
         since = request.arrival if self._since_arrival else served
@@ -64,21 +67,17 @@ class RemainingTime:
         length = self._lengths(request)
         while length < generated:
             length *= 2
-        seconds = max(1.0, length - generated) * self._decode_seconds_at(known)
+        # Looked up by context in steps of 64 tokens: it changes slowly.
+        bucket = known >> 6
+        decode_seconds = self._decode_seconds.get(bucket) or self._fill_decode_seconds(bucket)
+        seconds = (length - generated if length > generated else 1) * decode_seconds
         # Just sampled, a token waits for its own step, which is counted above; more than that is prefill.
         uncached = known - request.computed
         if uncached > 1:
             seconds += self._cost.step(StepShape(prefill=uncached, attention=uncached * (uncached + 1) // 2))
         return seconds
 
-    def _decode_seconds_at(self, context: int) -> float:
-        """Seconds of a decode, looked up by context in steps of 64 tokens: it changes slowly."""
-        if self._cost.revision != self._revision:
-            self._revision = self._cost.revision
-            self._decode_seconds.clear()
-        bucket = context >> 6
-        seconds = self._decode_seconds.get(bucket)
-        if seconds is None:
-            seconds = self._cost.step(StepShape(decodes=1, context=(bucket << 6) + 1))
-            self._decode_seconds[bucket] = seconds
+    def _fill_decode_seconds(self, bucket: int) -> float:
+        seconds = self._cost.step(StepShape(decodes=1, context=(bucket << 6) + 1))
+        self._decode_seconds[bucket] = seconds
         return seconds

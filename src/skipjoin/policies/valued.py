@@ -12,6 +12,8 @@ from skipjoin.core.request import Request
 from skipjoin.core.step import Slice
 from skipjoin.policies.ranking import Ranking
 
+_NEVER = math.inf
+
 
 class Value(Protocol):
     """How much requests matter, as keys: the smaller, the more. Pure: keys follow from the arguments, the request and
@@ -20,7 +22,7 @@ class Value(Protocol):
 
     @property
     def revision(self) -> int:
-        """Changes when answers given before no longer hold, as those of a cost model do."""
+        """Changes when answers given before no longer hold, as those of a cost model do. Asked at every step."""
         ...
 
     def key(self, request: Request, known: int, served: float, now: float) -> tuple[Any, ...]:
@@ -33,8 +35,8 @@ class Value(Protocol):
         ...
 
     def tokens(self, request: Request, known: int) -> int:
-        """How many tokens are known when the key changes next, more than `known`; 0: it follows every token. A request
-        that runs costs least if that is about twelve times in its life, as with bins of lengths."""
+        """How many tokens are known when the key changes next, more than `known`; 0: with every token from now on. A
+        request that runs costs least if that is about twelve times in its life, as with bins of lengths."""
         ...
 
 
@@ -66,18 +68,21 @@ class Valued(Callbacks):
         if self._value.revision != self._revision:
             self._revision = self._value.revision
             self._changes.clear()
-        change, served, changes = self._ranking.change, self._served, self._changes
-        key, tokens, watch = self._value.key, self._value.tokens, self._watch_for
+        change, served, changes, due = self._ranking.change, self._served, self._changes, self._due
+        key, tokens, until = self._value.key, self._value.tokens, self._value.until
         for piece in slices:
             request = piece.request
             served[request] = now
             # The token just sampled is not appended yet. Left out, it would lower the key at an eviction, and the
             # victim could outrank the request that it made way for.
             known = request.known + piece.samples
-            if piece.tokens > 1 or known >= changes.get(request, 0):
+            changes_at = changes.get(request)
+            if not changes_at or known >= changes_at or piece.tokens > 1:
                 change(request, (key(request, known, now, now), request.arrival, request.id))
-                changes[request] = tokens(request, known)
-                watch(request, now)
+                if changes_at != 0:
+                    changes[request] = tokens(request, known)
+                if (when := until(request, now)) != _NEVER or due:
+                    self._watch_until(request, when)
 
     def evicted(self, request: Request, now: float) -> None:
         self._place(request, now)
@@ -114,14 +119,13 @@ class Valued(Callbacks):
         key = self._value.key(request, request.known, self._served[request], now)
         self._ranking.rest(request, (key, request.arrival, request.id))
         self._changes.pop(request, None)
-        self._watch_for(request, now)
+        self._watch_until(request, self._value.until(request, now))
 
-    def _watch_for(self, request: Request, now: float) -> None:
-        """Look at the request again when time changes its key."""
-        when = self._value.until(request, now)
-        if when == self._due.get(request, math.inf):
+    def _watch_until(self, request: Request, when: float) -> None:
+        """Give the request a new key then."""
+        if when == self._due.get(request, _NEVER):
             return
-        if when == math.inf:
+        if when == _NEVER:
             del self._due[request]
             return
         self._due[request] = when

@@ -73,8 +73,8 @@ class ShortestWithWaits(Valued):
     the remaining times of those with smaller keys, `_batch` of which run at a time, or the time until its age puts the
     request before everything that is still to arrive, whichever comes first.
 
-    The requests whose turns are asked for are summed one by one; those that wait for their first KV block lie in a
-    `Backlog`.
+    Requests that did not run since they arrived, or were evicted, have keys that rest, and lie in a `Backlog`; of the
+    others those count whose turns are asked for.
 
     hysteresis_s: turns that are less than this apart count as equal, so that KV does not move for them.
     """
@@ -104,17 +104,18 @@ class ShortestWithWaits(Valued):
             self._backlog.remove(*self._waiting.pop(request))
 
     def next_turns(self, requests: Iterable[Request], now: float) -> list[tuple[Any, Request]]:
-        asked = sorted(requests, key=self.rank)
-        keys = [self.rank(request)[0][0] for request in asked]
-        aging, grain, running = self._remaining.aging, self._grain_s, 0.0
+        rank, aging, seconds_of = self._ranking.key, self._remaining.aging, self._remaining.seconds
+        asked = sorted([(rank(request), request) for request in requests])
+        keys = [key[0][0] for key, _ in asked]
         turns: list[tuple[Any, Request]] = []
-        for request, key, waiting in zip(asked, keys, self._backlog.before(keys), strict=True):
+        running = 0.0
+        for (_, request), key, waiting in zip(asked, keys, self._backlog.before(keys), strict=True):
             seconds = (running + waiting) / self._batch
-            if aging:
-                seconds = min(seconds, max(0.0, key / aging - now))
-            turns.append((int(seconds / grain), request))
+            if aging and (promoted := max(0.0, key / aging - now)) < seconds:
+                seconds = promoted
+            turns.append((int(seconds / self._grain_s), request))
             if request not in self._waiting:
-                running += self._remaining.seconds(request, request.known)
+                running += seconds_of(request, request.known)
         return turns
 
     def _place(self, request: Request, now: float) -> None:

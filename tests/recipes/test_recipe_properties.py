@@ -239,6 +239,34 @@ def test_forecasts_may_change_at_any_time(
     assert_evictions_are_paid_for(done)
 
 
+@given(
+    recipe=st.sampled_from(sorted(RECIPES)),
+    pipeline=st.sampled_from([*PIPELINES, (3, True, 1)]),
+    eviction=st.sampled_from([None, *sorted(EVICTIONS)]),
+    seed=st.integers(0, 10**6),
+    share=st.sampled_from([0.01, 0.1]),
+)
+@settings(max_examples=40, deadline=None)
+def test_aborts_at_any_time_disturb_no_other_request(
+    *, recipe: str, pipeline: tuple[int, bool, int], eviction: str | None, seed: int, share: float
+) -> None:
+    """Between a plan and its result, of requests that run and that wait."""
+    draw = random.Random(seed)
+    core = world_of(recipe, pipeline, eviction).core()
+
+    def abort(piece: Slice) -> bool:
+        if core.requests and draw.random() < share:
+            core.abort(draw.choice([*core.requests]), core.trace[-1][0])
+        return False
+
+    done = run(world_of(recipe, pipeline, eviction), load(seed, 16), core=core, gives_up=abort)
+    for request in done.requests:
+        whole = list(range(len(request.prompt), request.max_total_tokens))
+        assert request.output == whole[: len(request.output)]
+        assert (request.finish_reason is FinishReason.LENGTH) == (len(request.output) == len(whole))
+        assert request.finish_reason in (FinishReason.LENGTH, FinishReason.ABORT)
+
+
 @pytest.mark.parametrize("eviction", ["proactive", "chaos"])
 def test_on_a_link_of_a_second_per_block_others_run_meanwhile(eviction: str) -> None:
     """Every copy takes hundreds of steps, and half of them fail."""

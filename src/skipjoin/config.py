@@ -234,7 +234,7 @@ class EngineConfig:
         if not self.profile:
             raise ConfigError("profile must be auto, off or the file of a profile, got an empty name")
         check(self)
-        check_recipe(self.recipe, self.params)
+        check_recipe(self.recipe, self.params, lossless_swap=self.swap_dtype == "auto")
         check_swap_type(self.swap_dtype, "swap_space_gib", self.swap_space_gib)
         self._check_ranks()
 

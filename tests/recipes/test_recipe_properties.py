@@ -23,7 +23,7 @@ from skipjoin.core.policy import Grant
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.core.step import Move, Slice
 from skipjoin.knobs import ConfigError
-from skipjoin.recipes import RECIPES, EngineLimits, Forecasts, Settings, build
+from skipjoin.recipes import RECIPES, Forecasts, Settings, build
 from support.load import load, make
 from support.policies import COST, EVICTIONS, SYSTEMS
 from support.watch import GIVEN_UP, Run, Stepper, World, run
@@ -390,7 +390,6 @@ def test_an_oracle_is_refused_without_true_lengths(recipe: str) -> None:
 
 @pytest.mark.parametrize("recipe", [name for name, one in RECIPES.items() if one.needs_lossless_swap])
 def test_lossless_swapping_is_insisted_on(recipe: str) -> None:
-    limits = EngineLimits(requests=None, max_len=64, device_blocks=40, host_blocks=60, block_size=4, depth=1)
-    assert build(recipe, Settings(COST, limits=limits))
-    with pytest.raises(ConfigError, match=f"recipe {recipe} needs KV that returns .* swap_dtype"):
-        build(recipe, Settings(COST, limits=replace(limits, lossless_swap=False)))
+    assert build(recipe, Settings(COST))
+    with pytest.raises(ConfigError, match=f"recipe {recipe} needs KV that returns .* swap_dtype must be auto"):
+        build(recipe, Settings(COST, lossless_swap=False))

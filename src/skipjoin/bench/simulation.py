@@ -142,6 +142,7 @@ class System:
             slo_s=self.slo_s,
             has_true_forecasts=True,
             stages=self.stages,
+            lossless_swap=self.swap_dtype == "auto",
             limits=limits,
         )
 

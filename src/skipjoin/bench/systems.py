@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -71,7 +71,8 @@ class Machine:
         check_swap_type(self.swap_dtype, "swap_gib", self.swap_gib)
 
     def systems(self, recipes: str, **settings: Any) -> list[System]:
-        """A system for each recipe of a comma-separated list. settings: further fields of `System`.
+        """A system for each recipe of a comma-separated list; those that need it swap losslessly, whatever the others
+        do. settings: further fields of `System`.
 
         Raises `ConfigError` for names that there are not, a model that does not fit, or settings out of bounds.
         """
@@ -79,8 +80,13 @@ class Machine:
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise ConfigError(f"recipes must differ, but {twice} is named twice")
         check_names([find(name) for name in names], settings.get("recipe_params", {}))
-        parts = self._from_profile() if self.hardware.endswith(".json") else self._from_catalogue()
-        return [System(recipe=name, **(parts | settings)) for name in names]
+        return [System(recipe=name, **(self._for_recipe(name)._parts() | settings)) for name in names]
+
+    def _for_recipe(self, name: str) -> Machine:
+        return replace(self, swap_dtype="auto") if find(name).needs_lossless_swap else self
+
+    def _parts(self) -> dict[str, Any]:
+        return self._from_profile() if self.hardware.endswith(".json") else self._from_catalogue()
 
     def _from_catalogue(self) -> dict[str, Any]:
         group = parse_hardware(self.hardware)

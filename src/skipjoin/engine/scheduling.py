@@ -29,6 +29,7 @@ def recipe_settings(config: EngineConfig, cost: CostModel, limits: EngineLimits 
         config.max_num_batched_tokens,
         slo_s=config.slo_s,
         stages=config.pipeline_parallel_size,
+        lossless_swap=config.swap_dtype == "auto",
         limits=limits,
     )
 

@@ -31,7 +31,7 @@ class EngineLimits:
     """The most that can come together in an engine.
 
     requests: live at once; None: any number. max_len: tokens of a request. device_blocks, host_blocks: KV blocks of
-    block_size tokens on each tier. depth: plans in flight. lossless_swap: whether KV returns from the host as it left.
+    block_size tokens on each tier. depth: plans in flight.
     """
 
     requests: int | None
@@ -40,7 +40,6 @@ class EngineLimits:
     host_blocks: int
     block_size: int
     depth: int
-    lossless_swap: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +49,7 @@ class Settings:
     cost: the profile of model and machine. max_seqs, max_tokens: most requests and tokens in a step. slo_s: seconds per
     output token that users accept. has_true_forecasts: whether requests come with forecasts that are their true output
     lengths. stages: of a pipeline, between which batches are shared out; as many plans must be in flight, without
-    overlap. limits: None: not known yet.
+    overlap. lossless_swap: whether KV returns from the host as it left. limits: None: not known yet.
     """
 
     cost: CostModel
@@ -60,6 +59,7 @@ class Settings:
     slo_s: float = DEFAULT_SLO_S
     has_true_forecasts: bool = False
     stages: int = 1
+    lossless_swap: bool = True
     limits: EngineLimits | None = None
 
 
@@ -122,8 +122,10 @@ class Recipe:
 
     def make(self, s: Settings, params: Params) -> Policies:
         """The policies with all of the parameters. Raises `ConfigError`."""
-        if self.needs_lossless_swap and s.limits is not None and not s.limits.lossless_swap:
-            raise ConfigError(f"recipe {self.name} needs KV that returns from the host as it left: unset swap_dtype")
+        if self.needs_lossless_swap and not s.lossless_swap:
+            raise ConfigError(
+                f"recipe {self.name} needs KV that returns from the host as it left: swap_dtype must be auto"
+            )
         return self.function(s) if self.params is Params else self.function(s, params)
 
 
@@ -168,10 +170,10 @@ def build(name: str, settings: Settings, given: Mapping[str, Value] | None = Non
     return find(name).build(settings, given or {})
 
 
-def check_recipe(name: str, given: Mapping[str, Value]) -> None:
+def check_recipe(name: str, given: Mapping[str, Value], *, lossless_swap: bool = True) -> None:
     """Raise `ConfigError` for a recipe and parameters that no engine can have, as far as can be said before a model is
     loaded."""
-    build(name, Settings(_ANY_COST), given)
+    build(name, Settings(_ANY_COST, lossless_swap=lossless_swap), given)
 
 
 def own(name: str, given: Mapping[str, Value]) -> dict[str, Value]:

@@ -236,6 +236,23 @@ def test_the_refusal_of_a_host_pool_names_a_size_that_works(start: Callable[...,
         start(1, kv_cache_gib=0.7, swap_space_gib=0.5)
 
 
+def test_a_host_pool_of_8_bits_has_more_blocks(start: Callable[..., EngineInfo]) -> None:
+    plain, small = (
+        start(3, kv_cache_gib=0.1, swap_space_gib=0.5, dtype="bfloat16", swap_dtype=name) for name in ("auto", "int8")
+    )
+    assert (plain.host_block_bytes, plain.swap_dtype) == (plain.block_bytes, "auto")
+    assert (small.host_block_bytes, small.swap_dtype) == (int(0.625 * plain.block_bytes), "int8")
+    assert small.host_blocks == int(1.6 * plain.host_blocks)
+    # Free RAM holds as many more, where no size is set.
+    assert start(2, kv_cache_gib=0.1, dtype="bfloat16", swap_dtype="int8").host_blocks == small.host_blocks
+    for swap_space_gib, text in (
+        (0, "swap_space_gib must be above 0, got 0"),
+        (None, r"no room for it: .* 1.0 GiB free"),
+    ):
+        with pytest.raises(ConfigError, match=f"swap_dtype int8 is for KV on the host.* {text}"):
+            start(1, kv_cache_gib=0.1, swap_space_gib=swap_space_gib, swap_dtype="int8")
+
+
 def test_page_locked_memory_leaves_a_gib_of_ram(llm: LLM) -> None:
     parts = [llm.engine.executor.rank_specs[0]._replace(device_kind="cuda")]
 

@@ -3,12 +3,14 @@
     OMP_WAIT_POLICY=passive python benchmarks/block_copies/run.py [--out FILE] [--repeats 15] [--rounds 15]
 
 `copies`: one move of 256 MiB of blocks, scattered over pools of twice the size, through the store's copy, against one
-memmove of as many bytes between the same pools. Both are timed in every repeat, alternately; `ratio` is the bytes per
-second of the blocks over those of the memmove in one repeat.
+memmove of as many bytes between the same pools, and against the same move where the host holds 8 bits for each number
+(`--swap-dtype int8`). All are timed in every repeat, in turn; `ratio` is the bytes per second of the blocks over those
+of the memmove in one repeat, `int8_ratio` that of the move that converts. Its bytes, too, are those on the device.
 
 `beside`: decode steps of 8 requests, 96 tokens of context each, on a random-weight Llama of 97.5M parameters in
 bfloat16. Rounds of steps with copies in flight throughout alternate with rounds without; `ratio` is the median step of
-one round over that of the round before it. The copies share cores and memory with the model.
+one round over that of the round before it. The copies share cores and memory with the model. `beside_int8`: the same
+with moves that convert.
 """
 
 from __future__ import annotations
@@ -43,20 +45,21 @@ from random_model import VOCAB, make_model
 
 TOTAL_BYTES = 256 << 20
 BLOCK_KIB = (32, 64, 128, 256, 512, 1024)
-# A shape of 256 bytes per token in bfloat16: four tokens make a KiB.
+# A layer of 256 bytes per token in bfloat16: with 16 tokens a block, 4 KiB of each.
 SHAPE = {
     "model_type": "llama",
     "vocab_size": 8,
     "hidden_size": 64,
     "intermediate_size": 8,
-    "num_hidden_layers": 1,
     "num_attention_heads": 1,
     "max_position_embeddings": 8,
 }
-TOKENS_PER_KIB = 4
+KIB_PER_LAYER = 4
 
 BATCH, CONTEXT, BLOCK_TOKENS = 8, 96, 16
 STEPS_PER_ROUND = 20
+# Fields of the record, by what the host holds.
+BESIDE = {"beside": "auto", "beside_int8": "int8"}
 # Blocks per move, and the number of moves kept in flight: more than the link carries in a step.
 MOVE_BLOCKS, ON_WAY = 16, 40
 
@@ -77,40 +80,50 @@ def seconds(work: Callable[[], Any]) -> float:
 # -- copies ---------------------------------------------------------------------------------------------------------
 
 
-def measure_copies(block_kib: int, repeats: int) -> list[dict[str, Any]]:
-    """Both directions with blocks of one size."""
-    blocks = TOTAL_BYTES // (block_kib << 10)
+def make_store(block_kib: int, blocks: int, swap_dtype: str) -> KVStore:
+    """Two pools of blocks of one size, all of which were written."""
     store = KVStore(
-        ModelConfig.from_dict(SHAPE),
+        ModelConfig.from_dict(SHAPE | {"num_hidden_layers": block_kib // KIB_PER_LAYER}),
         torch.bfloat16,
         torch.device("cpu"),
-        device_blocks=2 * blocks,
-        host_blocks=2 * blocks,
-        block_size=TOKENS_PER_KIB * block_kib,
+        device_blocks=blocks,
+        host_blocks=blocks,
+        block_size=BLOCK_TOKENS,
+        swap_dtype=swap_dtype,
     )
     assert store.host is not None
     assert store.device.block_bytes == block_kib << 10
     # Memory that was never written is one page of zeros, which is read faster than any other.
     store.device.tensor.fill_(1)
     store.host.tensor.fill_(1)
+    return store
+
+
+def measure_copies(block_kib: int, repeats: int) -> list[dict[str, Any]]:
+    """Both directions with blocks of one size."""
+    blocks = TOTAL_BYTES // (block_kib << 10)
+    store, small = (make_store(block_kib, 2 * blocks, swap_dtype) for swap_dtype in ("auto", "int8"))
+    assert store.host is not None
     draw, owner = random.Random(0), Request(0, 0.0, [0], 1)
     results = []
     for direction in Direction:
         source, target = (tuple(draw.sample(range(2 * blocks), blocks)) for _ in range(2))
-        move = Move(direction, owner, source, target)
+        move = Move(direction, owner, source, target, blocks * BLOCK_TOKENS)
         device, host = store.device.tensor.data_ptr(), store.host.tensor.data_ptr()
         to, rows = (host, device) if direction is Direction.OUT else (device, host)
         in_blocks: list[float] = []
         in_one: list[float] = []
+        in_codes: list[float] = []
         for turn in range(repeats + 1):
             kinds = [
                 (in_blocks, lambda move=move: store.copy(move)),
                 (in_one, lambda to=to, rows=rows: ctypes.memmove(to, rows, TOTAL_BYTES)),
+                (in_codes, lambda move=move: small.copy(move)),
             ]
             for times, work in kinds if turn % 2 else reversed(kinds):
                 times.append(seconds(work))
         # The first turn warms up.
-        in_blocks, in_one = in_blocks[1:], in_one[1:]
+        in_blocks, in_one, in_codes = in_blocks[1:], in_one[1:], in_codes[1:]
         results.append(
             {
                 "block_kib": block_kib,
@@ -118,6 +131,8 @@ def measure_copies(block_kib: int, repeats: int) -> list[dict[str, Any]]:
                 "blocks_gb_per_s": spread([TOTAL_BYTES / taken / 1e9 for taken in in_blocks], 2),
                 "memmove_gb_per_s": spread([TOTAL_BYTES / taken / 1e9 for taken in in_one], 2),
                 "ratio": spread([one / many for one, many in zip(in_one, in_blocks, strict=True)], 3),
+                "int8_gb_per_s": spread([TOTAL_BYTES / taken / 1e9 for taken in in_codes], 2),
+                "int8_ratio": spread([one / many for one, many in zip(in_one, in_codes, strict=True)], 3),
             }
         )
     return results
@@ -129,7 +144,7 @@ def measure_copies(block_kib: int, repeats: int) -> list[dict[str, Any]]:
 class Decoder:
     """Decode steps of a full batch, and a stream of moves beside them."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, swap_dtype: str) -> None:
         model = load_model(folder, dtype="bfloat16")
         per_request = CONTEXT // BLOCK_TOKENS + 1
         own, spare = BATCH * per_request, 2 * ON_WAY * MOVE_BLOCKS
@@ -140,10 +155,11 @@ class Decoder:
             device_blocks=own + spare,
             host_blocks=spare,
             block_size=BLOCK_TOKENS,
+            swap_dtype=swap_dtype,
         )
         assert store.host is not None
         store.device.tensor.fill_(0.01)
-        store.host.tensor.fill_(0.01)
+        store.host.tensor.fill_(0 if swap_dtype == "int8" else 0.01)
         self.executor = LocalExecutor(model, store)
         self.move_bytes = MOVE_BLOCKS * store.device.block_bytes
         self.landed = self.on_way = 0
@@ -187,15 +203,16 @@ class Decoder:
         for number, first in enumerate(range(0, spare, MOVE_BLOCKS)):
             ours, theirs = tuple(device[first : first + MOVE_BLOCKS]), tuple(host[first : first + MOVE_BLOCKS])
             out = number % 2 == 0
-            moves.append(Move(Direction.OUT, owner, ours, theirs) if out else Move(Direction.IN, owner, theirs, ours))
+            blocks = (Direction.OUT, owner, ours, theirs) if out else (Direction.IN, owner, theirs, ours)
+            moves.append(Move(*blocks, MOVE_BLOCKS * BLOCK_TOKENS))
         return moves
 
 
-def measure_beside(rounds: int) -> dict[str, Any]:
+def measure_beside(rounds: int, swap_dtype: str) -> dict[str, Any]:
     """Steps with and without copies."""
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder), torch.bfloat16)
-        decoder = Decoder(Path(folder))
+        decoder = Decoder(Path(folder), swap_dtype)
     with_copies: list[float] = []
     without: list[float] = []
     rates: list[float] = []
@@ -236,15 +253,18 @@ def main() -> None:
         for result in measure_copies(block_kib, arguments.repeats):
             copies.append(result)
             rates = f"{result['blocks_gb_per_s']['median']:5.2f} of {result['memmove_gb_per_s']['median']:5.2f} GB/s"
-            print(f"{block_kib:5} KiB {result['direction']:>3}  {rates}  {result['ratio']['median']:.0%}", flush=True)
-    overlapped = measure_beside(arguments.rounds)
-    print("steps", {name: value["median"] for name, value in overlapped.items() if isinstance(value, dict)})
+            codes = f"int8 {result['int8_gb_per_s']['median']:5.2f} GB/s  {result['int8_ratio']['median']:.0%}"
+            share = f"{result['ratio']['median']:.0%}"
+            print(f"{block_kib:5} KiB {result['direction']:>3}  {rates}  {share}  {codes}", flush=True)
+    beside = {name: measure_beside(arguments.rounds, dtype) for name, dtype in BESIDE.items()}
+    for name, found in beside.items():
+        print(name, {key: value["median"] for key, value in found.items() if isinstance(value, dict)})
     record = {
         "machine": machine,
         "repeats": arguments.repeats,
         "total_mib": TOTAL_BYTES >> 20,
         "copies": copies,
-        "beside": overlapped,
+        **beside,
     }
     text = json.dumps(record, indent=1)
     if arguments.out is None:

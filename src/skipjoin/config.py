@@ -44,13 +44,12 @@ Objective = Annotated[
         group=SCHEDULING,
     ),
 ]
-SWAP_TYPES = ("auto", "int8")
 SwapType = Annotated[
     str,
     Knob(
-        "KV on the host: as on the device, or rounded to 8 bits, which makes room for 1.6 to 1.8 times as much; then "
-        "outputs of requests that were swapped may differ",
-        choices=SWAP_TYPES,
+        "KV on the host: as on the device, or rounded to 8 bits, which makes room for 1.6 to 1.8 times as much; "
+        "outputs of requests that were swapped may then differ",
+        choices=("auto", "int8"),
         group=MEMORY,
     ),
 ]

@@ -218,6 +218,30 @@ def test_a_host_pool_is_as_large_as_asked_for() -> None:
             settings_of(Machine(hardware="a100-40gb", model="opt-13b", swap_gib=wrong))
 
 
+@pytest.mark.parametrize(("block_size", "ratio"), [(16, 0.625), (32, 0.5625)])
+def test_kv_of_8_bits_takes_less_of_the_host_pool_and_of_the_link(block_size: int, ratio: float) -> None:
+    machine = Machine(hardware="a100-40gb", model="opt-13b", kv_gib=4, swap_gib=8, block_size=block_size)
+    (plain,), (small,) = (
+        replace(machine, swap_dtype=name).systems("fastserve", max_num_seqs=24) for name in ("auto", "int8")
+    )
+    assert small.host_blocks == pytest.approx(plain.host_blocks / ratio, abs=2)
+    assert small.kv_blocks == plain.kv_blocks
+    seconds = [one.cost.transfer(101) - one.cost.transfer(1) for one in (small, plain)]
+    assert seconds[0] == pytest.approx(ratio * seconds[1])
+    records = [run(Cell(one, WORKLOAD, Extent(20.0, 20.0, 3))) for one in (small, plain)]
+    assert [record["settings"]["swap_dtype"] for record in records] == ["int8", "auto"]
+    assert records[0]["settings"]["swap_gib"] == pytest.approx(8, abs=0.02)
+
+
+def test_kv_of_8_bits_needs_a_host_pool() -> None:
+    for settings, text in (
+        ({"swap_gib": 0.0}, "swap_gib must be above 0, got 0"),
+        ({"swap_gib": 1e-6}, "host_blocks must be above 0, got 0"),
+    ):
+        with pytest.raises(ConfigError, match=f"swap_dtype int8 is for KV on the host: {text}"):
+            settings_of(Machine(hardware="a100-40gb", model="opt-13b", swap_dtype="int8", **settings))
+
+
 def test_the_host_pool_of_a_profile_is_as_large_as_its_kv_pool(tmp_path: Path) -> None:
     profile = Profile(
         key=ProfileKey("a/model", "0123", "cpu", "Some CPU", 2, "float32", "auto", "torch", 1, 1, "0.1.0"),
@@ -244,6 +268,11 @@ def test_the_host_pool_of_a_profile_is_as_large_as_its_kv_pool(tmp_path: Path) -
     assert told["host_blocks"] == told["kv_blocks"] == GIB // 2 // 65536
     told = settings_of(Machine(hardware=str(path), kv_gib=0.5, swap_gib=0.25))
     assert told["host_blocks"] == told["kv_blocks"] // 2
+    with pytest.raises(ConfigError, match="was measured with swap_dtype auto, not int8"):
+        settings_of(Machine(hardware=str(path), kv_gib=0.5, swap_dtype="int8"))
+    write_profile(replace(profile, key=replace(profile.key, swap_dtype="int8"), host_bytes_per_block=32768), path)
+    told = settings_of(Machine(hardware=str(path), kv_gib=0.5, swap_dtype="int8"))
+    assert told["host_blocks"] == 2 * told["kv_blocks"]
     with pytest.raises(ConfigError, match=r"kv_gib must be in \(0,"):
         settings_of(Machine(hardware=str(path), kv_gib=float("inf")))
 

@@ -37,8 +37,9 @@ WORLDS = [
 BLOCK_BYTES = 1000
 
 
-def metrics_of(world: World) -> EngineMetrics:
-    return EngineMetrics(device_blocks=world.device_blocks, block_size=world.block_size, block_bytes=BLOCK_BYTES)
+def metrics_of(world: World, *, is_compressed: bool = False) -> EngineMetrics:
+    pool = {"device_blocks": world.device_blocks, "block_size": world.block_size, "block_bytes": BLOCK_BYTES}
+    return EngineMetrics(**pool, is_compressed=is_compressed)
 
 
 def count_and_sum(snapshot: Snapshot, name: str) -> tuple[float, Any]:
@@ -157,23 +158,30 @@ def test_time_of_pipeline_stages(stages: int) -> None:
 def test_gauges_follow_the_engine(eviction: type[Recompute], overlap: bool) -> None:
     world = World("fastserve", 1 + overlap, overlap, eviction, device_blocks=12)
     core = world.core()
-    stepper, metrics = Stepper(core), metrics_of(world)
+    stepper, metrics = Stepper(core), metrics_of(world, is_compressed=True)
+    plain = metrics_of(world)
     seen = 0
     swapped = 0.0
     stepper.add(*(make(number, 8, 12) for number in range(8)))
     while core.requests or core.plans:
         if stepper.start() is None:
             stepper.finish()
-        metrics.observe(stepper.events[seen:])
+        for one in (metrics, plain):
+            one.observe(stepper.events[seen:])
         seen = len(stepper.events)
         found = metrics.snapshot()
+        assert plain.snapshot().row("kv_compressed_bytes") == [0]
         running, waiting = found.row("num_requests_running")[0], found.row("num_requests_waiting")[0]
         assert running + waiting == len(core.requests)
         assert running >= (len(core.plans[-1].slices) if core.plans and not overlap else 0)
         holdings = ((one, core.kv.blocks_of(one)) for one in core.kv.holders())
-        on_host = {one for one, held in holdings if held and held.host and held.moving is not Direction.OUT}
-        on_host -= {piece.request for plan in core.plans for piece in plan.slices}
+        on_host = {
+            one: len(held.host) for one, held in holdings if held and held.host and held.moving is not Direction.OUT
+        }
+        for piece in (piece for plan in core.plans for piece in plan.slices):
+            on_host.pop(piece.request, None)
         assert found.row("num_requests_swapped") == [len(on_host)]
+        assert found.row("kv_compressed_bytes") == [BLOCK_BYTES * sum(on_host.values())]
         swapped += len(on_host)
         if core.plans:
             assert 0 < found.row("kv_cache_usage_perc")[0] <= 1

@@ -25,8 +25,8 @@ _LEAST_RUN_BYTES = 256 << 10
 
 
 class KVStore:
-    """KV blocks on both tiers. Both have the same block-major layout, so that a block moves as one contiguous copy;
-    with swap_dtype int8 the host has 8 bits for each number instead, and a move converts.
+    """KV blocks on both tiers, in the same block-major layout, so that a block moves as one contiguous copy. With
+    swap_dtype int8 the host has 8 bits for each number, and a move converts.
 
     device_blocks, host_blocks: pool sizes; no host pool is allocated for 0. block_size: tokens per block. shard: the
     rank's layers and heads; block numbers are the same on all ranks. swap_dtype: auto or int8.

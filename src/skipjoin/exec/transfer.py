@@ -84,7 +84,8 @@ def copy_in_order(store: KVStore, moves: Sequence[Move]) -> Ended:
 class ThreadCopier:
     """Copies on a CPU, one move after the other on a thread of its own.
 
-    The store's copy runs on that thread alone: it uses no torch operation, hence none of the model's threads.
+    The store's copy runs on that thread alone: it uses no torch operation, hence none of the model's threads. Only
+    without a compiler do moves to a host pool of 8 bits use some.
     """
 
     def __init__(self, store: KVStore) -> None:

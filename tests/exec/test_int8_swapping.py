@@ -19,6 +19,7 @@ from skipjoin.core.request import Request
 from skipjoin.core.step import Direction
 from skipjoin.exec.local import LocalExecutor
 from skipjoin.exec.rank_spec import rank_spec_of
+from skipjoin.exec.ranks.sharded import ShardedExecutor
 from skipjoin.exec.sampling import Sampling
 from skipjoin.model.causal_lm import CausalLM
 from skipjoin.model.loader import load_model, random_model
@@ -118,22 +119,27 @@ def test_only_requests_that_were_swapped_differ_and_hardly(case: str) -> None:
     assert same >= 6
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2), (2, 2)])
-def test_every_rank_quantises_its_own_share(tp: int, pp: int) -> None:
-    """As one rank does that has all of it, whose plans are the same."""
-    pool = dict(device_blocks=20, host_blocks=60)
+POOLS = dict(device_blocks=20, host_blocks=60)
+
+
+def check_ranks(executor: ShardedExecutor, stages: int) -> None:
+    """That ranks, each of which rounds its own share, do what one rank does that has all of it and gets the same
+    plans. Their pools are `POOLS` with swap_dtype int8, of the tiny llama."""
     model = random_model(CONFIGS["llama"] | {"num_hidden_layers": LAYERS}, seed=3)
     found = []
-    for executor in (
-        LocalExecutor(model, make_store(model, **pool, swap_dtype="int8")),
-        thread_executor(tp, pp, "llama", **pool, swap_dtype="int8"),
-    ):
-        core = make_core(SwapAll(), **pool, seats=2, depth=pp)
-        found.append(scores(run(core, executor, requests(model.config.vocab_size, 5))))
+    for each in (LocalExecutor(model, make_store(model, **POOLS, swap_dtype="int8")), executor):
+        core = make_core(SwapAll(), **POOLS, seats=2, depth=stages)
+        found.append(scores(run(core, each, requests(model.config.vocab_size, 5))))
     (one, back), (many, back_there) = found
-    assert back
+    assert len(back) >= 3
     assert back == back_there
+    # Sums are in another order there, so a code may be another.
     assert all(max(errors(many[number], one[number])) < MOST_ERROR for number in one)
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2), (2, 2)])
+def test_every_rank_quantises_its_own_share(tp: int, pp: int) -> None:
+    check_ranks(thread_executor(tp, pp, "llama", **POOLS, swap_dtype="int8"), pp)
 
 
 @pytest.mark.parametrize("block_size", [16, 32])

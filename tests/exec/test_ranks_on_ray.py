@@ -203,12 +203,14 @@ def test_a_rank_that_is_out_of_step_stops_the_engine_for_good(monkeypatch: pytes
 
 
 def test_a_profile_of_ranks_is_theirs() -> None:
-    engine = assemble(config(1, 2, profile="off"))
+    engine = assemble(config(1, 2, swap_dtype="int8"))
     try:
         assert [part.stage for part in engine.executor.rank_specs] == [0, 1]
-        whole = assemble(config(1, 1))
+        whole = assemble(config(1, 1, swap_dtype="int8"))
         assert sum(part.block_bytes for part in engine.executor.rank_specs) == whole.info.block_bytes
-        assert (engine.info.device_blocks, engine.info.host_blocks) == (80, 60) == whole.executor.pools[:2]
+        assert sum(part.host_block_bytes for part in engine.executor.rank_specs) == whole.info.host_block_bytes
+        # Of float32, with 16 tokens a block: 20 bytes in place of 64.
+        assert (engine.info.device_blocks, engine.info.host_blocks) == (80, 192) == whole.executor.pools[:2]
         engine.executor.touch(4)
         transfers = engine.executor.transfers(0.05)
         assert all(transfer.block > 0 for transfer in transfers.values())

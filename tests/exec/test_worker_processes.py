@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from engines import CONFIGS, Restless, SwapAll, engine, make_core, mixed_requests, run
 from rank_links import GROUP_S, LAYERS, Processes, processes
+from test_int8_swapping import POOLS, check_ranks
 from test_invisible_preemption import happened
 from torch import distributed
 
@@ -62,6 +63,10 @@ def test_tokens_are_those_of_one_process(ranks: Processes, family: str) -> None:
     found = happened(events)
     assert found[Preemption.SWAP] >= 3
     assert all(found[what] >= 3 for what in EXPECTED[case]), found
+
+
+def test_every_process_quantises_its_own_share(ranks: Processes) -> None:
+    check_ranks(ranks.executor("llama", **POOLS, swap_dtype="int8"), ranks.pp)
 
 
 def test_the_group_carries_every_type(ranks: Processes) -> None:

@@ -100,6 +100,7 @@ async def test_the_same_number_under_both_names(make_api: MakeApi) -> None:
         assert found[f"{ttft}_bucket", tuple(sorted([*labels, ("le", "+Inf")]))] == 3
         assert (found[f"{ttft}_count", labels], found[f"{ttft}_sum", labels]) == (3, 400.5)
     pool = {"block_size": "16", "num_cpu_blocks": "0", "num_gpu_blocks": str(BLOCKS), "recipe": "fcfs"}
+    pool |= {"swap_dtype": "auto"}
     assert found["skipjoin:cache_config_info", tuple(pool.items())] == 1
     assert found["vllm:cache_config_info", tuple(sorted([*pool.items(), ("model_name", "org/x")]))] == 1
 

@@ -15,7 +15,7 @@ from skipjoin.config import EngineConfig, ForecastConfig
 from skipjoin.core.events import Event, Finished, Token
 from skipjoin.core.request import NO_TARGET, FinishReason, RequestOptions, Target
 from skipjoin.engine.build import Engine, assemble
-from skipjoin.engine.forecasting import Predicted, check_encoder, is_exact, open_keeper
+from skipjoin.engine.forecasting import Predicted, check_folders, is_exact, open_keeper
 from skipjoin.engine.load import model_folder
 from skipjoin.engine.loop import EngineLoop
 from skipjoin.engine.text import Choice, Output, TextRules
@@ -76,7 +76,7 @@ class LLM:
         given = {name: settings.pop(name) for name in settings_of(ForecastConfig) if name in settings}
         forecasts = ForecastConfig(**given)
         config = EngineConfig(model=model, **settings)
-        check_encoder(forecasts)
+        check_folders(forecasts)
         # The tokenizer first: it fails fast.
         self.tokenizer: Tokenizer = load_tokenizer(model_folder(model, config.load_format))
         with self._progress() as bars:

@@ -11,11 +11,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from skipjoin.config import EngineConfig, ServerConfig
+from skipjoin.config import EngineConfig, ForecastConfig, ServerConfig
+from skipjoin.knobs import settings_of
 from skipjoin.server.engines.engine_program import ENGINE_COMMAND
 from skipjoin.server.engines.replicas import ReplicaSet
 from skipjoin.server.launch import MakeEngines, one_engine, run_server
 
+NO_FORECASTS = ForecastConfig()
 _READ = {
     "port": int,
     "max_queued_requests": int,
@@ -24,6 +26,9 @@ _READ = {
     "metrics_compat": str,
     "timeline": str,
     "replicas": int,
+    "forecaster": str,
+    "forecast_dir": str,
+    "forecast_encoder": str,
     "enable_debug_routes": lambda value: value == "True",
     "api_keys": lambda value: (value,),
 }
@@ -46,12 +51,15 @@ def main() -> int:
     simulated = str(Path(__file__).parent / "simulated_engine.py")
     command = (sys.executable, simulated, folder, *rest[:3])
     engine = EngineConfig(timeline=settings.pop("timeline", None))
-    return _run(engine, ServerConfig(**settings), command)
+    forecasts = ForecastConfig(**{name: settings.pop(name) for name in settings_of(ForecastConfig) if name in settings})
+    return _run(engine, ServerConfig(**settings), command, forecasts)
 
 
-def _run(engine: EngineConfig, config: ServerConfig, command: Sequence[str]) -> int:
+def _run(
+    engine: EngineConfig, config: ServerConfig, command: Sequence[str], forecasts: ForecastConfig = NO_FORECASTS
+) -> int:
     make_engines: MakeEngines = ReplicaSet if config.replicas > 1 else one_engine
-    return run_server(engine, config, engine_command=command, make_engines=make_engines)
+    return run_server(engine, config, forecasts, engine_command=command, make_engines=make_engines)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -21,6 +22,8 @@ _SAVE_SHARE = 0.02
 
 # Encoders with a name; others are folders.
 _ENCODERS = ("hashed", "embeddings")
+# The `forecast_dir` of what is not kept.
+_NOWHERE = "none"
 
 
 class Predicted(Protocol):
@@ -113,13 +116,22 @@ class ForecastKeeper:
         self._due = max(end + SAVE_EVERY_S, self._earliest) if self._is_failing else math.inf
 
 
-def check_encoder(config: ForecastConfig) -> None:
-    """Raise `ConfigError` for an encoder that is not there, before anything slow begins."""
-    encoder = config.forecast_encoder
-    if config.forecaster != "none" and encoder not in _ENCODERS and not Path(encoder).is_dir():
+def check_folders(config: ForecastConfig) -> None:
+    """Raise `ConfigError` for an encoder that is not there and a folder that cannot be written, before anything slow
+    begins."""
+    encoder, kept_in = config.forecast_encoder, config.forecast_dir
+    if config.forecaster == "none":
+        return
+    if encoder not in _ENCODERS and not Path(encoder).is_dir():
         raise ConfigError(
             f"forecast_encoder must be one of {', '.join(_ENCODERS)} or the folder of an encoder, got {encoder!r}"
         )
+    if kept_in not in (None, _NOWHERE):
+        try:
+            Path(kept_in).mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=kept_in).close()
+        except OSError as error:
+            raise ConfigError(f"forecast_dir {kept_in} cannot be written: {error.strerror}") from error
 
 
 def open_keeper(config: ForecastConfig, recipe: Recipe, model: str, folder: str) -> ForecastKeeper | None:
@@ -134,7 +146,7 @@ def open_keeper(config: ForecastConfig, recipe: Recipe, model: str, folder: str)
     from skipjoin.forecast import default_folder, make_forecaster  # noqa: PLC0415
 
     forecaster = make_forecaster(config, model)
-    if config.forecast_dir == "none":
+    if config.forecast_dir == _NOWHERE:
         return ForecastKeeper(forecaster)
     kept_in = default_folder() if config.forecast_dir is None else Path(config.forecast_dir)
     forecaster.load(kept_in)

@@ -29,7 +29,7 @@ from typing import Any, Protocol
 import uvloop
 
 from skipjoin.config import ConfigError, EngineConfig, ForecastConfig, ServerConfig
-from skipjoin.engine.forecasting import check_encoder, open_keeper
+from skipjoin.engine.forecasting import check_folders, open_keeper
 from skipjoin.model.config import ModelError
 from skipjoin.model.tokenizer import Tokenizer, load_tokenizer
 from skipjoin.recipes import find
@@ -94,7 +94,7 @@ def run_server(
         _say(f"error: chat_template {template} is not a file")
         return EXIT_SETTING
     try:
-        check_encoder(forecast_config)
+        check_folders(forecast_config)
     except ConfigError as error:
         _say(f"error: {error}")
         return EXIT_SETTING

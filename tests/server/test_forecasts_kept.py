@@ -1,0 +1,95 @@
+"""A server learns from its own traffic how long outputs get, and what it learnt outlives it, however it ends."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from server_worlds import HERE, ServerProcess, StartServer
+from tiny_model import EOS
+
+# The engine repeats the prompt and stops where that does.
+KINDS = ([65, 66, 67, EOS], [*range(97, 123)] * 5 + [EOS])
+BLOCK = 12
+
+
+def learn(server: ServerProcess, requests: int = BLOCK) -> float:
+    """Send requests of both kinds; the mean error of their forecasts in octaves, once all are learnt."""
+
+    def figures() -> tuple[float, float]:
+        text = httpx.get(f"{server.url}/metrics").text
+        found = {
+            sample.name: sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if "le" not in sample.labels
+        }
+        name = "skipjoin:forecast_error_octaves"
+        return found[f"{name}_count"], found[f"{name}_sum"]
+
+    def ask(number: int) -> None:
+        body = {"prompt": KINDS[number % 2], "max_tokens": 300}
+        httpx.post(f"{server.url}/v1/completions", json=body, timeout=30).raise_for_status()
+
+    known, before = figures()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(ask, range(requests)))
+    end = time.monotonic() + 10
+    while (now := figures())[0] < known + requests:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    return (now[1] - before) / requests
+
+
+def test_what_is_learnt_is_kept_through_every_end(start_server: StartServer, tmp_path: Path) -> None:
+    def start() -> ServerProcess:
+        return start_server(forecaster="learnt", forecast_dir=tmp_path)
+
+    server = start()
+    first = learn(server)
+    learn(server, 6 * BLOCK)
+    last = learn(server)
+    assert last < first / 2
+    server.stop()
+
+    server = start()
+    assert learn(server) < first / 2
+    server.engine.send_signal(signal.SIGKILL)  # of which the server ends
+    server.stop()
+
+    server = start()
+    assert learn(server) < first / 2
+    server.stop()
+    assert not any("forecast" in line for line in server.errors)
+
+    (state,) = tmp_path.iterdir()
+    (arrays,) = state.glob("*.safetensors")
+    arrays.write_bytes(arrays.read_bytes()[:-1])
+    server = start()
+    assert learn(server) > first * 0.9
+    server.stop()
+    assert sum("begin anew" in line for line in server.errors) == 1
+    assert len(list(tmp_path.glob("*.bad-*"))) == 1
+    assert state.is_dir()  # learnt since
+
+
+@pytest.mark.parametrize(
+    ("setting", "told"),
+    [
+        ("forecast_encoder=/no/such/folder", "forecast_encoder must be one of hashed, embeddings or the folder"),
+        ("forecast_dir=/dev/null/x", "forecast_dir /dev/null/x cannot be written: Not a directory"),
+    ],
+)
+def test_folders_that_cannot_be_used_are_known_at_once(tokenizer_folder: Path, setting: str, told: str) -> None:
+    command = [sys.executable, str(HERE / "serve.py"), "simulated", str(tokenizer_folder), "0", "9", "9"]
+    run = subprocess.run([*command, setting], capture_output=True, text=True, timeout=60, check=False)
+    assert run.returncode == 2
+    assert told in run.stderr
+    assert "pretending to load" not in run.stderr

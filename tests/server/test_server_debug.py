@@ -7,12 +7,25 @@ import time
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from server_worlds import MakeApi, StartServer
+from simulated_engine import SimulatedLoop
 
+from skipjoin.config import EngineConfig
+from skipjoin.core.forecast import Forecast
+from skipjoin.sampling import SamplingParams
 from skipjoin.server.api import debug
-from skipjoin.server.engines.engine_server import describe
-from skipjoin.server.engines.messages import RequestState, RequestStates
+from skipjoin.server.engines.engine_server import EngineServer, describe
+from skipjoin.server.engines.messages import (
+    Abort,
+    Add,
+    Reforecast,
+    RequestState,
+    RequestStates,
+    Setup,
+    ToEngine,
+)
 from support.load import make
 from support.policies import OnCall
 from support.watch import Stepper, World
@@ -102,9 +115,27 @@ async def test_replicas_that_do_not_answer_are_named(make_api: MakeApi, monkeypa
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+def test_forecasts_come_with_requests_and_after_them() -> None:
+    """Over the wire; for a request that has ended they come to nothing."""
+    loop = SimulatedLoop(Setup(EngineConfig(), "", 0), 0.0, 10, 100)
+    server = EngineServer(None, 0)  # type: ignore[arg-type]
+
+    def expected(message: ToEngine) -> list[tuple[float | None, str | None]]:
+        server._handle(loop, msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=ToEngine))
+        return [(one.predicted_tokens, one.forecast_source) for one in describe(loop.core, 0.0)]
+
+    params, mass = SamplingParams(max_tokens=4), (0.5, 0.5)
+    assert expected(Add(1, [5], params)) == [(None, None)]
+    assert expected(Add(2, [5], params, forecast=Forecast(1.5, "prior", mass))) == [(None, None), (1.5, "prior")]
+    assert expected(Reforecast(1, Forecast(3.0, "learnt"))) == [(3.0, "learnt"), (1.5, "prior")]
+    assert loop.core.requests[2].forecast == Forecast(1.5, "prior", mass)
+    assert expected(Abort([1])) == expected(Reforecast(1, Forecast(2.0, "learnt"))) == [(1.5, "prior")]
+
+
 def test_a_running_server_tells_of_each_request(start_server: StartServer) -> None:
     """Twenty requests on a device that holds a few of them."""
-    server = start_server(step_s=0.01, blocks=30, enable_debug_routes=True)
+    learning = {"forecaster": "learnt", "forecast_dir": "none"}
+    server = start_server(step_s=0.01, blocks=30, enable_debug_routes=True, **learning)
     with httpx.Client(base_url=server.url) as client:
         body = {"prompt": "abc" * 20, "max_tokens": 100, "n": 10, "stream": True}
         with client.stream("POST", "/v1/completions", json=body), client.stream("POST", "/v1/completions", json=body):
@@ -112,7 +143,8 @@ def test_a_running_server_tells_of_each_request(start_server: StartServer) -> No
             while True:
                 rows = httpx.get(f"{server.url}/debug/requests").json()["requests"]
                 states = {row["state"] for row in rows}
-                if len(rows) == 20 and {"running", "waiting"} <= states:
+                sources = {row["forecast_source"] for row in rows}
+                if len(rows) == 20 and {"running", "waiting"} <= states and sources == {"learnt"}:
                     break
                 assert time.monotonic() < end, rows
         assert [row["place"] for row in rows] == list(range(20))
@@ -120,6 +152,7 @@ def test_a_running_server_tells_of_each_request(start_server: StartServer) -> No
         assert sum(row["device_blocks"] for row in rows) <= 30
         for row in rows:
             assert row["prompt_tokens"] == 60
+            assert 1 <= row["predicted_tokens"] <= 100
             assert row["computed_tokens"] <= row["prompt_tokens"] + row["output_tokens"]
             assert row["device_blocks"] == -(-row["computed_tokens"] // 16) or row["state"] == "running"
     server.wait_idle()

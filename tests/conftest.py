@@ -60,3 +60,9 @@ def profile_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
         folder = folder.parent
     os.environ[CACHE_VARIABLE] = str(folder / "profiles")
     return folder / "profiles"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forecast_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What servers and engines of the tests learn of output lengths is not kept where the user's is."""
+    os.environ["SKIPJOIN_FORECAST_DIR"] = str(tmp_path_factory.mktemp("forecasts"))

@@ -18,6 +18,7 @@ from skipjoin.config import ConfigError, EngineConfig
 from skipjoin.core.events import Preempted, Preemption
 from skipjoin.core.step import StepResult
 from skipjoin.engine.build import EngineInfo, assemble
+from skipjoin.engine.forecasting import Predicted
 from skipjoin.engine.load import model_folder
 from skipjoin.engine.sizing import host_blocks
 from skipjoin.exec import rank_spec
@@ -84,6 +85,34 @@ def test_a_stop_string_ends_the_text_and_nothing_is_left_running(llm: LLM) -> No
     # The step in which the stop string was found has committed by the time of the next request.
     llm.chat(user("hello"), GREEDY)
     assert llm.engine.core.kv.device_free == llm.engine.core.kv.device_total
+
+
+def test_lengths_are_learnt_from_every_end_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stop token and a stop string are ends; the most tokens is none, nor is another prompt that is refused."""
+    settings: dict[str, Any] = {"recipe": "alise", "forecast_dir": str(tmp_path), "kv_cache_gib": 0.05}
+    settings |= {"progress": False, "threads": 1, "profile": "off"}
+    count = user("Count from 3 to 12")
+    lessons: list[tuple[int, bool]] = []
+    with LLM(**settings) as llm:
+        assert llm._forecasts is not None
+        learn = llm._forecasts.learn
+
+        def noted(predicted: Predicted, tokens: int, *, exact: bool) -> None:
+            assert 1 <= predicted.forecast.tokens <= predicted.most
+            lessons.append((tokens, exact))
+            learn(predicted, tokens, exact=exact)
+
+        monkeypatch.setattr(llm._forecasts, "learn", noted)
+        ends = (GREEDY, replace(GREEDY, stop=("6",)), replace(GREEDY, max_tokens=7), replace(GREEDY, ignore_eos=True))
+        answers = [llm.chat(count, params)[0] for params in ends]
+        with pytest.raises(ParameterError):
+            llm.generate([[5], []], GREEDY)
+    assert lessons == [
+        (len(answer.token_ids), exact) for answer, exact in zip(answers, (True, True, False, False), strict=True)
+    ]
+    with LLM(**settings) as llm:
+        assert llm._forecasts is not None
+        assert len(llm._forecasts.forecaster) == 4
 
 
 def test_seeds_repeat_and_differ(llm: LLM) -> None:

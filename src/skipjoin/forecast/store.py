@@ -30,6 +30,8 @@ from skipjoin.forecast.mass import Array
 # Incremented when older states can no longer be read.
 FORMAT = 1
 STATE = "state.json"
+# Environment variable with the folder of all states.
+FOLDER_VARIABLE = "SKIPJOIN_FORECAST_DIR"
 # Damaged states that are kept beside the folder, to look at.
 _KEPT_BAD = 3
 # Largest file of arrays that is read: a million entries take less.
@@ -61,7 +63,9 @@ class Identity:
 
 
 def default_folder() -> Path:
-    """Where states are kept unless told otherwise: in the user's cache."""
+    """Where states are kept unless told otherwise: in $SKIPJOIN_FORECAST_DIR, or else in the user's cache folder."""
+    if folder := os.environ.get(FOLDER_VARIABLE):
+        return Path(folder)
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "skipjoin" / "forecasts"
 

@@ -16,6 +16,7 @@ from skipjoin.core.forecast import LENGTH_EDGES, Forecast, length_bin
 from skipjoin.core.policy import Ordering
 from skipjoin.core.request import Request
 from skipjoin.core.step import Slice
+from skipjoin.policies.execution import ExecutionTime
 from skipjoin.policies.mlfq import SkipJoinMlfq
 from skipjoin.policies.ordering import Fcfs, FixedKey, Prioritized
 from skipjoin.policies.predictors import forecast_tokens, most_tokens
@@ -31,11 +32,13 @@ def mlfq() -> Ordering:
 
 
 def srpt() -> Ordering:
-    return Valued(RemainingTime(COST, most_tokens))
+    return Valued(RemainingTime(ExecutionTime(COST), most_tokens))
 
 
 def alise(*, since_arrival: bool = True) -> Ordering:
-    return ShortestWithWaits(RemainingTime(COST, forecast_tokens, aging=0.1, since_arrival=since_arrival))
+    return ShortestWithWaits(
+        RemainingTime(ExecutionTime(COST), forecast_tokens, aging=0.1, since_arrival=since_arrival)
+    )
 
 
 class Overdue:

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from skipjoin.core.forecast import Forecast
 from skipjoin.core.request import Request
 from skipjoin.core.step import Slice, StepShape
-from skipjoin.policies.cost import LinearCost
+from skipjoin.policies.cost import LearningCost, LinearCost
+from skipjoin.policies.execution import ExecutionTime
 from skipjoin.policies.predictors import NO_FORECAST_TOKENS, forecast_tokens
 from skipjoin.policies.remaining import RemainingTime
 from skipjoin.policies.valued import Valued
@@ -33,9 +34,9 @@ def test_what_outgrows_its_forecast_is_expected_to_get_twice_as_long(tokens: flo
     request = expecting(tokens)
     known = request.computed = 10 + generated
     doubled = tokens * 2 ** max(0, math.ceil(math.log2(max(generated, 1) / tokens)))
-    decode = COST.step(StepShape(decodes=1, context=(known >> 6 << 6) + 1))
+    decode = COST.step(StepShape(decodes=1, context=known))
     expected = max(1, doubled - generated) * decode
-    assert RemainingTime(COST, forecast_tokens).seconds(request, known) == pytest.approx(expected)
+    assert RemainingTime(ExecutionTime(COST), forecast_tokens).seconds(request, known) == pytest.approx(expected)
 
 
 def test_without_a_forecast_a_constant_stands_in_and_none_is_beyond_max_tokens() -> None:
@@ -45,13 +46,26 @@ def test_without_a_forecast_a_constant_stands_in_and_none_is_beyond_max_tokens()
 
 
 def test_a_token_costs_more_after_a_long_prompt_and_a_prompt_until_it_is_computed() -> None:
-    value = RemainingTime(COST, forecast_tokens)
+    value = RemainingTime(ExecutionTime(COST), forecast_tokens)
     short, long = expecting(100, prompt=10), expecting(100, prompt=5000)
     assert value.seconds(long, long.known) > 4 * value.seconds(short, short.known)
     computed = value.seconds(short, short.known)
     short.computed = 0
-    prefill = COST.step(StepShape(prefill=10, attention=55))
-    assert value.seconds(short, short.known) == pytest.approx(computed + prefill)
+    assert value.seconds(short, short.known) == pytest.approx(computed + 10 * ExecutionTime(COST).t0)
+
+
+def test_execution_time_fits_what_is_linear_and_follows_a_cost_model_that_learns() -> None:
+    time = ExecutionTime(COST)
+    assert (time.alpha, time.beta) == pytest.approx((COST.context_token, COST.floor + COST.decode))
+    assert COST.prefill_token < time.t0 < 1.1 * COST.prefill_token
+    assert time.quality == pytest.approx((1, 1), abs=1e-3)
+    learning = LearningCost(COST)
+    time = ExecutionTime(learning)
+    before, revision = time.decode(100), time.revision
+    for _ in range(50):
+        learning.learn(StepShape(decodes=1, context=100), 2 * COST.step(StepShape(decodes=1, context=100)))
+    assert time.revision > revision
+    assert time.decode(100) > 1.5 * before
 
 
 @given(tokens=st.integers(1, 5000), aging=st.floats(0.01, 10), early=st.floats(0.001, 100))
@@ -59,7 +73,7 @@ def test_what_arrives_later_than_remaining_time_by_aging_never_overtakes(
     tokens: int, aging: float, early: float
 ) -> None:
     """Until it has more to do than was expected of it."""
-    value = RemainingTime(COST, forecast_tokens, aging=aging)
+    value = RemainingTime(ExecutionTime(COST), forecast_tokens, aging=aging)
     ordering = Valued(value)
     old = expecting(tokens)
     bound = value.seconds(old, old.known) / aging
@@ -73,7 +87,7 @@ def test_what_arrives_later_than_remaining_time_by_aging_never_overtakes(
 
 
 def test_age_since_the_last_run_ends_with_a_run() -> None:
-    ordering = Valued(RemainingTime(COST, forecast_tokens, aging=0.1, since_arrival=False))
+    ordering = Valued(RemainingTime(ExecutionTime(COST), forecast_tokens, aging=0.1, since_arrival=False))
     old, newcomer = expecting(100), expecting(50, 1, arrival=50.0)
     ordering.arrived(old, 0.0)
     ordering.arrived(newcomer, 50.0)
@@ -85,7 +99,7 @@ def test_age_since_the_last_run_ends_with_a_run() -> None:
 @pytest.mark.parametrize("aging", [-0.1, math.inf, math.nan])
 def test_aging_out_of_bounds_is_refused(aging: float) -> None:
     with pytest.raises(ValueError, match="aging must be finite and at least 0"):
-        RemainingTime(COST, forecast_tokens, aging=aging)
+        RemainingTime(ExecutionTime(COST), forecast_tokens, aging=aging)
 
 
 # -- wait times ---------------------------------------------------------------------------------------------------
@@ -114,7 +128,7 @@ def test_a_backlog_sums_what_lies_before_a_key_within_a_bucket(work: list[tuple[
 def test_a_turn_comes_when_the_work_before_it_is_done_or_age_comes_first(aging: float, turns: list[float]) -> None:
     """One request runs at a time; the work is 11, 22 and 33 s, of which age makes up for 3 per second at most."""
     cost = LinearCost(floor=0.01, prefill_token=1e-3, decode=1e-3)
-    ordering = ShortestWithWaits(RemainingTime(cost, forecast_tokens, aging=aging), hysteresis_s=0.1)
+    ordering = ShortestWithWaits(RemainingTime(ExecutionTime(cost), forecast_tokens, aging=aging), hysteresis_s=0.1)
     first, second, last = (expecting(tokens, number) for number, tokens in enumerate((1000, 2000, 3000)))
     for request in (first, second, last):
         ordering.arrived(request, 0.0)

@@ -17,6 +17,7 @@ from skipjoin.core.policy import Ordering, Policies
 from skipjoin.policies.admission import OnDemand
 from skipjoin.policies.batching import Greedy
 from skipjoin.policies.eviction import Recompute
+from skipjoin.policies.execution import ExecutionTime
 from skipjoin.policies.mlfq import SkipJoinMlfq
 from skipjoin.policies.ordering import Fcfs
 from skipjoin.policies.predictors import most_tokens
@@ -41,7 +42,7 @@ EXAMPLES: dict[str, tuple[Ordering, list[tuple[int, int]], Fraction]] = {
         Fraction(10, 3),
     ),
     "srpt": (
-        Valued(RemainingTime(COST, most_tokens)),
+        Valued(RemainingTime(ExecutionTime(COST), most_tokens)),
         [(0, 2), (1, 2), (2, 1), (4, 1), (5, 0), (10, 0)],
         Fraction(3),
     ),

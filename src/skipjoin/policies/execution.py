@@ -23,30 +23,25 @@ class ExecutionTime:
 
     def __init__(self, cost: CostModel) -> None:
         self._cost = cost
-        self._fitted = -1
         self._fit()
 
     @property
     def revision(self) -> int:
-        """Changes when the answers do."""
-        return self._cost.revision
+        """Changes when answers given before no longer hold."""
+        if self._cost.revision != self._revision:
+            self._fit()
+        return self._revision
 
     def prefill(self, tokens: int) -> float:
-        """Seconds of a prefill."""
-        self._follow()
+        """Seconds of a prefill, as of the revision that was asked for last."""
         return self.t0 * tokens
 
     def decode(self, context: int) -> float:
-        """Seconds of a decode, of a request with so many tokens."""
-        self._follow()
+        """Seconds of a decode of a request with so many tokens, as of the revision that was asked for last."""
         return self.alpha * context + self.beta
 
-    def _follow(self) -> None:
-        if self._cost.revision != self._fitted:
-            self._fit()
-
     def _fit(self) -> None:
-        self._fitted = self._cost.revision
+        self._revision = self._cost.revision
         step = self._cost.step
         prefills = [step(StepShape(prefill=n, attention=n * (n + 1) // 2)) for n in _SAMPLES]
         decodes = [step(StepShape(decodes=1, context=n)) for n in _SAMPLES]

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from skipjoin.core.policy import CostModel
 from skipjoin.core.request import Request
-from skipjoin.core.step import StepShape
+from skipjoin.policies.execution import ExecutionTime
 
 
 class RemainingTime:
@@ -21,7 +20,7 @@ class RemainingTime:
     With age a request gains `aging` seconds of priority per second. As all gain alike, the key is the remaining time
     plus `aging` times the moment from which the age counts, and rests while the request waits.
 
-    cost: prices the work, a token at the request's context. lengths: expected output tokens of a request in all. aging:
+    time: prices the work. lengths: expected output tokens of a request in all. aging:
     0: none. since_arrival: whether the age counts from the arrival: nothing that arrives `seconds / aging` later
     overtakes the request any more. Otherwise it counts from when the request last ran, which bounds how long it goes
     without a token and not when it ends.
@@ -29,7 +28,7 @@ class RemainingTime:
 
     def __init__(
         self,
-        cost: CostModel,
+        time: ExecutionTime,
         lengths: Callable[[Request], float],
         *,
         aging: float = 0.0,
@@ -39,17 +38,12 @@ class RemainingTime:
             raise ValueError(f"aging must be finite and at least 0, got {aging}")
         self.aging = aging
         self._since_arrival = since_arrival
-        self._cost = cost
+        self._time = time
         self._lengths = lengths
-        self._revision = cost.revision
-        self._decode_seconds: dict[int, float] = {}
 
     @property
     def revision(self) -> int:
-        if self._cost.revision != self._revision:
-            self._revision = self._cost.revision
-            self._decode_seconds.clear()
-        return self._revision
+        return self._time.revision
 
     def key(self, request: Request, known: int, served: float, now: float) -> tuple[float]:
         since = request.arrival if self._since_arrival else served
@@ -67,17 +61,9 @@ class RemainingTime:
         length = self._lengths(request)
         while length < generated:
             length *= 2
-        # Looked up by context in steps of 64 tokens: it changes slowly.
-        bucket = known >> 6
-        decode_seconds = self._decode_seconds.get(bucket) or self._fill_decode_seconds(bucket)
-        seconds = (length - generated if length > generated else 1) * decode_seconds
+        seconds = (length - generated if length > generated else 1) * self._time.decode(known)
         # Just sampled, a token waits for its own step, which is counted above; more than that is prefill.
         uncached = known - request.computed
         if uncached > 1:
-            seconds += self._cost.step(StepShape(prefill=uncached, attention=uncached * (uncached + 1) // 2))
-        return seconds
-
-    def _fill_decode_seconds(self, bucket: int) -> float:
-        seconds = self._cost.step(StepShape(decodes=1, context=(bucket << 6) + 1))
-        self._decode_seconds[bucket] = seconds
+            seconds += self._time.prefill(uncached)
         return seconds

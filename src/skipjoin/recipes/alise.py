@@ -10,6 +10,7 @@ from skipjoin.core.policy import EvictionPolicy, Policies
 from skipjoin.core.request import Request
 from skipjoin.knobs import Knob
 from skipjoin.policies.eviction import Defer, ProactiveSwap, Recompute, Swap
+from skipjoin.policies.execution import ExecutionTime
 from skipjoin.policies.predictors import forecast_tokens
 from skipjoin.policies.remaining import RemainingTime
 from skipjoin.policies.wait_times import ShortestWithWaits
@@ -49,7 +50,7 @@ def _alise(
     lengths: Callable[[Request], float] = forecast_tokens,
 ) -> Policies:
     def ordering() -> ShortestWithWaits:
-        value = RemainingTime(s.cost, lengths, aging=p.aging, since_arrival=p.aging_since == "arrival")
+        value = RemainingTime(ExecutionTime(s.cost), lengths, aging=p.aging, since_arrival=p.aging_since == "arrival")
         return ShortestWithWaits(value)
 
     return preemptive(s, ordering, eviction)

@@ -10,6 +10,7 @@ from skipjoin.knobs import Knob
 from skipjoin.policies.admission import OnDemand, WholeMaximum
 from skipjoin.policies.batching import RunToCompletion
 from skipjoin.policies.eviction import Recompute
+from skipjoin.policies.execution import ExecutionTime
 from skipjoin.policies.ordering import Fcfs, FixedKey, Prioritized
 from skipjoin.policies.remaining import RemainingTime
 from skipjoin.policies.stages import EvenStages
@@ -78,4 +79,4 @@ class OracleParams(Params):
 def srpt(s: Settings, p: OracleParams) -> Policies:
     """Shortest remaining time first, with true output lengths: the oracle of experiments."""
     lengths = true_lengths("srpt", s, p.oracle)
-    return preemptive(s, lambda: Valued(RemainingTime(s.cost, lengths)))
+    return preemptive(s, lambda: Valued(RemainingTime(ExecutionTime(s.cost), lengths)))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from skipjoin.core import forecast
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.events import Event, Preempted, Preemption
 from skipjoin.core.kv import KVLedger
@@ -17,7 +18,7 @@ from skipjoin.core.request import Request
 from skipjoin.core.scheduler import Scheduler
 from skipjoin.exec.simulated import SimulatedExecutor
 from skipjoin.knobs import ConfigError
-from skipjoin.policies import eviction, ordering
+from skipjoin.policies import eviction, ordering, valued
 from skipjoin.policies.cost import LinearCost
 from skipjoin.recipes import Settings, fastserve, parts, registry
 from skipjoin.sim.driver import Replica, simulate
@@ -57,17 +58,19 @@ def test_the_examples_of_the_policy_page_make_a_recipe() -> None:
     code = "\n".join(re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE))
     built: dict[str, Callable[..., Policies]] = {}
     names: dict[str, Any] = {}
-    for module in (ordering, eviction, registry, parts, fastserve):
+    for module in (forecast, valued, ordering, eviction, registry, parts, fastserve):
         names |= vars(module)
     names["recipe"] = lambda make: built.setdefault(make.__name__, make)
     exec(compile("from __future__ import annotations\n" + code, "add-a-policy.md", "exec"), names)
     make_params, cost = names["LeastServedParams"], LinearCost(floor=0.01, prefill_token=1e-4)
     policies = built["least_served"](Settings(cost, max_seqs=2), make_params(quantum_tokens=8, swap_tokens=30))
     happened: list[Event] = []
-    requests = [Request(number, 0.01 * number, range(length), 20) for number, length in enumerate((30, 8, 12, 10))]
-    replica = Replica(EngineCore(Scheduler(policies, KVLedger(8, 8, 8))), SimulatedExecutor(cost))
-    simulate(replica, requests, on_events=happened.extend)
-    assert all(len(request.output) == 20 for request in requests)
+    for one in (built["late_first"](Settings(cost, max_seqs=2)), policies):
+        happened.clear()
+        requests = [Request(number, 0.01 * number, range(length), 20) for number, length in enumerate((30, 8, 12, 10))]
+        replica = Replica(EngineCore(Scheduler(one, KVLedger(8, 8, 8))), SimulatedExecutor(cost))
+        simulate(replica, requests, on_events=happened.extend)
+        assert all(len(request.output) == 20 for request in requests)
     assert {event.how for event in happened if isinstance(event, Preempted)} == set(Preemption)
     with pytest.raises(ConfigError, match=r"quantum_tokens must be in \[1, 1048576\], got 0"):
         make_params(quantum_tokens=0)

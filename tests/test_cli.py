@@ -306,7 +306,7 @@ def test_memory_and_objectives_out_of_bounds_are_named(args: list[str], names: s
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--recipe", "lifo"], "recipe must be one of fastserve, fastserve-defer, "),
+        (["--recipe", "lifo"], "recipe must be one of alise, alise-defer, "),
         (["--recipe", "srpt"], "recipe srpt needs true output lengths: set oracle to max-tokens"),
         (["--recipe", "srpt", "--oracle", "tarot"], "oracle must be one of none, max-tokens, got 'tarot'"),
         (["--quantum-s", "-1"], "quantum_s must be in (0, 1e+06], got -1"),

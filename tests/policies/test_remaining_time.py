@@ -43,6 +43,7 @@ def test_without_a_forecast_a_constant_stands_in_and_none_is_beyond_max_tokens()
     assert forecast_tokens(make(0, max_tokens=100)) == NO_FORECAST_TOKENS
     assert forecast_tokens(make(0, max_tokens=5)) == 5
     assert forecast_tokens(make(0, max_tokens=5, forecast=Forecast(80, "test"))) == 5
+    assert forecast_tokens(make(0, max_tokens=5, forecast=Forecast(0, "test"))) == 1
 
 
 def test_a_token_costs_more_after_a_long_prompt_and_a_prompt_until_it_is_computed() -> None:

@@ -12,9 +12,10 @@ NO_FORECAST_TOKENS = 16
 
 
 def forecast_tokens(request: Request) -> float:
-    """The length that the request's forecast expects, `NO_FORECAST_TOKENS` without one; at most `max_tokens`."""
+    """The length that the request's forecast expects, `NO_FORECAST_TOKENS` without one; at least 1, and at most
+    `max_tokens`."""
     expected = NO_FORECAST_TOKENS if request.forecast is None else request.forecast.tokens
-    return min(expected, request.max_tokens)
+    return min(max(expected, 1), request.max_tokens)
 
 
 def most_tokens(request: Request) -> int:

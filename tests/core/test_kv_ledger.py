@@ -93,7 +93,8 @@ class LedgerMachine(RuleBasedStateMachine):
         table = self.kv.slots(request)
         move = self.kv.move_out(request, blocking=blocking)
         assert move.source == table[: self.kv.blocks_for(request.computed)]
-        assert len(move.target) == len(move.source)
+        assert len(move.target) == len(move.source) == self.kv.blocks_for(move.tokens)
+        assert move.tokens == request.computed
         # Beside a step, what the copy reads stays fenced until it lands.
         assert self.kv.device_free - free == (len(table) if blocking else len(table) - len(move.source))
         self.transit[request] = (move, blocking)
@@ -111,6 +112,7 @@ class LedgerMachine(RuleBasedStateMachine):
         assert self.kv.available >= 0, "the move took blocks that others were promised"
         assert self.kv.host_free == host_free, "the host blocks must stay fenced"
         assert self.kv.slots(request) == move.target
+        assert move.tokens == request.computed
         self.transit[request] = (move, True)
 
     @rule(request=requests)

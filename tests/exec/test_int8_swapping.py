@@ -7,16 +7,18 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 
 import pytest
+import torch
 from copiers import LateCopier
-from engines import CONFIGS, Restless, SwapAll, make_core, make_store, run, tiny_model
+from engines import BLOCK_SIZE, CONFIGS, Restless, SwapAll, make_core, make_store, run, tiny_model
 from rank_links import LAYERS, thread_executor
+from test_invisible_preemption import Fails
 
 from skipjoin.builtin import builtin_model_path
 from skipjoin.core.events import Event, Moved, Token
 from skipjoin.core.kv import KVLedger
 from skipjoin.core.policy import Ordering
 from skipjoin.core.request import Request
-from skipjoin.core.step import Direction
+from skipjoin.core.step import Direction, Move
 from skipjoin.exec.local import LocalExecutor
 from skipjoin.exec.rank_spec import rank_spec_of
 from skipjoin.exec.ranks.sharded import ShardedExecutor
@@ -61,10 +63,18 @@ class RestlessHalf(Restless):
 
 
 def served(
-    model: CausalLM, eviction: Callable[[], SwapAll], swap_dtype: str, *, late: int | None = None, **options: int
+    model: CausalLM,
+    eviction: Callable[[], SwapAll],
+    swap_dtype: str,
+    *,
+    late: int | None = None,
+    fails: Sequence[Direction] = (),
+    **options: int,
 ) -> tuple[Scores, set[int]]:
-    """What the requests got, and which of them came back from the host."""
-    store = make_store(model, options["device_blocks"], options.get("host_blocks", 0), swap_dtype=swap_dtype)
+    """What the requests got, and which of them came back from the host. fails: directions of which half the moves
+    do."""
+    pools = options["device_blocks"], options.get("host_blocks", 0)
+    store = make_store(model, *pools, fails=Fails(*fails), swap_dtype=swap_dtype)
     executor = LocalExecutor(model, store, copier=None if late is None else LateCopier(store, late))
     return scores(run(make_core(eviction(), **options), executor, requests(model.config.vocab_size)))
 
@@ -99,6 +109,9 @@ FORCED = {
         eviction=lambda: RestlessHalf(5), device_blocks=90, host_blocks=90, seats=3, chunk=9, late=4
     ),
     "before each step": dict(eviction=SwapAll, device_blocks=14, host_blocks=90, seats=2),
+    "before each step, copies fail": dict(
+        eviction=SwapAll, device_blocks=14, host_blocks=90, seats=2, fails=tuple(Direction)
+    ),
 }
 
 
@@ -108,7 +121,7 @@ def test_only_requests_that_were_swapped_differ_and_hardly(case: str) -> None:
     alone, _ = served(tally(), SwapAll, "auto", device_blocks=90, seats=8)
     found, back = served(tally(), swap_dtype="int8", **options)  # type: ignore[arg-type]
     assert len(back) >= 4
-    assert len(back) < 8 or case == "before each step"
+    assert len(back) < 8 or case.startswith("before")
     for number, theirs in alone.items():
         most = max(errors(found[number], theirs))
         # A batch of another size rounds differently.
@@ -146,3 +159,29 @@ def test_every_rank_quantises_its_own_share(tp: int, pp: int) -> None:
 def test_moved_blocks_take_less_than_two_thirds_of_bfloat16(block_size: int) -> None:
     spec = rank_spec_of(tiny_model("llama"), block_size, 1, "int8")
     assert 0.56 <= spec.host_block_bytes / (spec.block_bytes / 2) <= 0.63
+
+
+class Broken:
+    """Cannot be compiled."""
+
+    def quantize(self, *arguments: object) -> None:
+        raise RuntimeError("no such instruction")
+
+    dequantize = quantize
+
+
+def test_where_a_kernel_fails_torch_serves(caplog: pytest.LogCaptureFixture) -> None:
+    store = make_store(tiny_model("llama"), 8, 8, swap_dtype="int8")
+    assert store._quantized is not None
+    store._quantized._quantizer = Broken()  # type: ignore[assignment]
+    numbers = torch.randn(store.device.block_view()[:2].shape)
+    store.device.block_view()[:2] = numbers
+    owner = requests(97, 1)[0]
+    for direction in Direction:
+        store.copy(Move(direction, owner, (0, 1), (0, 1), 2 * BLOCK_SIZE))
+    assert [record.message for record in caplog.records] == [
+        "the kernels that quantise KV fail, so torch's operations do it, slower: no such instruction"
+    ]
+    torch.testing.assert_close(store.device.block_view()[:2], numbers, rtol=0, atol=0.02)
+    with pytest.raises(ValueError, match="9 tokens do not end in the last of 2 blocks"):
+        store.copy(Move(Direction.OUT, owner, (0, 1), (0, 1), 2 * BLOCK_SIZE + 1))

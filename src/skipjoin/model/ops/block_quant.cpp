@@ -11,9 +11,9 @@ namespace {
 
 enum class half : uint16_t {};
 
-constexpr int kVectors = 4;             // of a head's channels at a time: two lines of bfloat16
-constexpr int64_t kAhead = 2048;        // bytes that are fetched before they are needed: more than memory takes to answer
-constexpr float kInfinite = 0x1p126f;   // from here on a number counts as infinite, so that sums stay finite
+constexpr int kVectors = 4;              // of a head's channels at a time: two lines of bfloat16
+constexpr int64_t kAhead = 2048;         // bytes from what is read to what is fetched: memory answers in that time
+constexpr float kInfinite = 0x1p126f;    // from here on a number counts as infinite, so that sums stay finite
 constexpr float kLeastScale = 0x1p-126f; // the smallest whose reciprocal is finite
 
 inline __m512 load(const half *from, __mmask16 lanes) {

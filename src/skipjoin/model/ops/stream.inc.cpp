@@ -1,5 +1,5 @@
-// Copies bytes past the caches: streaming stores write whole lines without reading them, and the weights and KV that the
-// model reads meanwhile stay cached. Included by the sources that move KV.
+// Copies bytes past the caches: streaming stores write whole lines without reading them, and the weights and KV that
+// the model reads meanwhile stay cached. Included by the sources that move KV.
 #pragma once
 
 #include "simd.inc.cpp"

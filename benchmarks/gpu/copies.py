@@ -8,7 +8,7 @@ steps.
 `moves`: one move of 1 to 256 blocks, scattered over both pools, through the store's copy, from its submission until it
 has landed. `share` is relative to the link; wanted is `WANTED_SHARE` for moves that are large enough to fill it. The
 blocks are as large as those of 16 tokens of Llama-3-8B and OPT-13B, and small ones, which a kernel copies; `one_by_one`
-is the same without the kernel.
+is the same without the kernel. `int8_us`: the same move where the host holds 8 bits for each number.
 
 `beside`: steps that read all of their weights and compute little, as decodes do. Rounds with copies in flight both ways
 throughout alternate with rounds without; `slowdown` is the median step of the one over that of the next. Wanted is
@@ -44,14 +44,13 @@ Figures = dict[str, Any]
 WANTED_SHARE, WANTED_SLOWDOWN = 0.8, 1.05
 _KIB, _MIB = 1 << 10, 1 << 20
 BLOCK_BYTES = {"small": 32 * _KIB, "llama-3-8b": 2 * _MIB, "opt-13b": 25 * _MIB // 2}
-# A shape of 256 bytes per token in bfloat16, so that blocks of any size are so many tokens.
-_TOKEN_BYTES = 256
+# A layer of 256 bytes per token in bfloat16, so that blocks of any size are so many layers.
+_TOKEN_BYTES, _BLOCK_TOKENS = 256, 16
 _SHAPE = {
     "model_type": "llama",
     "vocab_size": 8,
     "hidden_size": 64,
     "intermediate_size": 8,
-    "num_hidden_layers": 1,
     "num_attention_heads": 1,
     "max_position_embeddings": 8,
 }
@@ -156,15 +155,17 @@ def measure_link(device: str) -> Figures:
 # -- moves ----------------------------------------------------------------------------------------------------------
 
 
-def make_store(device: str, block_bytes: int, blocks: int) -> KVStore:
+def make_store(device: str, block_bytes: int, blocks: int, swap_dtype: str = "auto") -> KVStore:
     """Two pools that hold something."""
+    layers = block_bytes // (_BLOCK_TOKENS * _TOKEN_BYTES)
     store = KVStore(
-        ModelConfig.from_dict(_SHAPE),
+        ModelConfig.from_dict(_SHAPE | {"num_hidden_layers": layers}),
         torch.bfloat16,
         torch.device(device),
         device_blocks=blocks,
         host_blocks=blocks,
-        block_size=block_bytes // _TOKEN_BYTES,
+        block_size=_BLOCK_TOKENS,
+        swap_dtype=swap_dtype,
     )
     assert store.device.block_bytes == block_bytes
     assert store.host is not None
@@ -177,6 +178,7 @@ def measure_moves(device: str, name: str, block_bytes: int, link: Figures) -> It
     """Moves of several sizes, both ways, and of small blocks without their kernel, too."""
     counts = _COUNTS[device]
     store, draw = make_store(device, block_bytes, 2 * counts[-1]), random.Random(0)
+    small = make_store(device, block_bytes, 2 * counts[-1], "int8")
     kernel = store._kernel
     for blocks in counts:
         for direction in Direction:
@@ -193,6 +195,8 @@ def measure_moves(device: str, name: str, block_bytes: int, link: Figures) -> It
                 "us": spread([taken * 1e6 for taken in times], 1),
                 "share": spread([blocks * block_bytes / taken / 1e9 / most for taken in times]),
             }
+            times = seconds(device, lambda move=move: small.copy(move), _RUNS[device])
+            found["int8_us"] = spread([taken * 1e6 for taken in times], 1)
             if kernel is not None and name == "small":
                 store._kernel = None
                 times = seconds(device, lambda move=move: store.copy(move), _RUNS[device])

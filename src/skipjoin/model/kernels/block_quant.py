@@ -20,7 +20,8 @@ _INFINITE = tl.constexpr(2.0**126)
 _LEAST_SCALE = tl.constexpr(2.0**-126)
 # Added and taken away again, it rounds numbers from 0 to 255 to the nearest integer, ties to even.
 _ROUNDING = tl.constexpr(2.0**23)
-_VARYING = ["blocks", "last"]
+# One version for all moves, so that no step waits for a compilation.
+_IDS = ["target_ids", "source_ids"]
 
 
 @triton.jit
@@ -39,7 +40,7 @@ def _head_of(work, heads, ids):
     return tl.load(ids + work // heads).to(tl.int64), (work % heads).to(tl.int64)
 
 
-@triton.jit(do_not_specialize=_VARYING)
+@triton.jit(do_not_specialize=["blocks", "last"], do_not_specialize_on_alignment=_IDS)
 def _quantize(
     codes, scales, device, target_ids, source_ids, blocks, last, heads,
     TOKENS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
@@ -84,7 +85,7 @@ def _quantize(
             tl.store(to + token[:, None] * DIM + channel[None, :], code.to(tl.uint8), mask=is_slot)
 
 
-@triton.jit(do_not_specialize=_VARYING[:1])
+@triton.jit(do_not_specialize=["blocks"], do_not_specialize_on_alignment=_IDS)
 def _dequantize(
     device, codes, scales, target_ids, source_ids, blocks, heads, most,
     TOKENS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,

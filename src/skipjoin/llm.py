@@ -87,7 +87,9 @@ class LLM:
             )
         info = self.engine.info
         try:
-            self._forecasts = open_keeper(forecasts, find(config.recipe), info.model, info.folder)
+            self._forecasts = open_keeper(
+                forecasts, find(config.recipe), model=info.model, folder=info.folder, text_of=self.tokenizer.decode
+            )
         except BaseException:
             self.engine.executor.close()
             raise
@@ -104,9 +106,9 @@ class LLM:
 
     def close(self) -> None:
         """Stop the engine, and save what was learnt of output lengths. Generation afterwards is an error."""
-        self._loop.close()
         if self._forecasts is not None:
             self._forecasts.close()
+        self._loop.close()
 
     def generate(
         self,

@@ -14,10 +14,14 @@ import tiny_model as tiny
 from prometheus_client.parser import text_string_to_metric_families
 from server_worlds import Api, MakeApi
 
+from skipjoin.config import ForecastConfig
 from skipjoin.core.forecast import Forecast
 from skipjoin.core.request import FinishReason
 from skipjoin.engine import forecasting as keeping
 from skipjoin.engine.forecasting import ForecastKeeper
+from skipjoin.forecast import make_forecaster
+from skipjoin.forecast.config import FORECASTERS
+from skipjoin.observe.metrics import FORECAST_SOURCES
 from skipjoin.server.api import forecasting
 
 pytestmark = pytest.mark.anyio
@@ -207,13 +211,25 @@ async def test_a_forecaster_that_fails_costs_no_request(make_api: MakeApi, caplo
         teller.fails = False
         await api.complete(max_tokens=2)
         await until(lambda: teller.lessons)
-    assert sum("a forecast failed" in record.message for record in caplog.records) == 1
+    assert sum("cannot be forecast" in record.message for record in caplog.records) == 1
 
 
 async def test_without_a_forecaster_requests_carry_none(api: Api) -> None:
     await api.complete(max_tokens=2)
     assert api.engine.added[0].forecast is None
     assert not any((await metrics_of(api)).values())
+
+
+def test_every_source_of_forecasts_has_its_label() -> None:
+    """Those of every forecaster, before and after it has learnt."""
+    seen = set()
+    for name in FORECASTERS:
+        forecaster = make_forecaster(ForecastConfig(forecaster=name))
+        for _ in range(3):
+            predicted = forecaster.forecast([5, 6, 7], 99)
+            forecaster.learn(predicted, 9, exact=True)
+            seen |= {predicted.forecast.source, forecaster.prior(99).source}
+    assert seen == set(FORECAST_SOURCES)
 
 
 # -- what is kept -----------------------------------------------------------------------------------------------

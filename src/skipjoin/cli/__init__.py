@@ -13,6 +13,7 @@ from skipjoin.cli.bench import bench
 from skipjoin.cli.convert import convert
 from skipjoin.cli.generate import generate
 from skipjoin.cli.plot import plot
+from skipjoin.cli.predict import predict
 from skipjoin.cli.profile import profile
 from skipjoin.cli.recipes import recipes
 from skipjoin.cli.serve import serve
@@ -27,6 +28,7 @@ app = typer.Typer(
 )
 for command in (serve, generate, recipes, convert, profile, simulate, bench, plot):
     app.command()(command)
+app.add_typer(predict, name="predict")
 
 
 def _print_version(value: bool) -> None:

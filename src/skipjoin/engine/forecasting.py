@@ -134,10 +134,13 @@ def check_folders(config: ForecastConfig) -> None:
             raise ConfigError(f"forecast_dir {kept_in} cannot be written: {error.strerror}") from error
 
 
-def open_keeper(config: ForecastConfig, recipe: Recipe, model: str, folder: str) -> ForecastKeeper | None:
+def open_keeper(
+    config: ForecastConfig, recipe: Recipe, *, model: str, folder: str, text_of: Callable[[Sequence[int]], str]
+) -> ForecastKeeper | None:
     """The forecaster for an engine with this recipe, and what it learnt before; None: nothing is forecast.
 
-    model, folder: name and files of the model that is served. Raises `ConfigError` for an encoder that cannot be used.
+    model, folder: name and files of the model that is served. text_of: the text of its tokens.
+    Raises `ConfigError` for an encoder that cannot be used, and for more entries than can be searched.
     """
     named = config.forecaster or ("learnt" if recipe.forecasts is Forecasts.LEARNT else "none")
     if named == "none":
@@ -145,7 +148,7 @@ def open_keeper(config: ForecastConfig, recipe: Recipe, model: str, folder: str)
     # Not before it is needed: it imports numpy, which an API process does without.
     from skipjoin.forecast import default_folder, make_forecaster  # noqa: PLC0415
 
-    forecaster = make_forecaster(config, model)
+    forecaster = make_forecaster(config, model, folder=Path(folder), text_of=text_of)
     if config.forecast_dir == _NOWHERE:
         return ForecastKeeper(forecaster)
     kept_in = default_folder() if config.forecast_dir is None else Path(config.forecast_dir)

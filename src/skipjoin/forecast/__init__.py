@@ -1,6 +1,7 @@
 """Forecasts of output lengths from prompts, learnt online (ALISE section 3.1)."""
 
-from skipjoin.forecast.config import ForecastConfig, make_forecaster
+from skipjoin.config import ForecastConfig
+from skipjoin.forecast.config import make_forecaster
 from skipjoin.forecast.encode import words
 from skipjoin.forecast.forecaster import Forecaster, Predicted
 from skipjoin.forecast.store import default_folder

@@ -8,7 +8,8 @@ import numpy as np
 
 from skipjoin.forecast.mass import Array
 
-# Requests that the calibration is taken from, and after how many it is taken again.
+# Requests that the calibration is taken from, and after how many it is taken again. As long as there are fewer than
+# twice as many, it is the later half of them: the first ones were predicted by a model that knew little.
 _REMEMBERED, _EVERY = 2000, 50
 # Groups of prompts of similar lengths, each calibrated for itself.
 _GROUPS = 4
@@ -26,7 +27,7 @@ class Calibrator:
         # Prompt tokens, cumulated probability of the length by the uncorrected forecast, whether it ended by itself.
         self._seen: Array = np.zeros((_REMEMBERED, 3))
         self._count = 0
-        self._borders: Array = np.full(_GROUPS - 1, np.inf)
+        self._borders: Array = np.zeros(_GROUPS - 1)
         self._places: Array = np.tile(_LEVELS, (_GROUPS, 1))
 
     def apply(self, mass: Array, prompt_tokens: int) -> Array:
@@ -44,7 +45,8 @@ class Calibrator:
             self._fit()
 
     def _fit(self) -> None:
-        seen = self._seen[: self._count]
+        latest = np.arange(max(self._count // 2, self._count - _REMEMBERED), self._count)
+        seen = self._seen[latest % _REMEMBERED]
         self._borders = np.quantile(seen[:, 0], np.arange(1, _GROUPS) / _GROUPS)
         groups = np.searchsorted(self._borders, seen[:, 0])
         for group in range(_GROUPS):

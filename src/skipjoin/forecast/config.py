@@ -1,56 +1,57 @@
-"""Which forecaster there is to be, and how to make it."""
+"""How to make the forecaster that a configuration names."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Annotated
+from pathlib import Path
 
+from skipjoin.config import ForecastConfig
+from skipjoin.forecast.alise import Alise
+from skipjoin.forecast.embeddings import HuggingFaceEncoder, MeanEmbeddings, TextOf
 from skipjoin.forecast.encode import Encoder, HashedTokens
 from skipjoin.forecast.forecaster import Forecaster
 from skipjoin.forecast.index import VectorIndex
 from skipjoin.forecast.models import Learnt, Model, PriorOnly
-from skipjoin.knobs import Knob, check
+from skipjoin.knobs import ConfigError
 
-FORECASTERS = ("learnt", "prior")
-GROUP = "Forecasts"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ForecastConfig:
-    """A forecaster's settings. Raises `ConfigError` on a value outside its bounds."""
-
-    forecaster: Annotated[
-        str, Knob("What foresees output lengths", choices=FORECASTERS, flags=("--forecaster",), group=GROUP)
-    ] = "learnt"
-    forecast_encoder: Annotated[
-        str,
-        Knob(
-            "What makes vectors of prompts: 'hashed' tokens, 'embeddings' of the served model, or the folder of an "
-            "encoder.",
-            metavar="NAME",
-            group=GROUP,
-        ),
-    ] = "hashed"
-    forecast_entries: Annotated[
-        int, Knob("Most past requests to find similar ones among.", low=1, high=1_000_000, group=GROUP)
-    ] = 10_000
-    forecast_max_age_s: Annotated[
-        float, Knob("Oldest past request to find, in seconds.", above=0, high=1e12, metavar="SECONDS", group=GROUP)
-    ] = 30 * 86400.0
-
-    def __post_init__(self) -> None:
-        check(self)
+FORECASTERS = (Learnt.name, Alise.name, PriorOnly.name)
+HASHED, EMBEDDINGS = "hashed", "embeddings"
 
 
-def make_forecaster(config: ForecastConfig, served: str = "", clock: Callable[[], float] = time.time) -> Forecaster:
-    """The forecaster of these settings, which has learnt nothing. served: the folder or name of the model whose
-    requests it is for. clock: seconds, for the age of what was learnt.
+def make_forecaster(
+    config: ForecastConfig,
+    served: str = "",
+    clock: Callable[[], float] = time.time,
+    *,
+    folder: Path | None = None,
+    text_of: TextOf | None = None,
+) -> Forecaster:
+    """The forecaster of these settings, which has learnt nothing; without a name it is the learnt one.
+
+    served: the name of the model whose requests it is for. clock: seconds, for the age of what was learnt. folder: of
+    that model, for its embeddings. text_of: the text of a prompt's tokens, for an encoder with a tokenizer of its own.
 
     Raises `ConfigError` for an encoder that cannot be read, and for entries that need usearch where it is missing.
     """
-    encoder: Encoder = HashedTokens()
+    encoder = _encoder(config.forecast_encoder, folder, text_of)
+    return Forecaster(encoder, _model(config, encoder, clock), served)
+
+
+def _model(config: ForecastConfig, encoder: Encoder, clock: Callable[[], float]) -> Model:
+    if config.forecaster == PriorOnly.name:
+        return PriorOnly()
     index = VectorIndex(encoder.width, config.forecast_entries, config.forecast_max_age_s, clock)
-    model: Model = PriorOnly() if config.forecaster == "prior" else Learnt(index)
-    return Forecaster(encoder, model, served)
+    return Alise(index, encoder.width) if config.forecaster == Alise.name else Learnt(index)
+
+
+def _encoder(name: str, folder: Path | None, text_of: TextOf | None) -> Encoder:
+    if name == HASHED:
+        return HashedTokens()
+    if name == EMBEDDINGS:
+        if folder is None:
+            raise ConfigError(f"forecast_encoder: {EMBEDDINGS} needs the folder of the model that is served")
+        return MeanEmbeddings(folder)
+    if text_of is None:
+        raise ConfigError(f"forecast_encoder: {name!r} needs the texts of prompts, and here are their tokens only")
+    return HuggingFaceEncoder(name, text_of)

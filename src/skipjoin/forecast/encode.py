@@ -70,7 +70,7 @@ def _hashes(tokens: Array) -> Array:
 def _mixed(values: Array) -> Array:
     values = (values ^ (values >> np.uint64(30))) * _MIX_1
     values = (values ^ (values >> np.uint64(27))) * _MIX_2
-    return values ^ (values >> np.uint64(31))
+    return np.asarray(values ^ (values >> np.uint64(31)))
 
 
 def _length_features(tokens: int) -> tuple[Array, Array]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ import numpy as np
 from skipjoin.core.forecast import Forecast, length_bin
 from skipjoin.forecast.calibrate import Calibrator
 from skipjoin.forecast.encode import Encoder, hashed
-from skipjoin.forecast.mass import Array, capped, log_mean, place, quantile
+from skipjoin.forecast.mass import Array, capped, place, quantile
 from skipjoin.forecast.models import Guess, Model, Prompt, part_of, prefixed
 from skipjoin.forecast.prior import Prior
 from skipjoin.forecast.stats import Stats
@@ -49,6 +49,7 @@ class Forecaster:
         self._served = served
         self._prior, self._calibrator = Prior(), Calibrator()
         self._lock = threading.Lock()
+        self._brief_lock = threading.Lock()  # of the prior and the counts: `prior` does not wait for a search
 
     @property
     def identity(self) -> Identity:
@@ -63,16 +64,18 @@ class Forecaster:
         with self._lock:
             guess = self.model.guess(seen, self._prior)
             mass = self._calibrator.apply(guess.mass, seen.tokens)
-            forecast = capped(mass, log_mean(mass, max_tokens), max_tokens, guess.source)
+            forecast = capped(mass, max_tokens, guess.source, guess.tokens)
+        with self._brief_lock:
             self.stats.made(forecast.source)
         return Predicted(forecast, _interval(mass, max_tokens), max_tokens, seen, guess)
 
     def prior(self, max_tokens: int) -> Forecast:
-        """The forecast for a request of which nothing else is known. Takes some microseconds."""
-        with self._lock:
+        """The forecast for a request of which nothing else is known. Takes some microseconds, also while another thread
+        forecasts, learns or saves."""
+        with self._brief_lock:
             mass = self._prior.mass()
             self.stats.made("prior")
-        return capped(mass, log_mean(mass, max_tokens), max_tokens, "prior")
+        return capped(mass, max_tokens, "prior")
 
     def learn(self, predicted: Predicted, tokens: int, *, exact: bool) -> None:
         """A request ended after `tokens` output tokens, at least 1. exact: by itself; otherwise it was cut off, by its
@@ -82,11 +85,12 @@ class Forecaster:
             self.stats.learnt(predicted.forecast.tokens, predicted.interval, tokens, exact or tokens >= predicted.most)
             self._calibrator.learn(predicted.prompt.tokens, place(predicted.guess.mass, tokens), exact)
             self.model.learn(predicted.prompt, predicted.guess, tokens, end, exact)
-            self._prior.learn(end, exact)
+            with self._brief_lock:
+                self._prior.learn(end, exact)
 
     def __len__(self) -> int:
-        """Past requests that forecasts are made from."""
-        return len(self.model)
+        """Past requests that the model searches; 0 for one that keeps none."""
+        return len(self.model) if isinstance(self.model, Sized) else 0
 
     def save(self, folder: str | Path, *, quiet: bool = False) -> bool:
         """Write what was learnt below a folder, atomically. False, and one warning in the log unless quiet, if that
@@ -109,11 +113,29 @@ class Forecaster:
         )
 
     def _restore(self, state: dict[str, Array]) -> None:
-        prior, calibrator = Prior(), Calibrator()
-        prior.restore(part_of(state, "prior"))
-        calibrator.restore(part_of(state, "calibrator"))
+        before = self._state()
+        _check_alike(state, before)
+        try:
+            self._take(state)
+        except Exception:
+            self._take(before)
+            raise
+
+    def _take(self, state: dict[str, Array]) -> None:
+        self._prior.restore(part_of(state, "prior"))
+        self._calibrator.restore(part_of(state, "calibrator"))
         self.model.restore(part_of(state, "model"))
-        self._prior, self._calibrator = prior, calibrator
+
+
+def _check_alike(state: dict[str, Array], own: dict[str, Array]) -> None:
+    """Raise ValueError for arrays of other shapes or types, those of an index aside, whose size is free, and for
+    numbers that are none."""
+    for name, array in state.items():
+        if array.dtype.kind == "f" and not np.isfinite(array).all():
+            raise ValueError(f"{name} has numbers that are none")
+    for name, array in own.items():
+        if not name.startswith("model.index.") and (state[name].shape, state[name].dtype) != (array.shape, array.dtype):
+            raise ValueError(f"{name} is {state[name].dtype}{list(state[name].shape)}, not {list(array.shape)}")
 
 
 def _interval(mass: Array, most: int) -> tuple[float, float]:

@@ -63,15 +63,20 @@ class VectorIndex:
             self._size -= 1
 
     def state(self) -> dict[str, Array]:
-        """The arrays to keep."""
-        ring = {"tokens": self._tokens.copy(), "exact": self._exact.astype(np.uint8), "times": self._times.copy()}
-        return ring | {"oldest": np.array([self._oldest, self._size])} | self._vectors.state()
+        """The arrays to keep, oldest entry first."""
+        places = (self._oldest + np.arange(self._size)) % self._entries
+        ring = {"tokens": self._tokens[places], "exact": self._exact[places].astype(np.uint8)}
+        return ring | {"times": self._times[places], "room": np.array([self._entries])} | self._vectors.state(places)
 
     def restore(self, state: Mapping[str, Array]) -> None:
-        """Take the arrays of `state`. Raises ValueError or KeyError if they are not of an index of this size."""
-        if len(state["tokens"]) != self._entries:
-            raise ValueError(f"an index of {len(state['tokens'])} entries, not {self._entries}")
-        self._tokens, self._times = state["tokens"].copy(), state["times"].copy()
-        self._exact = state["exact"].astype(np.bool_)
-        self._oldest, self._size = map(int, state["oldest"])
-        self._vectors.restore(state)
+        """Take the arrays of `state`, of an index of any size: the latest entries that there is room for. Raises
+        ValueError or KeyError if they are no such state."""
+        tokens, exact, times = state["tokens"], state["exact"], state["times"]
+        if not len(tokens) == len(exact) == len(times) or (len(tokens) and tokens.min() < 1):
+            raise ValueError("an index whose entries do not fit together")
+        kept = min(len(tokens), self._entries)
+        places = self._vectors.restore(state, kept, int(state["room"][0]) == self._entries)
+        self._tokens[:] = 0
+        for own, stored in ((self._tokens, tokens), (self._exact, exact), (self._times, times)):
+            own[places] = stored[len(stored) - kept :]
+        self._oldest, self._size = int(places[0]) if kept else 0, kept

@@ -24,11 +24,15 @@ class Prompt(NamedTuple):
 
 
 class Guess(NamedTuple):
-    """What a model says: a distribution over the bins, what it is made from, and what the model needs to learn."""
+    """What a model says: a distribution over the bins, what it is made from, and what the model needs to learn.
+
+    tokens: the length that it expects, if that is not the mean of the calibrated distribution.
+    """
 
     mass: Array
     source: str
     parts: tuple[Array, ...] = ()
+    tokens: float | None = None
 
 
 class Model(Protocol):
@@ -42,10 +46,6 @@ class Model(Protocol):
 
     def learn(self, prompt: Prompt, guess: Guess, tokens: int, end: int, exact: bool) -> None:
         """The output that was guessed ended after `tokens` tokens, in bin `end`; not exact: it was cut off there."""
-        ...
-
-    def __len__(self) -> int:
-        """Past requests that it searches."""
         ...
 
     def state(self) -> dict[str, Array]:
@@ -70,36 +70,44 @@ class Learnt:
         self._index = index
         self._head = Head(FEATURES)
         self._shares: Array = np.full(3, 1 / 3)
+        self._learnt = 0
 
     def guess(self, prompt: Prompt, prior: Prior) -> Guess:
         """See `Model`."""
-        base = prior.hazards()
-        logits = np.log(base) - np.log1p(-base)
-        near = neighbours_mass(self._index.search(prompt.vector, NEIGHBOURS), base)
-        head = self._head.mass(prompt.features.ids, prompt.features.weights, logits)
+        near = neighbours_mass(self._index.search(prompt.vector, NEIGHBOURS), prior.hazards())
+        head = self._head.mass(prompt.features.ids, prompt.features.weights)
         parts = np.stack([prior.mass(), near, head])
-        return Guess(self._shares @ parts, self.name, (parts, logits))
+        return Guess(self._shares @ parts, self.name, tuple(parts))
 
     def learn(self, prompt: Prompt, guess: Guess, tokens: int, end: int, exact: bool) -> None:
         """See `Model`."""
-        parts, logits = guess.parts
-        found = np.array([likelihood(part, end, exact) for part in parts])
-        shares = self._shares * ((1 - _MIXING) + _MIXING * found / (self._shares @ found))
-        self._shares = np.maximum(shares, _LEAST_SHARE) / np.maximum(shares, _LEAST_SHARE).sum()
-        self._head.learn(Example(prompt.features.ids, prompt.features.weights, logits, end, exact))
+        self._mix(np.array([likelihood(part, end, exact) for part in guess.parts]))
+        self._head.learn(Example(prompt.features.ids, prompt.features.weights, end, exact))
         self._index.add(prompt.vector, tokens, exact)
 
+    def _mix(self, found: Array) -> None:
+        """A step of expectation maximization on the shares, from the likelihood that each part gave to an end."""
+        self._learnt += 1
+        step = max(_MIXING, 1.0 / (self._learnt + 2))
+        shares = self._shares * (1 - step + step * found / (self._shares @ found))
+        shares = np.maximum(shares, _LEAST_SHARE)
+        self._shares = shares / shares.sum()
+
     def __len__(self) -> int:
-        """See `Model`."""
+        """Past requests that it searches."""
         return len(self._index)
 
     def state(self) -> dict[str, Array]:
         """See `Model`."""
-        return {"shares": self._shares} | prefixed("head", self._head.state()) | prefixed("index", self._index.state())
+        return (
+            {"shares": self._shares, "learnt": np.array([self._learnt])}
+            | prefixed("head", self._head.state())
+            | prefixed("index", self._index.state())
+        )
 
     def restore(self, state: Mapping[str, Array]) -> None:
         """See `Model`."""
-        self._shares = state["shares"]
+        self._shares, self._learnt = state["shares"], int(state["learnt"][0])
         self._head.restore(part_of(state, "head"))
         self._index.restore(part_of(state, "index"))
 

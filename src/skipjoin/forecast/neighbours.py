@@ -10,7 +10,7 @@ from skipjoin.forecast.mass import BINS, EDGES, Array, mass_of
 # Similar prompts that are asked for.
 NEIGHBOURS = 24
 # How much a similarity counts: exp((similarity - 1) / _WARMTH). Of the prior, as much as of so many equal prompts.
-_WARMTH, _PRIOR_WEIGHT = 0.15, 0.1
+_WARMTH, _PRIOR_WEIGHT = 0.15, 0.3
 
 
 def neighbours_mass(found: Found, prior: Array) -> Array:

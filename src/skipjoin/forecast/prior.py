@@ -20,8 +20,7 @@ def first_guess() -> Array:
     """A lognormal distribution over the bins."""
     away = (LOG_MIDDLES - np.log(_FIRST_GUESS)) / np.log(_FIRST_SPREAD)
     mass: Array = np.exp(-0.5 * away**2)
-    # Bins of one token at the start are wider than half an octave.
-    return mass / mass.sum()
+    return np.asarray(mass / mass.sum())
 
 
 class Prior:
@@ -56,7 +55,7 @@ class Prior:
 
     def state(self) -> dict[str, Array]:
         """The arrays to keep."""
-        return {"reached": self._reached, "ended": self._ended}
+        return {"reached": self._reached.copy(), "ended": self._ended.copy()}
 
     def restore(self, state: Mapping[str, Array]) -> None:
         """Take the arrays of `state`."""

@@ -101,7 +101,7 @@ def _write(folder: Path, identity: Identity, content: bytes, counts: dict[str, i
 
 def _named_arrays(folder: Path) -> str | None:
     try:
-        return str(_described(folder).get("arrays"))
+        return str(read_description(folder).get("arrays"))
     except (StateError, OSError):
         return None
 
@@ -141,11 +141,7 @@ def load_state(parent: Path, identity: Identity, restore: Callable[[dict[str, Ar
 
 
 def read_description(folder: Path) -> dict[str, Any]:
-    """The JSON file of a state. Raises `StateError`."""
-    return _described(folder)
-
-
-def _described(folder: Path) -> dict[str, Any]:
+    """The JSON file of a state. Raises `StateError` and OSError."""
     try:
         found = json.loads((folder / STATE).read_bytes())
     except (UnicodeDecodeError, json.JSONDecodeError):
@@ -156,11 +152,16 @@ def _described(folder: Path) -> dict[str, Any]:
 
 
 def _read(folder: Path, identity: Identity) -> dict[str, Array]:
-    described = _described(folder)
+    described = read_description(folder)
     wanted = {"format": FORMAT} | dataclasses.asdict(identity)
     for name, value in wanted.items():
         if described.get(name) != value:
             raise StateError(f"{name} is {described.get(name)!r}, not {value!r}")
+    return read_arrays(folder, described)
+
+
+def read_arrays(folder: Path, described: dict[str, Any]) -> dict[str, Array]:
+    """The arrays of a state with this description. Raises `StateError` for a damaged file, and OSError."""
     name = str(described.get("arrays"))
     if Path(name).name != name or not (folder / name).is_file():
         raise StateError(f"{name} is missing")

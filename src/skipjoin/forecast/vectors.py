@@ -30,12 +30,13 @@ class Vectors(Protocol):
         is empty may be among them, with a cosine of 0."""
         ...
 
-    def state(self) -> dict[str, Array]:
-        """The arrays to keep."""
+    def state(self, places: Array) -> dict[str, Array]:
+        """The arrays to keep, of the vectors in these places."""
         ...
 
-    def restore(self, state: Mapping[str, Array]) -> None:
-        """Take the arrays of `state`. Raises ValueError or KeyError if they are no such state."""
+    def restore(self, state: Mapping[str, Array], kept: int, same: bool) -> Array:
+        """Take the last `kept` vectors of a `state`; same: it was made with as much room. Returns their places. Raises
+        ValueError or KeyError if it is no such state."""
         ...
 
 
@@ -43,13 +44,28 @@ def vectors_of(entries: int, width: int) -> Vectors:
     """Room for so many vectors. Raises `ConfigError` for more than an exact search can do without usearch."""
     if entries <= EXACT_ENTRIES:
         return ExactVectors(entries, width)
+    return GraphVectors(width)
+
+
+def _graph(width: int) -> Any:
     try:
-        from usearch.index import Index  # type: ignore[import-not-found]  # noqa: PLC0415
+        from usearch.index import Index  # noqa: PLC0415
     except ImportError:
         raise ConfigError(
-            f"entries: more than {EXACT_ENTRIES} need usearch; install skipjoin[predict], or set at most that"
+            f"forecast_entries: more than {EXACT_ENTRIES} need usearch; install skipjoin[predict], or set at most that"
         ) from None
-    return GraphVectors(lambda: Index(ndim=width, metric="ip", dtype="f16"))
+    return Index(ndim=width, metric="ip", dtype="f16")
+
+
+def _stored(state: Mapping[str, Array], width: int) -> Array:
+    """The vectors of a state, in their order, whichever kind of search it was made with."""
+    if "vectors" in state:
+        found = state["vectors"]
+    else:
+        found = _graph(width).load(state["graph"].tobytes()).get(state["places"])
+    if found.shape != (len(found), width):
+        raise ValueError(f"vectors of shape {found.shape}, not of width {width}")
+    return found
 
 
 class ExactVectors:
@@ -74,28 +90,31 @@ class ExactVectors:
         best = np.argpartition(scores, self._used - count)[-count:] if self._used > count else np.arange(self._used)
         return best, scores[best]
 
-    def state(self) -> dict[str, Array]:
+    def state(self, places: Array) -> dict[str, Array]:
         """See `Vectors`."""
-        return {"matrix": self._matrix[: self._used].astype(np.float16)}
+        return {"vectors": self._matrix[places].astype(np.float16)}
 
-    def restore(self, state: Mapping[str, Array]) -> None:
+    def restore(self, state: Mapping[str, Array], kept: int, same: bool) -> Array:
         """See `Vectors`."""
-        self._used = len(state["matrix"])
-        self._matrix[: self._used] = state["matrix"]
+        found = _stored(state, self._matrix.shape[1])
+        self._matrix[:kept] = found[len(found) - kept :]
+        self._matrix[kept:] = 0.0
+        self._used = kept
+        return np.arange(kept)
 
 
 class GraphVectors:
     """A graph of neighbours (HNSW), kept by usearch: a search looks at few hundred vectors of any number."""
 
-    def __init__(self, make: Any) -> None:
-        self._make = make
-        self._graph = make()
+    def __init__(self, width: int) -> None:
+        self._width = width
+        self._graph = _graph(width)
 
     def put(self, place: int, vector: Array) -> None:
         """See `Vectors`."""
         if place in self._graph:
             self._graph.remove(place)
-        self._graph.add(place, vector)
+        self._graph.add(place, vector, threads=1)
 
     def drop(self, place: int) -> None:
         """See `Vectors`."""
@@ -105,14 +124,22 @@ class GraphVectors:
         """See `Vectors`."""
         if not len(self._graph):
             return np.zeros(0, np.int64), np.zeros(0, np.float32)
-        found = self._graph.search(vector, count)
+        found = self._graph.search(vector, count, threads=1)
         return found.keys.astype(np.int64), 1.0 - found.distances
 
-    def state(self) -> dict[str, Array]:
+    def state(self, places: Array) -> dict[str, Array]:
         """See `Vectors`."""
-        return {"graph": np.frombuffer(bytes(self._graph.save()), np.uint8)}
+        return {"graph": np.frombuffer(bytes(self._graph.save()), np.uint8), "places": places}
 
-    def restore(self, state: Mapping[str, Array]) -> None:
+    def restore(self, state: Mapping[str, Array], kept: int, same: bool) -> Array:
         """See `Vectors`."""
-        self._graph = self._make()
-        self._graph.load(state["graph"].tobytes())
+        graph = _graph(self._width)
+        if same and "graph" in state:
+            graph.load(state["graph"].tobytes())
+            places = state["places"]
+        else:
+            found = _stored(state, self._width)
+            places = np.arange(kept)
+            graph.add(places, found[len(found) - kept :].astype(np.float32))
+        self._graph = graph
+        return places

@@ -60,7 +60,7 @@ _OCTAVES = (0.125, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
 _REASONS = tuple(reason.value for reason in FinishReason)
 _PROACTIVE = ("false", "true")
 # What makes forecasts of output lengths, as `Forecast.source` says.
-FORECAST_SOURCES = ("prior", "learnt", "alise")
+FORECAST_SOURCES = ("prior", "learnt", "alise-similar", "alise-mlp")
 _OBJECTIVES = ("ttft", "tpot", "jct")
 
 ENGINE_METRICS = (

@@ -213,7 +213,8 @@ class Server:
         template = self._config.chat_template
         tokenizer = await self._service.in_thread(load_tokenizer, info.folder, chat_template=template)
         recipe = find(self._engine_config.recipe)
-        keeper = await self._service.in_thread(open_keeper, self._forecasts, recipe, info.model, info.folder)
+        source = {"model": info.model, "folder": info.folder, "text_of": tokenizer.decode}
+        keeper = await self._service.in_thread(open_keeper, self._forecasts, recipe, **source)
         self._service.open(info, tokenizer, keeper)
         # Objects made until now stay: the garbage collector need not visit them while tokens stream.
         gc.collect()

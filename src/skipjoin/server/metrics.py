@@ -91,11 +91,13 @@ class Metrics(Collector):
         else:
             self._count_source(forecast)
 
-    def learnt(self, predicted: Predicted, tokens: int, exact: bool, entries: int) -> None:
-        """Count an output of so many tokens, with what was expected of it. exact: whether it ended by itself. entries:
-        outputs that forecasts are made from now."""
-        self._learnt[not exact] += 1
+    def indexed(self, entries: int) -> None:
+        """Take how many outputs forecasts are made from."""
         self._entries[0] = entries
+
+    def learnt(self, predicted: Predicted, tokens: int, *, exact: bool) -> None:
+        """Count an output of so many tokens, with what was expected of it. exact: whether it ended by itself."""
+        self._learnt[not exact] += 1
         if exact or tokens >= predicted.most:
             self._forecast_error.observe(abs(math.log2(predicted.forecast.tokens / tokens)))
             low, high = predicted.interval

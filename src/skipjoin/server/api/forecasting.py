@@ -89,6 +89,7 @@ class Forecasting:
         self._lessons: deque[Callable[[], None]] = deque(maxlen=MOST_LESSONS)
         self._is_closing = False
         self._is_failing = False
+        metrics.indexed(len(keeper.forecaster))
         self._thread = threading.Thread(target=self._work, name="skipjoin-forecasts", daemon=True)
         self._thread.start()
 
@@ -137,6 +138,10 @@ class Forecasting:
         if not answer.done():
             answer.set_result(None)
 
+    def _count_lesson(self, predicted: Predicted, tokens: int, exact: bool, entries: int) -> None:
+        self._metrics.learnt(predicted, tokens, exact=exact)
+        self._metrics.indexed(entries)
+
     # -- in the thread ------------------------------------------------------------------------------------
 
     def _work(self) -> None:
@@ -148,7 +153,7 @@ class Forecasting:
             except Exception:
                 # The prior serves then. One report is enough: the next requests fail alike.
                 if not self._is_failing:
-                    _log.exception("a forecast failed")
+                    _log.exception("output lengths cannot be forecast, or not be learnt")
                 self._is_failing = True
         self._keeper.close()
 
@@ -172,8 +177,7 @@ class Forecasting:
 
     def _take(self, predicted: Predicted, tokens: int, exact: bool) -> None:
         self._keeper.learn(predicted, tokens, exact=exact)
-        entries = len(self._keeper.forecaster)
-        self._report(partial(self._metrics.learnt, predicted, tokens, exact, entries))
+        self._report(partial(self._count_lesson, predicted, tokens, exact, len(self._keeper.forecaster)))
 
     def _report(self, tell: Callable[[], None]) -> None:
         with suppress(RuntimeError):  # the event loop has ended

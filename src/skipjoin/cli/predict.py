@@ -1,0 +1,259 @@
+"""`skipjoin predict`: how good forecasts of output lengths are, and what was learnt."""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+from zlib import crc32
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from skipjoin.bench.trace import Trace, read_trace
+from skipjoin.cli.options import Section, Values, plain_errors, takes
+from skipjoin.config import ForecastConfig
+from skipjoin.knobs import ConfigError, Knob, check
+from skipjoin.machine import cpu_name
+
+if TYPE_CHECKING:
+    from skipjoin.forecast.evaluate import Evaluation, Figures, Sample
+
+predict = typer.Typer(help="Forecasts of output lengths: how good they are, and what was learnt.", no_args_is_help=True)
+
+# Where the rows of a file that is not split by itself go.
+_TRAIN = "train"
+_COLUMNS = (
+    "forecaster",
+    "R",
+    "R of logs",
+    "MAE",
+    "within 25 %",
+    "accuracy",
+    "pairs",
+    "coverage",
+    "by prompt length",
+    "ms",
+)
+ForecastDir = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Where forecasters keep what they learn (default: the user's cache).")
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluateOptions:
+    """What is measured on what. Raises `ConfigError` on a value outside its bounds."""
+
+    trace: Annotated[Path, Knob("JSONL with prompts and with lengths or texts of outputs.", metavar="FILE")]
+    second_run: Annotated[
+        str | None, Knob("Lengths of a second run of the same prompts, which are the oracle's.", metavar="COLUMN")
+    ] = None
+    encoder: Annotated[str, Knob("'hashed', or the folder of an encoder of texts.", metavar="NAME")] = "hashed"
+    entries: Annotated[int, Knob("Most past requests to find similar ones among.", low=1, high=1_000_000)] = 10_000
+    max_tokens: Annotated[int, Knob("Longer outputs are cut off here.", low=1, high=1 << 20)] = 2048
+    rows: Annotated[int | None, Knob("Use the first rows of the file only.", low=20, high=1 << 40)] = None
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@predict.command()
+@takes(values=Section(EvaluateOptions))
+def evaluate(
+    *,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the figures here, with the machine.")
+    ] = None,
+    values: Values,
+) -> None:
+    """Train forecasters on one part of a trace and measure them on the other (ALISE, table 2).
+
+    Rows are split by the column 'split' if there is one (its rows 'train' against all others), else by 'conv', so that
+    a conversation is in one part, else into halves by their order. Prompts are taken as words, since the tokenizer of
+    the trace is not known.
+    """
+    options = EvaluateOptions(**values)
+    evaluation = _evaluation(options)
+    with _bars() as show:
+        found = evaluation.run(show)
+    _print(options.trace, evaluation, found)
+    if json_file is not None:
+        _write(json_file, options.trace, evaluation, found)
+
+
+def _evaluation(options: EvaluateOptions) -> Evaluation:
+    from skipjoin.forecast import make_forecaster  # noqa: PLC0415
+    from skipjoin.forecast.evaluate import Evaluation  # noqa: PLC0415
+
+    found = read_trace(options.trace)
+    found.check_texts()
+    samples, texts = _samples(found, options.second_run)
+    train, test = _split(options.trace, samples[: options.rows])
+    config = ForecastConfig(forecast_encoder=options.encoder, forecast_entries=options.entries)
+    made = make_forecaster(config, text_of=lambda prompt: texts[tuple(prompt)])
+    return Evaluation(train, test, made.encoder, options.entries, options.max_tokens)
+
+
+def _samples(trace: Trace, second_run: str | None) -> tuple[list[Sample], dict[tuple[int, ...], str]]:
+    """The rows, and the texts by their words."""
+    from skipjoin.forecast.encode import words  # noqa: PLC0415
+    from skipjoin.forecast.evaluate import Sample  # noqa: PLC0415
+
+    second = [0.0] * len(trace.rows) if second_run is None else trace.column(second_run)
+    texts = {tuple(words(row.prompt or "")): row.prompt or "" for row in trace.rows}
+    samples = [
+        Sample(words(row.prompt or ""), row.output_tokens, int(other))
+        for row, other in zip(trace.rows, second, strict=True)
+    ]
+    return samples, texts
+
+
+def _split(path: Path, samples: list[Sample]) -> tuple[list[Sample], list[Sample]]:
+    parts: tuple[list[Sample], list[Sample]] = ([], [])
+    for place, (sample, described) in enumerate(zip(samples, _objects(path), strict=False)):
+        parts[not _trains(described, place, len(samples))].append(sample)
+    if min(map(len, parts)) < 10:
+        raise ConfigError(f"{path}: {len(parts[0])} rows to train with and {len(parts[1])} to measure, fewer than 10")
+    return parts
+
+
+def _trains(described: dict[str, Any], place: int, rows: int) -> bool:
+    if "split" in described:
+        return bool(described["split"] == _TRAIN)
+    if "conv" in described:
+        return crc32(str(described["conv"] or place).encode()) % 2 == 1
+    return place < rows // 2
+
+
+def _objects(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a JSONL file that was read before."""
+    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
+        yield from (json.loads(line) for line in file if line.strip())
+
+
+@contextmanager
+def _bars() -> Iterator[Any]:
+    """What shows the progress of each forecaster: a bar, or a line where stderr is no terminal."""
+    terminal = sys.stderr.isatty()
+    with Progress(console=Console(stderr=True), transient=True, disable=not terminal) as bars:
+        tasks: dict[str, Any] = {}
+
+        def show(name: str, share: float) -> None:
+            if name not in tasks:
+                tasks[name] = bars.add_task(name, total=1.0)
+                if not terminal:
+                    print(f"{name} ...", file=sys.stderr, flush=True)
+            bars.update(tasks[name], completed=share)
+
+        yield show
+
+
+def _print(path: Path, evaluation: Evaluation, found: list[Figures]) -> None:
+    table = Table(title=f"{path.name}: {len(evaluation.train)} rows to train with, {len(evaluation.test)} measured")
+    for column in (
+        "forecaster",
+        "R",
+        "R of logs",
+        "MAE",
+        "within 25 %",
+        "accuracy",
+        "pairs",
+        "coverage",
+        "by prompt",
+        "ms",
+    ):
+        table.add_column(column, justify="left" if column == "forecaster" else "right", no_wrap=True)
+    for one in found:
+        quartiles = " ".join(f"{share:.2f}" for share in one.coverage_by_prompt or ())
+        table.add_row(
+            one.name,
+            *(f"{value:.3f}" for value in (one.r, one.r_log)),
+            f"{one.mae:.1f}",
+            *(f"{value:.3f}" for value in (one.within_25, one.accuracy, one.pairwise)),
+            "" if one.coverage is None else f"{one.coverage:.3f}",
+            quartiles,
+            "" if one.milliseconds is None else f"{one.milliseconds:.2f}",
+        )
+    console = Console()
+    console.width = max(console.width, 120)
+    console.print(table)
+
+
+def _write(file: Path, trace: Path, evaluation: Evaluation, found: list[Figures]) -> None:
+    record = {
+        "trace": trace.name,
+        "train": len(evaluation.train),
+        "test": len(evaluation.test),
+        "encoder": evaluation.encoder.name,
+        "entries": evaluation.entries,
+        "max_tokens": evaluation.most,
+        "machine": cpu_name(),
+        "forecasters": [dataclasses.asdict(one) for one in found],
+    }
+    _write_text(file, json.dumps(record, indent=1) + "\n")
+
+
+def _write_text(file: Path, text: str) -> None:
+    try:
+        file.write_text(text)
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror}") from None
+
+
+@predict.command()
+def export(
+    *,
+    forecast_dir: ForecastDir = None,
+    out: Annotated[Path, typer.Option(metavar="FILE", help="File of JSON lines to write.")],
+) -> None:
+    """Write what was learnt as JSON lines: per state its distribution of lengths, then each past request's length.
+
+    No prompt is in it: none is kept.
+    """
+    from skipjoin.forecast.states import exported, states  # noqa: PLC0415
+    from skipjoin.forecast.store import StateError, default_folder  # noqa: PLC0415
+
+    parent = forecast_dir or default_folder()
+    lines: list[str] = []
+    with plain_errors():
+        for folder in states(parent):
+            try:
+                lines += [json.dumps(one) + "\n" for one in exported(folder)]
+            except (StateError, OSError, KeyError, ValueError) as error:
+                print(f"warning: {folder} is left out: {error}", file=sys.stderr)
+        if not lines:
+            raise ConfigError(f"{parent}: nothing was learnt there")
+        _write_text(out, "".join(lines))
+    print(f"{len(lines)} lines: {out}")
+
+
+@predict.command()
+def reset(
+    *,
+    forecast_dir: ForecastDir = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Only what was learnt for this model, as it was served.")
+    ] = None,
+) -> None:
+    """Remove what was learnt. A server that runs keeps what it knows, and saves it again."""
+    from skipjoin.forecast.states import remove_states  # noqa: PLC0415
+    from skipjoin.forecast.store import default_folder  # noqa: PLC0415
+
+    parent = forecast_dir or default_folder()
+    with plain_errors():
+        try:
+            gone = remove_states(parent, model)
+        except OSError as error:
+            raise ConfigError(f"{error.filename}: {error.strerror}") from None
+    for folder in gone:
+        print(f"removed {folder}")
+    if not gone:
+        print(f"{parent}: nothing was learnt there")

@@ -1,0 +1,151 @@
+"""Encoders that need files: the input embeddings of the served model, or an encoder of its own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from skipjoin.forecast.encode import SEEN, Hashed, unit
+from skipjoin.forecast.mass import Array
+from skipjoin.knobs import ConfigError
+
+# Embeddings wider than this are projected onto as many random directions, which keeps angles nearly as they are.
+_MOST_WIDTH = 256
+# Rows of the matrix that are read at a time: float32 copies of a large one would not fit beside the model.
+_ROWS = 8192
+# Names of the matrix in the families of models, as saved with a head or without.
+_NAMES = (
+    "model.embed_tokens.weight",
+    "embed_tokens.weight",
+    "model.decoder.embed_tokens.weight",
+    "decoder.embed_tokens.weight",
+    "gpt_neox.embed_in.weight",
+    "embed_in.weight",
+    "transformer.wte.weight",
+    "wte.weight",
+)
+# The text of a prompt's tokens.
+TextOf = Callable[[Sequence[int]], str]
+_FLOATS: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "F64": np.dtype("<f8")}
+
+
+class MeanEmbeddings:
+    """The mean of the input embeddings of a prompt's tokens, without the mean of all tokens.
+
+    folder: of the served model. Raises `ConfigError` for one without an embedding matrix in safetensors.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        file, name = _find(Path(folder))
+        matrix = _read(file, name)
+        self._matrix: Array = (matrix - matrix.mean(axis=0)).astype(np.float16)
+        self.width = matrix.shape[1]
+        self.name = f"embeddings-{self.width}"
+
+    def encode(self, prompt: Sequence[int], features: Hashed) -> Array:
+        """See `Encoder`. Token ids outside the vocabulary are left out."""
+        tokens = np.asarray([*prompt[: SEEN // 2], *prompt[max(SEEN // 2, len(prompt) - SEEN // 2) :]], dtype=np.int64)
+        known = tokens[(tokens >= 0) & (tokens < len(self._matrix))]
+        if not len(known):
+            return np.zeros(self.width, np.float32)
+        return unit(self._matrix[known].mean(axis=0, dtype=np.float32))
+
+
+def _find(folder: Path) -> tuple[Path, str]:
+    """The file with the matrix, and its name there."""
+    if not folder.is_dir():
+        raise ConfigError(f"forecast_encoder: embeddings of {folder}: there is no such folder")
+    try:
+        for file in _files(folder):
+            with safe_open(file, framework="numpy") as tensors:
+                for name in _NAMES:
+                    if name in tensors.keys():  # noqa: SIM118
+                        return file, name
+    except (SafetensorError, OSError, ValueError) as error:
+        raise ConfigError(f"forecast_encoder: {folder} cannot be read: {error}") from error
+    raise ConfigError(f"forecast_encoder: {folder} has no embedding matrix; known are {', '.join(_NAMES)}")
+
+
+def _files(folder: Path) -> list[Path]:
+    """Those with an embedding matrix first, if the folder has an index."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        where = json.loads(index.read_text()).get("weight_map", {})
+        return [folder / where[name] for name in _NAMES if name in where]
+    return sorted(folder.glob("*.safetensors"))
+
+
+def _read(file: Path, name: str) -> Array:
+    """A matrix (vocabulary, width) as float32, projected if it is wide. Reads some rows at a time."""
+    with file.open("rb") as source:
+        size = int.from_bytes(source.read(8), "little")
+        described = json.loads(source.read(size))[name]
+        rows, width = described["shape"]
+        source.seek(8 + size + described["data_offsets"][0])
+        project = _projection(width)
+        parts = [
+            _numbers(source, described["dtype"], min(_ROWS, rows - start), width, file) @ project
+            for start in range(0, rows, _ROWS)
+        ]
+    return np.concatenate(parts)
+
+
+def _projection(width: int) -> Array:
+    """(width, at most `_MOST_WIDTH`): random directions, the same for every model of this width; the identity for a
+    narrow one."""
+    if width <= _MOST_WIDTH:
+        return np.eye(width, dtype=np.float32)
+    drawn = np.random.default_rng(width).standard_normal((width, _MOST_WIDTH), dtype=np.float32)
+    return drawn / np.float32(np.sqrt(_MOST_WIDTH))
+
+
+def _numbers(source: Any, kind: str, rows: int, width: int, file: Path) -> Array:
+    """The next rows as float32. numpy has no bfloat16: it is the upper half of a float32."""
+    if kind == "BF16":
+        halves = np.frombuffer(source.read(rows * width * 2), "<u2").astype(np.uint32)
+        return (halves << np.uint32(16)).view(np.float32).reshape(rows, width)
+    if kind not in _FLOATS:
+        raise ConfigError(f"forecast_encoder: embeddings of type {kind} in {file} cannot be read")
+    kept = _FLOATS[kind]
+    numbers = np.frombuffer(source.read(rows * width * kept.itemsize), kept)
+    return np.asarray(numbers.astype(np.float32).reshape(rows, width))
+
+
+class HuggingFaceEncoder:
+    """The mean of the last hidden states of an encoder, such as BERT, on the CPU.
+
+    folder: with its configuration, weights in safetensors and tokenizer. The served model's tokens mean nothing to it:
+    `text_of` turns a prompt back into text. Raises `ConfigError` for a folder that cannot be read.
+    """
+
+    def __init__(self, folder: str | Path, text_of: TextOf) -> None:
+        if not Path(folder).is_dir():
+            raise ConfigError(f"forecast_encoder: {folder} is neither hashed, embeddings nor a folder")
+        # Heavy, and needed by this encoder only.
+        import torch  # noqa: PLC0415
+        from transformers import AutoModel, AutoTokenizer  # noqa: PLC0415
+
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            self._model = AutoModel.from_pretrained(folder, local_files_only=True, use_safetensors=True).eval()
+        except (OSError, ValueError, KeyError) as error:
+            raise ConfigError(f"forecast_encoder: {folder} cannot be read: {error}") from error
+        self._torch, self._text_of = torch, text_of
+        self._project = _projection(int(self._model.config.hidden_size))
+        self.width = self._project.shape[1]
+        self._most = min(SEEN, int(getattr(self._model.config, "max_position_embeddings", SEEN)))
+        self.name = f"{Path(folder).name}-{self.width}"
+
+    def encode(self, prompt: Sequence[int], features: Hashed) -> Array:
+        """See `Encoder`."""
+        inputs = self._tokenizer(self._text_of(prompt), return_tensors="pt", truncation=True, max_length=self._most)
+        if not inputs["input_ids"].numel():
+            return np.zeros(self.width, np.float32)
+        with self._torch.inference_mode():
+            states = self._model(**inputs).last_hidden_state[0]
+        return unit(states.float().mean(dim=0).numpy() @ self._project)

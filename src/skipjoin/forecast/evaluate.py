@@ -1,0 +1,185 @@
+"""How good forecasters are on recorded texts: ALISE's table 2 with more columns."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from skipjoin.core.forecast import Forecast
+from skipjoin.forecast.alise import Alise
+from skipjoin.forecast.comparisons import CLASSES, HeadOnly, ProxyClassifier
+from skipjoin.forecast.encode import Encoder
+from skipjoin.forecast.forecaster import Forecaster, Predicted
+from skipjoin.forecast.index import VectorIndex
+from skipjoin.forecast.mass import Array
+from skipjoin.forecast.models import Learnt, Model, PriorOnly
+
+ORACLE, PERMUTED = "oracle", "permuted"
+# Pairs of requests that the order is taken from, and test rows that the control has at least, by repeating it.
+_PAIRS, _CONTROL_ROWS, _MOST_CONTROLS = 200_000, 10_000, 6
+_QUARTILES = np.array([0.25, 0.5, 0.75])
+
+Progress = Callable[[str, float], None]
+
+
+class Sample(NamedTuple):
+    """A prompt's tokens, the length of its output, and that of a second output to the same prompt; 0: there is none."""
+
+    prompt: Sequence[int]
+    tokens: int
+    second: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Forecasts against lengths.
+
+    r, r_log: Pearson's correlation of tokens and of their logarithms; 0 if all forecasts are equal. mae: mean absolute
+    error in tokens. within_25: share of the forecasts at most 25 % off. accuracy: share in the right one of `CLASSES`
+    classes with equally many training rows each (ALISE section 4.3; how many it has is not said). pairwise: share of
+    pairs of rows that are ordered right; ties count half. coverage: share inside the 80 % interval, and the same by
+    quartile of prompt length, shortest first. milliseconds: median of one forecast. None: does not apply.
+    """
+
+    name: str
+    r: float
+    r_log: float
+    mae: float
+    within_25: float
+    accuracy: float
+    pairwise: float
+    coverage: float | None = None
+    coverage_by_prompt: tuple[float, ...] | None = None
+    milliseconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Trains each forecaster on `train`, in order, each row predicted before it is learnt, then measures it on `test`
+    without learning. most: the `max_tokens` of every request; longer outputs are cut off there, in training, too."""
+
+    train: Sequence[Sample]
+    test: Sequence[Sample]
+    encoder: Encoder
+    entries: int
+    most: int
+
+    def run(self, progress: Progress) -> list[Figures]:
+        """The figures of every forecaster, in the order of the table. progress: told the name of the forecaster at
+        work and how far it is, from 0 to 1."""
+        lengths = self._lengths(self.train)
+        models: list[Model] = [
+            ProxyClassifier(lengths),
+            Alise(self._index(), self.encoder.width),
+            HeadOnly(),
+            Learnt(self._index()),
+            PriorOnly(),
+        ]
+        found = [self._measure(model, progress) for model in models]
+        return [*found, self._oracle(), self._control(progress)]
+
+    def _index(self) -> VectorIndex:
+        return VectorIndex(self.encoder.width, self.entries, np.inf, lambda: 0.0)
+
+    def _measure(self, model: Model, progress: Progress) -> Figures:
+        made, seconds = self._predict(model, self.train, model.name, progress)
+        return self._figures(
+            model.name, [one.forecast for one in made], [one.interval for one in made], float(np.median(seconds)) * 1e3
+        )
+
+    def _predict(
+        self, model: Model, train: Sequence[Sample], name: str, progress: Progress
+    ) -> tuple[list[Predicted], list[float]]:
+        """Forecasts of the test rows after training, and the seconds that each took."""
+        forecaster = Forecaster(self.encoder, model)
+        rows = len(train) + len(self.test)
+        for place, sample in enumerate(train):
+            made = forecaster.forecast(sample.prompt, self.most)
+            forecaster.learn(made, min(sample.tokens, self.most), exact=sample.tokens <= self.most)
+            progress(name, place / rows)
+        found, seconds = [], []
+        for place, sample in enumerate(self.test, len(train)):
+            start = time.perf_counter()
+            found.append(forecaster.forecast(sample.prompt, self.most))
+            seconds.append(time.perf_counter() - start)
+            progress(name, (place + 1) / rows)
+        return found, seconds
+
+    def _oracle(self) -> Figures:
+        """What a second output to the same prompt says of the first; without one, the length itself."""
+        known = [min(sample.second or sample.tokens, self.most) for sample in self.test]
+        return self._figures(ORACLE, [Forecast(float(tokens), ORACLE) for tokens in known])
+
+    def _control(self, progress: Progress) -> Figures:
+        """Lengths permuted among the training rows: nothing can be learnt from these. The mean of several runs."""
+        drawn = np.random.default_rng(0)
+        runs = min(_MOST_CONTROLS, -(-_CONTROL_ROWS // len(self.test)))
+        return _mean_of([self._permuted(drawn.permutation(len(self.train)), progress) for _ in range(runs)])
+
+    def _permuted(self, order: Array, progress: Progress) -> Figures:
+        train = [one._replace(tokens=self.train[other].tokens) for one, other in zip(self.train, order, strict=True)]
+        made, _ = self._predict(Learnt(self._index()), train, PERMUTED, progress)
+        return self._figures(PERMUTED, [one.forecast for one in made], [one.interval for one in made])
+
+    def _figures(
+        self,
+        name: str,
+        forecasts: Sequence[Forecast],
+        intervals: Sequence[tuple[float, float]] | None = None,
+        milliseconds: float | None = None,
+    ) -> Figures:
+        expected = np.array([forecast.tokens for forecast in forecasts])
+        true = self._lengths(self.test)
+        classes = np.unique(np.quantile(self._lengths(self.train), np.arange(1, CLASSES) / CLASSES))
+        covered = None if intervals is None else _inside(np.array(intervals), true)
+        return Figures(
+            name,
+            r=_correlation(expected, true),
+            r_log=_correlation(np.log(expected), np.log(true)),
+            mae=float(np.abs(expected - true).mean()),
+            within_25=float((np.abs(expected - true) <= true / 4).mean()),
+            accuracy=float((np.searchsorted(classes, expected) == np.searchsorted(classes, true)).mean()),
+            pairwise=_pairwise(expected, true),
+            coverage=None if covered is None else float(covered.mean()),
+            coverage_by_prompt=None if covered is None else self._by_prompt(covered),
+            milliseconds=milliseconds,
+        )
+
+    def _lengths(self, samples: Sequence[Sample]) -> Array:
+        return np.array([min(sample.tokens, self.most) for sample in samples], dtype=np.float64)
+
+    def _by_prompt(self, covered: Array) -> tuple[float, ...]:
+        prompts = np.array([len(sample.prompt) for sample in self.test])
+        quartiles = np.searchsorted(np.quantile(prompts, _QUARTILES), prompts)
+        return tuple(float(covered[quartiles == quartile].mean()) for quartile in np.unique(quartiles))
+
+
+def _inside(intervals: Array, true: Array) -> Array:
+    return np.asarray((intervals[:, 0] <= true) & (true <= intervals[:, 1]))
+
+
+def _correlation(left: Array, right: Array) -> float:
+    if np.ptp(left) < 1e-9 or np.ptp(right) < 1e-9:
+        return 0.0
+    return float(np.corrcoef(left, right)[0, 1])
+
+
+def _pairwise(expected: Array, true: Array) -> float:
+    drawn = np.random.default_rng(0)
+    left, right = drawn.integers(len(true), size=(2, _PAIRS))
+    differ = true[left] != true[right]
+    signs = np.sign(expected[left] - expected[right]) * np.sign(true[left] - true[right])
+    return float((signs[differ] + 1).mean() / 2) if differ.any() else 0.5
+
+
+def _mean_of(runs: Sequence[Figures]) -> Figures:
+    """The mean of each figure, without coverage by prompt, which is noise in a control."""
+    fields = dataclasses.fields(Figures)[1:8]
+    return Figures(
+        runs[0].name, **{one.name: np.mean([getattr(run, one.name) for run in runs]).item() for one in fields}
+    )

@@ -1,0 +1,87 @@
+"""A small perceptron that regresses a length on a prompt: ALISE's "all-MLP decoder" (section 3.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from skipjoin.forecast.mass import Array
+
+_HIDDEN = 64
+# Adam's usual settings, with a rate for learning from one request at a time.
+_RATE, _BETA_1, _BETA_2, _EPSILON = 1e-3, 0.9, 0.999, 1e-8
+# The output's first value: log of 128 tokens; and the first spread of logs around it.
+_FIRST_LOG, _FIRST_SPREAD = float(np.log(128.0)), float(np.log(3.0))
+_KEPT = 0.995  # of the squared error, per request
+_NAMES = ("w1", "b1", "w2", "b2")
+
+
+class Estimate(NamedTuple):
+    """log_tokens: the expected natural logarithm of the length; spread: the deviation of late around it."""
+
+    log_tokens: float
+    spread: float
+
+
+class Mlp:
+    """log length = w2 . relu(w1 x + b1) + b2, learnt online with Adam from squared errors.
+
+    A request that was cut off counts only where it got longer than expected: it is at least as long.
+    """
+
+    def __init__(self, width: int) -> None:
+        drawn = np.random.default_rng(0)
+        self._parameters: dict[str, Array] = {
+            "w1": drawn.standard_normal((_HIDDEN, width)) * np.sqrt(2.0 / width),
+            "b1": np.zeros(_HIDDEN),
+            "w2": drawn.standard_normal(_HIDDEN) * np.sqrt(1.0 / _HIDDEN),
+            "b2": np.array([_FIRST_LOG]),
+        }
+        self._means = {name: np.zeros_like(value) for name, value in self._parameters.items()}
+        self._squares = {name: np.zeros_like(value) for name, value in self._parameters.items()}
+        self._steps = 0
+        self._variance = _FIRST_SPREAD**2
+
+    def estimate(self, x: Array) -> Estimate:
+        """The expectation for a vector, (width,)."""
+        return Estimate(self._forward(x)[1], float(np.sqrt(self._variance)))
+
+    def _forward(self, x: Array) -> tuple[Array, float]:
+        own = self._parameters
+        hidden = np.maximum(own["w1"] @ x + own["b1"], 0.0)
+        return hidden, float(own["w2"] @ hidden + own["b2"][0])
+
+    def learn(self, x: Array, tokens: int, exact: bool) -> None:
+        """The output for this vector got `tokens` long."""
+        hidden, expected = self._forward(x)
+        error = expected - float(np.log(tokens))
+        if not exact and error > 0:
+            return
+        self._variance = _KEPT * self._variance + (1 - _KEPT) * error * error
+        back = error * self._parameters["w2"] * (hidden > 0)
+        self._descend({"w1": np.outer(back, x), "b1": back, "w2": error * hidden, "b2": np.array([error])})
+
+    def _descend(self, slopes: dict[str, Array]) -> None:
+        """One step of Adam."""
+        self._steps += 1
+        scale = _RATE * np.sqrt(1 - _BETA_2**self._steps) / (1 - _BETA_1**self._steps)
+        for name, slope in slopes.items():
+            mean, square = self._means[name], self._squares[name]
+            mean += (1 - _BETA_1) * (slope - mean)
+            square += (1 - _BETA_2) * (slope * slope - square)
+            self._parameters[name] -= scale * mean / (np.sqrt(square) + _EPSILON)
+
+    def state(self) -> dict[str, Array]:
+        """The arrays to keep."""
+        parts = {"parameters": self._parameters, "means": self._means, "squares": self._squares}
+        arrays = {f"{part}.{name}": values[name].copy() for part, values in parts.items() for name in _NAMES}
+        return arrays | {"progress": np.array([self._steps, self._variance])}
+
+    def restore(self, state: Mapping[str, Array]) -> None:
+        """Take the arrays of `state`. Raises ValueError or KeyError if they are not of this width."""
+        for part, values in (("parameters", self._parameters), ("means", self._means), ("squares", self._squares)):
+            for name in _NAMES:
+                values[name][...] = state[f"{part}.{name}"]
+        self._steps, self._variance = int(state["progress"][0]), float(state["progress"][1])

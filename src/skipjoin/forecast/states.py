@@ -1,0 +1,67 @@
+"""The states of a folder of forecasts: to look at and to remove."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from skipjoin.forecast.mass import Array, mass_of
+from skipjoin.forecast.store import STATE, StateError, read_arrays, read_description
+
+
+def states(parent: Path) -> list[Path]:
+    """The folders of states below `parent`, those set aside included, in the order of their names."""
+    if not parent.is_dir():
+        return []
+    return sorted(folder for folder in parent.iterdir() if folder.is_dir() and _is_state(folder))
+
+
+def _is_state(folder: Path) -> bool:
+    return (folder / STATE).is_file()
+
+
+def exported(folder: Path) -> Iterator[dict[str, Any]]:
+    """What a state has learnt, as objects for JSON: first its identity and its distribution of lengths, then each past
+    request. No text is in a state. Raises `StateError` for a damaged one."""
+    described = read_description(folder)
+    arrays = read_arrays(folder, described)
+    yield {"state": folder.name, "description": described} | _summary(arrays)
+    if "model.index.tokens" in arrays:
+        yield from _entries(folder.name, arrays)
+
+
+def _summary(arrays: dict[str, Array]) -> dict[str, Any]:
+    survival = mass_of(arrays["prior.ended"] / arrays["prior.reached"])
+    found: dict[str, Any] = {"length_distribution": np.round(survival, 6).tolist()}
+    if "model.index.vectors" in arrays:
+        vectors = arrays["model.index.vectors"].astype(np.float32)
+        center = vectors.mean(axis=0) if len(vectors) else np.zeros(1)
+        found["vectors"] = {"width": vectors.shape[1], "mean_similarity": round(float(center @ center), 6)}
+    return found
+
+
+def _entries(name: str, arrays: dict[str, Array]) -> Iterator[dict[str, Any]]:
+    """The past requests of an index, oldest first."""
+    tokens, exact, times = (arrays[f"model.index.{key}"] for key in ("tokens", "exact", "times"))
+    for length, ended, at in zip(tokens.tolist(), exact.tolist(), times.tolist(), strict=True):
+        yield {"state": name, "output_tokens": length, "exact": bool(ended), "time_s": at}
+
+
+def remove_states(parent: Path, served: str | None = None) -> list[Path]:
+    """Remove the states below `parent`; served: those of this model only. Returns the folders that were removed. Raises
+    OSError."""
+    gone = [folder for folder in states(parent) if served is None or _served(folder) == served]
+    for folder in gone:
+        shutil.rmtree(folder)
+    return gone
+
+
+def _served(folder: Path) -> str | None:
+    try:
+        return str(read_description(folder).get("served"))
+    except (StateError, OSError):
+        return None

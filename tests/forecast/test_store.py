@@ -1,0 +1,156 @@
+"""What is written to disk: complete, private, and refused without harm when it is damaged."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from skipjoin.config import ForecastConfig
+from skipjoin.forecast import Forecaster, default_folder, make_forecaster, words
+from skipjoin.forecast.store import STATE
+
+PROMPT = words("Tell me about the sea")
+
+
+def make(served: str = "model", entries: int = 50) -> Forecaster:
+    return make_forecaster(ForecastConfig(forecast_entries=entries), served, lambda: 0.0)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """The folder of a state, below `tmp_path`."""
+    forecaster = make()
+    for _ in range(30):
+        forecaster.learn(forecaster.forecast(PROMPT, 4096), 700, exact=True)
+    assert forecaster.save(tmp_path)
+    (folder,) = tmp_path.iterdir()
+    return folder
+
+
+def change_json(folder: Path, **values: object) -> None:
+    file = folder / STATE
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+def arrays(folder: Path) -> Path:
+    (file,) = folder.glob("*.safetensors")
+    return file
+
+
+def without_hash(folder: Path, change) -> None:
+    """Change the arrays and give the JSON file their hash: what a check of bytes cannot find."""
+    import hashlib  # noqa: PLC0415
+
+    found = load_file(arrays(folder))
+    change(found)
+    save_file(found, arrays(folder))
+    change_json(folder, sha256=hashlib.sha256(arrays(folder).read_bytes()).hexdigest())
+
+
+DAMAGE = {
+    "garbage JSON": lambda folder: (folder / STATE).write_bytes(b"\xff{"),
+    "empty JSON": lambda folder: (folder / STATE).write_bytes(b""),
+    "a JSON list": lambda folder: (folder / STATE).write_text("[]"),
+    "another format": lambda folder: change_json(folder, format=99),
+    "another model": lambda folder: change_json(folder, served="other"),
+    "another width": lambda folder: change_json(folder, width=8),
+    "a path outside": lambda folder: change_json(folder, arrays="../../etc/passwd"),
+    "missing arrays": lambda folder: arrays(folder).unlink(),
+    "truncated arrays": lambda folder: arrays(folder).write_bytes(arrays(folder).read_bytes()[:1000]),
+    "garbage arrays": lambda folder: arrays(folder).write_bytes(os.urandom(4096)),
+    "a lost array": lambda folder: without_hash(folder, lambda found: found.pop("prior.ended")),
+    "an array of another shape": lambda folder: without_hash(
+        folder, lambda found: found.update({"prior.ended": np.zeros(3)})
+    ),
+    "numbers that are none": lambda folder: without_hash(
+        folder, lambda found: found["model.head.weights"].fill(np.nan)
+    ),
+    "fewer vectors than lengths": lambda folder: without_hash(
+        folder, lambda found: found.update({"model.index.vectors": np.zeros((7, 256), np.float16)})
+    ),
+    "vectors of another width": lambda folder: without_hash(
+        folder, lambda found: found.update({"model.index.vectors": np.zeros((30, 7), np.float16)})
+    ),
+    "lengths of no token": lambda folder: without_hash(folder, lambda found: found["model.index.tokens"].fill(0)),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_a_damaged_state_is_set_aside_with_one_warning(saved: Path, damage, caplog) -> None:
+    damage(saved)
+    forecaster = make()
+    assert not forecaster.load(saved.parent)
+    assert len(caplog.records) == 1
+    assert saved.name in caplog.text
+    assert not saved.exists()
+    assert len(list(saved.parent.glob("*.bad-*"))) == 1
+    # It begins anew, as if nothing had been there, and can be saved.
+    assert forecaster.forecast(PROMPT, 4096).forecast == make().forecast(PROMPT, 4096).forecast
+    assert forecaster.save(saved.parent)
+    assert make().load(saved.parent)
+
+
+def test_few_damaged_states_are_kept(tmp_path: Path) -> None:
+    for _ in range(6):
+        make().save(tmp_path)
+        (folder,) = (found for found in tmp_path.iterdir() if ".bad-" not in found.name)
+        (folder / STATE).write_text("damaged")
+        make().load(tmp_path)
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_states_of_other_models_lie_apart(saved: Path) -> None:
+    other = make("other/model")
+    assert not other.load(saved.parent)
+    assert other.save(saved.parent)
+    assert len(list(saved.parent.iterdir())) == 2
+    assert make().load(saved.parent)
+
+
+@pytest.mark.parametrize("fails", ["write", "fsync", "replace"])
+def test_a_full_disk_leaves_the_old_state(saved: Path, monkeypatch, caplog, fails: str) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    forecaster = make()
+    forecaster.learn(forecaster.forecast(PROMPT, 100), 5, exact=True)
+    with monkeypatch.context() as patch:
+        if fails == "write":
+            patch.setattr(os, "fdopen", full)
+        else:
+            patch.setattr(os, fails, full)
+        assert not forecaster.save(saved.parent)
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert "No space left" in caplog.text
+    assert make().load(saved.parent)
+    assert {file.suffix for file in saved.iterdir()} == {".json", ".safetensors"}
+
+
+def test_saving_again_leaves_one_file_of_each(saved: Path) -> None:
+    forecaster = make()
+    forecaster.load(saved.parent)
+    forecaster.learn(forecaster.forecast(PROMPT, 4096), 3, exact=True)
+    forecaster.save(saved.parent)
+    assert sorted(file.suffix for file in saved.iterdir()) == [".json", ".safetensors"]
+
+
+def test_a_folder_that_cannot_be_made_is_one_warning(tmp_path: Path, caplog) -> None:
+    (tmp_path / "file").write_text("")
+    assert not make().save(tmp_path / "file")
+    assert not make().load(tmp_path / "file")
+    assert len(caplog.records) <= 2
+
+
+def test_the_default_folder_follows_the_user_cache(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("SKIPJOIN_FORECAST_DIR", str(tmp_path / "own"))
+    assert default_folder() == tmp_path / "own"
+    monkeypatch.delenv("SKIPJOIN_FORECAST_DIR")
+    assert default_folder() == tmp_path / "skipjoin" / "forecasts"

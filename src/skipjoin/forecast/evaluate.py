@@ -20,8 +20,11 @@ from skipjoin.forecast.mass import Array
 from skipjoin.forecast.models import Learnt, Model, PriorOnly
 
 ORACLE, PERMUTED = "oracle", "permuted"
-# Pairs of requests that the order is taken from, and test rows that the control has at least, by repeating it.
-_PAIRS, _CONTROL_ROWS, _MOST_CONTROLS = 200_000, 10_000, 6
+# Pairs of requests that the order is taken from.
+_PAIRS = 200_000
+# Runs of the control, and the rows of each in training and test: one run alone correlates by chance with the length of
+# prompts, which says something of that of outputs.
+_CONTROLS, _CONTROL_ROWS = 6, 4000
 _QUARTILES = np.array([0.25, 0.5, 0.75])
 
 Progress = Callable[[str, float], None]
@@ -118,13 +121,16 @@ class Evaluation:
     def _control(self, progress: Progress) -> Figures:
         """Lengths permuted among the training rows: nothing can be learnt from these. The mean of several runs."""
         drawn = np.random.default_rng(0)
-        runs = min(_MOST_CONTROLS, -(-_CONTROL_ROWS // len(self.test)))
-        return _mean_of([self._permuted(drawn.permutation(len(self.train)), progress) for _ in range(runs)])
+        return _mean_of([self._permuted(drawn, run, progress) for run in range(_CONTROLS)])
 
-    def _permuted(self, order: Array, progress: Progress) -> Figures:
-        train = [one._replace(tokens=self.train[other].tokens) for one, other in zip(self.train, order, strict=True)]
-        made, _ = self._predict(Learnt(self._index()), train, PERMUTED, progress)
-        return self._figures(PERMUTED, [one.forecast for one in made], [one.interval for one in made])
+    def _permuted(self, drawn: np.random.Generator, run: int, progress: Progress) -> Figures:
+        rows = Evaluation(self.train[:_CONTROL_ROWS], self.test[:_CONTROL_ROWS], self.encoder, self.entries, self.most)
+        order = drawn.permutation(len(rows.train))
+        train = [one._replace(tokens=rows.train[other].tokens) for one, other in zip(rows.train, order, strict=True)]
+        made, _ = rows._predict(
+            Learnt(self._index()), train, PERMUTED, lambda name, share: progress(name, (run + share) / _CONTROLS)
+        )
+        return rows._figures(PERMUTED, [one.forecast for one in made], [one.interval for one in made])
 
     def _figures(
         self,

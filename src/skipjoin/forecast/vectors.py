@@ -62,7 +62,9 @@ def _stored(state: Mapping[str, Array], width: int) -> Array:
     if "vectors" in state:
         found = state["vectors"]
     else:
-        found = _graph(width).load(state["graph"].tobytes()).get(state["places"])
+        graph = _graph(width)
+        graph.load(state["graph"].tobytes())
+        found = np.asarray(graph.get(state["places"]))
     if found.shape != (len(found), width):
         raise ValueError(f"vectors of shape {found.shape}, not of width {width}")
     return found

@@ -1,0 +1,109 @@
+"""`skipjoin predict`: evaluate, export, reset."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner, Result
+
+from skipjoin.cli import app
+from skipjoin.forecast import ForecastConfig, make_forecaster, words
+
+TEXTS = {"count to five": 12, "tell a long story about a {}": 400, "translate {} into french": 40}
+
+
+def run(*args: object) -> Result:
+    return CliRunner().invoke(app, ["predict", *map(str, args)])
+
+
+def rows(count: int, **more) -> list[dict]:
+    drawn = np.random.default_rng(0)
+    found = []
+    for number in range(count):
+        text, tokens = list(TEXTS.items())[int(drawn.integers(len(TEXTS)))]
+        tokens = max(1, int(tokens * np.exp(drawn.normal() * 0.1)))
+        extra = {name: value(number, tokens) for name, value in more.items()}
+        found.append({"prompt": text.format(f"thing{number}"), "output_tokens": tokens} | extra)
+    return found
+
+
+def write(file: Path, lines: list[dict]) -> Path:
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    file.write_bytes(gzip.compress(text.encode()) if file.suffix == ".gz" else text.encode())
+    return file
+
+
+def test_evaluate_tells_good_forecasters_from_blind_ones(tmp_path: Path) -> None:
+    trace = write(
+        tmp_path / "t.jsonl.gz",
+        rows(400, split=lambda number, _: "train" if number % 2 else "val", again=lambda _, tokens: tokens * 2),
+    )
+    found = run("evaluate", "--trace", trace, "--second-run", "again", "--json", tmp_path / "out.json")
+    assert found.exit_code == 0, found.output
+    record = json.loads((tmp_path / "out.json").read_text())
+    assert (record["train"], record["test"]) == (200, 200)
+    assert record["machine"]
+    by_name = {one["name"]: one for one in record["forecasters"]}
+    assert list(by_name) == ["proxy", "alise", "head", "learnt", "prior", "oracle", "permuted"]
+    for name in ("proxy", "alise", "head", "learnt"):
+        assert by_name[name]["r"] > 0.9
+        assert by_name[name]["pairwise"] > 0.8
+        assert by_name[name]["milliseconds"] > 0
+        assert name in found.output
+    assert abs(by_name["permuted"]["r"]) < 0.3
+    assert by_name["oracle"]["r"] == pytest.approx(1.0)
+    assert by_name["oracle"]["mae"] > 50  # the second run is twice as long
+
+
+def test_a_conversation_is_in_one_part_of_the_split(tmp_path: Path) -> None:
+    from skipjoin.cli.predict import _trains  # noqa: PLC0415
+
+    parts = {conv: {_trains({"conv": conv}, place, 100) for place in range(100)} for conv in ("a", "b", "c", "d")}
+    assert all(len(part) == 1 for part in parts.values())
+    assert len(set.union(*parts.values())) == 2
+    assert [_trains({}, place, 4) for place in range(4)] == [True, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("lines", "options", "text"),
+    [
+        (rows(40), ["--second-run", "other"], "no column other"),
+        (rows(40), ["--entries", 0], "entries must be in"),
+        (rows(40), ["--encoder", "/missing"], "nor a folder"),
+        (rows(12), [], "fewer than 10"),
+        ([{"prompt_tokens": 3, "output_tokens": 4}] * 40, [], "no texts"),
+        ([], [], "no rows"),
+    ],
+)
+def test_bad_input_is_one_line(tmp_path: Path, lines, options, text) -> None:
+    found = run("evaluate", "--trace", write(tmp_path / "t.jsonl", lines), *options)
+    assert found.exit_code == 2
+    assert text in found.output
+    assert len(found.output.strip().splitlines()) == 1
+
+
+def test_export_and_reset(tmp_path: Path) -> None:
+    for served, secret in (("one", "swordfish"), ("two", "password")):
+        forecaster = make_forecaster(ForecastConfig(forecast_entries=50), served, lambda: 7.0)
+        for tokens in (5, 6, 7):
+            forecaster.learn(forecaster.forecast(words(secret), 100), tokens, exact=tokens < 7)
+        forecaster.save(tmp_path)
+    out = tmp_path / "out.jsonl"
+    assert run("export", "--forecast-dir", tmp_path, "--out", out).exit_code == 0
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    entries = [line for line in lines if "output_tokens" in line]
+    assert [(line["output_tokens"], line["exact"]) for line in entries] == [(5, True), (6, True), (7, False)] * 2
+    assert sum("length_distribution" in line for line in lines) == 2
+    hashes = [str(number) for secret in ("swordfish", "password") for number in words(secret)]
+    for file in tmp_path.rglob("*"):
+        if file.is_file():
+            assert not any(text.encode() in file.read_bytes() for text in ["swordfish", "password", *hashes])
+    assert "removed" in run("reset", "--forecast-dir", tmp_path, "--model", "one").output
+    assert len([folder for folder in tmp_path.iterdir() if folder.is_dir()]) == 1
+    run("reset", "--forecast-dir", tmp_path)
+    assert "nothing was learnt" in run("reset", "--forecast-dir", tmp_path).output
+    assert run("export", "--forecast-dir", tmp_path, "--out", out).exit_code == 2

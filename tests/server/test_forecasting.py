@@ -176,6 +176,7 @@ async def test_every_end_is_learnt_once_as_what_it_is(make_api: MakeApi, monkeyp
     assert found["forecast_error_octaves_count"] == 4
     off = math.log2(6 / 4) + math.log2(6 / 5) + math.log2(3 / 2)
     assert found["forecast_error_octaves_sum"] == pytest.approx(off)
+    assert found["forecast_error_tokens_sum"] == 0 + 2 + 1 + 1
     places = {place: found[f"forecast_interval_total {place}"] for place in ("below", "inside", "above")}
     assert places == {"below": 1, "inside": 3, "above": 0}
 

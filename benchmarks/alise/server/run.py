@@ -2,12 +2,16 @@
 
     python benchmarks/alise/server/run.py [--requests 300] [--recipe alise] [--out FILE]
 
-Serves the built-in model with nothing learnt, and sends chats of two kinds in random order, four at a time: counting
-five numbers, and counting to 200. `error_octaves` is the mean distance of the forecasts from the lengths that came, as
-a power of two (1: twice or half of it), by blocks of 50 requests, from `/metrics`; `coverage`: the share of lengths in
-the forecasts' 80 % intervals. Then the server is ended in several ways, and 50 more requests are sent to the one that
-is started after it: an orderly end, a killed engine (the server exits by itself then), a killed server. At last what it
-keeps is damaged, and then replaced by another format's: `begins_anew` counts the warnings, `set_aside` the folders.
+Serves the built-in model with nothing learnt, and sends chats of two kinds in random order, four at a time: "Count from
+1 to 5" and "Count from 1 to 200". By blocks of 50 requests, from `/metrics`: `error_tokens` is the mean distance of the
+forecasts from the lengths that came, `error_octaves` the same as a power of two (1: twice or half of it), `coverage`
+the share of lengths in the forecasts' 80 % intervals. Then the server is ended in several ways, and 50 more requests
+are sent to the one that is started after it: an orderly end, a killed engine (the server exits by itself then), a
+killed server. At last what it keeps is damaged, and then replaced by another format's: `begins_anew` counts the
+warnings, `set_aside` the folders.
+
+`varied` is harder: no prompt comes often. Five numbers are counted from anywhere below 20, or all from there to 200, so
+that the prompts of both kinds resemble each other.
 """
 
 from __future__ import annotations
@@ -37,14 +41,13 @@ BLOCK, CLIENTS = 50, 4
 Record = dict[str, Any]
 
 
-def tasks(count: int, seed: int) -> list[str]:
+def tasks(count: int, seed: int, *, varied: bool = False) -> list[str]:
     """Prompts of the two kinds in random order, as many of one as of the other."""
     draw = random.Random(seed)
-    kinds: list[Callable[[int], str]] = [
-        lambda first: f"Count from {first} to {first + 4}",
-        lambda first: f"Count from {first} to 200",
-    ]
-    found = [kinds[number % 2](draw.randint(1, 20)) for number in range(count)]
+    found = []
+    for number in range(count):
+        first = draw.randint(1, 20) if varied else 1
+        found.append(f"Count from {first} to {200 if number % 2 else first + 4}")
     draw.shuffle(found)
     return found
 
@@ -67,6 +70,7 @@ def send(server: Served, prompts: list[str]) -> Record:
     judged = since["forecast_error_octaves_count"]
     return {
         "requests": len(prompts),
+        "error_tokens": round(since["forecast_error_tokens_sum"] / judged, 2),
         "error_octaves": round(since["forecast_error_octaves_sum"] / judged, 3),
         "coverage": round(since["forecast_interval_total inside"] / judged, 3),
         "late": int(since["forecasts_late_total"]),
@@ -76,7 +80,6 @@ def send(server: Served, prompts: list[str]) -> Record:
 
 def measure(requests: int, options: list[str], folder: Path) -> Record:
     """The blocks of a server that begins with nothing, and what is left after each of its ends."""
-    prompts = tasks(requests, seed=0)
     later = iter([tasks(BLOCK, seed) for seed in range(1, 6)])
     found: Record = {}
 
@@ -84,9 +87,7 @@ def measure(requests: int, options: list[str], folder: Path) -> Record:
         return Served(*options, "--forecast-dir", str(folder))
 
     with start() as server:
-        blocks = [send(server, prompts[first : first + BLOCK]) for first in range(0, requests, BLOCK)]
-        found["blocks"] = blocks
-        show("learning", blocks)
+        found["blocks"] = learn(server, tasks(requests, seed=0))
     with start() as server:
         found["after_restart"] = send(server, next(later))
         server.kill_engine()
@@ -100,6 +101,15 @@ def measure(requests: int, options: list[str], folder: Path) -> Record:
     found["after_damage"] = after(damage, start, folder, next(later))
     found["after_another_format"] = after(change_format, start, folder, next(later))
     return found
+
+
+def learn(server: Served, prompts: list[str]) -> list[Record]:
+    """The blocks of a server that begins with nothing."""
+    blocks = []
+    for first in range(0, len(prompts), BLOCK):
+        blocks.append(send(server, prompts[first : first + BLOCK]))
+        show("learning", blocks[-1])
+    return blocks
 
 
 def after(harm: Callable[[Path], None], start: Callable[[], Served], folder: Path, prompts: list[str]) -> Record:
@@ -126,9 +136,9 @@ def change_format(folder: Path) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | {"format": 999}))
 
 
-def show(what: str, records: list[Record]) -> None:
-    for record in records:
-        print(f"{what:>22}: off by {record['error_octaves']:.2f} octaves, {record['coverage']:.0%} covered", flush=True)
+def show(what: str, record: Record) -> None:
+    off = f"{record['error_tokens']:6.1f} tokens, {record['error_octaves']:.2f} octaves"
+    print(f"{what:>22}: off by {off}, {record['coverage']:.0%} covered", flush=True)
 
 
 def main() -> None:
@@ -146,10 +156,14 @@ def main() -> None:
         shutil.rmtree(folder)
     for what, record in found.items():
         if what != "blocks":
-            show(what, [record])
-    first, last = found["blocks"][0]["error_octaves"], found["blocks"][-1]["error_octaves"]
-    found |= {"machine": describe_machine(), "options": options, "last_over_first": round(last / first, 3)}
-    print(f"the error of the last {BLOCK} is {last / first:.2f} times that of the first")
+            show(what, record)
+    with Served(*options, "--forecast-dir", "none") as server:
+        found["varied"] = learn(server, tasks(args.requests, seed=0, varied=True))
+    for what in ("blocks", "varied"):
+        first, last = found[what][0]["error_tokens"], found[what][-1]["error_tokens"]
+        found[f"{what}_last_over_first"] = round(last / first, 3)
+        print(f"{what}: the error of the last {BLOCK} is {last / first:.2f} times that of the first")
+    found |= {"machine": describe_machine(), "options": options}
     if args.out is not None:
         args.out.write_text(json.dumps(found, indent=1) + "\n")
 

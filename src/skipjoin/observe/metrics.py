@@ -180,9 +180,16 @@ DOOR_METRICS = (
         in_vllm=False,
     ),
     Metric(
+        "forecast_error_tokens",
+        "histogram",
+        "Distance of the forecast from the output's length; outputs that were cut off are left out.",
+        buckets=_LENGTHS,
+        in_vllm=False,
+    ),
+    Metric(
         "forecast_error_octaves",
         "histogram",
-        "Distance of the forecast from the output's length, as a power of two; outputs that were cut off are left out.",
+        "The same as a power of two.",
         buckets=_OCTAVES,
         in_vllm=False,
     ),

@@ -39,8 +39,9 @@ class Metrics(Collector):
         self._forecasts, self._late = rows["forecasts_total"][1], rows["forecasts_late_total"][1]
         self._learnt, self._entries = rows["forecasts_learnt_total"][1], rows["forecast_index_entries"][1]
         self._interval = rows["forecast_interval_total"][1]
-        self._forecast_s, self._forecast_error = (
-            Histogram(rows[name][0].buckets, rows[name][1]) for name in ("forecast_seconds", "forecast_error_octaves")
+        self._forecast_s, self._forecast_error, self._forecast_octaves = (
+            Histogram(rows[name][0].buckets, rows[name][1])
+            for name in ("forecast_seconds", "forecast_error_tokens", "forecast_error_octaves")
         )
         self._model = ""
         self._config: dict[str, str] | None = None
@@ -99,7 +100,8 @@ class Metrics(Collector):
         """Count an output of so many tokens, with what was expected of it. exact: whether it ended by itself."""
         self._learnt[not exact] += 1
         if exact or tokens >= predicted.most:
-            self._forecast_error.observe(abs(math.log2(predicted.forecast.tokens / tokens)))
+            self._forecast_error.observe(abs(predicted.forecast.tokens - tokens))
+            self._forecast_octaves.observe(abs(math.log2(predicted.forecast.tokens / tokens)))
             low, high = predicted.interval
             self._interval[0 if tokens < low else 1 if tokens <= high else 2] += 1
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from skipjoin.config import ConfigError, ForecastConfig
 from skipjoin.core.forecast import Forecast
@@ -19,7 +19,6 @@ from skipjoin.recipes import Forecasts, Recipe
 SAVE_EVERY_S = 5.0
 # Saving takes at most this share of the time, however large the state is.
 _SAVE_SHARE = 0.02
-
 # Encoders with a name; others are folders.
 _ENCODERS = ("hashed", "embeddings")
 # The `forecast_dir` of what is not kept.
@@ -46,7 +45,7 @@ class Forecaster(Protocol):
 
     def forecast(self, prompt: Sequence[int], max_tokens: int) -> Predicted: ...
     def prior(self, max_tokens: int) -> Forecast: ...
-    def learn(self, predicted: Predicted, tokens: int, *, exact: bool) -> None: ...
+    def learn(self, predicted: Any, tokens: int, *, exact: bool) -> None: ...  # of its own forecasts
     def __len__(self) -> int: ...
 
 

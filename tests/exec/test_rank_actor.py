@@ -15,7 +15,16 @@ def test_a_rank_draws_dummy_weights(tmp_path: Path) -> None:
     shutil.copy(builtin_model_path() / "config.json", tmp_path)
     largest = LargestStep(64, 4, 64)
     of = RankModel(
-        str(tmp_path), "float32", "cpu", "torch", "dummy", threads=1, block_size=16, gpu_share=0.9, largest=largest
+        str(tmp_path),
+        "float32",
+        "cpu",
+        "torch",
+        "dummy",
+        threads=1,
+        block_size=16,
+        gpu_share=0.9,
+        largest=largest,
+        swap_dtype="auto",
     )
     part, room = RankActor().load(of, Shard(), None, 1)
     saved, _ = RankActor().load(

@@ -87,11 +87,15 @@ class LocalReplicas(ReplicaSet):
     @property
     def engines(self) -> list[psutil.Process]:
         """The engine processes that live, oldest first."""
-        children = psutil.Process().children()
-        alive = [child for child in children if child.status() != psutil.STATUS_ZOMBIE]
-        return sorted(
-            (child for child in alive if "simulated_engine" in str(child.cmdline())), key=psutil.Process.create_time
-        )
+        return sorted(filter(_is_engine, psutil.Process().children()), key=psutil.Process.create_time)
+
+
+def _is_engine(child: psutil.Process) -> bool:
+    """Whether a process is an engine and lives; it may end while it is looked at."""
+    try:
+        return child.status() != psutil.STATUS_ZOMBIE and "simulated_engine" in str(child.cmdline())
+    except psutil.NoSuchProcess:
+        return False
 
 
 @contextlib.asynccontextmanager

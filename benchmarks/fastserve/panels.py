@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from matplotlib.figure import Figure
 
 from fastserve.setting import BATCH_CAP, MACHINES, RECIPES, system
-from figures.pictures import bound_line, curves, legend_of
-from figures.report import rates_table, ratio_of, table
-from figures.runs import Options, Result, Search, by_rate, cells, pick, poisson
-from skipjoin.bench.bound import maximum_rate, parse_bound
-from skipjoin.bench.plots import style
+from figures.panels import Panels
+from figures.report import rates_table
+from figures.runs import Options, Result, Search, cells, poisson
 from skipjoin.observe.record import Record
 
 DATASETS = ("sharegpt", "alpaca")
+PANELS = Panels(tuple(MACHINES), DATASETS, RECIPES)
 # Searches start here: req/s of OPT-13B on ShareGPT, by batch cap and recipe.
 STARTS = {
     BATCH_CAP: {"static": 0.6, "fcfs": 3.5, "fastserve": 5.5, "srpt": 9.8},
@@ -65,36 +64,9 @@ class Searches:
 
 def read_off(records: Sequence[Record], bound: str) -> Result:
     """Largest rates by linear interpolation between the measured ones."""
-    rows = []
-    for dataset in DATASETS:
-        for model in MACHINES:
-            found = {
-                recipe: maximum_rate(
-                    by_rate(pick(records, recipe=recipe, model=model, lengths=dataset)), parse_bound(bound)
-                )
-                for recipe in RECIPES
-            }
-            texts = ["none" if rate is None else str(rate) for rate in found.values()]
-            ratios = [ratio_of(found["fastserve"], found[other]) for other in ("fcfs", "static", "srpt")]
-            rows.append((model, dataset, *texts, *ratios))
-    columns = ("model", "lengths", *RECIPES, "fastserve to fcfs", "to static", "to srpt")
-    return table(f"Largest rate with {bound}, read off the curves (req/s)", columns, rows)
+    return PANELS.read_off(records, bound, [("fastserve", other) for other in ("fcfs", "static", "srpt")])
 
 
 def draw_panels(records: Sequence[Record], field: str, limit: float) -> Figure:
     """A row for each dataset, a column for each model."""
-    figure = style.new_figure(style.WIDE_IN, 4.6)
-    panels = figure.subplots(len(DATASETS), len(MACHINES), squeeze=False)
-    for dataset, line in zip(DATASETS, panels, strict=True):
-        for model, axes in zip(MACHINES, line, strict=True):
-            curves(axes, pick(records, model=model, lengths=dataset), RECIPES, field)
-            bound_line(axes, limit)
-            axes.set_yscale("log")
-            axes.set_ylim(0.02, 20)
-            axes.set_xlim(left=0)
-            axes.set_title(f"{model}, {dataset}")
-    for axes in panels[-1]:
-        axes.set_xlabel("arrival rate (req/s)")
-    figure.supylabel(style.field_label(field), fontsize=9)
-    legend_of(figure, panels[0][0])
-    return figure
+    return PANELS.draw(records, field, limit, (0.02, 20))

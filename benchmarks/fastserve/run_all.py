@@ -5,35 +5,13 @@ python benchmarks/fastserve/run_all.py [--quick] [--only figure11,figure12] [--j
 
 from __future__ import annotations
 
-import argparse
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 HOME = Path(__file__).resolve().parent
-
-
-def main() -> None:
-    # Figure 12 reads what figure 11 wrote, and comes after it.
-    names = [*sorted(path.parent.name for path in HOME.glob("figure*/run.py")), "regions"]
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", help=f"some of {', '.join(names)}")
-    parser.add_argument("--quick", action="store_true", help="one seed and fewer rates, for a first look")
-    parser.add_argument("--jobs", type=int, default=2, help="processes")
-    parser.add_argument("--out", type=Path, help="folder for results (default: each figure's own)")
-    args = parser.parse_args()
-    chosen = names if args.only is None else [name.strip() for name in args.only.split(",")]
-    if unknown := [name for name in chosen if name not in names]:
-        parser.error(f"only: there is no {unknown[0]!r}; choose from {', '.join(names)}")
-    start = time.monotonic()
-    for name in chosen:
-        command = [sys.executable, str(HOME / name / "run.py"), "--jobs", str(args.jobs)]
-        command += ["--quick"] if args.quick else []
-        command += ["--out", str(args.out / name)] if args.out else []
-        subprocess.run(command, check=True)
-        print(f"{name} is done, {time.monotonic() - start:.0f} s in all", file=sys.stderr, flush=True)
-
+sys.path.insert(0, str(HOME.parent))
+from figures.run_all import run_all
 
 if __name__ == "__main__":
-    main()
+    # Figure 12 reads what figure 11 wrote, and comes after it.
+    run_all(HOME, __doc__, [*sorted(path.parent.name for path in HOME.glob("figure*/run.py")), "regions"])

@@ -24,29 +24,46 @@ _INDEX = {
     "fastserve-reactive": 6,
     "fastserve-recompute": 7,
     "fastserve-defer": 9,
+    "orca": 3,
+    "alise": 4,
+    "alise-oracle": 2,
+    "alise-reactive": 6,
+    "alise-recompute": 7,
+    "alise-defer": 9,
+    # ALISE by what foresees its lengths.
+    "alise noise:0.2": 4,
+    "alise regress:0.8": 5,
+    "alise regress:0.6": 6,
+    "alise regress:0.3": 10,
+    "alise prior": 3,
+    "alise learnt": 4,
+    "alise retrieval": 5,
 }
 
 
-def look(recipe: str) -> style.Look:
-    """Colour, marker and dashes of a recipe."""
-    return style.look(_INDEX[recipe])
+def look(name: str) -> style.Look:
+    """Colour, marker and dashes of a recipe or variant."""
+    return style.look(_INDEX[name])
 
 
-def curves(axes: Axes, records: Sequence[Record], recipes: Sequence[str], field: str) -> None:
-    """A field against rate, a line per recipe through the means over seeds, from least to most as a band."""
-    for recipe in recipes:
-        points = by_rate(pick(records, recipe=recipe))
+def curves(axes: Axes, records: Sequence[Record], names: Sequence[str], field: str, *, by: str = "recipe") -> None:
+    """A field against rate, a line per recipe through the means over seeds, from least to most as a band.
+
+    by: the field of a record that has the name of its line.
+    """
+    for name in names:
+        points = by_rate(pick(records, **{by: name}))
         if not points:
             continue
         values = [[field_value(record, field) for record in some] for some in points.values()]
-        shape = look(recipe)
+        shape = look(name)
         axes.plot(
             list(points),
             list(map(fmean, values)),
             color=shape.colour,
             marker=shape.marker,
             linestyle=shape.dash,
-            label=recipe,
+            label=name,
         )
         axes.fill_between(
             list(points), list(map(min, values)), list(map(max, values)), color=shape.colour, alpha=0.15, lw=0

@@ -21,12 +21,13 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from figures.runs import DURATION_S, SEEDS, Options, Result, Search
+from figures.runs import DURATION_S, SEEDS, Options, Result, Search, by_rate, mean, pick
 from machine import describe_machine
 from skipjoin.bench.bound import MaximumRate
 from skipjoin.bench.plots import style
 from skipjoin.bench.simulation import System
 from skipjoin.bench.workload import Synthetic
+from skipjoin.observe.record import Record
 
 Row = Sequence[Any]
 _DOCUMENTS = Path(__file__).resolve().parents[2] / "docs" / "figures"
@@ -47,33 +48,64 @@ def ratio_of(one: MaximumRate | None, other: MaximumRate | None) -> str:
     return f"{sign}{one.rate_rps / other.rate_rps:.2f}x"
 
 
-def rates_table(title: str, searches: Mapping[str, Search]) -> Result:
-    """Largest rates by recipe, beside `fcfs` and `srpt`."""
-    found = {recipe: search.rate for recipe, search in searches.items()}
+def rates_table(title: str, searches: Mapping[str, Search], beside: Sequence[str] = ("fcfs", "srpt")) -> Result:
+    """Largest rates by name. beside: the names that all are compared with."""
+    found = {name: search.rate for name, search in searches.items()}
     rows = [
-        (recipe, "none" if rate is None else str(rate), ratio_of(rate, found["fcfs"]), ratio_of(rate, found["srpt"]))
-        for recipe, rate in found.items()
+        (name, "none" if rate is None else str(rate), *(ratio_of(rate, found[other]) for other in beside))
+        for name, rate in found.items()
     ]
-    return table(title, ("recipe", "largest req/s", "to fcfs", "to srpt"), rows)
+    return table(title, ("recipe", "largest req/s", *(f"to {other}" for other in beside)), rows)
+
+
+_LATENCIES = {
+    "s/token": "normalized_latency_s.mean",
+    "P95 s/token": "normalized_latency_s.p95",
+    "TTFT s": "ttft_s.mean",
+    "P95 TTFT s": "ttft_s.p95",
+    "JCT s": "jct_s.mean",
+    "P99 JCT s": "jct_s.p99",
+}
+
+
+def latencies(title: str, records: Sequence[Record], names: Sequence[str], *, by: str = "recipe") -> Result:
+    """Latencies by rate and name, means over seeds. by: the field of a record that has the name."""
+    rows = [
+        (rate, name, *(mean(mine, field) for field in _LATENCIES.values()))
+        for rate, some in by_rate(records).items()
+        for name in names
+        if (mine := pick(some, **{by: name}))
+    ]
+    return table(title, ("req/s", by, *_LATENCIES), rows)
 
 
 def settings_of(
-    systems: Sequence[System], workloads: Sequence[Synthetic], options: Options, seeds: int = SEEDS
+    systems: Sequence[System],
+    workloads: Sequence[Synthetic],
+    options: Options,
+    seeds: int = SEEDS,
+    note: str = "",
 ) -> Result:
-    """All that decides a ratio, for the file and the terminal."""
+    """All that decides a ratio, for the file and the terminal. note: what else does."""
     groups: dict[str, Result] = {}
     for of in systems:
         name = f"{of.model} on {of.hardware}, cap {of.max_num_seqs}, {of.kv_blocks} blocks"
+        name += "" if of.swap_dtype == "auto" else f", {of.swap_dtype} on the host"
         recipes = groups.setdefault(name, {"recipes": [], **of.describe()})["recipes"]
-        if of.recipe not in recipes:
-            recipes.append(of.recipe)
+        recipe = of.recipe if of.predictor is None else f"{of.recipe} {of.predictor}"
+        if recipe not in recipes:
+            recipes.append(recipe)
     return {
         "duration_s": options.duration_s,
         "seeds": list(options.seeds(seeds)),
         "lengths": [workload.streams[0].lengths.name for workload in workloads],
         "arrivals": sorted({workload.streams[0].arrivals.name for workload in workloads}),
+        **({"note": note} if note else {}),
         "systems": groups,
     }
+
+
+_ASKED = {"exact": "what they generate", "room": "the room of the context"}
 
 
 def shown_settings(settings: Result) -> str:
@@ -84,8 +116,9 @@ def shown_settings(settings: Result) -> str:
         f"lengths {', '.join(settings['lengths'])}; arrivals {', '.join(settings['arrivals'])}; "
         f"{settings['duration_s']:g} s; seeds {', '.join(map(str, settings['seeds']))}"
     ]
+    lines += [settings["note"]] if "note" in settings else []
     for name, one in settings["systems"].items():
-        asked = "what they generate" if one["max_tokens"] == "exact" else one["max_tokens"]
+        asked = _ASKED.get(one["max_tokens"], one["max_tokens"])
         parts = (
             ", ".join(one["recipes"]),
             f"{one['max_num_batched_tokens']} tokens per step, KV {one['kv_gib']:g} GiB, host {one['swap_gib']:g} GiB",

@@ -78,8 +78,9 @@ def cells(
 
 
 def slim(record: Record) -> Record:
-    """A record without its curves and what only they need."""
-    return {name: value for name, value in record.items() if name not in ("series", "quantiles")}
+    """A record without its curves and what only they need, but with the longest completion time."""
+    kept = {name: value for name, value in record.items() if name not in ("series", "quantiles")}
+    return kept | {"longest_jct_s": max(record["quantiles"]["jct_s"], default=None)}
 
 
 class Kept:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
 import random
 import statistics
-import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+from support.figures import BENCHMARKS, assert_documented, figure_module, run_figure
+
+sys.path.insert(0, str(BENCHMARKS))
 
 from fastserve import panels, setting
 from figures import report, runs
@@ -24,33 +22,16 @@ from skipjoin.bench.bound import MaximumRate
 from skipjoin.bench.simulation import run as simulate
 from skipjoin.config import ConfigError
 
-FOLDER = Path(setting.__file__).resolve().parent
+FOLDER = BENCHMARKS / "fastserve"
 FIGURES = sorted(path.parent.name for path in FOLDER.glob("figure*/run.py"))
-
-
-def run(figure: str, out: Path, *options: str) -> dict[str, Any]:
-    """The command of a figure, and the result that it wrote."""
-    command = [sys.executable, str(FOLDER / figure / "run.py"), "--out", str(out), *options]
-    subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
-    return json.loads((out / "result.json").read_text(encoding="utf-8"))
-
-
-def module_of(figure: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"fastserve_{figure}", FOLDER / figure / "run.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+run, module_of = partial(run_figure, "fastserve"), partial(figure_module, "fastserve")
 
 
 def test_there_is_a_folder_for_every_figure_of_the_evaluation() -> None:
     assert {f"figure{number}" for number in (1, 5, 7, 8, 11, 12, 13, 14, 15)} == {
         f"figure{int(name.removeprefix('figure'))}" for name in FIGURES
     }
-    for name in (*FIGURES, "regions"):
-        assert (FOLDER / name / "README.md").is_file()
-        assert f"benchmarks/fastserve/{name}/run.py" in (FOLDER / name / "README.md").read_text(encoding="utf-8")
+    assert_documented("fastserve", (*FIGURES, "regions"))
 
 
 def test_the_worked_example_gives_the_papers_averages_and_the_same_picture_twice(tmp_path: Path) -> None:

@@ -8,9 +8,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-HOME = Path(__file__).resolve().parent
-sys.path.insert(0, str(HOME.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from figures.run_all import run_all
+
+HOME = Path(__file__).resolve().parent
 
 # Those of the paper, then those that it does not have.
 NAMES = (

@@ -8,9 +8,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-HOME = Path(__file__).resolve().parent
-sys.path.insert(0, str(HOME.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from figures.run_all import run_all
+
+HOME = Path(__file__).resolve().parent
 
 if __name__ == "__main__":
     # Figure 12 reads what figure 11 wrote, and comes after it.

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from matplotlib.figure import Figure
-
 from dataclasses import replace
+
+from matplotlib.figure import Figure
 
 from alise.setting import A100, alise, lasting, named, plain
 from figures.pictures import bars

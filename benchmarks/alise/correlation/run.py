@@ -3,7 +3,8 @@
     python benchmarks/alise/correlation/run.py [--quick]
 
 OPT-13B on one A100 with 40 GB, 11 GiB of KV, 4.5 requests per second for 120 s, two seeds; forecasts of a regression
-whose logarithms have a correlation rho with the truth's. Then outputs of 325 tokens all alike, at 3.5 requests per second.
+whose logarithms have a correlation rho with the truth's. Then outputs of equal length, the mean of ShareGPT's, at 3.5
+requests per second.
 """
 
 from __future__ import annotations

@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from matplotlib.figure import Figure
-
 from statistics import fmean, pstdev, quantiles
+
+from matplotlib.figure import Figure
 
 from figures.pictures import legend_of
 from figures.report import main, table

@@ -2,9 +2,9 @@
 
     python benchmarks/alise/figure09/run.py
 
-OPT-13B on ShareGPT. At the paper's 2 requests per second a V100 with 32 GB gets more than twice what it can compute, and
-an A100 with 40 GB has no queue: both are shown, and the V100 just above its capacity. The 200 requests are those in the
-middle of 300 s of arrivals.
+OPT-13B on ShareGPT. At the paper's 2 requests per second a V100 with 32 GB gets more than twice what it can compute,
+and an A100 with 40 GB has no queue: both are shown, and the V100 just above its capacity. The 200 requests are those in
+the middle of 300 s of arrivals.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from matplotlib.figure import Figure
-
 from statistics import fmean
+
+from matplotlib.figure import Figure
 
 from alise.setting import A100, NEAR_TRUE, REGRESSED, V100, plain
 from figures.pictures import legend_of, look

@@ -3,10 +3,10 @@
     python benchmarks/alise/int8/run.py [--quick]
 
 ALISE holds its KV in INT8 and compares itself with FP16 (section 4.1). OPT-13B on one A100 with 40 GB, 11 GiB of KV;
-ShareGPT for 300 s and Alpaca for 60 s; `fcfs`, and `alise` with near-true forecasts; KV in 16 bits, in int8 on the host
-alone (`--swap-dtype int8`, what Skipjoin has built; `fcfs` does not use the host), and in int8 on both tiers. The last is
-simulated as pools of as many more blocks as int8 takes less for a block, scales included, and is not built: reading and
-writing such KV costs here what it costs in 16 bits.
+ShareGPT for 300 s and Alpaca for 60 s; `fcfs`, and `alise` with near-true forecasts; KV in 16 bits, in int8 on the
+host alone (`--swap-dtype int8`, what Skipjoin has built; `fcfs` does not use the host), and in int8 on both tiers. The
+last is simulated as pools of as many more blocks as int8 takes less for a block, scales included, and is not built:
+reading and writing such KV costs here what it costs in 16 bits.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from matplotlib.figure import Figure
-
 from dataclasses import replace
+
+from matplotlib.figure import Figure
 
 from alise.setting import A100, FASTSERVE_BOUND, NEAR_TRUE, Variant, lasting, plain
 from figures.pictures import bars, legend_of

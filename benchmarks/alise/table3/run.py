@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from matplotlib.figure import Figure
-
 from dataclasses import replace
+
+from matplotlib.figure import Figure
 
 from alise.setting import BOUND, NEAR_TRUE, REGRESSED, V100, Variant, lasting, named, plain
 from figures.panels import Panels

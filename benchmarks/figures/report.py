@@ -91,6 +91,7 @@ def settings_of(
     for of in systems:
         name = f"{of.model} on {of.hardware}, cap {of.max_num_seqs}, {of.kv_blocks} blocks"
         name += "" if of.swap_dtype == "auto" else f", {of.swap_dtype} on the host"
+        name += f", {of.max_tokens} tokens asked for" if isinstance(of.max_tokens, int) else ""
         recipes = groups.setdefault(name, {"recipes": [], **of.describe()})["recipes"]
         recipe = of.recipe if of.predictor is None else f"{of.recipe} {of.predictor}"
         if recipe not in recipes:

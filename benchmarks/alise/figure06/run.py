@@ -2,8 +2,8 @@
 
     python benchmarks/alise/figure06/run.py [--quick]
 
-OPT-2.7B, 6.7B and 13B on a V100 with 32 GB, ShareGPT and Alpaca, one seed; OPT-13B on ShareGPT for the 30 minutes of
-the paper, the others shorter. `orca` stands for ORCA, `fcfs` for vLLM; `alise` with forecasts whose error is declared:
+OPT-2.7B, 6.7B and 13B on a V100 with 32 GB, ShareGPT and Alpaca, one seed; traces of 30 s to 10 minutes, where the
+paper has 30 minutes. `orca` stands for ORCA, `fcfs` for vLLM; `alise` with forecasts whose error is declared:
 near-true ones, and ones that a regression would make, of three correlations with the truth. Largest rates are those
 at which the mean normalized latency is 0.2 s per token, read off the curves.
 """
@@ -29,19 +29,19 @@ PANELS = Panels(MODELS, DATASETS, [variant.name for variant in VARIANTS], by="va
 RATES = {
     ("opt-2.7b", "sharegpt"): (10.0, 16.0, 26.0),
     ("opt-6.7b", "sharegpt"): (4.0, 5.5, 8.0),
-    ("opt-13b", "sharegpt"): (0.6, 0.8, 0.95, 1.2, 1.6),
-    ("opt-2.7b", "alpaca"): (110.0, 170.0, 260.0),
-    ("opt-6.7b", "alpaca"): (50.0, 70.0, 105.0),
-    ("opt-13b", "alpaca"): (16.0, 20.0, 25.0, 32.0, 40.0),
+    ("opt-13b", "sharegpt"): (0.7, 0.9, 1.2, 1.7),
+    ("opt-2.7b", "alpaca"): (120.0, 180.0, 280.0),
+    ("opt-6.7b", "alpaca"): (56.0, 80.0, 120.0),
+    ("opt-13b", "alpaca"): (20.0, 25.0, 32.0, 45.0),
 }
 # Durations, in multiples of 300 s.
 LASTING = {
     ("opt-2.7b", "sharegpt"): 0.3,
     ("opt-6.7b", "sharegpt"): 0.6,
-    ("opt-13b", "sharegpt"): 6.0,
+    ("opt-13b", "sharegpt"): 2.0,
     ("opt-2.7b", "alpaca"): 0.1,
-    ("opt-6.7b", "alpaca"): 0.2,
-    ("opt-13b", "alpaca"): 0.4,
+    ("opt-6.7b", "alpaca"): 0.1,
+    ("opt-13b", "alpaca"): 0.2,
 }
 # ORCA keeps the rest of the context free for every request, and leaves the bound long before the others.
 ORCA_SHARE = {

@@ -25,7 +25,7 @@ from skipjoin.bench.plots import style
 RECIPES = ("alise", "alise-reactive", "alise-recompute", "alise-defer")
 VARIANTS = tuple(Variant(recipe, recipe, NEAR_TRUE.predictor) for recipe in RECIPES)
 # Around the capacities, 22 and 0.89 req/s. Durations in multiples of 300 s.
-RATES = {"alpaca": (18.0, 21.0, 24.0, 28.0, 36.0), "sharegpt": (0.65, 0.8, 0.95, 1.1, 1.5)}
+RATES = {"alpaca": (14.0, 18.0, 21.0, 24.0, 28.0), "sharegpt": (0.5, 0.65, 0.8, 0.95, 1.1)}
 LASTING = {"alpaca": 0.4, "sharegpt": 1.0}
 COLUMNS = (
     "lengths",

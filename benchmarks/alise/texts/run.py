@@ -33,11 +33,7 @@ RETRIEVAL = Variant("alise retrieval", "alise", "alise")
 FORECAST = (alise("prior"), RETRIEVAL, alise("learnt"))
 VARIANTS = (*plain("fcfs", "fastserve"), *FORECAST, *plain("alise-oracle"))
 # Rates around the capacity, and durations in multiples of 300 s.
-RATES = {
-    "alpaca_vicuna7b_lengths": (26.0, 30.0, 36.0),
-    "alpaca_text": (62.0, 74.0, 90.0),
-    "sharegpt_text": (1.6, 2.0, 2.6),
-}
+RATES = {"alpaca_vicuna7b_lengths": (28.0, 36.0), "alpaca_text": (66.0, 82.0), "sharegpt_text": (1.8, 2.6)}
 LASTING = {"alpaca_vicuna7b_lengths": 0.8, "alpaca_text": 0.4, "sharegpt_text": 3.0}
 QUALITY = ("r_log", "mae", "within_25", "coverage_80")
 

@@ -155,6 +155,27 @@ def test_a_chat_has_as_many_words_and_extra_fields_stand_over_our_own() -> None:
     assert target.url == "http://host:1/v1/chat/completions"
 
 
+@pytest.mark.parametrize("endpoint", ["completions", "chat"])
+def test_a_text_gets_the_answer_that_the_model_gives_it(endpoint: str) -> None:
+    """No length is requested, and where the model stops, the response is complete; ignore_eos asks for the trace's."""
+
+    async def stop(stub: OpenAiStub, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        return await stream(request, token(), token("stop"), usage(2), DONE)
+
+    asked = [WorkloadRequest(0.0, 5, 30, "default", 0, 4, "Count to 3")]
+    with OpenAiStub(stop) as stub:
+        run, _ = go(stub.url, asked, endpoint=endpoint)
+        strict, _ = go(stub.url, asked, endpoint=endpoint, extra={"ignore_eos": True})
+    free, fixed = stub.bodies
+    sent = free["messages"][0]["content"] if endpoint == "chat" else free["prompt"]
+    assert sent == "Count to 3"
+    assert not {"max_tokens", "ignore_eos"} & set(free)
+    assert (fixed["max_tokens"], fixed["ignore_eos"]) == (30, True)
+    assert (kinds(run), kinds(strict)) == ({"finished": 1}, {"truncated": 1})
+    line = run.exchanges[0].as_json()
+    assert (line["row"], line["output"], line["output_tokens"]) == (4, "xx", 2)
+
+
 @pytest.mark.parametrize(
     ("make", "says"),
     [

@@ -43,12 +43,13 @@ class Exchange:
     """A job and its outcome. Times in seconds from the start of the run.
 
     facts: its arrival is when the job was due, so that a late client never flatters the server. sent: when it was sent;
-    None: never. failure: None if the response is complete.
+    None: never. output: the text of the response so far. failure: None if the response is complete.
     """
 
     job: WorkloadRequest
     facts: RequestFacts
     sent: float | None = None
+    output: str = ""
     failure: Failure | None = None
 
     @property
@@ -59,6 +60,7 @@ class Exchange:
     def as_json(self) -> dict[str, Any]:
         """Its line in a file of requests; times in seconds from the start of the run."""
         facts = self.facts
+        texts = {} if self.job.prompt is None else {"row": self.job.row, "output": self.output}
         return {
             "stream": self.job.stream,
             "priority": self.job.priority,
@@ -71,6 +73,7 @@ class Exchange:
             "output_tokens": facts.output_tokens,
             "output_limit": facts.output_limit,
             "error": self.failure.kind if self.failure else None,
+            **texts,
         }
 
 
@@ -165,7 +168,8 @@ class Client:
         facts.first_token, facts.last_token = answer.first_token, answer.last_token
         facts.output_tokens = answer.output_tokens or 0
         facts.prompt_tokens = answer.prompt_tokens or facts.prompt_tokens
-        exchange.failure = answer.problem(exchange.job.output_tokens, may_stop=self.target.may_stop)
+        exchange.output = answer.text
+        exchange.failure = answer.problem(self.target.max_tokens(exchange.job) or 0, may_stop=self.target.may_stop)
         whole = "stop" if answer.finish_reason == "stop" else "length"
         facts.reason = whole if exchange.failure is None else exchange.failure.kind
 

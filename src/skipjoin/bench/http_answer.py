@@ -33,6 +33,10 @@ class _Choice(msgspec.Struct, gc=False):
     delta: _Delta | None = None
     finish_reason: str | None = None
 
+    def content(self) -> str:
+        """The text that it adds to the answer."""
+        return self.text or (self.delta.content if self.delta is not None else None) or ""
+
     def shows_token(self) -> bool:
         """A chat begins with a role before its first token; some tokens of a completion have no text."""
         delta = self.delta
@@ -63,6 +67,7 @@ class Answer:
     """
 
     __slots__ = (
+        "_pieces",
         "_tail",
         "ended",
         "error",
@@ -75,6 +80,7 @@ class Answer:
 
     def __init__(self) -> None:
         self._tail = b""
+        self._pieces: list[str] = []
         self.first_token: float | None = None
         self.last_token: float | None = None
         self.prompt_tokens: int | None = None
@@ -82,6 +88,11 @@ class Answer:
         self.finish_reason: str | None = None
         self.ended: float | None = None
         self.error: Failure | None = None
+
+    @property
+    def text(self) -> str:
+        """The text so far."""
+        return "".join(self._pieces)
 
     def feed(self, data: bytes, now: float) -> None:
         """Parse the next bytes, received at `now`."""
@@ -125,6 +136,7 @@ class Answer:
             self.prompt_tokens, self.output_tokens = event.usage.prompt_tokens, event.usage.completion_tokens
         if event.choices and (choice := event.choices[0]).shows_token():
             self.last_token = now
+            self._pieces.append(choice.content())
             if self.first_token is None:
                 self.first_token = now
             self.finish_reason = choice.finish_reason or self.finish_reason

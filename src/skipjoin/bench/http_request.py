@@ -1,4 +1,4 @@
-"""The load client's requests: bodies with prompts of given lengths."""
+"""The load client's requests: bodies with prompts of given lengths, or with given texts."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _encode = msgspec.json.Encoder().encode
 class Bodies:
     """Request bodies, one for each job in turn; the same seed gives the same bodies.
 
-    Prompts are random, and consecutive ones differ from the first token on, so that a server's prefix cache has no
-    hits.
+    A job with a text sends it, and the model ends the answer. Other prompts are random, and consecutive ones differ
+    from the first token on, so that a server's prefix cache has no hits.
     """
 
     def __init__(self, target: Target, seed: str) -> None:
@@ -32,11 +32,12 @@ class Bodies:
     def make(self, job: WorkloadRequest) -> bytes:
         """The JSON of the next request."""
         target = self._target
+        max_tokens = target.max_tokens(job)
         body: dict[str, Any] = {
             "model": target.model,
-            **self._prompt(job.prompt_tokens),
-            "max_tokens": job.output_tokens,
-            "ignore_eos": True,
+            **(self._prompt(job.prompt_tokens) if job.prompt is None else self._text(job.prompt)),
+            "max_tokens": max_tokens,
+            "ignore_eos": None if max_tokens is None else True,
             "temperature": 0,
             "stream": True,
             "stream_options": {"include_usage": True},
@@ -50,6 +51,10 @@ class Bodies:
     def _prompt(self, length: int) -> dict[str, Any]:
         rest = length - 1
         if self._target.endpoint == "chat":
-            words = [f"{self._count}", *self._random.choices(_WORDS, k=rest)]
-            return {"messages": [{"role": "user", "content": " ".join(words)}]}
+            return self._text(" ".join([f"{self._count}", *self._random.choices(_WORDS, k=rest)]))
         return {"prompt": [self._ids[self._count % len(self._ids)], *self._random.choices(self._ids, k=rest)]}
+
+    def _text(self, text: str) -> dict[str, Any]:
+        if self._target.endpoint == "chat":
+            return {"messages": [{"role": "user", "content": text}]}
+        return {"prompt": text}

@@ -67,7 +67,7 @@ async def _measure(target: Target, plan: LoadPlan, watcher: LoadWatcher) -> str 
     rate, seed = plan.runs()[0]
     first = plan.draw(rate, seed)
     async with Client(target, timeout_s=plan.timeout_s) as client:
-        head = await _head(client, plan)
+        head = await _head(client, plan, texts=first[0].prompt is not None)
         await warm_up(client, first[: plan.warmup], Bodies(client.target, f"{seed}/warm-up"))
         for number, (rate, seed) in enumerate(plan.runs()):
             if number:
@@ -117,8 +117,9 @@ def _quiet_memory() -> Iterator[None]:
 # -- the record -------------------------------------------------------------------------------------------
 
 
-async def _head(client: Client, plan: LoadPlan) -> Record:
-    """The fields shared by all records: the server and the settings. Chooses the model to request."""
+async def _head(client: Client, plan: LoadPlan, *, texts: bool) -> Record:
+    """The fields shared by all records: the server and the settings. texts: whether prompts are those of a trace.
+    Chooses the model to request."""
     models = await client.models()
     target = client.target
     if target.model is None:
@@ -128,6 +129,7 @@ async def _head(client: Client, plan: LoadPlan) -> Record:
     server = {name: value for found in _CACHE_CONFIG.findall(text) for name, value in _LABEL.findall(found)}
     settings: dict[str, Any] = {
         "endpoint": target.endpoint,
+        "prompts": "trace" if texts else "random",
         "prompt_ids": list(target.prompt_ids),
         "extra_body": dict(target.extra),
         "warmup": plan.warmup,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
+from skipjoin.bench.workload import WorkloadRequest
 from skipjoin.knobs import ConfigError, Knob, unknown
 
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
@@ -26,7 +27,11 @@ class Target:
     base_url: Annotated[str, Knob("The server, such as http://127.0.0.1:8000.", metavar="URL", group=_GROUP)]
     endpoint: Annotated[
         str,
-        Knob("completions (prompts of token ids) or chat (a message of words).", metavar="NAME", group=_GROUP),
+        Knob(
+            "completions (prompts of token ids, or a trace's texts) or chat (messages of words, or those).",
+            metavar="NAME",
+            group=_GROUP,
+        ),
     ] = "completions"
     model: Annotated[
         str | None,
@@ -56,10 +61,15 @@ class Target:
         """The URL of requests."""
         return self.base_url + PATHS[self.endpoint]
 
+    def max_tokens(self, job: WorkloadRequest) -> int | None:
+        """The output tokens that are requested for a job, those of the workload. None: the request names no number, and
+        the model decides when the answer to a text ends."""
+        return job.output_tokens if job.prompt is None or self.extra.get("ignore_eos") else None
+
     @property
     def may_stop(self) -> bool:
         """Whether responses may be shorter than requested: by default the body tells the server to ignore the end
-        token."""
+        token wherever it names a number of tokens."""
         return not self.extra.get("ignore_eos", True)
 
 

@@ -330,6 +330,11 @@ class ForecastConfig:
         for name in ("forecast_encoder", "forecast_dir"):
             if getattr(self, name) == "":
                 raise ConfigError(f"{name} must not be empty")
+        if self.forecaster in ("prior", "none") and self.forecast_encoder != "hashed":
+            raise ConfigError(
+                f"forecast_encoder must be hashed with forecaster {self.forecaster}, which compares no prompts, "
+                f"got {self.forecast_encoder!r}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

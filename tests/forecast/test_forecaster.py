@@ -143,6 +143,7 @@ def test_what_is_kept_is_bounded_in_number_and_age(kind, tmp_path) -> None:
 def test_settings_outside_their_bounds_are_refused() -> None:
     for values, text in (
         ({"forecaster": "crystal"}, "forecaster must be one of"),
+        ({"forecaster": "prior", "forecast_encoder": "embeddings"}, "must be hashed with forecaster prior"),
         ({"forecast_entries": 0}, "forecast_entries must be in"),
         ({"forecast_max_age_s": 0}, "forecast_max_age_s must be in"),
     ):

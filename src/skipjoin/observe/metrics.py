@@ -189,14 +189,14 @@ DOOR_METRICS = (
     Metric(
         "forecast_error_octaves",
         "histogram",
-        "The same as a power of two.",
+        "Distance of the forecast from the output's length, as a power of two, without aborted and expired requests.",
         buckets=_OCTAVES,
         in_vllm=False,
     ),
     Metric(
         "forecast_interval_total",
         "counter",
-        "Output lengths by where they lie beside the forecast's 80 % interval; outputs that were cut off are left out.",
+        "Output lengths by where they lie beside the forecast's 80 % interval, without aborted and expired requests.",
         "place",
         ("below", "inside", "above"),
         in_vllm=False,

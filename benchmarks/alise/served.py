@@ -1,4 +1,4 @@
-"""A `skipjoin serve` of the built-in model in a process of its own, for the benchmarks of this folder."""
+"""A `skipjoin serve` of the built-in model in a process of its own, for the benchmarks of ALISE over HTTP."""
 
 from __future__ import annotations
 

@@ -229,3 +229,19 @@ def test_client_and_server_count_alike(server: str, tmp_path: Path) -> None:
     after = [metric(server, name) for name in (finished, tokens)]
     generated = sum(line["output_tokens"] for line in lines)
     assert [now - then for then, now in zip(before, after, strict=True)] == [40, generated]
+
+
+def test_the_prompts_of_a_trace_are_answered(server: str, tmp_path: Path) -> None:
+    """The lengths are the model's, and not those of the trace."""
+    trace, out, times = (tmp_path / name for name in ("texts.jsonl", "out.json", "times.jsonl"))
+    trace.write_text("".join(json.dumps({"prompt": f"Count from 3 to {end}", "output": "?"}) + "\n" for end in (5, 12)))
+    result = run(
+        server, "--trace", trace, "--endpoint", "chat", "--requests", "2", "--rates", "50", "--warmup", "0",
+        "--out", out, "--record-requests", times,
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    (record,) = load_results([out])
+    assert (record["settings"]["prompts"], record["requests"]["finished"]) == ("trace", 2)
+    found = {line["row"]: line for line in map(json.loads, times.read_text().splitlines())}
+    assert [found[row]["output"] for row in (0, 1)] == ["3, 4, 5", "3, 4, 5, 6, 7, 8, 9, 10, 11, 12"]
+    assert found[0]["output_tokens"] < found[1]["output_tokens"]

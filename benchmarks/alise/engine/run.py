@@ -1,6 +1,6 @@
 """ALISE on a real engine over HTTP, where the lengths of answers follow from the prompts.
 
-    python benchmarks/alise/engine/run.py --work DIR --out FILE [--seconds S] [--requests 400] [--repeats 2]
+    python benchmarks/alise/engine/run.py --work DIR --out FILE [--seconds S] [--requests 240] [--repeats 2]
 
 The built-in model answers tasks of which four in five have a short answer, on one core. `skipjoin bench` sends them as
 chats, greedy, all with the same generous `max_tokens`, at Poisson arrival times above what `fcfs` sustains. Every run
@@ -45,14 +45,17 @@ from skipjoin.observe.record import percentile
 
 Record = dict[str, Any]
 
-# Few seats, since a batch costs the tiny model little: it is they that requests wait for. The pool holds 1,296 tokens,
-# so that four long answers and those that were preempted do not fit together.
-SEATS, KV_GIB, SWAP_GIB = 4, 0.005, 0.25
+# The slowest back end: with the others a step of the tiny model is over in less time than HTTP takes for its tokens, on
+# the core that client and API process share, and the comparison would be of what each costs there.
+ATTENTION = "torch"
+# Few seats: it is they that requests wait for. The pool holds 2,096 tokens, so that eight long answers, or those that
+# were preempted beside the ones that run, do not fit together.
+SEATS, KV_GIB, SWAP_GIB = 8, 0.008, 0.25
 MAX_TOKENS = 900
 # Of the requests, and characters of an answer: those between are in neither class.
 SHORT_SHARE, SHORT_MOST, LONG_LEAST = 0.8, 60, 300
 # Over what `fcfs` finishes.
-LOADS = (1.2, 1.6)
+LOADS = (1.2, 1.8)
 TEACHING_SEED, PROFILE_S = 1000, 10
 RUN_TIMEOUT_S = 280
 # How often /metrics is read, and how many requests a point of the learning curve has.
@@ -150,7 +153,7 @@ class Work:
     @contextmanager
     def server(self, entry: Entry, state: Path | str = "none") -> Iterator[Served]:
         """A fresh server. state: the folder of what it learnt."""
-        options = ["--profile", str(self.profile), "--recipe", entry.recipe, *entry.options]
+        options = ["--profile", str(self.profile), "--attention", ATTENTION, "--recipe", entry.recipe, *entry.options]
         options += ["--max-num-seqs", str(SEATS), "--kv-cache-gib", str(KV_GIB), "--swap-space", str(SWAP_GIB)]
         # No request is refused: the comparison is about order.
         options += ["--max-num-queued-reqs", "100000", "--max-num-queued-tokens", "100000000"]
@@ -287,7 +290,7 @@ def prepare(work: Work, requests: int, seeds: Sequence[int]) -> None:
     work.folder.mkdir(parents=True, exist_ok=True)
     if not work.profile.exists():
         command = [SKIPJOIN, "profile", "tally", "--out", work.profile, "--seconds", PROFILE_S, "--threads", 1]
-        command += ["--kv-cache-gib", KV_GIB, "--max-num-seqs", SEATS]
+        command += ["--kv-cache-gib", KV_GIB, "--max-num-seqs", SEATS, "--attention", ATTENTION]
         subprocess.run([str(part) for part in command], check=True, stdout=subprocess.DEVNULL)
     for seed in seeds:
         if not work.reference(seed).exists():
@@ -356,6 +359,7 @@ def summarized(rows: Sequence[Record]) -> list[Record]:
             mine = [row for row in rows if (row["entry"], row["load"]) == (name, load)]
             if mine:
                 found.append({"load": load, "entry": name, "repeats": len(mine), **spread(mine), **ratios(rows, mine)})
+                found[-1] |= counted(mine)
     return found
 
 
@@ -366,6 +370,18 @@ def spread(mine: Sequence[Record]) -> Record:
         for key in ("mean", "p95"):
             values = [row["measured"][field][key] for row in mine]
             found[f"{field}.{key}"] = [round(one, 4) for one in (statistics.fmean(values), min(values), max(values))]
+    return found
+
+
+def counted(mine: Sequence[Record]) -> Record:
+    """Sums over repeats, and the means of the forecasts' figures."""
+    runs = [row["measured"] for row in mine]
+    found: Record = {name: sum(run[name] for run in runs) for name in (*COUNTERS, "output_tokens", "other_texts")}
+    found["lost"] = sum(run["requests"]["submitted"] - run["requests"]["finished"] for run in runs)
+    made = [run["forecast"] for run in runs if "forecast" in run]
+    if made:
+        figures = ("error_octaves", "coverage", "late", "mean_ms")
+        found |= {name: round(statistics.fmean(one[name] for one in made), 3) for name in figures}
     return found
 
 
@@ -398,7 +414,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no run after so long")
-    parser.add_argument("--requests", type=int, default=400, help="chats in a run")
+    parser.add_argument("--requests", type=int, default=240, help="chats in a run")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--entries", nargs="+", choices=ENTRIES, default=list(ENTRIES))
     args = parser.parse_args()
@@ -409,28 +425,31 @@ def main() -> None:
     rows: list[Record] = json.loads(args.out.read_text())["rows"] if args.out.exists() else []
     done = {(row["entry"], row["seed"], row["load"]) for row in rows}
     wanted = [row for row in plan(rate, seeds, args.entries) if (row["entry"], row["seed"], row["load"]) not in done]
+    machine = describe_machine()
     while wanted and time.monotonic() < until:
         row = wanted.pop(0)
         rows.append(row | {"measured": measure(work, ENTRIES[row["entry"]], row["rate_rps"], row["seed"])})
         show(rows[-1])
-        args.out.write_text(json.dumps(result(work, args.requests, seeds, rows), indent=1) + "\n")
+        found = {"machine": machine, "settings": settings(work, args.requests, seeds)}
+        found |= {"summary": summarized(rows), "rows": rows}
+        args.out.write_text(json.dumps(found, indent=1) + "\n")
     print(f"{len(wanted)} runs are left")
 
 
-def result(work: Work, requests: int, seeds: Sequence[int], rows: list[Record]) -> Record:
-    """The record of everything."""
-    chats = {seed: read_chats(work, seed) for seed in seeds}
-    settings = {
+def settings(work: Work, requests: int, seeds: Sequence[int]) -> Record:
+    """What all runs share."""
+    chats = [read_chats(work, seed) for seed in seeds]
+    return {
+        "attention": ATTENTION,
         "max_num_seqs": SEATS,
         "kv_gib": KV_GIB,
         "swap_gib": SWAP_GIB,
         "max_tokens": MAX_TOKENS,
         "requests": requests,
         "fcfs_rps": round(capacity(work, seeds), 3),
-        "correct": [round(one.correct, 4) for one in chats.values()],
-        "reference_tokens": [sum(one.lengths) for one in chats.values()],
+        "correct": [round(one.correct, 4) for one in chats],
+        "reference_tokens": [sum(one.lengths) for one in chats],
     }
-    return {"machine": describe_machine(), "settings": settings, "summary": summarized(rows), "rows": rows}
 
 
 if __name__ == "__main__":

@@ -83,7 +83,14 @@ def bars(axes: Axes, groups: Sequence[str], series: Mapping[str, Sequence[float]
         places = [index + (number - (len(series) - 1) / 2) * width for index in range(len(groups))]
         axes.bar(places, values, width, color=colours[name], edgecolor="black", lw=0.5, label=name)
         for place, value in zip(places, values, strict=True):
-            axes.annotate(f"{value:.2g}", (place, value), (0, 1), textcoords="offset points", ha="center", fontsize=6)
+            axes.annotate(
+                f"{value:.2g}" if value < 99.5 else f"{value:.0f}",
+                (place, value),
+                (0, 1),
+                textcoords="offset points",
+                ha="center",
+                fontsize=6,
+            )
     axes.set_xticks(range(len(groups)), groups)
     axes.grid(visible=False, axis="x")
 

@@ -21,7 +21,6 @@ NAMES = (
     "figure08",
     "figure09",
     "table3",
-    "rates",
     "texts",
     "int8",
     "aging",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import matplotlib.style
@@ -109,8 +110,10 @@ def legend(figure: Figure, handles: Sequence[Artist], labels: Sequence[str], tit
 
 
 def _fits(figure: Figure, labels: Sequence[str], columns: int) -> bool:
-    rows = -(-len(labels) // columns)
-    widest = [max(map(len, labels[start : start + rows])) for start in range(0, len(labels), rows)]
+    # The first columns have one label more than the others, where there is no even split.
+    rows, longer = divmod(len(labels), columns)
+    ends = [number * rows + min(number, longer) for number in range(columns + 1)]
+    widest = [max(map(len, labels[start:end])) for start, end in pairwise(ends)]
     # An 8 pt character is about 4.6 pt wide; the handle and the gaps take 40 pt.
     return sum(widest) * 4.6 + len(widest) * 40 <= figure.get_figwidth() * 72
 

@@ -25,8 +25,8 @@ run, module_of = partial(run_figure, "alise"), partial(figure_module, "alise")
 DECIDING = ("kv_blocks", "host_blocks", "swap_dtype", "max_num_seqs", "block_size", "max_tokens")
 
 
-def test_every_figure_has_a_readme_with_its_command() -> None:
-    assert {path.parent.name for path in FOLDER.glob("*/run.py")} == {*NAMES, "server"}
+def test_every_figure_in_the_simulator_has_a_readme_with_its_command() -> None:
+    assert set(NAMES) <= {path.parent.name for path in FOLDER.glob("*/run.py")}
     assert_documented("alise", NAMES)
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from figures.runs import Kept, Options
 from skipjoin.bench.simulation import System
 from skipjoin.bench.systems import Machine
-from skipjoin.knobs import Value
 from skipjoin.observe.record import Record
 
 # The paper's bound where it names one (section 4.2), and FastServe's, for the figures that both evaluations have.
@@ -30,21 +29,18 @@ A100 = Machine(model="opt-13b", hardware="a100-40gb", kv_gib=11.0, swap_gib=128.
 class Variant:
     """A recipe with what foresees its lengths.
 
-    name: in pictures and tables. predictor: None: the recipe reads no forecasts, or reads true ones. params: of the
-    recipe.
+    name: in pictures and tables. predictor: None: the recipe reads no forecasts, or reads true ones.
     """
 
     name: str
     recipe: str
     predictor: str | None = None
-    params: Mapping[str, Value] = field(default_factory=dict)
 
     def on(self, machine: Machine, *, batch_cap: int = BATCH_CAP, **settings: object) -> System:
         """The variant on a machine. settings: further fields of `System`."""
         (found,) = machine.systems(
             self.recipe,
             predictor=self.predictor,
-            recipe_params=self.params,
             max_num_seqs=batch_cap,
             **settings,
         )

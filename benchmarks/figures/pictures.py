@@ -32,7 +32,6 @@ _INDEX = {
     "alise-defer": 9,
     # ALISE by what foresees its lengths.
     "alise noise:0.2": 4,
-    "alise noise:0.2, aging 0": 5,
     "alise regress:0.8": 5,
     "alise regress:0.6": 6,
     "alise regress:0.3": 10,

@@ -1,6 +1,6 @@
 """ALISE on a real engine over HTTP, where the lengths of answers follow from the prompts.
 
-    python benchmarks/alise/engine/run.py --work DIR --out FILE [--seconds S] [--requests 240] [--repeats 2]
+    python benchmarks/alise/engine/run.py --work DIR --out FILE [--seconds S] [--requests 120] [--repeats 2]
 
 The built-in model answers tasks of which four in five have a short answer, on one core. `skipjoin bench` sends them as
 chats, greedy, all with the same generous `max_tokens`, at Poisson arrival times above what `fcfs` sustains. Every run
@@ -45,12 +45,9 @@ from skipjoin.observe.record import percentile
 
 Record = dict[str, Any]
 
-# The slowest back end: with the others a step of the tiny model is over in less time than HTTP takes for its tokens, on
-# the core that client and API process share, and the comparison would be of what each costs there.
-ATTENTION = "torch"
-# Few seats: it is they that requests wait for. The pool holds 2,096 tokens, so that eight long answers, or those that
+# Few seats: it is they that requests wait for. The pool holds 1,296 tokens, so that four long answers, or those that
 # were preempted beside the ones that run, do not fit together.
-SEATS, KV_GIB, SWAP_GIB = 8, 0.008, 0.25
+SEATS, KV_GIB, SWAP_GIB = 4, 0.005, 0.25
 MAX_TOKENS = 900
 # Of the requests, and characters of an answer: those between are in neither class.
 SHORT_SHARE, SHORT_MOST, LONG_LEAST = 0.8, 60, 300
@@ -132,9 +129,10 @@ class Chats:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What the preparation found."""
+    """What the preparation found. attention: the back end of the servers."""
 
     folder: Path
+    attention: str
 
     @property
     def profile(self) -> Path:
@@ -153,7 +151,8 @@ class Work:
     @contextmanager
     def server(self, entry: Entry, state: Path | str = "none") -> Iterator[Served]:
         """A fresh server. state: the folder of what it learnt."""
-        options = ["--profile", str(self.profile), "--attention", ATTENTION, "--recipe", entry.recipe, *entry.options]
+        options = ["--profile", str(self.profile), "--attention", self.attention]
+        options += ["--recipe", entry.recipe, *entry.options]
         options += ["--max-num-seqs", str(SEATS), "--kv-cache-gib", str(KV_GIB), "--swap-space", str(SWAP_GIB)]
         # No request is refused: the comparison is about order.
         options += ["--max-num-queued-reqs", "100000", "--max-num-queued-tokens", "100000000"]
@@ -290,7 +289,7 @@ def prepare(work: Work, requests: int, seeds: Sequence[int]) -> None:
     work.folder.mkdir(parents=True, exist_ok=True)
     if not work.profile.exists():
         command = [SKIPJOIN, "profile", "tally", "--out", work.profile, "--seconds", PROFILE_S, "--threads", 1]
-        command += ["--kv-cache-gib", KV_GIB, "--max-num-seqs", SEATS, "--attention", ATTENTION]
+        command += ["--kv-cache-gib", KV_GIB, "--max-num-seqs", SEATS, "--attention", work.attention]
         subprocess.run([str(part) for part in command], check=True, stdout=subprocess.DEVNULL)
     for seed in seeds:
         if not work.reference(seed).exists():
@@ -378,6 +377,7 @@ def counted(mine: Sequence[Record]) -> Record:
     runs = [row["measured"] for row in mine]
     found: Record = {name: sum(run[name] for run in runs) for name in (*COUNTERS, "output_tokens", "other_texts")}
     found["lost"] = sum(run["requests"]["submitted"] - run["requests"]["finished"] for run in runs)
+    found["steps_per_s"] = [round(run["steps"] / run["duration_s"]) for run in runs]
     made = [run["forecast"] for run in runs if "forecast" in run]
     if made:
         figures = ("error_octaves", "coverage", "late", "mean_ms")
@@ -414,11 +414,14 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no run after so long")
-    parser.add_argument("--requests", type=int, default=240, help="chats in a run")
+    parser.add_argument("--requests", type=int, default=120, help="chats in a run")
     parser.add_argument("--repeats", type=int, default=2)
+    # With the faster ones a step of the tiny model takes less time than HTTP does for its tokens, on the core that
+    # client and API process share: then the comparison is of what a request costs there.
+    parser.add_argument("--attention", default="torch", help="back end, of which torch is the slowest")
     parser.add_argument("--entries", nargs="+", choices=ENTRIES, default=list(ENTRIES))
     args = parser.parse_args()
-    work, seeds = Work(args.work), range(args.repeats)
+    work, seeds = Work(args.work, args.attention), range(args.repeats)
     until = time.monotonic() + args.seconds
     prepare(work, args.requests, seeds)
     rate = capacity(work, seeds)
@@ -440,7 +443,7 @@ def settings(work: Work, requests: int, seeds: Sequence[int]) -> Record:
     """What all runs share."""
     chats = [read_chats(work, seed) for seed in seeds]
     return {
-        "attention": ATTENTION,
+        "attention": work.attention,
         "max_num_seqs": SEATS,
         "kv_gib": KV_GIB,
         "swap_gib": SWAP_GIB,

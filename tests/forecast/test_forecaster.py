@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skipjoin.core.forecast import LENGTH_EDGES, length_bin
+from skipjoin.core.forecast import LENGTH_EDGES, length_bin, length_quantile
 from skipjoin.forecast import ForecastConfig, Forecaster, make_forecaster, words
 from skipjoin.forecast.calibrate import Calibrator
-from skipjoin.forecast.mass import BINS, EDGES, hazards_of, mass_of, mean, place, quantile
+from skipjoin.forecast.mass import BINS, EDGES, hazards_of, mass_of, mean, place
 from skipjoin.forecast.prior import Prior, first_guess
 from skipjoin.knobs import ConfigError
 
@@ -161,7 +161,7 @@ def test_distributions_agree_with_their_hazards_places_and_quantiles(weights, to
     end = length_bin(tokens)
     below = mass[:end].sum()
     assert below <= place(mass, tokens) <= below + mass[end] + 1e-9
-    assert quantile(mass, 0.1) <= quantile(mass, 0.5) <= quantile(mass, 0.9)
+    assert length_quantile(mass, 0.1) <= length_quantile(mass, 0.5) <= length_quantile(mass, 0.9)
     assert 1 <= mean(mass, tokens) <= tokens
 
 
@@ -188,7 +188,9 @@ def test_calibration_corrects_a_forecast_that_is_too_sure() -> None:
     narrow /= narrow.sum()
     wide = calibrator.apply(narrow, 10)
     assert wide.sum() == pytest.approx(1.0)
-    assert quantile(wide, 0.9) / quantile(wide, 0.1) > 1.3 * quantile(narrow, 0.9) / quantile(narrow, 0.1)
+    assert length_quantile(wide, 0.9) / length_quantile(wide, 0.1) > 1.3 * length_quantile(
+        narrow, 0.9
+    ) / length_quantile(narrow, 0.1)
 
 
 def test_edges_are_those_of_the_core() -> None:

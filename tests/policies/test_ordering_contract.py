@@ -19,7 +19,7 @@ from skipjoin.core.step import Slice
 from skipjoin.policies.execution import ExecutionTime
 from skipjoin.policies.mlfq import SkipJoinMlfq
 from skipjoin.policies.ordering import Fcfs, FixedKey, Prioritized
-from skipjoin.policies.predictors import forecast_tokens, most_tokens
+from skipjoin.policies.predictors import ForecastQuantile, most_tokens
 from skipjoin.policies.remaining import RemainingTime
 from skipjoin.policies.valued import Valued
 from skipjoin.policies.wait_times import ShortestWithWaits
@@ -35,10 +35,8 @@ def srpt() -> Ordering:
     return Valued(RemainingTime(ExecutionTime(COST), most_tokens))
 
 
-def alise(*, since_arrival: bool = True) -> Ordering:
-    return ShortestWithWaits(
-        RemainingTime(ExecutionTime(COST), forecast_tokens, aging=0.1, since_arrival=since_arrival)
-    )
+def alise() -> Ordering:
+    return ShortestWithWaits(RemainingTime(ExecutionTime(COST), ForecastQuantile(0.3), aging_s=20.0))
 
 
 class Overdue:
@@ -62,7 +60,6 @@ ORDERINGS: dict[str, Callable[[], Ordering]] = {
     "fixed key, many equal": lambda: FixedKey(lambda request: len(request.prompt) % 3),
     "srpt": srpt,
     "alise": alise,
-    "alise, age since the last run": lambda: alise(since_arrival=False),
     "overdue, by bins": lambda: Valued(Overdue()),
     "skip-join": mlfq,
     "mlfq": lambda: SkipJoinMlfq(COST, starvation_s=0.5, skip_join=False),

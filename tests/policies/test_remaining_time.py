@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skipjoin.core.forecast import Forecast
+from skipjoin.core.forecast import Forecast, length_bin
 from skipjoin.core.request import Request
 from skipjoin.core.step import Slice, StepShape
 from skipjoin.policies.cost import LearningCost, LinearCost
 from skipjoin.policies.execution import ExecutionTime
-from skipjoin.policies.predictors import NO_FORECAST_TOKENS, forecast_tokens
+from skipjoin.policies.predictors import NO_FORECAST_TOKENS, ForecastQuantile, forecast_tokens
 from skipjoin.policies.remaining import RemainingTime
 from skipjoin.policies.valued import Valued
 from skipjoin.policies.wait_times import Backlog, ShortestWithWaits
@@ -69,17 +69,15 @@ def test_execution_time_fits_what_is_linear_and_follows_a_cost_model_that_learns
     assert time.decode(100) > 1.5 * before
 
 
-@given(tokens=st.integers(1, 5000), aging=st.floats(0.01, 10), early=st.floats(0.001, 100))
-def test_what_arrives_later_than_remaining_time_by_aging_never_overtakes(
-    tokens: int, aging: float, early: float
-) -> None:
-    """Until it has more to do than was expected of it."""
-    value = RemainingTime(ExecutionTime(COST), forecast_tokens, aging=aging)
+@given(tokens=st.integers(1, 5000), aging_s=st.floats(0.1, 1000), early=st.floats(0.001, 100))
+def test_age_makes_up_for_a_ratio_of_remaining_times(tokens: int, aging_s: float, early: float) -> None:
+    """Until it has more to do than was expected of it, a request is not overtaken by what arrives later than that."""
+    value = RemainingTime(ExecutionTime(COST), forecast_tokens, aging_s=aging_s)
     ordering = Valued(value)
-    old = expecting(tokens)
-    bound = value.seconds(old, old.known) / aging
+    old, least = expecting(tokens), expecting(1)
+    bound = aging_s * math.log(value.seconds(old, old.known) / value.seconds(least, least.known))
     ordering.arrived(old, 0.0)
-    for number, arrival in enumerate((bound, bound * 1.5 + early), 1):
+    for number, arrival in enumerate((bound + 1e-6 * aging_s, bound * 1.5 + early), 1):
         newcomer = expecting(1, number, arrival=arrival)
         ordering.arrived(newcomer, arrival)
         assert not ordering.outranks(newcomer, old)
@@ -87,20 +85,33 @@ def test_what_arrives_later_than_remaining_time_by_aging_never_overtakes(
     assert not ordering.outranks(newcomer, old)
 
 
-def test_age_since_the_last_run_ends_with_a_run() -> None:
-    ordering = Valued(RemainingTime(ExecutionTime(COST), forecast_tokens, aging=0.1, since_arrival=False))
-    old, newcomer = expecting(100), expecting(50, 1, arrival=50.0)
-    ordering.arrived(old, 0.0)
-    ordering.arrived(newcomer, 50.0)
-    assert ordering.outranks(old, newcomer)
-    ordering.ran([Slice(old, 9, 1, True, False, ())], 50.0)
+def test_without_aging_age_does_not_count() -> None:
+    ordering = Valued(RemainingTime(ExecutionTime(COST), forecast_tokens))
+    old, newcomer = expecting(101), expecting(100, 1, arrival=1e9)
+    for request in (old, newcomer):
+        ordering.arrived(request, request.arrival)
     assert ordering.outranks(newcomer, old)
 
 
-@pytest.mark.parametrize("aging", [-0.1, math.inf, math.nan])
-def test_aging_out_of_bounds_is_refused(aging: float) -> None:
-    with pytest.raises(ValueError, match="aging must be finite and at least 0"):
-        RemainingTime(ExecutionTime(COST), forecast_tokens, aging=aging)
+@pytest.mark.parametrize("aging_s", [-0.1, 0.0, math.nan])
+def test_aging_out_of_bounds_is_refused(aging_s: float) -> None:
+    with pytest.raises(ValueError, match="aging_s must be above 0"):
+        RemainingTime(ExecutionTime(COST), forecast_tokens, aging_s=aging_s)
+
+
+def test_a_point_of_a_distribution_is_taken_where_there_is_one() -> None:
+    mass = [0.0] * length_bin(64) + [0.5, 0.0, 0.5]  # half of 64 to 90 tokens, half of 128 to 180
+    request = make(0, 10, 1000, forecast=Forecast(110, "test", tuple(mass)))
+    points = [ForecastQuantile(level)(request) for level in (0.01, 0.3, 0.5, 0.7, 0.99)]
+    assert points == sorted(points)
+    assert 64 <= points[0] < 66
+    assert points[2] == pytest.approx(91, abs=1)
+    assert 178 < points[4] <= 181
+    request.forecast = Forecast(110, "test", tuple(mass[:-2]))  # another forecast, of the shorter half alone
+    assert ForecastQuantile(0.99)(request) < 91
+    request.forecast = Forecast(110, "test")
+    assert ForecastQuantile(0.3)(request) == 110
+    assert ForecastQuantile(0.3)(make(0, 10, 5, forecast=Forecast(110, "test", tuple(mass)))) == 5
 
 
 # -- wait times ---------------------------------------------------------------------------------------------------
@@ -125,11 +136,11 @@ def test_a_backlog_sums_what_lies_before_a_key_within_a_bucket(work: list[tuple[
     assert len(backlog._sums) <= 256
 
 
-@pytest.mark.parametrize(("aging", "turns"), [(0.0, [0, 11, 33]), (0.1, [0, 11, 33]), (3.0, [0, 22 / 3, 11])])
-def test_a_turn_comes_when_the_work_before_it_is_done_or_age_comes_first(aging: float, turns: list[float]) -> None:
-    """One request runs at a time; the work is 11, 22 and 33 s, of which age makes up for 3 per second at most."""
+@pytest.mark.parametrize(("aging_s", "turns"), [(math.inf, [0, 11, 33]), (10.0, [0, 11, 33]), (1.0, [0, 7.6, 8])])
+def test_a_turn_comes_when_the_work_before_it_is_done_or_age_comes_first(aging_s: float, turns: list[float]) -> None:
+    """One request runs at a time; the work is 11, 22 and 33 s, of which age makes up for a factor of 1000 at least."""
     cost = LinearCost(floor=0.01, prefill_token=1e-3, decode=1e-3)
-    ordering = ShortestWithWaits(RemainingTime(ExecutionTime(cost), forecast_tokens, aging=aging), hysteresis_s=0.1)
+    ordering = ShortestWithWaits(RemainingTime(ExecutionTime(cost), forecast_tokens, aging_s=aging_s), hysteresis_s=0.1)
     first, second, last = (expecting(tokens, number) for number, tokens in enumerate((1000, 2000, 3000)))
     for request in (first, second, last):
         ordering.arrived(request, 0.0)

@@ -3,8 +3,8 @@
     python benchmarks/alise/aging/run.py [--quick]
 
 OPT-13B on one A100 with 40 GB, 11 GiB of KV; ShareGPT's lengths, and 2 % of requests that generate 1,200 to 1,800
-tokens, for 15 minutes at about the capacity; near-true forecasts. A second of age makes up for `aging` seconds of
-remaining time; it counts from a request's arrival, or from when it last ran (`aging_since`).
+tokens, for 15 minutes at about the capacity; near-true forecasts. `aging_s` seconds of age make a request as good as
+one that has e times less to do; 0: age does not count.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from skipjoin.bench.plots import style
 from skipjoin.bench.simulation import System
 from skipjoin.bench.workload import synthetic
 
-AGINGS, LAST_RUN = (0.0, 0.05, 0.1, 0.2, 1.0), "0.1 since last run"
+AGINGS_S = (0.0, 800.0, 400.0, 200.0, 100.0, 25.0)
 RATE_RPS, SEEDS, LASTING = 3.0, 1, 3.0
 WORKLOAD = synthetic("sharegpt", "poisson", ["name=long,share=0.02,lengths=uniform:64-128,1200-1800,arrivals=poisson"])
 FIELDS = {
@@ -44,8 +44,7 @@ FIELDS = {
 def systems() -> dict[str, System]:
     """What is compared, by name."""
     of = NEAR_TRUE.on(A100)
-    aged = {f"{aging:g}": replace(of, recipe_params={"aging": aging}) for aging in AGINGS}
-    aged[LAST_RUN] = replace(of, recipe_params={"aging": 0.1, "aging_since": "last-run"})
+    aged = {f"{aging_s:g}": replace(of, recipe_params={"aging_s": aging_s}) for aging_s in AGINGS_S}
     return aged | {variant.name: variant.on(A100) for variant in plain("fastserve", "fcfs")}
 
 
@@ -60,7 +59,7 @@ def measure(options: Options) -> Result:
     rows = [(name, *(mean(pick(records, variant=name), field) for field in FIELDS.values())) for name in plans]
     return {
         "settings": settings_of(list(systems().values()), [WORKLOAD], extent, seeds=SEEDS),
-        "tables": [table(f"Latencies by aging, {RATE_RPS:g} req/s", ("aging", *FIELDS), rows)],
+        "tables": [table(f"Latencies by aging, {RATE_RPS:g} req/s", ("aging_s", *FIELDS), rows)],
         "records": records,
     }
 
@@ -70,13 +69,13 @@ def draw(result: Result) -> Mapping[str, Figure]:
     names = list(FIELDS)
     figure = style.new_figure(style.WIDE_IN, 2.6)
     panels = figure.subplots(1, 2)
-    ticks = [f"{aging:g}" for aging in AGINGS]
+    ticks = [f"{aging_s:g}" for aging_s in AGINGS_S]
     for axes, field in zip(panels, ("s/token", "longest JCT s"), strict=True):
         place = names.index(field)
         axes.plot(ticks, [rows[tick][place] for tick in ticks], "o-", color=look("alise").colour, label="alise")
         for name in ("fastserve", "fcfs"):
             axes.axhline(rows[name][place], color=look(name).colour, linestyle=look(name).dash, label=name)
-        axes.set(xlabel="aging", ylabel=field, ylim=(0, None))
+        axes.set(xlabel="aging_s", ylabel=field, ylim=(0, None))
     legend_of(figure, panels[0])
     return {"aging.png": figure}
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
+from collections.abc import Sequence
 from typing import NamedTuple
 
 # Lower edges of the bins of output lengths, in tokens: half an octave wide, up to 2 ** 20. Bin i has the lengths from
@@ -13,6 +15,21 @@ LENGTH_EDGES: tuple[int, ...] = tuple(sorted({round(2 ** (half / 2)) for half in
 def length_bin(tokens: float) -> int:
     """The bin that a length of at least 1 token lies in."""
     return bisect_right(LENGTH_EDGES, tokens) - 1
+
+
+def length_quantile(mass: Sequence[float], level: float) -> float:
+    """The length in tokens, at least 1, below which the share `level` of a distribution lies. mass: of each bin, not
+    empty; within a bin lengths are spread evenly on a log scale."""
+    below, index = 0.0, 0
+    for index, share in enumerate(mass):  # noqa: B007 (read behind the loop)
+        if below + share >= level:
+            break
+        below += share
+    first = LENGTH_EDGES[index]
+    end = LENGTH_EDGES[index + 1] if index + 1 < len(LENGTH_EDGES) else first * math.sqrt(2)
+    if end - first <= 1 or not mass[index]:
+        return float(first)
+    return float(first * (end / first) ** min(1.0, max(0.0, (level - below) / mass[index])))
 
 
 class Forecast(NamedTuple):

@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from skipjoin.core.forecast import Forecast, length_bin
+from skipjoin.core.forecast import Forecast, length_bin, length_quantile
 from skipjoin.forecast.calibrate import Calibrator
 from skipjoin.forecast.encode import Encoder, hashed
-from skipjoin.forecast.mass import Array, capped, place, quantile
+from skipjoin.forecast.mass import Array, capped, place
 from skipjoin.forecast.models import Guess, Model, Prompt, part_of, prefixed
 from skipjoin.forecast.prior import Prior
 from skipjoin.forecast.stats import Stats
@@ -139,5 +139,6 @@ def _check_alike(state: dict[str, Array], own: dict[str, Array]) -> None:
 
 
 def _interval(mass: Array, most: int) -> tuple[float, float]:
-    low, high = (min(float(most), float(int(quantile(mass, level)))) for level in (LOW, HIGH))
+    shares = mass.tolist()
+    low, high = (min(float(most), float(int(length_quantile(shares, level)))) for level in (LOW, HIGH))
     return low, high

@@ -53,15 +53,6 @@ def place(mass: Array, tokens: int) -> float:
     return float(mass[:end].sum() + share * mass[end])
 
 
-def quantile(mass: Array, level: float) -> float:
-    """The length in tokens, at least 1, below which the share `level` of the distribution lies."""
-    below = np.cumsum(mass)
-    end = min(int(np.searchsorted(below, level)), len(mass) - 1)
-    share = (level - (below[end] - mass[end])) / max(float(mass[end]), _LEAST)
-    log_end = _LOG_EDGES[end] if _ENDS[end] - EDGES[end] <= 1 else _LOG_ENDS[end]
-    return math.exp(_LOG_EDGES[end] + min(1.0, max(0.0, share)) * (log_end - _LOG_EDGES[end]))
-
-
 def capped(mass: Array, most: int, source: str, tokens: float | None = None) -> Forecast:
     """The forecast of a request that may generate `most` tokens at most: longer outputs end there.
 

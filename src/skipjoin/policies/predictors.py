@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from skipjoin.core.forecast import Forecast, length_quantile
 from skipjoin.core.request import Request
 
 # Expected of a request that has no forecast. A small number: with doubling, requests are then told apart as by feedback
@@ -16,6 +17,37 @@ def forecast_tokens(request: Request) -> float:
     `max_tokens`."""
     expected = NO_FORECAST_TOKENS if request.forecast is None else request.forecast.tokens
     return min(max(expected, 1), request.max_tokens)
+
+
+# Points of distributions that are kept, by request.
+_MOST_POINTS = 8192
+
+
+class ForecastQuantile:
+    """As `forecast_tokens`, but where the forecast has a distribution, the length below which the share `level` of it
+    lies.
+
+    A request that was taken for a short one outgrows its length at small cost, one that was taken for a long one waits
+    for nothing. So a point below the mean serves best, the more so the less is known.
+    """
+
+    def __init__(self, level: float) -> None:
+        if not 0 < level < 1:
+            raise ValueError(f"level must be above 0 and below 1, got {level}")
+        self._level = level
+        self._points: dict[int, tuple[Forecast, float]] = {}
+
+    def __call__(self, request: Request) -> float:
+        forecast = request.forecast
+        if forecast is None or not forecast.mass:
+            return forecast_tokens(request)
+        # Asked for with every token: kept while the forecast is the same object.
+        kept = self._points.get(request.id)
+        if kept is None or kept[0] is not forecast:
+            if len(self._points) >= _MOST_POINTS:
+                self._points.clear()
+            kept = self._points[request.id] = forecast, length_quantile(forecast.mass, self._level)
+        return min(kept[1], request.max_tokens)
 
 
 def most_tokens(request: Request) -> int:

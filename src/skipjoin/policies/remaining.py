@@ -17,13 +17,12 @@ class RemainingTime:
     A request that outgrows its expected length is expected to get twice as long, and twice again, so that it falls
     behind rather than stay the one that is about to end.
 
-    With age a request gains `aging` seconds of priority per second. As all gain alike, the key is the remaining time
-    plus `aging` times the moment from which the age counts, and rests while the request waits.
+    With `aging_s` seconds of age, counted from its arrival, a request is as good as one that has e times less to do. As
+    all age alike, the key is the logarithm of the remaining time plus the arrival over `aging_s`, and rests while the
+    request waits. So nothing that arrives `aging_s` times the logarithm of the two remaining times' ratio later
+    overtakes it any more: requests that differ a little swap places for a short while only, however fast the machine.
 
-    time: prices the work. lengths: expected output tokens of a request in all. aging:
-    0: none. since_arrival: whether the age counts from the arrival: nothing that arrives `seconds / aging` later
-    overtakes the request any more. Otherwise it counts from when the request last ran, which bounds how long it goes
-    without a token and not when it ends.
+    time: prices the work. lengths: expected output tokens of a request in all. aging_s: inf: age does not count.
     """
 
     def __init__(
@@ -31,13 +30,11 @@ class RemainingTime:
         time: ExecutionTime,
         lengths: Callable[[Request], float],
         *,
-        aging: float = 0.0,
-        since_arrival: bool = True,
+        aging_s: float = math.inf,
     ) -> None:
-        if not 0 <= aging < math.inf:
-            raise ValueError(f"aging must be finite and at least 0, got {aging}")
-        self.aging = aging
-        self._since_arrival = since_arrival
+        if not aging_s > 0:
+            raise ValueError(f"aging_s must be above 0, got {aging_s}")
+        self._aging_s = aging_s
         self._time = time
         self._lengths = lengths
 
@@ -46,14 +43,18 @@ class RemainingTime:
         return self._time.revision
 
     def key(self, request: Request, known: int, served: float, now: float) -> tuple[float]:
-        since = request.arrival if self._since_arrival else served
-        return (self.seconds(request, known) + self.aging * since,)
+        return (math.log(self.seconds(request, known)) + request.arrival / self._aging_s,)
 
     def until(self, request: Request, now: float) -> float:
         return math.inf
 
     def tokens(self, request: Request, known: int) -> int:
         return 0
+
+    def promoted(self, key: float) -> float:
+        """When its age puts a request with this key before everything that is still to arrive (ALISE equation 7), on
+        the driver's clock; inf: never."""
+        return self._aging_s * (key - math.log(self._time.decode(1)))
 
     def seconds(self, request: Request, known: int) -> float:
         """Remaining work of the request. known: its tokens, one just sampled included."""

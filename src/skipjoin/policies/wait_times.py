@@ -13,6 +13,8 @@ from skipjoin.policies.valued import Valued
 
 # How fast the estimate of the batch size follows the steps.
 _BATCH_RATE = 0.05
+# Width of a bucket at first, of logarithms of remaining times: 1 %.
+_BUCKET = 0.01
 # Most sums that are kept.
 _BUCKETS = 256
 
@@ -86,7 +88,7 @@ class ShortestWithWaits(Valued):
         self._remaining = value
         self._grain_s = hysteresis_s
         self._batch = 1.0  # requests in a step, of late
-        self._backlog = Backlog(hysteresis_s)
+        self._backlog = Backlog(_BUCKET)
         self._waiting: dict[Request, tuple[float, float]] = {}  # what the backlog has of each request in it
 
     def ran(self, slices: Sequence[Slice], now: float) -> None:
@@ -104,18 +106,16 @@ class ShortestWithWaits(Valued):
             self._backlog.remove(*self._waiting.pop(request))
 
     def next_turns(self, requests: Iterable[Request], now: float) -> list[tuple[Any, Request]]:
-        rank, aging, seconds_of = self._ranking.key, self._remaining.aging, self._remaining.seconds
+        rank, value = self._ranking.key, self._remaining
         asked = sorted([(rank(request), request) for request in requests])
         keys = [key[0][0] for key, _ in asked]
         turns: list[tuple[Any, Request]] = []
         running = 0.0
         for (_, request), key, waiting in zip(asked, keys, self._backlog.before(keys), strict=True):
-            seconds = (running + waiting) / self._batch
-            if aging and (promoted := max(0.0, key / aging - now)) < seconds:
-                seconds = promoted
+            seconds = min((running + waiting) / self._batch, max(0.0, value.promoted(key) - now))
             turns.append((int(seconds / self._grain_s), request))
             if request not in self._waiting:
-                running += seconds_of(request, request.known)
+                running += value.seconds(request, request.known)
         return turns
 
     def _place(self, request: Request, now: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated
@@ -11,7 +12,7 @@ from skipjoin.core.request import Request
 from skipjoin.knobs import Knob
 from skipjoin.policies.eviction import Defer, ProactiveSwap, Recompute, Swap
 from skipjoin.policies.execution import ExecutionTime
-from skipjoin.policies.predictors import forecast_tokens
+from skipjoin.policies.predictors import ForecastQuantile
 from skipjoin.policies.remaining import RemainingTime
 from skipjoin.policies.wait_times import ShortestWithWaits
 from skipjoin.recipes.parts import Oracle, preemptive, true_lengths
@@ -22,18 +23,29 @@ from skipjoin.recipes.registry import Forecasts, Params, Settings, recipe
 class AgingParams(Params):
     """How age counts (ALISE section 3.1, "virtual aging")."""
 
-    aging: Annotated[
+    aging_s: Annotated[
         float,
-        Knob("Seconds of remaining time that a second of age makes up for; 0: requests do not age.", low=0, high=1e3),
-    ] = 0.1
-    aging_since: Annotated[
-        str,
         Knob(
-            "From when age counts: from its arrival, which bounds when a request ends, or since it ran last, which "
-            "bounds how long it goes without a token",
-            choices=("arrival", "last-run"),
+            "Seconds of age that make a request as good as one that has e times less to do; 0: age does not count.",
+            low=0,
+            high=1e9,
         ),
-    ] = "arrival"
+    ] = 200.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForecastParams(AgingParams):
+    """How age counts, and what is read in forecasts."""
+
+    length_quantile: Annotated[
+        float,
+        Knob(
+            "Share of a forecast's distribution below the length that a request is taken to get; where it gets longer, "
+            "that doubles.",
+            above=0,
+            high=0.999,
+        ),
+    ] = 0.3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,45 +55,43 @@ class AgingOracleParams(AgingParams):
     oracle: Oracle = "none"
 
 
-def _alise(
-    s: Settings,
-    p: AgingParams,
-    eviction: EvictionPolicy,
-    lengths: Callable[[Request], float] = forecast_tokens,
-) -> Policies:
+def _shortest(s: Settings, p: AgingParams, eviction: EvictionPolicy, lengths: Callable[[Request], float]) -> Policies:
     def ordering() -> ShortestWithWaits:
-        value = RemainingTime(ExecutionTime(s.cost), lengths, aging=p.aging, since_arrival=p.aging_since == "arrival")
-        return ShortestWithWaits(value)
+        return ShortestWithWaits(RemainingTime(ExecutionTime(s.cost), lengths, aging_s=p.aging_s or math.inf))
 
     return preemptive(s, ordering, eviction)
 
 
+def _alise(s: Settings, p: ForecastParams, eviction: EvictionPolicy) -> Policies:
+    return _shortest(s, p, eviction, ForecastQuantile(p.length_quantile))
+
+
 @recipe(forecasts=Forecasts.LEARNT)
-def alise(s: Settings, p: AgingParams) -> Policies:
+def alise(s: Settings, p: ForecastParams) -> Policies:
     """ALISE: least predicted remaining time first, with aging; KV swapped ahead of need, in the engine's swap_dtype."""
     return _alise(s, p, ProactiveSwap(s.cost))
 
 
 @recipe(forecasts=Forecasts.LEARNT, needs_lossless_swap=True)
-def alise_fp(s: Settings, p: AgingParams) -> Policies:
+def alise_fp(s: Settings, p: ForecastParams) -> Policies:
     """ALISE without quantisation: KV returns from the host as it left."""
     return _alise(s, p, ProactiveSwap(s.cost))
 
 
 @recipe(forecasts=Forecasts.LEARNT)
-def alise_reactive(s: Settings, p: AgingParams) -> Policies:
+def alise_reactive(s: Settings, p: ForecastParams) -> Policies:
     """ALISE, KV swapped before the step that is short of blocks."""
     return _alise(s, p, Swap(s.cost))
 
 
 @recipe(forecasts=Forecasts.LEARNT)
-def alise_recompute(s: Settings, p: AgingParams) -> Policies:
+def alise_recompute(s: Settings, p: ForecastParams) -> Policies:
     """ALISE, KV dropped where blocks are short (ALISE section 4.3)."""
     return _alise(s, p, Recompute())
 
 
 @recipe(forecasts=Forecasts.LEARNT)
-def alise_defer(s: Settings, p: AgingParams) -> Policies:
+def alise_defer(s: Settings, p: ForecastParams) -> Policies:
     """ALISE, newcomers wait where blocks are short (ALISE section 4.3)."""
     return _alise(s, p, Defer())
 
@@ -89,4 +99,4 @@ def alise_defer(s: Settings, p: AgingParams) -> Policies:
 @recipe(forecasts=Forecasts.TRUE)
 def alise_oracle(s: Settings, p: AgingOracleParams) -> Policies:
     """ALISE with true output lengths: the oracle of its experiments."""
-    return _alise(s, p, ProactiveSwap(s.cost), true_lengths("alise-oracle", s, p.oracle))
+    return _shortest(s, p, ProactiveSwap(s.cost), true_lengths("alise-oracle", s, p.oracle))

@@ -9,6 +9,7 @@ import math
 
 import pytest
 
+from skipjoin.core.request import Request
 from skipjoin.core.step import Slice, StepShape
 from skipjoin.policies.cost import LearningCost, LinearCost
 from skipjoin.policies.execution import ExecutionTime

@@ -40,7 +40,7 @@ _COLUMNS = (
     "accuracy",
     "pairs",
     "coverage",
-    "by prompt length",
+    "by prompt",
     "ms",
 )
 ForecastDir = Annotated[
@@ -158,18 +158,7 @@ def _bars() -> Iterator[Any]:
 
 def _print(path: Path, evaluation: Evaluation, found: list[Figures]) -> None:
     table = Table(title=f"{path.name}: {len(evaluation.train)} rows to train with, {len(evaluation.test)} measured")
-    for column in (
-        "forecaster",
-        "R",
-        "R of logs",
-        "MAE",
-        "within 25 %",
-        "accuracy",
-        "pairs",
-        "coverage",
-        "by prompt",
-        "ms",
-    ):
+    for column in _COLUMNS:
         table.add_column(column, justify="left" if column == "forecaster" else "right", no_wrap=True)
     for one in found:
         quartiles = " ".join(f"{share:.2f}" for share in one.coverage_by_prompt or ())

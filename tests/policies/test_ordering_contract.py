@@ -44,7 +44,7 @@ class Overdue:
 
     revision = 0
 
-    def key(self, request: Request, known: int, served: float, now: float) -> tuple[bool, int]:
+    def key(self, request: Request, known: int, now: float) -> tuple[bool, int]:
         return (now < request.arrival + 1.0, length_bin(max(1, known - len(request.prompt))))
 
     def until(self, request: Request, now: float) -> float:

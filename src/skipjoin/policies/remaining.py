@@ -42,7 +42,7 @@ class RemainingTime:
     def revision(self) -> int:
         return self._time.revision
 
-    def key(self, request: Request, known: int, served: float, now: float) -> tuple[float]:
+    def key(self, request: Request, known: int, now: float) -> tuple[float]:
         return (math.log(self.seconds(request, known)) + request.arrival / self._aging_s,)
 
     def until(self, request: Request, now: float) -> float:

@@ -25,9 +25,9 @@ class Value(Protocol):
         """Changes when answers given before no longer hold, as those of a cost model do. Asked at every step."""
         ...
 
-    def key(self, request: Request, known: int, served: float, now: float) -> tuple[Any, ...]:
+    def key(self, request: Request, known: int, now: float) -> tuple[Any, ...]:
         """The key, without tie-breakers. known: the request's tokens, one that was just sampled and is not appended yet
-        included. served: when it last ran, or arrived. now: both in seconds on the driver's clock."""
+        included. now: seconds on the driver's clock."""
         ...
 
     def until(self, request: Request, now: float) -> float:
@@ -53,7 +53,6 @@ class Valued(Callbacks):
         self._value = value
         self._revision = value.revision
         self._ranking = Ranking()
-        self._served: dict[Request, float] = {}
         # Of requests that ran since they got KV: the known tokens at which the key changes next.
         self._changes: dict[Request, int] = {}
         # (when time changes the key, its id, the request), and of each request the entry that holds: others are passed.
@@ -61,24 +60,22 @@ class Valued(Callbacks):
         self._due: dict[Request, float] = {}
 
     def arrived(self, request: Request, now: float) -> None:
-        self._served[request] = now
         self._place(request, now)
 
     def ran(self, slices: Sequence[Slice], now: float) -> None:
         if self._value.revision != self._revision:
             self._revision = self._value.revision
             self._changes.clear()
-        change, served, changes, due = self._ranking.change, self._served, self._changes, self._due
+        change, changes, due = self._ranking.change, self._changes, self._due
         key, tokens, until = self._value.key, self._value.tokens, self._value.until
         for piece in slices:
             request = piece.request
-            served[request] = now
             # The token just sampled is not appended yet. Left out, it would lower the key at an eviction, and the
             # victim could outrank the request that it made way for.
             known = request.known + piece.samples
             changes_at = changes.get(request)
             if not changes_at or known >= changes_at or piece.tokens > 1:
-                change(request, (key(request, known, now, now), request.arrival, request.id))
+                change(request, (key(request, known, now), request.arrival, request.id))
                 if changes_at != 0:
                     changes[request] = tokens(request, known)
                 if (when := until(request, now)) != _NEVER or due:
@@ -94,7 +91,6 @@ class Valued(Callbacks):
         self._ranking.discard(request)
         self._changes.pop(request, None)
         self._due.pop(request, None)
-        del self._served[request]
         # Entries that no longer hold go when they come up; where that may take long, they are swept out.
         if len(self._watch) > 2 * len(self._due) + 256:
             self._watch = [entry for entry in self._watch if self._due.get(entry[2]) == entry[0]]
@@ -116,7 +112,7 @@ class Valued(Callbacks):
 
     def _place(self, request: Request, now: float) -> None:
         """Give the request a key that stays until it runs, or time changes it."""
-        key = self._value.key(request, request.known, self._served[request], now)
+        key = self._value.key(request, request.known, now)
         self._ranking.rest(request, (key, request.arrival, request.id))
         self._changes.pop(request, None)
         self._watch_until(request, self._value.until(request, now))

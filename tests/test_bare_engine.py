@@ -77,7 +77,7 @@ def test_an_engine_generates_without_them(tmp_path: Path) -> None:
 
 
 def test_what_measures_is_imported_without_them() -> None:
-    found = run("import skipjoin.llm, skipjoin.cli, skipjoin.bench.systems, skipjoin.engine.profiling.profiler")
+    found = run("import skipjoin.llm, skipjoin.cli, skipjoin.bench.machine, skipjoin.engine.profiling.profiler")
     assert found.returncode == 0, found.stderr
 
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from figures.runs import Kept, Options
-from skipjoin.bench.simulation import System
-from skipjoin.bench.systems import Machine
+from skipjoin.bench.machine import Machine
+from skipjoin.bench.system import System
 from skipjoin.observe.record import Record
 
 # The paper's bound where it names one (section 4.2), and FastServe's, for the figures that both evaluations have.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from skipjoin.bench.simulation import System
-from skipjoin.bench.systems import Machine
+from skipjoin.bench.machine import Machine
+from skipjoin.bench.system import System
 
 # The setting of section 6.1, and what it does not say: 11 GiB of KV are what the weights of OPT-13B leave of 40 GB less
 # a tenth, and of the 144 GiB of RAM that the servers have for each GPU, 128 GiB are for swapped KV.

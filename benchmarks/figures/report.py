@@ -25,7 +25,7 @@ from figures.runs import DURATION_S, SEEDS, Options, Result, Search, by_rate, me
 from machine import describe_machine
 from skipjoin.bench.bound import MaximumRate
 from skipjoin.bench.plots import style
-from skipjoin.bench.simulation import System
+from skipjoin.bench.system import System
 from skipjoin.bench.workload import Synthetic
 from skipjoin.observe.record import Record
 

@@ -11,8 +11,9 @@ from statistics import fmean
 from typing import Any
 
 from skipjoin.bench.bound import MaximumRate, field_value, maximum_rate, parse_bound
-from skipjoin.bench.simulation import Cell, Extent, System
+from skipjoin.bench.simulation import Cell, Extent
 from skipjoin.bench.sweep import Grid, RateSearch, SweepPlan, sweep
+from skipjoin.bench.system import System
 from skipjoin.bench.workload import Synthetic, Workload, synthetic
 from skipjoin.observe.record import NO_SLO, Record, Slo
 

@@ -42,10 +42,11 @@ from common import (
 from grid import FAR, next_place
 
 from skipjoin.bench.bound import Bound, MaximumRate, maximum_rate, parse_bound
-from skipjoin.bench.simulation import Cell, Extent, System
+from skipjoin.bench.machine import Machine
+from skipjoin.bench.simulation import Cell, Extent
 from skipjoin.bench.simulation import run as simulate
 from skipjoin.bench.sweep import RateSearch, sweep
-from skipjoin.bench.systems import Machine
+from skipjoin.bench.system import System
 from skipjoin.bench.workload import Workload, WorkloadRequest, synthetic
 from skipjoin.config import EngineConfig
 from skipjoin.engine.build import engine_around

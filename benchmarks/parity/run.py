@@ -30,8 +30,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from machine import describe_machine
 from random_model import VOCAB, make_model
-from skipjoin.bench.simulation import Cell, Extent, System, run
-from skipjoin.bench.systems import Machine
+from skipjoin.bench.machine import Machine
+from skipjoin.bench.simulation import Cell, Extent, run
+from skipjoin.bench.system import System
 from skipjoin.bench.workload import WorkloadRequest, synthetic
 from skipjoin.config import EngineConfig
 from skipjoin.core.events import Computed

@@ -46,9 +46,10 @@ import zmq
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from machine import describe_machine
 from skipjoin.bench.bound import maximum_rate, parse_bound
-from skipjoin.bench.simulation import Cell, Extent, System
+from skipjoin.bench.machine import Machine
+from skipjoin.bench.simulation import Cell, Extent
 from skipjoin.bench.sweep import Grid, RateSearch, sweep
-from skipjoin.bench.systems import Machine
+from skipjoin.bench.system import System
 from skipjoin.bench.workload import synthetic
 from skipjoin.observe.record import Record
 from skipjoin.policies.dispatch import DISPATCH_RULES

@@ -23,8 +23,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from skipjoin.bench.machine import Machine
 from skipjoin.bench.simulation import Cell, Extent, run
-from skipjoin.bench.systems import Machine
 from skipjoin.bench.workload import synthetic
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.kv import KVLedger

@@ -18,8 +18,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from machine import describe_machine
+from skipjoin.bench.machine import Machine
 from skipjoin.bench.simulation import Cell, Extent, run
-from skipjoin.bench.systems import Machine
 from skipjoin.bench.workload import synthetic
 
 GROWTH = (1000, 4000, 16000)

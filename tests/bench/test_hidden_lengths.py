@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from skipjoin.bench.simulation import Cell, Extent, System, run
+from skipjoin.bench.simulation import Cell, Extent, run
+from skipjoin.bench.system import System
 from skipjoin.bench.trace import Trace, TraceRow
 from skipjoin.bench.workload import Replay
 from skipjoin.core.events import Event, Token

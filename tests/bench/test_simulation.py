@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from skipjoin.bench.machine import Machine
 from skipjoin.bench.results import ResultsFile, load_results
 from skipjoin.bench.simulation import Cell, Extent, run
-from skipjoin.bench.systems import Machine
 from skipjoin.bench.trace import read_trace
 from skipjoin.bench.workload import Replay, with_best_effort
 from skipjoin.config import ConfigError

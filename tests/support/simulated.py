@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from skipjoin.bench.simulation import Cell, Extent, System
+from skipjoin.bench.simulation import Cell, Extent
+from skipjoin.bench.system import System
 from skipjoin.bench.workload import synthetic
 from skipjoin.policies.cost import LinearCost
 

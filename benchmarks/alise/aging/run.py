@@ -23,7 +23,7 @@ from figures.pictures import legend_of, look
 from figures.report import main, settings_of, table
 from figures.runs import Options, Result, cells, grid, mean, pick, run_plans
 from skipjoin.bench.plots import style
-from skipjoin.bench.simulation import System
+from skipjoin.bench.system import System
 from skipjoin.bench.workload import synthetic
 
 AGINGS_S = (0.0, 800.0, 400.0, 200.0, 100.0, 25.0)

@@ -25,7 +25,7 @@ from figures.pictures import bars, legend_of
 from figures.report import latencies, main, settings_of, table
 from figures.runs import Options, Result, Search, cells, grid, pick, poisson, run_plans
 from skipjoin.bench.plots import style
-from skipjoin.bench.simulation import System
+from skipjoin.bench.system import System
 
 FCFS = plain("fcfs")[0]
 KV = ("16-bit", "int8 on the host", "int8 on both tiers")

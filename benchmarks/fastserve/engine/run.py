@@ -34,9 +34,10 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from machine import describe_machine
 from random_model import make_model
 from skipjoin.bench.bound import maximum_rate, parse_bound
-from skipjoin.bench.simulation import Cell, Extent, System
+from skipjoin.bench.machine import Machine
+from skipjoin.bench.simulation import Cell, Extent
 from skipjoin.bench.simulation import run as simulate
-from skipjoin.bench.systems import Machine
+from skipjoin.bench.system import System
 from skipjoin.bench.workload import synthetic
 from skipjoin.core.step import StepShape
 from skipjoin.observe.record import Record

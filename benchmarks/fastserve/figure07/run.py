@@ -22,7 +22,8 @@ from matplotlib.figure import Figure
 from figures.report import main, table
 from figures.runs import Options, Result
 from skipjoin.bench.plots import style
-from skipjoin.bench.simulation import Cell, Extent, System, run
+from skipjoin.bench.simulation import Cell, Extent, run
+from skipjoin.bench.system import System
 from skipjoin.bench.workload import DEFAULT, WorkloadRequest
 from skipjoin.core.events import Event, Finished, Planned
 from skipjoin.core.step import StepShape

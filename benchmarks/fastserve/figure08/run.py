@@ -21,9 +21,10 @@ from fastserve.setting import MAX_TOKENS
 from figures.pictures import legend_of, look
 from figures.report import main, settings_of, table
 from figures.runs import Options, Result, slim
+from skipjoin.bench.machine import Machine
 from skipjoin.bench.plots import style
-from skipjoin.bench.simulation import Cell, Extent, System, run
-from skipjoin.bench.systems import Machine
+from skipjoin.bench.simulation import Cell, Extent, run
+from skipjoin.bench.system import System
 from skipjoin.bench.workload import synthetic
 from skipjoin.core.events import Event, Planned
 from skipjoin.observe.record import Record

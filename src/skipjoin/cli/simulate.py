@@ -13,10 +13,11 @@ from typing import Annotated
 import typer
 
 from skipjoin.bench.bound import Bound, parse_bound
+from skipjoin.bench.machine import Machine
 from skipjoin.bench.results import ResultsFile
-from skipjoin.bench.simulation import Cell, Extent, System
+from skipjoin.bench.simulation import Cell, Extent
 from skipjoin.bench.sweep import Grid, RateSearch, sweep
-from skipjoin.bench.systems import Machine
+from skipjoin.bench.system import System
 from skipjoin.bench.workload import Workload
 from skipjoin.cli.options import Section, Values, read_assignments, takes
 from skipjoin.cli.simulate_report import SimulationReport, trace_run

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from skipjoin.bench.simulation import System
+from skipjoin.bench.system import System
 from skipjoin.config import ConfigError, SwapType, check_swap_type
 from skipjoin.knobs import Knob, check
 from skipjoin.profile import read_profile

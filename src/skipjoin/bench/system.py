@@ -1,0 +1,172 @@
+"""The system that a simulation runs: a recipe on a machine, with its copies and what its requests are told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from skipjoin.bench.predictors import default_predictor, parse_predictor
+from skipjoin.bench.workload import Workload, WorkloadRequest
+from skipjoin.config import ConfigError, MaxBatchedTokens, MaxNumSeqs, Objective, SwapType, check_swap_type
+from skipjoin.core.policy import CostModel
+from skipjoin.core.step import StepShape
+from skipjoin.knobs import Knob, Value, check
+from skipjoin.observe.record import Record
+from skipjoin.policies.dispatch import DISPATCH_RULES
+from skipjoin.policies.starvation import starvation_after
+from skipjoin.recipes import DEFAULT_SLO_S, EngineLimits, Forecasts, Settings, find, own
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class System:
+    """The simulated system: a recipe on a machine.
+
+    recipe_params: parameters of recipes, of which this one takes those that it has. model, hardware: names for the
+    record. cost: of steps and transfers. stages: of a pipeline; stage_shares: of each in the computing of a step, empty
+    where all are equal. kv_blocks, host_blocks: of each replica on either tier, of block_size tokens, with block_bytes
+    and host_block_bytes (None: as many); swap_dtype says why, for the record.
+    max_model_len: most tokens of prompt and output. decision_s: host time of each decision.
+    """
+
+    recipe: str
+    model: str
+    hardware: str
+    cost: CostModel
+    kv_blocks: Annotated[int, Knob("KV blocks on the device.", low=1)]
+    block_bytes: int
+    max_model_len: int
+    recipe_params: Mapping[str, Value] = field(default_factory=dict)
+    block_size: Annotated[int, Knob("Tokens per KV block.", low=1)] = 16
+    host_blocks: Annotated[int, Knob("KV blocks on the host.", low=0)] = 0
+    host_block_bytes: int | None = None
+    swap_dtype: SwapType = "auto"
+    max_num_seqs: MaxNumSeqs = 256
+    max_num_batched_tokens: MaxBatchedTokens = 2048
+    slo_s: Objective = DEFAULT_SLO_S
+    max_tokens: Annotated[
+        int | Literal["room", "exact"],
+        Knob(
+            "What requests ask for: the room that the context leaves, exactly what they will generate (this tells "
+            "policies the true lengths), or N tokens, and more where they will generate more.",
+            low=1,
+            metavar="room|exact|N",
+            group="Workload",
+        ),
+    ] = "room"
+    predictor: Annotated[
+        str | None,
+        Knob(
+            "What foresees output lengths for recipes that read forecasts: a forecaster that learns (learnt, alise, "
+            "prior, ...), or the truth with an error: oracle, noise:SIGMA, regress:CORRELATION, shuffled, "
+            "constant:TOKENS, column:NAME of the trace (default: learnt if the trace has texts, otherwise prior).",
+            metavar="NAME",
+            group="Workload",
+        ),
+    ] = None
+    stages: int = 1
+    stage_shares: tuple[float, ...] = ()
+    decision_s: Annotated[float, Knob("Host time of each decision.", low=0, high=1e6)] = 0.0
+    replicas: Annotated[int, Knob("Copies of the system behind one dispatcher.", low=1, group="System")] = 1
+    dispatch: Annotated[
+        str,
+        Knob(
+            "Which copy gets a request (least-work learns the lengths of outputs)",
+            choices=tuple(DISPATCH_RULES),
+            group="System",
+        ),
+    ] = "round-robin"
+
+    def __post_init__(self) -> None:
+        check(self)
+        if len(self.stage_shares) not in (0, self.stages):
+            raise ConfigError(f"stage_shares must be empty or {self.stages}, got {len(self.stage_shares)}")
+        check_swap_type(self.swap_dtype, "host_blocks", self.host_blocks)
+        find(self.recipe).build(self.settings, self.own_params)
+        if self.predictor is not None:
+            parse_predictor(self.predictor)
+
+    def predictor_for(self, workload: Workload) -> str | None:
+        """What foresees lengths in a run of this workload; None: the recipe reads no forecasts."""
+        match find(self.recipe).forecasts:
+            case Forecasts.NONE:
+                return None
+            case Forecasts.TRUE:
+                return "oracle"
+            case Forecasts.LEARNT:
+                return self.predictor or default_predictor(workload)
+
+    @property
+    def moved_bytes(self) -> int:
+        """Of a KV block on the host, and on the link to it."""
+        return self.block_bytes if self.host_block_bytes is None else self.host_block_bytes
+
+    @property
+    def settings(self) -> Settings:
+        """What the recipe is built from."""
+        limits = EngineLimits(
+            requests=None,
+            max_len=self.max_model_len,
+            device_blocks=self.kv_blocks,
+            host_blocks=self.host_blocks,
+            block_size=self.block_size,
+            depth=self.stages,
+        )
+        return Settings(
+            self.cost,
+            self.max_num_seqs,
+            self.max_num_batched_tokens,
+            slo_s=self.slo_s,
+            has_true_forecasts=True,
+            stages=self.stages,
+            lossless_swap=self.swap_dtype == "auto",
+            limits=limits,
+        )
+
+    @property
+    def own_params(self) -> dict[str, Value]:
+        """Of `recipe_params`, those that this recipe has."""
+        return own(self.recipe, self.recipe_params)
+
+    def describe(self) -> Record:
+        """The record's settings: everything that affects the figures apart from the workload."""
+        return {
+            "max_num_seqs": self.max_num_seqs,
+            "max_num_batched_tokens": self.max_num_batched_tokens,
+            "block_size": self.block_size,
+            "kv_blocks": self.kv_blocks,
+            "kv_gib": round(self.kv_blocks * self.block_bytes / 2**30, 3),
+            "host_blocks": self.host_blocks,
+            "swap_gib": round(self.host_blocks * self.moved_bytes / 2**30, 3),
+            "swap_dtype": self.swap_dtype,
+            "max_model_len": self.max_model_len,
+            # In every record since the first one, whatever the recipe.
+            "starvation_s": self.recipe_params.get("starvation_s", starvation_after(self.slo_s)),
+            "max_tokens": self.max_tokens,
+            "stages": self.stages,
+            "stage_shares": [round(share, 4) for share in self.stage_shares] or None,
+            "decision_s": self.decision_s,
+            "replicas": self.replicas,
+            "dispatch": self.dispatch if self.replicas > 1 else None,
+        }
+
+    def light_load(self, jobs: Sequence[WorkloadRequest]) -> tuple[float, float]:
+        """Seconds of a prefill and of a decode step of the mean lengths without other requests."""
+        prompt = max(1, round(sum(job.prompt_tokens for job in jobs) / max(1, len(jobs))))
+        output = sum(job.output_tokens for job in jobs) / max(1, len(jobs))
+        prefill = StepShape(prefill=prompt, attention=prompt * (prompt + 1) // 2)
+        return self.cost.step(prefill), self.cost.step(StepShape(decodes=1, context=round(prompt + output / 2)))
+
+    def most_output(self, job: WorkloadRequest) -> int:
+        """The room for a job's output: a server would reject one that requests more."""
+        return min(self.max_model_len, self.kv_blocks * self.block_size) - job.prompt_tokens
+
+    def max_tokens_of(self, job: WorkloadRequest) -> int:
+        """What a job asks for."""
+        match self.max_tokens:
+            case "room":
+                return self.most_output(job)
+            case "exact":
+                return job.output_tokens
+            case number:
+                return min(max(job.output_tokens, number), self.most_output(job))

@@ -13,6 +13,7 @@ from skipjoin.core.engine import EngineCore, RequestTooLargeError
 from skipjoin.core.events import (
     Admitted,
     Arrived,
+    Claimed,
     Computed,
     Event,
     Finished,
@@ -53,9 +54,9 @@ def stories(done: Run) -> dict[Request, list[Event]]:
 
 
 def check_story(story: list[Event]) -> None:
-    """Arrived, Admitted, Started, tokens, Finished; in between it stops and starts again."""
+    """Arrived, Admitted, Claimed, Started, tokens, Finished; in between it stops and starts again."""
     kinds = [type(event) for event in story]
-    assert kinds[:3] == [Arrived, Admitted, Started]
+    assert kinds[:4] == [Arrived, Admitted, Claimed, Started]
     assert kinds[-1] is Finished or set(kinds[kinds.index(Finished) :]) <= {Finished, Moved, MoveFailed}
     assert kinds.count(Arrived) == kinds.count(Finished) == 1
     assert all(one <= other for one, other in pairwise(e.now for e in story))

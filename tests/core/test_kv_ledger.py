@@ -9,12 +9,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
+from skipjoin.core.claims import Account, Lender
 from skipjoin.core.kv import KVLedger, LedgerError
 from skipjoin.core.request import Request
 from skipjoin.core.step import Direction, Move
 from support.load import make
 
 DEVICE, HOST, BLOCK = 12, 8, 4
+ACCOUNT = Account("prompts")
 
 
 class LedgerMachine(RuleBasedStateMachine):
@@ -25,6 +27,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.kv = KVLedger(DEVICE, HOST, BLOCK)
+        self.kv.reserve(ACCOUNT, 2)
         self.transit: dict[Request, tuple[Move, bool]] = {}
         self.count = 0
 
@@ -37,15 +40,54 @@ class LedgerMachine(RuleBasedStateMachine):
         self.count += 1
         return make(self.count, 1000)
 
-    @rule(request=requests, blocks=st.integers(0, DEVICE))
-    def promise(self, request: Request, blocks: int) -> None:
-        held = self.kv.blocks_of(request)
-        own = max(0, held.promised - len(held.device)) if held else 0
-        have = len(held.device) if held else 0
-        if self.on_device(request) and blocks - have <= self.kv.available + own:
-            self.kv.promise(request, blocks)
-            assert self.kv.available >= 0
-            assert self.kv.footprint(request) == max(blocks, have)
+    @rule(
+        request=requests,
+        blocks=st.integers(0, DEVICE),
+        tokens=st.none() | st.integers(0, DEVICE * BLOCK),
+        lender=st.none() | st.just(ACCOUNT) | requests,
+    )
+    def claim(self, request: Request, blocks: int, tokens: int | None, lender: Lender) -> None:
+        kv = self.kv
+        if not self.on_device(request):
+            return
+        if not (lender in (None, ACCOUNT) or (isinstance(lender, Request) and kv.blocks_of(lender))):
+            with pytest.raises(LedgerError, match="and claims none"):
+                kv.claim(request, blocks, lender=lender)
+        elif request in self.lenders(lender):
+            with pytest.raises(LedgerError, match="lends itself"):
+                kv.claim(request, blocks, lender=lender)
+        elif kv.shortfall_of_claim(request, blocks, lender) <= 0:
+            available = kv.available
+            kv.claim(request, blocks, tokens=tokens, lender=lender)
+            assert kv.available >= min(0, available)
+            assert kv.lender_of(request) == lender
+            assert lender is None or request in kv.guests(lender)
+            held = kv.blocks_of(request)
+            assert held is not None
+            assert held.room == min(len(held.device) * BLOCK, request.claimed)
+
+    def lenders(self, lender: Lender) -> set[Request]:
+        """The lender, where it is a request, and all that lend it its own claim."""
+        found: set[Request] = set()
+        one: Lender = lender
+        while isinstance(one, Request):
+            found.add(one)
+            one = self.kv.lender_of(one)
+        return found
+
+    @rule(blocks=st.integers(0, DEVICE))
+    def reserve(self, blocks: int) -> None:
+        available = self.kv.available
+        self.kv.reserve(ACCOUNT, blocks)
+        assert self.kv.available >= min(0, available)
+        if blocks <= available:
+            assert self.kv.unused(ACCOUNT) <= blocks
+
+    @rule(share=st.floats(0, 1))
+    def draw(self, share: float) -> None:
+        blocks, available = int(share * self.kv.unused(ACCOUNT)), self.kv.available
+        self.kv.draw(ACCOUNT, blocks)
+        assert self.kv.available == available + blocks
 
     @rule(request=requests, tokens=st.integers(1, DEVICE * BLOCK))
     def grow(self, request: Request, tokens: int) -> None:
@@ -57,7 +99,7 @@ class LedgerMachine(RuleBasedStateMachine):
         available = self.kv.available
         if self.kv.shortfall(request, tokens) == 0:
             held = self.kv.grow(request, tokens)
-            assert held.room >= tokens
+            assert len(held.device) * BLOCK >= tokens
             assert self.kv.slots(request) == tuple(held.device)
             # Who keeps to the shortfall takes nothing that others were promised.
             assert self.kv.available >= min(0, available)
@@ -164,7 +206,14 @@ class LedgerMachine(RuleBasedStateMachine):
         held = [kv.blocks_of(request) for request in kv.holders()]
         assert kv.device_free + sum(len(one.device) for one in held if one) == DEVICE
         assert kv.host_free + sum(len(one.host) for one in held if one) == HOST
-        assert kv.available == kv.device_free - kv.promised_idle
+        top = sum(self.size(one) for one in kv.holders() if kv.lender_of(one) is None)
+        account = max(kv._accounts[ACCOUNT].promised, sum(map(self.size, kv.guests(ACCOUNT))))
+        assert kv.available == DEVICE - top - account
+
+    def size(self, request: Request) -> int:
+        held = self.kv.blocks_of(request)
+        assert held is not None
+        return max(held.promised, len(held.device) + sum(map(self.size, self.kv.guests(request))))
 
     def teardown(self) -> None:
         for request in list(self.transit):
@@ -172,7 +221,8 @@ class LedgerMachine(RuleBasedStateMachine):
         for request in list(self.kv.holders()):
             self.kv.release(request)
         self.kv.check()
-        assert (self.kv.device_free, self.kv.host_free, self.kv.promised_idle) == (DEVICE, HOST, 0)
+        self.kv.reserve(ACCOUNT, 0)
+        assert (self.kv.device_free, self.kv.host_free, self.kv.available) == (DEVICE, HOST, DEVICE)
 
 
 TestLedgerMachine = LedgerMachine.TestCase
@@ -222,8 +272,27 @@ def stale_room(kv: KVLedger) -> None:
     held.room += BLOCK
 
 
-def lose_a_promise(kv: KVLedger) -> None:
-    kv.promised_idle -= 1
+def lose_a_claim(kv: KVLedger) -> None:
+    kv._root.lent -= 1
+
+
+def claim_too_little(kv: KVLedger) -> None:
+    held = kv.blocks_of(next(kv.holders()))
+    assert held is not None
+    held.size -= 1
+
+
+def lose_a_lender(kv: KVLedger) -> None:
+    kv._held.popitem()
+
+
+def claim_in_a_circle(kv: KVLedger) -> None:
+    one, other = (kv.blocks_of(request) for request in list(kv.holders())[:2])
+    assert one is not None
+    assert other is not None
+    one._part()
+    other._part()
+    one.lender, other.lender = other, one
 
 
 def compute_beyond_the_blocks(kv: KVLedger) -> None:
@@ -250,7 +319,10 @@ def lie_on_both_tiers(kv: KVLedger) -> None:
         swap_for_a_foreign_block,
         stale_table,
         stale_room,
-        lose_a_promise,
+        lose_a_claim,
+        claim_too_little,
+        lose_a_lender,
+        claim_in_a_circle,
         compute_beyond_the_blocks,
         lie_on_both_tiers,
         lose_count_of_transit,
@@ -259,7 +331,7 @@ def lie_on_both_tiers(kv: KVLedger) -> None:
 def test_the_check_finds(corrupt: Callable[[KVLedger], None]) -> None:
     kv = KVLedger(DEVICE, HOST, BLOCK)
     blocks_of(kv, 0, 9)
-    kv.promise(blocks_of(kv, 1, 5), 4)
+    kv.claim(blocks_of(kv, 1, 5), 4)
     kv.check()
     corrupt(kv)
     with pytest.raises(LedgerError):
@@ -277,7 +349,7 @@ def test_blocks_are_handed_out_lowest_first_and_again_in_the_same_order() -> Non
 def test_a_promise_is_not_a_block() -> None:
     kv = KVLedger(DEVICE, HOST, BLOCK)
     owner, other = make(0), make(1)
-    kv.promise(owner, 10)
+    kv.claim(owner, 10)
     assert (kv.device_free, kv.available) == (12, 2)
     assert kv.shortfall(owner, 40) == 0
     assert kv.shortfall(other, 12) == 1
@@ -360,18 +432,18 @@ def test_a_move_ends_once_however_it_ends() -> None:
 def test_a_move_out_takes_computed_blocks_only_and_ends_the_promise() -> None:
     kv = KVLedger(DEVICE, HOST, BLOCK)
     request = make(0, 40)
-    kv.promise(request, 10)
+    kv.claim(request, 10)
     kv.grow(request, 24)
     request.computed = request.planned = 5
     move = kv.move_out(request, blocking=False)
-    assert (move.source, kv.device_free, kv.promised_idle) == ((0, 1), 10, 0)
+    assert (move.source, kv.device_free, kv.available) == ((0, 1), 10, 10)
 
 
 def test_a_move_in_does_not_take_what_others_were_promised() -> None:
     kv = KVLedger(DEVICE, HOST, BLOCK)
     request = blocks_of(kv, 0, 16)
     kv.land(kv.move_out(request, blocking=True))
-    kv.promise(make(1), 9)
+    kv.claim(make(1), 9)
     assert kv.device_free == 12
     assert not kv.can_move_in(request)
 

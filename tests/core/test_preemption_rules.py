@@ -196,7 +196,7 @@ def test_a_request_that_cannot_come_back_yet_keeps_out_its_equals_behind_it() ->
 class NoPromise:
     """A reservation that promises nothing: every chunk of a prompt has to find space of its own."""
 
-    def admit(self, request: Request, kv: KVLedger) -> Grant:
+    def claim(self, request: Request, target: int, kv: KVLedger) -> Grant:
         return Grant(now=0)
 
 

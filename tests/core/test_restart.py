@@ -135,7 +135,7 @@ def test_a_ledger_that_is_cleared_hands_out_the_same_blocks_again() -> None:
         kv.grow(request, 8)
         request.computed = 8
     first = kv.slots(one)
-    kv.promise(two, 4)
+    kv.claim(two, 4)
     kv.move_out(two, blocking=False)
     kv.clear()
     one.computed = two.computed = 0

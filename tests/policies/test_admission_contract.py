@@ -28,7 +28,7 @@ def test_an_empty_device_admits_whoever_can_fit_at_all(
     kv = KVLedger(blocks, 0, 4)
     request = make(0, prompt, more)
     if request.max_total_tokens <= blocks * 4:
-        promise = admission.admit(request, kv)
+        promise = admission.claim(request, request.known, kv)
         assert isinstance(promise, Grant)
         assert max(promise.now, promise.blocks) + promise.spare <= kv.available
 
@@ -42,7 +42,7 @@ def test_nobody_is_asked_for_more_than_the_pool_has(
     kv = KVLedger(30, 0, 4)
     if others:
         kv.grow(make(1), others * 4)
-    promise = admission.admit(make(0, prompt, more), kv)
+    promise = admission.claim(make(0, prompt, more), prompt, kv)
     if isinstance(promise, Grant):
         assert kv.blocks_for(prompt) <= max(promise.now, promise.blocks)
         assert max(promise.now, promise.blocks) + promise.spare <= kv.device_total
@@ -56,7 +56,7 @@ def test_asking_changes_nothing(admission: AdmissionPolicy, prompt: int, others:
         kv.grow(make(1), others * 4)
     before = kv.available
     request = make(0, prompt)
-    assert admission.admit(request, kv) == admission.admit(request, kv)
+    assert admission.claim(request, request.known, kv) == admission.claim(request, request.known, kv)
     assert kv.blocks_of(request) is None
     assert kv.available == before
 
@@ -64,21 +64,21 @@ def test_asking_changes_nothing(admission: AdmissionPolicy, prompt: int, others:
 def test_on_demand_leaves_the_watermark_to_those_who_run() -> None:
     kv = KVLedger(100, 0, 4)
     kv.grow(make(1), 4)
-    assert OnDemand(0.1).admit(make(0, 8), kv) == Grant(now=2, blocks=2, spare=10)
+    assert OnDemand(0.1).claim(make(0, 8), 8, kv) == Grant(now=2, blocks=2, spare=10)
 
 
 def test_on_demand_counts_what_is_known_not_what_may_come() -> None:
     request = make(0, 8, 100)
     request.known += 4
-    promise = OnDemand(0.0).admit(request, KVLedger(100, 0, 4))
+    promise = OnDemand(0.0).claim(request, request.known, KVLedger(100, 0, 4))
     assert promise == Grant(now=3, blocks=3)
 
 
 def test_whole_maximum_waits_for_the_whole_maximum() -> None:
     kv = KVLedger(10, 0, 4)
-    kv.promise(make(1), 5)
-    assert WholeMaximum().admit(make(0, 8, 12), kv) == Grant(now=5, blocks=5)
-    assert WholeMaximum().admit(make(0, 8, 13), kv) is Wait.WAIT
+    kv.claim(make(1), 5)
+    assert WholeMaximum().claim(make(0, 8, 12), 8, kv) == Grant(now=5, blocks=5)
+    assert WholeMaximum().claim(make(0, 8, 13), 8, kv) is Wait.WAIT
 
 
 @pytest.mark.parametrize("watermark", [-0.1, 1.0, float("nan")])

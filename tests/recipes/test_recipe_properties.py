@@ -332,7 +332,7 @@ def test_no_seat_stays_empty_while_somebody_could_take_it(recipe: str, seed: int
             assert [r for r in idle if kv.blocks_of(r) and r not in away] == short
             queue = sorted((r for r in idle if not kv.blocks_of(r)), key=policies.ordering.rank)
             if queue and not short and queue[0].pending <= tokens:
-                promise = policies.admission.admit(queue[0], kv)
+                promise = policies.admission.claim(queue[0], queue[0].known, kv)
                 rank = policies.ordering.rank
                 owed = sum(kv.footprint_on_host(r) for r in away if kv.is_settled(r) and rank(r) < rank(queue[0]))
                 if isinstance(promise, Grant):

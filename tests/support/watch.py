@@ -128,11 +128,11 @@ class WatchedCore(EngineCore):
         assert not any(one.planned or one.computed or one.pending_samples for one in self.requests.values())
 
     def assert_home(self) -> None:
-        """Every block of both tiers is free, and nobody is promised any."""
+        """Every block of both tiers is free, and no request claims any."""
         kv = self.kv
         assert not self.plans
         assert not self.requests
-        assert (kv.device_free, kv.host_free, kv.promised_idle) == (kv.device_total, kv.host_total, 0)
+        assert (kv.device_free, kv.host_free) == (kv.device_total, kv.host_total)
         assert list(kv.holders()) == []
 
     # -- what is checked of a plan ------------------------------------------------------------------------

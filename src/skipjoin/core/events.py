@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from enum import Enum
 from typing import NamedTuple
 
+from skipjoin.core.claims import Account, Lender
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.core.step import Move, StepPlan, StepResult
 from skipjoin.core.waits import WaitReason
@@ -30,6 +32,19 @@ class Admitted(NamedTuple):
 
     request: Request
     now: float
+
+
+class Claimed(NamedTuple):
+    """The request was granted a claim on KV. lender: what lends it; None: it is free for all. blocks: that the request
+    may have in all. draws: an account that gave up blocks for it. group: of requests that begin and end together, if it
+    is in one: they have equal groups and claim in one decision."""
+
+    request: Request
+    now: float
+    lender: Lender
+    blocks: int
+    draws: Account | None = None
+    group: Hashable | None = None
 
 
 class Started(NamedTuple):
@@ -75,7 +90,7 @@ class MoveFailed(NamedTuple):
 
 
 class Planned(NamedTuple):
-    """A step was decided. held: device blocks that are not free. claimed: those, and the ones that are promised.
+    """A step was decided. held: device blocks that are not free. claimed: those, and the ones that are claimed besides.
     tail: why requests wait that the decision did not examine."""
 
     plan: StepPlan
@@ -122,6 +137,7 @@ class Restarted(NamedTuple):
 Event = (
     Arrived
     | Admitted
+    | Claimed
     | Started
     | Preempted
     | Waited

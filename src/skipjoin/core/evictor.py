@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from skipjoin.core.claims import Lender
 from skipjoin.core.context import StepContext
 from skipjoin.core.events import Event, Preempted, Preemption
 from skipjoin.core.kv import KVLedger
@@ -40,15 +41,16 @@ class Evictor:
         floor, rank = self._rank(last), self._rank
         return [request for request in self._holders_ranked() if rank(request) > floor]
 
-    def make_room(self, request: Request, short: int, *, newcomer: bool) -> WaitReason | None:
-        """Evict until `short` more blocks are available, or evict nothing and say why the request waits.
+    def make_room(self, request: Request, short: int, *, lender: Lender, newcomer: bool) -> WaitReason | None:
+        """Evict until `lender` has `short` more blocks for the request, or evict nothing and say why it waits.
 
         newcomer: the request has no KV on the device; otherwise it runs and grows.
         """
         if short <= 0:
             return None
         footprint, eviction = self._kv.footprint, self._policies.eviction
-        candidates = self._evictable(request, newcomer=newcomer)
+        lenders = self._kv.lenders(request, lender)
+        candidates = self._evictable(request, lenders, newcomer=newcomer)
         settled = [victim for victim in candidates if not victim.in_flight]
         comes = request if newcomer else None
         now = self._context.now
@@ -92,8 +94,9 @@ class Evictor:
             self._holders = sorted(able, key=self._rank)
         return self._holders
 
-    def _evictable(self, request: Request, *, newcomer: bool) -> list[Request]:
-        """Requests that may be evicted for this one, least important first, once no plan in flight holds them.
+    def _evictable(self, request: Request, lenders: frozenset[Lender], *, newcomer: bool) -> list[Request]:
+        """Requests that may be evicted for this one, least important first, once no plan in flight holds them. What one
+        gives back must go to one of the lenders.
 
         A request that runs has generated a token since it got its KV before it makes way for a newcomer: so every
         eviction of one that runs is paid for by progress, and two requests cannot evict each other in turn for nothing.
@@ -106,6 +109,8 @@ class Evictor:
                 break
             held = self._kv.blocks_of(victim)
             if held is None or held.moving is not None or not held.device:
+                continue
+            if self._kv.lender_of(victim) not in lenders:
                 continue
             if newcomer:
                 if not outranks(request, victim):

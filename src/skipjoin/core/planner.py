@@ -9,7 +9,7 @@ from skipjoin.core.context import StepContext, eligible_tokens
 from skipjoin.core.events import Event, Started, Waited
 from skipjoin.core.evictor import Evictor
 from skipjoin.core.kv import KVLedger, RequestBlocks
-from skipjoin.core.policy import BatchBuilder, Policies, Refusal, Scope, Wait
+from skipjoin.core.policy import BatchBuilder, Grant, Policies, Refusal, Scope, Wait
 from skipjoin.core.request import Request
 from skipjoin.core.residency import Residency
 from skipjoin.core.step import Move, Slice, StepPlan
@@ -38,14 +38,22 @@ class StepPlanner:
     def plan(self) -> StepPlan:
         """Decide; the plan may be empty."""
         context, residency, evictor = self._context, self._residency, self._evictor
+        for begin in self._policies.on_begin:
+            for account, blocks in begin(context.now, self._kv):
+                self._kv.reserve(account, blocks)
         overlapped = self._move_ahead() if self._kv.host_total else []
         builder = self._policies.batcher.open(replace(context, candidates=self._candidates()))
         last = self._fill(self._policies.ordering.ranked(context.now), builder)
         if last is not None:  # only requests that hold KV can still run: a long queue behind them costs nothing
             self._fill(evictor.holders_after(last), builder)
+        if not (self._slices or evictor.blocking or context.in_flight or self._kv.is_moving):
+            self._force(builder)
         for request in evictor.evicted:
             for evicted in self._policies.on_evicted:
                 evicted(request, context.now)
+        for request in residency.claimed:
+            for claimed in self._policies.on_claimed:
+                claimed(request, context.now)
         return StepPlan(
             context.plan_id,
             slices=tuple(self._slices),
@@ -112,6 +120,16 @@ class StepPlanner:
                 return request
         return None
 
+    def _force(self, builder: BatchBuilder) -> None:
+        """No request was chosen, and nothing is under way that would change that: run the first one that the batcher
+        takes, whatever the other policies say."""
+        context = self._context
+        self._residency.force()
+        for request in self._policies.ordering.ranked(context.now):
+            if (tokens := eligible_tokens(request, context)) and isinstance(builder.offer(request, tokens), int):
+                self._fill((request,), builder)
+                return
+
     def _secure(self, request: Request, held: RequestBlocks | None, target: int) -> RequestBlocks | None:
         """Device space for `target` tokens of the request, or None if it waits."""
         found = self._residency.secure(request, held, target)
@@ -156,10 +174,12 @@ class StepPlanner:
         for request in self._policies.ordering.ranked(context.now):
             if not (tokens := eligible_tokens(request, context)):
                 continue
-            held = blocks_of(request)
+            held, target = blocks_of(request), request.planned + tokens
+            grant = admission.claim(request, target, kv) if held is None or target > request.claimed else None
+            if grant is Wait.PASS or (grant is Wait.WAIT and held is not None):
+                continue
             if held is None:
-                grant = admission.admit(request, kv)
-                if isinstance(grant, Wait) or (need := max(grant.now, grant.blocks)) + grant.spare > room:
+                if not isinstance(grant, Grant) or (need := max(grant.now, grant.blocks)) + grant.spare > room:
                     break
                 room -= need
             elif held.moving is not None or (held.host and (returns_overlapped(request) or len(held.host) > room)):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
+from skipjoin.core.claims import Account, Lender
 from skipjoin.core.context import StepContext
 from skipjoin.core.events import Preemption
 from skipjoin.core.kv import KVLedger
@@ -42,8 +43,16 @@ class Callbacks:
     def arrived(self, request: Request, now: float) -> None:
         """The request entered the engine."""
 
+    def begin(self, now: float, kv: KVLedger) -> Iterable[tuple[Account, int]]:
+        """A step is about to be decided. Returns accounts and how many blocks each is to have: it gets as many as are
+        available."""
+        return ()
+
     def ran(self, slices: Sequence[Slice], now: float) -> None:
         """These slices were computed; their requests' counters include them."""
+
+    def claimed(self, request: Request, now: float) -> None:
+        """The request was granted a claim on KV, which reaches `request.claimed` tokens."""
 
     def evicted(self, request: Request, now: float) -> None:
         """The request's KV was dropped or swapped out; a dropped one has its tokens to compute again."""
@@ -64,6 +73,7 @@ class Ordering(Protocol):
 
     def arrived(self, request: Request, now: float) -> None: ...
     def ran(self, slices: Sequence[Slice], now: float) -> None: ...
+    def claimed(self, request: Request, now: float) -> None: ...
     def evicted(self, request: Request, now: float) -> None: ...
     def reforecast(self, request: Request, now: float) -> None: ...
     def finished(self, request: Request, now: float) -> None: ...
@@ -133,26 +143,36 @@ class Batcher(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Admission. now: device blocks that must be available for the request now; blocks: how many it may claim in
-    all; spare: blocks that must stay available besides."""
+    """A claim on KV. now: device blocks that must be available for the request now; blocks: how many it may have in
+    all; spare: blocks that must stay available besides.
+
+    tokens: that it may have before it asks again; None: it never does. lender: what lends the blocks; None: they are
+    free for all. draws: an account that gives up unused blocks for what is not available. group: see `Claimed`.
+    """
 
     now: int
     blocks: int = 0
     spare: int = 0
+    tokens: int | None = None
+    lender: Lender = None
+    draws: Account | None = None
+    group: Hashable | None = None
 
 
 class Wait(Enum):
     """An admission policy's no: the request waits for a later step."""
 
-    WAIT = "wait"
+    WAIT = "no request that holds no KV gets any in this step"
+    PASS = "others may get some, for a while"
 
 
 class AdmissionPolicy(Protocol):
-    """How much KV a request is granted when it gets its first block."""
+    """How much KV a request is granted when it gets its first block, and when its claim reaches no further."""
 
-    def admit(self, request: Request, kv: KVLedger) -> Grant | Wait:
-        """Decide over a request that holds nothing. `kv` as of now; what evictions would free is not counted. Must be
-        pure: it is asked speculatively, too."""
+    def claim(self, request: Request, target: int, kv: KVLedger) -> Grant | Wait:
+        """Decide over a request that is to have `target` tokens on the device, and that has no claim or one that ends
+        before. `kv` as of now; what evictions would free is not counted. Must be pure: it is asked speculatively,
+        too."""
         ...
 
 
@@ -195,23 +215,26 @@ class EvictionPolicy(Protocol):
 class Policies:
     """One serving system: a choice for every seam.
 
-    on_arrived, on_ran, on_evicted, on_reforecast, on_finished: the `Callbacks` that the four policies have, in the
-    order of the seams.
+    on_begin, on_arrived, ...: the `Callbacks` that the four policies have, in the order of the seams.
     """
 
     ordering: Ordering
     batcher: Batcher
     admission: AdmissionPolicy
     eviction: EvictionPolicy
+    on_begin: tuple[Callable[[float, KVLedger], Iterable[tuple[Account, int]]], ...] = field(
+        init=False, repr=False, compare=False
+    )
     on_arrived: tuple[Callable[[Request, float], None], ...] = field(init=False, repr=False, compare=False)
     on_ran: tuple[Callable[[Sequence[Slice], float], None], ...] = field(init=False, repr=False, compare=False)
+    on_claimed: tuple[Callable[[Request, float], None], ...] = field(init=False, repr=False, compare=False)
     on_evicted: tuple[Callable[[Request, float], None], ...] = field(init=False, repr=False, compare=False)
     on_reforecast: tuple[Callable[[Request, float], None], ...] = field(init=False, repr=False, compare=False)
     on_finished: tuple[Callable[[Request, float], None], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         seams = (self.ordering, self.batcher, self.admission, self.eviction)
-        for name in ("arrived", "ran", "evicted", "reforecast", "finished"):
+        for name in ("begin", "arrived", "ran", "claimed", "evicted", "reforecast", "finished"):
             inherited = getattr(Callbacks, name)
             has = [seam for seam in seams if getattr(type(seam), name, inherited) is not inherited]
             object.__setattr__(self, f"on_{name}", tuple(getattr(seam, name) for seam in has))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -12,6 +13,7 @@ from skipjoin.core.forecast import Forecast
 from skipjoin.core.waits import WaitState
 
 NEVER = -(1 << 62)  # a plan id below every other
+UNLIMITED = sys.maxsize  # tokens that a claim without a limit reaches
 
 
 class FinishReason(StrEnum):
@@ -86,6 +88,7 @@ class Request:
     planned: int = 0  # computed, once every plan in flight has committed
     pending_samples: int = 0  # tokens that plans in flight will sample
     max_total_tokens: int = 0  # known never passes this: prompt + max_tokens
+    claimed: int = UNLIMITED  # tokens that its claim on KV reaches; the ledger's to change
     last_plan: int = NEVER  # id of the last plan it had a slice in
     evictions: int = 0  # times its KV was dropped or swapped out to make room
     is_fresh: bool = False  # no token was sampled for it since its KV last came to the device

@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from skipjoin.core.context import StepContext
-from skipjoin.core.events import Admitted, Event
+from skipjoin.core.events import Admitted, Claimed, Event
 from skipjoin.core.evictor import Evictor
 from skipjoin.core.kv import KVLedger, RequestBlocks
-from skipjoin.core.policy import Policies, Wait
+from skipjoin.core.policy import Grant, Policies, Wait
 from skipjoin.core.request import Request
 from skipjoin.core.step import Slice
 from skipjoin.core.waits import WaitReason
+
+
+# Requests that an admission policy may refuse in a step while others still get in: a long queue is not read to its end.
+_MOST_PASSES = 64
 
 
 class Residency:
@@ -19,7 +23,8 @@ class Residency:
 
     closed: why no request without KV gets in any more in this step, or None. short: blocks that were missing for the
     last request that got none. first: the request that matters most, or None where nothing depends on it.
-    waiting_for_kv: requests that would run if their KV were on the device.
+    waiting_for_kv: requests that would run if their KV were on the device. claimed: those that were granted claims, of
+    which the policies must hear when the ordering is not iterated over any more.
 
     slices: of the step, as far as it is filled.
     """
@@ -38,6 +43,9 @@ class Residency:
         self.short = 0
         self.first: Request | None = None
         self.waiting_for_kv: list[Request] = []
+        self.claimed: list[Request] = []
+        self._is_forced = False
+        self._passes = 0  # requests that the admission policy refused
         self._policies = policies
         self._kv = kv
         self._events = events
@@ -57,25 +65,78 @@ class Residency:
         return found
 
     def _admit(self, request: Request, target: int) -> RequestBlocks | WaitReason:
-        """First blocks for a request that holds none. A refusal closes the step: no request overtakes it."""
-        self.closed = WaitReason.BEHIND_MEMORY
+        """First blocks for a request that holds none. A refusal closes the step: no request overtakes it, unless the
+        admission policy lets others pass."""
         if self._evictor.is_below_floor(request):
+            self.closed = WaitReason.BEHIND_MEMORY
             return WaitReason.BEHIND_MEMORY
+        grant = self._ask(request, target)
+        if isinstance(grant, WaitReason):
+            return grant
         kv = self._kv
-        grant = self._policies.admission.admit(request, kv)
-        if isinstance(grant, Wait):
-            self.short = kv.shortfall(request, target)
-            return WaitReason.NO_KV if self.short else WaitReason.HELD_BY_ADMISSION
         need = max(grant.now, grant.blocks, kv.blocks_for(target)) + grant.spare
         # Requests that matter more and are on their way back from the host come first to what is free.
-        self.short = need - max(0, kv.available - self._owed)
-        if (reason := self._evictor.make_room(request, self.short, newcomer=True)) is not None:
+        self.short = need - max(0, kv.headroom(grant.lender) - self._owed)
+        if (reason := self._make_room(request, grant, newcomer=True)) is not None:
+            self.closed = WaitReason.BEHIND_MEMORY
             return reason
-        self.closed = None
-        kv.promise(request, grant.blocks)
         self._events.append(Admitted(request, self._context.now))
+        self._claim(request, grant)
         request.is_fresh = True
         return kv.grow(request, target)
+
+    # -- claims -------------------------------------------------------------------------------------------
+
+    def force(self) -> None:
+        """From now on grant what the admission policy refuses, one token at a time."""
+        self.closed = None
+        self._is_forced = True
+
+    def _ask(self, request: Request, target: int) -> Grant | WaitReason:
+        """The admission policy's answer to a request that has no claim, or one that does not reach `target` tokens."""
+        kv = self._kv
+        answer = self._policies.admission.claim(request, target, kv)
+        if isinstance(answer, Grant):
+            return answer
+        if self._is_forced:
+            blocks = max(kv.blocks_for(target), kv.footprint(request))
+            return Grant(now=blocks, blocks=blocks, tokens=target, lender=kv.lender_of(request))
+        self._passes += 1
+        if answer is Wait.WAIT or self._passes >= _MOST_PASSES:
+            self.closed = self.closed or WaitReason.BEHIND_MEMORY
+        self.short = kv.shortfall(request, target)
+        return WaitReason.NO_KV if self.short else WaitReason.HELD_BY_ADMISSION
+
+    def _renew(self, request: Request, target: int, *, newcomer: bool) -> WaitReason | None:
+        """Another claim for a request whose own does not reach `target` tokens, or why it waits."""
+        grant = self._ask(request, target)
+        if isinstance(grant, WaitReason):
+            return grant
+        kv = self._kv
+        need = max(grant.now, grant.blocks, kv.blocks_for(target))
+        self.short = kv.shortfall_of_claim(request, need, grant.lender) + grant.spare
+        if (reason := self._make_room(request, grant, newcomer=newcomer)) is not None:
+            self.closed = self.closed or WaitReason.BEHIND_MEMORY
+            return reason
+        self._claim(request, grant)
+        return None
+
+    def _make_room(self, request: Request, grant: Grant, *, newcomer: bool) -> WaitReason | None:
+        """Blocks for what is granted, as far as they are short."""
+        account = grant.draws
+        if account is not None and 0 < self.short <= self._kv.unused(account):
+            self._kv.draw(account, self.short)
+            return None
+        newcomer = newcomer and not self._is_forced
+        return self._evictor.make_room(request, self.short, lender=grant.lender, newcomer=newcomer)
+
+    def _claim(self, request: Request, grant: Grant) -> None:
+        self._kv.claim(request, grant.blocks, tokens=grant.tokens, lender=grant.lender)
+        self.claimed.append(request)
+        now = self._context.now
+        self._events.append(Claimed(request, now, grant.lender, grant.blocks, grant.draws, grant.group))
+
+    # -- of holders ---------------------------------------------------------------------------------------
 
     def _extend(self, request: Request, held: RequestBlocks, target: int) -> RequestBlocks | WaitReason:
         """Space for a request that holds KV, on either tier or on its way."""
@@ -89,18 +150,23 @@ class Residency:
             return WaitReason.KV_ON_HOST
         if self._evictor.is_below_floor(request):
             return WaitReason.BEHIND_MEMORY
-        found = self._return(request, len(held.host), target) if held.host else self._grow(request, target)
+        if target > request.claimed:
+            waits = self._renew(request, target, newcomer=bool(held.host))
+            if waits is not None:
+                return waits
+        found = self._return(request, target) if held.host else self._grow(request, target)
         if isinstance(found, WaitReason):
             # Newcomers ranked below would take the space that it waits for, one after the other.
             self.closed = self.closed or WaitReason.BEHIND_MEMORY
         return found
 
     def _grow(self, request: Request, target: int) -> RequestBlocks | WaitReason:
-        self.short = self._kv.shortfall(request, target)
-        reason = self._evictor.make_room(request, self.short, newcomer=False)
-        return self._kv.grow(request, target) if reason is None else reason
+        kv = self._kv
+        self.short = kv.shortfall(request, target)
+        reason = self._evictor.make_room(request, self.short, lender=kv.lender_of(request), newcomer=False)
+        return kv.grow(request, target) if reason is None else reason
 
-    def _return(self, request: Request, blocks: int, target: int) -> RequestBlocks | WaitReason:
+    def _return(self, request: Request, target: int) -> RequestBlocks | WaitReason:
         """Bring the request's KV back from the host with a blocking move.
 
         A request that returned is spared until the plan commits that runs it. With other plans in flight there would
@@ -109,8 +175,9 @@ class Residency:
         if self._first_waits:
             return WaitReason.BEHIND_MEMORY
         kv = self._kv
-        self.short = max(blocks, kv.blocks_for(target)) - kv.available
-        if (reason := self._evictor.make_room(request, self.short, newcomer=True)) is not None:
+        self.short = kv.shortfall(request, target)
+        lender = kv.lender_of(request)
+        if (reason := self._evictor.make_room(request, self.short, lender=lender, newcomer=True)) is not None:
             return reason
         self._evictor.blocking.append(kv.move_in(request))
         request.is_fresh = True

@@ -1,4 +1,4 @@
-"""Admission policies: how much KV a request is granted when it gets its first block."""
+"""Admission policies: how much KV a request may have."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class OnDemand:
             raise ValueError(f"watermark must be in [0, 1), got {watermark}")
         self.watermark = watermark
 
-    def admit(self, request: Request, kv: KVLedger) -> Grant:
+    def claim(self, request: Request, target: int, kv: KVLedger) -> Grant:
         known = kv.blocks_for(request.known)
         # Never more than the pool has: a request nearly as large as it gets in on an empty device, or by evicting all.
         spare = max(0, min(int(self.watermark * kv.device_total), kv.device_total - known))
@@ -29,6 +29,6 @@ class OnDemand:
 class WholeMaximum:
     """Space for the prompt and max_tokens, once and for all (Orca): an admitted request never runs short."""
 
-    def admit(self, request: Request, kv: KVLedger) -> Grant | Wait:
+    def claim(self, request: Request, target: int, kv: KVLedger) -> Grant | Wait:
         blocks = kv.blocks_for(request.max_total_tokens)
         return Grant(now=blocks, blocks=blocks) if blocks <= kv.available else Wait.WAIT

@@ -81,6 +81,9 @@ class Prioritized(Callbacks):
         for number, pieces in by_band.items():
             self._bands[number].ran(pieces, now)
 
+    def claimed(self, request: Request, now: float) -> None:
+        self._bands[request.options.priority].claimed(request, now)
+
     def evicted(self, request: Request, now: float) -> None:
         self._bands[request.options.priority].evicted(request, now)
 

@@ -31,6 +31,7 @@ from skipjoin.core.kv import KVLedger
 from skipjoin.core.request import Request
 from skipjoin.core.scheduler import Scheduler
 from skipjoin.core.step import StepPlan, StepResult
+from skipjoin.observe.record import preempted
 from skipjoin.policies.cost import LinearCost
 from skipjoin.recipes import RECIPES, Settings, build, own
 
@@ -129,7 +130,7 @@ def measure_swapping(recipe: str) -> dict[str, float]:
         "decide_us": statistics.median(seconds) * 1e6,
         "decide_p95_us": statistics.quantiles(seconds, n=20)[-1] * 1e6,
         "batch_mean": record["batch_mean"],
-        "preemptions_per_step": record["kv"]["preemptions"] / record["steps"],
+        "preemptions_per_step": preempted(record) / record["steps"],
         "step_ms": record["duration_s"] / record["steps"] * 1e3,
     }
 

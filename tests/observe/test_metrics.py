@@ -6,6 +6,7 @@ import gc
 import math
 import weakref
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -35,6 +36,7 @@ WORLDS = [
     for recipe, (depth, overlap), name in product(SOME_SYSTEMS, [(1, False), (2, True)], sorted(EVICTIONS))
 ]
 BLOCK_BYTES = 1000
+HOW = ("pause", "swap", "drop")
 
 
 def metrics_of(world: World, *, is_compressed: bool = False) -> EngineMetrics:
@@ -104,7 +106,9 @@ def test_a_run_in_numbers(world: World) -> None:
     # All known tokens but each request's last are computed once; a sample that was thrown away needed one, too.
     assert found.row("recomputed_tokens_total") == [computed - sum(prompts) - sum(outputs) + 20]
     assert found.row("recomputed_tokens_total") == [usage.recomputed_tokens]
-    assert found.row("num_preemptions_total") == [usage.preemptions] == [sum(one.preemptions for one in facts)]
+    made_way = Counter(event.how.name.lower() for event in done.events if isinstance(event, Preempted))
+    assert by_label(found, "num_preemptions_total") == usage.kv()["preemptions"] == {how: made_way[how] for how in HOW}
+    assert made_way.total() == sum(one.preemptions for one in facts)
     assert sum(found.row("swap_out_bytes_total")) == usage.swapped_out_bytes
     assert sum(found.row("swap_in_bytes_total")) == usage.swapped_in_bytes
     assert found.row("swap_stall_seconds_total")[0] == pytest.approx(sum(result.moving for result in steps))

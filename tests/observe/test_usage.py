@@ -61,7 +61,7 @@ def test_used_kv_is_what_requests_have_computed_on_the_device(
     assert 0 < kv["used_mean"] <= kv["allocated_mean"] <= 1
     if recipe == "static":
         return
-    assert kv["preemptions"] > 0
+    assert sum(kv["preemptions"].values()) > 0
     moves = eviction in ("swap", "proactive", "chaos")
     assert (kv["recomputed_tokens"] > 0) or (moves and not fails)
     assert (kv["swapped_out_bytes"] > 0) == (moves and fails < 1)

@@ -86,6 +86,7 @@ async def test_the_same_number_under_both_names(make_api: MakeApi) -> None:
     snapshot = Snapshot.zero()
     snapshot.row("generation_tokens_total")[0] = 11
     snapshot.row("request_success_total")[1] = 3
+    snapshot.row("num_preemptions_total")[:] = [40, 2, 1]  # paused, swapped, dropped
     snapshot.row("time_to_first_token_seconds")[:] = [2, *[0] * 14, 1, 400.5]
     async with make_api(metrics_compat="vllm", served_model_name="org/x") as api:
         api.engine.tell(told(snapshot))
@@ -99,6 +100,8 @@ async def test_the_same_number_under_both_names(make_api: MakeApi) -> None:
         assert found[f"{ttft}_bucket", tuple(sorted([*labels, ("le", "300.0")]))] == 2
         assert found[f"{ttft}_bucket", tuple(sorted([*labels, ("le", "+Inf")]))] == 3
         assert (found[f"{ttft}_count", labels], found[f"{ttft}_sum", labels]) == (3, 400.5)
+    assert found["skipjoin:num_preemptions_total", (("how", "pause"),)] == 40
+    assert found["vllm:num_preemptions_total", (("model_name", "org/x"),)] == 3
     pool = {"block_size": "16", "num_cpu_blocks": "0", "num_gpu_blocks": str(BLOCKS), "recipe": "fcfs"}
     pool |= {"swap_dtype": "auto"}
     assert found["skipjoin:cache_config_info", tuple(pool.items())] == 1

@@ -24,6 +24,8 @@ RECIPES = (
 )
 # Fields of a record that are younger than the hashes, or change with a release.
 LEFT_OUT = ("version", "wait_s", "recipe_params", "swap_dtype", "prediction")
+# What `kv.preemptions` is counted by, and was not when the hashes were made.
+PREEMPTIONS = {"pause", "swap", "drop"}
 # Recipes that reserve what requests ask for.
 RESERVING = ("orca", "static")
 # Pools of some twenty requests and arrivals above capacity: every way to make room is gone.
@@ -54,6 +56,8 @@ def _hash(record: dict[str, Any]) -> str:
 
 def _without(value: Any) -> Any:
     if isinstance(value, dict):
+        if value.keys() == PREEMPTIONS:
+            return sum(value.values())
         return {name: _without(part) for name, part in value.items() if name not in LEFT_OUT}
     # What requests ask for: records had no words for it when the hashes were made.
     return None if value in ("exact", "room") else value

@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from statistics import fmean
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from matplotlib.figure import Figure
@@ -21,6 +22,7 @@ from figures.pictures import curves, legend_of
 from figures.report import latencies, main, settings_of, table
 from figures.runs import Options, Result, cells, grid, mean, pick, poisson, run_plans
 from skipjoin.bench.plots import style
+from skipjoin.observe.record import preempted
 
 RECIPES = ("alise", "alise-reactive", "alise-recompute", "alise-defer")
 VARIANTS = tuple(Variant(recipe, recipe, NEAR_TRUE.predictor) for recipe in RECIPES)
@@ -88,7 +90,7 @@ def _ratios(records: list[Result]) -> list[tuple[object, ...]]:
                     for field in ("normalized_latency_s.mean", "jct_s.mean")
                     for value in (mean(mine, field), mean(mine, field) / mean(first, field))
                 ]
-                work = [mean(mine, f"kv.{field}") for field in ("preemptions", "recomputed_tokens")]
+                work = fmean(map(preempted, mine)), mean(mine, "kv.recomputed_tokens")
                 rows.append((dataset, rate, recipe, *values, *work))
     return rows
 

@@ -40,7 +40,7 @@ from skipjoin.bench.simulation import run as simulate
 from skipjoin.bench.system import System
 from skipjoin.bench.workload import synthetic
 from skipjoin.core.step import StepShape
-from skipjoin.observe.record import Record
+from skipjoin.observe.record import Record, preempted
 from skipjoin.profile import read_profile
 
 # Weights of four bytes: a decode iteration is bound by reading them, as on a GPU, so that a batch of 12 takes about
@@ -218,6 +218,7 @@ def predicted(one: Cell) -> dict[str, Any]:
     """What the simulator says of the run."""
     record = simulate(one)
     engine = {name: record["kv"][name] for name in COUNTERS if name in record["kv"]}
+    engine["preemptions"] = preempted(record)
     return chosen(record, {**engine, "steps": record["steps"], "batch_mean": record["batch_mean"]})
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from statistics import fmean
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from matplotlib.figure import Figure
@@ -21,6 +22,7 @@ from figures.pictures import curves, legend_of
 from figures.report import main, settings_of, table
 from figures.runs import Options, Result, cells, grid, mean, pick, poisson, run_plans
 from skipjoin.bench.plots import style
+from skipjoin.observe.record import preempted
 
 RECIPES = ("fastserve", "fastserve-reactive", "fastserve-recompute", "fastserve-defer")
 # Above, reactive swapping takes minutes to simulate: it evicts and restores at every step. The reported rate is one at
@@ -53,7 +55,7 @@ def _ratios(records: list[Result], rates: list[float]) -> Result:
                 for field in ("jct_s.mean", "normalized_latency_s.mean")
                 for value in (mean(mine, field), mean(mine, field) / mean(first, field))
             ]
-            rows.append((rate, recipe, *values, mean(mine, "kv.preemptions"), mean(mine, "kv.recomputed_tokens")))
+            rows.append((rate, recipe, *values, fmean(map(preempted, mine)), mean(mine, "kv.recomputed_tokens")))
     columns = (
         "req/s",
         "recipe",

@@ -17,7 +17,7 @@ from skipjoin.bench.bound import Bound, field_value, maximum_rate
 from skipjoin.bench.results import ResultsFile, rate_of
 from skipjoin.bench.simulation import Cell, run
 from skipjoin.config import ConfigError
-from skipjoin.observe.record import Record
+from skipjoin.observe.record import Record, preempted
 from skipjoin.observe.timeline import Timeline
 
 _FILE_WIDTH = 120  # of tables that go to a file
@@ -28,7 +28,6 @@ _COLUMNS = {
     "TPOT s": "tpot_s.mean",
     "batch": "batch_mean",
     "KV used": "kv.used_mean",
-    "preempted": "kv.preemptions",
 }
 _PREDICTIONS = {"R of logs": "r_log", "MAE": "mae", "in 25 %": "within_25", "in 80 % range": "coverage_80"}
 
@@ -97,13 +96,14 @@ class SimulationReport:
         by_recipe: dict[str, dict[float | None, list[Record]]] = defaultdict(lambda: defaultdict(list))
         for _, record in sorted(self._records.items()):
             by_recipe[record["recipe"]][rate_of(record)].append(record)
-        table = Table("recipe", "req/s", "finished", *_COLUMNS, box=None)
+        table = Table("recipe", "req/s", "finished", *_COLUMNS, "preempted", box=None)
         for recipe, rates in by_recipe.items():
             for rate, records in sorted(rates.items(), key=lambda item: item[0] or 0.0):
                 counts = [record["requests"] for record in records]
                 finished, submitted = (sum(count[key] for count in counts) for key in ("finished", "submitted"))
                 cells = [_mean(records, field) for field in _COLUMNS.values()]
-                table.add_row(recipe, _text(rate), f"{finished}/{submitted}", *cells)
+                made_way = _text(fmean(map(preempted, records)))
+                table.add_row(recipe, _text(rate), f"{finished}/{submitted}", *cells, made_way)
         console = Console(highlight=False)
         if not console.is_terminal:
             console.width = _FILE_WIDTH

@@ -16,6 +16,7 @@ from skipjoin.core.events import (
     Moved,
     Planned,
     Preempted,
+    Preemption,
     Restarted,
     Started,
 )
@@ -31,8 +32,8 @@ class Metric(NamedTuple):
     """One line of the table.
 
     label, values: its label, if it has one, and all values of that. buckets: upper bounds of a histogram, ascending.
-    in_vllm: whether vLLM has it, under the same name and with the same meaning. is_share: of several engines the
-    mean counts, not the sum.
+    in_vllm: whether vLLM has it, under the same name and with the same meaning. vllm_sum: vLLM has it without the
+    label, as the sum over these values. is_share: of several engines the mean counts, not the sum.
     """
 
     name: str
@@ -42,12 +43,20 @@ class Metric(NamedTuple):
     values: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
     in_vllm: bool = True
+    vllm_sum: tuple[str, ...] = ()
     is_share: bool = False
 
     def zero(self) -> list[float]:
         """Its numbers before anything happened: one per label value; of a histogram the counts of its buckets and
         of what lies above them, then the sum."""
         return [0] * (len(self.buckets) + 2 if self.kind == "histogram" else max(1, len(self.values)))
+
+    def as_in_vllm(self, row: Sequence[float]) -> tuple[Metric, Sequence[float]]:
+        """The metric and its numbers as vLLM has them."""
+        if not self.vllm_sum:
+            return self, row
+        total = sum(row[self.values.index(value)] for value in self.vllm_sum)
+        return self._replace(label="", values=()), [total]
 
 
 # From a token on a fast device to a request that waited for minutes.
@@ -58,6 +67,7 @@ _BATCH = tuple(float(1 << n) for n in (0, *range(3, 15)))
 _FORECAST_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.1, 1.0)
 _OCTAVES = (0.125, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
 _REASONS = tuple(reason.value for reason in FinishReason)
+_HOW = tuple(how.name.lower() for how in Preemption)
 _PROACTIVE = ("false", "true")
 # What makes forecasts of output lengths, as `Forecast.source` says.
 FORECAST_SOURCES = ("prior", "learnt", "alise-similar", "alise-mlp")
@@ -69,7 +79,15 @@ ENGINE_METRICS = (
     Metric("num_requests_swapped", "gauge", "Waiting requests whose KV is on the host.", in_vllm=False),
     Metric("kv_compressed_bytes", "gauge", "KV on the host as 8-bit codes, as stored.", in_vllm=False),
     Metric("kv_cache_usage_perc", "gauge", "Share of the device's KV blocks that are not free, 0 to 1.", is_share=True),
-    Metric("num_preemptions_total", "counter", "Times a request had to make way."),
+    Metric(
+        "num_preemptions_total",
+        "counter",
+        "Times a request had to make way, by what became of its KV: it stayed on the device, was swapped, or dropped.",
+        "how",
+        _HOW,
+        # A request whose KV stays where it is has no counterpart there.
+        vllm_sum=("swap", "drop"),
+    ),
     Metric("prompt_tokens_total", "counter", "Prompt tokens of requests that got their first token."),
     Metric("generation_tokens_total", "counter", "Tokens generated."),
     Metric("request_success_total", "counter", "Requests that ended, by why.", "finished_reason", _REASONS),
@@ -331,7 +349,7 @@ class EngineMetrics:
         """The numbers as of now; they change no more."""
         row = self._rows.row
         running, live = len(self._running), len(self._live)
-        row("num_preemptions_total")[0] = self._usage.preemptions
+        row("num_preemptions_total")[:] = self._usage.preemptions.values()
         # Between stages a request may be chosen without an event until its step ends: the counters do not fall then.
         waits = row("wait_seconds_total")
         waits[:] = map(max, waits, self._log.waits.totals(self._now))

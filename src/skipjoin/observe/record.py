@@ -72,15 +72,27 @@ def _figures(facts: Sequence[RequestFacts], now: float, rejected: int, errors: i
 def add_usage(record: Record, usages: Sequence[EngineUsage]) -> None:
     """Add what the engine alone sees: steps, batches, KV. usages: one per replica; shares are their means, and the
     series is the first one's."""
-    count = len(usages)
-    parts = [usage.kv() for usage in usages]
-    kv = {name: sum(part[name] for part in parts) for name in parts[0]}
-    kv |= {name: total / count for name, total in kv.items() if name.endswith("_mean")}
     steps = sum(usage.steps for usage in usages)
-    record["kv"] = {name: rounded(value) for name, value in kv.items()}
+    record["kv"] = _together([usage.kv() for usage in usages])
     record["steps"] = steps
     record["batch_mean"] = rounded(sum(usage.slices for usage in usages) / max(1, steps))
     record["series"] = {name: [rounded(value) for value in values] for name, values in usages[0].series().items()}
+
+
+def preempted(record: Record) -> int:
+    """Times that a request of the record's run had to make way, whatever became of its KV."""
+    return sum(record["kv"]["preemptions"].values())
+
+
+def _together(parts: Sequence[Record]) -> Record:
+    """One object of several with the same fields: sums, means of what is called a mean, and the same within objects."""
+    return {name: _one_of(name, [part[name] for part in parts]) for name in parts[0]}
+
+
+def _one_of(name: str, values: Sequence[Any]) -> Any:
+    if isinstance(values[0], dict):
+        return _together(values)
+    return rounded(sum(values) / len(values) if name.endswith("_mean") else sum(values))
 
 
 # -- the parts --------------------------------------------------------------------------------------------

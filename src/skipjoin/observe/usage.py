@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from skipjoin.core.events import Arrived, Computed, Event, Finished, Moved, MoveFailed, Planned, Preempted, Preemption
 from skipjoin.core.request import Request
@@ -36,7 +36,7 @@ class EngineUsage:
         self._block_bytes = block_bytes
         self.steps = 0
         self.slices = 0
-        self.preemptions = 0
+        self.preemptions = dict.fromkeys(Preemption, 0)
         self.recomputed_tokens = 0
         self.swapped_out_bytes = 0
         self.swapped_in_bytes = 0
@@ -62,7 +62,7 @@ class EngineUsage:
                 self._claimed = event.claimed
                 self._note(event)
             elif isinstance(event, Preempted):
-                self.preemptions += 1
+                self.preemptions[event.how] += 1
                 if event.how is Preemption.SWAP:
                     self._on_host[event.request] = self._leave(event.request)
                 elif event.how is Preemption.DROP:
@@ -86,13 +86,13 @@ class EngineUsage:
         """Requests in a step, on average."""
         return self.slices / max(1, self.steps)
 
-    def kv(self) -> dict[str, float]:
+    def kv(self) -> dict[str, Any]:
         """The record's `kv` part."""
         seconds = max(self._now, 1e-12)
         return {
             "used_mean": self._used_seconds / seconds,
             "allocated_mean": self._allocated_seconds / seconds,
-            "preemptions": self.preemptions,
+            "preemptions": {how.name.lower(): count for how, count in self.preemptions.items()},
             "swapped_out_bytes": self.swapped_out_bytes,
             "swapped_in_bytes": self.swapped_in_bytes,
             "recomputed_tokens": self.recomputed_tokens,

@@ -116,7 +116,8 @@ class Metrics(Collector):
             yield InfoMetricFamily("skipjoin:cache_config", "The KV pool.", self._config)
             if self._in_vllm:
                 labels = {"model_name": self._model}
-                yield from _families("vllm", [pair for pair in numbers if pair[0].in_vllm], labels)
+                theirs = [metric.as_in_vllm(row) for metric, row in numbers if metric.in_vllm]
+                yield from _families("vllm", theirs, labels)
                 yield InfoMetricFamily("vllm:cache_config", "The KV pool.", {**labels, **self._config})
 
     def render(self) -> bytes:

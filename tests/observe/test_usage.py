@@ -10,6 +10,7 @@ import pytest
 from skipjoin.core.events import Computed, Event, Moved, MoveFailed, Planned
 from skipjoin.core.step import Direction, Move
 from skipjoin.exec.simulated import SimulatedExecutor
+from skipjoin.observe.record import Record, add_usage, rounded
 from skipjoin.observe.usage import POINTS, EngineUsage
 from skipjoin.sim.driver import Replica, simulate
 from support.load import load, make
@@ -147,6 +148,12 @@ def test_steps_and_batches_are_counted() -> None:
     plans = [event.result.plan for event in done.events if isinstance(event, Computed)]
     assert usage.steps == len(plans)
     assert usage.batch_mean == pytest.approx(sum(len(plan.slices) for plan in plans) / len(plans))
+    sizes = [sum(piece.tokens for piece in plan.slices) for plan in plans]
+    record: Record = {}
+    add_usage(record, [usage, usage], target_tokens=10)
+    assert record["forward"]["mean"] == pytest.approx(sum(sizes) / len(sizes), rel=1e-5)
+    assert record["forward"]["at_target"] == pytest.approx(sum(size >= 9 for size in sizes) / len(sizes), rel=1e-5)
+    assert (record["kv"]["used_mean"], record["steps"]) == (rounded(usage.kv()["used_mean"]), 2 * usage.steps)
 
 
 def test_means_are_over_time() -> None:

@@ -25,6 +25,7 @@ _OPTIONAL_OBJECTS = (
     "breakdown_s",
     "wait_s",
     "kv",
+    "forward",
     "quantiles",
     "series",
     "classes",

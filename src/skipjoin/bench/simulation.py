@@ -27,6 +27,7 @@ from skipjoin.observe.requests import RequestFacts, RequestLog
 from skipjoin.observe.usage import EngineUsage
 from skipjoin.policies.dispatch import make_dispatch
 from skipjoin.policies.execution import ExecutionTime
+from skipjoin.policies.forward import saturating_tokens
 from skipjoin.recipes import build, find
 from skipjoin.sim.driver import Replica, simulate_cluster
 from skipjoin.version import VERSION
@@ -126,7 +127,8 @@ def run(
             **foreseeing.log.summary(),
             "execution": _execution(system.cost),
         }
-    add_usage(record, watch.usages)
+    target_tokens = saturating_tokens(system.cost, system.max_num_batched_tokens)
+    add_usage(record, watch.usages, target_tokens=target_tokens)
     record["version"] = VERSION
     return record
 

@@ -13,6 +13,8 @@ from skipjoin.observe.usage import EngineUsage
 Record = dict[str, Any]
 # Digits that are kept: a run's figures are not known better.
 _DIGITS = 6
+# A step of this share of the target forward size counts as one that reached it.
+_NEAR_TARGET = 0.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,19 +71,31 @@ def _figures(facts: Sequence[RequestFacts], now: float, rejected: int, errors: i
     }
 
 
-def add_usage(record: Record, usages: Sequence[EngineUsage]) -> None:
+def add_usage(record: Record, usages: Sequence[EngineUsage], *, target_tokens: int | None = None) -> None:
     """Add what the engine alone sees: steps, batches, KV. usages: one per replica; shares are their means, and the
-    series is the first one's."""
+    series is the first one's. target_tokens: the forward size that saturates the machine, where it is known."""
     steps = sum(usage.steps for usage in usages)
     record["kv"] = _together([usage.kv() for usage in usages])
     record["steps"] = steps
     record["batch_mean"] = rounded(sum(usage.slices for usage in usages) / max(1, steps))
+    record["forward"] = _forward(sum((usage.forwards for usage in usages), Counter()), target_tokens)
     record["series"] = {name: [rounded(value) for value in values] for name, values in usages[0].series().items()}
 
 
 def preempted(record: Record) -> int:
     """Times that a request of the record's run had to make way, whatever became of its KV."""
     return sum(record["kv"]["preemptions"].values())
+
+
+def _forward(steps: Counter[int], target: int | None) -> Record:
+    """The size of steps. steps: how many computed so many tokens."""
+    total = max(1, steps.total())
+    near = None if target is None else sum(count for tokens, count in steps.items() if tokens >= _NEAR_TARGET * target)
+    return {
+        "target": target,
+        "mean": rounded(sum(tokens * count for tokens, count in steps.items()) / total),
+        "at_target": None if near is None else rounded(near / total),
+    }
 
 
 def _together(parts: Sequence[Record]) -> Record:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -36,6 +37,7 @@ class EngineUsage:
         self._block_bytes = block_bytes
         self.steps = 0
         self.slices = 0
+        self.forwards: Counter[int] = Counter()  # steps by the tokens that they computed
         self.preemptions = dict.fromkeys(Preemption, 0)
         self.recomputed_tokens = 0
         self.swapped_out_bytes = 0
@@ -114,6 +116,7 @@ class EngineUsage:
         self.steps += 1
         self.slices += len(slices)
         live, resident, dropped = self._live, self._resident, self._dropped
+        self.forwards[sum(piece.tokens for piece in slices)] += 1
         for piece in slices:
             request, end = piece.request, piece.start + piece.tokens
             if request not in live:  # it ended while the step ran

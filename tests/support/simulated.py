@@ -5,6 +5,7 @@ from __future__ import annotations
 from skipjoin.bench.simulation import Cell, Extent
 from skipjoin.bench.system import System
 from skipjoin.bench.workload import synthetic
+from skipjoin.observe.record import Record
 from skipjoin.policies.cost import LinearCost
 
 COST = LinearCost(floor=0.01, prefill_token=1e-4, attention_pair=1e-8, decode=2e-4, context_token=1e-7)
@@ -20,3 +21,8 @@ SYSTEM = System(
 )
 WORKLOAD = synthetic("uniform:8-200,4-64", "poisson")
 CELL = Cell(SYSTEM, WORKLOAD, Extent(8.0, 20.0, 3))
+
+
+def repeatable(record: Record) -> Record:
+    """The record without the times that this machine took, which no two runs share."""
+    return {name: value for name, value in record.items() if name != "decision_ms"}

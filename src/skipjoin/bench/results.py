@@ -26,6 +26,7 @@ _OPTIONAL_OBJECTS = (
     "wait_s",
     "kv",
     "forward",
+    "decision_ms",
     "quantiles",
     "series",
     "classes",

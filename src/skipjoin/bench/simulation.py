@@ -22,6 +22,7 @@ from skipjoin.core.policy import CostModel
 from skipjoin.core.request import Request, RequestOptions
 from skipjoin.core.scheduler import Scheduler
 from skipjoin.exec.simulated import SimulatedExecutor
+from skipjoin.observe.decisions import DecisionTimes
 from skipjoin.observe.record import NO_SLO, Record, Slo, add_usage, rounded, summarize
 from skipjoin.observe.requests import RequestFacts, RequestLog
 from skipjoin.observe.usage import EngineUsage
@@ -129,6 +130,8 @@ def run(
         }
     target_tokens = saturating_tokens(system.cost, system.max_num_batched_tokens)
     add_usage(record, watch.usages, target_tokens=target_tokens)
+    times = DecisionTimes.summary(replica.decisions for replica in replicas)
+    record["decision_ms"] = {name: value and rounded(value) for name, value in times.items()}
     record["version"] = VERSION
     return record
 

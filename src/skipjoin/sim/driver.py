@@ -6,11 +6,14 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from time import perf_counter
 
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.events import Event
 from skipjoin.core.request import Request
+from skipjoin.core.step import StepPlan
 from skipjoin.exec.simulated import SimulatedExecutor, SimulatedHandle
+from skipjoin.observe.decisions import DecisionTimes
 from skipjoin.policies.dispatch import Dispatch
 
 
@@ -21,12 +24,14 @@ class StalledError(RuntimeError):
 class Replica:
     """One engine on the virtual clock.
 
-    decision_s: host time that every decision takes before its step can begin.
+    decision_s: host time that every decision takes before its step can begin, on the virtual clock. decisions: how long
+    those that gave a plan took on the real one; nothing depends on it.
     """
 
     def __init__(self, core: EngineCore, executor: SimulatedExecutor, *, decision_s: float = 0.0) -> None:
         self.core = core
         self._executor = executor
+        self.decisions = DecisionTimes()
         self._decision_s = decision_s
         self._in_flight: deque[SimulatedHandle] = deque()
 
@@ -43,9 +48,16 @@ class Replica:
             core.finish_step(in_flight.popleft().result(), now)
         for request in arrived:
             core.add(request, now)
-        while (plan := core.start_step(now)) is not None:
+        while (plan := self._decide(now)) is not None:
             in_flight.append(self._executor.submit(plan, now + self._decision_s))
         return core.take_events()
+
+    def _decide(self, now: float) -> StepPlan | None:
+        begun = perf_counter()
+        plan = self.core.start_step(now)
+        if plan is not None:
+            self.decisions.add(perf_counter() - begun)
+        return plan
 
 
 def simulate(

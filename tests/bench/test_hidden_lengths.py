@@ -14,11 +14,13 @@ from skipjoin.bench.system import System
 from skipjoin.bench.trace import Trace, TraceRow
 from skipjoin.bench.workload import Replay
 from skipjoin.core.events import Event, Token
+from skipjoin.observe.record import NO_SLO, Slo
 from skipjoin.recipes import RECIPES, Forecasts
 from support.simulated import SYSTEM
 
 ORACLES = {name for name, recipe in RECIPES.items() if recipe.forecasts is Forecasts.TRUE}
 SHORT, LONG = 50, 1500
+SCALED = Slo(jct_scale=2.0)
 # Room for some six requests, for which arrivals are too many.
 SMALL = replace(SYSTEM, kv_blocks=110, host_blocks=40, max_num_seqs=8)
 
@@ -34,7 +36,7 @@ def workload(output: int) -> Replay:
     return Replay(Trace("lengths", (TraceRow(0.0, 40, output), *others)))
 
 
-def seen(system: System, output: int) -> list[str]:
+def seen(system: System, output: int, slo: Slo = NO_SLO) -> list[str]:
     """All events, with all fields of their requests, until the instant of the first request's last token but for a
     short output."""
     told: list[str] = []
@@ -45,15 +47,16 @@ def seen(system: System, output: int) -> list[str]:
         told.extend(map(repr, events))
 
     with pytest.raises(ShortOutputEndsError):
-        run(Cell(system, workload(output), Extent(None, None, 0)), on_events=note)
+        run(Cell(system, workload(output), Extent(None, None, 0), slo), on_events=note)
     return told
 
 
+@pytest.mark.parametrize("slo", [NO_SLO, SCALED], ids=["", "deadlines"])
 @pytest.mark.parametrize("stages", [1, 2])
 @pytest.mark.parametrize("recipe", sorted(set(RECIPES) - ORACLES))
-def test_recipes_cannot_see_the_length_of_an_output(recipe: str, stages: int) -> None:
+def test_recipes_cannot_see_the_length_of_an_output(recipe: str, stages: int, slo: Slo) -> None:
     system = replace(SMALL, recipe=recipe, stages=stages)
-    assert seen(system, SHORT) == seen(system, LONG)
+    assert seen(system, SHORT, slo) == seen(system, LONG, slo)
 
 
 @pytest.mark.parametrize("dispatch", ["round-robin", "least-work"])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -15,11 +17,12 @@ from skipjoin.bench.trace import read_trace
 from skipjoin.bench.workload import Replay, with_best_effort
 from skipjoin.config import ConfigError
 from skipjoin.core.events import Event, Finished
+from skipjoin.core.step import StepShape
 from skipjoin.observe.record import Slo
 from skipjoin.policies.cost import LinearCost
 from skipjoin.profile import FitErrors, Profile, ProfileKey, Transfer, write_profile
 from skipjoin.recipes import RECIPES
-from support.simulated import CELL, SYSTEM, WORKLOAD, repeatable
+from support.simulated import CELL, COST, SYSTEM, WORKLOAD, repeatable
 
 
 @pytest.mark.parametrize("recipe", sorted(RECIPES))
@@ -107,6 +110,32 @@ def test_objectives_follow_the_light_load() -> None:
     assert loose["all_attained"] > tight["all_attained"]
     fixed = run(replace(CELL, slo=Slo(jct_s=0.5)))["slo"]
     assert 0 < fixed["jct_attained"] < 1
+
+
+@pytest.mark.parametrize(("recipe", "predictor"), [("alise", "constant:32"), ("fcfs", None)])
+def test_scaled_objectives_are_of_the_forecast_for_policies_and_of_the_truth_for_records(
+    recipe: str, predictor: str | None
+) -> None:
+    system = replace(SYSTEM, recipe=recipe, predictor=predictor, max_num_seqs=4)
+    ended: list[Finished] = []
+    cell = replace(CELL, system=system, slo=Slo(jct_scale=1.5))
+    record = run(cell, on_events=lambda events: ended.extend(one for one in events if isinstance(one, Finished)))
+    jobs, slo = cell.jobs(), record["slo"]
+    prompt = round(fmean(job.prompt_tokens for job in jobs))
+    prefill_s = COST.step(StepShape(prefill=prompt, attention=prompt * (prompt + 1) // 2))
+    decode_s = COST.step(StepShape(decodes=1, context=prompt))
+
+    def bound_s(tokens: int) -> float:
+        return 1.5 * (prefill_s + decode_s * tokens)
+
+    told = bound_s(32) if predictor else math.inf
+    (found,) = {one.request.options.target.jct_s for one in ended}
+    assert found == pytest.approx(told)
+    met = sum(one.now - one.request.arrival <= bound_s(len(one.request.output)) for one in ended)
+    assert 0 < met < len(ended) == len(jobs)
+    assert slo["jct_attained"] == slo["all_attained"] == pytest.approx(met / len(jobs), rel=1e-5)
+    assert slo["goodput_rps"] == pytest.approx(met / record["duration_s"], rel=1e-4)
+    assert (slo["jct_s"], slo["jct_scale"]) == (None, 1.5)
 
 
 def test_classes_are_told_apart_and_priorities_count() -> None:

@@ -64,7 +64,9 @@ def test_objectives_count_every_request() -> None:
         0.25,
         0.0,
     )
+    assert summarize(facts, now=8.0, slo=Slo(ttft_s=2.0))["slo"]["goodput_rps"] == 1 / 8
     none = summarize(facts, now=9.0)["slo"]
+    assert none["goodput_rps"] is None
     assert none["ttft_attained"] is None
     assert none["all_attained"] is None
 

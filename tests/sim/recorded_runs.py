@@ -23,7 +23,17 @@ RECIPES = (
     "fastserve,fastserve-defer,fastserve-reactive,fastserve-recompute,fcfs,fixed-priority,mlfq,orca,sarathi,srpt,static"
 )
 # Fields of a record that are younger than the hashes, or change with a release.
-LEFT_OUT = ("version", "wait_s", "recipe_params", "swap_dtype", "prediction", "forward", "decision_ms")
+LEFT_OUT = (
+    "version",
+    "wait_s",
+    "recipe_params",
+    "swap_dtype",
+    "prediction",
+    "forward",
+    "decision_ms",
+    "jct_scale",
+    "goodput_rps",
+)
 # What `kv.preemptions` is counted by, and was not when the hashes were made.
 PREEMPTIONS = {"pause", "swap", "drop"}
 # Recipes that reserve what requests ask for.

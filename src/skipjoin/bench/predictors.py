@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean, pstdev
 from typing import NamedTuple, Protocol
 
@@ -210,18 +210,25 @@ def default_predictor(workload: Workload) -> str:
 class Foreseeing:
     """Gives each request its forecast as it arrives, before a replica is chosen for it, and keeps how good they were.
 
-    dispatch: chooses the replicas.
+    dispatch: chooses the replicas. jct: the JCT objective in seconds by output tokens, of which each request gets the
+    one of its forecast; None: they have none.
     """
 
-    def __init__(self, dispatch: Dispatch, predictor: Predictor) -> None:
+    def __init__(
+        self, dispatch: Dispatch, predictor: Predictor, *, jct: Callable[[float], float] | None = None
+    ) -> None:
         self.log = ForecastLog()
         self._dispatch = dispatch
         self._predictor = predictor
+        self._jct = jct
         self._foreseen: dict[int, Foreseen] = {}
 
     def choose(self, request: Request) -> int:
         foreseen = self._foreseen[request.id] = self._predictor.forecast(request)
         request.forecast = foreseen.forecast
+        if self._jct is not None:
+            target = request.options.target._replace(jct_s=self._jct(foreseen.forecast.tokens))
+            request.options = replace(request.options, target=target)
         return self._dispatch.choose(request)
 
     def observe(self, replica: int, events: Sequence[Event]) -> None:

@@ -19,7 +19,7 @@ from skipjoin.core.engine import EngineCore
 from skipjoin.core.events import Event
 from skipjoin.core.kv import KVLedger
 from skipjoin.core.policy import CostModel
-from skipjoin.core.request import Request, RequestOptions
+from skipjoin.core.request import NO_TARGET, Request, RequestOptions, Target
 from skipjoin.core.scheduler import Scheduler
 from skipjoin.exec.simulated import SimulatedExecutor
 from skipjoin.observe.decisions import DecisionTimes
@@ -56,6 +56,8 @@ class Cell:
     """One run: a system, a workload and its extent.
 
     slo: objectives; slo_scale: instead, this many times the light-load prefill and decode step (FastServe section 6.2).
+    With `slo.jct_scale` policies get the objective of the forecast's length, if there is one; the record counts that of
+    the true length.
     """
 
     system: System
@@ -85,6 +87,12 @@ class Cell:
         prefill_s, decode_s = self.system.light_load(jobs)
         return Slo(ttft_s=self.slo_scale * prefill_s, tpot_s=self.slo_scale * decode_s)
 
+    def jct_for(self, jobs: Sequence[WorkloadRequest]) -> Callable[[float], float] | None:
+        """The JCT objective of a request by its output tokens, for the run of these jobs; None: it has none of its
+        own."""
+        scale = self.slo.jct_scale
+        return None if scale is None else self.system.scaled_jct(jobs, scale)
+
     def predictor(self, jobs: Sequence[WorkloadRequest]) -> Predictor | None:
         """What foresees the lengths of these jobs, the run's. Raises `ConfigError` for a workload that lacks what the
         predictor reads."""
@@ -108,8 +116,8 @@ def run(
     taken = [number for number, job in enumerate(jobs) if system.most_output(job) >= job.output_tokens]
     watch = _Watch(system, len(taken), on_share, on_events)
     dispatch = make_dispatch(system.dispatch, system.replicas, system.cost, lambda request: lengths[request.id])
-    predictor = cell.predictor(jobs)
-    foreseeing = None if predictor is None else Foreseeing(dispatch, predictor)
+    predictor, jct = cell.predictor(jobs), cell.jct_for(jobs)
+    foreseeing = None if predictor is None else Foreseeing(dispatch, predictor, jct=jct)
     replicas = [_replica(system, lengths) for _ in range(system.replicas)]
     with _without_garbage_collection():
         # A generator, so that ended requests take no memory for their tokens.
@@ -120,6 +128,7 @@ def run(
     facts = watch.facts(end)
     for one in facts:
         one.stream, one.output_limit = jobs[one.id].stream, lengths[one.id]
+        one.target = NO_TARGET if jct is None else Target(jct_s=jct(lengths[one.id]))
     rejected = [job.stream for job in jobs if system.most_output(job) < job.output_tokens]
     record = _settings_of(cell) | summarize(facts, now=end, rejected=rejected, slo=cell.slo_for(jobs))
     if foreseeing is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -152,10 +152,23 @@ class System:
 
     def light_load(self, jobs: Sequence[WorkloadRequest]) -> tuple[float, float]:
         """Seconds of a prefill and of a decode step of the mean lengths without other requests."""
-        prompt = max(1, round(sum(job.prompt_tokens for job in jobs) / max(1, len(jobs))))
+        prompt = _mean_prompt(jobs)
         output = sum(job.output_tokens for job in jobs) / max(1, len(jobs))
-        prefill = StepShape(prefill=prompt, attention=prompt * (prompt + 1) // 2)
-        return self.cost.step(prefill), self.cost.step(StepShape(decodes=1, context=round(prompt + output / 2)))
+        return self._prefill_alone(prompt), self._decode_alone(round(prompt + output / 2))
+
+    def scaled_jct(self, jobs: Sequence[WorkloadRequest], scale: float) -> Callable[[float], float]:
+        """The JCT objective of a request, in seconds, by its output tokens L: scale x (t_p + t_g x L), with the prefill
+        of the mean prompt and a decode step at its context, without other requests (EconoServe section 4). No output's
+        length is in it but L."""
+        prompt = _mean_prompt(jobs)
+        prefill_s, decode_s = self._prefill_alone(prompt), self._decode_alone(prompt)
+        return lambda tokens: scale * (prefill_s + decode_s * tokens)
+
+    def _prefill_alone(self, tokens: int) -> float:
+        return self.cost.step(StepShape(prefill=tokens, attention=tokens * (tokens + 1) // 2))
+
+    def _decode_alone(self, context: int) -> float:
+        return self.cost.step(StepShape(decodes=1, context=context))
 
     def most_output(self, job: WorkloadRequest) -> int:
         """The room for a job's output: a server would reject one that requests more."""
@@ -170,3 +183,7 @@ class System:
                 return job.output_tokens
             case number:
                 return min(max(job.output_tokens, number), self.most_output(job))
+
+
+def _mean_prompt(jobs: Sequence[WorkloadRequest]) -> int:
+    return max(1, round(sum(job.prompt_tokens for job in jobs) / max(1, len(jobs))))

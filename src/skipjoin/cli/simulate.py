@@ -6,7 +6,7 @@ import math
 import os
 import signal
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -24,7 +24,7 @@ from skipjoin.cli.simulate_report import SimulationReport, trace_run
 from skipjoin.cli.workload import LoadOptions, has_own_times, parse_rates, parse_seeds, rates_of
 from skipjoin.config import DEPRECATED, ConfigError, with_aliases
 from skipjoin.knobs import Knob, check
-from skipjoin.observe.record import NO_SLO
+from skipjoin.observe.record import NO_SLO, Slo
 from skipjoin.recipes import DEFAULT, find
 
 _INTERRUPTED = 128 + signal.SIGINT
@@ -78,6 +78,16 @@ class RunOptions:
             "Objectives as so many times the light-load prefill and decode step.", above=0, high=1e9, group="Objectives"
         ),
     ] = None
+    slo_jct_scale: Annotated[
+        float | None,
+        Knob(
+            "A JCT objective for each request: so many times the light-load prefill, and decode step for each of its "
+            "output tokens; policies get that of the tokens that are forecast.",
+            above=0,
+            high=1e9,
+            group="Objectives",
+        ),
+    ] = None
     until: Annotated[
         float | None,
         Knob(
@@ -105,13 +115,24 @@ class RunOptions:
         values: Values = {"recipe_params": with_aliases(given, starvation_s=self.starvation_s)}
         return values if self.decision_ms is None else values | {"decision_s": self.decision_ms / 1000}
 
+    def objectives(self, single: Slo) -> Slo:
+        """The objectives, with these single ones. Raises `ConfigError` for some that exclude each other."""
+        if self.slo_scale is not None and single != NO_SLO:
+            raise ConfigError("slo-scale and the single objectives exclude each other")
+        if self.slo_jct_scale is None:
+            return single
+        if self.slo_scale is not None:
+            raise ConfigError("slo-jct-scale and slo-scale exclude each other")
+        if single.jct_s is not None:
+            raise ConfigError("slo-jct-scale and slo-jct exclude each other")
+        return replace(single, jct_scale=self.slo_jct_scale)
+
 
 @takes(runs=Section(RunOptions), machine=Section(Machine), system=Section(System, _CHOSEN), load=Section(LoadOptions))
 def simulate(*, runs: Values, machine: Values, system: Values, load: Values) -> None:
     """Run recipes on a virtual clock: the server's own scheduler on a GPU of the catalogue or on a profile."""
     wanted, options = RunOptions(**runs), LoadOptions(**load)
-    if wanted.slo_scale is not None and options.slo != NO_SLO:
-        raise ConfigError("slo-scale and the single objectives exclude each other")
+    slo = wanted.objectives(options.slo)
     systems = Machine(**machine).systems(wanted.recipes, **system, **wanted.system_values())
     workload = options.workload()
     bound = parse_bound(wanted.find_max_rate) if wanted.find_max_rate else None
@@ -119,7 +140,7 @@ def simulate(*, runs: Values, machine: Values, system: Values, load: Values) -> 
     duration_s = options.duration_s(rates, _DURATION_S)
     stop = math.inf if wanted.until is None else wanted.until
     cells = [
-        Cell(system, workload, Extent(rate, duration_s, seed, options.requests, stop), options.slo, wanted.slo_scale)
+        Cell(system, workload, Extent(rate, duration_s, seed, options.requests, stop), slo, wanted.slo_scale)
         for system in systems
         for rate in rates
         for seed in parse_seeds(options.seeds)

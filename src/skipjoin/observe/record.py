@@ -19,11 +19,13 @@ _NEAR_TARGET = 0.9
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """Latency objectives in seconds; None: none."""
+    """Latency objectives in seconds; None: none. jct_scale: instead of `jct_s`, each request has a JCT objective of its
+    own, so many times what its output takes at light load; it is the target in its facts (EconoServe section 4)."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
     jct_s: float | None = None
+    jct_scale: float | None = None
 
 
 NO_SLO = Slo()
@@ -166,7 +168,8 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def _attained(facts: Sequence[RequestFacts], now: float, failed: int, slo: Slo) -> Record:
-    """Shares of all requests, refused and failed ones included, that met each objective that is set."""
+    """Shares of all requests, refused and failed ones included, that met each objective that is set; and goodput, the
+    requests per second that met all of them."""
     total = len(facts) + failed
 
     def share(met: int) -> float | None:
@@ -179,15 +182,18 @@ def _attained(facts: Sequence[RequestFacts], now: float, failed: int, slo: Slo) 
         return slo.tpot_s is None or (one.is_complete and (one.tpot(now) or 0.0) <= slo.tpot_s)
 
     def met_jct(one: RequestFacts) -> bool:
-        return slo.jct_s is None or (one.is_complete and one.jct(now) <= slo.jct_s)
+        bound_s = slo.jct_s if slo.jct_scale is None else one.target.jct_s
+        return bound_s is None or (one.is_complete and one.jct(now) <= bound_s)
 
     tests = {"ttft": met_ttft, "tpot": met_tpot, "jct": met_jct}
-    targets = {"ttft": slo.ttft_s, "tpot": slo.tpot_s, "jct": slo.jct_s}
-    record: Record = {f"{name}_s": target for name, target in targets.items()}
+    wanted = {"ttft_s": slo.ttft_s, "tpot_s": slo.tpot_s, "jct_s": slo.jct_s, "jct_scale": slo.jct_scale}
+    record: Record = dict(wanted)
     for name, test in tests.items():
-        record[f"{name}_attained"] = share(sum(map(test, facts))) if targets[name] is not None else None
+        is_set = any(value is not None for field, value in wanted.items() if field.startswith(name))
+        record[f"{name}_attained"] = share(sum(map(test, facts))) if is_set else None
     together = sum(all(test(one) for test in tests.values()) for one in facts)
     record["all_attained"] = share(together) if slo != NO_SLO else None
+    record["goodput_rps"] = rounded(together / now) if slo != NO_SLO and now > 0 else None
     return record
 
 

@@ -13,7 +13,6 @@ from skipjoin.core.request import Request
 from skipjoin.core.step import Slice
 from skipjoin.core.waits import WaitReason
 
-
 # Requests that an admission policy may refuse in a step while others still get in: a long queue is not read to its end.
 _MOST_PASSES = 64
 

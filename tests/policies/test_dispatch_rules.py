@@ -101,6 +101,31 @@ def test_work_is_zero_once_all_is_over(requests: list[tuple[int, int]]) -> None:
     assert [rule.work(0), rule.work(1)] == pytest.approx([0, 0], abs=1e-9)
 
 
+@given(st.lists(st.tuples(st.sampled_from(["choose", "token", "end", "join", "leave"]), st.integers(0, 11))))
+def test_the_chosen_replica_has_the_least_work(story: list[tuple[str, int]]) -> None:
+    """Whatever happened before, and whichever replicas are there; among equals it is the first."""
+    rule, present, live = rule_of(0), {0}, dict[Request, int]()
+    for number, (what, which) in enumerate(story):
+        some = list(live)[which % len(live)] if live else None
+        if what == "choose":
+            one = request(number, prompt=10 + which, max_tokens=1 + 5 * which)
+            least = min(present, key=lambda replica: (rule.work(replica), replica))
+            live[one] = rule.choose(one)
+            assert live[one] == least
+        elif what == "token" and some is not None:
+            generate(rule, some)
+        elif what == "end" and some is not None:
+            rule.ended(some, FinishReason.STOP)
+            del live[some]
+        elif what == "join" and which not in present:
+            rule.join(which, COST)
+            present.add(which)
+        elif what == "leave" and which in present and len(present) > 1:
+            rule.leave(which)
+            present.remove(which)
+            live = {one: replica for one, replica in live.items() if replica != which}
+
+
 # -- lengths ----------------------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -14,6 +15,8 @@ from skipjoin.policies.predictors import LearntLength
 # Work is compared between busy replicas: a token is priced as its share of a step of this many decodes, a prompt as
 # what it adds to that step.
 _TYPICAL_BATCH = 32
+# A heap of replicas is made anew when it has so many entries for each, most of them outdated.
+_MOST_ENTRIES = 4
 # Requests that ended so have generated all that they were to generate.
 _OWN_ENDS = (FinishReason.STOP, FinishReason.LENGTH)
 
@@ -75,7 +78,8 @@ class _Left:
 
 class LeastWork:
     """The replica with the least estimated work left, in seconds: prompts to compute and tokens to generate; among
-    equals the first. Replicas may come and go.
+    equals the first. Replicas may come and go. A choice costs what has changed since the one before, not the number of
+    replicas.
 
     lengths: how many tokens a request will have generated when it ends; asked again when a request has passed that.
     learn: told of every request that came to its own end.
@@ -89,15 +93,20 @@ class LeastWork:
         self._prices: dict[int, _Prices] = {}
         self._work: dict[int, float] = {}
         self._left: dict[Request, _Left] = {}
+        # A heap of (work, replica) with outdated entries, and the replicas whose present work may not be in it.
+        self._least: list[tuple[float, int]] = []
+        self._changed: set[int] = set()
 
     def join(self, replica: int, cost: CostModel) -> None:
         """A replica takes requests from now on; it has none yet. cost: prices its work."""
         self._prices[replica] = _Prices(cost)
         self._work[replica] = 0.0
+        self._changed.add(replica)
 
     def leave(self, replica: int) -> None:
         """A replica takes no more requests, and has none any more."""
         del self._prices[replica], self._work[replica]
+        self._changed.discard(replica)
         self._left = {request: left for request, left in self._left.items() if left.replica != replica}
 
     def work(self, replica: int) -> float:
@@ -105,7 +114,7 @@ class LeastWork:
         return self._work[replica]
 
     def choose(self, request: Request) -> int:
-        chosen = min(self._work, key=lambda replica: (self._work[replica], replica))
+        chosen = self._idlest()
         prices, generated = self._prices[chosen], len(request.output)
         # Tokens that it brings along are computed with its prompt.
         left = _Left(
@@ -115,7 +124,7 @@ class LeastWork:
             max(1, self._lengths(request) - generated),
         )
         self._left[request] = left
-        self._work[chosen] += left.prefill_s + left.tokens * left.token_s
+        self._change(chosen, left.prefill_s + left.tokens * left.token_s)
         return chosen
 
     def generated(self, request: Request) -> None:
@@ -127,12 +136,12 @@ class LeastWork:
         if left.tokens == 0:  # longer than predicted, unless it ends now
             left.tokens = max(1, self._lengths(request) - len(request.output))
             change -= left.tokens * left.token_s
-        self._work[left.replica] -= change
+        self._change(left.replica, -change)
 
     def ended(self, request: Request, reason: FinishReason) -> None:
         """The request is over."""
         left = self._left.pop(request)
-        self._work[left.replica] -= left.prefill_s + left.tokens * left.token_s
+        self._change(left.replica, -(left.prefill_s + left.tokens * left.token_s))
         if reason in _OWN_ENDS:
             self._learn(request)
 
@@ -142,6 +151,23 @@ class LeastWork:
                 self.generated(event.request)
             elif isinstance(event, Finished):
                 self.ended(event.request, event.reason)
+
+    def _change(self, replica: int, seconds: float) -> None:
+        self._work[replica] += seconds
+        self._changed.add(replica)
+
+    def _idlest(self) -> int:
+        """The replica with the least work, among equals the first. There must be one."""
+        least, work = self._least, self._work
+        for replica in self._changed:
+            heapq.heappush(least, (work[replica], replica))
+        self._changed.clear()
+        if len(least) > _MOST_ENTRIES * len(work):
+            least[:] = [(seconds, replica) for replica, seconds in work.items()]
+            heapq.heapify(least)
+        while work.get(least[0][1]) != least[0][0]:
+            heapq.heappop(least)
+        return least[0][1]
 
 
 DISPATCH_RULES = ("round-robin", "least-work", "least-work-oracle")

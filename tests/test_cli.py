@@ -274,6 +274,10 @@ SIMULATE = ["simulate", "--model", "opt-13b", "--rates", "1"]
     [
         (["serve", "--swap-space", "-1"], "swap_space_gib must be in [0, 1e+06], got -1"),
         (["serve", "--slo", "0"], "slo_s must be in (0, 1e+06], got 0"),
+        (["serve", "--slo-ttft-ms", "0"], "slo_ttft_ms must be in (0, 604800000], got 0"),
+        (["serve", "--slo-tpot-ms", "-3"], "slo_tpot_ms must be in (0, 604800000], got -3"),
+        (["serve", "--slo-jct-ms", "nan"], "slo_jct_ms must be in (0, 604800000], got nan"),
+        (["serve", "--slo-jct-ms", "inf"], "slo_jct_ms must be in (0, 604800000], got inf"),
         (["serve", "--starvation-s", "-2"], "starvation_s must be in (0, 1e+09], got -2"),
         (["serve", "--starvation-bound", "0"], "starvation_bound_s must be in (0, 1e+09], got 0"),
         (["serve", "--starvation-bound", "-1"], "starvation_bound_s must be in (0, 1e+09], got -1"),

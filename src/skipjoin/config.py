@@ -28,6 +28,9 @@ METRICS_COMPAT = ("none", "vllm")
 MODEL, SCHEDULING, MEMORY, PARALLELISM = "Model", "Scheduling", "Memory", "Parallelism"
 MEASUREMENT, DEPRECATED = "Measurement", "Deprecated aliases"
 SERVER, LIMITS, FORECASTS = "HTTP server", "Limits", "Forecasts"
+OBJECTIVES = "Objectives of requests without their own"
+# A week: a longer deadline, or objective, is none.
+MAX_DEADLINE_MS = 7 * 86_400_000
 FORECASTERS = ("learnt", "alise", "prior", "none")
 
 # Fields of an engine that a simulated system has, too.
@@ -36,7 +39,8 @@ MaxBatchedTokens = Annotated[int, Knob("Most tokens in a step.", low=1, high=1 <
 Objective = Annotated[
     float,
     Knob(
-        "Seconds per output token that users accept.",
+        "Seconds per output token that users accept: recipes take their parameters from it. It is no objective of a "
+        "request.",
         above=0,
         high=1e6,
         flags=("--slo",),
@@ -337,6 +341,11 @@ class ForecastConfig:
             )
 
 
+def _objective(what: str) -> Knob:
+    """A soft objective of requests that bring none of their own."""
+    return Knob(f"{what} (default: none).", above=0, high=MAX_DEADLINE_MS, metavar="MILLISECONDS", group=OBJECTIVES)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
     """The HTTP server around an engine. Raises `ConfigError` on a value outside its bounds.
@@ -395,6 +404,9 @@ class ServerConfig:
             group=LIMITS,
         ),
     ] = None
+    slo_ttft_ms: Annotated[float | None, _objective("Time to the first token")] = None
+    slo_tpot_ms: Annotated[float | None, _objective("Time per token after the first")] = None
+    slo_jct_ms: Annotated[float | None, _objective("Time from arrival to the last token")] = None
     shutdown_timeout_s: Annotated[
         float,
         Knob(

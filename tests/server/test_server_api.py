@@ -232,9 +232,22 @@ async def test_deadline_by_header_and_by_default(make_api: MakeApi) -> None:
         assert error_of(bad, 400)["param"] == "x-request-deadline-ms"
 
 
-async def test_objectives_by_header_and_by_body(api: Api) -> None:
-    """Each on its own: what the body says counts more than the header."""
+async def test_objectives_by_header_and_by_body(make_api: MakeApi) -> None:
+    """Each on its own: what the body says counts more than the header, and that more than the server's default."""
     headers = {"x-slo-ttft-ms": "150", "x-slo-tpot-ms": "12.5"}
+    async with make_api(slo_ttft_ms=90, slo_jct_ms=7000) as api:
+        for some in ({}, headers, {"x-slo-jct-ms": "3e3"}):
+            await api.http.post("/v1/completions", json={"prompt": "a", "slo": {"tpot_ms": 5}}, headers=some)
+        assert [add.options.target for add in api.engine.added] == [
+            Target(0.09, 0.005, 7.0),
+            Target(0.15, 0.005, 7.0),
+            Target(0.09, 0.005, 3.0),
+        ]
+    async with make_api() as api:
+        await check_objectives_of(api, headers)
+
+
+async def check_objectives_of(api: Api, headers: dict[str, str]) -> None:
     chat = {"messages": [{"role": "user", "content": "a"}]}
     await api.complete()
     for slo in ({}, {"ttft_ms": 40, "jct_ms": 2500.5}):
@@ -245,7 +258,7 @@ async def test_objectives_by_header_and_by_body(api: Api) -> None:
     assert none == NO_TARGET
     assert first == second == Target(ttft_s=0.15, tpot_s=0.0125)
     assert third == fourth == Target(ttft_s=0.04, tpot_s=0.0125, jct_s=2.5005)
-    for header in headers:
+    for header in (*headers, "x-slo-jct-ms"):
         for text in ("0", "-1", "nan", "inf", "soon", "1e12", "", "\u0661"):
             bad = await api.http.post("/v1/completions", json={"prompt": "a"}, headers={header: text.encode()})
             error = error_of(bad, 400)

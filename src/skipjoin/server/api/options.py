@@ -5,18 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from skipjoin.config import MAX_DEADLINE_MS, ServerConfig
 from skipjoin.core.request import RequestOptions, Target
 from skipjoin.server.api.errors import bad_request
-from skipjoin.server.api.protocol import MAX_DEADLINE_MS, GenerationBody, Slo
+from skipjoin.server.api.protocol import GenerationBody, Slo
 
 _DEADLINE_HEADER = "x-request-deadline-ms"
-_TTFT_HEADER, _TPOT_HEADER = "x-slo-ttft-ms", "x-slo-tpot-ms"
 _NO_SLO = Slo()
 
 
-def request_options(
-    body: GenerationBody, headers: Mapping[str, str], default_deadline_s: float | None
-) -> RequestOptions:
+def request_options(body: GenerationBody, headers: Mapping[str, str], config: ServerConfig) -> RequestOptions:
     """What the body asks for, or else the headers, or else the server's default. Raises 400 for a header that is out of
     bounds."""
     slo = body.slo or _NO_SLO
@@ -25,11 +23,11 @@ def request_options(
         deadline_ms = _deadline_ms(headers)
     return RequestOptions(
         priority=body.priority or 0,
-        deadline_s=deadline_ms / 1000 if deadline_ms is not None else default_deadline_s,
+        deadline_s=deadline_ms / 1000 if deadline_ms is not None else config.default_deadline_s,
         target=Target(
-            ttft_s=_objective_s(slo.ttft_ms, headers, _TTFT_HEADER),
-            tpot_s=_objective_s(slo.tpot_ms, headers, _TPOT_HEADER),
-            jct_s=math.inf if slo.jct_ms is None else slo.jct_ms / 1000,
+            ttft_s=_objective_s(slo.ttft_ms, headers, "x-slo-ttft-ms", config.slo_ttft_ms),
+            tpot_s=_objective_s(slo.tpot_ms, headers, "x-slo-tpot-ms", config.slo_tpot_ms),
+            jct_s=_objective_s(slo.jct_ms, headers, "x-slo-jct-ms", config.slo_jct_ms),
         ),
     )
 
@@ -43,14 +41,15 @@ def _deadline_ms(headers: Mapping[str, str]) -> int | None:
     return int(text)
 
 
-def _objective_s(milliseconds: float | None, headers: Mapping[str, str], header: str) -> float:
-    """The body's value, or else the header's; inf: neither is there."""
-    if milliseconds is None:
-        if (text := headers.get(header)) is None:
-            return math.inf
-        milliseconds = _number(text)
-        if not 0 < milliseconds <= MAX_DEADLINE_MS:
-            raise bad_request(f"{header} must be a number in (0, {MAX_DEADLINE_MS}]", header)
+def _objective_s(asked_ms: float | None, headers: Mapping[str, str], header: str, default_ms: float | None) -> float:
+    """Seconds by the body's value, or else by the header's, or else by default; inf: there is none of them."""
+    if asked_ms is not None:
+        return asked_ms / 1000
+    if (text := headers.get(header)) is None:
+        return math.inf if default_ms is None else default_ms / 1000
+    milliseconds = _number(text)
+    if not 0 < milliseconds <= MAX_DEADLINE_MS:
+        raise bad_request(f"{header} must be a number in (0, {MAX_DEADLINE_MS}]", header)
     return milliseconds / 1000
 
 

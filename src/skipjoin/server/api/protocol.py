@@ -34,6 +34,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
+from skipjoin.config import MAX_DEADLINE_MS
 from skipjoin.sampling import (
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
@@ -49,8 +50,6 @@ MAX_MESSAGES = 4096
 # The search for a stop string costs its length at each token.
 MAX_STOP_LENGTH = 512
 MAX_LABEL = 512
-# A week: a longer deadline, or objective, is none.
-MAX_DEADLINE_MS = 7 * 86_400_000
 INT32, INT64 = 2**31 - 1, 2**63 - 1
 
 

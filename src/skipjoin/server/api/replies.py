@@ -31,7 +31,7 @@ async def answer(request: Request, endpoint: Endpoint[BodyT]) -> Response:
     arrived = time.monotonic()
     service = endpoint.service
     body = await service.parse(await request.body(), endpoint.body_type)
-    options = request_options(body, request.headers, service.config.default_deadline_s)
+    options = request_options(body, request.headers, service.config)
     job = await endpoint.prepare(body, options, arrived)
     if body.stream:
         return StreamReply(endpoint, job, usage_at_end=body.usage_at_end, usage_always=body.usage_always)

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import numpy as np
+import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -195,3 +200,14 @@ def test_calibration_corrects_a_forecast_that_is_too_sure() -> None:
 
 def test_edges_are_those_of_the_core() -> None:
     assert len(EDGES) == len(LENGTH_EDGES) == BINS
+
+
+@pytest.mark.parametrize("given", [None, 2])
+def test_linear_algebra_has_one_thread_unless_the_environment_says_otherwise(given: int | None) -> None:
+    """A command loads numpy as the server's API process does; what it starts gets the environment that it has."""
+    name = "OPENBLAS_NUM_THREADS"
+    environment = {key: value for key, value in os.environ.items() if key != name}
+    told = environment if given is None else environment | {name: str(given)}
+    program = f"import os, psutil, skipjoin.cli; print(psutil.Process().num_threads(), os.environ.get({name!r}))"
+    run = subprocess.run([sys.executable, "-c", program], env=told, capture_output=True, text=True, check=True)
+    assert run.stdout.split() == [str(min(given or 1, psutil.cpu_count() or 1)), str(given)]

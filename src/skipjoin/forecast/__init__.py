@@ -1,5 +1,6 @@
 """Forecasts of output lengths from prompts, learnt online (ALISE section 3.1)."""
 
+import skipjoin.forecast.blas  # noqa: F401 - before any other module of this package loads numpy
 from skipjoin.config import ForecastConfig
 from skipjoin.forecast.config import make_forecaster
 from skipjoin.forecast.encode import words

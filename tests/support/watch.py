@@ -182,7 +182,7 @@ class WatchedCore(EngineCore):
         nothing on the device evicts none of its equals, and nobody who runs and has not generated a token yet."""
         ordering = self.scheduler.policies.ordering
         ran = [piece.request for piece in plan.slices]
-        grown = [r for r in ran if 0 < before[r].device < len(self.kv.slots(r))]
+        grown = [r for r in ran if before[r].device and before[r].footprint < self.kv.footprint(r)]
         new = [r for r in ran if before[r].device == 0]
         for victim in self.requests.values():
             if victim.evictions == before[victim].evictions:
@@ -201,14 +201,15 @@ class WatchedCore(EngineCore):
 
 @dataclass(frozen=True)
 class _State:
-    """A request just before a decision. device: blocks that it has on the device and may use. latest: the scheduler's
-    `latest_plan`."""
+    """A request just before a decision. device: blocks that it has on the device and may use. footprint: those that it
+    claims. latest: the scheduler's `latest_plan`."""
 
     known: int
     planned: int
     pending_samples: int
     evictions: int
     device: int
+    footprint: int
     is_fresh: bool
     last_plan: int
     latest: int
@@ -223,6 +224,7 @@ class _State:
             request.pending_samples,
             request.evictions,
             on_device,
+            core.kv.footprint(request),
             request.is_fresh,
             request.last_plan,
             core.scheduler.latest_plan,

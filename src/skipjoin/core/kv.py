@@ -89,6 +89,10 @@ class KVLedger:
         """Every request that holds anything, in the order in which they began to."""
         return iter(self._held)
 
+    def latest_holders(self) -> Iterator[Request]:
+        """The same, the latest first."""
+        return reversed(self._held)
+
     def is_settled(self, request: Request) -> bool:
         """Whether the request holds something and none of it is in transit."""
         held = self._held.get(request)

@@ -116,6 +116,8 @@ NO_SEAT = Refusal(Scope.ALL, WaitReason.NO_SEAT)
 NO_TOKENS = Refusal(Scope.ALL, WaitReason.TOKEN_BUDGET)
 # A prompt that is computed whole does not fit: no newcomer overtakes it, and decodes go on.
 PROMPT_DOES_NOT_FIT = Refusal(Scope.NEWCOMERS, WaitReason.TOKEN_BUDGET)
+# The step has its share of prompts' tokens; requests that generate still join.
+PROMPTS_ARE_FULL = Refusal(Scope.NEWCOMERS, WaitReason.TOKEN_BUDGET)
 HELD = Refusal(Scope.REQUEST, WaitReason.HELD_BY_BATCHER)
 NEWCOMERS_HELD = Refusal(Scope.NEWCOMERS, WaitReason.HELD_BY_BATCHER)
 ALL_HELD = Refusal(Scope.ALL, WaitReason.HELD_BY_BATCHER)

@@ -3,8 +3,19 @@
 from __future__ import annotations
 
 from skipjoin.core.context import StepContext
-from skipjoin.core.policy import HELD, NEWCOMERS_HELD, NO_SEAT, NO_TOKENS, PROMPT_DOES_NOT_FIT, BatchBuilder, Refusal
+from skipjoin.core.policy import (
+    HELD,
+    NEWCOMERS_HELD,
+    NO_SEAT,
+    NO_TOKENS,
+    PROMPT_DOES_NOT_FIT,
+    PROMPTS_ARE_FULL,
+    BatchBuilder,
+    CostModel,
+    Refusal,
+)
 from skipjoin.core.request import Request
+from skipjoin.policies.forward import saturating_tokens
 
 
 def _check_budgets(max_seqs: int, max_tokens: int) -> None:
@@ -74,6 +85,52 @@ class WholeBuilder:
         if tokens > 1:
             self._prompts += 1
             self._tokens -= tokens
+
+
+class TargetForward:
+    """Every generation that is offered, and prompts up to the forward size that saturates the device (generations fill
+    the KV, prompts fill the compute: EconoServe section 3.3.1), until the step has `max_seqs` requests.
+
+    cost: tells that size, at most `max_tokens`; target: it is this instead.
+    """
+
+    def __init__(self, max_seqs: int, max_tokens: int, cost: CostModel, *, target: int | None = None) -> None:
+        _check_budgets(max_seqs, max_tokens)
+        self.max_seqs = max_seqs
+        self.max_tokens = max_tokens
+        self._cost = cost
+        self._fixed = target
+        self._revision = cost.revision
+        self.target = self._size()
+
+    def open(self, context: StepContext) -> BatchBuilder:
+        if self._cost.revision != self._revision:
+            self._revision = self._cost.revision
+            self.target = self._size()
+        return TargetBuilder(self.max_seqs, self.target)
+
+    def _size(self) -> int:
+        return saturating_tokens(self._cost, self.max_tokens) if self._fixed is None else self._fixed
+
+
+class TargetBuilder:
+    """One step's batch under `TargetForward`. tokens: that it is to have."""
+
+    __slots__ = ("_seqs", "_tokens")
+
+    def __init__(self, seqs: int, tokens: int) -> None:
+        self._seqs, self._tokens = seqs, tokens
+
+    def offer(self, request: Request, pending: int) -> int | Refusal:
+        if self._seqs <= 0:
+            return NO_SEAT
+        if pending == 1:
+            return 1
+        return min(pending, self._tokens) if self._tokens > 0 else PROMPTS_ARE_FULL
+
+    def take(self, request: Request, tokens: int) -> None:
+        self._seqs -= 1
+        self._tokens -= tokens
 
 
 class RunToCompletion:

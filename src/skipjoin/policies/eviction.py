@@ -107,6 +107,18 @@ class Swap(Recompute):
         return 2 * self._cost.transfer(kv.blocks_for(tokens)) <= price
 
 
+class Vacate(Swap):
+    """No KV leaves the device but where its host needs the blocks that it was lent (EconoServe section 3.2), or where
+    nothing runs. Then guests make way before others."""
+
+    def victims(
+        self, short: int, candidates: Sequence[Request], kv: KVLedger, now: float, newcomer: Request | None
+    ) -> Sequence[tuple[Request, Preemption]]:
+        guests = [one for one in candidates if isinstance(kv.lender_of(one), Request)]
+        others = [one for one in candidates if not isinstance(kv.lender_of(one), Request)]
+        return super().victims(short, guests + others, kv, now, newcomer)
+
+
 # Share of the device that stays free for the growth of running requests, and most that may stay free in all.
 _GROWTH_SHARE, _MOST_SPARE = 0.01, 0.1
 # How far ahead moves are begun, in steps: what is decided now is on the device by the step after next.

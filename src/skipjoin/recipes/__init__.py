@@ -3,7 +3,7 @@
 A recipe is a function in a module of this package, with a decorator; its parameters are a dataclass beside it.
 """
 
-from skipjoin.recipes import alise, baselines, fastserve
+from skipjoin.recipes import alise, baselines, econoserve, fastserve
 from skipjoin.recipes.registry import (
     DEFAULT_SLO_S,
     RECIPES,
@@ -39,6 +39,7 @@ __all__ = [
     "check_names",
     "check_recipe",
     "described",
+    "econoserve",
     "fastserve",
     "find",
     "own",

@@ -29,11 +29,16 @@ Oracle = Annotated[
 
 def greedy(s: Settings, max_tokens: int, *, chunked: bool) -> Batcher:
     """Requests run in order until a step of `max_tokens` tokens is full. chunked: whether prompts may be cut."""
-    batcher = Greedy(s.max_seqs, max_tokens, chunked=chunked)
+    return staged(s, Greedy(s.max_seqs, max_tokens, chunked=chunked), max_tokens, cuts=chunked)
+
+
+def staged(s: Settings, batcher: Batcher, max_tokens: int, *, cuts: bool) -> Batcher:
+    """The batcher of each step, of `max_tokens` prompt tokens at most; in a pipeline its steps share out what there is.
+    cuts: whether prompts may be cut."""
     if s.stages == 1:
         return batcher
     seqs, tokens = s.stages * s.max_seqs, s.stages * max_tokens
-    return EvenStages(batcher, s.cost, s.stages, most_seqs=seqs, most_tokens=tokens, cuts=chunked)
+    return EvenStages(batcher, s.cost, s.stages, most_seqs=seqs, most_tokens=tokens, cuts=cuts)
 
 
 def preemptive(s: Settings, ordering: Callable[[], Ordering], eviction: EvictionPolicy | None = None) -> Policies:

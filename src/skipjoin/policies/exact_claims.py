@@ -1,0 +1,182 @@
+"""Exact claims on KV, and claims that are lent what others have claimed and do not use yet (EconoServe sections 3.2 and
+3.3)."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Hashable, Iterable
+from operator import itemgetter
+
+from skipjoin.core.claims import Account, Lender
+from skipjoin.core.kv import KVLedger
+from skipjoin.core.policy import Callbacks, Grant, Wait
+from skipjoin.core.request import UNLIMITED, Request
+from skipjoin.policies.econo import PaddedLengths, Phase, phase_of
+
+# What prompts claim their KV from while generations have the rest of the pool.
+PROMPTS = Account("prompts")
+# Hosts that are looked at for one guest: others that were hosted in the same step may have taken the first.
+_MOST_HOSTS = 8
+
+
+class Hosts:
+    """Finds requests whose claimed KV lies idle for long enough to hold another request from its first block to its
+    last (KVC pipelining, EconoServe section 3.2).
+
+    A host with `unused` blocks takes a guest that needs `blocks` of them for `steps` steps if what the host itself
+    grows by in that time still fits. Guests may be hosts in turn. Of all hosts that do, the one with the least unused
+    blocks is taken.
+
+    buffer: share of a guest's steps by which it may be late.
+    """
+
+    def __init__(self, buffer: float) -> None:
+        if not buffer >= 0:
+            raise ValueError(f"buffer must be at least 0, got {buffer}")
+        self._buffer = buffer
+        self._unused: list[tuple[int, int, Request]] | None = None
+
+    def begin(self) -> None:
+        """A step begins: what hosts have unused is looked at again, when the first guest asks."""
+        self._unused = None
+
+    def seek(self, guest: Request, blocks: int, steps: int, kv: KVLedger) -> Request | None:
+        """A host for the guest, if there is one."""
+        if self._unused is None:
+            self._unused = self._sorted(kv)
+        need = blocks + kv.blocks_for(math.ceil(steps * (1 + self._buffer)))
+        place = bisect_left(self._unused, need, key=itemgetter(0))
+        for _, _, host in self._unused[place : place + _MOST_HOSTS]:
+            if kv.unused(host) >= need and not self._lends_to(guest, host, kv):
+                return host
+        return None
+
+    def has_room(self, kv: KVLedger) -> bool:
+        """Whether any host has a block for a guest, and one to grow into beside it."""
+        if self._unused is None:
+            self._unused = self._sorted(kv)
+        return bool(self._unused)
+
+    def _sorted(self, kv: KVLedger) -> list[tuple[int, int, Request]]:
+        """The hosts by their unused blocks, least first."""
+        found = []
+        for request in kv.holders():
+            if request.claimed != UNLIMITED and phase_of(request, request.known) is Phase.RUNNING:
+                unused = kv.unused(request)
+                if unused > 1 and request.finish_reason is None:
+                    found.append((unused, request.id, request))
+        found.sort()
+        return found
+
+    @staticmethod
+    def _lends_to(guest: Request, host: Request, kv: KVLedger) -> bool:
+        """Whether the guest itself lends the host its claim."""
+        lender: Lender = host
+        while isinstance(lender, Request):
+            if lender is guest:
+                return True
+            lender = kv.lender_of(lender)
+        return False
+
+
+class ExactClaims(Callbacks):
+    """A generation claims the KV that it will need until its end, and no more. A prompt claims what it needs itself,
+    out of a reserve, and becomes a generation that waits for its claim (EconoServe section 3.3).
+
+    Prompts go beyond the reserve only while no generation waits. Where a host has room, a request is lent all that it
+    needs, prompt and output, and waits no more. A request that outgrows its claim gets more out of its lender's unused
+    blocks, what is available or the reserve, in this order; if none has enough it pauses where it is and waits for
+    another claim (offload-free preemption). Where nothing runs, the first generation claims what it needs, whatever
+    others lose for it.
+
+    lengths: of outputs. group: of a generation that waits. reserve: the share of the pool that prompts have. hosts:
+    None: no KV is lent.
+    """
+
+    def __init__(
+        self,
+        lengths: PaddedLengths,
+        *,
+        group: Callable[[Request, float], Hashable] | None,
+        reserve: float,
+        hosts: Hosts | None,
+    ) -> None:
+        if not 0 <= reserve < 1:
+            raise ValueError(f"reserve must be in [0, 1), got {reserve}")
+        self._lengths = lengths
+        self._group = group
+        self._reserve = reserve
+        self._hosts = hosts
+        self._now = 0.0
+
+    def begin(self, now: float, kv: KVLedger) -> Iterable[tuple[Account, int]]:
+        self._now = now
+        if self._hosts is not None:
+            self._hosts.begin()
+        return ((PROMPTS, math.ceil(self._reserve * kv.device_total)),)
+
+    def claim(self, request: Request, target: int, kv: KVLedger) -> Grant | Wait:
+        if kv.blocks_of(request) is None:
+            return self._first_claim(request, kv)
+        generated = target - len(request.prompt)
+        if self._has_outgrown(request, kv) and (more := self._more(request, target, kv)) is not None:
+            return more
+        tokens = self._lengths.kv_tokens(request, generated)
+        blocks = kv.blocks_for(tokens)
+        group = None if self._group is None else self._group(request, self._now)
+        if kv.shortfall_of_claim(request, blocks, None) <= 0:
+            return Grant(now=blocks, blocks=blocks, tokens=tokens, group=group)
+        if (host := self._host(request, blocks, tokens - target + 1, kv)) is not None:
+            return Grant(now=blocks, blocks=blocks, tokens=tokens, lender=host, group=group)
+        if self._is_stuck(request, kv):
+            return Grant(now=blocks, blocks=blocks, tokens=tokens, group=group)
+        return Wait.PASS
+
+    def _first_claim(self, request: Request, kv: KVLedger) -> Grant | Wait:
+        """A claim for a request without KV, for its prompt or, with a host, for all of it."""
+        known = request.known
+        tokens = self._lengths.kv_tokens(request, known - len(request.prompt))
+        blocks = kv.blocks_for(tokens)
+        # The step that computes the prompt is one more.
+        if (host := self._host(request, blocks, tokens - known + 1, kv)) is not None:
+            return Grant(now=blocks, blocks=blocks, tokens=tokens, lender=host)
+        blocks, unused = kv.blocks_for(known), kv.unused(PROMPTS)
+        if blocks <= unused:
+            return Grant(now=blocks, blocks=blocks, tokens=known, lender=PROMPTS)
+        if blocks <= kv.available and not self._generation_waits(kv):
+            return Grant(now=blocks, blocks=blocks, tokens=known)
+        return Wait.PASS if unused or (self._hosts is not None and self._hosts.has_room(kv)) else Wait.WAIT
+
+    def _has_outgrown(self, request: Request, kv: KVLedger) -> bool:
+        """Whether the request has used up an exact claim, and not one for its prompt."""
+        return kv.lender_of(request) is not PROMPTS and len(request.prompt) < request.claimed < UNLIMITED
+
+    def _more(self, request: Request, target: int, kv: KVLedger) -> Grant | None:
+        """What is added to the claim of a request that outgrew it: as much as it is expected to need or, failing that,
+        a block."""
+        tokens = self._lengths.kv_tokens(request, target - len(request.prompt))
+        lender = kv.lender_of(request)
+        for blocks in (kv.blocks_for(tokens), kv.blocks_for(target)):
+            if kv.shortfall_of_claim(request, blocks, lender) <= kv.unused(PROMPTS):
+                most = min(tokens, blocks * kv.block_size)
+                return Grant(now=blocks, blocks=blocks, tokens=most, lender=lender, draws=PROMPTS)
+        return None
+
+    def _host(self, request: Request, blocks: int, steps: int, kv: KVLedger) -> Request | None:
+        return None if self._hosts is None else self._hosts.seek(request, blocks, steps, kv)
+
+    @staticmethod
+    def _generation_waits(kv: KVLedger) -> bool:
+        # Those that came last wait most likely.
+        return any(
+            phase_of(request, request.known) is Phase.WAITING and request.finish_reason is None
+            for request in kv.latest_holders()
+        )
+
+    @staticmethod
+    def _is_stuck(request: Request, kv: KVLedger) -> bool:
+        """Whether no other request will give KV back."""
+        return not any(
+            one.in_flight or phase_of(one, one.known) is Phase.RUNNING for one in kv.holders() if one is not request
+        )

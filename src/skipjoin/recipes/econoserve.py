@@ -1,0 +1,145 @@
+"""EconoServe and the variants of its ablation study: what each adds to separate queues and exact claims."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from skipjoin.core.policy import Policies
+from skipjoin.core.request import Request
+from skipjoin.knobs import ConfigError, Knob
+from skipjoin.policies.batching import TargetForward
+from skipjoin.policies.econo import ByArrival, ByGroup, ByObjective, PaddedLengths, QueueOrder, Tasks, TwoQueues
+from skipjoin.policies.eviction import Vacate
+from skipjoin.policies.exact_claims import ExactClaims, Hosts
+from skipjoin.policies.execution import ExecutionTime
+from skipjoin.policies.ordering import Prioritized
+from skipjoin.recipes.parts import staged
+from skipjoin.recipes.registry import Forecasts, Params, Settings, recipe
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClaimParams(Params):
+    """How much is claimed, and what is kept for prompts (EconoServe sections 2.3, 3.3 and 4)."""
+
+    padding: Annotated[float, Knob("Share of the expected output that is claimed besides.", low=0, high=10)] = 0.15
+    reserve: Annotated[
+        float,
+        Knob("Share of the KV pool kept for prompts and for requests that outgrow a claim.", low=0, high=0.9),
+    ] = 0.03
+    forward_tokens: Annotated[
+        int | None,
+        Knob(
+            "Tokens up to which prompts fill a step (default: what saturates the device).",
+            low=1,
+            high=1 << 20,
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupParams(ClaimParams):
+    """Which generations begin and end together."""
+
+    length_range: Annotated[
+        int, Knob("Tokens by which lengths that count as one differ at most.", low=1, high=1 << 20)
+    ] = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OrderParams(GroupParams):
+    """How requests that wait are ordered (EconoServe section 3.4)."""
+
+    time_ranges_s: Annotated[
+        str,
+        Knob("Borders of the ranges of time that objectives leave, in seconds, rising, separated by commas."),
+    ] = "0.5,2"
+    kv_range: Annotated[int, Knob("Width of the ranges of held KV, in tokens.", low=1, high=1 << 20)] = 128
+    order: Annotated[str, Knob("Which lengths come first within the same ranges", choices=("shortest", "longest"))] = (
+        "shortest"
+    )
+    overdue_s: Annotated[
+        float,
+        Knob("A request that has been here for so many seconds comes before all that have not.", above=0, high=1e9),
+    ] = 600.0
+
+    def __post_init__(self) -> None:
+        # super() does not know the class that slots=True makes.
+        ClaimParams.__post_init__(self)
+        self.borders()
+
+    def borders(self) -> tuple[float, ...]:
+        """The borders of the ranges of time. Raises `ConfigError`."""
+        try:
+            found = tuple(float(part) for part in self.time_ranges_s.split(","))
+        except ValueError:
+            raise ConfigError(f"time_ranges_s must be numbers and commas, got {self.time_ranges_s!r}") from None
+        borders = (0.0, *found)
+        if not all(one < other < 1e9 for one, other in zip(borders, found, strict=False)):
+            raise ConfigError(f"time_ranges_s must rise from above 0 to below 1e9 seconds, got {self.time_ranges_s!r}")
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostParams(OrderParams):
+    """What hosts lend."""
+
+    buffer: Annotated[
+        float, Knob("Share of its steps by which a request that was lent KV may be late.", low=0, high=10)
+    ] = 0.15
+
+
+def _decoupled(
+    s: Settings, p: ClaimParams, lengths: PaddedLengths, order: QueueOrder, *, groups: bool, hosts: Hosts | None = None
+) -> Policies:
+    def group(request: Request, now: float) -> tuple[object, ...]:
+        return (request.options.priority, tasks.group(request, now))
+
+    tasks = Tasks(order)
+    batcher = TargetForward(s.max_seqs, s.max_tokens, s.cost, target=p.forward_tokens)
+    claims = ExactClaims(lengths, group=group if groups else None, reserve=p.reserve, hosts=hosts)
+    return Policies(
+        Prioritized(lambda: TwoQueues(tasks)),
+        staged(s, batcher, batcher.target, cuts=True),
+        claims,
+        Vacate(s.cost),
+    )
+
+
+def _by_objective(s: Settings, p: OrderParams, lengths: PaddedLengths) -> ByObjective:
+    return ByObjective(
+        ExecutionTime(s.cost),
+        lengths,
+        time_ranges_s=p.borders(),
+        kv_range=p.kv_range,
+        length_range=p.length_range,
+        longest_first=p.order == "longest",
+        overdue_s=p.overdue_s,
+    )
+
+
+@recipe(forecasts=Forecasts.LEARNT)
+def econoserve(s: Settings, p: HostParams) -> Policies:
+    """EconoServe: prompts fill the compute, generations the KV by exact claims, which lend what they do not use yet."""
+    lengths = PaddedLengths(p.padding)
+    return _decoupled(s, p, lengths, _by_objective(s, p, lengths), groups=True, hosts=Hosts(p.buffer))
+
+
+@recipe(forecasts=Forecasts.LEARNT)
+def econoserve_sdo(s: Settings, p: OrderParams) -> Policies:
+    """EconoServe without lending: queues apart, groups, ordered by objectives (EconoServe section 4, -SDO)."""
+    lengths = PaddedLengths(p.padding)
+    return _decoupled(s, p, lengths, _by_objective(s, p, lengths), groups=True)
+
+
+@recipe(forecasts=Forecasts.LEARNT)
+def econoserve_sd(s: Settings, p: GroupParams) -> Policies:
+    """EconoServe without lending and without its order: queues apart, groups (EconoServe section 4, -SD)."""
+    lengths = PaddedLengths(p.padding)
+    return _decoupled(s, p, lengths, ByGroup(lengths, p.length_range), groups=True)
+
+
+@recipe(forecasts=Forecasts.LEARNT)
+def econoserve_d(s: Settings, p: ClaimParams) -> Policies:
+    """EconoServe's separate queues and exact claims alone (EconoServe section 4, -D)."""
+    return _decoupled(s, p, PaddedLengths(p.padding), ByArrival(), groups=False)

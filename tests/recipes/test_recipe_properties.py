@@ -19,10 +19,12 @@ from recorded_traces import PIPELINES, WORLDS, drawn, served, stored, trace_hash
 
 from skipjoin.core.events import Finished, Moved, MoveFailed, Planned, Preempted, Preemption
 from skipjoin.core.forecast import Forecast
-from skipjoin.core.policy import Grant
+from skipjoin.core.kv import KVLedger
+from skipjoin.core.policy import AdmissionPolicy, Grant, Wait
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.core.step import Move, Slice
 from skipjoin.knobs import ConfigError
+from skipjoin.policies.batching import TargetForward
 from skipjoin.recipes import RECIPES, Forecasts, Settings, build
 from support.load import load, make
 from support.policies import COST, EVICTIONS, SYSTEMS
@@ -301,6 +303,11 @@ def test_a_full_host_pool_makes_way_for_recomputation(eviction: str, host_blocks
 # -- what the batch is made of ----------------------------------------------------------------------------------------
 
 
+def is_refused(admission: AdmissionPolicy, request: Request, kv: KVLedger) -> bool:
+    """Whether the request needs another claim, and gets none."""
+    return request.known > request.claimed and isinstance(admission.claim(request, request.known, kv), Wait)
+
+
 @pytest.mark.parametrize("recipe", [name for name in sorted(RECIPES) if name != "static"])
 @pytest.mark.parametrize("seed", range(3))
 def test_no_seat_stays_empty_while_somebody_could_take_it(recipe: str, seed: int) -> None:
@@ -323,12 +330,19 @@ def test_no_seat_stays_empty_while_somebody_could_take_it(recipe: str, seed: int
                 break
             stepper.now += 0.01
             continue
-        tokens = world.max_tokens - sum(piece.tokens for piece in plan.slices)
+        most = policies.batcher.target if isinstance(policies.batcher, TargetForward) else world.max_tokens
+        tokens = most - sum(piece.tokens for piece in plan.slices)
         evicted = evictions != sum(request.evictions for request in core.requests.values())
         if len(plan.slices) < world.max_seqs and tokens > 0 and not evicted:
             idle = [request for request in core.requests.values() if not request.in_flight]
             away = [r for r in idle if (held := kv.blocks_of(r)) and (held.host or held.moving)]
-            short = [r for r in idle if kv.blocks_of(r) and r not in away and kv.shortfall(r, r.known) > 0]
+            short = [
+                r
+                for r in idle
+                if kv.blocks_of(r)
+                and r not in away
+                and (kv.shortfall(r, r.known) > 0 or is_refused(policies.admission, r, kv))
+            ]
             assert [r for r in idle if kv.blocks_of(r) and r not in away] == short
             queue = sorted((r for r in idle if not kv.blocks_of(r)), key=policies.ordering.rank)
             if queue and not short and queue[0].pending <= tokens:
@@ -356,6 +370,8 @@ def test_pressure_on_memory_is_real_in_these_worlds() -> None:
             elif is_roomy:  # what is promised is short, too, to who looks ahead
                 assert before == 0
                 assert (len(made_way) > 0) == (eviction == "proactive")
+            elif recipe.startswith("econoserve"):  # what runs has claimed all that it needs: newcomers pause
+                assert made_way.count(Preemption.PAUSE) > 5
             else:
                 # Who keeps what it holds makes way for growth only, and in order of arrival that is rare, too.
                 assert made_way.count(Preemption.DROP) + made_way.count(Preemption.SWAP) > (eviction != "defer")

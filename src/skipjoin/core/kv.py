@@ -163,6 +163,17 @@ class KVLedger:
         gives_back = held.size if held.lender in (claim := self._claim_of(lender), *claim.lenders()) else 0
         return blocks - gives_back - self.headroom(lender)
 
+    def shortfall_of_blocks(self, request: Request, tokens: int) -> int:
+        """Free blocks that the request lacks to hold `tokens` tokens on the device, whatever is claimed. Negative: more
+        than enough are free."""
+        held = self._held.get(request)
+        return self.blocks_for(tokens) - (len(held.device) if held else 0) - len(self._device_free)
+
+    @property
+    def accounts(self) -> tuple[Account, ...]:
+        """The accounts that have blocks to lend."""
+        return tuple(self._accounts)
+
     @property
     def is_moving(self) -> bool:
         """Whether any KV is in transit."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import islice
 
 from skipjoin.core.context import StepContext, eligible_tokens
 from skipjoin.core.events import Event, Started, Waited
@@ -14,6 +15,9 @@ from skipjoin.core.request import Request
 from skipjoin.core.residency import Residency
 from skipjoin.core.step import Move, Slice, StepPlan
 from skipjoin.core.waits import WaitReason, WaitState
+
+# Requests that are tried, in order, where nothing else would run.
+_MOST_FORCED = 64
 
 
 class StepPlanner:
@@ -124,10 +128,12 @@ class StepPlanner:
         """No request was chosen, and nothing is under way that would change that: run the first one that the batcher
         takes, whatever the other policies say."""
         context = self._context
-        self._residency.force()
-        for request in self._policies.ordering.ranked(context.now):
-            if (tokens := eligible_tokens(request, context)) and isinstance(builder.offer(request, tokens), int):
-                self._fill((request,), builder)
+        for account in self._kv.accounts:
+            self._kv.reserve(account, 0)
+        for request in islice(self._policies.ordering.ranked(context.now), _MOST_FORCED):
+            self._residency.force()
+            self._fill((request,), builder)
+            if self._slices:
                 return
 
     def _secure(self, request: Request, held: RequestBlocks | None, target: int) -> RequestBlocks | None:

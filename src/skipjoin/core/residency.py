@@ -114,6 +114,8 @@ class Residency:
         kv = self._kv
         need = max(grant.now, grant.blocks, kv.blocks_for(target))
         self.short = kv.shortfall_of_claim(request, need, grant.lender) + grant.spare
+        # What is claimed is to be had at once: a claim of a request that waits all the same would help none.
+        self.short = max(self.short, kv.shortfall_of_blocks(request, target))
         if (reason := self._make_room(request, grant, newcomer=newcomer)) is not None:
             self.closed = self.closed or WaitReason.BEHIND_MEMORY
             return reason
@@ -123,11 +125,13 @@ class Residency:
     def _make_room(self, request: Request, grant: Grant, *, newcomer: bool) -> WaitReason | None:
         """Blocks for what is granted, as far as they are short."""
         account = grant.draws
-        if account is not None and 0 < self.short <= self._kv.unused(account):
-            self._kv.draw(account, self.short)
-            return None
+        drawn = 0 if account is None else max(0, min(self.short, self._kv.unused(account)))
+        self.short -= drawn
         newcomer = newcomer and not self._is_forced
-        return self._evictor.make_room(request, self.short, lender=grant.lender, newcomer=newcomer)
+        reason = self._evictor.make_room(request, self.short, lender=grant.lender, newcomer=newcomer)
+        if reason is None and account is not None:
+            self._kv.draw(account, drawn)
+        return reason
 
     def _claim(self, request: Request, grant: Grant) -> None:
         self._kv.claim(request, grant.blocks, tokens=grant.tokens, lender=grant.lender)
@@ -149,6 +153,11 @@ class Residency:
             return WaitReason.KV_ON_HOST
         if self._evictor.is_below_floor(request):
             return WaitReason.BEHIND_MEMORY
+        # A request that returned is spared until the plan commits that runs it. With other plans in flight there would
+        # always be one that the first request may not evict: while that waits, no other returns.
+        if held.host and self._first_waits:
+            self.closed = self.closed or WaitReason.BEHIND_MEMORY
+            return WaitReason.BEHIND_MEMORY
         if target > request.claimed:
             waits = self._renew(request, target, newcomer=bool(held.host))
             if waits is not None:
@@ -166,13 +175,7 @@ class Residency:
         return kv.grow(request, target) if reason is None else reason
 
     def _return(self, request: Request, target: int) -> RequestBlocks | WaitReason:
-        """Bring the request's KV back from the host with a blocking move.
-
-        A request that returned is spared until the plan commits that runs it. With other plans in flight there would
-        always be one that the first request may not evict: while that waits, no other returns.
-        """
-        if self._first_waits:
-            return WaitReason.BEHIND_MEMORY
+        """Bring the request's KV back from the host with a blocking move."""
         kv = self._kv
         self.short = kv.shortfall(request, target)
         lender = kv.lender_of(request)

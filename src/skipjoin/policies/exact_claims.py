@@ -119,7 +119,7 @@ class ExactClaims(Callbacks):
     def claim(self, request: Request, target: int, kv: KVLedger) -> Grant | Wait:
         if kv.blocks_of(request) is None:
             return self._first_claim(request, kv)
-        generated = target - len(request.prompt)
+        generated = max(0, target - len(request.prompt))
         if self._has_outgrown(request, kv) and (more := self._more(request, target, kv)) is not None:
             return more
         tokens = self._lengths.kv_tokens(request, generated)
@@ -130,7 +130,7 @@ class ExactClaims(Callbacks):
         if (host := self._host(request, blocks, tokens - target + 1, kv)) is not None:
             return Grant(now=blocks, blocks=blocks, tokens=tokens, lender=host, group=group)
         if self._is_stuck(request, kv):
-            return Grant(now=blocks, blocks=blocks, tokens=tokens, group=group)
+            return Grant(now=blocks, blocks=blocks, tokens=tokens, draws=PROMPTS, group=group)
         return Wait.PASS
 
     def _first_claim(self, request: Request, kv: KVLedger) -> Grant | Wait:

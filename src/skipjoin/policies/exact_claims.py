@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable, Iterable
 from operator import itemgetter
 
 from skipjoin.core.claims import Account, Lender
+from skipjoin.core.forecast import Forecast
 from skipjoin.core.kv import KVLedger
 from skipjoin.core.policy import Callbacks, Grant, Wait
 from skipjoin.core.request import UNLIMITED, Request
@@ -41,13 +42,19 @@ class Hosts:
         """A step begins: what hosts have unused is looked at again, when the first guest asks."""
         self._unused = None
 
-    def seek(self, guest: Request, blocks: int, steps: int, kv: KVLedger) -> Request | None:
+    def need(self, blocks: int, steps: int, kv: KVLedger) -> int:
+        """The unused blocks that a host must have."""
+        return blocks + kv.blocks_for(math.ceil(steps * (1 + self._buffer)))
+
+    def seek(self, guest: Request, need: int, kv: KVLedger) -> Request | None:
         """A host for the guest, if there is one."""
         if self._unused is None:
             self._unused = self._sorted(kv)
-        need = blocks + kv.blocks_for(math.ceil(steps * (1 + self._buffer)))
-        place = bisect_left(self._unused, need, key=itemgetter(0))
-        for _, _, host in self._unused[place : place + _MOST_HOSTS]:
+        found = self._unused
+        if not found or found[-1][0] < need:
+            return None
+        place = bisect_left(found, need, key=itemgetter(0))
+        for _, _, host in found[place : place + _MOST_HOSTS]:
             if kv.unused(host) >= need and not self._lends_to(guest, host, kv):
                 return host
         return None
@@ -109,12 +116,17 @@ class ExactClaims(Callbacks):
         self._reserve = reserve
         self._hosts = hosts
         self._now = 0.0
+        # By request: its forecast and its known tokens, and what follows from them; see `_whole`.
+        self._wholes: dict[Request, tuple[Forecast | None, int, tuple[int, int, int]]] = {}
 
     def begin(self, now: float, kv: KVLedger) -> Iterable[tuple[Account, int]]:
         self._now = now
         if self._hosts is not None:
             self._hosts.begin()
         return ((PROMPTS, math.ceil(self._reserve * kv.device_total)),)
+
+    def finished(self, request: Request, now: float) -> None:
+        self._wholes.pop(request, None)
 
     def claim(self, request: Request, target: int, kv: KVLedger) -> Grant | Wait:
         if kv.blocks_of(request) is None:
@@ -127,8 +139,10 @@ class ExactClaims(Callbacks):
         group = None if self._group is None else self._group(request, self._now)
         if kv.shortfall_of_claim(request, blocks, None) <= 0:
             return Grant(now=blocks, blocks=blocks, tokens=tokens, group=group)
-        if (host := self._host(request, blocks, tokens - target + 1, kv)) is not None:
-            return Grant(now=blocks, blocks=blocks, tokens=tokens, lender=host, group=group)
+        if self._hosts is not None:
+            need = self._hosts.need(blocks, tokens - target + 1, kv)
+            if (host := self._hosts.seek(request, need, kv)) is not None:
+                return Grant(now=blocks, blocks=blocks, tokens=tokens, lender=host, group=group)
         if self._is_stuck(request, kv):
             return Grant(now=blocks, blocks=blocks, tokens=tokens, draws=PROMPTS, group=group)
         return Wait.PASS
@@ -136,11 +150,10 @@ class ExactClaims(Callbacks):
     def _first_claim(self, request: Request, kv: KVLedger) -> Grant | Wait:
         """A claim for a request without KV, for its prompt or, with a host, for all of it."""
         known = request.known
-        tokens = self._lengths.kv_tokens(request, known - len(request.prompt))
-        blocks = kv.blocks_for(tokens)
-        # The step that computes the prompt is one more.
-        if (host := self._host(request, blocks, tokens - known + 1, kv)) is not None:
-            return Grant(now=blocks, blocks=blocks, tokens=tokens, lender=host)
+        if self._hosts is not None:
+            tokens, blocks, need = self._whole(request, kv)
+            if (host := self._hosts.seek(request, need, kv)) is not None:
+                return Grant(now=blocks, blocks=blocks, tokens=tokens, lender=host)
         blocks, unused = kv.blocks_for(known), kv.unused(PROMPTS)
         if blocks <= unused:
             return Grant(now=blocks, blocks=blocks, tokens=known, lender=PROMPTS)
@@ -163,8 +176,19 @@ class ExactClaims(Callbacks):
                 return Grant(now=blocks, blocks=blocks, tokens=most, lender=lender, draws=PROMPTS)
         return None
 
-    def _host(self, request: Request, blocks: int, steps: int, kv: KVLedger) -> Request | None:
-        return None if self._hosts is None else self._hosts.seek(request, blocks, steps, kv)
+    def _whole(self, request: Request, kv: KVLedger) -> tuple[int, int, int]:
+        """For a request without KV: tokens and blocks for all of it, and what a host must have unused."""
+        # Asked for at every step, for many that wait.
+        known, forecast = request.known, request.forecast
+        kept = self._wholes.get(request)
+        if kept is None or kept[0] is not forecast or kept[1] != known:
+            assert self._hosts is not None
+            tokens = self._lengths.kv_tokens(request, known - len(request.prompt))
+            blocks = kv.blocks_for(tokens)
+            # The step that computes the prompt is one more.
+            need = self._hosts.need(blocks, tokens - known + 1, kv)
+            kept = self._wholes[request] = forecast, known, (tokens, blocks, need)
+        return kept[2]
 
     @staticmethod
     def _generation_waits(kv: KVLedger) -> bool:

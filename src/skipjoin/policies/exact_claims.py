@@ -98,7 +98,8 @@ class ExactClaims(Callbacks):
     others lose for it.
 
     lengths: of outputs. group: of a generation that waits. reserve: the share of the pool that prompts have. hosts:
-    None: no KV is lent.
+    None: no KV is lent. overdue_s: while a request that has been here for so many seconds gets no KV for its prompt, no
+    other gets any for its own: a prompt that is larger than the reserve would wait for ever behind generations.
     """
 
     def __init__(
@@ -108,6 +109,7 @@ class ExactClaims(Callbacks):
         group: Callable[[Request, float], Hashable] | None,
         reserve: float,
         hosts: Hosts | None,
+        overdue_s: float = math.inf,
     ) -> None:
         if not 0 <= reserve < 1:
             raise ValueError(f"reserve must be in [0, 1), got {reserve}")
@@ -115,6 +117,7 @@ class ExactClaims(Callbacks):
         self._group = group
         self._reserve = reserve
         self._hosts = hosts
+        self._overdue_s = overdue_s
         self._now = 0.0
         # By request: its forecast and its known tokens, and what follows from them; see `_whole`.
         self._wholes: dict[Request, tuple[Forecast | None, int, tuple[int, int, int]]] = {}
@@ -159,6 +162,8 @@ class ExactClaims(Callbacks):
             return Grant(now=blocks, blocks=blocks, tokens=known, lender=PROMPTS)
         if blocks <= kv.available and not self._generation_waits(kv):
             return Grant(now=blocks, blocks=blocks, tokens=known)
+        if self._now >= request.arrival + self._overdue_s:
+            return Wait.WAIT
         return Wait.PASS if unused or (self._hosts is not None and self._hosts.has_room(kv)) else Wait.WAIT
 
     def _has_outgrown(self, request: Request, kv: KVLedger) -> bool:

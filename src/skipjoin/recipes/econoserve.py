@@ -35,6 +35,14 @@ class ClaimParams(Params):
             high=1 << 20,
         ),
     ] = None
+    overdue_s: Annotated[
+        float,
+        Knob(
+            "A request that has been here for so many seconds waits no longer for others to fit better.",
+            above=0,
+            high=1e9,
+        ),
+    ] = 600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,10 +66,6 @@ class OrderParams(GroupParams):
     order: Annotated[str, Knob("Which lengths come first within the same ranges", choices=("shortest", "longest"))] = (
         "shortest"
     )
-    overdue_s: Annotated[
-        float,
-        Knob("A request that has been here for so many seconds comes before all that have not.", above=0, high=1e9),
-    ] = 600.0
 
     def __post_init__(self) -> None:
         # super() does not know the class that slots=True makes.
@@ -97,7 +101,9 @@ def _decoupled(
 
     tasks = Tasks(order)
     batcher = TargetForward(s.max_seqs, s.max_tokens, s.cost, target=p.forward_tokens)
-    claims = ExactClaims(lengths, group=group if groups else None, reserve=p.reserve, hosts=hosts)
+    claims = ExactClaims(
+        lengths, group=group if groups else None, reserve=p.reserve, hosts=hosts, overdue_s=p.overdue_s
+    )
     return Policies(
         Prioritized(lambda: TwoQueues(tasks)),
         staged(s, batcher, batcher.target, cuts=True),

@@ -163,7 +163,7 @@ def figures(exchanges: Sequence[Exchange], seconds: float, slo: Slo) -> Record:
         part["queue_s"] = dict.fromkeys(part["queue_s"])
         part["breakdown_s"] = part["wait_s"] = None
     record["quantiles"]["queue_s"] = []
-    record |= dict.fromkeys(("kv", "steps", "batch_mean", "forward", "series"))
+    record |= dict.fromkeys(("kv", "steps", "batch_mean", "forward", "groups", "series"))
     record["client"] = {**_lags(exchanges), "errors_by_kind": dict(_kinds(exchanges).most_common())}
     return record
 

@@ -26,6 +26,7 @@ _OPTIONAL_OBJECTS = (
     "wait_s",
     "kv",
     "forward",
+    "groups",
     "decision_ms",
     "quantiles",
     "series",

@@ -81,6 +81,7 @@ def add_usage(record: Record, usages: Sequence[EngineUsage], *, target_tokens: i
     record["steps"] = steps
     record["batch_mean"] = rounded(sum(usage.slices for usage in usages) / max(1, steps))
     record["forward"] = _forward(sum((usage.forwards for usage in usages), Counter()), target_tokens)
+    record["groups"] = _groups(sum((usage.claims.groups() for usage in usages), Counter()))
     record["series"] = {name: [rounded(value) for value in values] for name, values in usages[0].series().items()}
 
 
@@ -98,6 +99,14 @@ def _forward(steps: Counter[int], target: int | None) -> Record:
         "mean": rounded(sum(tokens * count for tokens, count in steps.items()) / total),
         "at_target": None if near is None else rounded(near / total),
     }
+
+
+def _groups(sizes: Counter[int]) -> Record:
+    """Of groups that begin and end together. sizes: how many had so many requests."""
+    if not sizes:
+        return {"mean_size": None, "max_size": None}
+    mean = sum(size * count for size, count in sizes.items()) / sizes.total()
+    return {"mean_size": rounded(mean), "max_size": max(sizes)}
 
 
 def _together(parts: Sequence[Record]) -> Record:

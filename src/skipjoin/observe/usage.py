@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from skipjoin.core.events import Arrived, Computed, Event, Finished, Moved, MoveFailed, Planned, Preempted, Preemption
+from skipjoin.core.events import (
+    Arrived,
+    Claimed,
+    Computed,
+    Event,
+    Finished,
+    Moved,
+    MoveFailed,
+    Planned,
+    Preempted,
+    Preemption,
+    Restarted,
+)
 from skipjoin.core.request import Request
 from skipjoin.core.step import Direction
+from skipjoin.observe.claims import ClaimUse
 
 # Points of the series that are kept; when there are twice as many, every other one goes.
 POINTS = 240
@@ -25,7 +38,7 @@ class Point(NamedTuple):
 
 
 class EngineUsage:
-    """Steps, batches, preemptions, KV moved and KV held.
+    """Steps, batches, preemptions, KV moved, held and lent.
 
     Used KV is what computed tokens fill; allocated KV is what requests hold or are promised. Both are means over
     time. device_blocks, block_size: the KV pool. block_bytes: of one block on the host, all layers.
@@ -42,6 +55,7 @@ class EngineUsage:
         self.recomputed_tokens = 0
         self.swapped_out_bytes = 0
         self.swapped_in_bytes = 0
+        self.claims = ClaimUse()
         self._live: set[Request] = set()
         self._resident: dict[Request, int] = {}  # tokens on the device
         self._on_host: dict[Request, int] = {}  # tokens that left the device whole
@@ -53,35 +67,24 @@ class EngineUsage:
         self._claimed = 0
         self._points: list[Point] = []
         self._spacing = 0.0
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            Arrived: self._arrive,
+            Claimed: self._claim,
+            Planned: self._plan,
+            Computed: self._compute,
+            Preempted: self._preempt,
+            Moved: self._move,
+            MoveFailed: self._fail,
+            Finished: self._finish,
+            Restarted: self._restart,
+        }
 
     def observe(self, events: Iterable[Event]) -> None:
         """Take what happened, in order."""
+        handlers = self._handlers
         for event in events:
-            if isinstance(event, Computed):
-                self._compute(event)
-            elif isinstance(event, Planned):
-                self._advance(event.now)
-                self._claimed = event.claimed
-                self._note(event)
-            elif isinstance(event, Preempted):
-                self.preemptions[event.how] += 1
-                if event.how is Preemption.SWAP:
-                    self._on_host[event.request] = self._leave(event.request)
-                elif event.how is Preemption.DROP:
-                    # KV on the host is dropped only with all else there is.
-                    tokens = max(self._leave(event.request), self._on_host.pop(event.request, 0))
-                    self._dropped[event.request] = max(tokens, self._dropped.get(event.request, 0))
-            elif isinstance(event, Moved):
-                self._move(event)
-            elif isinstance(event, MoveFailed):
-                self._fail(event)
-            elif isinstance(event, Arrived):
-                self._live.add(event.request)
-            elif isinstance(event, Finished):
-                self._live.discard(event.request)
-                self._leave(event.request)
-                self._on_host.pop(event.request, None)
-                self._dropped.pop(event.request, None)
+            if (handle := handlers.get(type(event))) is not None:
+                handle(event)
 
     @property
     def batch_mean(self) -> float:
@@ -98,6 +101,7 @@ class EngineUsage:
             "swapped_out_bytes": self.swapped_out_bytes,
             "swapped_in_bytes": self.swapped_in_bytes,
             "recomputed_tokens": self.recomputed_tokens,
+            **self.claims.kv(seconds, self._blocks),
         }
 
     def series(self) -> dict[str, list[float]]:
@@ -107,6 +111,42 @@ class EngineUsage:
         return {name: [getattr(point, name) for point in points] for name in Point._fields}
 
     # -- folding ------------------------------------------------------------------------------------------
+
+    def _arrive(self, event: Arrived) -> None:
+        self._live.add(event.request)
+
+    def _claim(self, event: Claimed) -> None:
+        self._advance(event.now)
+        self.claims.claimed(event)
+
+    def _plan(self, event: Planned) -> None:
+        self._advance(event.now)
+        self._claimed = event.claimed
+        self._note(event)
+
+    def _preempt(self, event: Preempted) -> None:
+        request, how = event.request, event.how
+        self.preemptions[how] += 1
+        if how is Preemption.PAUSE:
+            return
+        self.claims.lost_kv(request)
+        if how is Preemption.SWAP:
+            self._on_host[request] = self._leave(request)
+        else:
+            # KV on the host is dropped only with all else there is.
+            tokens = max(self._leave(request), self._on_host.pop(request, 0))
+            self._dropped[request] = max(tokens, self._dropped.get(request, 0))
+
+    def _finish(self, event: Finished) -> None:
+        request = event.request
+        self._live.discard(request)
+        self._leave(request)
+        self._on_host.pop(request, None)
+        self._dropped.pop(request, None)
+        self.claims.finished(request)
+
+    def _restart(self, event: Restarted) -> None:
+        self.claims.restarted()
 
     def _compute(self, event: Computed) -> None:
         self._advance(event.now)
@@ -156,6 +196,7 @@ class EngineUsage:
 
     def _advance(self, now: float) -> None:
         seconds = now - self._now
+        self.claims.pass_time(seconds)
         self._used_seconds += seconds * self._used / self._capacity
         self._allocated_seconds += seconds * self._claimed / self._blocks
         self._now = now

@@ -165,7 +165,7 @@ WITHOUT_HTTP = {
 }
 # Where imports may stand inside functions if they are marked: optional back ends, the package itself, whose import
 # must stay light, the command line, whose help must come at once, and what needs Ray.
-LAZY = ("exec", "model", "forecast", "__init__.py", "cli", "engine", "server/engines/supervisor.py")
+LAZY = ("exec", "model", "forecast", "__init__.py", "cli", "engine", "server/launch.py", "server/engines/supervisor.py")
 
 
 class Import(NamedTuple):

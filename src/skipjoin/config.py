@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Annotated
+from urllib.parse import urlsplit
 
 from skipjoin.knobs import ConfigError, Knob, Value, check, unknown
 from skipjoin.recipes import DEFAULT, DEFAULT_SLO_S, check_recipe
@@ -18,6 +19,7 @@ __all__ = [
     "Objective",
     "ServerConfig",
     "SwapType",
+    "base_url",
     "check_swap_type",
     "unknown",
     "with_aliases",
@@ -57,6 +59,19 @@ SwapType = Annotated[
         group=MEMORY,
     ),
 ]
+
+
+def base_url(field: str, given: str) -> str:
+    """The URL of an OpenAI-compatible server, which may be given with /v1, without it. Raises `ConfigError` for a text
+    that is none. field: the setting that it is for."""
+    try:
+        parts = urlsplit(given)
+        is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_url = False
+    if not is_url:
+        raise ConfigError(f"{field} must be like http://127.0.0.1:8000, got {given!r}")
+    return given.rstrip("/").removesuffix("/v1")
 
 
 def check_swap_type(swap_dtype: str, field: str, size: float | None) -> None:
@@ -424,6 +439,28 @@ class ServerConfig:
     max_header_bytes: Annotated[
         int, Knob("Largest headers of a request.", low=1, high=1 << 40, metavar="BYTES", group=LIMITS)
     ] = 64 << 10
+    forecast_url: Annotated[
+        str | None,
+        Knob(
+            "OpenAI-compatible server whose model is asked how long each output gets, such as http://127.0.0.1:9000; "
+            "nothing waits for its answers.",
+            metavar="URL",
+            group=FORECASTS,
+        ),
+    ] = None
+    forecast_model: Annotated[
+        str | None, Knob("Model to ask there (default: the one that it serves).", metavar="NAME", group=FORECASTS)
+    ] = None
+    forecast_timeout_s: Annotated[
+        float,
+        Knob(
+            "Time after which such an answer is not waited for any more.",
+            above=0,
+            high=600,
+            metavar="SECONDS",
+            group=FORECASTS,
+        ),
+    ] = 5.0
     metrics_compat: Annotated[
         str, Knob("Tell metrics under other names, too", choices=METRICS_COMPAT, group=MEASUREMENT)
     ] = "none"
@@ -444,3 +481,7 @@ class ServerConfig:
         check(self)
         if any(not key for key in self.api_keys):
             raise ConfigError("api_key must not be empty")
+        if self.forecast_url is not None:
+            base_url("forecast_url", self.forecast_url)
+        elif self.forecast_model is not None:
+            raise ConfigError("forecast_model is the model of a server: set forecast_url")

@@ -15,7 +15,7 @@ from skipjoin.config import EngineConfig, ForecastConfig
 from skipjoin.core.events import Event, Finished, Token
 from skipjoin.core.request import NO_TARGET, FinishReason, RequestOptions, Target
 from skipjoin.engine.build import Engine, assemble
-from skipjoin.engine.forecasting import Predicted, check_folders, is_exact, open_keeper
+from skipjoin.engine.forecasting import Predicted, chosen_forecasts, is_exact, open_keeper
 from skipjoin.engine.load import model_folder
 from skipjoin.engine.loop import EngineLoop
 from skipjoin.engine.text import Choice, Output, TextRules
@@ -74,9 +74,8 @@ class LLM:
     def __init__(self, model: str = "tally", *, progress: bool | None = None, **settings: Any) -> None:
         self._console = Console(stderr=True, quiet=not (sys.stderr.isatty() if progress is None else progress))
         given = {name: settings.pop(name) for name in settings_of(ForecastConfig) if name in settings}
-        forecasts = ForecastConfig(**given)
         config = EngineConfig(model=model, **settings)
-        check_folders(forecasts)
+        forecasts = chosen_forecasts(ForecastConfig(**given), find(config.recipe))
         # The tokenizer first: it fails fast.
         self.tokenizer: Tokenizer = load_tokenizer(model_folder(model, config.load_format))
         with self._progress() as bars:
@@ -87,8 +86,8 @@ class LLM:
             )
         info = self.engine.info
         try:
-            self._forecasts = open_keeper(
-                forecasts, find(config.recipe), model=info.model, folder=info.folder, text_of=self.tokenizer.decode
+            self._forecasts = forecasts and open_keeper(
+                forecasts, model=info.model, folder=info.folder, text_of=self.tokenizer.decode
             )
         except BaseException:
             self.engine.executor.close()

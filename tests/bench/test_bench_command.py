@@ -17,12 +17,12 @@ import httpx
 import pytest
 import typer
 from aiohttp import web
-from openai_stub import OpenAiStub, complete
 from typer.testing import CliRunner, Result
 
 from skipjoin.bench import client as client_module
 from skipjoin.bench.results import load_results
 from skipjoin.cli.bench import bench
+from support.openai_stub import OpenAiStub, complete
 
 SKIPJOIN = Path(sys.executable).with_name("skipjoin")
 METRICS = 'skipjoin:cache_config_info{block_size="16",num_gpu_blocks="640",recipe="orca"} 1.0\n'

@@ -14,7 +14,6 @@ import pytest
 from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
-from openai_stub import DONE, OpenAiStub, complete, event, stream, token, usage, whole
 
 from skipjoin.bench import client as client_module
 from skipjoin.bench.client import Client, ClientRun
@@ -25,6 +24,7 @@ from skipjoin.bench.target import Target, parse_extra, parse_prompt_ids
 from skipjoin.bench.workload import WorkloadRequest
 from skipjoin.config import ConfigError
 from skipjoin.observe.record import Slo
+from support.openai_stub import DONE, OpenAiStub, complete, event, stream, token, usage, whole
 
 
 def jobs(count: int, *, gap_s: float = 0.002, tokens: int = 3) -> list[WorkloadRequest]:

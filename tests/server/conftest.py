@@ -35,6 +35,8 @@ def make_api(tokenizer_folder: Path) -> MakeApi:
         api = Api(tokenizer_folder, ServerConfig(**settings), keeper)
         async with api.http:
             yield api
+        if api.questions is not None:
+            await api.questions.close()
         api.service.close()
 
     return make

@@ -29,6 +29,8 @@ _READ = {
     "forecaster": str,
     "forecast_dir": str,
     "forecast_encoder": str,
+    "forecast_url": str,
+    "chat_template": str,
     "enable_debug_routes": lambda value: value == "True",
     "api_keys": lambda value: (value,),
 }

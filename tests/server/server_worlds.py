@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from skipjoin.policies.cost import LinearCost
 from skipjoin.sampling import Scored, TokenDetail
 from skipjoin.server.api.app import build_app
 from skipjoin.server.api.auth import AccessGuard
+from skipjoin.server.api.length_server import LengthServer, Questions
 from skipjoin.server.api.service import Service
 from skipjoin.server.engines.engine_client import ConnectedEngine, EngineClient
 from skipjoin.server.engines.messages import (
@@ -165,7 +167,10 @@ class Api:
         ready = self.ready = replace(READY, folder=str(folder))
         for engine in self.engines:
             engine.join(ready)
-        self.service.open(ready, load_tokenizer(folder), keeper)
+        tokenizer = load_tokenizer(folder)
+        self.questions = Questions(LengthServer(config), self.metrics) if config.forecast_url else None
+        ask = self.questions and partial(self.questions.ask, tokenizer.decode)
+        self.service.open(ready, tokenizer, keeper, ask)
         self.app: AccessGuard = build_app(self.service)
         transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
         self.http = httpx.AsyncClient(transport=transport, base_url="http://test")

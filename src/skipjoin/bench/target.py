@@ -6,9 +6,9 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
-from urllib.parse import urlsplit
 
 from skipjoin.bench.workload import WorkloadRequest
+from skipjoin.config import base_url
 from skipjoin.knobs import ConfigError, Knob, unknown
 
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
@@ -42,14 +42,7 @@ class Target:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        try:
-            parts = urlsplit(self.base_url)
-            valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-        except ValueError:
-            valid = False
-        if not valid:
-            raise ConfigError(f"base_url must be like http://127.0.0.1:8000, got {self.base_url!r}")
-        object.__setattr__(self, "base_url", self.base_url.rstrip("/").removesuffix("/v1"))
+        object.__setattr__(self, "base_url", base_url("base_url", self.base_url))
         if self.endpoint not in PATHS:
             raise unknown("endpoint", self.endpoint, sorted(PATHS))
         low, high = self.prompt_ids

@@ -6,6 +6,7 @@ import math
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -115,12 +116,26 @@ class ForecastKeeper:
         self._due = max(end + SAVE_EVERY_S, self._earliest) if self._is_failing else math.inf
 
 
-def check_folders(config: ForecastConfig) -> None:
-    """Raise `ConfigError` for an encoder that is not there and a folder that cannot be written, before anything slow
-    begins."""
+def chosen_forecasts(config: ForecastConfig, recipe: Recipe, *, url: str | None = None) -> ForecastConfig | None:
+    """The settings with the forecaster that is meant where none is named; None: nothing is forecast. url: of another
+    server that forecasts, beside which the prior is all that is needed.
+
+    Raises `ConfigError`, before anything slow begins, for what excludes each other, an encoder that is not there and a
+    folder that cannot be written.
+    """
+    if url is not None:
+        if config.forecaster not in (None, "prior"):
+            raise ConfigError(f"forecaster must be prior, or not be given, with forecast_url, got {config.forecaster}")
+        forecaster = "prior"
+    else:
+        forecaster = config.forecaster or ("learnt" if recipe.forecasts is Forecasts.LEARNT else "none")
+    if config.forecaster != "none":
+        _check_folders(config)
+    return None if forecaster == "none" else replace(config, forecaster=forecaster)
+
+
+def _check_folders(config: ForecastConfig) -> None:
     encoder, kept_in = config.forecast_encoder, config.forecast_dir
-    if config.forecaster == "none":
-        return
     if encoder not in _ENCODERS and not Path(encoder).is_dir():
         raise ConfigError(
             f"forecast_encoder must be one of {', '.join(_ENCODERS)} or the folder of an encoder, got {encoder!r}"
@@ -134,16 +149,13 @@ def check_folders(config: ForecastConfig) -> None:
 
 
 def open_keeper(
-    config: ForecastConfig, recipe: Recipe, *, model: str, folder: str, text_of: Callable[[Sequence[int]], str]
-) -> ForecastKeeper | None:
-    """The forecaster for an engine with this recipe, and what it learnt before; None: nothing is forecast.
+    config: ForecastConfig, *, model: str, folder: str, text_of: Callable[[Sequence[int]], str]
+) -> ForecastKeeper:
+    """The forecaster of settings as `chosen_forecasts` returns them, and what it learnt before.
 
     model, folder: name and files of the model that is served. text_of: the text of its tokens.
     Raises `ConfigError` for an encoder that cannot be used, and for more entries than can be searched.
     """
-    named = config.forecaster or ("learnt" if recipe.forecasts is Forecasts.LEARNT else "none")
-    if named == "none":
-        return None
     # Not before it is needed: it imports numpy, which an API process does without.
     from skipjoin.forecast import default_folder, make_forecaster  # noqa: PLC0415
 

@@ -65,12 +65,15 @@ _TOKEN_SECONDS = (0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 
 _LENGTHS = tuple(float(1 << n) for n in (0, 2, 4, 6, *range(7, 18)))
 _BATCH = tuple(float(1 << n) for n in (0, *range(3, 15)))
 _FORECAST_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.1, 1.0)
+_ANSWER_SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 _OCTAVES = (0.125, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
 _REASONS = tuple(reason.value for reason in FinishReason)
 _HOW = tuple(how.name.lower() for how in Preemption)
 _PROACTIVE = ("false", "true")
 # What makes forecasts of output lengths, as `Forecast.source` says.
-FORECAST_SOURCES = ("prior", "learnt", "alise-similar", "alise-mlp")
+FORECAST_SOURCES = ("prior", "learnt", "alise-similar", "alise-mlp", "url")
+# What becomes of a question to the server that forecasts; unneeded: its request ended first.
+FORECAST_OUTCOMES = ("answered", "timeout", "error", "nonsense", "skipped", "unneeded")
 _OBJECTIVES = ("ttft", "tpot", "jct")
 
 ENGINE_METRICS = (
@@ -189,6 +192,21 @@ DOOR_METRICS = (
     ),
     Metric("forecasts_late_total", "counter", "Forecasts that came after their request was sent.", in_vllm=False),
     Metric("forecast_seconds", "histogram", "To make a forecast.", buckets=_FORECAST_SECONDS, in_vllm=False),
+    Metric(
+        "forecast_url_total",
+        "counter",
+        "Questions to the server of --forecast-url, by what became of them.",
+        "outcome",
+        FORECAST_OUTCOMES,
+        in_vllm=False,
+    ),
+    Metric(
+        "forecast_url_seconds",
+        "histogram",
+        "From a question to that server until its answer.",
+        buckets=_ANSWER_SECONDS,
+        in_vllm=False,
+    ),
     Metric(
         "forecasts_learnt_total",
         "counter",

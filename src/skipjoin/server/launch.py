@@ -18,18 +18,20 @@ import asyncio
 import errno
 import gc
 import logging
+import os
 import signal
 import socket
 import sys
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import uvloop
 
 from skipjoin.config import ConfigError, EngineConfig, ForecastConfig, ServerConfig
-from skipjoin.engine.forecasting import check_folders, open_keeper
+from skipjoin.engine.forecasting import chosen_forecasts, open_keeper
 from skipjoin.model.config import ModelError
 from skipjoin.model.tokenizer import Tokenizer, load_tokenizer
 from skipjoin.recipes import find
@@ -43,6 +45,9 @@ from skipjoin.server.engines.engine_program import ENGINE_COMMAND
 from skipjoin.server.engines.messages import Ready
 from skipjoin.server.metrics import Metrics
 from skipjoin.server.progress import ProgressDisplay
+
+if TYPE_CHECKING:
+    from skipjoin.server.api.length_server import Questions
 
 EXIT_OK, EXIT_ENGINE, EXIT_SETTING = 0, 1, 2
 DEATH_GRACE_S = 10.0
@@ -94,7 +99,7 @@ def run_server(
         _say(f"error: chat_template {template} is not a file")
         return EXIT_SETTING
     try:
-        check_folders(forecast_config)
+        forecasts = chosen_forecasts(forecast_config, find(engine_config.recipe), url=server_config.forecast_url)
     except ConfigError as error:
         _say(f"error: {error}")
         return EXIT_SETTING
@@ -111,9 +116,7 @@ def run_server(
         _say(_explain(error, server_config))
         return EXIT_SETTING
     with listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(
-            Server(engine_config, server_config, forecast_config, engine_command, make_engines).run(listener)
-        )
+        return runner.run(Server(engine_config, server_config, forecasts, engine_command, make_engines).run(listener))
 
 
 def _explain(error: OSError, config: ServerConfig) -> str:
@@ -133,7 +136,7 @@ class Server:
         self,
         engine_config: EngineConfig,
         config: ServerConfig,
-        forecasts: ForecastConfig,
+        forecasts: ForecastConfig | None,
         command: Sequence[str],
         make_engines: MakeEngines,
     ) -> None:
@@ -147,6 +150,7 @@ class Server:
         self._engine = make_engines(client, command, self._progress.update)
         self._service = Service(config, client, metrics)
         self._http = HttpServer(build_app(self._service), max_header_bytes=config.max_header_bytes)
+        self._questions: Questions | None = None
         self._signals = 0
         self._stop = asyncio.Event()
 
@@ -163,6 +167,8 @@ class Server:
             self._http.should_exit = True
             await serving
             await self._engine.stop()
+            if self._questions is not None:
+                await self._questions.close()
             self._service.close()
         return code
 
@@ -200,11 +206,10 @@ class Server:
 
     async def _start(self) -> Tokenizer | None:
         """Start the engine and load the tokenizer; None if the server is stopped before."""
+        if self._config.forecast_url is not None and not await self._try_questions():
+            return None
         starting = asyncio.create_task(self._engine.start(self._engine_config))
-        stop = asyncio.create_task(self._stop.wait())
-        await asyncio.wait((starting, stop), return_when=asyncio.FIRST_COMPLETED)
-        stop.cancel()
-        if not starting.done():
+        if not await self._unless_stopped(starting):
             self._engine.kill()
             await asyncio.wait((starting,))
             starting.exception()  # retrieved and dropped: the engine was killed on purpose
@@ -212,14 +217,39 @@ class Server:
         info = starting.result()
         template = self._config.chat_template
         tokenizer = await self._service.in_thread(load_tokenizer, info.folder, chat_template=template)
-        recipe = find(self._engine_config.recipe)
-        source = {"model": info.model, "folder": info.folder, "text_of": tokenizer.decode}
-        keeper = await self._service.in_thread(open_keeper, self._forecasts, recipe, **source)
-        self._service.open(info, tokenizer, keeper)
+        keeper = None
+        if self._forecasts is not None:
+            source = {"model": info.model, "folder": info.folder, "text_of": tokenizer.decode}
+            keeper = await self._service.in_thread(open_keeper, self._forecasts, **source)
+        ask = None if self._questions is None else partial(self._questions.ask, tokenizer.decode)
+        self._service.open(info, tokenizer, keeper, ask)
         # Objects made until now stay: the garbage collector need not visit them while tokens stream.
         gc.collect()
         gc.freeze()
         return tokenizer
+
+    async def _unless_stopped(self, work: asyncio.Task[Any]) -> bool:
+        """Wait until the work is done or the server is stopped; whether it is done."""
+        stop = asyncio.create_task(self._stop.wait())
+        await asyncio.wait((work, stop), return_when=asyncio.FIRST_COMPLETED)
+        stop.cancel()
+        return work.done()
+
+    async def _try_questions(self) -> bool:
+        """Ask the server of `forecast_url` once, before the model is loaded; False if this one is stopped meanwhile.
+        Raises `ConfigError`."""
+        # Not before it is needed: it imports aiohttp, which other servers do without.
+        from skipjoin.server.api.length_server import KEY_VARIABLE, LengthServer, Questions  # noqa: PLC0415
+
+        server = LengthServer(self._config, os.environ.get(KEY_VARIABLE))
+        self._questions = Questions(server, self._service.metrics)
+        check = asyncio.create_task(server.check())
+        if not await self._unless_stopped(check):
+            check.cancel()
+            await asyncio.wait((check,))
+            return False
+        check.result()
+        return True
 
     def _announce(self, listener: socket.socket) -> None:
         host, port = listener.getsockname()[:2]

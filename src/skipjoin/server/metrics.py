@@ -18,7 +18,15 @@ from prometheus_client.utils import floatToGoString
 
 from skipjoin.core.forecast import Forecast
 from skipjoin.engine.forecasting import Predicted
-from skipjoin.observe.metrics import DOOR_METRICS, ENGINE_METRICS, FORECAST_SOURCES, Histogram, Metric, Snapshot
+from skipjoin.observe.metrics import (
+    DOOR_METRICS,
+    ENGINE_METRICS,
+    FORECAST_OUTCOMES,
+    FORECAST_SOURCES,
+    Histogram,
+    Metric,
+    Snapshot,
+)
 from skipjoin.server.engines.messages import Ready
 
 
@@ -38,10 +46,10 @@ class Metrics(Collector):
         self._moved = rows["requests_moved_total"][1]
         self._forecasts, self._late = rows["forecasts_total"][1], rows["forecasts_late_total"][1]
         self._learnt, self._entries = rows["forecasts_learnt_total"][1], rows["forecast_index_entries"][1]
-        self._interval = rows["forecast_interval_total"][1]
-        self._forecast_s, self._forecast_error, self._forecast_octaves = (
+        self._interval, self._outcomes = rows["forecast_interval_total"][1], rows["forecast_url_total"][1]
+        self._forecast_s, self._answer_s, self._forecast_error, self._forecast_octaves = (
             Histogram(rows[name][0].buckets, rows[name][1])
-            for name in ("forecast_seconds", "forecast_error_tokens", "forecast_error_octaves")
+            for name in ("forecast_seconds", "forecast_url_seconds", "forecast_error_tokens", "forecast_error_octaves")
         )
         self._model = ""
         self._config: dict[str, str] | None = None
@@ -92,18 +100,31 @@ class Metrics(Collector):
         else:
             self._count_source(forecast)
 
+    def answered(self, forecast: Forecast, seconds: float) -> None:
+        """Count a forecast by another server, which took so many seconds to answer."""
+        self._count_source(forecast)
+        self._answer_s.observe(seconds)
+        self.asked("answered")
+
+    def asked(self, outcome: str) -> None:
+        """Count a question to that server. outcome: one of `FORECAST_OUTCOMES`."""
+        self._outcomes[FORECAST_OUTCOMES.index(outcome)] += 1
+
     def indexed(self, entries: int) -> None:
         """Take how many outputs forecasts are made from."""
         self._entries[0] = entries
 
-    def learnt(self, predicted: Predicted, tokens: int, *, exact: bool) -> None:
-        """Count an output of so many tokens, with what was expected of it. exact: whether it ended by itself."""
+    def learnt(self, predicted: Predicted, revised: Forecast | None, tokens: int, *, exact: bool) -> None:
+        """Count an output of so many tokens, with what was expected of it. revised: another server's forecast in place
+        of the predicted one; it has no interval. exact: whether the output ended by itself."""
         self._learnt[not exact] += 1
         if exact or tokens >= predicted.most:
-            self._forecast_error.observe(abs(predicted.forecast.tokens - tokens))
-            self._forecast_octaves.observe(abs(math.log2(predicted.forecast.tokens / tokens)))
-            low, high = predicted.interval
-            self._interval[0 if tokens < low else 1 if tokens <= high else 2] += 1
+            expected = (revised or predicted.forecast).tokens
+            self._forecast_error.observe(abs(expected - tokens))
+            self._forecast_octaves.observe(abs(math.log2(expected / tokens)))
+            if revised is None:
+                low, high = predicted.interval
+                self._interval[0 if tokens < low else 1 if tokens <= high else 2] += 1
 
     def _count_source(self, forecast: Forecast) -> None:
         self._forecasts[FORECAST_SOURCES.index(forecast.source)] += 1

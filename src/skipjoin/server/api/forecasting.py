@@ -1,4 +1,5 @@
-"""Forecasts of output lengths in the API process: they are made in a thread, and late ones follow their requests."""
+"""Forecasts of output lengths in the API process: made in a thread, or by another server that is asked meanwhile. Late
+ones follow their requests."""
 
 from __future__ import annotations
 
@@ -15,6 +16,11 @@ from skipjoin.core.forecast import Forecast
 from skipjoin.core.request import FinishReason
 from skipjoin.engine.forecasting import ForecastKeeper, Predicted, is_exact
 from skipjoin.server.metrics import Metrics
+
+# Begins to ask for the forecast of one prompt, which the function gets if there is an answer. None: there is no room.
+Ask = Callable[[Callable[[Forecast], None]], asyncio.Task[None] | None]
+# Asks for the forecast of a prompt whose output has at most so many tokens.
+AskFor = Callable[[Sequence[int], int, Callable[[Forecast], None]], asyncio.Task[None] | None]
 
 _log = logging.getLogger(__name__)
 
@@ -35,37 +41,52 @@ _CLOSE_S = 10.0
 class Expectation:
     """What is expected of the outputs of one prompt, as it becomes known. It lives on the event loop.
 
-    forecast: the best that is known now; None: none is made. learn: takes how an output came out.
+    forecast: the best that is known now; None: none is made. predicted: the forecaster's, from which it learns.
+    learn: takes how an output came out. ask: for another forecast, which counts more; it is asked when the first
+    request begins, and the question is dropped when the last one has ended.
     """
 
-    __slots__ = ("_ends", "_followers", "_learn", "forecast", "predicted")
+    __slots__ = ("_ask", "_ends", "_followers", "_learn", "_question", "_requests", "_revised", "forecast", "predicted")
 
     def __init__(
-        self, forecast: Forecast | None = None, learn: Callable[[Predicted, int, bool], None] | None = None
+        self,
+        forecast: Forecast | None = None,
+        learn: Callable[[Predicted, Forecast | None, int, bool], None] | None = None,
+        ask: Ask | None = None,
     ) -> None:
         self.forecast = forecast
+        self.predicted: Predicted | None = None
         self._learn = learn
+        self._ask = ask
+        self._question: asyncio.Task[None] | None = None
+        self._revised: Forecast | None = None
+        self._requests = 0  # that have begun and not ended
         self._followers: list[Callable[[Forecast], None]] = []
         self._ends: list[tuple[int, bool]] = []  # that came before the forecast
-        self.predicted: Predicted | None = None
 
     def follow(self, tell: Callable[[Forecast], None]) -> None:
-        """Let `tell` know of a forecast that is still to come."""
-        if self.predicted is None:
-            self._followers.append(tell)
+        """A request has begun: let `tell` know of forecasts that are still to come."""
+        self._requests += 1
+        self._followers.append(tell)
+        if self._ask is not None:
+            self._question, self._ask = self._ask(self._revise), None
 
     def settle(self, predicted: Predicted) -> None:
-        """The forecast is there."""
-        self.predicted, self.forecast = predicted, predicted.forecast
-        for tell in self._followers:
-            tell(predicted.forecast)
-        self._followers.clear()
+        """The forecaster's forecast is there."""
+        self.predicted = predicted
+        if self._revised is None:
+            self._tell(predicted.forecast)
         for tokens, exact in self._ends:
             self._teach(tokens, exact)
         self._ends.clear()
 
     def ended(self, reason: FinishReason, tokens: int) -> None:
-        """One output has ended with so many tokens."""
+        """A request has ended, and its output has so many tokens."""
+        self._requests -= 1
+        if not self._requests:
+            self._followers.clear()
+            if self._question is not None:
+                self._question.cancel()
         if self._learn is None or not tokens:
             return
         if self.predicted is None:
@@ -73,17 +94,30 @@ class Expectation:
         else:
             self._teach(tokens, is_exact(reason))
 
+    def _revise(self, forecast: Forecast) -> None:
+        self._revised = forecast
+        self._tell(forecast)
+
+    def _tell(self, forecast: Forecast) -> None:
+        self.forecast = forecast
+        for tell in self._followers:
+            tell(forecast)
+
     def _teach(self, tokens: int, exact: bool) -> None:
         assert self._learn is not None
         assert self.predicted is not None
-        self._learn(self.predicted, tokens, exact)
+        self._learn(self.predicted, self._revised, tokens, exact)
 
 
 class Forecasting:
-    """Expectations for prompts, from a forecaster that a thread of its own works with. Made on the event loop."""
+    """Expectations for prompts, from a forecaster that a thread of its own works with. Made on the event loop.
 
-    def __init__(self, keeper: ForecastKeeper, metrics: Metrics) -> None:
+    ask: another server for each prompt, whose answer counts more.
+    """
+
+    def __init__(self, keeper: ForecastKeeper, metrics: Metrics, ask: AskFor | None = None) -> None:
         self._keeper = keeper
+        self._ask_for = ask
         self._metrics = metrics
         self._loop = asyncio.get_running_loop()
         self._changed = threading.Condition()
@@ -118,14 +152,15 @@ class Forecasting:
 
     def _ask(self, prompt: Sequence[int], max_tokens: int) -> tuple[Expectation, asyncio.Future[None] | None]:
         """Begin to forecast; the future is done when the expectation has settled. None: there is no room to wait."""
+        ask = None if self._ask_for is None else partial(self._ask_for, prompt, max_tokens)
         if len(self._asked) >= MOST_WAITING:
-            return Expectation(), None
-        expectation, answer = Expectation(learn=self._learn), self._loop.create_future()
+            return Expectation(ask=ask), None
+        expectation, answer = Expectation(learn=self._learn, ask=ask), self._loop.create_future()
         self._put(self._asked, partial(self._forecast, expectation, answer, prompt, max_tokens))
         return expectation, answer
 
-    def _learn(self, predicted: Predicted, tokens: int, exact: bool) -> None:
-        self._put(self._lessons, partial(self._take, predicted, tokens, exact))
+    def _learn(self, predicted: Predicted, revised: Forecast | None, tokens: int, exact: bool) -> None:
+        self._put(self._lessons, partial(self._take, predicted, revised, tokens, exact))
 
     def _put(self, queue: deque[Callable[[], None]], work: Callable[[], None]) -> None:
         with self._changed:
@@ -140,8 +175,10 @@ class Forecasting:
         if not answer.done():
             answer.set_result(None)
 
-    def _count_lesson(self, predicted: Predicted, tokens: int, exact: bool, entries: int) -> None:
-        self._metrics.learnt(predicted, tokens, exact=exact)
+    def _count_lesson(
+        self, predicted: Predicted, revised: Forecast | None, tokens: int, exact: bool, entries: int
+    ) -> None:
+        self._metrics.learnt(predicted, revised, tokens, exact=exact)
         self._metrics.indexed(entries)
 
     # -- in the thread ------------------------------------------------------------------------------------
@@ -177,9 +214,9 @@ class Forecasting:
         predicted = self._keeper.forecast(prompt, max_tokens)
         self._report(partial(self._settle, expectation, answer, predicted, time.perf_counter() - begin))
 
-    def _take(self, predicted: Predicted, tokens: int, exact: bool) -> None:
+    def _take(self, predicted: Predicted, revised: Forecast | None, tokens: int, exact: bool) -> None:
         self._keeper.learn(predicted, tokens, exact=exact)
-        self._report(partial(self._count_lesson, predicted, tokens, exact, len(self._keeper.forecaster)))
+        self._report(partial(self._count_lesson, predicted, revised, tokens, exact, len(self._keeper.forecaster)))
 
     def _report(self, tell: Callable[[], None]) -> None:
         with suppress(RuntimeError):  # the event loop has ended

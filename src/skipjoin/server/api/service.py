@@ -24,7 +24,7 @@ from skipjoin.server.api.errors import (
     model_not_found,
     unavailable,
 )
-from skipjoin.server.api.forecasting import Expectation, Forecasting
+from skipjoin.server.api.forecasting import AskFor, Expectation, Forecasting
 from skipjoin.server.api.limits import Admission
 from skipjoin.server.api.protocol import Body, ChatRequest, GenerationBody, TokenizeRequest
 from skipjoin.server.engines.engine_client import EngineClient
@@ -68,11 +68,14 @@ class Service:
         # Two, so that one huge text does not delay all others.
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="skipjoin-text")
 
-    def open(self, info: Ready, tokenizer: Tokenizer, keeper: ForecastKeeper | None = None) -> None:
-        """Take work: the engine is ready. keeper: what forecasts the lengths of outputs; None: they are not."""
+    def open(
+        self, info: Ready, tokenizer: Tokenizer, keeper: ForecastKeeper | None = None, ask: AskFor | None = None
+    ) -> None:
+        """Take work: the engine is ready. keeper: what forecasts the lengths of outputs; None: they are not. ask:
+        another server, whose forecasts count more."""
         self._info, self._tokenizer = info, tokenizer
         if keeper is not None:
-            self._forecasting = Forecasting(keeper, self.metrics)
+            self._forecasting = Forecasting(keeper, self.metrics, ask)
         self.name = self.config.served_model_name or info.model
         self.metrics.ready(info, self.name)
         if self.phase is Phase.STARTING:

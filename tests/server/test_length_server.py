@@ -1,0 +1,295 @@
+"""Another server as forecaster: its answers follow the requests, and whatever it does, none of them waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from aiohttp import web
+from server_worlds import HERE, Api, MakeApi, StartServer
+from test_forecasting import metrics_of, until
+
+from skipjoin.config import ConfigError, ForecastConfig, ServerConfig
+from skipjoin.core.forecast import Forecast
+from skipjoin.engine.forecasting import ForecastKeeper, chosen_forecasts
+from skipjoin.forecast import make_forecaster
+from skipjoin.observe.metrics import FORECAST_OUTCOMES
+from skipjoin.recipes import find
+from skipjoin.server.api import length_server
+from skipjoin.server.api.length_server import KEY_VARIABLE, LengthServer, NoLengthError, excerpt
+from support.openai_stub import OpenAiStub
+
+pytestmark = pytest.mark.anyio
+
+Reply = Callable[[], Awaitable[web.StreamResponse]]
+NEVER = 60.0  # seconds, longer than any of these tests
+
+
+def says(text: object) -> Reply:
+    async def reply() -> web.StreamResponse:
+        return web.json_response({"choices": [{"message": {"role": "assistant", "content": text}}]})
+
+    return reply
+
+
+async def hangs() -> web.StreamResponse:
+    await asyncio.sleep(NEVER)
+    raise AssertionError
+
+
+async def fails() -> web.StreamResponse:
+    return web.Response(status=500, text="out of order")
+
+
+async def moves() -> web.StreamResponse:
+    return web.Response(status=307, headers={"Location": "http://127.0.0.1:1"})
+
+
+async def babbles() -> web.StreamResponse:
+    return web.Response(body=b"[" * (1 << 20))
+
+
+class Predictor(OpenAiStub):
+    """A server that gives each of its replies once, and the last one for good. left: questions that were dropped."""
+
+    def __init__(self, *replies: Reply) -> None:
+        super().__init__(self._answer)
+        self.replies = list(replies)
+        self.headers: list[Any] = []
+        self.left = 0
+
+    async def _answer(self, stub: OpenAiStub, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        self.headers.append(request.headers)
+        reply = self.replies[0] if len(self.replies) == 1 else self.replies.pop(0)
+        try:
+            return await reply()
+        except asyncio.CancelledError:
+            self.left += 1
+            raise
+
+
+def prior() -> ForecastKeeper:
+    return ForecastKeeper(make_forecaster(ForecastConfig(forecaster="prior")))
+
+
+async def outcomes(api: Api) -> dict[str, float]:
+    found = await metrics_of(api)
+    return {name: count for name in FORECAST_OUTCOMES if (count := found[f"forecast_url_total {name}"])}
+
+
+def by_url(api: Api) -> dict[int, Forecast]:
+    """Forecasts that followed their requests, by request."""
+    return {one.id: one.forecast for one in api.engine.reforecasts if one.forecast.source == "url"}
+
+
+async def asked(api: Api, number: int) -> dict[str, float]:
+    """The outcomes, once so many are known."""
+    end = time.monotonic() + 10
+    while sum((found := await outcomes(api)).values()) < number:
+        assert time.monotonic() < end
+        await asyncio.sleep(0.001)
+    return found
+
+
+async def test_an_answer_follows_the_requests_of_its_prompt(make_api: MakeApi) -> None:
+    with Predictor(says("1,200 tokens.")) as predictor:
+        settings = {"forecast_url": f"{predictor.url}/v1/", "forecast_model": "seer"}
+        async with make_api(prior(), **settings) as api:
+            api.engine.paused = True
+            task = asyncio.create_task(api.complete(prompt="Tell me all", n=2, max_tokens=400))
+            await until(lambda: len(by_url(api)) == 2)
+            assert {add.forecast.source for add in api.engine.added} == {"prior"}
+            assert by_url(api) == {add.id: Forecast(400.0, "url") for add in api.engine.added}
+            api.engine.paused = False
+            await task
+            await until(lambda: api.metrics._learnt == [0, 2])  # by the prior, too
+            found = await metrics_of(api)
+    (body,) = predictor.bodies
+    assert (body["model"], body["temperature"]) == ("seer", 0)
+    assert body["messages"][0]["content"].endswith("\n\nTell me all")
+    assert found["forecast_error_tokens_sum"] == 0  # of 400, where 400 were expected
+    assert (found["forecasts_total prior"], found["forecasts_total url"]) == (1, 1)
+    assert (found["forecast_url_total answered"], found["forecast_url_seconds_count"]) == (1, 1)
+    assert not any(found[f"forecast_interval_total {place}"] for place in ("below", "inside", "above"))
+
+
+TROUBLES: dict[str, tuple[Reply, str]] = {
+    "no number": (says("I cannot tell."), "nonsense"),
+    "no text": (says(None), "nonsense"),
+    "zero": (says("0"), "nonsense"),
+    "too many": (says(str((1 << 20) + 1)), "nonsense"),
+    "endless": (babbles, "nonsense"),
+    "an error": (fails, "error"),
+    "a redirect": (moves, "error"),
+    "silence": (hangs, "timeout"),
+}
+
+
+@pytest.mark.parametrize(("reply", "outcome"), TROUBLES.values(), ids=TROUBLES.keys())
+async def test_the_prior_serves_while_there_is_no_answer(
+    reply: Reply, outcome: str, make_api: MakeApi, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One warning until the server answers again."""
+    with Predictor(reply, reply, says("7"), reply, says("7")) as predictor:
+        async with make_api(prior(), forecast_url=predictor.url, forecast_timeout_s=0.3) as api:
+            api.engine.paused = True
+            tasks = []
+            for number in range(5):
+                tasks.append(asyncio.create_task(api.complete(max_tokens=4)))
+                await asked(api, number + 1)
+            assert len(by_url(api)) == 2
+            api.engine.paused = False
+            assert {task.status_code for task in await asyncio.gather(*tasks)} == {200}
+            assert await outcomes(api) == {outcome: 3, "answered": 2}
+    assert sum("tells no length" in record.message for record in caplog.records) == 2
+
+
+async def test_a_server_that_goes_away_is_an_error(make_api: MakeApi) -> None:
+    with Predictor(says("7")) as predictor:
+        async with make_api(prior(), forecast_url=predictor.url) as api:
+            predictor.die()
+            api.engine.paused = True
+            task = asyncio.create_task(api.complete())
+            assert await asked(api, 1) == {"error": 1}
+            api.engine.paused = False
+            assert (await task).status_code == 200
+
+
+async def test_no_request_waits_and_what_nothing_waits_for_is_dropped(make_api: MakeApi) -> None:
+    most = length_server.MOST_QUESTIONS
+    with Predictor(hangs) as predictor:
+        async with make_api(prior(), forecast_url=predictor.url, forecast_timeout_s=NEVER) as api:
+            api.engine.paused = True
+            task = asyncio.create_task(api.complete(prompt=["abcdef"] * (most + 5), max_tokens=3))
+            await until(lambda: len(predictor.bodies) == most)
+            assert await outcomes(api) == {"skipped": 5}
+            api.engine.paused = False
+            assert (await task).status_code == 200
+            await until(lambda: predictor.left == most)
+            assert await outcomes(api) == {"skipped": 5, "unneeded": most}
+            assert not by_url(api)
+            api.engine.paused = True
+            task = asyncio.create_task(api.complete())
+            await until(lambda: len(predictor.bodies) == most + 1)  # and it is open when the server ends
+            begin = time.monotonic()
+        assert time.monotonic() - begin < 10
+        task.cancel()
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [("128", 128), (" 128\n", 128), ("250 tokens", 250), ("1,048,576", 1 << 20), ("12.7", 12), ("9. It is short", 9)]
+    + [(text, None) for text in ("", "-5", "12th", "10-20", "1e3", "\u0661", "NaN", "1,2", "about 5", "9" * 5000)],
+)
+async def test_an_answer_begins_with_a_number(text: str, tokens: int | None) -> None:
+    with Predictor(says(text)) as predictor:
+        server = LengthServer(ServerConfig(forecast_url=predictor.url), "sesame")
+        if tokens is None:
+            with pytest.raises(NoLengthError, match=r"^it must tell a number in \[1, 1048576\], and told .{2,150}$"):
+                await server.tokens("x")
+        else:
+            assert await server.tokens("x") == tokens
+        await server.close()
+    assert predictor.headers[0]["Authorization"] == "Bearer sesame"
+
+
+def test_long_prompts_are_cut_to_their_ends() -> None:
+    def text_of(ids: Any) -> str:
+        seen.append(len(ids))
+        return "".join(f"<{number}>" for number in ids)
+
+    for length in (1, 100, 1024, 1025, 100_000):
+        seen: list[int] = []
+        text = excerpt(range(length), text_of)
+        assert len(text) <= length_server.MOST_CHARACTERS + len(" ... ")
+        assert sum(seen) <= length_server.MOST_TOKENS
+        assert text.startswith("<0>")
+        assert text.endswith(f"<{length - 1}>")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"forecast_url": "localhost:9000"}, r"forecast_url must be like http://127.0.0.1:8000, got 'localhost:9000'"),
+        ({"forecast_url": "http://a:99999"}, "forecast_url must be like"),
+        ({"forecast_model": "seer"}, "forecast_model is the model of a server: set forecast_url"),
+        ({"forecast_url": "http://a", "forecast_timeout_s": 0.0}, r"forecast_timeout_s must be in \(0, 600\], got 0"),
+        ({"forecast_url": "http://a", "forecast_timeout_s": float("nan")}, "forecast_timeout_s must be in"),
+    ],
+)
+def test_settings_that_cannot_be_are_named(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ServerConfig(**settings)
+
+
+async def test_beside_another_server_there_is_the_prior_alone() -> None:
+    recipe = find("alise")
+    chosen = chosen_forecasts(ForecastConfig(forecast_dir="none"), recipe, url="http://a")
+    assert chosen == ForecastConfig(forecaster="prior", forecast_dir="none")
+    with pytest.raises(ConfigError, match="forecaster must be prior, or not be given, with forecast_url, got learnt"):
+        chosen_forecasts(ForecastConfig(forecaster="learnt"), recipe, url="http://a")
+    with pytest.raises(ConfigError, match=f"{KEY_VARIABLE} must be printable ASCII characters"):
+        LengthServer(ServerConfig(forecast_url="http://a"), "a\nb")
+
+
+# -- whole servers ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("reply", "told"),
+    [
+        (None, "Cannot connect to host 127.0.0.1:9"),
+        (says("soon"), "it must tell a number in [1, 1048576], and told 'soon'"),
+        (fails, "it answered with HTTP status 500: 'out of order'"),
+        (hangs, "it did not answer within 0.5 s"),
+    ],
+    ids=["down", "nonsense", "error", "slow"],
+)
+def test_a_server_that_cannot_forecast_is_known_before_the_model_is_loaded(
+    tokenizer_folder: Path, reply: Reply | None, told: str
+) -> None:
+    command = [sys.executable, str(HERE / "serve.py"), "simulated", str(tokenizer_folder), "0", "9", "9"]
+    with Predictor(reply or fails) as predictor:
+        url = predictor.url if reply else "http://127.0.0.1:9"
+        settings = [f"forecast_url={url}", "forecast_timeout_s=0.5", "forecast_dir=none"]
+        run = subprocess.run([*command, *settings], capture_output=True, text=True, timeout=60, check=False)
+    assert run.returncode == 2
+    assert f"error: forecast_url {url} cannot be used: {told}" in run.stderr
+    assert "pretending to load" not in run.stderr
+    assert "Traceback" not in run.stderr
+
+
+def test_a_server_of_ours_tells_lengths_to_another(start_server: StartServer, tmp_path: Path) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text("128 tokens, {{ messages[0]['content'] }}")  # the engine repeats what it is asked
+    predictor = start_server(chat_template=template)
+    server = start_server(step_s=0.02, forecast_url=predictor.url, forecast_dir="none")
+    body = {"prompt": "abcdef", "max_tokens": 100}
+    httpx.post(f"{server.url}/v1/completions", json=body, timeout=30).raise_for_status()
+    text = httpx.get(f"{server.url}/metrics").text
+    assert 'skipjoin:forecast_url_total{outcome="answered"} 1.0' in text
+    assert 'skipjoin:forecasts_total{source="url"} 1.0' in text
+    server.stop()
+    assert server.process.returncode == 0
+
+
+def test_a_question_without_an_answer_does_not_keep_a_server_from_ending(start_server: StartServer) -> None:
+    with Predictor(says("9"), hangs) as predictor:
+        server = start_server(step_s=0.05, forecast_url=predictor.url, forecast_timeout_s=NEVER, forecast_dir="none")
+        with httpx.stream("POST", f"{server.url}/v1/completions", json={"prompt": "a", "stream": True}) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            begin = time.monotonic()
+            server.process.send_signal(signal.SIGTERM)
+            list(lines)
+        assert server.process.wait(20) == 0
+        assert time.monotonic() - begin < NEVER / 3
+        assert len(predictor.bodies) == 2

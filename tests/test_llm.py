@@ -13,9 +13,11 @@ from typing import Any
 import psutil
 import pytest
 
-from skipjoin import LLM, SamplingParams
+from skipjoin import LLM, SamplingParams, Target
 from skipjoin.config import ConfigError, EngineConfig
 from skipjoin.core.events import Preempted, Preemption
+from skipjoin.core.forecast import Forecast
+from skipjoin.core.request import Request
 from skipjoin.core.step import StepResult
 from skipjoin.engine.build import EngineInfo, assemble
 from skipjoin.engine.forecasting import Predicted
@@ -24,6 +26,7 @@ from skipjoin.engine.sizing import host_blocks
 from skipjoin.exec import rank_spec
 from skipjoin.exec.rank_spec import MemoryBudget
 from skipjoin.model.config import ModelError
+from skipjoin.policies.execution import scaled_jct
 from skipjoin.sampling import ParameterError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=300)
@@ -115,6 +118,35 @@ def test_lengths_are_learnt_from_every_end_and_kept(tmp_path: Path, monkeypatch:
         assert len(llm._forecasts.forecaster) == 4
 
 
+def test_a_jct_target_follows_the_forecast_and_in_the_end_the_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For requests without one; policies never see that of the length."""
+    told: list[tuple[Request, float, float]] = []
+    with LLM(progress=False, threads=1, profile="off", forecast_dir="none", slo_jct_scale=3.0) as llm:
+        core, cost = llm.engine.core, llm.engine.info.cost
+        reforecast = core.reforecast
+
+        def note(number: int, forecast: Forecast, now: float) -> bool:
+            request = core.requests[number]
+            told.append((request, request.options.target.jct_s, forecast.tokens))
+            return reforecast(number, forecast, now)
+
+        monkeypatch.setattr(core, "reforecast", note)
+        target = scaled_jct(cost, 3.0, len(llm.tokenizer.chat(user("Count from 3 to 12"))))
+        ((answer,), ((request, jct_s, tokens),)) = llm.chat(user("Count from 3 to 12"), GREEDY), told
+        assert jct_s == pytest.approx(target(tokens)) != target(len(answer.token_ids))
+        target = scaled_jct(cost, 3.0, len(request.prompt))
+        assert request.options.target == Target(jct_s=target(len(answer.token_ids)))
+        llm.chat(user("Count from 3 to 12"), GREEDY, target=Target(ttft_s=1, jct_s=7.5))
+        request, jct_s, _ = told[1]
+        assert jct_s == request.options.target.jct_s == 7.5
+
+
+@pytest.mark.parametrize("seconds", [0, -1.0, float("nan"), "2", True, None])
+def test_an_objective_that_is_no_time_is_named(llm: LLM, seconds: Any) -> None:
+    with pytest.raises(ParameterError, match=r"target.tpot_s must be a number above 0, got "):
+        llm.generate("x", GREEDY, target=Target(tpot_s=seconds))
+
+
 def test_seeds_repeat_and_differ(llm: LLM) -> None:
     def sample(seed: int) -> list[int]:
         params = SamplingParams(temperature=2.0, max_tokens=30, seed=seed, ignore_eos=True)
@@ -166,6 +198,8 @@ def test_bad_prompts_name_the_bound_and_run_nothing(llm: LLM, prompt: object, pa
         ({"recipe_params": {"starvation_s": 3}, "starvation_s": 3}, ConfigError, "starvation_s is given twice"),
         ({"block_size": 16.5}, ConfigError, "block_size must be an integer, got 16.5"),
         ({"slo_s": 0.0}, ConfigError, r"slo_s must be in \(0, 1e\+06\], got 0"),
+        ({"slo_jct_scale": -2.0}, ConfigError, r"slo_jct_scale must be in \(0, 1e\+09\], got -2"),
+        ({"slo_jct_scale": 2.0, "forecaster": "none"}, ConfigError, "slo_jct_scale needs forecasts"),
         ({"slo_s": float("nan")}, ConfigError, r"slo_s must be in \(0, 1e\+06\], got nan"),
         ({"swap_space_gib": -0.5}, ConfigError, r"swap_space_gib must be in \[0, 1e\+06\], got -0.5"),
         ({"swap_space_gib": float("nan")}, ConfigError, r"swap_space_gib must be in \[0, 1e\+06\], got nan"),

@@ -138,6 +138,16 @@ class EngineConfig:
     max_num_seqs: MaxNumSeqs = 128
     max_num_batched_tokens: MaxBatchedTokens = 2048
     slo_s: Objective = DEFAULT_SLO_S
+    slo_jct_scale: Annotated[
+        float | None,
+        Knob(
+            "Time from arrival to the last token, as so many times what the request takes alone: its prefill, and a "
+            "decode step for each token that is forecast (default: none).",
+            above=0,
+            high=1e9,
+            group=OBJECTIVES,
+        ),
+    ] = None
     pipeline_depth: Annotated[
         int | None,
         Knob(
@@ -313,7 +323,7 @@ class ForecastConfig:
     forecaster: Annotated[
         str | None,
         Knob(
-            "What forecasts how long outputs get (default: learnt with a recipe that reads forecasts, else none)",
+            "What forecasts how long outputs get (default: learnt if forecasts are read, else none)",
             choices=FORECASTERS,
             group=FORECASTS,
         ),

@@ -21,8 +21,7 @@ from skipjoin.engine.loop import EngineLoop
 from skipjoin.engine.text import Choice, Output, TextRules
 from skipjoin.knobs import settings_of
 from skipjoin.model.tokenizer import Tokenizer, load_tokenizer
-from skipjoin.recipes import find
-from skipjoin.sampling import SamplingParams, TokenDetail
+from skipjoin.sampling import ParameterError, SamplingParams, TokenDetail
 
 Message = Mapping[str, Any]
 
@@ -75,7 +74,7 @@ class LLM:
         self._console = Console(stderr=True, quiet=not (sys.stderr.isatty() if progress is None else progress))
         given = {name: settings.pop(name) for name in settings_of(ForecastConfig) if name in settings}
         config = EngineConfig(model=model, **settings)
-        forecasts = chosen_forecasts(ForecastConfig(**given), find(config.recipe))
+        forecasts = chosen_forecasts(ForecastConfig(**given), config)
         # The tokenizer first: it fails fast.
         self.tokenizer: Tokenizer = load_tokenizer(model_folder(model, config.load_format))
         with self._progress() as bars:
@@ -120,13 +119,13 @@ class LLM:
         """Complete one prompt or many, each a text or its token ids; results are in the order of the prompts.
 
         params: one for all prompts, or one for each. priority: lower is earlier. target: soft objectives of each
-        prompt, which no recipe reads yet.
+        prompt, in seconds above 0.
 
-        Raises `ParameterError`, before anything runs, for a prompt or parameter outside its bounds.
+        Raises `ParameterError`, before anything runs, for a prompt, parameter or objective outside its bounds.
         """
         ids = [self.tokenizer.encode(item) if isinstance(item, str) else list(item) for item in _as_list(prompts)]
         texts = [item if isinstance(item, str) else None for item in _as_list(prompts)]
-        return self._run(ids, texts, params, RequestOptions(priority=priority, target=target))
+        return self._run(ids, texts, params, _options(priority, target))
 
     def chat(
         self,
@@ -140,7 +139,7 @@ class LLM:
         single = bool(messages) and isinstance(messages[0], Mapping)
         conversations: Any = [messages] if single else messages
         ids = [self.tokenizer.chat(conversation) for conversation in conversations]
-        return self._run(ids, [None] * len(ids), params, RequestOptions(priority=priority, target=target))
+        return self._run(ids, [None] * len(ids), params, _options(priority, target))
 
     def _run(
         self,
@@ -204,6 +203,14 @@ class LLM:
     def _progress(self) -> Progress:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         return Progress(*columns, console=self._console, transient=True, disable=self._console.quiet)
+
+
+def _options(priority: int, target: Target) -> RequestOptions:
+    """Raises `ParameterError` for an objective that is no time."""
+    for name, seconds in target._asdict().items():
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
+            raise ParameterError(f"target.{name}", f"target.{name} must be a number above 0, got {seconds!r}")
+    return RequestOptions(priority=priority, target=target)
 
 
 def _outputs(events: Iterable[Event]) -> dict[int, Output]:

@@ -276,6 +276,9 @@ def test_objectives_are_judged_when_they_are_decided() -> None:
     assert judged(ask(0.011, 0.011, 0.031), abort) == {"attained": ["ttft"], "missed": []}
     assert judged(ask(0.011, 0.011, 0.029), abort) == {"attained": ["ttft"], "missed": ["jct"]}
     assert judged(ask(0.011, 0.011, 9.0, deadline=0.025)) == {"attained": ["ttft"], "missed": ["tpot", "jct"]}
+    # A target that follows from the output's length is known once that is.
+    late, exact = ask(math.inf, math.inf, 0.049), ask(math.inf, math.inf, 0.051).options
+    assert judged(late, lambda stepper: setattr(late, "options", exact)) == {"attained": ["jct"], "missed": []}
     # What another engine began has no first token here.
     assert judged(ask(0.001, 0.001, 9.0, output=[7])) == {"attained": ["jct"], "missed": []}
 

@@ -17,12 +17,11 @@ from aiohttp import web
 from server_worlds import HERE, Api, MakeApi, StartServer
 from test_forecasting import metrics_of, until
 
-from skipjoin.config import ConfigError, ForecastConfig, ServerConfig
+from skipjoin.config import ConfigError, EngineConfig, ForecastConfig, ServerConfig
 from skipjoin.core.forecast import Forecast
 from skipjoin.engine.forecasting import ForecastKeeper, chosen_forecasts
 from skipjoin.forecast import make_forecaster
 from skipjoin.observe.metrics import FORECAST_OUTCOMES
-from skipjoin.recipes import find
 from skipjoin.server.api import length_server
 from skipjoin.server.api.length_server import KEY_VARIABLE, LengthServer, NoLengthError, excerpt
 from support.openai_stub import OpenAiStub
@@ -231,11 +230,11 @@ def test_settings_that_cannot_be_are_named(settings: dict[str, Any], message: st
 
 
 async def test_beside_another_server_there_is_the_prior_alone() -> None:
-    recipe = find("alise")
-    chosen = chosen_forecasts(ForecastConfig(forecast_dir="none"), recipe, url="http://a")
+    engine = EngineConfig(recipe="alise")
+    chosen = chosen_forecasts(ForecastConfig(forecast_dir="none"), engine, url="http://a")
     assert chosen == ForecastConfig(forecaster="prior", forecast_dir="none")
     with pytest.raises(ConfigError, match="forecaster must be prior, or not be given, with forecast_url, got learnt"):
-        chosen_forecasts(ForecastConfig(forecaster="learnt"), recipe, url="http://a")
+        chosen_forecasts(ForecastConfig(forecaster="learnt"), engine, url="http://a")
     with pytest.raises(ConfigError, match=f"{KEY_VARIABLE} must be printable ASCII characters"):
         LengthServer(ServerConfig(forecast_url="http://a"), "a\nb")
 

@@ -10,10 +10,10 @@ from skipjoin.bench.predictors import default_predictor, parse_predictor
 from skipjoin.bench.workload import Workload, WorkloadRequest
 from skipjoin.config import ConfigError, MaxBatchedTokens, MaxNumSeqs, Objective, SwapType, check_swap_type
 from skipjoin.core.policy import CostModel
-from skipjoin.core.step import StepShape
 from skipjoin.knobs import Knob, Value, check
 from skipjoin.observe.record import Record
 from skipjoin.policies.dispatch import DISPATCH_RULES
+from skipjoin.policies.execution import decode_alone, prefill_alone, scaled_jct
 from skipjoin.policies.starvation import starvation_after
 from skipjoin.recipes import DEFAULT_SLO_S, EngineLimits, Forecasts, Settings, find, own
 
@@ -154,21 +154,12 @@ class System:
         """Seconds of a prefill and of a decode step of the mean lengths without other requests."""
         prompt = _mean_prompt(jobs)
         output = sum(job.output_tokens for job in jobs) / max(1, len(jobs))
-        return self._prefill_alone(prompt), self._decode_alone(round(prompt + output / 2))
+        return prefill_alone(self.cost, prompt), decode_alone(self.cost, round(prompt + output / 2))
 
     def scaled_jct(self, jobs: Sequence[WorkloadRequest], scale: float) -> Callable[[float], float]:
-        """The JCT objective of a request, in seconds, by its output tokens L: scale x (t_p + t_g x L), with the prefill
-        of the mean prompt and a decode step at its context, without other requests (EconoServe section 4). No output's
-        length is in it but L."""
-        prompt = _mean_prompt(jobs)
-        prefill_s, decode_s = self._prefill_alone(prompt), self._decode_alone(prompt)
-        return lambda tokens: scale * (prefill_s + decode_s * tokens)
-
-    def _prefill_alone(self, tokens: int) -> float:
-        return self.cost.step(StepShape(prefill=tokens, attention=tokens * (tokens + 1) // 2))
-
-    def _decode_alone(self, context: int) -> float:
-        return self.cost.step(StepShape(decodes=1, context=context))
+        """The JCT objective of a request, in seconds, by its output tokens, for the mean prompt: see
+        `policies.execution.scaled_jct`."""
+        return scaled_jct(self.cost, scale, _mean_prompt(jobs))
 
     def most_output(self, job: WorkloadRequest) -> int:
         """The room for a job's output: a server would reject one that requests more."""

@@ -49,12 +49,14 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """The parts that a driver needs. seed: source of the seeds of requests without one."""
+    """The parts that a driver needs. seed: source of the seeds of requests without one. jct_scale: see
+    `RelativeTargets`; None: requests without a JCT target have none."""
 
     core: EngineCore
     executor: ModelExecutor
     info: EngineInfo
     seed: int
+    jct_scale: float | None = None
 
 
 def assemble(config: EngineConfig, on_progress: OnProgress = lambda what, share: None) -> Engine:
@@ -105,4 +107,4 @@ def engine_around(loaded: Loaded, config: EngineConfig, on_progress: OnProgress 
         weight_bytes=sum(spec.weight_bytes for spec in executor.rank_specs),
         cost=cost,
     )
-    return Engine(EngineCore(scheduler), executor, info, config.seed)
+    return Engine(EngineCore(scheduler), executor, info, config.seed, config.slo_jct_scale)

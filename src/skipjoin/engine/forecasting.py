@@ -11,10 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from skipjoin.config import ConfigError, ForecastConfig
+from skipjoin.config import ConfigError, EngineConfig, ForecastConfig
 from skipjoin.core.forecast import Forecast
 from skipjoin.core.request import FinishReason
-from skipjoin.recipes import Forecasts, Recipe
+from skipjoin.recipes import Forecasts, find
 
 # Seconds from a change until it is saved at the latest: what a process that is killed loses.
 SAVE_EVERY_S = 5.0
@@ -116,19 +116,22 @@ class ForecastKeeper:
         self._due = max(end + SAVE_EVERY_S, self._earliest) if self._is_failing else math.inf
 
 
-def chosen_forecasts(config: ForecastConfig, recipe: Recipe, *, url: str | None = None) -> ForecastConfig | None:
-    """The settings with the forecaster that is meant where none is named; None: nothing is forecast. url: of another
-    server that forecasts, beside which the prior is all that is needed.
+def chosen_forecasts(config: ForecastConfig, engine: EngineConfig, *, url: str | None = None) -> ForecastConfig | None:
+    """The settings with the forecaster that is meant where none is named; None: nothing is forecast. engine: which may
+    need forecasts. url: of another server that forecasts, beside which the prior is all that is needed.
 
     Raises `ConfigError`, before anything slow begins, for what excludes each other, an encoder that is not there and a
     folder that cannot be written.
     """
+    is_needed = find(engine.recipe).forecasts is Forecasts.LEARNT or engine.slo_jct_scale is not None
     if url is not None:
         if config.forecaster not in (None, "prior"):
             raise ConfigError(f"forecaster must be prior, or not be given, with forecast_url, got {config.forecaster}")
         forecaster = "prior"
     else:
-        forecaster = config.forecaster or ("learnt" if recipe.forecasts is Forecasts.LEARNT else "none")
+        forecaster = config.forecaster or ("learnt" if is_needed else "none")
+    if forecaster == "none" and engine.slo_jct_scale is not None:
+        raise ConfigError("slo_jct_scale needs forecasts: forecaster must be another one than none")
     if config.forecaster != "none":
         _check_folders(config)
     return None if forecaster == "none" else replace(config, forecaster=forecaster)

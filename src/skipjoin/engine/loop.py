@@ -12,6 +12,7 @@ from skipjoin.core.request import DEFAULT_OPTIONS, FinishReason, Request, Reques
 from skipjoin.core.step import StepResult, StepShape
 from skipjoin.engine.build import Engine
 from skipjoin.engine.driver import StepDriver
+from skipjoin.engine.targets import RelativeTargets
 from skipjoin.exec.base import RankError
 from skipjoin.exec.sampling import Sampling
 from skipjoin.sampling import ParameterError, SamplingParams
@@ -28,6 +29,7 @@ class EngineLoop:
         self.core = engine.core
         self.clock = time.monotonic
         self._cost = engine.info.cost
+        self._targets = None if engine.jct_scale is None else RelativeTargets(self._cost, engine.jct_scale)
         self._driver = StepDriver(engine.core, engine.executor, self.clock, self._learn)
         self._seeds = random.Random(engine.seed)
 
@@ -67,10 +69,14 @@ class EngineLoop:
             forecast=forecast,
             output=list(output),
         )
+        if self._targets is not None:
+            self._targets.arrived(request)
         self.core.add(request, now)
 
     def reforecast(self, request_id: int, forecast: Forecast) -> bool:
         """Give a request another forecast; False if it has ended or was never added."""
+        if self._targets is not None and (request := self.core.requests.get(request_id)) is not None:
+            self._targets.reforecast(request, forecast)
         return self.core.reforecast(request_id, forecast, self.clock())
 
     def abort(self, request_id: int, reason: FinishReason = FinishReason.ABORT) -> bool:
@@ -96,7 +102,10 @@ class EngineLoop:
             self._driver.in_flight.clear()
             self.core.restart(self.clock())
             self.engine.executor.restart(error)
-        return self.core.take_events()
+        events = self.core.take_events()
+        if self._targets is not None:
+            self._targets.observe(events)
+        return events
 
     def _learn(self, result: StepResult) -> None:
         # The time of a step that left slices out is not that of its shape.

@@ -226,6 +226,7 @@ class RequestLog:
         facts = self._live.pop(event.request)
         facts.ended, facts.reason = event.now, event.reason.value
         facts.output_tokens = len(event.request.output)
+        facts.target = event.request.options.target  # one that follows from the output's length has changed
         if facts.waits is not None:
             self.waits.finished(facts.waits, event.now)
         if not self._live:

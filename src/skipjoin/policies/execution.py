@@ -12,6 +12,24 @@ from skipjoin.core.step import StepShape
 _SAMPLES = tuple(round(32 * 2 ** (octave / 2)) for octave in range(13))
 
 
+def prefill_alone(cost: CostModel, tokens: int) -> float:
+    """Seconds of the prefill of so many tokens, without other requests."""
+    return cost.step(StepShape(prefill=tokens, attention=tokens * (tokens + 1) // 2))
+
+
+def decode_alone(cost: CostModel, context: int) -> float:
+    """Seconds of a decode step at a context of so many tokens, without other requests."""
+    return cost.step(StepShape(decodes=1, context=context))
+
+
+def scaled_jct(cost: CostModel, scale: float, prompt: int) -> Callable[[float], float]:
+    """The JCT objective, in seconds, by the output tokens L: scale x (t_p + t_g x L), with the prefill of so many
+    prompt tokens and a decode step at that context, both alone (EconoServe section 4). No output's length is in it but
+    L."""
+    prefill_s, decode_s = prefill_alone(cost, prompt), decode_alone(cost, prompt)
+    return lambda tokens: scale * (prefill_s + decode_s * tokens)
+
+
 class ExecutionTime:
     """T(s, n) = T0 s + n (alpha s + beta) seconds for a prompt of s tokens and an output of n, fitted to what a cost
     model says of prefills and of single decodes (ALISE section 3.1, equations 3 to 5). Fitted again when the cost model
@@ -42,9 +60,8 @@ class ExecutionTime:
 
     def _fit(self) -> None:
         self._revision = self._cost.revision
-        step = self._cost.step
-        prefills = [step(StepShape(prefill=n, attention=n * (n + 1) // 2)) for n in _SAMPLES]
-        decodes = [step(StepShape(decodes=1, context=n)) for n in _SAMPLES]
+        prefills = [prefill_alone(self._cost, n) for n in _SAMPLES]
+        decodes = [decode_alone(self._cost, n) for n in _SAMPLES]
         self.t0 = linear_regression(_SAMPLES, prefills, proportional=True).slope
         self.alpha, self.beta = linear_regression(_SAMPLES, decodes)
         self.quality = (_explained(prefills, self.prefill), _explained(decodes, self.decode))

@@ -34,7 +34,6 @@ from skipjoin.config import ConfigError, EngineConfig, ForecastConfig, ServerCon
 from skipjoin.engine.forecasting import chosen_forecasts, open_keeper
 from skipjoin.model.config import ModelError
 from skipjoin.model.tokenizer import Tokenizer, load_tokenizer
-from skipjoin.recipes import find
 from skipjoin.server.api.app import build_app
 from skipjoin.server.api.errors import unavailable
 from skipjoin.server.api.http import HttpServer, listen
@@ -99,7 +98,8 @@ def run_server(
         _say(f"error: chat_template {template} is not a file")
         return EXIT_SETTING
     try:
-        forecasts = chosen_forecasts(forecast_config, find(engine_config.recipe), url=server_config.forecast_url)
+        _check_objectives(engine_config, server_config)
+        forecasts = chosen_forecasts(forecast_config, engine_config, url=server_config.forecast_url)
     except ConfigError as error:
         _say(f"error: {error}")
         return EXIT_SETTING
@@ -117,6 +117,11 @@ def run_server(
         return EXIT_SETTING
     with listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(Server(engine_config, server_config, forecasts, engine_command, make_engines).run(listener))
+
+
+def _check_objectives(engine: EngineConfig, server: ServerConfig) -> None:
+    if engine.slo_jct_scale is not None and server.slo_jct_ms is not None:
+        raise ConfigError("slo_jct_scale and slo_jct_ms exclude each other: both are for requests without an objective")
 
 
 def _explain(error: OSError, config: ServerConfig) -> str:

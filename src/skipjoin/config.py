@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Annotated
 from urllib.parse import urlsplit
 
-from skipjoin.knobs import ConfigError, Knob, Value, check, unknown
+from skipjoin.knobs import ConfigError, Knob, Value, check, settings_of, unknown
 from skipjoin.recipes import DEFAULT, DEFAULT_SLO_S, check_recipe
 
 __all__ = [
@@ -493,5 +493,10 @@ class ServerConfig:
             raise ConfigError("api_key must not be empty")
         if self.forecast_url is not None:
             base_url("forecast_url", self.forecast_url)
-        elif self.forecast_model is not None:
-            raise ConfigError("forecast_model is the model of a server: set forecast_url")
+        else:
+            self._check_unasked("forecast_model", "forecast_timeout_s")
+
+    def _check_unasked(self, *names: str) -> None:
+        for name in names:
+            if getattr(self, name) != settings_of(type(self))[name].default:
+                raise ConfigError(f"{name} is for another server that forecasts: set forecast_url")

@@ -52,6 +52,10 @@ async def moves() -> web.StreamResponse:
     return web.Response(status=307, headers={"Location": "http://127.0.0.1:1"})
 
 
+async def nests() -> web.StreamResponse:
+    return web.Response(body=b"[" * 60_000)
+
+
 async def babbles() -> web.StreamResponse:
     return web.Response(body=b"[" * (1 << 20))
 
@@ -125,6 +129,7 @@ TROUBLES: dict[str, tuple[Reply, str]] = {
     "no text": (says(None), "nonsense"),
     "zero": (says("0"), "nonsense"),
     "too many": (says(str((1 << 20) + 1)), "nonsense"),
+    "no completion": (nests, "nonsense"),
     "endless": (babbles, "nonsense"),
     "an error": (fails, "error"),
     "a redirect": (moves, "error"),
@@ -219,7 +224,8 @@ def test_long_prompts_are_cut_to_their_ends() -> None:
     [
         ({"forecast_url": "localhost:9000"}, r"forecast_url must be like http://127.0.0.1:8000, got 'localhost:9000'"),
         ({"forecast_url": "http://a:99999"}, "forecast_url must be like"),
-        ({"forecast_model": "seer"}, "forecast_model is the model of a server: set forecast_url"),
+        ({"forecast_model": "seer"}, "forecast_model is for another server that forecasts: set forecast_url"),
+        ({"forecast_timeout_s": 3.0}, "forecast_timeout_s is for another server that forecasts: set forecast_url"),
         ({"forecast_url": "http://a", "forecast_timeout_s": 0.0}, r"forecast_timeout_s must be in \(0, 600\], got 0"),
         ({"forecast_url": "http://a", "forecast_timeout_s": float("nan")}, "forecast_timeout_s must be in"),
     ],
@@ -237,6 +243,10 @@ async def test_beside_another_server_there_is_the_prior_alone() -> None:
         chosen_forecasts(ForecastConfig(forecaster="learnt"), engine, url="http://a")
     with pytest.raises(ConfigError, match=f"{KEY_VARIABLE} must be printable ASCII characters"):
         LengthServer(ServerConfig(forecast_url="http://a"), "a\nb")
+    server = LengthServer(ServerConfig(forecast_url="http://name:secret@127.0.0.1"), "sesame")  # which of the two?
+    with pytest.raises(NoLengthError, match="Cannot combine"):
+        await server.tokens("x")
+    await server.close()
 
 
 # -- whole servers ------------------------------------------------------------------------------------------------
@@ -264,6 +274,20 @@ def test_a_server_that_cannot_forecast_is_known_before_the_model_is_loaded(
     assert f"error: forecast_url {url} cannot be used: {told}" in run.stderr
     assert "pretending to load" not in run.stderr
     assert "Traceback" not in run.stderr
+
+
+def test_a_server_can_be_stopped_while_it_asks_for_the_first_time(tokenizer_folder: Path) -> None:
+    command = [sys.executable, str(HERE / "serve.py"), "simulated", str(tokenizer_folder), "0", "9", "9"]
+    with Predictor(hangs) as predictor:
+        settings = [f"forecast_url={predictor.url}", f"forecast_timeout_s={NEVER}", "forecast_dir=none"]
+        with subprocess.Popen([*command, *settings], stderr=subprocess.PIPE, text=True) as server:
+            end = time.monotonic() + 30
+            while not predictor.bodies:
+                assert time.monotonic() < end
+                time.sleep(0.01)
+            server.terminate()
+            _, told = server.communicate(timeout=NEVER / 3)
+    assert (server.returncode, told) == (0, "")
 
 
 def test_a_server_of_ours_tells_lengths_to_another(start_server: StartServer, tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ class LengthServer:
                 status, answer = response.status, await _read(response)
         except TimeoutError as error:
             raise NoLengthError("timeout", f"it did not answer within {self._timeout_s:g} s") from error
-        except (aiohttp.ClientError, OSError) as error:
+        except (aiohttp.ClientError, OSError, ValueError) as error:  # ValueError: of parts of the URL
             raise NoLengthError("error", str(error) or type(error).__name__) from error
         if status != 200:
             raise NoLengthError("error", f"it answered with HTTP status {status}: {_quote(answer)}")
@@ -189,7 +189,7 @@ def _length(answer: bytes) -> float:
     """The number that a chat completion tells. Raises `NoLengthError`."""
     try:
         text: Any = json.loads(answer)["choices"][0]["message"]["content"]
-    except (ValueError, LookupError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise NoLengthError("nonsense", f"its answer is no chat completion: {_quote(answer)}") from error
     found = _NUMBER.fullmatch(text) if isinstance(text, str) else None
     tokens = 0 if found is None else int(found[1].replace(",", ""))

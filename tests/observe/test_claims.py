@@ -41,7 +41,7 @@ class Lending(Callbacks):
         earlier: list[Lender] = [one for number, one in self._claimants.items() if number < request.id]
         lender = [*earlier, RESERVE, None][target % (len(earlier) + 2)]
         if kv.shortfall_of_claim(request, blocks, lender) > 0:
-            lender, blocks = kv.lender_of(request), kv.blocks_for(target)
+            lender, blocks = None, kv.blocks_for(target)
         return Grant(blocks, blocks, tokens=blocks * kv.block_size, lender=lender, group=target % 3 or None)
 
     def claimed(self, request: Request, now: float) -> None:
@@ -117,7 +117,7 @@ def test_means_are_over_time_and_guests_inherit_a_lender() -> None:
             Preempted(nested, 4.0, Preemption.SWAP),
             Claimed(guest, 4.0, RESERVE, 3),
             plan(6.0),
-            Claimed(guest, 6.0, None, 5, RESERVE),  # 2 more, drawn
+            Claimed(guest, 6.0, None, 5, drawn=2),
             plan(8.0),
         ]
     )

@@ -6,7 +6,7 @@ from collections.abc import Hashable
 from enum import Enum
 from typing import NamedTuple
 
-from skipjoin.core.claims import Account, Lender
+from skipjoin.core.claims import Lender
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.core.step import Move, StepPlan, StepResult
 from skipjoin.core.waits import WaitReason
@@ -36,14 +36,14 @@ class Admitted(NamedTuple):
 
 class Claimed(NamedTuple):
     """The request was granted a claim on KV. lender: what lends it; None: it is free for all. blocks: that the request
-    may have in all. draws: an account that gave up blocks for it. group: of requests that begin and end together, if it
+    may have in all. drawn: blocks that an account gave up for it. group: of requests that begin and end together, if it
     is in one: they have equal groups and claim in one decision."""
 
     request: Request
     now: float
     lender: Lender
     blocks: int
-    draws: Account | None = None
+    drawn: int = 0
     group: Hashable | None = None
 
 

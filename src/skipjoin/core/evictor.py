@@ -110,7 +110,7 @@ class Evictor:
             held = self._kv.blocks_of(victim)
             if held is None or held.moving is not None or not held.device:
                 continue
-            if self._kv.lender_of(victim) not in lenders:
+            if not self._kv.gives_back_to(victim, lenders):
                 continue
             if newcomer:
                 if not outranks(request, victim):

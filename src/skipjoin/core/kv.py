@@ -130,8 +130,8 @@ class KVLedger:
         return (guest.owner for guest in (claim.guests if claim else ()) if isinstance(guest.owner, Request))
 
     def lenders(self, request: Request, lender: Lender) -> frozenset[Lender]:
-        """Whose other guests, if they leave, make room for a claim of the request that `lender` lends: its own, the
-        lender's, and so on; None among them: of those that nothing lends theirs."""
+        """What gets blocks back for a claim of the request that `lender` lends: the request, the lender, what lends it
+        its own claim, and so on to None, where blocks are free for all."""
         claim = self._claim_of(lender)
         return frozenset((request, lender, *(one.owner for one in claim.lenders())))
 
@@ -144,6 +144,17 @@ class KVLedger:
     def holder_count(self) -> int:
         """How many requests hold anything."""
         return len(self._held)
+
+    def gives_back_to(self, request: Request, lenders: frozenset[Lender]) -> bool:
+        """Whether all of the request's footprint comes back to one of these if it gives that up: a lender between that is
+        promised as much as it has keeps it for itself."""
+        held = self._held[request]
+        claim, blocks = held.lender, held.size - held.lent
+        while claim is not None and claim.owner not in lenders:
+            if claim.size - claim.promised < blocks:
+                return False
+            claim = claim.lender
+        return True
 
     def shortfall(self, request: Request, tokens: int) -> int:
         """Device blocks that must become available before the request can hold `tokens` tokens there."""
@@ -160,8 +171,7 @@ class KVLedger:
         if held is None:
             return blocks - self.headroom(lender)
         blocks = max(blocks, len(held.device) + held.lent)
-        gives_back = held.size if held.lender in (claim := self._claim_of(lender), *claim.lenders()) else 0
-        return blocks - gives_back - self.headroom(lender)
+        return blocks - self._freed(held, self._claim_of(lender)) - self.headroom(lender)
 
     def shortfall_of_blocks(self, request: Request, tokens: int) -> int:
         """Free blocks that the request lacks to hold `tokens` tokens on the device, whatever is claimed. Negative: more
@@ -369,6 +379,16 @@ class KVLedger:
         if claim is None:
             raise LedgerError(f"{_name(lender)} lends blocks, and claims none")
         return claim
+
+    def _freed(self, held: Claim, lender: Claim) -> int:
+        """Blocks that the end of the claim leaves to `lender` and its lenders. A lender between that is promised all
+        that it has keeps them; one that lends more than it is promised passes them on."""
+        theirs = (lender, *lender.lenders())
+        claim, freed = held.lender, held.size
+        while claim is not None and claim not in theirs:
+            freed = claim.size - max(claim.promised, len(claim.device) + claim.lent - freed)
+            claim = claim.lender
+        return freed
 
     def _unused(self, claim: Claim) -> int:
         """Blocks that the claim and its lenders do not use, of those that nothing else claims."""

@@ -44,6 +44,7 @@ class Residency:
         self.waiting_for_kv: list[Request] = []
         self.claimed: list[Request] = []
         self._is_forced = False
+        self._drawn = 0  # blocks that an account gave up for the claim at hand
         self._passes = 0  # requests that the admission policy refused
         self._policies = policies
         self._kv = kv
@@ -87,19 +88,19 @@ class Residency:
     # -- claims -------------------------------------------------------------------------------------------
 
     def force(self) -> None:
-        """From now on grant what the admission policy refuses, one token at a time."""
+        """From now on grant what a request needs for its next step and no more; do not ask the admission policy."""
         self.closed = None
         self._is_forced = True
 
     def _ask(self, request: Request, target: int) -> Grant | WaitReason:
         """The admission policy's answer to a request that has no claim, or one that does not reach `target` tokens."""
         kv = self._kv
-        answer = self._policies.admission.claim(request, target, kv)
-        if isinstance(answer, Grant):
-            return answer
         if self._is_forced:
             blocks = max(kv.blocks_for(target), kv.footprint(request))
             return Grant(now=blocks, blocks=blocks, tokens=target, lender=kv.lender_of(request))
+        answer = self._policies.admission.claim(request, target, kv)
+        if isinstance(answer, Grant):
+            return answer
         self._passes += 1
         if answer is Wait.WAIT or self._passes >= _MOST_PASSES:
             self.closed = self.closed or WaitReason.BEHIND_MEMORY
@@ -125,7 +126,7 @@ class Residency:
     def _make_room(self, request: Request, grant: Grant, *, newcomer: bool) -> WaitReason | None:
         """Blocks for what is granted, as far as they are short."""
         account = grant.draws
-        drawn = 0 if account is None else max(0, min(self.short, self._kv.unused(account)))
+        drawn = self._drawn = 0 if account is None else max(0, min(self.short, self._kv.unused(account)))
         self.short -= drawn
         newcomer = newcomer and not self._is_forced
         reason = self._evictor.make_room(request, self.short, lender=grant.lender, newcomer=newcomer)
@@ -137,7 +138,7 @@ class Residency:
         self._kv.claim(request, grant.blocks, tokens=grant.tokens, lender=grant.lender)
         self.claimed.append(request)
         now = self._context.now
-        self._events.append(Claimed(request, now, grant.lender, grant.blocks, grant.draws, grant.group))
+        self._events.append(Claimed(request, now, grant.lender, grant.blocks, self._drawn, grant.group))
 
     # -- of holders ---------------------------------------------------------------------------------------
 

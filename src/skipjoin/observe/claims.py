@@ -52,9 +52,7 @@ class ClaimUse:
         """A claim was granted; time has passed until then."""
         request, lender = event.request, event.lender
         before = self._claims.get(request)
-        drawn = 0 if before is None else before.drawn
-        if event.draws is not None:
-            drawn += event.blocks - (0 if before is None else before.blocks)
+        drawn = event.drawn + (0 if before is None else before.drawn)
         self._set(request, _Claim(lender, event.blocks, drawn))
         if isinstance(lender, Request) and request not in self._once_hosted:
             self._once_hosted.add(request)

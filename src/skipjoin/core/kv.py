@@ -146,8 +146,8 @@ class KVLedger:
         return len(self._held)
 
     def gives_back_to(self, request: Request, lenders: frozenset[Lender]) -> bool:
-        """Whether all of the request's footprint comes back to one of these if it gives that up: a lender between that is
-        promised as much as it has keeps it for itself."""
+        """Whether all of the request's footprint comes back to one of these if it gives that up: a lender between that
+        is promised as much as it has keeps it for itself."""
         held = self._held[request]
         claim, blocks = held.lender, held.size - held.lent
         while claim is not None and claim.owner not in lenders:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from skipjoin.bench import simulation
 from skipjoin.bench.machine import Machine
 from skipjoin.bench.results import ResultsFile, load_results
 from skipjoin.bench.simulation import Cell, Extent, run
@@ -154,6 +155,36 @@ def test_replicas_share_the_load() -> None:
         assert four["requests"] == one["requests"]
         assert four["jct_s"]["mean"] < 0.5 * one["jct_s"]["mean"]
         assert four["settings"]["dispatch"] == rule
+
+
+@pytest.mark.parametrize("until_s", [math.inf, 9.0])
+@pytest.mark.parametrize("recipe", ["fcfs", "alise"])
+def test_shards_give_the_record_of_the_whole(monkeypatch: pytest.MonkeyPatch, recipe: str, until_s: float) -> None:
+    """Also where the number of shards does not divide that of the replicas, and some requests are refused."""
+    system = replace(SYSTEM, recipe=recipe, replicas=7, max_num_seqs=3, max_model_len=230, predictor="noise:0.5")
+    cell = Cell(system, with_best_effort(WORKLOAD, 0.5), Extent(40.0, 20.0, 0, until_s=until_s), slo_scale=3.0)
+    whole = run(cell)
+    assert cell.shards == 1
+    assert whole["requests"]["rejected"]
+    monkeypatch.setattr(simulation, "REPLICAS_PER_SHARD", 3)
+    assert cell.shards == 3
+    shares: list[float] = []
+    assert run(cell, on_share=shares.append) == whole
+    assert shares == sorted(shares)
+    assert 0 < shares[-1] <= 1
+
+
+def test_a_rule_chooses_within_a_shard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it loses by that is little where a shard has many replicas; here there are four."""
+    system = replace(SYSTEM, replicas=12, max_num_seqs=4, dispatch="least-work")
+    cell = Cell(system, WORKLOAD, Extent(100.0, 6.0, 0))
+    whole = run(cell)
+    monkeypatch.setattr(simulation, "REPLICAS_PER_SHARD", 4)
+    parts = run(cell)
+    assert parts["requests"] == whole["requests"]
+    turns = run(replace(cell, system=replace(system, dispatch="round-robin")))
+    assert parts["jct_s"]["mean"] < turns["jct_s"]["mean"]
+    assert parts["jct_s"]["mean"] == pytest.approx(whole["jct_s"]["mean"], rel=0.1)
 
 
 def test_pipeline_stages_overlap() -> None:

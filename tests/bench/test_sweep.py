@@ -50,6 +50,14 @@ def test_processes_change_nothing() -> None:
     assert [repeatable(keep.records[number]) for number in range(5)] == [repeatable(run(cell)) for cell in cells]
 
 
+def test_shards_in_processes_change_nothing() -> None:
+    cell = Cell(replace(SYSTEM, replicas=130, recipe="alise"), WORKLOAD, Extent(300.0, 3.0, 0))
+    assert cell.shards == 3
+    keep = Keep()
+    sweep([Grid([cell, CELL])], 2, keep)
+    assert keep.records == {0: run(cell), 1: run(CELL)}
+
+
 def test_a_search_brackets_the_bound() -> None:
     bound = parse_bound("ttft_s.mean<=0.5")
     search = RateSearch([Cell(SYSTEM, WORKLOAD, Extent(1.0, 10.0, seed)) for seed in (0, 1)], bound)

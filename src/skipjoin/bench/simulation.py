@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 from skipjoin.bench.predictors import Foreseeing, Predictor, parse_predictor
 from skipjoin.bench.system import System
@@ -23,6 +24,7 @@ from skipjoin.core.request import NO_TARGET, Request, RequestOptions, Target
 from skipjoin.core.scheduler import Scheduler
 from skipjoin.exec.simulated import SimulatedExecutor
 from skipjoin.observe.decisions import DecisionTimes
+from skipjoin.observe.forecasts import ForecastLog
 from skipjoin.observe.record import NO_SLO, Record, Slo, add_usage, rounded, summarize
 from skipjoin.observe.requests import RequestFacts, RequestLog
 from skipjoin.observe.usage import EngineUsage
@@ -71,6 +73,11 @@ class Cell:
         extent = self.extent
         return self.workload.draw(extent.rate_rps, extent.duration_s, extent.seed, extent.limit)
 
+    @property
+    def shards(self) -> int:
+        """How many parts the run is simulated in; it depends on nothing but the number of replicas."""
+        return -(-self.system.replicas // REPLICAS_PER_SHARD)
+
     def check(self) -> None:
         """Raise `ConfigError` for a run without requests."""
         jobs = self.jobs()
@@ -100,68 +107,141 @@ class Cell:
         return None if name is None else parse_predictor(name).make(self.workload, jobs, self.extent.seed)
 
 
+# A shard is one part of a run's replicas with the requests that go to them, simulated on its own.
+REPLICAS_PER_SHARD = 64
+
+
+def _ignore(events: list[Event]) -> None:
+    pass
+
+
+class ShardResult(NamedTuple):
+    """What a shard's part of the record is made of. end_s: when it was over. facts, forecasts: of its requests;
+    forecasts is None where no forecasts were made. usages, decisions: of its replicas, in their order."""
+
+    end_s: float
+    facts: list[RequestFacts]
+    usages: list[EngineUsage]
+    decisions: list[DecisionTimes]
+    forecasts: ForecastLog | None
+
+
+class Run:
+    """The run of a cell, whose requests are drawn: shards that are simulated one by one, anywhere, and the record.
+
+    Requests take turns over the replicas and go to the shard of the replica whose turn it is; within the shard the
+    dispatch rule chooses. So round robin gives the same record as without shards, and the other rules choose among 64
+    replicas. A forecaster that learns learns in each shard on its own. Raises `ConfigError` for a workload that cannot
+    be drawn.
+    """
+
+    def __init__(self, cell: Cell) -> None:
+        self.cell = cell
+        self.jobs = cell.jobs()
+        self._jct = cell.jct_for(self.jobs)
+        self._lengths = [job.output_tokens for job in self.jobs]
+        system = cell.system
+        taken = [number for number, job in enumerate(self.jobs) if system.most_output(job) >= job.output_tokens]
+        self._taken = sorted(taken, key=lambda number: self.jobs[number].at)
+
+    def shard(
+        self,
+        shard: int,
+        *,
+        on_share: Callable[[float], None] = lambda share: None,
+        on_events: Callable[[list[Event]], None] = _ignore,
+    ) -> ShardResult:
+        """Simulate one shard. on_share, on_events: as in `run`, of this shard."""
+        cell, system, lengths = self.cell, self.cell.system, self._lengths
+        count, taken = len(range(shard, system.replicas, cell.shards)), self._dealt(shard)
+        watch = _Watch(system, count, len(taken), on_share, on_events)
+        dispatch = make_dispatch(system.dispatch, count, system.cost, lambda request: lengths[request.id])
+        predictor, jct = cell.predictor(self.jobs), self._jct
+        foreseeing = None if predictor is None else Foreseeing(dispatch, predictor, jct=jct)
+        replicas = [_replica(system, lengths) for _ in range(count)]
+        with _without_garbage_collection():
+            # A generator, so that ended requests take no memory for their tokens.
+            requests = (_request(system, number, self.jobs[number]) for number in taken)
+            end = simulate_cluster(
+                replicas, requests, foreseeing or dispatch, on_events=watch.observe, until=cell.extent.until_s
+            )
+        facts = watch.facts(end)
+        for one in facts:
+            one.stream, one.output_limit = self.jobs[one.id].stream, lengths[one.id]
+            one.target = NO_TARGET if jct is None else Target(jct_s=jct(lengths[one.id]))
+        for replica, usage in enumerate(watch.usages):
+            usage.close(keeps_series=shard == replica == 0)  # the record's series is that of the first replica
+        decisions = [replica.decisions for replica in replicas]
+        return ShardResult(end, facts, watch.usages, decisions, None if foreseeing is None else foreseeing.log)
+
+    def record(self, shards: Sequence[ShardResult]) -> Record:
+        """The record of the run. shards: the results of all, in order."""
+        cell, system = self.cell, self.cell.system
+        facts = [one for shard in shards for one in shard.facts]
+        rejected = [job.stream for job in self.jobs if system.most_output(job) < job.output_tokens]
+        end = max(shard.end_s for shard in shards)
+        record = _settings_of(cell) | summarize(facts, now=end, rejected=rejected, slo=cell.slo_for(self.jobs))
+        forecasts = [shard.forecasts for shard in shards if shard.forecasts is not None]
+        if forecasts:
+            record["prediction"] = {
+                "predictor": system.predictor_for(cell.workload),
+                **ForecastLog.of(forecasts).summary(),
+                "execution": _execution(system.cost),
+            }
+        places = (divmod(replica, len(shards)) for replica in range(system.replicas))
+        target_tokens = saturating_tokens(system.cost, system.max_num_batched_tokens)
+        add_usage(record, [shards[shard].usages[place] for place, shard in places], target_tokens=target_tokens)
+        times = DecisionTimes.summary(one for shard in shards for one in shard.decisions)
+        record["decision_ms"] = {name: value and rounded(value) for name, value in times.items()}
+        record["version"] = VERSION
+        return record
+
+    def _dealt(self, shard: int) -> list[int]:
+        """The requests of a shard, in the order of their arrival."""
+        replicas, shards = self.cell.system.replicas, self.cell.shards
+        return [number for turn, number in enumerate(self._taken) if turn % replicas % shards == shard]
+
+
 def run(
     cell: Cell,
     *,
     on_share: Callable[[float], None] = lambda share: None,
-    on_events: Callable[[list[Event]], None] = lambda events: None,
+    on_events: Callable[[list[Event]], None] = _ignore,
 ) -> Record:
     """Simulate a cell and return its record.
 
     on_share: called from time to time with the share of requests that have ended. on_events: called with the events of
     the first replica. Raises `ConfigError` for a workload that cannot be drawn.
     """
-    system, jobs = cell.system, cell.jobs()
-    lengths = [job.output_tokens for job in jobs]
-    taken = [number for number, job in enumerate(jobs) if system.most_output(job) >= job.output_tokens]
-    watch = _Watch(system, len(taken), on_share, on_events)
-    dispatch = make_dispatch(system.dispatch, system.replicas, system.cost, lambda request: lengths[request.id])
-    predictor, jct = cell.predictor(jobs), cell.jct_for(jobs)
-    foreseeing = None if predictor is None else Foreseeing(dispatch, predictor, jct=jct)
-    replicas = [_replica(system, lengths) for _ in range(system.replicas)]
-    with _without_garbage_collection():
-        # A generator, so that ended requests take no memory for their tokens.
-        requests = (_request(system, number, jobs[number]) for number in taken)
-        end = simulate_cluster(
-            replicas, requests, foreseeing or dispatch, on_events=watch.observe, until=cell.extent.until_s
-        )
-    facts = watch.facts(end)
-    for one in facts:
-        one.stream, one.output_limit = jobs[one.id].stream, lengths[one.id]
-        one.target = NO_TARGET if jct is None else Target(jct_s=jct(lengths[one.id]))
-    rejected = [job.stream for job in jobs if system.most_output(job) < job.output_tokens]
-    record = _settings_of(cell) | summarize(facts, now=end, rejected=rejected, slo=cell.slo_for(jobs))
-    if foreseeing is not None:
-        record["prediction"] = {
-            "predictor": system.predictor_for(cell.workload),
-            **foreseeing.log.summary(),
-            "execution": _execution(system.cost),
-        }
-    target_tokens = saturating_tokens(system.cost, system.max_num_batched_tokens)
-    add_usage(record, watch.usages, target_tokens=target_tokens)
-    times = DecisionTimes.summary(replica.decisions for replica in replicas)
-    record["decision_ms"] = {name: value and rounded(value) for name, value in times.items()}
-    record["version"] = VERSION
-    return record
+    whole, count = Run(cell), cell.shards
+
+    def simulated(shard: int) -> ShardResult:
+        def tell(share: float) -> None:
+            on_share((shard + share) / count)
+
+        return whole.shard(shard, on_share=tell, on_events=_ignore if shard else on_events)
+
+    return whole.record([simulated(shard) for shard in range(count)])
 
 
 class _Watch:
-    """Collects what a record needs from the events of a run."""
+    """Collects what a record needs from the events of a shard."""
 
     def __init__(
         self,
         system: System,
+        replicas: int,
         requests: int,
         on_share: Callable[[float], None],
         on_events: Callable[[list[Event]], None],
     ) -> None:
-        """requests: how many there are in all. on_share, on_events: see `run`."""
+        """replicas, requests: how many there are. on_share, on_events: see `run`."""
         self._requests = requests
         self._on_share = on_share
         self._on_events = on_events
         self._ended: list[RequestFacts] = []
         self._reported = 0
-        self._logs = [RequestLog(self._ended.append) for _ in range(system.replicas)]
+        self._logs = [RequestLog(self._ended.append) for _ in range(replicas)]
         self.usages = [
             EngineUsage(device_blocks=system.kv_blocks, block_size=system.block_size, block_bytes=system.moved_bytes)
             for _ in self._logs

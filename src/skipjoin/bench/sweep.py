@@ -1,4 +1,5 @@
-"""Many simulated runs at once, in separate processes: sweeps over a grid, and searches for the largest rate."""
+"""Many simulated runs at once, in separate processes: sweeps over a grid, searches for the largest rate and for the
+fewest replicas. The shards of one run are in separate processes, too."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from statistics import fmean
 from typing import Protocol
 
 from skipjoin.bench.bound import Bound
-from skipjoin.bench.simulation import Cell, run
+from skipjoin.bench.simulation import Cell, Run, ShardResult, run
 from skipjoin.observe.record import Record
 
 # A search ends when its bracket is this narrow, relative to the rate.
@@ -119,29 +120,33 @@ def sweep(plans: Sequence[SweepPlan], processes: int, watcher: SweepWatcher) -> 
     """Run all cells; raises an exception of a run. An interrupt ends the sweep at once; cells reported as `done` stay
     so."""
     context = get_context("spawn")  # a fork would copy locks held by other threads
-    shares: Queue[tuple[int, float]] = context.Queue()
+    shares: Queue[tuple[int, int, float]] = context.Queue()
     pool = ProcessPoolExecutor(processes, mp_context=context, initializer=_enter, initargs=(shares,))
     numbers = count()
-    waiting: dict[Future[Record], tuple[int, SweepPlan, Cell]] = {}
+    cells: dict[int, _Running] = {}
+    waiting: dict[Future[_Result], tuple[_Running, int]] = {}
 
-    def begin(plan: SweepPlan, cells: Iterable[Cell]) -> None:
-        for cell in cells:
-            number = next(numbers)
-            watcher.begun(number, cell)
-            waiting[pool.submit(_run, number, cell)] = (number, plan, cell)
+    def begin(plan: SweepPlan, more: Iterable[Cell]) -> None:
+        for cell in more:
+            running = _Running(next(numbers), plan, cell)
+            cells[running.number] = running
+            watcher.begun(running.number, cell)
+            for shard in range(cell.shards):
+                waiting[pool.submit(_run, running.number, cell, shard)] = (running, shard)
 
     try:
         for plan in plans:
             begin(plan, plan.first())
         while waiting:
             finished, _ = wait(waiting, timeout=_TICK_S, return_when=FIRST_COMPLETED)
-            for number, share in _drain(shares):
-                watcher.share(number, share)
-            for future in sorted(finished, key=lambda one: waiting[one][0]):
-                number, plan, cell = waiting.pop(future)
-                record = future.result()
-                watcher.done(number, record)
-                begin(plan, plan.then(cell, record))
+            for number, shard, share in _drain(shares):
+                watcher.share(number, cells[number].share(shard, share))
+            for future in sorted(finished, key=lambda one: waiting[one][0].number):
+                running, shard = waiting.pop(future)
+                record = running.done(shard, future.result())
+                if record is not None:
+                    watcher.done(running.number, record)
+                    begin(running.plan, running.plan.then(running.cell, record))
     except BaseException:
         for worker in active_children():
             worker.terminate()
@@ -151,21 +156,59 @@ def sweep(plans: Sequence[SweepPlan], processes: int, watcher: SweepWatcher) -> 
         shares.close()
 
 
-def _drain(shares: Queue[tuple[int, float]]) -> Iterator[tuple[int, float]]:
+class _Running:
+    """A cell under way."""
+
+    def __init__(self, number: int, plan: SweepPlan, cell: Cell) -> None:
+        self.number = number
+        self.plan = plan
+        self.cell = cell
+        self._shares = [0.0] * cell.shards
+        self._results: dict[int, ShardResult] = {}
+
+    def share(self, shard: int, share: float) -> float:
+        """The share of the cell's requests that have ended, now that this is the shard's."""
+        self._shares[shard] = share
+        return fmean(self._shares)
+
+    def done(self, shard: int, result: _Result) -> Record | None:
+        """A shard is done; the record of the cell if it was the last one."""
+        if not isinstance(result, ShardResult):
+            return result
+        self._results[shard] = result
+        if len(self._results) < self.cell.shards:
+            return None
+        results, self._results = self._results, {}
+        return Run(self.cell).record([results[shard] for shard in range(self.cell.shards)])
+
+
+def _drain(shares: Queue[tuple[int, int, float]]) -> Iterator[tuple[int, int, float]]:
     while not shares.empty():
         yield shares.get()
 
 
 # -- in a worker process ----------------------------------------------------------------------------------
 
-_shares: list[Queue[tuple[int, float]]] = []  # in a worker: the queue to the parent
+# What a worker sends back: the record of a run in one shard, or a shard's part of it.
+_Result = Record | ShardResult
+
+_shares: list[Queue[tuple[int, int, float]]] = []  # in a worker: the queue to the parent
+_latest: dict[int, Run] = {}  # in a worker: the run that its last shard was of, by its number
 
 
-def _enter(shares: Queue[tuple[int, float]]) -> None:
+def _enter(shares: Queue[tuple[int, int, float]]) -> None:
     # Ctrl-C reaches every process of the terminal; the parent handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _shares.append(shares)
 
 
-def _run(number: int, cell: Cell) -> Record:
-    return run(cell, on_share=lambda share: _shares[0].put((number, share)))
+def _run(number: int, cell: Cell, shard: int) -> _Result:
+    def tell(share: float) -> None:
+        _shares[0].put((number, shard, share))
+
+    if cell.shards == 1:
+        return run(cell, on_share=tell)
+    if number not in _latest:
+        _latest.clear()
+        _latest[number] = Run(cell)
+    return _latest[number].shard(shard, on_share=tell)

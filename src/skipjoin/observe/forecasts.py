@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterable
 from statistics import StatisticsError, correlation, fmean
 
 from skipjoin.observe.record import Record, rounded
@@ -19,6 +20,16 @@ class ForecastLog:
         self._pairs: list[tuple[float, int]] = []
         self._covered: list[bool] = []
         self._sources: Counter[str] = Counter()
+
+    @classmethod
+    def of(cls, logs: Iterable[ForecastLog]) -> ForecastLog:
+        """What all of these have."""
+        whole = cls()
+        for log in logs:
+            whole._pairs += log._pairs
+            whole._covered += log._covered
+            whole._sources += log._sources
+        return whole
 
     def add(self, forecast: float, tokens: int, source: str, interval: tuple[float, float] | None = None) -> None:
         """An output of `tokens` tokens was expected to have `forecast`. interval: the lengths that 80 % of such outputs

@@ -110,6 +110,14 @@ class EngineUsage:
         points = self._points[::stride]
         return {name: [getattr(point, name) for point in points] for name in Point._fields}
 
+    def close(self, *, keeps_series: bool) -> None:
+        """Forget the requests, of which nothing may be observed afterwards, and perhaps the series: what is left is
+        small, and can be sent to another process."""
+        for known in (self._live, self._resident, self._on_host, self._dropped):
+            known.clear()
+        if not keeps_series:
+            self._points.clear()
+
     # -- folding ------------------------------------------------------------------------------------------
 
     def _arrive(self, event: Arrived) -> None:

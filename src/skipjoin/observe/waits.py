@@ -7,7 +7,8 @@ on one clock for all of them, and a request takes its part when it leaves them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from array import array
+from collections.abc import Iterator, Mapping, MutableSequence
 
 from skipjoin.core.events import Planned, Waited
 from skipjoin.core.step import StepResult
@@ -46,11 +47,19 @@ class WaitTimes:
     __slots__ = ("freed", "mark", "reason", "seconds", "since")
 
     def __init__(self) -> None:
-        self.seconds = [0.0] * len(REASONS)
+        self.seconds: MutableSequence[float] = [0.0] * len(REASONS)
         self.freed: Moment | None = None
         self.mark: Mark | None = None
         self.reason = _NOT_EXAMINED
         self.since = 0.0
+
+    def __getstate__(self) -> tuple[float, ...]:
+        """Only the seconds: in another process it waits for nothing any more."""
+        return tuple(self.seconds)
+
+    def __setstate__(self, seconds: tuple[float, ...]) -> None:
+        self.__init__()  # type: ignore[misc]
+        self.seconds = array("d", seconds)
 
     def by_reason(self) -> Iterator[tuple[WaitReason, float]]:
         """Each reason and its seconds."""

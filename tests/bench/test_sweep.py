@@ -9,15 +9,18 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from skipjoin.bench.bound import parse_bound
 from skipjoin.bench.results import load_results
 from skipjoin.bench.simulation import Cell, Extent, run
-from skipjoin.bench.sweep import Grid, RateSearch, sweep
+from skipjoin.bench.sweep import Grid, RateSearch, ReplicaSearch, sweep
 from skipjoin.cli import app
 from skipjoin.observe.record import Record
 from support.simulated import CELL, SYSTEM, WORKLOAD, repeatable
@@ -95,6 +98,46 @@ def test_a_search_ends_where_no_request_arrives_any_more() -> None:
     assert 0.01 < least < 0.5
 
 
+@given(
+    least=st.integers(1, 20_000), start=st.integers(1, 300), requests=st.integers(1, 20_000), seeds=st.integers(1, 2)
+)
+def test_a_search_finds_the_fewest_replicas(least: int, start: int, requests: int, seeds: int) -> None:
+    """Where the bound holds from `least` replicas on, whatever it starts from; more than requests are never tried."""
+    start = min(start, requests)
+    extents = [Extent(None, None, seed, limit=requests) for seed in range(seeds)]
+    cells = [Cell(replace(SYSTEM, replicas=start), Fixed(requests), extent) for extent in extents]
+    search, tried = ReplicaSearch(cells, parse_bound("slo.goodput_rps>=1")), dict[int, bool]()
+    todo = list(search.first())
+    while todo:
+        (replicas,) = {cell.system.replicas for cell in todo}
+        assert replicas not in tried
+        tried[replicas] = replicas >= least
+        record = {"slo": {"goodput_rps": replicas / least}}
+        todo = [more for cell in todo for more in search.then(cell, record)]
+    assert max(tried) <= min(max(start, requests), 10_000)
+    assert len(tried) < 20
+    if least > min(requests, 10_000):
+        assert not any(tried.values())
+    else:
+        found = min(replicas for replicas, holds in tried.items() if holds)
+        assert found - least <= max(0, 0.01 * found)
+
+
+class Fixed:
+    """A workload of so many requests, none of which is looked at."""
+
+    best_effort = None
+
+    def __init__(self, requests: int) -> None:
+        self._requests = requests
+
+    def draw(self, *extent: object) -> range:
+        return range(self._requests)
+
+    def describe(self, *extent: object) -> dict[str, Any]:
+        return {}
+
+
 def simulate(*options: str) -> subprocess.CompletedProcess[str]:
     command = [SKIPJOIN, "simulate", *options]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
@@ -119,6 +162,23 @@ def test_the_command_finds_the_largest_rate(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "largest req/s with normalized_latency_s.mean<=0.1" in done.stdout
     assert len(load_results([out])) > 5
+
+
+def test_the_command_finds_the_fewest_replicas(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    bound = "normalized_latency_s.mean<=0.05"
+    options = ["--recipes", "fcfs,srpt", "--rates", "60,90", "--duration", "4", "--max-num-seqs", "8"]
+    done = simulate(*SMALL, *options, "--find-min-replicas", bound, "--out", str(out))
+    assert done.returncode == 0, done.stderr
+    assert f"fewest replicas with {bound}" in done.stdout
+    sizes: dict[tuple[str, float], dict[int, bool]] = {}
+    for record in load_results([out]):
+        tried = sizes.setdefault((record["recipe"], record["workload"]["rate_rps"]), {})
+        tried[record["settings"]["replicas"]] = parse_bound(bound).holds(record)
+    for tried in sizes.values():
+        fewest = min(replicas for replicas, holds in tried.items() if holds)
+        assert fewest == 1 or tried[fewest - 1] is False
+    assert len(sizes) == 4
 
 
 def test_the_command_writes_a_timeline(tmp_path: Path) -> None:
@@ -155,6 +215,10 @@ def test_the_command_writes_a_timeline(tmp_path: Path) -> None:
         ("--rates 1 --until -1", "until"),
         ("--find-max-rate nonsense", "bound must read"),
         ("--find-max-rate normalised.mean<=3", "normalized_latency_s.mean"),
+        ("--rates 1 --find-max-rate jct_s.mean<=1 --find-min-replicas jct_s.mean<=1", "exclude each other"),
+        ("--find-min-replicas jct_s.mean<=1", "rates must be given"),
+        ("--rates 1 --find-min-replicas slo.goodput_rps>=1", "slo.goodput_rps is null"),
+        ("--rates 1 --find-min-replicas nonsense", "bound must read"),
         ("--rates 1 --out missing/out.json", "missing"),
     ],
 )

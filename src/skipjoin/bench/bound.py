@@ -1,4 +1,4 @@
-"""Bounds on a field of the result records, and the largest arrival rate at which one holds."""
+"""Bounds on a field of the result records, and the largest arrival rate or fewest replicas with which one holds."""
 
 from __future__ import annotations
 
@@ -102,6 +102,20 @@ def maximum_rate(points: Mapping[float, Sequence[Record]], bound: Bound) -> Maxi
             crossing = (bound.limit - value) / (next_value - value)
             return MaximumRate(rate + crossing * (next_rate - rate), at_least=False)
     return MaximumRate(means[-1][0], at_least=True)
+
+
+def minimum_replicas(points: Mapping[int, Sequence[Record]], bound: Bound) -> int | None:
+    """The fewest replicas with which the mean over seeds keeps the bound, and does so with all larger numbers measured.
+
+    points: the records of one system at one rate by the number of its replicas. None: it does not hold with the most.
+    Raises `ConfigError` for records without the field.
+    """
+    found = None
+    for replicas in sorted(points, reverse=True):
+        if not bound.allows(fmean(map(bound.value, points[replicas]))):
+            break
+        found = replicas
+    return found
 
 
 def _nearest(record: Record, field: str) -> str:

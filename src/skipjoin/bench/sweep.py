@@ -3,15 +3,18 @@ fewest replicas. The shards of one run are in separate processes, too."""
 
 from __future__ import annotations
 
+import math
 import signal
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import replace
+from functools import cached_property
 from itertools import count
 from multiprocessing import active_children, get_context
 from multiprocessing.queues import Queue
 from statistics import fmean
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from skipjoin.bench.bound import Bound
 from skipjoin.bench.simulation import Cell, Run, ShardResult, run
@@ -19,11 +22,13 @@ from skipjoin.observe.record import Record
 
 # A search ends when its bracket is this narrow, relative to the rate.
 _TOLERANCE = 0.02
-# The first factor between tried rates: small, so that a start near the result does not go far into overload, which
+_REPLICA_TOLERANCE = 0.01
+# The first factor between tried numbers: small, so that a start near the result does not go far into overload, which
 # takes longest to simulate. It is squared at each step up to the longest.
 _FIRST_STRIDE, _LONGEST_STRIDE = 1.25, 4.0
 # Rates outside this range are not searched.
 _LOWEST_RPS, _HIGHEST_RPS = 1e-4, 1e5
+_MOST_REPLICAS = 10_000
 _TICK_S = 0.2
 
 
@@ -52,55 +57,119 @@ class Grid:
         return ()
 
 
-class RateSearch:
-    """Searches the largest rate at which the mean over seeds keeps a bound: steps up or down, in growing strides, until
-    the rate lies between two others, then bisects the interval (on a logarithmic scale) to 2 %.
+class BoundSearch(ABC):
+    """Searches the number of a system's load or size at which the mean over seeds of a field just keeps a bound: steps
+    up or down, in growing strides, until the number lies between two others, then bisects the interval (on a
+    logarithmic scale).
 
-    cells: one per seed, all at the initial rate. The search stops for a system that keeps the bound at 100,000 requests
-    per second, or breaks it at 0.0001 or at a rate without arrivals.
+    cells: one per seed, all at the initial number.
     """
+
+    # Whether the bound is harder to keep at larger numbers.
+    _harder_above: ClassVar[bool]
 
     def __init__(self, cells: Sequence[Cell], bound: Bound) -> None:
         self._cells = cells
         self._bound = bound
-        self._holds: float | None = None  # the highest rate known to keep the bound
-        self._breaks: float | None = None  # the lowest rate known to break it
-        self._values: list[float] = []  # at the current rate
+        self._holds: float | None = None  # the hardest number known to keep the bound
+        self._breaks: float | None = None  # the easiest number known to break it
+        self._values: list[float] = []  # at the current number
         self._stride = _FIRST_STRIDE
 
     def first(self) -> Sequence[Cell]:
         return self._cells
 
-    def then(self, cell: Cell, record: Record) -> list[Cell]:
+    def then(self, cell: Cell, record: Record) -> Sequence[Cell]:
         self._values.append(self._bound.value(record))
         if len(self._values) < len(self._cells):
             return []
-        rate = cell.extent.rate_rps
-        assert rate is not None
         if self._bound.allows(fmean(self._values)):
-            self._holds = rate
+            self._holds = self._number(cell)
         else:
-            self._breaks = rate
+            self._breaks = self._number(cell)
         following = self._next()
-        cells = [] if following is None else self._at(following)
-        return cells if all(cell.jobs() for cell in cells) else []
+        self._values = []
+        return [] if following is None else self._at(following)
 
     def _next(self) -> float | None:
-        if self._breaks is None or self._holds is None:
-            stride, self._stride = self._stride, min(self._stride**2, _LONGEST_STRIDE)
-            if self._breaks is None:
-                assert self._holds is not None
-                following = self._holds * stride
-            else:
-                following = self._breaks / stride
-            return following if _LOWEST_RPS <= following <= _HIGHEST_RPS else None
-        if self._breaks <= self._holds * (1 + _TOLERANCE):
-            return None
-        return float((self._holds * self._breaks) ** 0.5)
+        if self._holds is not None and self._breaks is not None:
+            return self._between(self._holds, self._breaks)
+        stride, self._stride = self._stride, min(self._stride**2, _LONGEST_STRIDE)
+        known = self._holds if self._breaks is None else self._breaks
+        assert known is not None
+        upward = self._harder_above == (self._breaks is None)
+        return self._beyond(known, stride if upward else 1 / stride)
 
-    def _at(self, rate: float) -> list[Cell]:
-        self._values = []
-        return [replace(cell, extent=replace(cell.extent, rate_rps=rate)) for cell in self._cells]
+    @abstractmethod
+    def _number(self, cell: Cell) -> float:
+        """The number of a cell."""
+
+    @abstractmethod
+    def _at(self, number: float) -> Sequence[Cell]:
+        """The cells of this number, one per seed; none: the search ends."""
+
+    @abstractmethod
+    def _beyond(self, known: float, factor: float) -> float | None:
+        """The number to try next, about `factor` times a known one; None: the search ends."""
+
+    @abstractmethod
+    def _between(self, holds: float, breaks: float) -> float | None:
+        """The number to try between two; None: they are near enough."""
+
+
+class RateSearch(BoundSearch):
+    """Searches the largest rate at which a bound holds, to 2 %.
+
+    It stops for a system that keeps the bound at 100,000 requests per second, or breaks it at 0.0001 or at a rate
+    without arrivals.
+    """
+
+    _harder_above = True
+
+    def _number(self, cell: Cell) -> float:
+        assert cell.extent.rate_rps is not None
+        return cell.extent.rate_rps
+
+    def _at(self, number: float) -> Sequence[Cell]:
+        cells = [replace(cell, extent=replace(cell.extent, rate_rps=number)) for cell in self._cells]
+        return cells if all(cell.jobs() for cell in cells) else []
+
+    def _beyond(self, known: float, factor: float) -> float | None:
+        following = known * factor
+        return following if _LOWEST_RPS <= following <= _HIGHEST_RPS else None
+
+    def _between(self, holds: float, breaks: float) -> float | None:
+        return None if breaks <= holds * (1 + _TOLERANCE) else math.sqrt(holds * breaks)
+
+
+class ReplicaSearch(BoundSearch):
+    """Searches the fewest replicas at which a bound holds, exactly or to 1 % where they are more than 100.
+
+    It stops for a system that breaks the bound at 10,000 replicas or with one for each request: more would not help.
+    """
+
+    _harder_above = False
+
+    @cached_property
+    def _most(self) -> int:
+        return min(_MOST_REPLICAS, max(len(cell.jobs()) for cell in self._cells))
+
+    def _number(self, cell: Cell) -> float:
+        return cell.system.replicas
+
+    def _at(self, number: float) -> Sequence[Cell]:
+        return [replace(cell, system=replace(cell.system, replicas=int(number))) for cell in self._cells]
+
+    def _beyond(self, known: float, factor: float) -> float | None:
+        if factor > 1:
+            return min(math.ceil(known * factor), self._most) if known < self._most else None
+        return max(math.floor(known * factor), 1) if known > 1 else None
+
+    def _between(self, holds: float, breaks: float) -> float | None:
+        if holds - breaks <= max(1, _REPLICA_TOLERANCE * holds):
+            return None
+        middle: float = round(math.sqrt(holds * breaks))
+        return min(max(middle, breaks + 1), holds - 1)
 
 
 class SweepWatcher(Protocol):

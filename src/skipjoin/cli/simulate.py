@@ -12,15 +12,15 @@ from typing import Annotated
 
 import typer
 
-from skipjoin.bench.bound import Bound, parse_bound
+from skipjoin.bench.bound import parse_bound
 from skipjoin.bench.machine import Machine
 from skipjoin.bench.results import ResultsFile
 from skipjoin.bench.simulation import Cell, Extent
-from skipjoin.bench.sweep import Grid, RateSearch, sweep
+from skipjoin.bench.sweep import Grid, RateSearch, ReplicaSearch, sweep
 from skipjoin.bench.system import System
 from skipjoin.bench.workload import Workload
 from skipjoin.cli.options import Section, Values, read_assignments, takes
-from skipjoin.cli.simulate_report import SimulationReport, trace_run
+from skipjoin.cli.simulate_report import Goal, SimulationReport, trace_run
 from skipjoin.cli.workload import LoadOptions, has_own_times, parse_rates, parse_seeds, rates_of
 from skipjoin.config import DEPRECATED, ConfigError, with_aliases
 from skipjoin.knobs import Knob, check
@@ -72,6 +72,14 @@ class RunOptions:
             "Search the largest rate with, for example, 'normalized_latency_s.mean<=0.3'.", metavar="BOUND", group=_RUNS
         ),
     ] = None
+    find_min_replicas: Annotated[
+        str | None,
+        Knob(
+            "Search the fewest replicas, from --replicas on, with for example 'slo.goodput_rps>=100' at each rate.",
+            metavar="BOUND",
+            group=_RUNS,
+        ),
+    ] = None
     slo_scale: Annotated[
         float | None,
         Knob(
@@ -108,6 +116,14 @@ class RunOptions:
 
     def __post_init__(self) -> None:
         check(self)
+        if self.find_max_rate and self.find_min_replicas:
+            raise ConfigError("find-max-rate and find-min-replicas exclude each other")
+
+    def goal(self) -> Goal | None:
+        """What is searched; None: nothing. Raises `ConfigError`."""
+        if self.find_max_rate:
+            return Goal(RateSearch, parse_bound(self.find_max_rate))
+        return Goal(ReplicaSearch, parse_bound(self.find_min_replicas)) if self.find_min_replicas else None
 
     def system_values(self) -> Values:
         """What these say of each system. Raises `ConfigError`."""
@@ -135,8 +151,8 @@ def simulate(*, runs: Values, machine: Values, system: Values, load: Values) -> 
     slo = wanted.objectives(options.slo)
     systems = Machine(**machine).systems(wanted.recipes, **system, **wanted.system_values())
     workload = options.workload()
-    bound = parse_bound(wanted.find_max_rate) if wanted.find_max_rate else None
-    rates = rates_of(options.rates, workload) if bound is None else _start_rates(options.rates, workload)
+    goal = wanted.goal()
+    rates = (_start_rates if wanted.find_max_rate else rates_of)(options.rates, workload)
     duration_s = options.duration_s(rates, _DURATION_S)
     stop = math.inf if wanted.until is None else wanted.until
     cells = [
@@ -146,17 +162,17 @@ def simulate(*, runs: Values, machine: Values, system: Values, load: Values) -> 
         for seed in parse_seeds(options.seeds)
     ]
     cells[0].check()
-    if wanted.timeline is not None and (len(cells) > 1 or bound):
+    if wanted.timeline is not None and (len(cells) > 1 or goal):
         raise ConfigError("timeline is for a single run: one recipe, one rate, one seed")
     results = ResultsFile(options.out, existing=options.existing) if options.out else None
-    _run(cells, SimulationReport(results, bound), bound, wanted)
+    _run(cells, SimulationReport(results, goal), goal, wanted)
 
 
-def _run(cells: list[Cell], report: SimulationReport, bound: Bound | None, wanted: RunOptions) -> None:
+def _run(cells: list[Cell], report: SimulationReport, goal: Goal | None, wanted: RunOptions) -> None:
     # Told to end as by an interrupt, it takes its processes with it.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with report:
-        plans = [Grid(cells)] if bound is None else [RateSearch(group, bound) for group in _by_system(cells)]
+        plans = [Grid(cells)] if goal is None else [goal.search(group, goal.bound) for group in _alike(cells)]
         try:
             if wanted.timeline is not None:
                 trace_run(cells[0], wanted.timeline, report)
@@ -176,8 +192,9 @@ def _start_rates(text: str | None, workload: Workload) -> tuple[float, ...]:
     return found
 
 
-def _by_system(cells: list[Cell]) -> list[list[Cell]]:
-    groups: dict[str, list[Cell]] = {}
+def _alike(cells: list[Cell]) -> list[list[Cell]]:
+    """Cells that differ in their seeds alone."""
+    groups: dict[tuple[str, float | None], list[Cell]] = {}
     for cell in cells:
-        groups.setdefault(cell.system.recipe, []).append(cell)
+        groups.setdefault((cell.system.recipe, cell.extent.rate_rps), []).append(cell)
     return list(groups.values())

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import fmean
 from types import TracebackType
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from skipjoin.bench.bound import Bound, field_value, maximum_rate
+from skipjoin.bench.bound import Bound, field_value, maximum_rate, minimum_replicas
 from skipjoin.bench.results import ResultsFile, rate_of
 from skipjoin.bench.simulation import Cell, run
+from skipjoin.bench.sweep import BoundSearch, ReplicaSearch
 from skipjoin.config import ConfigError
 from skipjoin.observe.record import Record, preempted
 from skipjoin.observe.timeline import Timeline
@@ -32,15 +34,27 @@ _COLUMNS = {
 _PREDICTIONS = {"R of logs": "r_log", "MAE": "mae", "in 25 %": "within_25", "in 80 % range": "coverage_80"}
 
 
+class Goal(NamedTuple):
+    """What a search looks for: the largest rate or the fewest replicas with a bound."""
+
+    search: type[BoundSearch]
+    bound: Bound
+
+    @property
+    def replicas(self) -> bool:
+        """Whether it looks for the fewest replicas."""
+        return self.search is ReplicaSearch
+
+
 class SimulationReport:
     """Keeps every finished run, in the file at once, and shows how far the others are; at its end a table.
 
-    results: where records go; None: nowhere. bound: what a search looks for.
+    results: where records go; None: nowhere. goal: what a search looks for; None: there is no search.
     """
 
-    def __init__(self, results: ResultsFile | None, bound: Bound | None) -> None:
+    def __init__(self, results: ResultsFile | None, goal: Goal | None) -> None:
         self._results = results
-        self._bound = bound
+        self._goal = goal
         self._records: dict[int, Record] = {}
         self._total = 0
         self._shares: dict[int, float] = {}  # of runs under way
@@ -77,7 +91,7 @@ class SimulationReport:
 
     def begun(self, number: int, cell: Cell) -> None:
         self._total += 1
-        self._bars.update(self._runs, total=self._total)
+        self._bars.update(self._runs, total=self._total, description=self._tried(cell))
 
     def share(self, number: int, share: float) -> None:
         self._shares[number] = share
@@ -90,55 +104,104 @@ class SimulationReport:
             self._results.append(record)
         self._bars.update(self._runs, completed=len(self._records))
 
+    def _tried(self, cell: Cell) -> str:
+        """What the latest run is of, where that is searched."""
+        if self._goal is None:
+            return "runs"
+        replicas, rate = cell.system.replicas, cell.extent.rate_rps
+        at = "" if rate is None else f" at {_text(rate)} req/s"
+        return f"{cell.system.recipe}, {replicas} replica{'s' * (replicas != 1)}{at}"
+
     # -- the tables ---------------------------------------------------------------------------------------
 
     def _print(self) -> None:
-        by_recipe: dict[str, dict[float | None, list[Record]]] = defaultdict(lambda: defaultdict(list))
+        groups: dict[_Group, list[Record]] = defaultdict(list)
         for _, record in sorted(self._records.items()):
-            by_recipe[record["recipe"]][rate_of(record)].append(record)
-        table = Table("recipe", "req/s", "finished", *_COLUMNS, "preempted", box=None)
-        for recipe, rates in by_recipe.items():
-            for rate, records in sorted(rates.items(), key=lambda item: item[0] or 0.0):
-                counts = [record["requests"] for record in records]
-                finished, submitted = (sum(count[key] for count in counts) for key in ("finished", "submitted"))
-                cells = [_mean(records, field) for field in _COLUMNS.values()]
-                made_way = _text(fmean(map(preempted, records)))
-                table.add_row(recipe, _text(rate), f"{finished}/{submitted}", *cells, made_way)
+            groups[_group(record)].append(record)
+        recipes = list(dict.fromkeys(group.recipe for group in groups))
+        ordered = sorted(groups.items(), key=lambda item: (recipes.index(item[0].recipe), item[0][1:]))
+        clusters = ["replicas"] if self._goal is not None and self._goal.replicas else []
+        table = Table("recipe", "req/s", *clusters, "finished", *_COLUMNS, "preempted", box=None)
+        for group, records in ordered:
+            counts = [record["requests"] for record in records]
+            finished, submitted = (sum(count[key] for count in counts) for key in ("finished", "submitted"))
+            cells = [_mean(records, field) for field in _COLUMNS.values()]
+            size = [str(group.replicas) for _ in clusters]
+            made_way = _text(fmean(map(preempted, records)))
+            table.add_row(group.recipe, _text(group.rate_rps), *size, f"{finished}/{submitted}", *cells, made_way)
         console = Console(highlight=False)
         if not console.is_terminal:
             console.width = _FILE_WIDTH
         console.print(table)
         if any("prediction" in record for record in self._records.values()):
-            console.print(self._predictions(by_recipe))
-        if self._bound is not None:
-            console.print(self._maxima(by_recipe))
+            console.print(_predictions(ordered))
+        if self._goal is not None:
+            console.print((_minima if self._goal.replicas else _maxima)(ordered, self._goal.bound))
 
-    def _predictions(self, by_recipe: dict[str, dict[float | None, list[Record]]]) -> Table:
-        """How good forecasts were, and how well a linear model gives the execution time of a request."""
-        table = Table("recipe", "req/s", "predictor", *_PREDICTIONS, "T = T0 s + n (alpha s + beta), ms", box=None)
-        for recipe, rates in by_recipe.items():
-            for rate, records in sorted(rates.items(), key=lambda item: item[0] or 0.0):
-                if "prediction" not in records[0]:
-                    continue
-                found = records[0]["prediction"]
-                cells = [_mean(records, f"prediction.{field}") for field in _PREDICTIONS.values()]
-                time = found["execution"]
-                terms = ", ".join(f"{_text(1000 * time[name])}" for name in ("t0_s", "alpha_s", "beta_s"))
-                shares = " and ".join(f"{time[name]:.3f}" for name in ("r2_prefill", "r2_decode"))
-                table.add_row(recipe, _text(rate), found["predictor"], *cells, f"{terms}; R2 {shares}")
-        return table
 
-    def _maxima(self, by_recipe: dict[str, dict[float | None, list[Record]]]) -> Table:
-        table = Table("recipe", f"largest req/s with {self._bound}", "to the first", box=None)
-        first: float | None = None
-        assert self._bound is not None
-        for recipe, rates in by_recipe.items():
-            points = {rate: records for rate, records in rates.items() if rate is not None}
-            found = maximum_rate(points, self._bound)
-            first = first if first is not None or found is None else found.rate_rps
-            ratio = f"{found.rate_rps / first:.2f}x" if found is not None and first else "-"
-            table.add_row(recipe, "none" if found is None else str(found), ratio)
-        return table
+class _Group(NamedTuple):
+    """Records that differ in their seeds alone."""
+
+    recipe: str
+    rate: float  # 0 where the workload has times of its own
+    replicas: int
+
+    @property
+    def rate_rps(self) -> float | None:
+        return self.rate or None
+
+
+def _group(record: Record) -> _Group:
+    return _Group(record["recipe"], rate_of(record) or 0.0, record["settings"]["replicas"])
+
+
+_Groups = Sequence[tuple[_Group, list[Record]]]
+
+
+def _predictions(groups: _Groups) -> Table:
+    """How good forecasts were, and how well a linear model gives the execution time of a request."""
+    table = Table("recipe", "req/s", "predictor", *_PREDICTIONS, "T = T0 s + n (alpha s + beta), ms", box=None)
+    for group, records in groups:
+        if "prediction" not in records[0]:
+            continue
+        found = records[0]["prediction"]
+        cells = [_mean(records, f"prediction.{field}") for field in _PREDICTIONS.values()]
+        time = found["execution"]
+        terms = ", ".join(f"{_text(1000 * time[name])}" for name in ("t0_s", "alpha_s", "beta_s"))
+        shares = " and ".join(f"{time[name]:.3f}" for name in ("r2_prefill", "r2_decode"))
+        table.add_row(group.recipe, _text(group.rate_rps), found["predictor"], *cells, f"{terms}; R2 {shares}")
+    return table
+
+
+def _maxima(groups: _Groups, bound: Bound) -> Table:
+    table = Table("recipe", f"largest req/s with {bound}", "to the first", box=None)
+    first: float | None = None
+    points: dict[str, dict[float, list[Record]]] = defaultdict(dict)
+    for group, records in groups:
+        if group.rate_rps is not None:
+            points[group.recipe][group.rate_rps] = records
+    for recipe, rates in points.items():
+        found = maximum_rate(rates, bound)
+        first = first if first is not None or found is None else found.rate_rps
+        ratio = f"{found.rate_rps / first:.2f}x" if found is not None and first else "-"
+        table.add_row(recipe, "none" if found is None else str(found), ratio)
+    return table
+
+
+def _minima(groups: _Groups, bound: Bound) -> Table:
+    table = Table("recipe", "req/s", f"fewest replicas with {bound}", "to the first", box=None)
+    first: dict[float, int] = {}  # by rate
+    points: dict[tuple[str, float], dict[int, list[Record]]] = defaultdict(dict)
+    for group, records in groups:
+        points[group.recipe, group.rate][group.replicas] = records
+    for (recipe, rate), sizes in points.items():
+        found = minimum_replicas(sizes, bound)
+        if found is None:
+            table.add_row(recipe, _text(rate or None), "none", "-")
+        else:
+            ratio = found / first.setdefault(rate, found)
+            table.add_row(recipe, _text(rate or None), str(found), f"{ratio:.2f}x")
+    return table
 
 
 def trace_run(cell: Cell, path: Path, report: SimulationReport) -> None:
@@ -156,10 +219,9 @@ def trace_run(cell: Cell, path: Path, report: SimulationReport) -> None:
     print(f"wrote {path}", file=sys.stderr)
 
 
-def _place(record: Record) -> tuple[str, str, float, int]:
+def _place(record: Record) -> tuple[str | float, ...]:
     """Where a record stands among others: the same runs give the same file."""
-    workload = record["workload"]
-    return (record["hardware"], record["recipe"], workload.get("rate_rps") or 0.0, workload["seed"])
+    return (record["hardware"], *_group(record), record["workload"]["seed"])
 
 
 def _mean(records: Iterable[Record], field: str) -> str:

@@ -17,6 +17,7 @@ from skipjoin.bench.simulation import Cell, Extent, run
 from skipjoin.bench.trace import read_trace
 from skipjoin.bench.workload import Replay, with_best_effort
 from skipjoin.config import ConfigError
+from skipjoin.core.engine import EngineCore
 from skipjoin.core.events import Event, Finished
 from skipjoin.core.step import StepShape
 from skipjoin.observe.record import Slo
@@ -169,7 +170,7 @@ def test_shards_give_the_record_of_the_whole(monkeypatch: pytest.MonkeyPatch, re
     monkeypatch.setattr(simulation, "REPLICAS_PER_SHARD", 3)
     assert cell.shards == 3
     shares: list[float] = []
-    assert run(cell, on_share=shares.append) == whole
+    assert repeatable(run(cell, on_share=shares.append)) == repeatable(whole)
     assert shares == sorted(shares)
     assert 0 < shares[-1] <= 1
 
@@ -185,6 +186,40 @@ def test_a_rule_chooses_within_a_shard(monkeypatch: pytest.MonkeyPatch) -> None:
     turns = run(replace(cell, system=replace(system, dispatch="round-robin")))
     assert parts["jct_s"]["mean"] < turns["jct_s"]["mean"]
     assert parts["jct_s"]["mean"] == pytest.approx(whole["jct_s"]["mean"], rel=0.1)
+
+
+def near(value: Any) -> Any:
+    """The value with numbers that may differ in the last digits that a record keeps."""
+    if isinstance(value, dict):
+        return {name: near(part) for name, part in value.items()}
+    return pytest.approx(value, rel=1e-5, abs=1e-9) if isinstance(value, list | float) else value
+
+
+@pytest.mark.parametrize("until_s", [math.inf, 11.0])
+@pytest.mark.parametrize("rate_rps", [2.0, 10.0, 30.0])
+@pytest.mark.parametrize("recipe", ["fcfs", "orca", "sarathi"])
+def test_steps_taken_together_give_the_record_of_single_ones(
+    monkeypatch: pytest.MonkeyPatch, recipe: str, rate_rps: float, until_s: float
+) -> None:
+    """At light load, where most are, with some evictions, and at overload."""
+    single = run(cramped(recipe, rate_rps, until_s), on_events=lambda events: None)
+    together: list[int] = []
+    decode = EngineCore.decode
+    monkeypatch.setattr(EngineCore, "decode", lambda *args: together.append(len(args[-1])) or decode(*args))
+    assert repeatable(run(cramped(recipe, rate_rps, until_s))) == near(repeatable(single))
+    assert rate_rps > 2.0 or sum(together) > 0.3 * single["steps"]
+
+
+@pytest.mark.parametrize("recipe", sorted(RECIPES))
+def test_no_recipe_notices_that_steps_are_taken_together(recipe: str) -> None:
+    cell = cramped(recipe, 10.0, math.inf)
+    assert repeatable(run(cell)) == near(repeatable(run(cell, on_events=lambda events: None)))
+
+
+def cramped(recipe: str, rate_rps: float, until_s: float) -> Cell:
+    """A run in which KV is short at the higher rates."""
+    system = replace(SYSTEM, recipe=recipe, kv_blocks=120, host_blocks=60, max_model_len=500, max_tokens=300)
+    return Cell(system, WORKLOAD, Extent(rate_rps, 15.0, 1, until_s=until_s))
 
 
 def test_pipeline_stages_overlap() -> None:

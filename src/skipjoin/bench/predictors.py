@@ -218,6 +218,7 @@ class Foreseeing:
         self, dispatch: Dispatch, predictor: Predictor, *, jct: Callable[[float], float] | None = None
     ) -> None:
         self.log = ForecastLog()
+        self.ignores_tokens = dispatch.ignores_tokens
         self._dispatch = dispatch
         self._predictor = predictor
         self._jct = jct

@@ -22,7 +22,7 @@ from skipjoin.core.kv import KVLedger
 from skipjoin.core.policy import CostModel
 from skipjoin.core.request import NO_TARGET, Request, RequestOptions, Target
 from skipjoin.core.scheduler import Scheduler
-from skipjoin.exec.simulated import SimulatedExecutor
+from skipjoin.exec.simulated import SimulatedExecutor, none
 from skipjoin.observe.decisions import DecisionTimes
 from skipjoin.observe.forecasts import ForecastLog
 from skipjoin.observe.record import NO_SLO, Record, Slo, add_usage, rounded, summarize
@@ -158,7 +158,9 @@ class Run:
         dispatch = make_dispatch(system.dispatch, count, system.cost, lambda request: lengths[request.id])
         predictor, jct = cell.predictor(self.jobs), self._jct
         foreseeing = None if predictor is None else Foreseeing(dispatch, predictor, jct=jct)
-        replicas = [_replica(system, lengths) for _ in range(count)]
+        # Dispatch rules that weigh work, and a timeline, are told of every token when it comes.
+        together = dispatch.ignores_tokens and on_events is _ignore
+        replicas = [_replica(system, lengths, together=together) for _ in range(count)]
         with _without_garbage_collection():
             # A generator, so that ended requests take no memory for their tokens.
             requests = (_request(system, number, self.jobs[number]) for number in taken)
@@ -284,11 +286,13 @@ def _execution(cost: CostModel) -> Record:
     return {name: rounded(value) for name, value in zip(names, values, strict=True)}
 
 
-def _replica(system: System, lengths: Sequence[int]) -> Replica:
+def _replica(system: System, lengths: Sequence[int], *, together: bool) -> Replica:
+    """together: whether steps that only decode are taken together, where that changes nothing else."""
     policies = build(system.recipe, system.settings, system.own_params)
     kv = KVLedger(system.kv_blocks, system.host_blocks, system.block_size)
     core = EngineCore(Scheduler(policies, kv, depth=system.stages))
-    executor = SimulatedExecutor(system.cost, _sampler(lengths), system.stage_shares or system.stages)
+    alike = _alike(lengths) if together else none
+    executor = SimulatedExecutor(system.cost, _sampler(lengths), system.stage_shares or system.stages, alike=alike)
     return Replica(core, executor, decision_s=system.decision_s)
 
 
@@ -299,6 +303,11 @@ def _sampler(lengths: Sequence[int]) -> Callable[[Request, int], int]:
         return _END if position + 1 - len(request.prompt) >= lengths[request.id] else _TOKEN
 
     return sample
+
+
+def _alike(lengths: Sequence[int]) -> Callable[[Request], int]:
+    """How many tokens a request gets before the one that ends it."""
+    return lambda request: lengths[request.id] - len(request.output) - 1
 
 
 def _request(system: System, number: int, job: WorkloadRequest) -> Request:

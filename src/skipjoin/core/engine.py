@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Sequence
+from itertools import accumulate
 
-from skipjoin.core.events import Arrived, Event, Finished, Token
+from skipjoin.core.events import Arrived, Decoded, Event, Finished, Token
 from skipjoin.core.forecast import Forecast
 from skipjoin.core.kv import KVLedger
 from skipjoin.core.request import FinishReason, Request
@@ -109,6 +111,31 @@ class EngineCore:
                 self._finish(request, FinishReason.STOP, now)
             elif known >= request.max_total_tokens:
                 self._finish(request, FinishReason.LENGTH, now)
+
+    def steady(self) -> StepPlan | None:
+        """The plan in flight, if after it `decode` may be called; otherwise None."""
+        return None if self._deadlines else self.scheduler.steady(len(self.requests))
+
+    def decode(self, since: float, ends: Sequence[float]) -> None:
+        """Take steps together that follow the plan that was `steady`, and whose result was there at `since`: they end
+        at `ends`, and in each of them every request gets one more token, equal to its last one, and none ends.
+
+        The outcome is that of the single steps, but for the ids of plans and blocks and for the events (`Decoded`).
+        Raises ValueError if blocks are short.
+        """
+        steps, kv, requests = len(ends), self.kv, tuple(self.requests.values())
+        grown = kv.growth(requests, steps)
+        if grown is None:
+            raise ValueError(f"{steps} steps need more blocks than are available")
+        claimed = kv.device_total - kv.available
+        for request in requests:
+            request.output += [request.output[-1]] * steps
+            request.known += steps
+            request.computed += steps
+            request.planned += steps
+            kv.grow(request, request.computed)
+        claims = [claimed + blocks for blocks in accumulate(grown)]
+        self.scheduler.events.append(Decoded(requests, since, ends, claims))
 
     def wait_of(self, request: Request) -> WaitState | None:
         """Why the request waits, and since when; None while it runs."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from enum import Enum
 from typing import NamedTuple
 
@@ -107,6 +107,21 @@ class Computed(NamedTuple):
     now: float
 
 
+class Decoded(NamedTuple):
+    """Several steps were decided and computed, each with one more token of each of these requests, and nothing else
+    happened: it stands for the `Planned`, `Computed` and `Token` of all of them. Only where a driver takes steps
+    together (`EngineCore.decode`).
+
+    since: when the first one was decided. ends: when each one's result was there, and the next one was decided.
+    claimed: with each, as in `Planned`.
+    """
+
+    requests: tuple[Request, ...]
+    since: float
+    ends: Sequence[float]
+    claimed: Sequence[int]
+
+
 class Token(NamedTuple):
     """A token was generated. detail: what else the sampler reports, None mostly."""
 
@@ -143,6 +158,7 @@ Event = (
     | Waited
     | Planned
     | Computed
+    | Decoded
     | Moved
     | MoveFailed
     | Token

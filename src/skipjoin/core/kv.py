@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from skipjoin.core.claims import Account, Claim, Lender
@@ -234,6 +234,18 @@ class KVLedger:
                 held.device.append(self._device_free.pop())
             self._refresh(request, held)
         return held
+
+    def growth(self, requests: Iterable[Request], steps: int) -> list[int] | None:
+        """How many blocks beyond their claims these requests need in each of `steps` steps that compute one more token
+        of each. None: more in all than are available, or a claim is lent or does not reach that far."""
+        size, blocks = self.block_size, [0] * steps
+        for request in requests:
+            held = self._held[request]
+            if held.lender is not self._root or request.planned + steps > request.claimed:
+                return None
+            for step in range((held.size - held.lent) * size - request.planned, steps, size):
+                blocks[step] += 1
+        return blocks if sum(blocks) <= self.available else None
 
     def release(self, request: Request) -> None:
         """Take back everything the request holds and claims; no effect if that is nothing. Its guests stay, and their

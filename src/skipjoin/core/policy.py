@@ -213,6 +213,14 @@ class EvictionPolicy(Protocol):
         ...
 
 
+def rests(policy: object) -> bool:
+    """Whether steps in which all requests decode, and nothing waits, leave the policy as it was, whether it is asked
+    and told of them or not. A class says so by an attribute `rests` of its own, for itself alone: one that is derived
+    from it may do more."""
+    name = "rests"
+    return name in vars(type(policy)) and bool(getattr(policy, name))
+
+
 @dataclass(frozen=True, slots=True)
 class Policies:
     """One serving system: a choice for every seam.
@@ -233,6 +241,11 @@ class Policies:
     on_evicted: tuple[Callable[[Request, float], None], ...] = field(init=False, repr=False, compare=False)
     on_reforecast: tuple[Callable[[Request, float], None], ...] = field(init=False, repr=False, compare=False)
     on_finished: tuple[Callable[[Request, float], None], ...] = field(init=False, repr=False, compare=False)
+
+    @property
+    def rest(self) -> bool:
+        """Whether all of them do, as `rests` says."""
+        return all(map(rests, (self.ordering, self.batcher, self.admission, self.eviction)))
 
     def __post_init__(self) -> None:
         seams = (self.ordering, self.batcher, self.admission, self.eviction)

@@ -141,6 +141,19 @@ class Scheduler:
             if request.last_plan == old_id and request.finish_reason is None and not request.is_satisfied:
                 self.events.append(Preempted(request, now, Preemption.PAUSE))
 
+    def steady(self, live: int) -> StepPlan | None:
+        """The plan in flight, if steps like it can follow as far as blocks and tokens last: it decodes all `live`
+        requests, nothing is in transit, and the policies rest. Otherwise None."""
+        if self.depth > 1 or self.overlap or not self._in_flight or self.kv.is_moving:
+            return None
+        (plan,) = self._in_flight
+        if len(plan.slices) != live or plan.blocking or plan.overlapped or not self.policies.rest:
+            return None
+        decodes = all(
+            piece.tokens == 1 and piece.samples and piece.request.finish_reason is None for piece in plan.slices
+        )
+        return plan if decodes else None
+
     # -- settling -----------------------------------------------------------------------------------------
 
     def commit(self, result: StepResult, now: float) -> set[Request]:

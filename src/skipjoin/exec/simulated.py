@@ -17,6 +17,11 @@ def never(move: Move) -> bool:
     return False
 
 
+def none(request: Request) -> int:
+    """The default for `alike`: no token is known to be like another."""
+    return 0
+
+
 def position_as_token(request: Request, position: int) -> int:
     """A sampler for runs in which only lengths matter."""
     return position
@@ -57,7 +62,8 @@ class SimulatedExecutor:
     for the link, one queue per direction; blocking moves go first.
 
     cost: seconds of steps, all stages together, and of transfers. sample: the token of a request at a position. stages:
-    number of equal stages, or each stage's share of a step's compute time. fails: whether a move fails.
+    number of equal stages, or each stage's share of a step's compute time. fails: whether a move fails. alike: how many
+    of the tokens that a request gets next are alike and end nothing; it may be less than there are.
     """
 
     def __init__(
@@ -67,11 +73,13 @@ class SimulatedExecutor:
         stages: int | Sequence[float] = 1,
         *,
         fails: Callable[[Move], bool] = never,
+        alike: Callable[[Request], int] = none,
     ) -> None:
         self._shares = stage_shares(stages)
         self._cost = cost
         self._sample = sample
         self._fails = fails
+        self._alike = alike
         self._free_at = [0.0] * len(self._shares)
         self._has_run = False
         self._link_free_at = dict.fromkeys(Direction, 0.0)
@@ -99,6 +107,24 @@ class SimulatedExecutor:
         landed = [move for move in ended if move not in failed] if failed else ended
         result = StepResult(plan, tokens, seconds, moving=moving, landed=landed, failed=failed, stages=stages)
         return SimulatedHandle(result, ready_at)
+
+    def foresee(self, handle: SimulatedHandle, most: int) -> list[float]:
+        """When the step in flight ends, and when those do that can follow it, at most `most` in all: each decodes the
+        same requests, whose tokens are alike and end nothing. Empty if a request may end with the step in flight. For
+        one stage and no moves."""
+        slices, ready_at = handle.outcome.plan.slices, handle.ready_at
+        for piece in slices:
+            request = piece.request
+            most = min(most, self._alike(request), request.max_total_tokens - request.known - 1)
+            if most < 1:
+                return []
+        shape, ends = StepShape.of(slices), [ready_at]
+        prefill, attention, decodes, context = shape
+        for _ in range(most - 1):
+            context += decodes
+            ready_at += self._cost.step(StepShape(prefill, attention, decodes, context))
+            ends.append(ready_at)
+        return ends
 
     def _run(self, parts: Sequence[float], now: float) -> tuple[float, tuple[StageTime, ...]]:
         """Occupy the stages in turn for `parts` seconds each. Returns when the last one is done, and the stage

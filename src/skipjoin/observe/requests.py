@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from skipjoin.core.events import (
     Arrived,
     Computed,
+    Decoded,
     Event,
     Finished,
     Planned,
@@ -153,6 +155,7 @@ class RequestLog:
             Started: self._start,
             Preempted: self._preempt,
             Computed: self._settle,
+            Decoded: self._decode,
             Finished: self._finish,
             Restarted: self._restart,
         }
@@ -170,15 +173,14 @@ class RequestLog:
         """Take what happened, in order."""
         live, on_gap, handlers = self._live, self._on_gap, self._handlers
         for event in events:
-            kind = type(event)
-            if kind is Token:
-                facts = live[event.request]  # type: ignore[union-attr]
+            if type(event) is Token:
+                facts = live[event.request]
                 last, facts.last_token = facts.last_token, event.now
                 if last is None:
                     self._begin(facts, event.now)
                 elif on_gap is not None:
                     on_gap(event.now - last)
-            elif (handle := handlers.get(kind)) is not None:
+            elif (handle := handlers.get(type(event))) is not None:
                 handle(event)
 
     def _plan(self, event: Planned) -> None:
@@ -260,3 +262,19 @@ class RequestLog:
             if facts is not None:
                 facts.swapping_s += missed
         self._computed_at = now if live else None
+
+    def _decode(self, event: Decoded) -> None:
+        """As the `Planned`, `Computed` and `Token` of each step. Nothing but the steps takes time."""
+        last, on_gap = event.ends[-1], self._on_gap
+        freed = self.waits.decoded(len(event.ends), last)
+        for request in event.requests:
+            facts = self._live[request]
+            facts.last_token = last
+            facts.execution_s += last - event.since
+            if facts.waits is not None:
+                facts.waits.freed = freed
+        if on_gap is not None:
+            for before, end in pairwise((event.since, *event.ends)):
+                for _ in event.requests:
+                    on_gap(end - before)
+        self._computed_at = last

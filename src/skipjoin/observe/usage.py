@@ -10,6 +10,7 @@ from skipjoin.core.events import (
     Arrived,
     Claimed,
     Computed,
+    Decoded,
     Event,
     Finished,
     Moved,
@@ -72,6 +73,7 @@ class EngineUsage:
             Claimed: self._claim,
             Planned: self._plan,
             Computed: self._compute,
+            Decoded: self._decode,
             Preempted: self._preempt,
             Moved: self._move,
             MoveFailed: self._fail,
@@ -130,7 +132,7 @@ class EngineUsage:
     def _plan(self, event: Planned) -> None:
         self._advance(event.now)
         self._claimed = event.claimed
-        self._note(event)
+        self._note(event.now, len(event.plan.slices))
 
     def _preempt(self, event: Preempted) -> None:
         request, how = event.request, event.how
@@ -174,6 +176,21 @@ class EngineUsage:
             if dropped and (high := dropped.get(request, 0)) > piece.start:
                 self.recomputed_tokens += min(end, high) - piece.start
 
+    def _decode(self, event: Decoded) -> None:
+        """As the `Planned` and `Computed` of each step."""
+        count, begin = len(event.requests), event.since
+        for end, claimed in zip(event.ends, event.claimed, strict=True):
+            self._claimed = claimed
+            self._note(begin, count)
+            self._advance(end)
+            self._used += count
+            begin = end
+        self.steps += len(event.ends)
+        self.slices += count * len(event.ends)
+        self.forwards[count] += len(event.ends)
+        for request in event.requests:
+            self._resident[request] += len(event.ends)
+
     def _move(self, event: Moved) -> None:
         move = event.move
         if move.direction is Direction.OUT:
@@ -209,13 +226,13 @@ class EngineUsage:
         self._allocated_seconds += seconds * self._claimed / self._blocks
         self._now = now
 
-    def _note(self, event: Planned) -> None:
+    def _note(self, now: float, running: int) -> None:
+        """Add a point: so many requests run in the step that was decided."""
         points = self._points
-        if points and event.now < points[-1].time_s + self._spacing:
+        if points and now < points[-1].time_s + self._spacing:
             return
-        running = len(event.plan.slices)
-        used, allocated = self._used / self._capacity, event.claimed / self._blocks
-        points.append(Point(event.now, used, allocated, running, max(0, len(self._live) - running)))
+        used, allocated = self._used / self._capacity, self._claimed / self._blocks
+        points.append(Point(now, used, allocated, running, max(0, len(self._live) - running)))
         if len(points) > 2 * POINTS:
             del points[1::2]
-            self._spacing = (event.now - points[0].time_s) / len(points)
+            self._spacing = (now - points[0].time_s) / len(points)

@@ -137,6 +137,13 @@ class WaitLog:
         self._last = waits.freed
         return waits
 
+    def decoded(self, steps: int, end: float) -> Moment:
+        """So many steps were decided and computed without a pause, the last one until `end`, and no request waited.
+        Returns the moment of the last result."""
+        self._decisions += steps
+        self._last = Moment(end, self._decisions, self._mark(end))
+        return self._last
+
     def finished(self, times: WaitTimes, now: float) -> None:
         """The request ended."""
         if times.freed is not None:  # a plan in flight held it, or it ended with its last step

@@ -14,6 +14,8 @@ class OnDemand:
     requests can grow for a while before one of them is evicted. It applies to admission only.
     """
 
+    rests = True
+
     def __init__(self, watermark: float = 0.01) -> None:
         if not 0 <= watermark < 1:
             raise ValueError(f"watermark must be in [0, 1), got {watermark}")
@@ -28,6 +30,8 @@ class OnDemand:
 
 class WholeMaximum:
     """Space for the prompt and max_tokens, once and for all (Orca): an admitted request never runs short."""
+
+    rests = True
 
     def claim(self, request: Request, target: int, kv: KVLedger) -> Grant | Wait:
         blocks = kv.blocks_for(request.max_total_tokens)

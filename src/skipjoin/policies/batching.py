@@ -33,6 +33,8 @@ class Greedy:
     it; one longer than `max_tokens` is the only prompt of its step.
     """
 
+    rests = True
+
     def __init__(self, max_seqs: int, max_tokens: int, *, chunked: bool) -> None:
         _check_budgets(max_seqs, max_tokens)
         self.max_seqs = max_seqs

@@ -22,7 +22,9 @@ _OWN_ENDS = (FinishReason.STOP, FinishReason.LENGTH)
 
 
 class Dispatch(Protocol):
-    """Chooses a replica for each request as it arrives."""
+    """Chooses a replica for each request as it arrives. ignores_tokens: whether it need not be told of tokens."""
+
+    ignores_tokens: bool
 
     def choose(self, request: Request) -> int:
         """The number of the replica that takes the request."""
@@ -34,6 +36,8 @@ class Dispatch(Protocol):
 
 class RoundRobin:
     """One replica after the other, from 0."""
+
+    ignores_tokens = True
 
     def __init__(self, replicas: int) -> None:
         self._replicas = replicas
@@ -84,6 +88,8 @@ class LeastWork:
     lengths: how many tokens a request will have generated when it ends; asked again when a request has passed that.
     learn: told of every request that came to its own end.
     """
+
+    ignores_tokens = False
 
     def __init__(
         self, lengths: Callable[[Request], int], *, learn: Callable[[Request], object] = lambda request: None

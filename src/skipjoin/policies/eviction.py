@@ -29,6 +29,8 @@ class Recompute:
     """The least important make way, their KV is dropped, and they compute it again when they return (FastServe
     section 4.2, strawman 2)."""
 
+    rests = True
+
     def returns_overlapped(self, request: Request) -> bool:
         return False
 
@@ -50,6 +52,8 @@ class Defer(Recompute):
     """Requests that hold KV keep it, and newcomers wait, whatever their rank; only growth evicts the least important
     (FastServe section 4.2, strawman 1)."""
 
+    rests = True
+
     def victims(
         self, short: int, candidates: Sequence[Request], kv: KVLedger, now: float, newcomer: Request | None
     ) -> Sequence[tuple[Request, Preemption]]:
@@ -68,6 +72,8 @@ class Swap(Recompute):
     cost: of steps and transfers. drop_share: share of the time that it may take to compute again what newcomers made
     others lose; a newcomer of better `priority` than its victim does not wait for that. Infinite: nothing is paced.
     """
+
+    rests = True
 
     def __init__(self, cost: CostModel, *, drop_share: float = DROP_SHARE) -> None:
         if not drop_share > 0:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
-from skipjoin.core.policy import Callbacks, Ordering
+from skipjoin.core.policy import Callbacks, Ordering, rests
 from skipjoin.core.request import Request
 from skipjoin.core.step import Slice
 from skipjoin.policies.ranking import Ranking
@@ -17,6 +17,8 @@ class FixedKey(Callbacks):
 
     key: a comparable value per request.
     """
+
+    rests = True
 
     def __init__(self, key: Callable[[Request], Any]) -> None:
         self._key = key
@@ -45,6 +47,8 @@ class FixedKey(Callbacks):
 class Fcfs(FixedKey):
     """First come, first served."""
 
+    rests = True
+
     def __init__(self) -> None:
         super().__init__(lambda request: request.arrival)
 
@@ -61,6 +65,11 @@ class Prioritized(Callbacks):
         self._bands: dict[int, Ordering] = {}
         self._sorted: list[Ordering] = []
         self._sizes: dict[int, int] = {}
+
+    @property
+    def rests(self) -> bool:
+        """See `skipjoin.core.policy.rests`."""
+        return all(map(rests, self._sorted))
 
     def arrived(self, request: Request, now: float) -> None:
         number = request.options.priority

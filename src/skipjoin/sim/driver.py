@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter
@@ -16,6 +17,9 @@ from skipjoin.exec.simulated import SimulatedExecutor, SimulatedHandle
 from skipjoin.observe.decisions import DecisionTimes
 from skipjoin.policies.dispatch import Dispatch
 
+# Most steps that are taken together: foreseeing them is lost work where a request arrives before their end.
+_MOST_STEPS = 32
+
 
 class StalledError(RuntimeError):
     """Requests are left, but nothing is in flight and nothing arrives any more: a scheduler error."""
@@ -26,6 +30,9 @@ class Replica:
 
     decision_s: host time that every decision takes before its step can begin, on the virtual clock. decisions: how long
     those that gave a plan took on the real one; nothing depends on it.
+
+    Steps that only decode are taken together where the executor foresees them and policies rest
+    (`EngineCore.decode`): times and tokens are those of single steps. They take no decision of their own.
     """
 
     def __init__(self, core: EngineCore, executor: SimulatedExecutor, *, decision_s: float = 0.0) -> None:
@@ -34,23 +41,37 @@ class Replica:
         self.decisions = DecisionTimes()
         self._decision_s = decision_s
         self._in_flight: deque[SimulatedHandle] = deque()
+        # When the step in flight and those after it end, where they are taken together; otherwise empty.
+        self._ends: Sequence[float] = ()
 
     @property
     def next_at(self) -> float:
         """When `turn` must be called next if nothing arrives; inf: never."""
+        if self._ends:
+            return self._ends[-1]
         landing = self._in_flight[0].ready_at if self._in_flight else math.inf
         return min(landing, self.core.next_deadline)
 
     def turn(self, now: float, arrived: Iterable[Request]) -> list[Event]:
         """Settle landed plans, take arrivals, start plans that can run. Returns the events."""
         core, in_flight = self.core, self._in_flight
+        self._settle(now)
         while in_flight and in_flight[0].ready_at <= now:
             core.finish_step(in_flight.popleft().result(), now)
         for request in arrived:
             core.add(request, now)
-        while (plan := self._decide(now)) is not None:
-            in_flight.append(self._executor.submit(plan, now + self._decision_s))
+        self._start(now)
+        self._ends = self._foreseen()
         return core.take_events()
+
+    def settle(self, now: float) -> list[Event]:
+        """Take the steps that ended by now, where several are taken together. Returns the events."""
+        self._settle(now)
+        return self.core.take_events()
+
+    def _start(self, now: float) -> None:
+        while (plan := self._decide(now)) is not None:
+            self._in_flight.append(self._executor.submit(plan, now + self._decision_s))
 
     def _decide(self, now: float) -> StepPlan | None:
         begun = perf_counter()
@@ -58,6 +79,26 @@ class Replica:
         if plan is not None:
             self.decisions.add(perf_counter() - begun)
         return plan
+
+    def _foreseen(self) -> Sequence[float]:
+        """The ends of the step in flight and of those after it that only decode, as long as no request arrives."""
+        if self._decision_s or (plan := self.core.steady()) is None:
+            return ()
+        ends = self._executor.foresee(self._in_flight[0], _MOST_STEPS)
+        requests = (piece.request for piece in plan.slices)
+        return ends if len(ends) > 1 and self.core.kv.growth(requests, len(ends)) is not None else ()
+
+    def _settle(self, now: float) -> None:
+        """Take the steps that ended by now together, and begin the one that did not."""
+        ended = self._ends[: bisect_right(self._ends, now)]
+        self._ends = ()
+        if not ended:
+            return
+        self.core.finish_step(self._in_flight.popleft().result(), ended[0])
+        if len(ended) > 1:
+            self.core.decode(ended[0], ended[1:])
+        if ended[-1] < now:
+            self._start(ended[-1])
 
 
 def simulate(
@@ -95,6 +136,8 @@ def simulate_cluster(
         if instant == math.inf:
             break
         if instant > until:
+            for index, replica in enumerate(replicas):
+                on_events(index, replica.settle(until))
             return until
         now = max(now, instant)
         turning: dict[int, list[Request]] = {}
@@ -120,6 +163,8 @@ def simulate_cluster(
 
 class _One:
     """The dispatch rule of a single replica."""
+
+    ignores_tokens = True
 
     def choose(self, request: Request) -> int:
         return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -205,7 +206,13 @@ def test_steps_taken_together_give_the_record_of_single_ones(
     single = run(cramped(recipe, rate_rps, until_s), on_events=lambda events: None)
     together: list[int] = []
     decode = EngineCore.decode
-    monkeypatch.setattr(EngineCore, "decode", lambda *args: together.append(len(args[-1])) or decode(*args))
+
+    def watched(core: EngineCore, since: float, ends: Sequence[float]) -> None:
+        decode(core, since, ends)
+        core.kv.check()
+        together.append(len(ends))
+
+    monkeypatch.setattr(EngineCore, "decode", watched)
     assert repeatable(run(cramped(recipe, rate_rps, until_s))) == near(repeatable(single))
     assert rate_rps > 2.0 or sum(together) > 0.3 * single["steps"]
 

@@ -18,10 +18,11 @@ from dataclasses import replace
 
 from matplotlib.figure import Figure
 
-from alise.setting import A100, NEAR_TRUE, lasting, named, plain
+from alise.setting import A100, NEAR_TRUE
 from figures.pictures import legend_of, look
 from figures.report import main, settings_of, table
 from figures.runs import Options, Result, cells, grid, mean, pick, run_plans
+from figures.variants import lasting, named, plain
 from skipjoin.bench.plots import style
 from skipjoin.bench.system import System
 from skipjoin.bench.workload import synthetic

@@ -16,10 +16,11 @@ from dataclasses import replace
 
 from matplotlib.figure import Figure
 
-from alise.setting import A100, alise, lasting, named, plain
+from alise.setting import A100, alise
 from figures.pictures import bars
 from figures.report import latencies, main, settings_of, table
 from figures.runs import Options, Result, cells, grid, mean, pick, poisson, run_plans
+from figures.variants import lasting, named, plain
 from skipjoin.bench.plots import style
 
 RATE_RPS, SEEDS, LASTING = 4.5, 2, 0.4

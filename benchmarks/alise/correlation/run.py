@@ -16,11 +16,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from matplotlib.figure import Figure
 
-from alise.setting import A100, alise, lasting, named, plain
+from alise.setting import A100, alise
 from figures.pictures import legend_of, look
 from figures.report import latencies, main, settings_of
 from figures.runs import Options, Result, cells, grid, mean, pick, poisson, run_plans
 from figures.shapes import held
+from figures.variants import lasting, named, plain
 from skipjoin.bench.plots import style
 
 RHOS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)

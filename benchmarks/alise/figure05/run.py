@@ -15,10 +15,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from matplotlib.figure import Figure
 
-from alise.setting import V100, plain
+from alise.setting import V100
 from figures.pictures import legend_of
 from figures.report import main, table
 from figures.runs import Options, Result
+from figures.variants import plain
 from skipjoin.bench.plots import style
 from skipjoin.core.step import StepShape
 from skipjoin.policies.execution import ExecutionTime

@@ -17,10 +17,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from matplotlib.figure import Figure
 
-from alise.setting import BOUND, NEAR_TRUE, REGRESSED, V100, lasting, named, plain
+from alise.setting import BOUND, NEAR_TRUE, REGRESSED, V100
 from figures.panels import Panels
 from figures.report import latencies, main, settings_of
 from figures.runs import Kept, Options, Result, cells, grid, pick, poisson, run_plans
+from figures.variants import lasting, named, plain
 
 VARIANTS = (*plain("orca", "fcfs", "fastserve"), NEAR_TRUE, *REGRESSED, *plain("alise-oracle"))
 MODELS, DATASETS = ("opt-2.7b", "opt-6.7b", "opt-13b"), ("sharegpt", "alpaca")

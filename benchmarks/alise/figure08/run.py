@@ -17,10 +17,11 @@ from statistics import fmean
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from matplotlib.figure import Figure
 
-from alise.setting import NEAR_TRUE, V100, Variant, lasting, named
+from alise.setting import NEAR_TRUE, V100
 from figures.pictures import curves, legend_of
 from figures.report import latencies, main, settings_of, table
 from figures.runs import Options, Result, cells, grid, mean, pick, poisson, run_plans
+from figures.variants import Variant, lasting, named
 from skipjoin.bench.plots import style
 from skipjoin.observe.record import preempted
 

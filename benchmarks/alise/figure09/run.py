@@ -18,10 +18,11 @@ from statistics import fmean
 
 from matplotlib.figure import Figure
 
-from alise.setting import A100, NEAR_TRUE, REGRESSED, V100, plain
+from alise.setting import A100, NEAR_TRUE, REGRESSED, V100
 from figures.pictures import legend_of, look
 from figures.report import main, settings_of, table
 from figures.runs import Options, Result, cells, poisson
+from figures.variants import plain
 from skipjoin.bench.plots import style
 from skipjoin.bench.simulation import Cell, run
 from skipjoin.observe.requests import RequestFacts, RequestLog

@@ -20,10 +20,11 @@ from dataclasses import replace
 
 from matplotlib.figure import Figure
 
-from alise.setting import A100, FASTSERVE_BOUND, NEAR_TRUE, Variant, lasting, plain
+from alise.setting import A100, FASTSERVE_BOUND, NEAR_TRUE
 from figures.pictures import bars, legend_of
 from figures.report import latencies, main, settings_of, table
 from figures.runs import Options, Result, Search, cells, grid, pick, poisson, run_plans
+from figures.variants import Variant, lasting, plain
 from skipjoin.bench.plots import style
 from skipjoin.bench.system import System
 

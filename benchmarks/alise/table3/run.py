@@ -18,11 +18,12 @@ from dataclasses import replace
 
 from matplotlib.figure import Figure
 
-from alise.setting import BOUND, NEAR_TRUE, REGRESSED, V100, Variant, lasting, named, plain
+from alise.setting import BOUND, NEAR_TRUE, REGRESSED, V100
 from figures.panels import Panels
 from figures.pictures import bars, colours_of, legend_of
 from figures.report import latencies, main, settings_of, table
 from figures.runs import Kept, Options, Result, cells, grid, mean, pick, poisson, run_plans
+from figures.variants import Variant, lasting, named, plain
 from skipjoin.bench.plots import style
 
 MODELS = ("llama-13b", "llama-7b", "pythia-12b")

@@ -19,10 +19,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from matplotlib.figure import Figure
 
-from alise.setting import A100, Variant, alise, lasting, named, plain
+from alise.setting import A100, alise
 from figures.pictures import curves, legend_of
 from figures.report import latencies, main, settings_of, table
 from figures.runs import Kept, Options, Result, cells, grid, pick, run_plans
+from figures.variants import Variant, lasting, named, plain
 from skipjoin.bench.arrivals import parse_arrivals
 from skipjoin.bench.plots import style
 from skipjoin.bench.trace import read_trace

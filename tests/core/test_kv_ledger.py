@@ -338,6 +338,25 @@ def test_the_check_finds(corrupt: Callable[[KVLedger], None]) -> None:
         kv.check()
 
 
+def test_expected_kv_is_fenced_until_it_is_there() -> None:
+    kv = KVLedger(DEVICE, HOST, BLOCK)
+    request = make(0, 10)
+    request.computed = 10
+    kv.expect(request)
+    kv.check()
+    assert kv.device_free == DEVICE - 3
+    assert (kv.is_settled(request), kv.is_moving, kv.can_move_out(request)) == (False, False, False)
+    for wrong in (kv.release, kv.expect):
+        with pytest.raises(LedgerError, match="in transit"):
+            wrong(request)
+    kv.receive(request)
+    with pytest.raises(LedgerError, match="does not expect"):
+        kv.receive(request)
+    kv.check()
+    kv.release(request)
+    assert kv.device_free == DEVICE
+
+
 def test_blocks_are_handed_out_lowest_first_and_again_in_the_same_order() -> None:
     kv = KVLedger(DEVICE, HOST, BLOCK)
     first = blocks_of(kv, 0, 12)

@@ -41,8 +41,8 @@ class EngineCore:
         return self.kv.device_total * self.kv.block_size
 
     def add(self, request: Request, now: float) -> None:
-        """Take a request. Raises `RequestTooLargeError` if it could not run even alone, ValueError if its id is in
-        use."""
+        """Take a request; the KV of one that was expected (`expect`) is there. Raises `RequestTooLargeError` if it
+        could not run even alone, ValueError if its id is in use."""
         if request.max_total_tokens > self.largest_request:
             raise RequestTooLargeError(
                 f"the request may grow to {request.max_total_tokens} tokens (prompt plus max_tokens), "
@@ -55,6 +55,15 @@ class EngineCore:
             heapq.heappush(self._deadlines, (request.deadline, request.id))
         self.scheduler.events.append(Arrived(request, now))
         self.scheduler.add(request, now)
+
+    def expect(self, request: Request, now: float) -> bool:
+        """Reserve device blocks for a request whose computed tokens have KV at another engine, so that it can be copied
+        here; `add` the request when it is. False if there is no room for it now: nothing is evicted for it."""
+        return self.scheduler.expect(request, now)
+
+    def release(self, request: Request, now: float) -> None:
+        """Free the blocks of an ended request that keeps its KV (`Request.keeps_kv`)."""
+        self.scheduler.release(request, now)
 
     def abort(self, request_id: int, now: float, reason: FinishReason = FinishReason.ABORT) -> bool:
         """End the request, whatever state it is in; False if it is not there (any more). reason: STOP where its output

@@ -132,13 +132,22 @@ class Token(NamedTuple):
 
 
 class Finished(NamedTuple):
-    """The request left the engine; its blocks come home when the plans that hold them commit. detail: with
-    `FinishReason.ERROR`, what happened and what helps; it may be shown to the client."""
+    """The request left the engine; its blocks come home when the plans that hold them commit, or with `Released` if it
+    keeps its KV. detail: with `FinishReason.ERROR`, what happened and what helps; it may be shown to the client."""
 
     request: Request
     now: float
     reason: FinishReason
     detail: str = ""
+
+
+class Released(NamedTuple):
+    """The KV that the ended request kept (`Request.keeps_kv`) is needed no more: its blocks come home. claimed: as in
+    `Planned`, from now on."""
+
+    request: Request
+    now: float
+    claimed: int
 
 
 class Restarted(NamedTuple):
@@ -163,5 +172,6 @@ Event = (
     | MoveFailed
     | Token
     | Finished
+    | Released
     | Restarted
 )

@@ -247,6 +247,21 @@ class KVLedger:
                 blocks[step] += 1
         return blocks if sum(blocks) <= self.available else None
 
+    def expect(self, request: Request) -> None:
+        """Give the request device blocks for its computed tokens, whose KV is on its way from another engine: they are
+        fenced until `receive`."""
+        held = self.grow(request, request.computed)
+        if held.moving is not None:
+            raise LedgerError(f"request {request.id} expects KV while its own is in transit")
+        held.moving = Direction.IN
+
+    def receive(self, request: Request) -> None:
+        """The KV that the request expects is there: lift its fence."""
+        held = self._held[request]
+        if held.moving is not Direction.IN or held.host:
+            raise LedgerError(f"request {request.id} receives KV that it does not expect")
+        held.moving = None
+
     def release(self, request: Request) -> None:
         """Take back everything the request holds and claims; no effect if that is nothing. Its guests stay, and their
         lender is its own."""

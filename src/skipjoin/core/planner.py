@@ -20,6 +20,13 @@ from skipjoin.core.waits import WaitReason, WaitState
 _MOST_FORCED = 64
 
 
+def begin_decision(policies: Policies, kv: KVLedger, now: float) -> None:
+    """Let accounts have the blocks that the policies want them to have."""
+    for begin in policies.on_begin:
+        for account, blocks in begin(now, kv):
+            kv.reserve(account, blocks)
+
+
 class StepPlanner:
     """One step while it is being decided.
 
@@ -42,9 +49,7 @@ class StepPlanner:
     def plan(self) -> StepPlan:
         """Decide; the plan may be empty."""
         context, residency, evictor = self._context, self._residency, self._evictor
-        for begin in self._policies.on_begin:
-            for account, blocks in begin(context.now, self._kv):
-                self._kv.reserve(account, blocks)
+        begin_decision(self._policies, self._kv, context.now)
         overlapped = self._move_ahead() if self._kv.host_total else []
         builder = self._policies.batcher.open(replace(context, candidates=self._candidates()))
         last = self._fill(self._policies.ordering.ranked(context.now), builder)

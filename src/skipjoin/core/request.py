@@ -68,6 +68,7 @@ class Request:
     sampling: what the executor's sampler reads; the core never looks inside.
     forecast: of its output length, if there is one; `EngineCore.reforecast` changes it.
     output: generated so far; a request may come with tokens from elsewhere, after which it goes on.
+    keeps_kv: its blocks stay when it ends, to be read by another engine, until `EngineCore.release`.
     """
 
     id: int
@@ -79,6 +80,7 @@ class Request:
     options: RequestOptions = DEFAULT_OPTIONS
     sampling: object = None
     forecast: Forecast | None = None
+    keeps_kv: bool = False
 
     output: list[int] = field(default_factory=list)
     deadline: float = field(default=math.inf, init=False)  # follows from the options

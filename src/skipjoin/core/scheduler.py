@@ -13,9 +13,11 @@ from skipjoin.core.events import (
     Planned,
     Preempted,
     Preemption,
+    Released,
     Restarted,
     Waited,
 )
+from skipjoin.core.handover import Incoming
 from skipjoin.core.kv import KVLedger
 from skipjoin.core.planner import StepPlanner
 from skipjoin.core.policy import Policies
@@ -51,6 +53,7 @@ class Scheduler:
         self.events: list[Event] = []  # what happened since the engine core last took them
         # Why the requests wait that the last decision did not examine, and since when that is so.
         self.tail = WaitState(WaitReason.NOT_EXAMINED, 0.0)
+        self._incoming = Incoming(policies, kv)
         self._in_flight: deque[StepPlan] = deque()
         self._next_id = 0
         self._decisions = 0
@@ -72,15 +75,30 @@ class Scheduler:
 
     def add(self, request: Request, now: float) -> None:
         """Let the request compete for the device."""
+        received = self._incoming.receive(request, now)
+        self.events.extend(received)
         for arrived in self.policies.on_arrived:
             arrived(request, now)
+        for claimed in self.policies.on_claimed if received else ():
+            claimed(request, now)
+
+    def expect(self, request: Request, now: float) -> bool:
+        """Make room for a request whose computed KV is to come from another engine before it is added; False: not
+        now."""
+        return self._incoming.expect(request, now)
 
     def remove(self, request: Request, now: float) -> None:
         """The request is finished or aborted (its finish_reason is set). Its blocks come home now, or when the
-        last plan that holds or moves them commits."""
+        last plan that holds or moves them commits, or if it keeps its KV with `release`."""
         for finished in self.policies.on_finished:
             finished(request, now)
         self._release_if_settled(request)
+
+    def release(self, request: Request, now: float) -> None:
+        """The KV of a finished request is needed no more."""
+        request.keeps_kv = False
+        self._release_if_settled(request)
+        self.events.append(Released(request, now, self.kv.device_total - self.kv.available))
 
     # -- deciding -----------------------------------------------------------------------------------------
 
@@ -238,5 +256,5 @@ class Scheduler:
             self._release_if_settled(request)
 
     def _release_if_settled(self, request: Request) -> None:
-        if self.kv.is_settled(request) and not request.in_flight:
+        if self.kv.is_settled(request) and not request.in_flight and not request.keeps_kv:
             self.kv.release(request)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -145,6 +145,7 @@ class RequestLog:
         self._on_first = on_first
         self._on_gap = on_gap
         self._live: dict[Request, RequestFacts] = {}
+        self._coming: dict[Request, tuple[RequestFacts, Mapping[WaitReason, float]]] = {}
         self._planned: dict[int, float] = {}  # when the plans in flight were made
         self._computed_at: float | None = None  # when the last result came, if work was left then
         self.waits = WaitLog()
@@ -159,6 +160,11 @@ class RequestLog:
             Finished: self._finish,
             Restarted: self._restart,
         }
+
+    def expect(self, request: Request, facts: RequestFacts, waited: Mapping[WaitReason, float]) -> None:
+        """A request arrives next that began at another engine: its story goes on with these facts, of another log.
+        waited: seconds by reason since it left that engine."""
+        self._coming[request] = facts, waited
 
     def live(self, now: float) -> Iterator[RequestFacts]:
         """The requests that have not ended, in the order of their arrival, with their waits until now. Nothing may be
@@ -208,6 +214,12 @@ class RequestLog:
 
     def _arrive(self, event: Arrived) -> None:
         request = event.request
+        if request in self._coming:
+            facts, waited = self._coming.pop(request)
+            if facts.waits is not None:
+                self.waits.resumed(facts.waits, waited, event.now)
+            self._live[request] = facts
+            return
         self._live[request] = RequestFacts(
             request.id,
             request.arrival,

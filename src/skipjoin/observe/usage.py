@@ -18,6 +18,7 @@ from skipjoin.core.events import (
     Planned,
     Preempted,
     Preemption,
+    Released,
     Restarted,
 )
 from skipjoin.core.request import Request
@@ -78,6 +79,7 @@ class EngineUsage:
             Moved: self._move,
             MoveFailed: self._fail,
             Finished: self._finish,
+            Released: self._release,
             Restarted: self._restart,
         }
 
@@ -150,10 +152,16 @@ class EngineUsage:
     def _finish(self, event: Finished) -> None:
         request = event.request
         self._live.discard(request)
-        self._leave(request)
+        if not request.keeps_kv:
+            self._leave(request)
         self._on_host.pop(request, None)
         self._dropped.pop(request, None)
         self.claims.finished(request)
+
+    def _release(self, event: Released) -> None:
+        self._advance(event.now)
+        self._claimed = event.claimed
+        self._leave(event.request)
 
     def _restart(self, event: Restarted) -> None:
         self.claims.restarted()

@@ -97,9 +97,15 @@ class WaitLog:
     def arrived(self, arrival: float, now: float) -> WaitTimes:
         """A request entered the engine; it may have arrived at another one before."""
         times = WaitTimes()
-        self._add(times, _NOT_EXAMINED, now - arrival)
-        self._enter_tail(times, now)
+        self.resumed(times, {WaitReason.NOT_EXAMINED: now - arrival}, now)
         return times
+
+    def resumed(self, times: WaitTimes, waited: Mapping[WaitReason, float], now: float) -> None:
+        """A request entered the engine whose times another log has finished. waited: seconds by reason since then."""
+        for reason, seconds in waited.items():
+            self._add(times, _INDEX[reason], seconds)
+        times.freed = None
+        self._enter_tail(times, now)
 
     def waited(self, times: WaitTimes, event: Waited) -> None:
         """The request's reason changed."""

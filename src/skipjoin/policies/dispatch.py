@@ -122,10 +122,10 @@ class LeastWork:
     def choose(self, request: Request) -> int:
         chosen = self._idlest()
         prices, generated = self._prices[chosen], len(request.output)
-        # Tokens that it brings along are computed with its prompt.
+        # Tokens that it brings along are computed with its prompt, unless it brings their KV, too.
         left = _Left(
             chosen,
-            prices.prefill_s(len(request.prompt) + generated),
+            prices.prefill_s(request.known - request.computed),
             prices.token_s,
             max(1, self._lengths(request) - generated),
         )

@@ -60,6 +60,16 @@ class Defer(Recompute):
         return super().victims(short, candidates, kv, now, newcomer) if newcomer is None else ()
 
 
+class KeepKv(Recompute):
+    """The KV of the least important goes to the host with blocking moves, and returns with a blocking move of the step
+    that runs them. It is dropped only where the host is full."""
+
+    def victims(
+        self, short: int, candidates: Sequence[Request], kv: KVLedger, now: float, newcomer: Request | None
+    ) -> Sequence[tuple[Request, Preemption]]:
+        return [(victim, Preemption.SWAP) for victim in _until_enough(short, candidates, kv)]
+
+
 class Swap(Recompute):
     """The KV of the least important goes to the host with blocking moves, and returns with a blocking move of the step
     that runs them: reactive swapping (FastServe section 4.2).

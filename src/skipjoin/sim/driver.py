@@ -6,8 +6,9 @@ import heapq
 import math
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from time import perf_counter
+from typing import Protocol
 
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.events import Event
@@ -115,6 +116,69 @@ def simulate(
     return simulate_cluster([replica], requests, _One(), on_events=lambda _, events: on_events(events), until=until)
 
 
+class Traffic(Protocol):
+    """What comes to the replicas of a run, and when."""
+
+    @property
+    def next_at(self) -> float:
+        """When something comes next; inf: nothing, unless a replica does something."""
+        ...
+
+    @property
+    def left(self) -> int:
+        """Requests that are neither at a replica nor over."""
+        ...
+
+    def due(self, now: float) -> Iterable[tuple[int, Request | None]]:
+        """What comes by `now`: replicas that turn, each with a request that it takes or None. Asked at every instant,
+        before any replica turns."""
+        ...
+
+    def observe(self, replica: int, events: Sequence[Event]) -> None:
+        """What happened in a replica's turn."""
+
+
+class Arrivals:
+    """Requests in the order of their arrival. requests: in any order, with their arrivals in seconds."""
+
+    def __init__(self, requests: Iterable[Request]) -> None:
+        self._queue = deque(sorted(requests, key=lambda request: (request.arrival, request.id)))
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    @property
+    def next_at(self) -> float:
+        """When the next one arrives; inf: never."""
+        return self._queue[0].arrival if self._queue else math.inf
+
+    def take(self, now: float) -> Iterator[Request]:
+        """Take those that have arrived by `now`."""
+        while self._queue and self._queue[0].arrival <= now:
+            yield self._queue.popleft()
+
+
+class Dispatched:
+    """Requests that go to the replica that `dispatch` chooses when they arrive, and end there."""
+
+    def __init__(self, requests: Iterable[Request], dispatch: Dispatch) -> None:
+        self._arrivals = Arrivals(requests)
+        self._dispatch = dispatch
+        self.observe = dispatch.observe
+
+    @property
+    def next_at(self) -> float:
+        return self._arrivals.next_at
+
+    @property
+    def left(self) -> int:
+        return len(self._arrivals)
+
+    def due(self, now: float) -> Iterator[tuple[int, Request]]:
+        for request in self._arrivals.take(now):
+            yield self._dispatch.choose(request), request
+
+
 def simulate_cluster(
     replicas: Sequence[Replica],
     requests: Iterable[Request],
@@ -124,15 +188,26 @@ def simulate_cluster(
     until: float = math.inf,
 ) -> float:
     """As `simulate`, on several replicas; `dispatch` chooses the replica of a request when it arrives."""
-    arrivals = deque(sorted(requests, key=lambda request: (request.arrival, request.id)))
+    traffic = Dispatched(requests, dispatch)
     del requests  # ended requests must be freed
+    return simulate_traffic(replicas, traffic, on_events=on_events, until=until)
+
+
+def simulate_traffic(
+    replicas: Sequence[Replica],
+    traffic: Traffic,
+    *,
+    on_events: Callable[[int, list[Event]], None] = lambda replica, events: None,
+    until: float = math.inf,
+) -> float:
+    """As `simulate_cluster`, with any traffic."""
     due = [math.inf] * len(replicas)  # when each replica turns next
     wake: list[tuple[float, int]] = []  # the same as a heap, with outdated entries
     now = 0.0
     while True:
         while wake and wake[0][0] != due[wake[0][1]]:
             heapq.heappop(wake)
-        instant = min(arrivals[0].arrival if arrivals else math.inf, wake[0][0] if wake else math.inf)
+        instant = min(traffic.next_at, wake[0][0] if wake else math.inf)
         if instant == math.inf:
             break
         if instant > until:
@@ -145,17 +220,18 @@ def simulate_cluster(
             at, index = heapq.heappop(wake)
             if at == due[index]:
                 turning[index] = []
-        while arrivals and arrivals[0].arrival <= now:
-            request = arrivals.popleft()
-            turning.setdefault(dispatch.choose(request), []).append(request)
+        for index, request in traffic.due(now):
+            arrived = turning.setdefault(index, [])
+            if request is not None:
+                arrived.append(request)
         for index, arrived in turning.items():
             replica = replicas[index]
             events = replica.turn(now, arrived)
-            dispatch.observe(index, events)
+            traffic.observe(index, events)
             on_events(index, events)
             due[index] = replica.next_at
             heapq.heappush(wake, (due[index], index))
-    left = sum(len(replica.core.requests) for replica in replicas)
+    left = sum(len(replica.core.requests) for replica in replicas) + traffic.left
     if left:
         raise StalledError(f"{left} requests are left, but no plan is in flight and none arrives")
     return now

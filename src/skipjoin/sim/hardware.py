@@ -11,6 +11,8 @@ GIB = 1 << 30
 # The servers of the papers have eight GPUs and 400 Gb/s to the next server (AWS p4d, DGX A100).
 GPUS_PER_SERVER = 8
 NETWORK_BYTES_PER_S = 50e9
+# EconoServe's DistServe had 100 Gb/s Ethernet between its two machines (section 2.4).
+SPLIT_NETWORK_GBPS = 100.0
 # A send and a receive between two servers, small message.
 NETWORK_LATENCY_S = 30e-6
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
 from operator import itemgetter
 
@@ -94,8 +95,8 @@ class ExactClaims(Callbacks):
     Prompts go beyond the reserve only while no generation waits. Where a host has room, a request is lent all that it
     needs, prompt and output, and waits no more. A request that outgrows its claim gets more out of its lender's unused
     blocks, what is available or the reserve, in this order; if none has enough it pauses where it is and waits for
-    another claim (offload-free preemption). Where nothing runs, the first generation claims what it needs, whatever
-    others lose for it.
+    another claim (offload-free preemption). Others lose KV for a claim only where nothing runs, and where they have a
+    worse priority.
 
     lengths: of outputs. group: of a generation that waits. reserve: the share of the pool that prompts have. hosts:
     None: no KV is lent. overdue_s: while a request that has been here for so many seconds gets no KV for its prompt, no
@@ -119,6 +120,7 @@ class ExactClaims(Callbacks):
         self._hosts = hosts
         self._overdue_s = overdue_s
         self._now = 0.0
+        self._priorities: Counter[int] = Counter()  # of all requests
         # By request: its forecast and its known tokens, and what follows from them; see `_whole`.
         self._wholes: dict[Request, tuple[Forecast | None, int, tuple[int, int, int]]] = {}
 
@@ -128,8 +130,15 @@ class ExactClaims(Callbacks):
             self._hosts.begin()
         return ((PROMPTS, math.ceil(self._reserve * kv.device_total)),)
 
+    def arrived(self, request: Request, now: float) -> None:
+        self._priorities[request.options.priority] += 1
+
     def finished(self, request: Request, now: float) -> None:
         self._wholes.pop(request, None)
+        priority = request.options.priority
+        self._priorities[priority] -= 1
+        if not self._priorities[priority]:
+            del self._priorities[priority]
 
     def claim(self, request: Request, target: int, kv: KVLedger) -> Grant | Wait:
         if kv.blocks_of(request) is None:
@@ -148,6 +157,8 @@ class ExactClaims(Callbacks):
                 return Grant(now=blocks, blocks=blocks, tokens=tokens, lender=host, group=group)
         if self._is_stuck(request, kv):
             return Grant(now=blocks, blocks=blocks, tokens=tokens, draws=PROMPTS, group=group)
+        if self._may_displace(request, kv):
+            return Grant(now=blocks, blocks=blocks, tokens=tokens, group=group)
         return Wait.PASS
 
     def _first_claim(self, request: Request, kv: KVLedger) -> Grant | Wait:
@@ -161,6 +172,8 @@ class ExactClaims(Callbacks):
         if blocks <= unused:
             return Grant(now=blocks, blocks=blocks, tokens=known, lender=PROMPTS)
         if blocks <= kv.available and not self._generation_waits(kv):
+            return Grant(now=blocks, blocks=blocks, tokens=known)
+        if self._may_displace(request, kv):
             return Grant(now=blocks, blocks=blocks, tokens=known)
         if self._now >= request.arrival + self._overdue_s:
             return Wait.WAIT
@@ -194,6 +207,13 @@ class ExactClaims(Callbacks):
             need = self._hosts.need(blocks, tokens - known + 1, kv)
             kept = self._wholes[request] = forecast, known, (tokens, blocks, need)
         return kept[2]
+
+    def _may_displace(self, request: Request, kv: KVLedger) -> bool:
+        """Whether a request of a worse priority holds KV, which may then have to make way."""
+        priority = request.options.priority
+        if len(self._priorities) == 1 or max(self._priorities) <= priority:
+            return False
+        return any(one.options.priority > priority for one in kv.holders())
 
     @staticmethod
     def _generation_waits(kv: KVLedger) -> bool:

@@ -19,6 +19,8 @@ _GIB = 1 << 30
 # The default share of a server's RAM for the host pool.
 _SWAP_SHARE = 0.5
 _GROUP = "System"
+# Fields of a system that say nothing of one replica.
+_OF_THE_CLUSTER = ("replicas", "dispatch", "prefill_replicas", "network_gbps")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +34,14 @@ class Machine:
         str,
         Knob("a100-40gb, a100-40gb:tp8pp2, ... or the JSON file of `skipjoin profile`.", metavar="NAME", group=_GROUP),
     ] = "a100-40gb"
+    prefill_hardware: Annotated[
+        str | None,
+        Knob(
+            "As --hardware, of the copies that --prefill-replicas sets apart (default: the same).",
+            metavar="NAME",
+            group=_GROUP,
+        ),
+    ] = None
     model: Annotated[
         str | None,
         Knob("Model of the catalogue, such as opt-13b (default: the profile's).", metavar="NAME", group=_GROUP),
@@ -80,7 +90,15 @@ class Machine:
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise ConfigError(f"recipes must differ, but {twice} is named twice")
         check_names([find(name) for name in names], settings.get("recipe_params", {}))
-        return [System(recipe=name, **(self._for_recipe(name)._parts() | settings)) for name in names]
+        return [System(recipe=name, **self._for_recipe(name)._values(name, settings)) for name in names]
+
+    def _values(self, recipe: str, settings: dict[str, Any]) -> dict[str, Any]:
+        values = self._parts() | settings
+        if self.prefill_hardware is not None:
+            prefill = replace(self, hardware=self.prefill_hardware, prefill_hardware=None)
+            alone = {name: value for name, value in settings.items() if name not in _OF_THE_CLUSTER}
+            values["prefill"] = System(recipe=recipe, **(prefill._parts() | alone))
+        return values
 
     def _for_recipe(self, name: str) -> Machine:
         return replace(self, swap_dtype="auto") if find(name).needs_lossless_swap else self

@@ -225,18 +225,26 @@ class Foreseeing:
         self._foreseen: dict[int, Foreseen] = {}
 
     def choose(self, request: Request) -> int:
-        foreseen = self._foreseen[request.id] = self._predictor.forecast(request)
-        request.forecast = foreseen.forecast
-        if self._jct is not None:
-            target = request.options.target._replace(jct_s=self._jct(foreseen.forecast.tokens))
-            request.options = replace(request.options, target=target)
+        self.foresee(request)
         return self._dispatch.choose(request)
 
     def observe(self, replica: int, events: Sequence[Event]) -> None:
         for event in events:
             if isinstance(event, Finished):
-                (forecast, interval), tokens = self._foreseen.pop(event.request.id), len(event.request.output)
-                if event.reason is FinishReason.STOP:
-                    self.log.add(forecast.tokens, tokens, forecast.source, interval)
-                self._predictor.ended(event)
+                self.learn(event)
         self._dispatch.observe(replica, events)
+
+    def foresee(self, request: Request) -> None:
+        """Give a request that arrives its forecast, and its objective."""
+        foreseen = self._foreseen[request.id] = self._predictor.forecast(request)
+        request.forecast = foreseen.forecast
+        if self._jct is not None:
+            target = request.options.target._replace(jct_s=self._jct(foreseen.forecast.tokens))
+            request.options = replace(request.options, target=target)
+
+    def learn(self, event: Finished) -> None:
+        """A request ended."""
+        (forecast, interval), tokens = self._foreseen.pop(event.request.id), len(event.request.output)
+        if event.reason is FinishReason.STOP:
+            self.log.add(forecast.tokens, tokens, forecast.source, interval)
+        self._predictor.ended(event)

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import NamedTuple
 
 from skipjoin.bench.predictors import Foreseeing, Predictor, parse_predictor
+from skipjoin.bench.split import Handovers, SplitFigures
 from skipjoin.bench.system import System
 from skipjoin.bench.workload import Workload, WorkloadRequest
 from skipjoin.config import ConfigError
@@ -28,11 +29,13 @@ from skipjoin.observe.forecasts import ForecastLog
 from skipjoin.observe.record import NO_SLO, Record, Slo, add_usage, rounded, summarize
 from skipjoin.observe.requests import RequestFacts, RequestLog
 from skipjoin.observe.usage import EngineUsage
-from skipjoin.policies.dispatch import make_dispatch
+from skipjoin.policies.dispatch import Dispatch, make_dispatch
+from skipjoin.policies.eviction import KeepKv
 from skipjoin.policies.execution import ExecutionTime
 from skipjoin.policies.forward import saturating_tokens
 from skipjoin.recipes import build, find
-from skipjoin.sim.driver import Replica, simulate_cluster
+from skipjoin.sim.driver import Dispatched, Replica, Traffic, simulate_traffic
+from skipjoin.sim.split import Network, SplitTraffic
 from skipjoin.version import VERSION
 
 # Only lengths of tokens matter: _END ends a request at its true length where it requested more.
@@ -75,8 +78,10 @@ class Cell:
 
     @property
     def shards(self) -> int:
-        """How many parts the run is simulated in; it depends on nothing but the number of replicas."""
-        return -(-self.system.replicas // REPLICAS_PER_SHARD)
+        """How many parts the run is simulated in; it depends on nothing but the number of replicas of each kind."""
+        system = self.system
+        shards = -(-system.replicas // REPLICAS_PER_SHARD)
+        return min(shards, system.prefill_replicas, system.decode_replicas) if system.prefill_replicas else shards
 
     def check(self) -> None:
         """Raise `ConfigError` for a run without requests."""
@@ -117,13 +122,15 @@ def _ignore(events: list[Event]) -> None:
 
 class ShardResult(NamedTuple):
     """What a shard's part of the record is made of. end_s: when it was over. facts, forecasts: of its requests;
-    forecasts is None where no forecasts were made. usages, decisions: of its replicas, in their order."""
+    forecasts is None where no forecasts were made. usages, decisions: of its replicas, in their order, prefill replicas
+    first. split: None without these."""
 
     end_s: float
     facts: list[RequestFacts]
     usages: list[EngineUsage]
     decisions: list[DecisionTimes]
     forecasts: ForecastLog | None
+    split: SplitFigures | None
 
 
 class Run:
@@ -131,7 +138,8 @@ class Run:
 
     Requests take turns over the replicas and go to the shard of the replica whose turn it is; within the shard the
     dispatch rule chooses. So round robin gives the same record as without shards, and the other rules choose among 64
-    replicas. A forecaster that learns learns in each shard on its own. Raises `ConfigError` for a workload that cannot
+    replicas. Where prefill replicas are set apart, turns are taken over them, and a shard has its share of both kinds. A
+    forecaster that learns learns in each shard on its own. Raises `ConfigError` for a workload that cannot
     be drawn.
     """
 
@@ -153,20 +161,27 @@ class Run:
     ) -> ShardResult:
         """Simulate one shard. on_share, on_events: as in `run`, of this shard."""
         cell, system, lengths = self.cell, self.cell.system, self._lengths
-        count, taken = len(range(shard, system.replicas, cell.shards)), self._dealt(shard)
-        watch = _Watch(system, count, len(taken), on_share, on_events)
-        dispatch = make_dispatch(system.dispatch, count, system.cost, lambda request: lengths[request.id])
+        (prefills, others), taken = self._counts(shard), self._dealt(shard)
+        machines = [*[system.prefill_system] * prefills, *[system] * others]
+        watch = _Watch(machines, len(taken), on_share, on_events)
+        dispatch = make_dispatch(system.dispatch, others, system.cost, lambda request: lengths[request.id])
         predictor, jct = cell.predictor(self.jobs), self._jct
         foreseeing = None if predictor is None else Foreseeing(dispatch, predictor, jct=jct)
+        handovers = watch.handovers = Handovers(watch.logs, prefills, foreseeing) if prefills else None
         # Dispatch rules that weigh work, and a timeline, are told of every token when it comes.
         together = dispatch.ignores_tokens and on_events is _ignore
-        replicas = [_replica(system, lengths, together=together) for _ in range(count)]
+        replicas = [
+            _replica(one, lengths, together=together, keeps_kv=0 < prefills <= number)
+            for number, one in enumerate(machines)
+        ]
         with _without_garbage_collection():
             # A generator, so that ended requests take no memory for their tokens.
             requests = (_request(system, number, self.jobs[number]) for number in taken)
-            end = simulate_cluster(
-                replicas, requests, foreseeing or dispatch, on_events=watch.observe, until=cell.extent.until_s
-            )
+            if handovers is None:
+                traffic: Traffic = Dispatched(requests, foreseeing or dispatch)
+            else:
+                traffic = self._split_traffic(replicas, requests, dispatch, handovers)
+            end = simulate_traffic(replicas, traffic, on_events=watch.observe, until=cell.extent.until_s)
         facts = watch.facts(end)
         for one in facts:
             one.stream, one.output_limit = self.jobs[one.id].stream, lengths[one.id]
@@ -174,7 +189,9 @@ class Run:
         for replica, usage in enumerate(watch.usages):
             usage.close(keeps_series=shard == replica == 0)  # the record's series is that of the first replica
         decisions = [replica.decisions for replica in replicas]
-        return ShardResult(end, facts, watch.usages, decisions, None if foreseeing is None else foreseeing.log)
+        forecasts = None if foreseeing is None else foreseeing.log
+        split = None if handovers is None else handovers.figures
+        return ShardResult(end, facts, watch.usages, decisions, forecasts, split)
 
     def record(self, shards: Sequence[ShardResult]) -> Record:
         """The record of the run. shards: the results of all, in order."""
@@ -190,17 +207,52 @@ class Run:
                 **ForecastLog.of(forecasts).summary(),
                 "execution": _execution(system.cost),
             }
-        places = (divmod(replica, len(shards)) for replica in range(system.replicas))
+        prefill, others = self._usages(shards)
         target_tokens = saturating_tokens(system.cost, system.max_num_batched_tokens)
-        add_usage(record, [shards[shard].usages[place] for place, shard in places], target_tokens=target_tokens)
+        add_usage(record, prefill + others, target_tokens=target_tokens)
+        if prefill:
+            figures = SplitFigures.of(shard.split for shard in shards if shard.split is not None)
+            record |= figures.describe(system, prefill, others)
         times = DecisionTimes.summary(one for shard in shards for one in shard.decisions)
         record["decision_ms"] = {name: value and rounded(value) for name, value in times.items()}
         record["version"] = VERSION
         return record
 
+    def _split_traffic(
+        self, replicas: Sequence[Replica], requests: Iterable[Request], decode: Dispatch, handovers: Handovers
+    ) -> SplitTraffic:
+        """The traffic of a shard with prefill replicas. decode: chooses among the others."""
+        system, prefills = self.cell.system, handovers.prefill_replicas
+        return SplitTraffic(
+            replicas,
+            prefills,
+            requests,
+            prefill=make_dispatch(system.dispatch, prefills, system.prefill_system.cost, lambda request: 1),
+            decode=decode,
+            network=Network(system.network_bytes_per_s),
+            token_bytes=system.token_bytes,
+            watcher=handovers,
+        )
+
+    def _usages(self, shards: Sequence[ShardResult]) -> tuple[list[EngineUsage], list[EngineUsage]]:
+        """Of the prefill replicas and of the others, in the order of the replicas."""
+        system, count = self.cell.system, len(shards)
+        prefill = [shards[number % count].usages[number // count] for number in range(system.prefill_replicas)]
+        others = [
+            shards[number % count].usages[self._counts(number % count)[0] + number // count]
+            for number in range(system.decode_replicas)
+        ]
+        return prefill, others
+
+    def _counts(self, shard: int) -> tuple[int, int]:
+        """How many prefill replicas and how many others a shard has."""
+        system, shards = self.cell.system, self.cell.shards
+        return len(range(shard, system.prefill_replicas, shards)), len(range(shard, system.decode_replicas, shards))
+
     def _dealt(self, shard: int) -> list[int]:
         """The requests of a shard, in the order of their arrival."""
-        replicas, shards = self.cell.system.replicas, self.cell.shards
+        system, shards = self.cell.system, self.cell.shards
+        replicas = system.prefill_replicas or system.replicas
         return [number for turn, number in enumerate(self._taken) if turn % replicas % shards == shard]
 
 
@@ -231,28 +283,30 @@ class _Watch:
 
     def __init__(
         self,
-        system: System,
-        replicas: int,
+        machines: Sequence[System],
         requests: int,
         on_share: Callable[[float], None],
         on_events: Callable[[list[Event]], None],
     ) -> None:
-        """replicas, requests: how many there are. on_share, on_events: see `run`."""
+        """machines: of the replicas. requests: how many there are. on_share, on_events: see `run`."""
         self._requests = requests
         self._on_share = on_share
         self._on_events = on_events
         self._ended: list[RequestFacts] = []
         self._reported = 0
-        self._logs = [RequestLog(self._ended.append) for _ in range(replicas)]
+        self.handovers: Handovers | None = None
+        self.logs = [RequestLog(self._end) for _ in machines]
         self.usages = [
-            EngineUsage(device_blocks=system.kv_blocks, block_size=system.block_size, block_bytes=system.moved_bytes)
-            for _ in self._logs
+            EngineUsage(device_blocks=one.kv_blocks, block_size=one.block_size, block_bytes=one.moved_bytes)
+            for one in machines
         ]
 
     def observe(self, replica: int, events: list[Event]) -> None:
         """Take the events of one instant on a replica."""
-        self._logs[replica].observe(events)
+        self.logs[replica].observe(events)
         self.usages[replica].observe(events)
+        if self.handovers is not None:
+            self.handovers.observe(replica, events)
         if replica == 0:
             self._on_events(events)
         if len(self._ended) - self._reported >= _REPORT_AFTER:
@@ -261,7 +315,12 @@ class _Watch:
 
     def facts(self, end: float) -> list[RequestFacts]:
         """All requests, those that had not ended at `end` last. Nothing may be observed afterwards."""
-        return self._ended + [one for log in self._logs for one in log.live(end)]
+        away = [] if self.handovers is None else self.handovers.live(end)
+        return [*self._ended, *away, *(one for log in self.logs for one in log.live(end))]
+
+    def _end(self, facts: RequestFacts) -> None:
+        if self.handovers is None or not self.handovers.takes(facts):
+            self._ended.append(facts)
 
 
 def _settings_of(cell: Cell) -> Record:
@@ -286,9 +345,12 @@ def _execution(cost: CostModel) -> Record:
     return {name: rounded(value) for name, value in zip(names, values, strict=True)}
 
 
-def _replica(system: System, lengths: Sequence[int], *, together: bool) -> Replica:
-    """together: whether steps that only decode are taken together, where that changes nothing else."""
+def _replica(system: System, lengths: Sequence[int], *, together: bool, keeps_kv: bool) -> Replica:
+    """together: whether steps that only decode are taken together, where that changes nothing else. keeps_kv: whether
+    what is evicted is swapped, whatever the recipe does, as the replica computes no prompts."""
     policies = build(system.recipe, system.settings, system.own_params)
+    if keeps_kv:
+        policies = replace(policies, eviction=KeepKv())
     kv = KVLedger(system.kv_blocks, system.host_blocks, system.block_size)
     core = EngineCore(Scheduler(policies, kv, depth=system.stages))
     alike = _alike(lengths) if together else none

@@ -16,6 +16,10 @@ from skipjoin.policies.dispatch import DISPATCH_RULES
 from skipjoin.policies.execution import decode_alone, prefill_alone, scaled_jct
 from skipjoin.policies.starvation import starvation_after
 from skipjoin.recipes import DEFAULT_SLO_S, EngineLimits, Forecasts, Settings, find, own
+from skipjoin.sim.hardware import SPLIT_NETWORK_GBPS
+
+# Fields that mean nothing without prefill replicas, and the options that they come from.
+_SPLIT_OPTIONS = {"network_gbps": "network_gbps", "prefill": "prefill_hardware"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +30,8 @@ class System:
     record. cost: of steps and transfers. stages: of a pipeline; stage_shares: of each in the computing of a step, empty
     where all are equal. kv_blocks, host_blocks: of each replica on either tier, of block_size tokens, with block_bytes
     and host_block_bytes (None: as many); swap_dtype says why, for the record.
-    max_model_len: most tokens of prompt and output. decision_s: host time of each decision.
+    max_model_len: most tokens of prompt and output. decision_s: host time of each decision. prefill: with
+    prefill_replicas, what those run on, where that differs; else None.
     """
 
     recipe: str
@@ -76,15 +81,77 @@ class System:
             group="System",
         ),
     ] = "round-robin"
+    prefill_replicas: Annotated[
+        int,
+        Knob(
+            "How many of the copies only compute prompts, as in DistServe: a request's KV then crosses the network to "
+            "one of the others, which generates all tokens but the first; 0: every copy does both.",
+            low=0,
+            group="System",
+        ),
+    ] = 0
+    network_gbps: Annotated[
+        float | None,
+        Knob(
+            "Gb/s of each copy's link to the others, either way, with --prefill-replicas "
+            f"(default: {SPLIT_NETWORK_GBPS:g}).",
+            above=0,
+            high=1e6,
+            metavar="GBPS",
+            group="System",
+        ),
+    ] = None
+    prefill: System | None = None
 
     def __post_init__(self) -> None:
         check(self)
         if len(self.stage_shares) not in (0, self.stages):
             raise ConfigError(f"stage_shares must be empty or {self.stages}, got {len(self.stage_shares)}")
         check_swap_type(self.swap_dtype, "host_blocks", self.host_blocks)
+        self._check_split()
         find(self.recipe).build(self.settings, self.own_params)
         if self.predictor is not None:
             parse_predictor(self.predictor)
+
+    def _check_split(self) -> None:
+        for name in ("network_gbps", "prefill"):
+            if not self.prefill_replicas and getattr(self, name) is not None:
+                raise ConfigError(f"{_SPLIT_OPTIONS[name]} needs prefill_replicas")
+        if not self.prefill_replicas:
+            return
+        if self.prefill_replicas >= self.replicas:
+            raise ConfigError(f"prefill_replicas must be below replicas, {self.replicas}, got {self.prefill_replicas}")
+        if not self.host_blocks:
+            raise ConfigError(
+                "prefill_replicas needs a host pool (swap_gib), to which decode replicas move what they evict"
+            )
+        prefill = self.prefill_system
+        if (prefill.block_size, prefill.block_bytes) != (self.block_size, self.block_bytes):
+            raise ConfigError(
+                "prefill_hardware must have the KV blocks of hardware: "
+                f"{self.block_size} tokens in {self.block_bytes} bytes, "
+                f"not {prefill.block_size} in {prefill.block_bytes}"
+            )
+
+    @property
+    def prefill_system(self) -> System:
+        """What the prefill replicas are, of which only the machine matters."""
+        return self if self.prefill is None else self.prefill
+
+    @property
+    def decode_replicas(self) -> int:
+        """How many replicas generate tokens beyond the first."""
+        return self.replicas - self.prefill_replicas
+
+    @property
+    def network_bytes_per_s(self) -> float:
+        """Of each replica's link to the others, either way."""
+        return (SPLIT_NETWORK_GBPS if self.network_gbps is None else self.network_gbps) * 1e9 / 8
+
+    @property
+    def token_bytes(self) -> float:
+        """Of a token's KV on the device, all layers."""
+        return self.block_bytes / self.block_size
 
     def predictor_for(self, workload: Workload) -> str | None:
         """What foresees lengths in a run of this workload; None: the recipe reads no forecasts."""
@@ -148,6 +215,16 @@ class System:
             "decision_s": self.decision_s,
             "replicas": self.replicas,
             "dispatch": self.dispatch if self.replicas > 1 else None,
+            **(self._describe_split() if self.prefill_replicas else {}),
+        }
+
+    def _describe_split(self) -> Record:
+        prefill = self.prefill_system
+        return {
+            "prefill_replicas": self.prefill_replicas,
+            "prefill_hardware": prefill.hardware,
+            "prefill_kv_blocks": prefill.kv_blocks,
+            "network_gbps": self.network_bytes_per_s * 8 / 1e9,
         }
 
     def light_load(self, jobs: Sequence[WorkloadRequest]) -> tuple[float, float]:
@@ -163,7 +240,9 @@ class System:
 
     def most_output(self, job: WorkloadRequest) -> int:
         """The room for a job's output: a server would reject one that requests more."""
-        return min(self.max_model_len, self.kv_blocks * self.block_size) - job.prompt_tokens
+        room = min(self.max_model_len, self.kv_blocks * self.block_size) - job.prompt_tokens
+        # A prefill replica needs room for the prompt and the first token.
+        return room if job.prompt_tokens < self.prefill_system.kv_blocks * self.block_size else 0
 
     def max_tokens_of(self, job: WorkloadRequest) -> int:
         """What a job asks for."""

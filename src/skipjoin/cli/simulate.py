@@ -34,7 +34,17 @@ _DURATION_S = 300.0
 
 _SCHEDULING, _RUNS = "Scheduling", "Runs"
 # The fields of a system that the machine does not decide.
-_CHOSEN = ("max_num_seqs", "max_num_batched_tokens", "slo_s", "max_tokens", "predictor", "replicas", "dispatch")
+_CHOSEN = (
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "slo_s",
+    "max_tokens",
+    "predictor",
+    "replicas",
+    "dispatch",
+    "prefill_replicas",
+    "network_gbps",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,6 +159,10 @@ def simulate(*, runs: Values, machine: Values, system: Values, load: Values) -> 
     """Run recipes on a virtual clock: the server's own scheduler on a GPU of the catalogue or on a profile."""
     wanted, options = RunOptions(**runs), LoadOptions(**load)
     slo = wanted.objectives(options.slo)
+    if wanted.find_min_replicas and system["prefill_replicas"]:
+        raise ConfigError(
+            "find-min-replicas and prefill-replicas exclude each other: the search adds replicas of one kind"
+        )
     systems = Machine(**machine).systems(wanted.recipes, **system, **wanted.system_values())
     workload = options.workload()
     goal = wanted.goal()

@@ -31,6 +31,14 @@ _COLUMNS = {
     "batch": "batch_mean",
     "KV used": "kv.used_mean",
 }
+_ROLES = {
+    "prompt tokens": "prompt_tokens",
+    "batch": "batch_mean",
+    "tokens a step": "forward.mean",
+    "KV used": "kv.used_mean",
+    "KV allocated": "kv.allocated_mean",
+}
+_TRANSFER = {"KV waits s": "wait_mean", "is sent s": "seconds_mean"}
 _PREDICTIONS = {"R of logs": "r_log", "MAE": "mae", "in 25 %": "within_25", "in 80 % range": "coverage_80"}
 
 
@@ -135,6 +143,8 @@ class SimulationReport:
         console.print(table)
         if any("prediction" in record for record in self._records.values()):
             console.print(_predictions(ordered))
+        if any("roles" in record for record in self._records.values()):
+            console.print(_roles(ordered))
         if self._goal is not None:
             console.print((_minima if self._goal.replicas else _maxima)(ordered, self._goal.bound))
 
@@ -170,6 +180,18 @@ def _predictions(groups: _Groups) -> Table:
         terms = ", ".join(f"{_text(1000 * time[name])}" for name in ("t0_s", "alpha_s", "beta_s"))
         shares = " and ".join(f"{time[name]:.3f}" for name in ("r2_prefill", "r2_decode"))
         table.add_row(group.recipe, _text(group.rate_rps), found["predictor"], *cells, f"{terms}; R2 {shares}")
+    return table
+
+
+def _roles(groups: _Groups) -> Table:
+    """What the replicas of each kind did, and how long KV took between them."""
+    table = Table("recipe", "req/s", "replicas", *_ROLES, *_TRANSFER, box=None)
+    for group, records in groups:
+        sent = [_mean(records, f"transfer.{field}") for field in _TRANSFER.values()]
+        for role, part in records[0].get("roles", {}).items():
+            cells = [_mean(records, f"roles.{role}.{field}") for field in _ROLES.values()]
+            table.add_row(group.recipe, _text(group.rate_rps), f"{part['replicas']} {role}", *cells, *sent)
+            sent = [""] * len(sent)
     return table
 
 

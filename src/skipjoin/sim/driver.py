@@ -42,6 +42,8 @@ class Replica:
         self.decisions = DecisionTimes()
         self._decision_s = decision_s
         self._in_flight: deque[SimulatedHandle] = deque()
+        # Called in every turn after its decisions, with the time.
+        self.on_decided: Callable[[float], None] = lambda now: None
         # When the step in flight and those after it end, where they are taken together; otherwise empty.
         self._ends: Sequence[float] = ()
 
@@ -62,6 +64,7 @@ class Replica:
         for request in arrived:
             core.add(request, now)
         self._start(now)
+        self.on_decided(now)
         self._ends = self._foreseen()
         return core.take_events()
 

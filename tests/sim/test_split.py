@@ -168,6 +168,12 @@ def test_prefill_stalls_when_decode_is_full() -> None:
     assert ready[5] > 2 * unhindered[5]
 
 
+def test_requests_of_one_token_give_their_space_back_at_once() -> None:
+    story = split([make(number, 40, 1) for number in range(4)], world=replace(WORLD, device_blocks=11))
+    assert len(story.ends) == 4
+    assert not story.handovers
+
+
 def test_the_same_requests_give_the_same_story() -> None:
     def told(story: Story) -> list[tuple[int, str, float]]:
         return [(replica, type(event).__name__, event.now) for replica, event in story.events]

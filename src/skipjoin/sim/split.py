@@ -111,12 +111,15 @@ class SplitTraffic:
         self._watcher = watcher or SplitWatcher()
         self._whole: dict[Request, Request] = {}  # by what a prefill replica has of it
         self._waiting: defaultdict[int, deque[Handover]] = defaultdict(deque)  # for space, by the target
+        self._woken: list[int] = []  # replicas that turn once more at this instant
         self._landing: list[tuple[float, int, Handover]] = []  # a heap of (end, number, handover)
         self._pulls = 0
         self._now = 0.0
 
     @property
     def next_at(self) -> float:
+        if self._woken:
+            return self._now
         return min(self._arrivals.next_at, self._landing[0][0] if self._landing else math.inf)
 
     @property
@@ -130,6 +133,9 @@ class SplitTraffic:
             prompt = _prompt_of(whole)
             self._whole[prompt] = whole
             yield self._prefill.choose(prompt), prompt
+        for replica in self._woken:
+            yield replica, None
+        self._woken.clear()
         while self._landing and self._landing[0][0] <= now:
             _, _, handover = heapq.heappop(self._landing)
             self._cores[handover.source].release(handover.prompt, now)
@@ -156,6 +162,7 @@ class SplitTraffic:
             self._hand_over(replica, prompt, whole)
         else:
             self._cores[replica].release(prompt, self._now)
+            self._woken.append(replica)
             self._watcher.ended(event)
 
     def _hand_over(self, source: int, prompt: Request, whole: Request) -> None:
@@ -164,8 +171,8 @@ class SplitTraffic:
         target = self._prefill_replicas + self._decode.choose(request)
         handover = Handover(prompt, request, source, target, computed * self._token_bytes, self._now)
         self._waiting[target].append(handover)
+        self._woken.append(target)
         self._watcher.handed_over(handover)
-        self._pull(target)
 
     def _pull(self, target: int) -> None:
         """Begin the transfers for which a decode replica has space."""

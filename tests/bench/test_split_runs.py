@@ -56,6 +56,31 @@ def test_a_split_run_that_is_cut_short_counts_every_request() -> None:
     assert waits + record["breakdown_s"]["execution"] == pytest.approx(record["jct_s"]["mean"], rel=0.02)
 
 
+def test_steps_of_decode_replicas_that_are_taken_together_change_no_figure() -> None:
+    # Decode replicas are short of KV, so that requests wait for it and are swapped.
+    system = replace(SPLIT, recipe="fcfs", kv_blocks=40, prefill=replace(SYSTEM, kv_blocks=100))
+    cell = Cell(system, WORKLOAD, Extent(16.0, 20.0, 3))
+    together, single = run(cell), run(cell, on_events=lambda events: None)
+    assert together["roles"]["decode"]["kv"]["preemptions"]["swap"] > 0
+    for name in ("requests", "transfer", "wait_s", "jct_s", "ttft_s", "tpot_s", "steps", "batch_mean"):
+        assert together[name] == pytest.approx(single[name], rel=1e-4), name
+    for role, part in together["roles"].items():
+        assert part["kv"]["used_mean"] == pytest.approx(single["roles"][role]["kv"]["used_mean"], rel=1e-4)
+
+
+def test_large_splits_are_simulated_in_shards_with_replicas_of_either_kind() -> None:
+    system = replace(SPLIT, recipe="fcfs", replicas=100, prefill_replicas=30, network_gbps=None)
+    cell = Cell(system, WORKLOAD, Extent(200.0, 1.0, 3))
+    record = run(cell)
+    assert cell.shards == 2
+    assert record["requests"]["finished"] == len(cell.jobs())
+    roles = record["roles"]
+    assert (roles["prefill"]["replicas"], roles["decode"]["replicas"]) == (30, 70)
+    assert roles["prefill"]["prompt_tokens"] == sum(job.prompt_tokens for job in cell.jobs())
+    assert roles["decode"]["prompt_tokens"] == 0
+    assert record["transfer"]["requests"] == len(cell.jobs())
+
+
 def test_requests_of_one_token_stay_where_they_are() -> None:
     record = run(Cell(SPLIT, synthetic("uniform:8-200,1-1", "poisson"), CELL.extent))
     assert record["requests"]["finished"] == record["requests"]["submitted"]
@@ -105,9 +130,13 @@ def test_the_command_shows_either_kind_of_replica() -> None:
     assert shown.exit_code == 0, shown.output
     assert "1 prefill" in shown.output
     assert "2 decode" in shown.output
-    refused = CliRunner().invoke(app, [*options.split(), "--prefill-replicas", "3"])
-    assert refused.exit_code != 0
-    assert "prefill_replicas must be below replicas, 3, got 3" in refused.output
+    for more, error in (
+        (["--prefill-replicas", "3"], "prefill_replicas must be below replicas, 3, got 3"),
+        (["--prefill-replicas", "1", "--find-min-replicas", "ttft_s.mean<=1"], "exclude each other"),
+    ):
+        refused = CliRunner().invoke(app, [*options.split(), *more])
+        assert refused.exit_code != 0
+        assert error in refused.output
 
 
 def test_a_prompt_that_prefill_replicas_cannot_hold_is_refused() -> None:

@@ -138,9 +138,8 @@ class Run:
 
     Requests take turns over the replicas and go to the shard of the replica whose turn it is; within the shard the
     dispatch rule chooses. So round robin gives the same record as without shards, and the other rules choose among 64
-    replicas. Where prefill replicas are set apart, turns are taken over them, and a shard has its share of both kinds. A
-    forecaster that learns learns in each shard on its own. Raises `ConfigError` for a workload that cannot
-    be drawn.
+    replicas. Where prefill replicas are set apart, turns are taken over them, and a shard has its share of both kinds.
+    A forecaster that learns learns in each shard on its own. Raises `ConfigError` for a workload that cannot be drawn.
     """
 
     def __init__(self, cell: Cell) -> None:

@@ -15,6 +15,7 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from skipjoin.core.events import Event, Finished
 from skipjoin.core.request import FinishReason, Request
@@ -102,6 +103,8 @@ class SplitTraffic:
         watcher: SplitWatcher | None = None,
     ) -> None:
         self._cores = [replica.core for replica in replicas]
+        for number, replica in enumerate(replicas[prefill_replicas:], prefill_replicas):
+            replica.on_decided = partial(self._pull, number)
         self._prefill_replicas = prefill_replicas
         self._arrivals = Arrivals(requests)
         self._prefill = prefill
@@ -153,7 +156,6 @@ class SplitTraffic:
             self._decode.observe(replica - self._prefill_replicas, events)
             for event in ends:
                 self._watcher.ended(event)
-            self._pull(replica)
 
     def _end_prompt(self, replica: int, event: Finished) -> None:
         """A request ended on its prefill replica, with its first token or without."""
@@ -174,13 +176,13 @@ class SplitTraffic:
         self._woken.append(target)
         self._watcher.handed_over(handover)
 
-    def _pull(self, target: int) -> None:
-        """Begin the transfers for which a decode replica has space."""
+    def _pull(self, target: int, now: float) -> None:
+        """Begin the transfers for which a decode replica has space, in its turn."""
         waiting, core = self._waiting[target], self._cores[target]
-        while waiting and core.expect(waiting[0].request, self._now):
+        while waiting and core.expect(waiting[0].request, now):
             handover = waiting.popleft()
-            handover.pulled = self._now
-            handover.begun, handover.landed = self._network.send(handover.source, target, handover.size, self._now)
+            handover.pulled = now
+            handover.begun, handover.landed = self._network.send(handover.source, target, handover.size, now)
             self._pulls += 1
             heapq.heappush(self._landing, (handover.landed, self._pulls, handover))
 

@@ -77,6 +77,11 @@ class ClaimUse:
         self._guests.clear()
         self._hosted_blocks = self._reserved_blocks = 0
 
+    def close(self) -> None:
+        """Forget the requests, of which nothing may be observed afterwards."""
+        self.restarted()
+        self._once_hosted.clear()
+
     # -- figures ------------------------------------------------------------------------------------------
 
     def kv(self, seconds: float, device_blocks: int) -> dict[str, float]:

@@ -119,6 +119,7 @@ class EngineUsage:
         small, and can be sent to another process."""
         for known in (self._live, self._resident, self._on_host, self._dropped):
             known.clear()
+        self.claims.close()
         if not keeps_series:
             self._points.clear()
 

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from skipjoin.core.kv import KVLedger
 from skipjoin.core.policy import AdmissionPolicy, Grant, Wait
 from skipjoin.policies.admission import OnDemand, WholeMaximum
+from skipjoin.policies.coupled import WholeClaims
+from skipjoin.policies.econo import PaddedLengths
 from support.load import make
 
 ADMISSIONS: dict[str, AdmissionPolicy] = {
@@ -16,6 +18,7 @@ ADMISSIONS: dict[str, AdmissionPolicy] = {
     "no watermark": OnDemand(0.0),
     "high watermark": OnDemand(0.5),
     "whole maximum": WholeMaximum(),
+    "whole claims": WholeClaims(PaddedLengths(0.15)),
 }
 every_admission = pytest.mark.parametrize("admission", ADMISSIONS.values(), ids=ADMISSIONS.keys())
 
@@ -79,6 +82,18 @@ def test_whole_maximum_waits_for_the_whole_maximum() -> None:
     kv.claim(make(1), 5)
     assert WholeMaximum().claim(make(0, 8, 12), 8, kv) == Grant(now=5, blocks=5)
     assert WholeMaximum().claim(make(0, 8, 13), 8, kv) is Wait.WAIT
+
+
+@pytest.mark.parametrize(("others", "expected"), [(0, Grant(10, 10, tokens=40)), (5, Grant(5, 5, tokens=20))])
+def test_a_whole_claim_that_is_outgrown_grows_as_expected_or_by_a_block(others: int, expected: Grant) -> None:
+    kv = KVLedger(10, 0, 4)
+    request = make(0, 8, 33)
+    admission = WholeClaims(PaddedLengths(0, lambda _: 9))
+    assert admission.claim(request, 8, kv) == Grant(4, 4, tokens=16)
+    kv.claim(request, 4, tokens=16)
+    if others:
+        kv.claim(make(1), others)
+    assert admission.claim(request, 17, kv) == expected
 
 
 @pytest.mark.parametrize("watermark", [-0.1, 1.0, float("nan")])

@@ -10,9 +10,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skipjoin.core.context import StepContext
-from skipjoin.core.policy import NO_SEAT, NO_TOKENS, PROMPT_DOES_NOT_FIT, BatchBuilder, Batcher, Refusal, Scope
+from skipjoin.core.policy import (
+    NO_SEAT,
+    NO_TOKENS,
+    PROMPT_DOES_NOT_FIT,
+    PROMPTS_ARE_FULL,
+    BatchBuilder,
+    Batcher,
+    Refusal,
+    Scope,
+)
 from skipjoin.core.request import FinishReason, Request
-from skipjoin.policies.batching import Greedy, RunToCompletion
+from skipjoin.policies.batching import Greedy, RunToCompletion, TargetForward
+from skipjoin.policies.coupled import WholePrompts
 from skipjoin.policies.stages import EvenStages
 from support.load import make
 from support.policies import COST
@@ -26,6 +36,8 @@ BATCHERS: dict[str, Callable[[], Batcher]] = {
     "static": lambda: RunToCompletion(4, 32),
     "static, one seat": lambda: RunToCompletion(1, 32),
     "static, one token": lambda: RunToCompletion(4, 1),
+    "target": lambda: TargetForward(4, 32, COST),
+    "whole to a target": lambda: WholePrompts(4, 32, COST, target=20),
     "stages": lambda: EvenStages(Greedy(4, 32, chunked=True), COST, 2, most_seqs=8, most_tokens=64, cuts=True),
     "stages, static": lambda: EvenStages(
         RunToCompletion(4, 32), COST, 2, most_seqs=4, most_tokens=64, cuts=False, holds_back=False
@@ -157,6 +169,14 @@ def test_greedy_takes_a_prompt_longer_than_a_step_however_many_decode() -> None:
         1,
         PROMPT_DOES_NOT_FIT,
     ]
+
+
+def test_a_prompt_is_whole_up_to_the_target_and_cut_beyond() -> None:
+    def open_(target: int) -> BatchBuilder:
+        return WholePrompts(9, 99, COST, target=target).open(StepContext())
+
+    assert fill(open_(10), [1, 8, 3, 1, 1]) == [1, 8, PROMPT_DOES_NOT_FIT, 1, 1]
+    assert fill(open_(10), [1, 1, 20, 1, 2]) == [1, 1, 8, 1, PROMPTS_ARE_FULL]
 
 
 def test_greedy_stops_at_the_last_seat_and_at_the_last_token() -> None:

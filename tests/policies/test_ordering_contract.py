@@ -12,10 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from skipjoin.core.context import StepContext
 from skipjoin.core.forecast import LENGTH_EDGES, Forecast, length_bin
+from skipjoin.core.kv import KVLedger
 from skipjoin.core.policy import Ordering
 from skipjoin.core.request import Request
 from skipjoin.core.step import Slice
+from skipjoin.policies.coupled import Closest, HoldersFirst, Room
+from skipjoin.policies.econo import ByArrival, ByGroup, PaddedLengths
 from skipjoin.policies.execution import ExecutionTime
 from skipjoin.policies.mlfq import SkipJoinMlfq
 from skipjoin.policies.ordering import Fcfs, FixedKey, Prioritized
@@ -39,6 +43,13 @@ def alise() -> Ordering:
     return ShortestWithWaits(RemainingTime(ExecutionTime(COST), ForecastQuantile(0.3), aging_s=20.0))
 
 
+def closest() -> Ordering:
+    room = Room()
+    room.begin(KVLedger(200, 0, 4))
+    room.open(StepContext(), 8, 512)
+    return Closest(ByArrival(), room, PaddedLengths(0.15))
+
+
 class Overdue:
     """Overdue requests first, then the least generated, by bins of lengths. A key that time changes, and bins do."""
 
@@ -60,6 +71,8 @@ ORDERINGS: dict[str, Callable[[], Ordering]] = {
     "fixed key, many equal": lambda: FixedKey(lambda request: len(request.prompt) % 3),
     "srpt": srpt,
     "alise": alise,
+    "closest": closest,
+    "groups of one length": lambda: HoldersFirst(ByGroup(PaddedLengths(0.15), 4)),
     "overdue, by bins": lambda: Valued(Overdue()),
     "skip-join": mlfq,
     "mlfq": lambda: SkipJoinMlfq(COST, starvation_s=0.5, skip_join=False),
@@ -67,6 +80,7 @@ ORDERINGS: dict[str, Callable[[], Ordering]] = {
     "prioritized fcfs": lambda: Prioritized(Fcfs),
     "prioritized srpt": lambda: Prioritized(srpt),
     "prioritized alise": lambda: Prioritized(alise),
+    "prioritized closest": lambda: Prioritized(closest),
     "prioritized skip-join": lambda: Prioritized(mlfq),
 }
 every_ordering = pytest.mark.parametrize("build", ORDERINGS.values(), ids=ORDERINGS.keys())

@@ -372,6 +372,8 @@ def test_pressure_on_memory_is_real_in_these_worlds() -> None:
                 assert (len(made_way) > 0) == (eviction == "proactive")
             elif recipe.startswith("econoserve") and eviction != "proactive":
                 assert made_way.count(Preemption.PAUSE) > 5  # what runs has claimed all that it needs: newcomers pause
+            elif recipe == "synccoupled":  # the same, and few outgrow a claim
+                assert made_way
             else:
                 # Who keeps what it holds makes way for growth only, and in order of arrival that is rare, too.
                 assert made_way.count(Preemption.DROP) + made_way.count(Preemption.SWAP) > (eviction != "defer")

@@ -106,10 +106,13 @@ class TargetForward:
         self.target = self._size()
 
     def open(self, context: StepContext) -> BatchBuilder:
+        self._follow_cost()
+        return TargetBuilder(self.max_seqs, self.target)
+
+    def _follow_cost(self) -> None:
         if self._cost.revision != self._revision:
             self._revision = self._cost.revision
             self.target = self._size()
-        return TargetBuilder(self.max_seqs, self.target)
 
     def _size(self) -> int:
         return saturating_tokens(self._cost, self.max_tokens) if self._fixed is None else self._fixed

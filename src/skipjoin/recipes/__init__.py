@@ -3,7 +3,7 @@
 A recipe is a function in a module of this package, with a decorator; its parameters are a dataclass beside it.
 """
 
-from skipjoin.recipes import alise, baselines, econoserve, fastserve
+from skipjoin.recipes import alise, baselines, coupled, econoserve, fastserve
 from skipjoin.recipes.registry import (
     DEFAULT_SLO_S,
     RECIPES,
@@ -38,6 +38,7 @@ __all__ = [
     "build",
     "check_names",
     "check_recipe",
+    "coupled",
     "described",
     "econoserve",
     "fastserve",

@@ -14,7 +14,7 @@ from skipjoin.policies.eviction import Vacate
 from skipjoin.policies.exact_claims import ExactClaims, Hosts
 from skipjoin.policies.execution import ExecutionTime
 from skipjoin.policies.ordering import Prioritized
-from skipjoin.recipes.parts import staged
+from skipjoin.recipes.parts import ForwardTokens, LengthRange, Padding, staged
 from skipjoin.recipes.registry import Forecasts, Params, Settings, recipe
 
 
@@ -22,19 +22,12 @@ from skipjoin.recipes.registry import Forecasts, Params, Settings, recipe
 class ClaimParams(Params):
     """How much is claimed, and what is kept for prompts (EconoServe sections 2.3, 3.3 and 4)."""
 
-    padding: Annotated[float, Knob("Share of the expected output that is claimed besides.", low=0, high=10)] = 0.15
+    padding: Padding = 0.15
     reserve: Annotated[
         float,
         Knob("Share of the KV pool kept for prompts and for requests that outgrow a claim.", low=0, high=0.9),
     ] = 0.03
-    forward_tokens: Annotated[
-        int | None,
-        Knob(
-            "Tokens up to which prompts fill a step (default: what saturates the device).",
-            low=1,
-            high=1 << 20,
-        ),
-    ] = None
+    forward_tokens: ForwardTokens = None
     overdue_s: Annotated[
         float,
         Knob(
@@ -49,9 +42,7 @@ class ClaimParams(Params):
 class GroupParams(ClaimParams):
     """Which generations begin and end together."""
 
-    length_range: Annotated[
-        int, Knob("Tokens by which lengths that count as one differ at most.", low=1, high=1 << 20)
-    ] = 32
+    length_range: LengthRange = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,6 +26,14 @@ Oracle = Annotated[
     ),
 ]
 
+# How much is claimed beyond what is expected (EconoServe section 2.3).
+Padding = Annotated[float, Knob("Share of the expected output that is claimed besides.", low=0, high=10)]
+ForwardTokens = Annotated[
+    int | None,
+    Knob("Tokens up to which prompts fill a step (default: what saturates the device).", low=1, high=1 << 20),
+]
+LengthRange = Annotated[int, Knob("Tokens by which lengths that count as one differ at most.", low=1, high=1 << 20)]
+
 
 def greedy(s: Settings, max_tokens: int, *, chunked: bool) -> Batcher:
     """Requests run in order until a step of `max_tokens` tokens is full. chunked: whether prompts may be cut."""

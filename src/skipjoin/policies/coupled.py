@@ -1,0 +1,272 @@
+"""Prompt and generation scheduled as one (EconoServe section 2): a request claims all the KV that it will need before
+it starts, and is chosen by both resources, compute and KV, or with others of its length."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from enum import IntEnum
+from itertools import count
+from typing import Any, NamedTuple
+
+from skipjoin.core.claims import Account
+from skipjoin.core.context import StepContext, eligible_tokens
+from skipjoin.core.kv import KVLedger
+from skipjoin.core.policy import PROMPT_DOES_NOT_FIT, BatchBuilder, Callbacks, CostModel, Grant, Refusal, Wait
+from skipjoin.core.request import Request
+from skipjoin.policies.batching import TargetBuilder, TargetForward
+from skipjoin.policies.econo import PaddedLengths, Phase, QueueOrder
+from skipjoin.policies.ranking import Ranking
+
+
+class Demand(NamedTuple):
+    """What a request without KV needs. prompt: tokens to compute before it samples. kv: tokens of KV until its end."""
+
+    prompt: int
+    kv: int
+
+
+class Room:
+    """What a step has left for requests without KV: seats, tokens and KV blocks.
+
+    `begin` and `open` tell once per step, in this order. steps: how many were opened.
+    """
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self._kv: KVLedger | None = None
+        self._target = self._tokens = self._seats = 0
+        self._blocks = 0
+
+    def begin(self, kv: KVLedger) -> None:
+        """The KV of the step that is about to be decided."""
+        self._kv = kv
+
+    def open(self, context: StepContext, seats: int, target: int) -> None:
+        """The step has that many seats and tokens, of which requests that hold KV come first to what they need."""
+        assert self._kv is not None, "begin comes first"
+        needs = [eligible_tokens(one, context) for one in self._kv.holders() if one.finish_reason is None]
+        self.steps += 1
+        self._target = target
+        self._tokens = target - sum(needs)
+        self._seats = seats - sum(map(bool, needs))
+        self._blocks = self._kv.available
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no demand fits."""
+        return min(self._seats, self._tokens, self._blocks) <= 0
+
+    def distance(self, demand: Demand) -> float:
+        """The Euclidean distance between what the demand takes of tokens and blocks and what is left of them, as shares
+        of the step's tokens and the pool's blocks; inf: the demand does not fit."""
+        if self._kv is None:
+            return math.inf
+        tokens, blocks = self._tokens_of(demand), self._kv.blocks_for(demand.kv)
+        if tokens > self._tokens or blocks > self._blocks:
+            return math.inf
+        return math.hypot((self._tokens - tokens) / self._target, (self._blocks - blocks) / self._kv.device_total)
+
+    def take(self, demand: Demand) -> None:
+        """Leave less by what the demand takes."""
+        assert self._kv is not None, "begin comes first"
+        self._seats -= 1
+        self._tokens -= self._tokens_of(demand)
+        self._blocks -= self._kv.blocks_for(demand.kv)
+
+    def _tokens_of(self, demand: Demand) -> int:
+        """A prompt longer than a whole step is cut to what is left."""
+        return demand.prompt if demand.prompt <= self._target else self._tokens
+
+
+class WholeClaims(Callbacks):
+    """A request claims the KV for its prompt and its expected output before its first token (exact-allocation,
+    EconoServe section 2.1). One that outgrows its claim claims what it is then expected to need or, failing that, a
+    block at a time, for which requests that came later make way.
+
+    lengths: of outputs. room: what is told the ledger. group: of a request that claims its first block.
+    """
+
+    def __init__(
+        self,
+        lengths: PaddedLengths,
+        *,
+        room: Room | None = None,
+        group: Callable[[Request, float], Hashable] | None = None,
+    ) -> None:
+        self._lengths = lengths
+        self._room = room
+        self._group = group
+        self._now = 0.0
+
+    def begin(self, now: float, kv: KVLedger) -> Iterable[tuple[Account, int]]:
+        self._now = now
+        if self._room is not None:
+            self._room.begin(kv)
+        return ()
+
+    def claim(self, request: Request, target: int, kv: KVLedger) -> Grant | Wait:
+        tokens = self._lengths.kv_tokens(request, max(0, target - len(request.prompt)))
+        blocks = kv.blocks_for(tokens)
+        fits = kv.shortfall_of_claim(request, blocks, None) <= 0
+        if kv.blocks_of(request) is None:
+            group = None if self._group is None else self._group(request, self._now)
+            return Grant(now=blocks, blocks=blocks, tokens=tokens, group=group) if fits else Wait.WAIT
+        if not fits:
+            blocks = kv.blocks_for(target)
+            tokens = min(tokens, blocks * kv.block_size)
+        return Grant(now=blocks, blocks=blocks, tokens=tokens)
+
+
+class WholePrompts(TargetForward):
+    """As `TargetForward`, but a prompt is computed whole: one that is longer than what is left waits, and no newcomer
+    overtakes it. One that is longer than a whole step is cut, and once begun goes on with what a step has left.
+
+    room: what is told what a step has.
+    """
+
+    def __init__(
+        self, max_seqs: int, max_tokens: int, cost: CostModel, *, target: int | None = None, room: Room | None = None
+    ) -> None:
+        super().__init__(max_seqs, max_tokens, cost, target=target)
+        self._room = room
+
+    def open(self, context: StepContext) -> BatchBuilder:
+        self._follow_cost()
+        if self._room is not None:
+            self._room.open(context, self.max_seqs, self.target)
+        return WholePromptsBuilder(self.max_seqs, self.target)
+
+
+class WholePromptsBuilder(TargetBuilder):
+    """One step's batch under `WholePrompts`."""
+
+    __slots__ = ("_target",)
+
+    def __init__(self, seqs: int, tokens: int) -> None:
+        super().__init__(seqs, tokens)
+        self._target = tokens
+
+    def offer(self, request: Request, pending: int) -> int | Refusal:
+        if not request.planned and 0 < self._tokens < pending <= self._target:
+            return PROMPT_DOES_NOT_FIT
+        return super().offer(request, pending)
+
+
+class _Class(IntEnum):
+    """What requests are ranked by first."""
+
+    HOLDER = 0  # it has claimed KV and has not lost it
+    CHOSEN = 1  # the step has room for it
+    WAITING = 2
+
+
+class HoldersFirst(Callbacks):
+    """Requests that hold KV, in the order in which they claimed it, then those that wait; none makes way for a
+    newcomer.
+
+    order: of those that wait, as that of generations in `TwoQueues`.
+    """
+
+    def __init__(self, order: QueueOrder) -> None:
+        self._order = order
+        self._ranking = Ranking()
+        self._claims = count()
+        self._holders: set[Request] = set()
+
+    def arrived(self, request: Request, now: float) -> None:
+        self._wait(request, now)
+
+    def claimed(self, request: Request, now: float) -> None:
+        if request not in self._holders:
+            self._forget(request)
+            self._holders.add(request)
+            self._ranking.rest(request, (_Class.HOLDER, next(self._claims), request.id))
+
+    def evicted(self, request: Request, now: float) -> None:
+        if request in self._holders and not request.computed:  # dropped
+            self._holders.remove(request)
+            self._wait(request, now)
+
+    def reforecast(self, request: Request, now: float) -> None:
+        if request not in self._holders:
+            self._wait(request, now)
+
+    def finished(self, request: Request, now: float) -> None:
+        self._forget(request)
+        self._holders.discard(request)
+
+    def ranked(self, now: float) -> Iterator[Request]:
+        return iter(self._ranking)
+
+    def rank(self, request: Request) -> Any:
+        return self._ranking.key(request)
+
+    def outranks(self, one: Request, other: Request) -> bool:
+        return False
+
+    def next_turns(self, requests: Iterable[Request], now: float) -> list[tuple[Any, Request]]:
+        return [(self.rank(request)[0], request) for request in sorted(requests, key=self.rank)]
+
+    def _wait(self, request: Request, now: float) -> None:
+        """Rank the request, which holds no KV, among those that wait."""
+        key = self._order.key(request, request.known, Phase.WAITING, now)
+        self._ranking.rest(request, (_Class.WAITING, *key, request.arrival, request.id))
+
+    def _forget(self, request: Request) -> None:
+        """The request waits no more."""
+        self._ranking.discard(request)
+        self._order.left(request)
+
+
+class Closest(HoldersFirst):
+    """Of the requests that wait, those first of which the demands for compute and KV are closest to what the step has
+    left of both (MultiRes, EconoServe section 2.1). Once per step the closest is chosen again and again until none
+    fits; the others follow by `order`.
+
+    For each request that it chooses it looks at all that wait: deciding takes a time that grows with the square of the
+    queue, as the paper finds. It is for simulations.
+
+    room: of the step, which orderings of other priorities share. lengths: tell the demand for KV.
+    """
+
+    def __init__(self, order: QueueOrder, room: Room, lengths: PaddedLengths) -> None:
+        super().__init__(order)
+        self._room = room
+        self._lengths = lengths
+        self._waiting: dict[Request, Demand] = {}
+        self._chosen: list[Request] = []
+        self._steps = 0
+
+    def ranked(self, now: float) -> Iterator[Request]:
+        if self._steps != self._room.steps:
+            self._steps = self._room.steps
+            self._choose(now)
+        return super().ranked(now)
+
+    def _choose(self, now: float) -> None:
+        """Choose for a new step."""
+        for request in self._chosen:
+            if request in self._waiting:
+                self._wait(request, now)
+        self._chosen.clear()
+        left = dict(self._waiting)
+        while left and not self._room.is_full:
+            request = min(left, key=self._distance)
+            if self._distance(request)[0] == math.inf:
+                return
+            self._room.take(left.pop(request))
+            self._ranking.rest(request, (_Class.CHOSEN, len(self._chosen), request.id))
+            self._chosen.append(request)
+
+    def _distance(self, request: Request) -> tuple[float, float, int]:
+        return (self._room.distance(self._waiting[request]), request.arrival, request.id)
+
+    def _wait(self, request: Request, now: float) -> None:
+        super()._wait(request, now)
+        generated = request.known - len(request.prompt)
+        self._waiting[request] = Demand(request.known, self._lengths.kv_tokens(request, generated))
+
+    def _forget(self, request: Request) -> None:
+        super()._forget(request)
+        self._waiting.pop(request, None)

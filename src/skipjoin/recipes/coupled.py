@@ -1,0 +1,63 @@
+"""The systems that EconoServe is developed from: exact claims for whole requests (EconoServe section 2)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from skipjoin.core.policy import Policies
+from skipjoin.core.request import Request
+from skipjoin.policies.coupled import Closest, HoldersFirst, Room, WholeClaims, WholePrompts
+from skipjoin.policies.econo import ByArrival, ByGroup, PaddedLengths, Phase
+from skipjoin.policies.eviction import Swap
+from skipjoin.policies.ordering import Prioritized
+from skipjoin.recipes.parts import ForwardTokens, LengthRange, Padding, staged
+from skipjoin.recipes.registry import Forecasts, Params, Settings, recipe
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeClaimParams(Params):
+    """How much is claimed, and how large steps get (EconoServe sections 2.1 and 2.3)."""
+
+    padding: Padding = 0.15
+    forward_tokens: ForwardTokens = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeGroupParams(WholeClaimParams):
+    """Which requests start together."""
+
+    length_range: LengthRange = 32
+
+
+@recipe(forecasts=Forecasts.LEARNT)
+def multires(s: Settings, p: WholeClaimParams) -> Policies:
+    """MultiRes (EconoServe section 2.1): requests that best fill compute and KV at once, by exact claims.
+
+    For simulations: its decisions take a time that grows with the square of the queue.
+    """
+    lengths, order, room = PaddedLengths(p.padding), ByArrival(), Room()
+    batcher = WholePrompts(s.max_seqs, s.max_tokens, s.cost, target=p.forward_tokens, room=room)
+    return Policies(
+        Prioritized(lambda: Closest(order, room, lengths)),
+        staged(s, batcher, batcher.target, cuts=False),
+        WholeClaims(lengths, room=room),
+        Swap(s.cost),
+    )
+
+
+@recipe(forecasts=Forecasts.LEARNT)
+def synccoupled(s: Settings, p: WholeGroupParams) -> Policies:
+    """SyncCoupled (EconoServe section 2.2): requests of one expected length start together, by exact claims."""
+
+    def group(request: Request, now: float) -> tuple[object, ...]:
+        return (request.options.priority, order.key(request, request.known, Phase.WAITING, now))
+
+    lengths = PaddedLengths(p.padding)
+    order = ByGroup(lengths, p.length_range)
+    batcher = WholePrompts(s.max_seqs, s.max_tokens, s.cost, target=p.forward_tokens)
+    return Policies(
+        Prioritized(lambda: HoldersFirst(order)),
+        staged(s, batcher, batcher.target, cuts=False),
+        WholeClaims(lengths, group=group),
+        Swap(s.cost),
+    )

@@ -1,0 +1,30 @@
+"""Requests chosen by the distance between what they need and what a step has left of compute and KV."""
+
+from __future__ import annotations
+
+from skipjoin.core.engine import EngineCore
+from skipjoin.core.forecast import Forecast
+from skipjoin.core.kv import KVLedger
+from skipjoin.core.scheduler import Scheduler
+from skipjoin.recipes import Settings, build
+from support.load import make
+from support.policies import UnitCost
+
+# Prompt and output of each request: its KV is both less one, as the last token's is never computed. A step has 100
+# tokens, the pool 100 blocks of a token, so demands are shares in percent:
+# (10, 20), (60, 70), (20, 90), (30, 30).
+SIZES = [(10, 11), (60, 11), (20, 71), (30, 1)]
+
+
+def test_the_closest_is_chosen_until_none_fits() -> None:
+    """Distances from (100, 100): 1.20, 0.50, 0.81, 0.99, so the second is chosen. From the (40, 30) that it leaves:
+    0.32, too large, too large, 0.10, so the fourth is; no block is left."""
+    policies = build("multires", Settings(UnitCost(), 8, 100), {"padding": 0.0, "forward_tokens": 100})
+    core = EngineCore(Scheduler(policies, KVLedger(100, 0, 1)))
+    for number, (prompt, tokens) in enumerate(SIZES):
+        core.add(make(number, prompt, tokens, forecast=Forecast(tokens, "test")), 0.0)
+    plan = core.start_step(0.0)
+    assert plan is not None
+    assert [(piece.request.id, piece.tokens) for piece in plan.slices] == [(1, 60), (3, 30)]
+    assert [request.id for request in policies.ordering.ranked(0.0)] == [1, 3, 0, 2]
+    assert core.kv.available == 0

@@ -208,6 +208,14 @@ class KVLedger:
         claim.promised = claim.size - blocks
         claim.resize()
 
+    def disband(self, account: Account) -> None:
+        """Let the account have nothing to lend, until it is given blocks again. What it lends is lent by its lender from
+        now on."""
+        claim = self._accounts[account]
+        claim.hand_over()
+        claim.promised = 0
+        claim.resize()
+
     def claim(self, request: Request, blocks: int, *, tokens: int | None = None, lender: Lender = None) -> None:
         """Let the request have `blocks` device blocks in all, out of what `lender` has, for `tokens` tokens at most;
         None: without a limit. The claim that it has ends. Ask `shortfall_of_claim` first."""

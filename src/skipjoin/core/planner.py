@@ -134,7 +134,7 @@ class StepPlanner:
         takes, whatever the other policies say."""
         context = self._context
         for account in self._kv.accounts:
-            self._kv.reserve(account, 0)
+            self._kv.disband(account)
         for request in islice(self._policies.ordering.ranked(context.now), _MOST_FORCED):
             self._residency.force()
             self._fill((request,), builder)

@@ -209,8 +209,8 @@ class KVLedger:
         claim.resize()
 
     def disband(self, account: Account) -> None:
-        """Let the account have nothing to lend, until it is given blocks again. What it lends is lent by its lender from
-        now on."""
+        """Let the account have nothing to lend, until it is given blocks again. Its guests are free of it from now
+        on."""
         claim = self._accounts[account]
         claim.hand_over()
         claim.promised = 0

@@ -198,7 +198,7 @@ def near(value: Any) -> Any:
 
 @pytest.mark.parametrize("until_s", [math.inf, 11.0])
 @pytest.mark.parametrize("rate_rps", [2.0, 10.0, 30.0])
-@pytest.mark.parametrize("recipe", ["fcfs", "orca", "sarathi"])
+@pytest.mark.parametrize("recipe", ["econoserve", "fcfs", "orca", "sarathi"])
 def test_steps_taken_together_give_the_record_of_single_ones(
     monkeypatch: pytest.MonkeyPatch, recipe: str, rate_rps: float, until_s: float
 ) -> None:
@@ -225,7 +225,9 @@ def test_no_recipe_notices_that_steps_are_taken_together(recipe: str) -> None:
 
 def cramped(recipe: str, rate_rps: float, until_s: float) -> Cell:
     """A run in which KV is short at the higher rates."""
-    system = replace(SYSTEM, recipe=recipe, kv_blocks=120, host_blocks=60, max_model_len=500, max_tokens=300)
+    system = replace(
+        SYSTEM, recipe=recipe, kv_blocks=120, host_blocks=60, max_model_len=500, max_tokens=300, predictor="oracle"
+    )
     return Cell(system, WORKLOAD, Extent(rate_rps, 15.0, 1, until_s=until_s))
 
 

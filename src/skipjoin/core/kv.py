@@ -245,13 +245,14 @@ class KVLedger:
 
     def growth(self, requests: Iterable[Request], steps: int) -> list[int] | None:
         """How many blocks beyond their claims these requests need in each of `steps` steps that compute one more token
-        of each. None: more in all than are available, or a claim is lent or does not reach that far."""
+        of each. None: more in all than are available, or a claim does not reach that far, or is lent and has to grow."""
         size, blocks = self.block_size, [0] * steps
         for request in requests:
             held = self._held[request]
-            if held.lender is not self._root or request.planned + steps > request.claimed:
+            room = (held.size - held.lent) * size - request.planned
+            if request.planned + steps > request.claimed or (room < steps and held.lender is not self._root):
                 return None
-            for step in range((held.size - held.lent) * size - request.planned, steps, size):
+            for step in range(room, steps, size):
                 blocks[step] += 1
         return blocks if sum(blocks) <= self.available else None
 

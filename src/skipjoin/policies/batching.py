@@ -96,6 +96,8 @@ class TargetForward:
     cost: tells that size, at most `max_tokens`; target: it is this instead.
     """
 
+    rests = True
+
     def __init__(self, max_seqs: int, max_tokens: int, cost: CostModel, *, target: int | None = None) -> None:
         _check_budgets(max_seqs, max_tokens)
         self.max_seqs = max_seqs

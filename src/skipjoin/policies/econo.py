@@ -265,6 +265,8 @@ class Tasks:
 class TwoQueues(Valued):
     """The ordering by `Tasks`."""
 
+    rests = True
+
     def __init__(self, tasks: Tasks) -> None:
         super().__init__(tasks)
         self._tasks = tasks

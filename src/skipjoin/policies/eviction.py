@@ -127,6 +127,8 @@ class Vacate(Swap):
     """No KV leaves the device but where its host needs the blocks that it was lent (EconoServe section 3.2), or where
     nothing runs. Then guests make way before others."""
 
+    rests = True
+
     def victims(
         self, short: int, candidates: Sequence[Request], kv: KVLedger, now: float, newcomer: Request | None
     ) -> Sequence[tuple[Request, Preemption]]:

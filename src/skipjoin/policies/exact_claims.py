@@ -103,6 +103,8 @@ class ExactClaims(Callbacks):
     other gets any for its own: a prompt that is larger than the reserve would wait for ever behind generations.
     """
 
+    rests = True
+
     def __init__(
         self,
         lengths: PaddedLengths,

@@ -112,7 +112,7 @@ class KVLedger:
     def headroom(self, lender: Lender) -> int:
         """Blocks that a new claim can be lent: what the lender does not use, what its lenders do not use, and what is
         available."""
-        return self.available + self._unused(self._claim_of(lender))
+        return self.available + self._unused_in_all(self._claim_of(lender))
 
     def unused(self, lender: Request | Account) -> int:
         """Blocks that the lender claims, and neither holds nor lends; 0 if it claims none."""
@@ -162,7 +162,7 @@ class KVLedger:
         if held is None:
             return max(0, self.blocks_for(tokens) - self.available)
         need = self.blocks_for(tokens) - len(held.device)
-        return max(0, need - self._unused(held) - self.available, need - len(self._device_free))
+        return max(0, need - self._unused_in_all(held) - self.available, need - len(self._device_free))
 
     def shortfall_of_claim(self, request: Request, blocks: int, lender: Lender) -> int:
         """Blocks that must become available before the request can claim `blocks` in all out of `lender`. Negative:
@@ -245,7 +245,7 @@ class KVLedger:
 
     def growth(self, requests: Iterable[Request], steps: int) -> list[int] | None:
         """How many blocks beyond their claims these requests need in each of `steps` steps that compute one more token
-        of each. None: more in all than are available, or a claim does not reach that far, or is lent and has to grow."""
+        of each. None: more than are available, or a claim does not reach that far, or is lent and has to grow."""
         size, blocks = self.block_size, [0] * steps
         for request in requests:
             held = self._held[request]
@@ -342,7 +342,7 @@ class KVLedger:
         held = self._held.get(request)
         if held is None or held.moving is not None:
             return False
-        return 0 < len(held.host) <= self._unused(held) + self.available
+        return 0 < len(held.host) <= self._unused_in_all(held) + self.available
 
     def land(self, move: Move) -> None:
         """The move has ended well: lift its fence."""
@@ -426,7 +426,7 @@ class KVLedger:
             claim = claim.lender
         return freed
 
-    def _unused(self, claim: Claim) -> int:
+    def _unused_in_all(self, claim: Claim) -> int:
         """Blocks that the claim and its lenders do not use, of those that nothing else claims."""
         unused = 0
         while claim.lender is not None:

@@ -56,7 +56,8 @@ DEFAULT_OPTIONS = RequestOptions()
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Request:
-    """One sequence to generate. Compared by identity; mutated by the scheduler and the engine core only.
+    """One sequence to generate. Compared by identity; mutated by the scheduler and the engine core only, but for
+    `options`, which its driver may replace while it gives the request a forecast.
 
     Progress is two counters: tokens *known* (prompt and generated) and tokens *computed* (their KV exists).
     Prefill, a chunk of it, decode and recomputation are all "computed catches up with known". `planned` and

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import resource
 import subprocess
 import sys
 import tempfile
@@ -34,19 +35,30 @@ LONGEST_S, MOST_GB, NEAR = 600, 8.0, 0.03
 
 
 def simulate(options: str) -> dict[str, Any]:
-    """Run the command; its seconds, the most memory that its processes had at one time, and its records."""
+    """Run the command; its seconds, those of the processors, the most memory that its processes had at one time, and
+    its records."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "records.json"
         command = [str(Path(sys.executable).parent / "skipjoin"), "simulate", *options.split(), "--out", str(out)]
-        begun, peak = time.perf_counter(), 0
+        begun, before, peak = time.perf_counter(), processor_s(), 0
         process = subprocess.Popen(command)
         while process.poll() is None:
             peak = max(peak, memory_of(process.pid))
-            time.sleep(0.2)
+            time.sleep(1.0)
         if process.returncode:
             raise SystemExit(process.returncode)
-        seconds = time.perf_counter() - begun
-        return {"seconds": round(seconds, 1), "peak_gb": round(peak / 1e9, 2), "records": json.loads(out.read_text())}
+        return {
+            "seconds": round(time.perf_counter() - begun, 1),
+            "cpu_seconds": round(processor_s() - before, 1),
+            "peak_gb": round(peak / 1e9, 2),
+            "records": json.loads(out.read_text()),
+        }
+
+
+def processor_s() -> float:
+    """Seconds of processors that commands have taken which are over."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def memory_of(pid: int) -> int:
@@ -93,6 +105,7 @@ def main() -> None:
         "machine": describe_machine(),
         "command": f"skipjoin simulate {options}",
         "seconds": many["seconds"],
+        "cpu_seconds": many["cpu_seconds"],
         "peak_gb": many["peak_gb"],
         "requests": whole["requests"],
         "steps": whole["steps"],

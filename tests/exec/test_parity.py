@@ -20,6 +20,7 @@ from skipjoin.exec.local import LocalExecutor
 from skipjoin.exec.sampling import Sampling
 from skipjoin.exec.simulated import SimulatedExecutor, SimulatedHandle
 from skipjoin.policies.cost import LinearCost
+from skipjoin.policies.admission import OnDemand
 from skipjoin.policies.eviction import Swap
 from skipjoin.recipes import RECIPES, Settings, build, own
 from skipjoin.sampling import SamplingParams
@@ -31,6 +32,8 @@ BLOCKS = 16
 SETTINGS = Settings(COST, max_seqs=4, max_tokens=24, has_true_forecasts=True)
 # With a host pool the others do what they do without.
 SWAPPING = [recipe for recipe in RECIPES if isinstance(build(recipe, SETTINGS).eviction, Swap)]
+# These claim what they are expected to need, and move little.
+EXACT = [recipe for recipe in SWAPPING if not isinstance(build(recipe, SETTINGS).admission, OnDemand)]
 
 
 class LocalOnVirtualClock(SimulatedExecutor):
@@ -114,7 +117,7 @@ def test_simulator_and_engine_make_the_same_plans(recipes: list[str], host_block
             assert real.made == Run(recipe, depth, host_blocks, SimulatedExecutor(COST)).made, (recipe, depth)
             assert len(real.made) > 50
             outputs.append(real.outputs)
-            if host_blocks:
+            if host_blocks and recipe not in EXACT:
                 assert real.moved > 10, (recipe, depth)
             if host_blocks and recipe == "fastserve":
                 assert real.longest > 2

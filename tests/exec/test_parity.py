@@ -19,8 +19,8 @@ from skipjoin.core.step import Move, StepPlan
 from skipjoin.exec.local import LocalExecutor
 from skipjoin.exec.sampling import Sampling
 from skipjoin.exec.simulated import SimulatedExecutor, SimulatedHandle
-from skipjoin.policies.cost import LinearCost
 from skipjoin.policies.admission import OnDemand
+from skipjoin.policies.cost import LinearCost
 from skipjoin.policies.eviction import Swap
 from skipjoin.recipes import RECIPES, Settings, build, own
 from skipjoin.sampling import SamplingParams

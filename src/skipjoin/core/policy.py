@@ -173,8 +173,8 @@ class AdmissionPolicy(Protocol):
 
     def claim(self, request: Request, target: int, kv: KVLedger) -> Grant | Wait:
         """Decide over a request that is to have `target` tokens on the device, and that has no claim or one that ends
-        before. `kv` as of now; what evictions would free is not counted. Must be pure: it is asked speculatively,
-        too."""
+        before. `kv` as of now; what evictions would free is not counted. Must be pure: it is asked speculatively, and
+        before the request arrives where its KV is to come from another engine (`EngineCore.expect`)."""
         ...
 
 

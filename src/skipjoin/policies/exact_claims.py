@@ -213,7 +213,7 @@ class ExactClaims(Callbacks):
     def _may_displace(self, request: Request, kv: KVLedger) -> bool:
         """Whether a request of a worse priority holds KV, which may then have to make way."""
         priority = request.options.priority
-        if len(self._priorities) == 1 or max(self._priorities) <= priority:
+        if len(self._priorities) <= 1 or max(self._priorities) <= priority:
             return False
         return any(one.options.priority > priority for one in kv.holders())
 

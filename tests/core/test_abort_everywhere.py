@@ -6,16 +6,20 @@ A state with KV in transit is tried with a move that lands and one that fails, a
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
+from skipjoin.core.claims import Account
 from skipjoin.core.events import Finished
+from skipjoin.core.kv import KVLedger
+from skipjoin.core.policy import Grant, Wait
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.core.step import Direction, Move
+from skipjoin.core.waits import WaitReason
 from skipjoin.exec.simulated import never
 from support.load import make
-from support.policies import OnCall
+from support.policies import Answer, OnCall, Scripted
 from support.watch import GIVEN_UP, Stepper, World
 
 VICTIM = 1
@@ -40,11 +44,21 @@ class Scene:
 
     @classmethod
     def begin(
-        cls, *, recipe: str = "fcfs", depth: int = 1, overlap: bool = False, prompt: int = 8, **world: int
+        cls,
+        *,
+        recipe: str = "fcfs",
+        depth: int = 1,
+        overlap: bool = False,
+        prompt: int = 8,
+        claims: Scripted | None = None,
+        **world: int,
     ) -> Scene:
+        """claims: admission; None: as the recipe does."""
         eviction = OnCall()
         setting = World(recipe, depth, overlap, lambda: eviction, **world)
-        stepper = Stepper(setting.core(), token_of)
+        policies = setting.policies()
+        core = setting.core(policies if claims is None else replace(policies, admission=claims))
+        stepper = Stepper(core, token_of)
         victim = make(VICTIM, prompt, 20)
         stepper.add(make(0, 8, 20), victim, make(2, 8, 20, arrival=1.0))
         return cls(stepper, eviction, victim)
@@ -261,6 +275,48 @@ def lost_on_the_way_back() -> Scene:
     return scene
 
 
+def with_claims(*lenders: int | None) -> Scene:
+    """Each request has claimed 7 blocks of what one with a smaller id claims, or of what is available; the first one
+    has claimed all that three need, and an account keeps some."""
+    answers: dict[int, Answer] = {
+        number: lambda request, target, kv, lender=lender: Grant(
+            7, 7, tokens=28, lender=next((one for one in kv.holders() if one.id == lender), None)
+        )
+        for number, lender in enumerate(lenders)
+    }
+    answers[0] = lambda request, target, kv: Grant(21, 21, tokens=28)
+    scene = Scene.begin(claims=Scripted(answers, {Account("kept"): 10}), depth=2, overlap=True)
+    scene.stepper.step()
+    scene.stepper.start()
+    return scene
+
+
+def lent_by_another() -> Scene:
+    scene = with_claims(None, 0, 0)
+    assert scene.stepper.core.kv.lender_of(scene.victim) is scene.stepper.core.requests[0]
+    return scene
+
+
+def lending_what_it_is_lent() -> Scene:
+    scene = with_claims(None, 0, VICTIM)
+    assert list(scene.stepper.core.kv.guests(scene.victim)) == [scene.stepper.core.requests[2]]
+    return scene
+
+
+def at_the_end_of_its_claim() -> Scene:
+    """On the device, and granted nothing more while others run."""
+
+    def ten_tokens(request: Request, target: int, kv: KVLedger) -> Grant | Wait:
+        return Grant(3, 3, tokens=10) if target <= 10 else Wait.PASS
+
+    scene = Scene.begin(claims=Scripted({VICTIM: ten_tokens}))
+    for _ in range(5):
+        scene.stepper.step()
+    assert scene.victim.wait is not None
+    assert (scene.victim.computed, scene.victim.wait.reason) == (10, WaitReason.HELD_BY_ADMISSION)
+    return scene
+
+
 def satisfied() -> Scene:
     """Its last token is being sampled."""
     scene = Scene.begin()
@@ -293,6 +349,9 @@ STATES = [
     moving_in_plans_later,
     kept_after_a_failed_move_out,
     lost_on_the_way_back,
+    lent_by_another,
+    lending_what_it_is_lent,
+    at_the_end_of_its_claim,
     satisfied,
 ]
 every_state = pytest.mark.parametrize("reach", STATES)

@@ -6,14 +6,19 @@ from collections import Counter
 from functools import cache
 
 import pytest
-from engines import BLOCK_SIZE, CONFIGS, Restless, SwapAll, engine, mixed_requests, run, tiny_model
+from engines import BLOCK_SIZE, CONFIGS, Restless, SwapAll, engine, make_store, mixed_requests, run, tiny_model
 
 from skipjoin.core.engine import EngineCore
-from skipjoin.core.events import Event, Moved, MoveFailed, Planned, Preempted, Preemption
+from skipjoin.core.events import Claimed, Event, Moved, MoveFailed, Planned, Preempted, Preemption
+from skipjoin.core.forecast import Forecast
+from skipjoin.core.kv import KVLedger
 from skipjoin.core.request import Request
+from skipjoin.core.scheduler import Scheduler
 from skipjoin.core.step import Direction, Move
 from skipjoin.exec.local import LocalExecutor
+from skipjoin.policies.cost import LinearCost
 from skipjoin.policies.eviction import Recompute
+from skipjoin.recipes import Settings, build
 
 
 class Fails:
@@ -178,3 +183,21 @@ def test_aborts_disturb_nobody(case: str) -> None:
         for number, request in enumerate(requests):
             if number not in (1, 3, 6):
                 assert request.output == alone[number]
+
+
+@pytest.mark.parametrize("host_blocks", [0, 60])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_tokens_are_those_of_a_request_alone_under_exact_claims(depth: int, host_blocks: int) -> None:
+    """Requests are lent KV, are vacated, and pause at the end of claims that were forecast too small."""
+    model, params = tiny_model("llama"), {"padding": 0.0, "reserve": 0.1, "buffer": 0.0}
+    policies = build("econoserve", Settings(LinearCost(floor=1.0, prefill_token=1.0), 8, 64), params)
+    ledger = KVLedger(9, host_blocks, BLOCK_SIZE)
+    core = EngineCore(Scheduler(policies, ledger, depth=depth, overlap=depth > 1))
+    requests = mixed_requests()
+    for request in requests:
+        request.forecast = Forecast((2, request.max_tokens)[request.id % 2], "test")
+    events = run(core, LocalExecutor(model, make_store(model, 9, host_blocks)), requests)
+    assert outputs(requests) == outputs_alone("llama")
+    assert any(isinstance(event, Claimed) and isinstance(event.lender, Request) for event in events)
+    assert happened(events)[Preemption.PAUSE] >= FEWEST
+    assert happened(events)[Preemption.SWAP if host_blocks else Preemption.DROP] > 0

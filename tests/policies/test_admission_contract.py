@@ -11,6 +11,7 @@ from skipjoin.core.policy import AdmissionPolicy, Grant, Wait
 from skipjoin.policies.admission import OnDemand, WholeMaximum
 from skipjoin.policies.coupled import WholeClaims
 from skipjoin.policies.econo import PaddedLengths
+from skipjoin.policies.exact_claims import ExactClaims, Hosts
 from support.load import make
 
 ADMISSIONS: dict[str, AdmissionPolicy] = {
@@ -19,6 +20,8 @@ ADMISSIONS: dict[str, AdmissionPolicy] = {
     "high watermark": OnDemand(0.5),
     "whole maximum": WholeMaximum(),
     "whole claims": WholeClaims(PaddedLengths(0.15)),
+    "exact claims": ExactClaims(PaddedLengths(0.15), group=None, reserve=0.1, hosts=None),
+    "exact claims, with hosts": ExactClaims(PaddedLengths(0.0), group=None, reserve=0.0, hosts=Hosts(0.1)),
 }
 every_admission = pytest.mark.parametrize("admission", ADMISSIONS.values(), ids=ADMISSIONS.keys())
 

@@ -21,8 +21,10 @@ from skipjoin.core.policy import (
     Scope,
 )
 from skipjoin.core.request import FinishReason, Request
+from skipjoin.core.step import StepShape
 from skipjoin.policies.batching import Greedy, RunToCompletion, TargetForward
 from skipjoin.policies.coupled import WholePrompts
+from skipjoin.policies.forward import saturating_tokens
 from skipjoin.policies.stages import EvenStages
 from support.load import make
 from support.policies import COST
@@ -38,12 +40,27 @@ BATCHERS: dict[str, Callable[[], Batcher]] = {
     "static, one token": lambda: RunToCompletion(4, 1),
     "target": lambda: TargetForward(4, 32, COST),
     "whole to a target": lambda: WholePrompts(4, 32, COST, target=20),
+    "target, one token": lambda: TargetForward(4, 32, COST, target=1),
     "stages": lambda: EvenStages(Greedy(4, 32, chunked=True), COST, 2, most_seqs=8, most_tokens=64, cuts=True),
     "stages, static": lambda: EvenStages(
         RunToCompletion(4, 32), COST, 2, most_seqs=4, most_tokens=64, cuts=False, holds_back=False
     ),
 }
 every_batcher = pytest.mark.parametrize("batcher", BATCHERS.values(), ids=BATCHERS.keys())
+
+
+class Learning:
+    """A cost model whose floor changes."""
+
+    def __init__(self) -> None:
+        self.revision = 0
+        self.floor = 0.01
+
+    def step(self, shape: StepShape) -> float:
+        return self.floor + 1e-3 * shape.prefill
+
+    def transfer(self, blocks: int) -> float:
+        return 0.0
 
 
 def fill(packing: BatchBuilder, pending: Sequence[int]) -> list[int | Refusal]:
@@ -190,3 +207,18 @@ def test_empty_budgets_are_refused(arguments: tuple[int, int]) -> None:
         Greedy(*arguments, chunked=True)
     with pytest.raises(ValueError, match=r"max_(seqs|tokens) must be at least 1, got (0|-1)"):
         RunToCompletion(*arguments)
+
+
+def test_a_target_is_for_prompts_and_every_generation_joins() -> None:
+    packing = TargetForward(7, 100, COST, target=32).open(StepContext())
+    assert fill(packing, [1, 20, 20, 1, 5, 1, 1, 1, 1]) == [1, 20, 11, 1, PROMPTS_ARE_FULL, 1, 1, 1, NO_SEAT]
+
+
+def test_a_target_follows_the_cost_model() -> None:
+    cost = Learning()
+    batcher = TargetForward(4, 4096, cost)
+    before = batcher.target
+    cost.floor, cost.revision = 10 * cost.floor, 1
+    batcher.open(StepContext())
+    assert batcher.target > before
+    assert batcher.target == saturating_tokens(cost, 4096)

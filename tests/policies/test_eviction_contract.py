@@ -14,11 +14,12 @@ from skipjoin.core.kv import KVLedger
 from skipjoin.core.policy import EvictionPolicy
 from skipjoin.core.request import Request
 from skipjoin.core.step import Direction
-from skipjoin.policies.eviction import Defer, ProactiveSwap, Recompute, Swap
+from skipjoin.policies.eviction import Defer, ProactiveSwap, Recompute, Swap, Vacate
 from support.load import make
 from support.policies import COST, EVICTIONS, Ranks
 
-every_pressure = pytest.mark.parametrize("build", EVICTIONS.values(), ids=EVICTIONS.keys())
+PRESSURES: dict[str, Callable[[], EvictionPolicy]] = {**EVICTIONS, "vacate": lambda: Vacate(COST)}
+every_pressure = pytest.mark.parametrize("build", PRESSURES.values(), ids=PRESSURES.keys())
 
 
 def holders(kv: KVLedger, sizes: list[int]) -> list[Request]:
@@ -139,3 +140,15 @@ def test_swap_moves_nothing_ahead() -> None:
     requests = holders(kv, [5, 5])
     assert Swap(COST).ahead(requests, by_number(requests), kv, 0.0) == ((), ())
     assert kv.blocks_in_transit == {Direction.OUT: 0, Direction.IN: 0}
+
+
+def test_vacate_takes_guests_before_others_that_matter_less() -> None:
+    kv = KVLedger(20, 20, 4)
+    host, guest, other = requests = holders(kv, [2, 2, 2])
+    kv.claim(host, 8)
+    kv.claim(guest, 3, lender=host)
+    victims = Vacate(COST).victims(2, [other, guest], kv, 0.0, None)
+    assert [victim for victim, _ in victims] == [guest]
+    victims = Vacate(COST).victims(5, [other, guest], kv, 0.0, None)
+    assert [victim for victim, _ in victims] == [guest, other]
+    assert Vacate(COST).ahead(requests, by_number(requests), kv, 0.0) == ((), ())

@@ -19,7 +19,7 @@ from skipjoin.core.policy import Ordering
 from skipjoin.core.request import Request
 from skipjoin.core.step import Slice
 from skipjoin.policies.coupled import Closest, HoldersFirst, Room
-from skipjoin.policies.econo import ByArrival, ByGroup, PaddedLengths
+from skipjoin.policies.econo import ByArrival, ByGroup, ByObjective, PaddedLengths, Tasks, TwoQueues
 from skipjoin.policies.execution import ExecutionTime
 from skipjoin.policies.mlfq import SkipJoinMlfq
 from skipjoin.policies.ordering import Fcfs, FixedKey, Prioritized
@@ -50,6 +50,19 @@ def closest() -> Ordering:
     return Closest(ByArrival(), room, PaddedLengths(0.15))
 
 
+def by_objective(*, longest_first: bool = False) -> ByObjective:
+    """With borders that time crosses while requests live."""
+    return ByObjective(
+        ExecutionTime(COST),
+        PaddedLengths(0.0),
+        time_ranges_s=(0.5, 1.0),
+        kv_range=8,
+        length_range=4,
+        longest_first=longest_first,
+        overdue_s=3.0,
+    )
+
+
 class Overdue:
     """Overdue requests first, then the least generated, by bins of lengths. A key that time changes, and bins do."""
 
@@ -77,6 +90,11 @@ ORDERINGS: dict[str, Callable[[], Ordering]] = {
     "skip-join": mlfq,
     "mlfq": lambda: SkipJoinMlfq(COST, starvation_s=0.5, skip_join=False),
     "two queues": lambda: SkipJoinMlfq(COST, levels=2, starvation_s=0.1),
+    "econoserve, by arrival": lambda: TwoQueues(Tasks(ByArrival())),
+    "econoserve, by group": lambda: TwoQueues(Tasks(ByGroup(PaddedLengths(0.2), 4))),
+    "econoserve": lambda: TwoQueues(Tasks(by_objective())),
+    "econoserve, longest first": lambda: TwoQueues(Tasks(by_objective(longest_first=True))),
+    "prioritized econoserve": lambda: Prioritized(lambda: TwoQueues(Tasks(by_objective()))),
     "prioritized fcfs": lambda: Prioritized(Fcfs),
     "prioritized srpt": lambda: Prioritized(srpt),
     "prioritized alise": lambda: Prioritized(alise),

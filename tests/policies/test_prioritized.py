@@ -99,7 +99,7 @@ def plans_until(stepper: Stepper, number: int, most: int = 10) -> int:
 
 
 @DEPTHS
-@pytest.mark.parametrize("recipe", ["orca", "fcfs", "sarathi", "fastserve", "srpt"])
+@pytest.mark.parametrize("recipe", ["orca", "fcfs", "sarathi", "fastserve", "srpt", "econoserve"])
 def test_priority_takes_a_seat_from_who_runs(recipe: str, depth: int, overlap: bool) -> None:
     stepper = settled(World(recipe, depth, overlap, max_seqs=2), (4, 30), (4, 30), (4, 30))
     stepper.add(make(9, 20, 5, priority=0))
@@ -108,7 +108,7 @@ def test_priority_takes_a_seat_from_who_runs(recipe: str, depth: int, overlap: b
 
 
 @DEPTHS
-@pytest.mark.parametrize("recipe", ["orca", "fcfs", "sarathi", "fastserve", "srpt"])
+@pytest.mark.parametrize("recipe", ["orca", "fcfs", "sarathi", "fastserve", "srpt", "econoserve"])
 def test_priority_takes_the_tokens_of_a_step(recipe: str, depth: int, overlap: bool) -> None:
     stepper = settled(World(recipe, depth, overlap, max_tokens=3), (1, 20), (1, 20), (1, 20))
     stepper.add(make(9, 3, 5, priority=0))
@@ -139,7 +139,7 @@ def test_priority_takes_the_whole_device_if_it_needs_it(recipe: str, depth: int,
     stepper.drain()
 
 
-@pytest.mark.parametrize("recipe", ["orca", "fcfs", "sarathi", "fastserve", "srpt"])
+@pytest.mark.parametrize("recipe", ["orca", "fcfs", "sarathi", "fastserve", "srpt", "econoserve"])
 def test_a_lower_priority_waits_while_a_higher_one_fills_the_seats(recipe: str) -> None:
     stepper = Stepper(World(recipe, max_seqs=2).core())
     stepper.add(make(0, 4, 5, priority=1), make(1, 4, 5, priority=0), make(2, 4, 5, priority=0))

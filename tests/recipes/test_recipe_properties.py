@@ -371,7 +371,7 @@ def test_pressure_on_memory_is_real_in_these_worlds() -> None:
                 assert before == 0
                 assert (len(made_way) > 0) == (eviction == "proactive")
             elif recipe.startswith("econoserve") and eviction != "proactive":
-                assert made_way.count(Preemption.PAUSE) > 5  # what runs has claimed all that it needs: newcomers pause
+                assert made_way.count(Preemption.PAUSE) > 5  # what outgrows its claim pauses where it is
             elif recipe == "synccoupled":  # the same, and few outgrow a claim
                 assert made_way
             else:

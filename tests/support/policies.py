@@ -6,9 +6,10 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from skipjoin.core.claims import Account
 from skipjoin.core.events import Preemption
 from skipjoin.core.kv import KVLedger
-from skipjoin.core.policy import Callbacks, EvictionPolicy, Ordering
+from skipjoin.core.policy import Callbacks, EvictionPolicy, Grant, Ordering, Wait
 from skipjoin.core.request import Request
 from skipjoin.core.step import StepShape
 from skipjoin.policies.cost import LinearCost
@@ -70,6 +71,36 @@ class Ranks(Callbacks):
         return [(self.numbers[request.id], request) for request in sorted(requests, key=self.rank)]
 
 
+# A claim as a test asks for it, of a request that is to have so many tokens.
+Answer = Callable[[Request, int, KVLedger], Grant | Wait]
+
+
+def whole(request: Request, target: int, kv: KVLedger) -> Grant:
+    """All that the request may ever need, of what is free for all."""
+    blocks = kv.blocks_for(request.max_total_tokens)
+    return Grant(now=blocks, blocks=blocks)
+
+
+class Scripted(Callbacks):
+    """An admission policy that answers by request id, and grants all others what they may ever need.
+
+    answers: they may change at any time. keeps: blocks that accounts are to have. asked: every question, as the
+    request's id and its target.
+    """
+
+    def __init__(self, answers: dict[int, Answer], keeps: dict[Account, int] | None = None) -> None:
+        self.answers = answers
+        self.asked: list[tuple[int, int]] = []
+        self._keeps = keeps or {}
+
+    def begin(self, now: float, kv: KVLedger) -> Iterable[tuple[Account, int]]:
+        return self._keeps.items()
+
+    def claim(self, request: Request, target: int, kv: KVLedger) -> Grant | Wait:
+        self.asked.append((request.id, target))
+        return self.answers.get(request.id, whole)(request, target, kv)
+
+
 class SwapAll(Recompute):
     """Who makes way goes to the host, in the middle of a prompt too, whatever that costs."""
 
@@ -112,8 +143,9 @@ class Chaos(Swap):
 
 # The recipes that differ in more than their pressure.
 SYSTEMS = sorted(name for name in RECIPES if not name.startswith(("fastserve-", "alise-")))
-# What one class does for all: batches, prompts in chunks, promotions, and ranks that change at every step.
-SOME_SYSTEMS = ("static", "sarathi", "fastserve", "srpt")
+# What one class does for all: batches, prompts in chunks, promotions, ranks that change at every step, and claims that
+# are renewed.
+SOME_SYSTEMS = ("static", "sarathi", "fastserve", "srpt", "econoserve")
 # Every pressure there is, each run with one of its own.
 EVICTIONS: dict[str, Callable[[], EvictionPolicy]] = {
     "recompute": Recompute,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
+from skipjoin.core.claims import Lender
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.events import Event, Token
 from skipjoin.core.kv import KVLedger
@@ -16,6 +17,7 @@ from skipjoin.core.request import FinishReason, Request
 from skipjoin.core.scheduler import Scheduler
 from skipjoin.core.step import Direction, Move, Slice, StepPlan, StepResult
 from skipjoin.exec.simulated import SimulatedExecutor, SimulatedHandle, never, position_as_token
+from skipjoin.knobs import Value
 from skipjoin.recipes import Settings, build, own
 from skipjoin.sim.driver import Replica, simulate
 from support.policies import COST
@@ -29,7 +31,7 @@ class World:
     """Everything that decides a run, apart from the requests.
 
     pressure: None keeps the recipe's own. The pools are small, so that loads of `support.load` press on them.
-    stages: of a pipeline; more than one go with as many plans in flight.
+    stages: of a pipeline; more than one go with as many plans in flight. params: of the recipe, by name.
     cost: what the policies believe. machine: what steps and transfers really take, None: just that.
     """
 
@@ -46,13 +48,13 @@ class World:
     stages: int = 1
     cost: CostModel = COST
     machine: CostModel | None = None
+    params: tuple[tuple[str, Value], ...] = ()
 
     def policies(self) -> Policies:
         """The recipe's policies, with this world's pressure."""
         settings = Settings(self.cost, self.max_seqs, self.max_tokens, stages=self.stages)
-        policies = build(
-            self.recipe, settings, own(self.recipe, {"starvation_s": self.starvation_s, "oracle": "max-tokens"})
-        )
+        params = {"starvation_s": self.starvation_s, "oracle": "max-tokens", **dict(self.params)}
+        policies = build(self.recipe, settings, own(self.recipe, params))
         return policies if self.eviction is None else replace(policies, eviction=self.eviction())
 
     def core(self, policies: Policies | None = None) -> WatchedCore:
@@ -182,7 +184,7 @@ class WatchedCore(EngineCore):
         nothing on the device evicts none of its equals, and nobody who runs and has not generated a token yet."""
         ordering = self.scheduler.policies.ordering
         ran = [piece.request for piece in plan.slices]
-        grown = [r for r in ran if before[r].device and before[r].footprint < self.kv.footprint(r)]
+        grown = [r for r in ran if before[r].device and before[r].claim != _State.of(r, self).claim]
         new = [r for r in ran if before[r].device == 0]
         for victim in self.requests.values():
             if victim.evictions == before[victim].evictions:
@@ -201,15 +203,15 @@ class WatchedCore(EngineCore):
 
 @dataclass(frozen=True)
 class _State:
-    """A request just before a decision. device: blocks that it has on the device and may use. footprint: those that it
-    claims. latest: the scheduler's `latest_plan`."""
+    """A request just before a decision. device: blocks that it has on the device and may use. claim: those that it
+    claims, and what lends them. latest: the scheduler's `latest_plan`."""
 
     known: int
     planned: int
     pending_samples: int
     evictions: int
     device: int
-    footprint: int
+    claim: tuple[int, Lender]
     is_fresh: bool
     last_plan: int
     latest: int
@@ -224,7 +226,7 @@ class _State:
             request.pending_samples,
             request.evictions,
             on_device,
-            core.kv.footprint(request),
+            (core.kv.footprint(request), core.kv.lender_of(request)),
             request.is_fresh,
             request.last_plan,
             core.scheduler.latest_plan,

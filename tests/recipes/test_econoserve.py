@@ -1,0 +1,375 @@
+"""What EconoServe promises, each promise measured in simulated runs: KV is hosted physically, requests that are
+forecast too short end all the same, groups begin and end together, prompts fill steps, nothing leaves the device that
+need not, and order by objectives meets more of them.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field, replace
+from functools import cache
+from statistics import fmean
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from recorded_traces import PIPELINES
+
+from skipjoin.bench.simulation import Cell, Extent, run
+from skipjoin.bench.system import System
+from skipjoin.bench.workload import Workload, WorkloadRequest, synthetic
+from skipjoin.core.events import Claimed, Event, Finished, Planned, Preempted, Preemption
+from skipjoin.core.forecast import Forecast
+from skipjoin.core.request import FinishReason, Request
+from skipjoin.core.step import StepPlan
+from skipjoin.observe.record import NO_SLO, Record, Slo
+from skipjoin.policies.econo import Phase, phase_of
+from skipjoin.policies.exact_claims import PROMPTS
+from support.load import load, make
+from support.policies import EVICTIONS
+from support.simulated import SYSTEM
+from support.watch import Stepper, WatchedCore, World
+
+VARIANTS = ("econoserve", "econoserve-sdo", "econoserve-sd", "econoserve-d")
+# Half of the requests are long, half of them short: 64 + 960 and 16 + 100 tokens.
+HALVES = synthetic("fixed:64,960", "poisson", ["name=short,lengths=fixed:16,100,share=0.5"])
+# Half a minute at twice what the machine serves.
+OVERLOAD = Extent(5.0, 30.0, 1)
+SHAREGPT = synthetic("sharegpt", "poisson")
+BURSTS = "gamma:8"
+
+
+@dataclass
+class Seen:
+    """A run: its record, and what its events told.
+
+    footprints: in each step, the blocks that all requests in it that generate will have had at their ends, as a share
+    of the pool. decoding: the steps in which a request generated, first and last. vacated: requests that lost their KV
+    while another request lent it.
+    """
+
+    jobs: list[WorkloadRequest]
+    system: System
+    record: Record = field(default_factory=dict)
+    claims: list[Claimed] = field(default_factory=list)
+    preempted: Counter[Preemption] = field(default_factory=Counter)
+    vacated: set[int] = field(default_factory=set)
+    finished: list[Finished] = field(default_factory=list)
+    footprints: list[float] = field(default_factory=list)
+    decoding: dict[int, tuple[int, int]] = field(default_factory=dict)
+    _guests: set[int] = field(default_factory=set)
+
+    def observe(self, events: list[Event]) -> None:
+        for event in events:
+            match event:
+                case Claimed(request=request, lender=lender):
+                    self.claims.append(event)
+                    (self._guests.add if isinstance(lender, Request) else self._guests.discard)(request.id)
+                case Preempted(request=request, how=how):
+                    self.preempted[how] += 1
+                    if how is not Preemption.PAUSE and request.id in self._guests:
+                        self.vacated.add(request.id)
+                        self._guests.discard(request.id)
+                case Planned(plan=plan):
+                    self._note(plan)
+                case Finished():
+                    self.finished.append(event)
+                case _:
+                    pass
+
+    def _note(self, plan: StepPlan) -> None:
+        generating = [piece.request.id for piece in plan.slices if piece.start >= len(piece.request.prompt)]
+        self.footprints.append(sum(map(self._blocks, generating)) / self.system.kv_blocks)
+        for number in generating:
+            first, _ = self.decoding.get(number, (len(self.footprints), 0))
+            self.decoding[number] = first, len(self.footprints)
+
+    def _blocks(self, number: int) -> int:
+        """That the request needs until its end; the last token's own KV is never computed."""
+        job = self.jobs[number]
+        return -(-(job.prompt_tokens + job.output_tokens - 1) // self.system.block_size)
+
+    @property
+    def hosted(self) -> float:
+        """The share of requests that were lent KV by another one."""
+        return len({claim.request.id for claim in self.claims if isinstance(claim.lender, Request)}) / len(self.jobs)
+
+    @property
+    def groups(self) -> list[list[int]]:
+        """The requests that claimed KV as a group, as far as there was enough for them."""
+        found = defaultdict(list)
+        for claim in self.claims:
+            if claim.group is not None:
+                found[claim.now, claim.group].append(claim.request.id)
+        return list(found.values())
+
+    def mean(self, name: str) -> float:
+        """Of a distribution of the record."""
+        return float(self.record[name]["mean"])
+
+    def assert_served(self) -> None:
+        """Every request ended once, with as many tokens as its true length."""
+        assert len(self.finished) == len(self.jobs)
+        for event in self.finished:
+            assert event.reason is FinishReason.STOP
+            assert len(event.request.output) == self.jobs[event.request.id].output_tokens
+
+
+@cache
+def seen(
+    recipe: str,
+    workload: Workload = HALVES,
+    extent: Extent = OVERLOAD,
+    *,
+    kv_blocks: int = 1200,
+    host_blocks: int = 0,
+    predictor: str = "oracle",
+    slo: Slo = NO_SLO,
+    **params: float | str,
+) -> Seen:
+    """The run of a recipe, without padding unless the parameters say otherwise."""
+    system = replace(
+        SYSTEM,
+        recipe=recipe,
+        kv_blocks=kv_blocks,
+        host_blocks=host_blocks,
+        max_num_seqs=256,
+        predictor=predictor,
+        recipe_params={"padding": 0.0} | params,
+    )
+    cell = Cell(system, workload, extent, slo)
+    found = Seen(cell.jobs(), system)
+    found.record = run(cell, on_events=found.observe)
+    found.assert_served()
+    return found
+
+
+# -- hosting ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_runs_together_needs_more_kv_than_there_is_and_none_of_it_leaves() -> None:
+    """Requests run at one instant whose footprints at their ends exceed the pool: claims alone never let them."""
+    hosting, alone = seen("econoserve"), seen("econoserve-sdo")
+    assert max(alone.footprints) <= 1 < max(hosting.footprints)
+    assert hosting.hosted >= 0.2
+    assert alone.hosted == 0
+    for one in (hosting, alone):
+        assert one.record["kv"]["swapped_out_bytes"] == 0
+        assert set(one.preempted) == {Preemption.PAUSE}
+
+
+@pytest.mark.parametrize(("order", "share"), [({}, 0.75), ({"order": "longest"}, 0.3)], ids=["shortest", "longest"])
+def test_hosting_shortens_the_wait(order: dict[str, str], share: float) -> None:
+    """Mean latency per token. Guests are the short requests, which the default order lets through first anyway: so
+    hosting gains most where the longest come first."""
+    hosting, alone = (seen(recipe, **order).mean("normalized_latency_s") for recipe in VARIANTS[:2])
+    assert hosting <= share * alone, f"{hosting / alone:.3f} of the latency without hosting"
+
+
+def test_guests_that_outstay_their_forecast_are_vacated_and_end_with_all_their_tokens() -> None:
+    """`seen` compares the lengths of all outputs with the truth."""
+    wrong = seen("econoserve", predictor="noise:.5", host_blocks=1200)
+    assert len(wrong.vacated) >= 3
+    assert wrong.hosted >= 0.2
+    assert wrong.record["kv"]["swapped_in_bytes"] == wrong.record["kv"]["swapped_out_bytes"] > 0
+
+
+# -- groups -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", ["econoserve", "econoserve-sd", "econoserve-d"])
+def test_members_of_a_group_begin_and_end_together(recipe: str) -> None:
+    """Where lengths are equal there are groups, where they are not there are hardly any; -d knows none."""
+    extent = Extent(24.0, None, 1, limit=72)
+    equal = seen(recipe, synthetic("fixed:64,256", BURSTS), extent, kv_blocks=400)
+    for group in equal.groups:
+        assert len({equal.decoding[number] for number in group}) == 1
+    different = seen(recipe, synthetic("uniform:16-112,16-496", BURSTS), extent, kv_blocks=400)
+    if recipe == "econoserve-d":
+        assert equal.groups == different.groups == []
+        return
+    assert fmean(map(len, equal.groups)) > 3
+    assert fmean(map(len, different.groups)) < 1.2
+
+
+# -- steps ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", VARIANTS)
+def test_prompts_fill_steps_while_the_reserve_has_room(recipe: str) -> None:
+    """Up to 0.9 of the forward size that saturates the device. A prompt is cut to what a step has left."""
+    target = 24
+    params = (("reserve", 0.5), ("forward_tokens", target))
+    stepper = Stepper(World(recipe, device_blocks=80, max_seqs=64, params=params).core())
+    core, full = stepper.core, 0
+    stepper.add(*foreseen(load(2, 60, rate=1e6, prompts=(1, 60), outputs=(1, 20)), 0.0))
+    while core.requests:
+        plan = stepper.start()
+        assert plan is not None
+        room = core.kv.unused(PROMPTS) * core.kv.block_size
+        waiting = [request for request in core.requests.values() if not request.in_flight]
+        if any(phase_of(one, one.known) is Phase.PROMPT and one.known <= room for one in waiting):
+            assert sum(piece.tokens for piece in plan.slices) >= 0.9 * target
+            full += 1
+        stepper.finish()
+    core.assert_home()
+    assert full > 10
+
+
+# -- preemption -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", VARIANTS[:2])
+def test_what_is_foreseen_right_is_neither_dropped_nor_swapped(recipe: str) -> None:
+    """Where the KV is allocated in full, and fcfs drops."""
+    exact = seen(recipe)
+    assert exact.preempted[Preemption.DROP] == exact.preempted[Preemption.SWAP] == 0
+    assert exact.record["kv"]["recomputed_tokens"] == 0
+    assert exact.record["kv"]["allocated_mean"] > 0.8
+    assert seen("fcfs").preempted[Preemption.DROP] > 20
+
+
+@pytest.mark.parametrize("recipe", VARIANTS)
+def test_a_request_that_outgrows_its_claim_is_given_the_reserve_then_pauses_then_leaves(recipe: str) -> None:
+    """Four outputs that are ten times as long as foreseen, and fill the pool: each first gets more, one after the other
+    pauses with its KV where it is, and only when none runs does one move out."""
+    params = (("padding", 0.0), ("reserve", 0.25))
+    stepper = Stepper(World(recipe, device_blocks=60, max_seqs=12, params=params).core())
+    stepper.add(*(make(number, 8, 80, forecast=Forecast(8, "test")) for number in range(4)))
+    stepper.drain()
+    kinds: dict[int, list[str]] = defaultdict(list)
+    for event in stepper.events:
+        if isinstance(event, Claimed) and event.drawn:
+            kinds[event.request.id].append("reserve")
+        elif isinstance(event, Preempted):
+            kinds[event.request.id].append(event.how.name)
+    assert all(story[0] == "reserve" for story in kinds.values())
+    assert sum("PAUSE" in story for story in kinds.values()) == 3
+    (moved,) = (story for story in kinds.values() if "SWAP" in story)
+    assert moved.index("reserve") < moved.index("PAUSE") < moved.index("SWAP")
+    assert not any("DROP" in story for story in kinds.values())
+    assert [len(stepper.tokens[number]) for number in range(4)] == [80] * 4
+
+
+# -- objectives -------------------------------------------------------------------------------------------------------
+
+
+def test_order_by_objectives_meets_more_of_them_and_fills_the_kv_with_claims() -> None:
+    overload, slo = Extent(12.0, 30.0, 1), Slo(jct_scale=2.0)
+
+    def attained(recipe: str, **params: str) -> Seen:
+        return seen(recipe, SHAREGPT, overload, slo=slo, **params)
+
+    by_arrival = attained("econoserve-sd")
+    orders = {order: attained("econoserve-sdo", order=order) for order in ("shortest", "longest")}
+    shares = {name: one.record["slo"]["jct_attained"] for name, one in {"-sd": by_arrival, **orders}.items()}
+    assert shares["shortest"] > shares["-sd"] < shares["longest"], shares
+    for name, one in {"-sd": by_arrival, **orders}.items():
+        kv = one.record["kv"]
+        assert kv["used_mean"] <= 0.65, (name, kv)
+        assert kv["allocated_mean"] >= 0.9, (name, kv)
+
+
+# -- any world --------------------------------------------------------------------------------------------------------
+
+
+def foreseen(requests: list[Request], sigma: float, seed: int = 0) -> list[Request]:
+    """The requests, with forecasts that are the truth times a log-normal factor of median 1."""
+    draw = random.Random(seed)
+    for request in requests:
+        request.forecast = Forecast(max(1.0, request.max_tokens * math.exp(sigma * draw.gauss(0, 1))), "test")
+    return requests
+
+
+class FrugalCore(WatchedCore):
+    """A watched core that proves besides that no decision claims more than there is."""
+
+    def start_step(self, now: float) -> StepPlan | None:
+        available = self.kv.available
+        plan = super().start_step(now)
+        assert self.kv.available >= min(0, available), "a decision claims blocks that there are not"
+        return plan
+
+
+WORLDS = dict(
+    recipe=st.sampled_from(VARIANTS),
+    pipeline=st.sampled_from([*PIPELINES, (3, True, 1)]),
+    eviction=st.sampled_from([None, *sorted(EVICTIONS)]),
+    seed=st.integers(0, 10**6),
+    device_blocks=st.integers(25, 80),
+    host_blocks=st.sampled_from([0, 20, 80]),
+    sigma=st.sampled_from([0.0, 0.5, 2.0]),
+    reserve=st.sampled_from([0.0, 0.1, 0.5]),
+    padding=st.sampled_from([0.0, 0.5]),
+    chance=st.sampled_from([0.0, 0.02, 0.2]),
+)
+
+
+def disturbed(
+    *,
+    recipe: str,
+    pipeline: tuple[int, bool, int],
+    eviction: str | None,
+    seed: int,
+    device_blocks: int,
+    host_blocks: int,
+    sigma: float,
+    reserve: float,
+    padding: float,
+    chance: float,
+) -> Stepper:
+    """A run to the end in which, with that chance between two calls each, a forecast changes to anything, a request is
+    aborted, or all that is on the device is lost."""
+    depth, overlap, stages = pipeline
+    params = (("padding", padding), ("reserve", reserve))
+    world = World(
+        recipe,
+        depth,
+        overlap,
+        EVICTIONS[eviction] if eviction else None,
+        device_blocks,
+        host_blocks,
+        max_seqs=10,
+        stages=stages,
+        params=params,
+    )
+    core = FrugalCore(world.core().scheduler)
+    stepper, draw = Stepper(core), random.Random(seed)
+    todo = foreseen(load(seed, 16, prompts=(1, 30), outputs=(1, 60), priorities=(0, seed % 2)), sigma, seed)
+
+    def anything() -> None:
+        if core.requests and draw.random() < chance:
+            request = draw.choice([*core.requests.values()])
+            core.reforecast(request.id, Forecast(draw.choice([1, 10, 10, 1e6]), "test"), stepper.now)
+        if core.requests and draw.random() < chance / 4:
+            core.abort(draw.choice([*core.requests]), stepper.now)
+        if draw.random() < chance / 20:
+            stepper.restart()
+
+    while todo or core.requests or core.plans or core.kv.is_moving:
+        if todo and draw.random() < 0.3:
+            stepper.add(todo.pop(0))
+        while stepper.start() is not None:
+            anything()
+        stepper.late = draw.choice([0, 0, 3])
+        if core.plans:
+            stepper.finish()
+        anything()
+    assert stepper.start() is None  # what happened last is told, too
+    core.assert_home()
+    return stepper
+
+
+@given(st.fixed_dictionaries(WORLDS))
+@settings(max_examples=40, deadline=None)
+def test_claims_hold_in_any_world(world: dict[str, Any]) -> None:
+    """Whatever changes and is lost: every request that is not aborted gets all its tokens."""
+    stepper = disturbed(**world)
+    ends = {event.request: event.reason for event in stepper.events if isinstance(event, Finished)}
+    assert len(ends) == 16
+    for request, reason in ends.items():
+        assert request.output == list(range(len(request.prompt), len(request.prompt) + len(request.output)))
+        assert reason is (FinishReason.LENGTH if len(request.output) == request.max_tokens else FinishReason.ABORT)

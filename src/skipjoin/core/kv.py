@@ -119,6 +119,12 @@ class KVLedger:
         claim = self._held.get(lender) if isinstance(lender, Request) else self._accounts.get(lender)
         return claim.unused if claim is not None else 0
 
+    def unused_without(self, account: Account, request: Request) -> int:
+        """Blocks that the account has to lend once it does not lend any to the request."""
+        claim, held = self._accounts[account], self._held.get(request)
+        lent = claim.lent - (held.size if held is not None and held.lender is claim else 0)
+        return max(0, claim.promised - lent)
+
     def lender_of(self, request: Request) -> Lender:
         """What the request's claim is lent out of; None: nothing, or it has none."""
         held = self._held.get(request)

@@ -125,17 +125,17 @@ class Residency:
 
     def _make_room(self, request: Request, grant: Grant, *, newcomer: bool) -> WaitReason | None:
         """Blocks for what is granted, as far as they are short."""
-        account = grant.draws
-        drawn = self._drawn = 0 if account is None else max(0, min(self.short, self._kv.unused(account)))
-        self.short -= drawn
+        self._drawn = 0
+        if grant.draws is not None:
+            self._drawn = max(0, min(self.short, self._kv.unused_without(grant.draws, request)))
+            self.short -= self._drawn
         newcomer = newcomer and not self._is_forced
-        reason = self._evictor.make_room(request, self.short, lender=grant.lender, newcomer=newcomer)
-        if reason is None and account is not None:
-            self._kv.draw(account, drawn)
-        return reason
+        return self._evictor.make_room(request, self.short, lender=grant.lender, newcomer=newcomer)
 
     def _claim(self, request: Request, grant: Grant) -> None:
         self._kv.claim(request, grant.blocks, tokens=grant.tokens, lender=grant.lender)
+        if grant.draws is not None:
+            self._kv.draw(grant.draws, self._drawn)
         self.claimed.append(request)
         now = self._context.now
         self._events.append(Claimed(request, now, grant.lender, grant.blocks, self._drawn, grant.group))

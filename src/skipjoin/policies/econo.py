@@ -34,22 +34,24 @@ def phase_of(request: Request, known: int) -> Phase:
 
 
 class PaddedLengths:
-    """How long outputs get, with a margin, as exact claims cost most where a forecast is too short (EconoServe section
-    2.3).
+    """How long outputs get, with a margin (EconoServe section 2.3).
 
-    padding: share of the forecast that is added to it. lengths: expected output tokens of a request in all.
+    padding: share of the forecast that is added to it or, below 0, not claimed at first: a request that outgrows its
+    claim mostly gets a further one at once, and until then others use the KV. A guest claims its forecast at least,
+    since its host needs the KV back. lengths: expected output tokens of a request in all.
     """
 
     def __init__(self, padding: float, lengths: Callable[[Request], float] = forecast_tokens) -> None:
-        if not padding >= 0:
-            raise ValueError(f"padding must be at least 0, got {padding}")
+        if not padding > -1:
+            raise ValueError(f"padding must be above -1, got {padding}")
         self._padding = padding
+        self._guest_padding = max(padding, 0.0)
         self._lengths = lengths
 
-    def kv_tokens(self, request: Request, generated: int) -> int:
+    def kv_tokens(self, request: Request, generated: int, *, guest: bool = False) -> int:
         """The tokens of KV that the request needs until its end, if it goes on after `generated` output tokens. The
         last token's own KV is never computed."""
-        padded = math.ceil(self._lengths(request) * (1 + self._padding))
+        padded = math.ceil(self._lengths(request) * (1 + (self._guest_padding if guest else self._padding)))
         total = padded if padded > generated else generated + _overrun(generated)
         return len(request.prompt) + min(total, request.max_tokens) - 1
 

@@ -154,9 +154,11 @@ class ExactClaims(Callbacks):
         if kv.shortfall_of_claim(request, blocks, None) <= 0:
             return Grant(now=blocks, blocks=blocks, tokens=tokens, group=group)
         if self._hosts is not None:
-            need = self._hosts.need(blocks, tokens - target + 1, kv)
+            lent = self._lengths.kv_tokens(request, generated, guest=True)
+            need = self._hosts.need(kv.blocks_for(lent), lent - target + 1, kv)
             if (host := self._hosts.seek(request, need, kv)) is not None:
-                return Grant(now=blocks, blocks=blocks, tokens=tokens, lender=host, group=group)
+                blocks = kv.blocks_for(lent)
+                return Grant(now=blocks, blocks=blocks, tokens=lent, lender=host, group=group)
         if self._is_stuck(request, kv):
             return Grant(now=blocks, blocks=blocks, tokens=tokens, draws=PROMPTS, group=group)
         if self._may_displace(request, kv):
@@ -203,7 +205,7 @@ class ExactClaims(Callbacks):
         kept = self._wholes.get(request)
         if kept is None or kept[0] is not forecast or kept[1] != known:
             assert self._hosts is not None
-            tokens = self._lengths.kv_tokens(request, known - len(request.prompt))
+            tokens = self._lengths.kv_tokens(request, known - len(request.prompt), guest=True)
             blocks = kv.blocks_for(tokens)
             # The step that computes the prompt is one more.
             need = self._hosts.need(blocks, tokens - known + 1, kv)

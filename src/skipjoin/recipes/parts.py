@@ -27,7 +27,14 @@ Oracle = Annotated[
 ]
 
 # How much is claimed beyond what is expected (EconoServe section 2.3).
-Padding = Annotated[float, Knob("Share of the expected output that is claimed besides.", low=0, high=10)]
+Padding = Annotated[
+    float,
+    Knob(
+        "Share of the expected output that is claimed besides; below 0: that is not claimed at first.",
+        above=-1,
+        high=10,
+    ),
+]
 ForwardTokens = Annotated[
     int | None,
     Knob("Tokens up to which prompts fill a step (default: what saturates the device).", low=1, high=1 << 20),

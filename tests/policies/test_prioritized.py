@@ -117,7 +117,7 @@ def test_priority_takes_the_tokens_of_a_step(recipe: str, depth: int, overlap: b
 
 
 @DEPTHS
-@pytest.mark.parametrize("recipe", ["fcfs", "sarathi", "fastserve", "srpt"])
+@pytest.mark.parametrize("recipe", ["fcfs", "sarathi", "fastserve", "srpt", "econoserve", "econoserve-d"])
 def test_priority_takes_the_memory_of_who_runs(recipe: str, depth: int, overlap: bool) -> None:
     """At depth 2 the victims may be in flight: they are passed over, and make way when their plans are done. Who swaps
     ahead lets them leave beside a step, and the newcomer in when they have left."""
@@ -129,7 +129,7 @@ def test_priority_takes_the_memory_of_who_runs(recipe: str, depth: int, overlap:
 
 
 @DEPTHS
-@pytest.mark.parametrize("recipe", ["fcfs", "fastserve"])
+@pytest.mark.parametrize("recipe", ["fcfs", "fastserve", "econoserve"])
 def test_priority_takes_the_whole_device_if_it_needs_it(recipe: str, depth: int, overlap: bool) -> None:
     """The watermark, which keeps space for growth, must not keep out who may evict everybody."""
     world = World(recipe, depth, overlap, device_blocks=200, max_tokens=1000)

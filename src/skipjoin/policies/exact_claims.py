@@ -159,10 +159,8 @@ class ExactClaims(Callbacks):
             if (host := self._hosts.seek(request, need, kv)) is not None:
                 blocks = kv.blocks_for(lent)
                 return Grant(now=blocks, blocks=blocks, tokens=lent, lender=host, group=group)
-        if self._is_stuck(request, kv):
+        if self._is_stuck(request, kv) or self._may_displace(request, kv):
             return Grant(now=blocks, blocks=blocks, tokens=tokens, draws=PROMPTS, group=group)
-        if self._may_displace(request, kv):
-            return Grant(now=blocks, blocks=blocks, tokens=tokens, group=group)
         return Wait.PASS
 
     def _first_claim(self, request: Request, kv: KVLedger) -> Grant | Wait:
@@ -178,7 +176,7 @@ class ExactClaims(Callbacks):
         if blocks <= kv.available and not self._generation_waits(kv):
             return Grant(now=blocks, blocks=blocks, tokens=known)
         if self._may_displace(request, kv):
-            return Grant(now=blocks, blocks=blocks, tokens=known)
+            return Grant(now=blocks, blocks=blocks, tokens=known, draws=PROMPTS)
         if self._now >= request.arrival + self._overdue_s:
             return Wait.WAIT
         return Wait.PASS if unused or (self._hosts is not None and self._hosts.has_room(kv)) else Wait.WAIT

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import signal
 import sys
 import tempfile
@@ -30,6 +31,8 @@ from skipjoin.bench.workload import Synthetic
 from skipjoin.observe.record import Record
 
 Row = Sequence[Any]
+# Where a README has the tables of its result.
+_TABLES = re.compile(r"(<!-- tables -->\n).*?(<!-- /tables -->)", re.DOTALL)
 _DOCUMENTS = Path(__file__).resolve().parents[2] / "docs" / "figures"
 
 # -- tables -----------------------------------------------------------------------------------------------
@@ -140,7 +143,7 @@ def main(
     *,
     docs: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """The command of a figure: measure, write `result.json`, draw, print the tables.
+    """The command of a figure: measure, write `result.json`, draw, print the tables, and put them into the README.
 
     docs: pictures that documents show, by their name there; they are written only with results in the figure's folder.
     """
@@ -170,6 +173,8 @@ def main(
             style.save(figure, out / name)
             if name in docs and out == home:
                 style.save(figure, _DOCUMENTS / docs[name])
+    if out == home:
+        fill_readme(home / "README.md", result)
     print(shown(result))
     print(f"wrote {out}", file=sys.stderr)
 
@@ -200,6 +205,14 @@ def _dumped(value: object) -> str:
     if isinstance(value, list):
         return "[\n" + ",\n".join(_dumped(one) for one in value) + "\n]"
     return "{\n" + ",\n".join(f"{json.dumps(key)}: {_dumped(one)}" for key, one in value.items()) + "\n}"
+
+
+def fill_readme(path: Path, result: Result) -> None:
+    """Put the result's tables where the README has marks for them, `<!-- tables -->` and `<!-- /tables -->`."""
+    if path.exists():
+        text = path.read_text(encoding="utf-8")
+        tables = "\n\n".join(map(shown_table, result["tables"]))
+        path.write_text(_TABLES.sub(lambda marks: f"{marks[1]}\n{tables}\n\n{marks[2]}", text), encoding="utf-8")
 
 
 def shown(result: Result) -> str:

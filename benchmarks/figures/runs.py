@@ -189,7 +189,7 @@ def pick(records: Sequence[Record], **wanted: object) -> list[Record]:
     """Records by recipe, model, lengths, max_num_seqs, or rate_rps."""
 
     def has(record: Record) -> bool:
-        places = (record, record["workload"], record["settings"])
+        places = (record, record["workload"], record.get("settings", {}))
         return all(any(place.get(name) == value for place in places) for name, value in wanted.items())
 
     return [record for record in records if has(record)]

@@ -38,6 +38,18 @@ _INDEX = {
     "alise prior": 3,
     "alise learnt": 4,
     "alise retrieval": 5,
+    "sarathi": 5,
+    "multires": 6,
+    "synccoupled": 12,
+    # EconoServe by what it adds, and by what foresees its lengths.
+    "econoserve": 8,
+    "econoserve-sdo": 7,
+    "econoserve-sd": 9,
+    "econoserve-d": 10,
+    "econoserve, oracle": 11,
+    "econoserve, defaults": 11,
+    "econoserve, prior": 13,
+    "split": 2,
 }
 
 

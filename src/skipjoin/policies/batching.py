@@ -120,13 +120,10 @@ class TargetForward:
         return saturating_tokens(self._cost, self.max_tokens) if self._fixed is None else self._fixed
 
 
-class TargetBuilder:
-    """One step's batch under `TargetForward`. tokens: that it is to have."""
+class TargetBuilder(ChunkedBuilder):
+    """One step's batch under `TargetForward`: generations join whatever tokens it has."""
 
-    __slots__ = ("_seqs", "_tokens")
-
-    def __init__(self, seqs: int, tokens: int) -> None:
-        self._seqs, self._tokens = seqs, tokens
+    __slots__ = ()
 
     def offer(self, request: Request, pending: int) -> int | Refusal:
         if self._seqs <= 0:
@@ -134,10 +131,6 @@ class TargetBuilder:
         if pending == 1:
             return 1
         return min(pending, self._tokens) if self._tokens > 0 else PROMPTS_ARE_FULL
-
-    def take(self, request: Request, tokens: int) -> None:
-        self._seqs -= 1
-        self._tokens -= tokens
 
 
 class RunToCompletion:

@@ -89,13 +89,13 @@ class Hosts:
 
 
 class ExactClaims(Callbacks):
-    """A generation claims the KV that it will need until its end, and no more. A prompt claims what it needs itself,
-    out of a reserve, and becomes a generation that waits for its claim (EconoServe section 3.3).
+    """A generation claims the KV that `lengths` has it need until its end, and no more. A prompt claims what it needs
+    itself, out of a reserve, and becomes a generation that waits for its claim (EconoServe section 3.3).
 
     Prompts go beyond the reserve only while no generation waits. Where a host has room, a request is lent all that it
     needs, prompt and output, and waits no more. A request that outgrows its claim gets more out of its lender's unused
     blocks, what is available or the reserve, in this order; if none has enough it pauses where it is and waits for
-    another claim (offload-free preemption). Others lose KV for a claim only where nothing runs, and where they have a
+    another claim (offload-free preemption). Others lose KV for a claim only where nothing runs, or where they have a
     worse priority.
 
     lengths: of outputs. group: of a generation that waits. reserve: the share of the pool that prompts have. hosts:

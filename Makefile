@@ -13,11 +13,13 @@ unexport PYTHONDONTWRITEBYTECODE
 # Which tests may run beside each other is said in tests/support/groups.py.
 PYTEST := $(BIN)/python -m pytest -n $(JOBS)
 
-.PHONY: help serve test test-cluster lint check format clean
+.PHONY: help serve test test-cluster test-chaos soak lint check format clean
 help:
 	@echo "make serve   start an OpenAI-compatible server with the built-in model on $(HOST):$(PORT)"
 	@echo "make test    run all tests"
 	@echo "make test-cluster   cut a machine off while requests stream (two minutes; Linux, needs root and iproute2)"
+	@echo "make test-chaos     faults in the middle of loads, for ten minutes; SEED=7 repeats a run"
+	@echo "make soak    the same load without faults, for an hour: memory has to stay flat"
 	@echo "make lint    format, lint, words and types"
 	@echo "make check   the same, core tests and import rules, in two minutes"
 	@echo "make format  format the code"
@@ -47,12 +49,18 @@ test: $(VENV)/.dev
 test-cluster: $(VENV)/.dev
 	for case in '' forgets; do $(BIN)/python tests/cluster/cut_off.py $$case || [ $$? -eq 77 ] || exit 1; done
 
+test-chaos: $(VENV)/.dev
+	PYTHONPATH=tests $(BIN)/python -m chaos --minutes 10 $(if $(SEED),--seed $(SEED))
+
+soak: $(VENV)/.dev
+	PYTHONPATH=tests $(BIN)/python -m chaos.soak --minutes 60 $(if $(SEED),--seed $(SEED))
+
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/python tools/check_words.py
 	$(BIN)/mypy -p skipjoin.core -p skipjoin.policies -p skipjoin.sim -p skipjoin.observe -p skipjoin.bench -p skipjoin.forecast \
-		-p skipjoin.recipes -m skipjoin.knobs -m skipjoin.profile -m skipjoin.config -m skipjoin.sampling -m skipjoin.exec.base \
+		-p skipjoin.recipes -m skipjoin.access -m skipjoin.knobs -m skipjoin.profile -m skipjoin.config -m skipjoin.sampling -m skipjoin.exec.base \
 		-m skipjoin.exec.simulated
 
 check: lint

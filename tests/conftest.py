@@ -66,3 +66,9 @@ def profile_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def forecast_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
     """What servers and engines of the tests learn of output lengths is not kept where the user's is."""
     os.environ["SKIPJOIN_FORECAST_DIR"] = str(tmp_path_factory.mktemp("forecasts"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_batch_folder() -> None:
+    """Servers of the tests have no batches unless a test names a folder: the user's is left alone."""
+    os.environ["SKIPJOIN_BATCH_DIR"] = "none"

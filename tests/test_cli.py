@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,10 +22,11 @@ from typer.testing import CliRunner, Result
 from skipjoin.bench.results import load_results
 from skipjoin.builtin import builtin_model_path
 from skipjoin.cli import app
-from skipjoin.cli.options import Section, takes
+from skipjoin.cli.options import Section, takes, with_flags
 from skipjoin.config import ConfigError, EngineConfig, ForecastConfig, ServerConfig
 from skipjoin.engine.build import assemble
 from skipjoin.recipes import RECIPES, own
+from skipjoin.sampling import SamplingParams
 from skipjoin.server.engines.engine_handle import EngineStartError
 from skipjoin.server.engines.messages import Setup
 
@@ -84,19 +86,20 @@ def test_generate_agrees_with_transformers_on_a_saved_folder(tmp_path: Path) -> 
     ("args", "names"),
     [
         (("generate", "/no/such/folder", "--prompt", "x"), "/no/such/folder is not a folder"),
-        (("generate", "tally", "--prompt", "x", "--temperature", "-1"), "temperature must be in [0, 2]"),
-        (("generate", "tally", "--prompt", "x", "--temperature", "nan"), "temperature must be a finite number"),
-        (("generate", "tally", "--prompt", "x", "--max-tokens", "99999999999"), "max_tokens must be in [1,"),
+        (("generate", "tally", "--prompt", "x", "--temperature", "-1"), "--temperature must be in [0, 2]"),
+        (("generate", "tally", "--prompt", "x", "--temperature", "nan"), "--temperature must be a finite number"),
+        (("generate", "tally", "--prompt", "x", "--max-tokens", "99999999999"), "--max-tokens must be in [1,"),
         (
             ("generate", "tally", "--prompt", "x", "--max-tokens", "5000", "--profile", "off"),
-            "max_tokens must be at most",
+            "--max-tokens must be at most",
         ),
         (("generate", "tally", "--prompt", "x", "--recipe", "lifo"), "recipe must be one of"),
-        (("serve", "--port", "99999"), "port must be in [0, 65535]"),
-        (("serve", "--load-format", "random"), "load_format must be one of auto, dummy, got 'random'"),
-        (("serve", "--kv-cache-gib", "0"), "kv_cache_gib must be in (0,"),
+        (("generate", "tally", "--prompt", "x", "--service", "flex"), "service must be one of real-time, best-effort"),
+        (("serve", "--port", "99999"), "--port must be in [0, 65535]"),
+        (("serve", "--load-format", "random"), "--load-format must be one of auto, dummy, got 'random'"),
+        (("serve", "--kv-cache-gib", "0"), "--kv-cache-gib must be in (0,"),
         (("serve", "--forecaster", "magic"), "forecaster must be one of learnt, alise, prior, none, got 'magic'"),
-        (("serve", "--forecast-entries", "0"), "forecast_entries must be in [1,"),
+        (("serve", "--forecast-entries", "0"), "--forecast-entries must be in [1,"),
         (("convert", "/no/such/folder", "/tmp/target"), "/no/such/folder"),
     ],
 )
@@ -111,7 +114,7 @@ def test_bad_input_is_one_line_and_exit_code_2(args: tuple[str, ...], names: str
 def test_the_program_ends_as_its_commands_do() -> None:
     run = skipjoin("serve", "--port", "99999")
     assert run.returncode == 2
-    assert run.stderr == "error: port must be in [0, 65535], got 99999\n"
+    assert run.stderr == "error: --port must be in [0, 65535], got 99999\n"
     assert run.stdout == ""
 
 
@@ -161,6 +164,8 @@ def test_generate_and_its_options_of_memory_and_objective(name: str, monkeypatch
     given: dict[str, Any] = {}
 
     class Noted:
+        default_params = SamplingParams(top_p=0.9, top_k=20)
+
         def __init__(self, **settings: object) -> None:
             given.update(settings)
 
@@ -170,14 +175,18 @@ def test_generate_and_its_options_of_memory_and_objective(name: str, monkeypatch
         def __exit__(self, *error: object) -> None:
             pass
 
-        def generate(self, prompts: object, params: object) -> list[object]:
+        def generate(self, prompts: object, params: SamplingParams, service: str) -> list[object]:
+            given["service"] = service
+            assert (params.top_p, params.top_k, params.max_tokens) == (0.9, 5, 128)
             return []
 
     monkeypatch.setattr("skipjoin.llm.LLM", Noted)
+    monkeypatch.delenv("SKIPJOIN_FORECAST_DIR")
     options = ["--slo", "0.2", "--load-format", "dummy", "-tp", "2", "-pp", "3", "--enforce-eager", "--block-size", "8"]
-    options += ["--forecaster", "prior"]
+    options += ["--forecaster", "prior", "--service", "best-effort", "--top-k", "5"]
     run = CliRunner().invoke(app, ["generate", "--prompt", "x", name, "1.5", *options])
     assert run.exit_code == 0, run.output
+    assert given.pop("service") == "best-effort"
     forecasts = {field.name: given.pop(field.name) for field in fields(ForecastConfig)}
     assert ForecastConfig(**forecasts) == ForecastConfig(forecaster="prior")
     config = EngineConfig(**given)
@@ -191,7 +200,7 @@ def test_generate_and_its_options_of_memory_and_objective(name: str, monkeypatch
         block_size=8,
     )
     # Every field that has an option, and no other.
-    assert set(given) == {field.name for field in fields(EngineConfig)} - {"max_live_requests"}
+    assert set(given) == {field.name for field in fields(EngineConfig)} - {"max_live_requests", "fair_output_weight"}
 
 
 def test_simulate_and_its_options_of_memory_and_objective(tmp_path: Path) -> None:
@@ -217,7 +226,7 @@ def test_a_bound_on_waiting_counts_the_requests_that_the_server_lets_in(monkeypa
         def __init__(self, metrics: object, **_: object) -> None:
             self.client = None
 
-        async def start(self, config: EngineConfig) -> None:
+        async def start(self, config: EngineConfig, limits: object) -> None:
             configs.append(config)
             raise EngineStartError("enough")
 
@@ -241,8 +250,8 @@ def test_a_bound_that_cannot_be_kept_is_refused_with_figures_that_do(recipe: str
     with pytest.raises(ConfigError) as refused:
         assemble(config)
     figures = re.fullmatch(
-        r"starvation_bound_s must be at least ([\d.]+) s with max_num_queued_reqs 5000, got 3; "
-        r"it would hold with max_num_queued_reqs <= (\d+)",
+        r"starvation_bound_s must be at least ([\d.]+) s with 5000 requests at once \(max_num_queued_reqs, and more "
+        r"for batches unless batch_dir is none\), got 3; it would hold with (\d+) of them",
         str(refused.value),
     )
     assert figures is not None, refused.value
@@ -267,39 +276,66 @@ def test_a_bound_needs_to_know_how_many_requests_there_can_be() -> None:
 
 HAS = "fastserve has starvation_s, quantum_s, paced, starvation_bound_s"
 SIMULATE = ["simulate", "--model", "opt-13b", "--rates", "1"]
+STREAM = "name=other,lengths=alpaca,share=0.5,key=other"
 
 
 @pytest.mark.parametrize(
     ("args", "names"),
     [
-        (["serve", "--swap-space", "-1"], "swap_space_gib must be in [0, 1e+06], got -1"),
-        (["serve", "--slo", "0"], "slo_s must be in (0, 1e+06], got 0"),
-        (["serve", "--slo-ttft-ms", "0"], "slo_ttft_ms must be in (0, 604800000], got 0"),
-        (["serve", "--slo-tpot-ms", "-3"], "slo_tpot_ms must be in (0, 604800000], got -3"),
-        (["serve", "--slo-jct-ms", "nan"], "slo_jct_ms must be in (0, 604800000], got nan"),
-        (["serve", "--slo-jct-scale", "0"], "slo_jct_scale must be in (0, 1e+09], got 0"),
-        (["serve", "--slo-jct-scale", "nan"], "slo_jct_scale must be in (0, 1e+09], got nan"),
-        (["serve", "--slo-jct-scale", "2", "--slo-jct-ms", "9"], "slo_jct_scale and slo_jct_ms exclude each other"),
-        (["serve", "--slo-jct-scale", "2", "--forecaster", "none"], "slo_jct_scale needs forecasts: forecaster must"),
-        (["serve", "--slo-jct-ms", "inf"], "slo_jct_ms must be in (0, 604800000], got inf"),
-        (["serve", "--starvation-s", "-2"], "starvation_s must be in (0, 1e+09], got -2"),
-        (["serve", "--starvation-bound", "0"], "starvation_bound_s must be in (0, 1e+09], got 0"),
-        (["serve", "--starvation-bound", "-1"], "starvation_bound_s must be in (0, 1e+09], got -1"),
-        (["serve", "--starvation-bound", "nan"], "starvation_bound_s must be in (0, 1e+09], got nan"),
-        (["serve", "--starvation-bound", "60", "--starvation-s", "5"], "starvation_s must not be set beside"),
-        (["serve", "--starvation-bound", "60", "--recipe", "fcfs"], "starvation_bound_s needs recipe fastserve, "),
+        (["serve", "--swap-space", "-1"], "--swap-space must be in [0, 1e+06], got -1"),
+        (["serve", "--slo", "0"], "--slo must be in (0, 1e+06], got 0"),
+        (["serve", "--slo-ttft-ms", "0"], "--slo-ttft-ms must be in (0, 604800000], got 0"),
+        (["serve", "--slo-tpot-ms", "-3"], "--slo-tpot-ms must be in (0, 604800000], got -3"),
+        (["serve", "--slo-jct-ms", "nan"], "--slo-jct-ms must be in (0, 604800000], got nan"),
+        (["serve", "--slo-jct-scale", "0"], "--slo-jct-scale must be in (0, 1e+09], got 0"),
+        (["serve", "--slo-jct-scale", "nan"], "--slo-jct-scale must be in (0, 1e+09], got nan"),
+        (["serve", "--slo-jct-scale", "2", "--slo-jct-ms", "9"], "--slo-jct-scale and --slo-jct-ms exclude each other"),
+        (["serve", "--slo-jct-scale", "2", "--forecaster", "none"], "--slo-jct-scale needs forecasts: forecaster must"),
+        (["serve", "--slo-jct-ms", "inf"], "--slo-jct-ms must be in (0, 604800000], got inf"),
+        (["serve", "--priority-ttft-ms", "0"], "--priority-ttft-ms must be in (0, 604800000], got 0"),
+        (
+            ["serve", "--priority-tpot-ms", "9", "--slo-tpot-ms", "8"],
+            "--priority-tpot-ms must be at most --slo-tpot-ms, which is 8, got 9",
+        ),
+        (["serve", "--fair-by", "key"], "--fair-by key needs API keys, which tell clients apart: set --api-key or"),
+        (
+            ["serve", "--fair-by", "key", "--api-key", "k", "--starvation-bound", "60"],
+            "--starvation-bound must not be set beside --fair-by",
+        ),
+        (
+            [*SIMULATE, "--fair-by", "key"],
+            "--fair-by key needs requests of different keys: set key= in stream or closed",
+        ),
+        (
+            ["bench", "--base-url", "http://x", "--rates", "1", "--stream", STREAM],
+            "key in stream and closed is for simulate: bench sends all requests with one",
+        ),
+        (["serve", "--fair-output-weight", "0"], "--fair-output-weight must be in (0, 1000], got 0"),
+        (["serve", "--priority-range", "5"], "--priority-range must be two integers, LOW:HIGH, got '5'"),
+        (["serve", "--priority-range", "-1:-2"], "--priority-range must be LOW:HIGH of 64 bits, LOW at most HIGH"),
+        (["serve", "--min-slo-ttft-ms", "nan"], "--min-slo-ttft-ms must be in (0, 604800000], got nan"),
+        (
+            ["serve", "--min-slo-tpot-ms", "5", "--max-slo-tpot-ms", "4"],
+            "--min-slo-tpot-ms must be at most --max-slo-tpot-ms, which is 4, got 5",
+        ),
+        (["serve", "--starvation-s", "-2"], "--starvation-s must be in (0, 1e+09], got -2"),
+        (["serve", "--starvation-bound", "0"], "--starvation-bound must be in (0, 1e+09], got 0"),
+        (["serve", "--starvation-bound", "-1"], "--starvation-bound must be in (0, 1e+09], got -1"),
+        (["serve", "--starvation-bound", "nan"], "--starvation-bound must be in (0, 1e+09], got nan"),
+        (["serve", "--starvation-bound", "60", "--starvation-s", "5"], "--starvation-s must not be set beside"),
+        (["serve", "--starvation-bound", "60", "--recipe", "fcfs"], "--starvation-bound needs recipe fastserve, "),
         (
             ["serve", "--starvation-bound", "60", "--recipe", "fastserve-defer"],
-            "starvation_bound_s needs recipe fastserve, fastserve-reactive, fastserve-recompute, mlfq: "
+            "--starvation-bound needs recipe fastserve, fastserve-reactive, fastserve-recompute, mlfq: "
             "fastserve-defer has starvation_s, quantum_s, paced",
         ),
-        (["generate", "--prompt", "x", "--kv-offloading-size", "nan"], "swap_space_gib must be in [0, 1e+06], got nan"),
-        (["generate", "--prompt", "x", "--swap-space", "9e5"], "swap_space_gib must be at most"),
-        (["generate", "--prompt", "x", "--slo", "inf"], "slo_s must be in (0, 1e+06], got inf"),
-        ([*SIMULATE, "--swap-space", "inf"], "swap_gib must be in [0, 1e+06], got inf"),
-        ([*SIMULATE, "--max-tokens", "all"], "max_tokens must be an integer or room or exact, got 'all'"),
-        ([*SIMULATE, "--slo", "-1"], "slo_s must be in (0, 1e+06], got -1"),
-        ([*SIMULATE, "--starvation-s", "0"], "starvation_s must be in (0, 1e+09], got 0"),
+        (["generate", "--prompt", "x", "--kv-offloading-size", "nan"], "--swap-space must be in [0, 1e+06], got nan"),
+        (["generate", "--prompt", "x", "--swap-space", "9e5"], "--swap-space must be at most"),
+        (["generate", "--prompt", "x", "--slo", "inf"], "--slo must be in (0, 1e+06], got inf"),
+        ([*SIMULATE, "--swap-space", "inf"], "--swap-space must be in [0, 1e+06], got inf"),
+        ([*SIMULATE, "--max-tokens", "all"], "--max-tokens must be an integer or room or exact, got 'all'"),
+        ([*SIMULATE, "--slo", "-1"], "--slo must be in (0, 1e+06], got -1"),
+        ([*SIMULATE, "--starvation-s", "0"], "--starvation-s must be in (0, 1e+09], got 0"),
         ([*SIMULATE, "--set", "starvation_s=0"], "starvation_s must be in (0, 1e+09], got 0"),
     ],
 )
@@ -314,12 +350,12 @@ def test_memory_and_objectives_out_of_bounds_are_named(args: list[str], names: s
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--recipe", "lifo"], "recipe must be one of alise, alise-defer, "),
-        (["--recipe", "srpt"], "recipe srpt needs true output lengths: set oracle to max-tokens"),
-        (["--recipe", "srpt", "--oracle", "tarot"], "oracle must be one of none, max-tokens, got 'tarot'"),
-        (["--quantum-s", "-1"], "quantum_s must be in (0, 1e+06], got -1"),
-        (["--quantum-s", "1", "--starvation-bound", "60"], "quantum_s must not be set beside starvation_bound_s"),
-        (["--set", "starvation_s=3", "--starvation-s", "4"], "starvation_s is given twice"),
+        (["--recipe", "lifo"], "--recipe must be one of alise, alise-defer, "),
+        (["--recipe", "srpt"], "--recipe srpt needs true output lengths: set oracle to max-tokens"),
+        (["--recipe", "srpt", "--oracle", "tarot"], "--oracle must be one of none, max-tokens, got 'tarot'"),
+        (["--quantum-s", "-1"], "--quantum-s must be in (0, 1e+06], got -1"),
+        (["--quantum-s", "1", "--starvation-bound", "60"], "--quantum-s must not be set beside --starvation-bound"),
+        (["--set", "starvation_s=3", "--starvation-s", "4"], "--starvation-s is given twice"),
         (["--set", "quantum_s=3", "--set", "quantum_s=3"], "set: quantum_s is given twice"),
         (["--set", "foo"], f"set must be NAME=VALUE, got 'foo': {HAS}"),
         (["--set", "foo=1"], f"there is no parameter 'foo': {HAS}"),
@@ -359,6 +395,27 @@ def test_the_recipes_are_listed_with_their_parameters() -> None:
     assert told["srpt"]["parameters"]["oracle"]["choices"] == ["none", "max-tokens"]
 
 
+def test_no_name_is_cut_off_in_the_help_of_any_command() -> None:
+    """At 80 columns; every flag is there as it is typed."""
+    checked = 0
+    for path, command in _commands(typer.main.get_command(app)):
+        shown = CliRunner().invoke(app, [*path, "--help"], env={"COLUMNS": "80"}).output
+        assert "\u2026" not in shown
+        assert max(map(len, shown.splitlines())) <= 80, path
+        words = set(re.split(r"[\s,/]+", shown))
+        for option in command.params:
+            if option.param_type_name == "option":
+                checked += 1
+                assert words >= {*option.opts, *option.secondary_opts}, path
+    assert checked > 200
+
+
+def _commands(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for name, command in getattr(group, "commands", {}).items():
+        yield (*path, name), command
+        yield from _commands(command, (*path, name))
+
+
 def test_help_comes_without_torch_and_tells_each_option_in_its_group() -> None:
     program = (
         "import sys; from skipjoin.cli import app; app(['serve', '--help'], standalone_mode=False); "
@@ -369,7 +426,7 @@ def test_help_comes_without_torch_and_tells_each_option_in_its_group() -> None:
     assert run.stdout.endswith("False\n")
     places = [
         run.stdout.index(text)
-        for text in ("─ Model ", "─ Scheduling ", "--set", "─ HTTP server ", "─ Deprecated aliases ")
+        for text in ("\nModel:\n", "\nScheduling:\n", "--set", "\nHTTP server:\n", "\nDeprecated aliases:\n")
     ]
     assert places == sorted(places)
     assert max(map(len, run.stdout.splitlines())) <= 80
@@ -381,3 +438,22 @@ def test_two_options_with_one_name_are_refused_when_a_command_is_made() -> None:
 
     with pytest.raises(ValueError, match="two options of a command are called seed"):
         takes(engine=Section(EngineConfig))(command)
+
+
+def test_an_error_names_the_flag_that_was_typed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a recipe's parameter the name: the flag of the same name is deprecated, and was not typed."""
+    for options, told in (
+        (["--kv-offloading-size=-1"], "--kv-offloading-size must be in [0, 1e+06], got -1.0"),
+        (["--swap-space", "-1"], "--swap-space must be in [0, 1e+06], got -1.0"),
+        (["--set", "starvation_s=0"], "starvation_s must be in (0, 1e+09], got 0.0"),
+        (["--max-num-queued-reqs", "0"], "--max-num-queued-reqs must be in [1, 1099511627776], got 0"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["skipjoin", "serve", *options])
+        assert invoke("serve", *options).stderr == f"error: {told}\n"
+    flags = {"model": "--model", "slo_s": "--slo", "port": "--port"}
+    text = "model must be x, not model y in ./slo_s/port.json or slo_s=3; slo_s, slo_s.p95 and slo_s-x"
+    assert with_flags(text, flags) == text.replace("model must", "--model must").replace("slo_s, ", "--slo, ")
+
+
+def test_a_parameter_that_resembles_another_one_is_told() -> None:
+    assert "there is no parameter 'quantm_s'; did you mean quantum_s?" in invoke("serve", "--set", "quantm_s=1").stderr

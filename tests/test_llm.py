@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import shutil
@@ -14,10 +15,11 @@ import psutil
 import pytest
 
 from skipjoin import LLM, SamplingParams, Target
+from skipjoin.builtin import builtin_model_path
 from skipjoin.config import ConfigError, EngineConfig
 from skipjoin.core.events import Preempted, Preemption
 from skipjoin.core.forecast import Forecast
-from skipjoin.core.request import Request
+from skipjoin.core.request import Request, RequestOptions, ServiceClass
 from skipjoin.core.step import StepResult
 from skipjoin.engine.build import EngineInfo, assemble
 from skipjoin.engine.forecasting import Predicted
@@ -90,6 +92,19 @@ def test_a_stop_string_ends_the_text_and_nothing_is_left_running(llm: LLM) -> No
     assert llm.engine.core.kv.device_free == llm.engine.core.kv.device_total
 
 
+@pytest.mark.parametrize(("given", "stop"), [("45", ("45",)), (["4", "5"], ("4", "5")), (None, ())])
+def test_a_stop_string_alone_is_one_and_not_its_characters(given: Any, stop: tuple[str, ...]) -> None:
+    assert SamplingParams(stop=given).stop == stop
+
+
+@pytest.mark.parametrize("given", [45, {"45": 1}])
+def test_stop_strings_of_another_type_are_named(given: Any) -> None:
+    with pytest.raises(ParameterError, match="stop must be a string or a list of strings, got "):
+        SamplingParams(stop=given)
+    with pytest.raises(ParameterError, match="stop_token_ids must be a list of ids, got "):
+        SamplingParams(stop_token_ids=given)
+
+
 def test_lengths_are_learnt_from_every_end_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stop token and a stop string are ends; the most tokens is none, nor is another prompt that is refused."""
     settings: dict[str, Any] = {"recipe": "alise", "forecast_dir": str(tmp_path), "kv_cache_gib": 0.05}
@@ -147,6 +162,23 @@ def test_an_objective_that_is_no_time_is_named(llm: LLM, seconds: Any) -> None:
         llm.generate("x", GREEDY, target=Target(tpot_s=seconds))
 
 
+def test_a_class_has_a_name_and_objectives_of_its_own(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ParameterError, match="service must be one of real-time, best-effort, got 'flex'"):
+        llm.generate("Spell apple\n", GREEDY, service="flex")
+    with pytest.raises(ParameterError, match=r"target.ttft_s must not be set with service best-effort"):
+        llm.generate("Spell apple\n", GREEDY, service="best-effort", target=Target(ttft_s=1))
+    seen: list[RequestOptions] = []
+    add = llm._loop.add
+
+    def note(*given: Any, options: RequestOptions) -> None:
+        seen.append(options)
+        add(*given, options=options)
+
+    monkeypatch.setattr(llm._loop, "add", note)
+    llm.generate("Spell apple\n", GREEDY, service="best-effort", target=Target(jct_s=9.0))
+    assert seen == [RequestOptions(service=ServiceClass.BEST_EFFORT, target=Target(jct_s=9.0))]
+
+
 def test_seeds_repeat_and_differ(llm: LLM) -> None:
     def sample(seed: int) -> list[int]:
         params = SamplingParams(temperature=2.0, max_tokens=30, seed=seed, ignore_eos=True)
@@ -175,12 +207,40 @@ def test_log_probabilities_of_prompt_and_output(llm: LLM) -> None:
         ([600], GREEDY, "552"),
         ([-1], GREEDY, "552"),
         ([5] * 1000, GREEDY, "max_tokens must be at most 24"),
+        ({"prompt": "a"}, GREEDY, "prompts must be a text, token ids, or a list of such prompts, got dict {'prompt'"),
+        ([{"prompt": "a"}], GREEDY, "prompts must be a text, .* got dict"),
+        (7, GREEDY, "prompts must be a text, .* got int 7"),
+        (b"a", GREEDY, "prompts must be a text, .* got bytes"),
+        ([5, "a"], GREEDY, "prompts: token ids must be integers, got 'a'"),
+        ([[5.0]], GREEDY, "prompts: token ids must be integers, got 5.0"),
+        ("a", {"temperature": 0}, "params must be SamplingParams, .* got {'temperature': 0}"),
     ],
 )
-def test_bad_prompts_name_the_bound_and_run_nothing(llm: LLM, prompt: object, params: object, names: str) -> None:
+def test_bad_prompts_name_the_bound_and_run_nothing(llm: LLM, prompt: Any, params: Any, names: str) -> None:
     with pytest.raises(ParameterError, match=names):
         llm.generate(prompt, params)
     assert not llm.engine.core.requests
+
+
+@pytest.mark.parametrize("messages", ["x", ["x"], [[]], 7, {"role": "user", "content": "x"}, [{"text": "x"}]])
+def test_what_is_no_conversation_is_told_with_an_example(llm: LLM, messages: Any) -> None:
+    with pytest.raises(ParameterError, match=r"messages must be a list of messages such as {'role': 'user', .* got "):
+        llm.chat(messages)
+
+
+def test_prompts_without_parameters_have_those_of_the_model_and_a_closed_llm_says_so(tmp_path: Path) -> None:
+    folder = shutil.copytree(builtin_model_path(), tmp_path / "greedy")
+    file = folder / "generation_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"temperature": 0, "top_p": 0.9}))
+    settings = {"progress": False, "threads": 1, "profile": "off", "kv_cache_gib": 0.01, "swap_space_gib": 0}
+    with LLM(str(folder), **settings) as llm:
+        assert llm.default_params == SamplingParams(temperature=0, top_p=0.9)
+        by_default, greedy = llm.generate("x"), llm.generate("x", SamplingParams(temperature=0))
+        assert by_default[0].token_ids == greedy[0].token_ids
+    llm.close()
+    for work in (lambda: llm.generate("a"), lambda: llm.chat(user("a"))):
+        with pytest.raises(RuntimeError, match="this LLM is closed"):
+            work()
 
 
 @pytest.mark.parametrize(

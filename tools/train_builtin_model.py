@@ -189,7 +189,7 @@ def train(model: LlamaForCausalLM, examples: Examples, pad: int, steps: int, fol
 def evaluate(folder: Path, prompts: int) -> dict[str, float]:
     """Exact-match percentage per family, of greedy generation by the stored model through its chat template, on
     `prompts` held-out prompts each; also the documentation's own example."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     model = LlamaForCausalLM.from_pretrained(folder).eval()
     rng = random.Random(1234)
     result = {}

@@ -59,16 +59,14 @@ class Served:
         engine.kill()
 
     def numbers(self) -> Counter[str]:
-        """All samples without buckets of `/metrics`, by name and label."""
-        text = httpx.get(f"{self.url}/metrics").text
-        return Counter(
-            {
-                " ".join([sample.name.removeprefix("skipjoin:"), *sample.labels.values()]): sample.value
-                for family in text_string_to_metric_families(text)
-                for sample in family.samples
-                if "le" not in sample.labels
-            }
-        )
+        """All samples without buckets of `/metrics`, by name and label, classes of requests together."""
+        found = Counter[str]()
+        for family in text_string_to_metric_families(httpx.get(f"{self.url}/metrics").text):
+            for sample in family.samples:
+                if "le" not in sample.labels:
+                    labels = [value for label, value in sample.labels.items() if label != "class"]
+                    found[" ".join([sample.name.removeprefix("skipjoin:"), *labels])] += sample.value
+        return found
 
     def _read_errors(self) -> None:
         assert self._process.stderr is not None

@@ -50,6 +50,12 @@ _INDEX = {
     "econoserve, defaults": 11,
     "econoserve, prior": 13,
     "split": 2,
+    # BROS and what it is compared with.
+    "fcfs, class-blind": 13,
+    "round-robin": 3,
+    "bros-recompute": 5,
+    "bros-swap": 4,
+    "bros": 9,
 }
 
 

@@ -142,8 +142,9 @@ def main(
     draw: Callable[[Result], Mapping[str, Figure]],
     *,
     docs: Mapping[str, str] = MappingProxyType({}),
-) -> None:
+) -> Result:
     """The command of a figure: measure, write `result.json`, draw, print the tables, and put them into the README.
+    Returns the result.
 
     docs: pictures that documents show, by their name there; they are written only with results in the figure's folder.
     """
@@ -177,6 +178,7 @@ def main(
         fill_readme(home / "README.md", result)
     print(shown(result))
     print(f"wrote {out}", file=sys.stderr)
+    return dict(result)
 
 
 def write_result(path: Path, name: str, found: Result, *, quick: bool, seconds: float) -> None:

@@ -251,7 +251,7 @@ def drive(engine: Engine, jobs: Sequence[WorkloadRequest], until_s: float) -> Re
     usage = EngineUsage(device_blocks=info.device_blocks, block_size=info.block_size, block_bytes=info.host_block_bytes)
     taken = [(number, job) for number, job in enumerate(jobs) if room(engine, job)]
     prompts = {number: tokens(number, job.prompt_tokens, info.vocab_size) for number, job in taken}
-    rejected = [job.stream for job in jobs if not room(engine, job)]
+    rejected = [job.kind for job in jobs if not room(engine, job)]
     left, late, begin = deque(taken), 0.0, loop.clock()
     while (left or not loop.idle) and (now := loop.clock() - begin) < until_s:
         while left and left[0][1].at <= now:

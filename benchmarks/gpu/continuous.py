@@ -117,7 +117,7 @@ class _Theirs:
 
     def __init__(self, task: Task, folder: Path, vocab: int) -> None:
         self._device, self._vocab = task.device, vocab
-        config = AutoConfig.from_pretrained(folder)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         with torch.device(task.device):
             model: Any = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, DTYPE))
         self._model = model.eval()

@@ -54,6 +54,7 @@ from skipjoin.exec.sampling import Sampling
 from skipjoin.exec.simulated import SimulatedExecutor
 from skipjoin.model.config import ModelConfig
 from skipjoin.observe.stages import StageUse
+from skipjoin.policies.best_effort import LimitedBestEffort
 from skipjoin.policies.cost import LinearCost
 from skipjoin.policies.stages import EvenStages
 from skipjoin.profile import Profile, ProfileKey
@@ -90,8 +91,9 @@ def core_of(system: str, cost: CostModel, stages: int) -> EngineCore:
     """The engine of a system. One process decides the next step while one runs, as a server may."""
     recipe, how = system.split()
     policies = build(recipe, Settings(cost, MAX_SEQS, MAX_TOKENS, stages=stages))
-    if how == "greedy" and isinstance(policies.batcher, EvenStages):
-        policies = replace(policies, batcher=policies.batcher.batcher)
+    batcher = policies.batcher
+    if how == "greedy" and isinstance(batcher, LimitedBestEffort) and isinstance(batcher.batcher, EvenStages):
+        policies = replace(policies, batcher=batcher.batcher.batcher)
     kv = KVLedger(DEVICE_BLOCKS, 0, BLOCK_SIZE)
     return EngineCore(Scheduler(policies, kv, depth=2, overlap=stages == 1))
 

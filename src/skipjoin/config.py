@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, NamedTuple
 from urllib.parse import urlsplit
 
+from skipjoin.access import AccessConfig
 from skipjoin.knobs import ConfigError, Knob, Value, check, settings_of, unknown
-from skipjoin.recipes import DEFAULT, DEFAULT_SLO_S, check_recipe
+from skipjoin.recipes import BEST_EFFORT_WAIT_S, DEFAULT, DEFAULT_SLO_S, OUTPUT_WEIGHT, absolute, check_recipe
 
 __all__ = [
     "DEPRECATED",
+    "HANG_LIMITS",
+    "BestEffortWait",
     "ConfigError",
     "EngineConfig",
+    "FairBy",
     "ForecastConfig",
+    "HangLimits",
     "MaxBatchedTokens",
     "MaxNumSeqs",
     "Objective",
+    "OutputWeight",
     "ServerConfig",
     "SwapType",
     "base_url",
@@ -29,10 +35,17 @@ METRICS_COMPAT = ("none", "vllm")
 # Groups of the help, in its order.
 MODEL, SCHEDULING, MEMORY, PARALLELISM = "Model", "Scheduling", "Memory", "Parallelism"
 MEASUREMENT, DEPRECATED = "Measurement", "Deprecated aliases"
-SERVER, LIMITS, FORECASTS = "HTTP server", "Limits", "Forecasts"
+SERVER, LIMITS, FORECASTS, BATCHES = "HTTP server", "Limits", "Forecasts", "Files and batches"
 OBJECTIVES = "Objectives of requests without their own"
+ASKED = "Objectives that requests may ask for"
 # A week: a longer deadline, or objective, is none.
 MAX_DEADLINE_MS = 7 * 86_400_000
+# Requests of service_tier priority have half of the default objectives: they wait for each other only, and a default
+# objective allows for waiting, too.
+PRIORITY_SHARE = 0.5
+# The `batch_dir` of a server without batches.
+NOWHERE = "none"
+LOG_LEVELS, LOG_FORMATS = ("debug", "info", "warning", "error"), ("text", "json")
 FORECASTERS = ("learnt", "alise", "prior", "none")
 
 # Fields of an engine that a simulated system has, too.
@@ -47,6 +60,30 @@ Objective = Annotated[
         high=1e6,
         flags=("--slo",),
         metavar="SECONDS",
+        group=SCHEDULING,
+    ),
+]
+BestEffortWait = Annotated[
+    float,
+    Knob(
+        "Time after which the oldest best-effort request is served as a real-time one, until it ends; one at a time.",
+        above=0,
+        high=1e9,
+        metavar="SECONDS",
+        group=SCHEDULING,
+    ),
+]
+# How clients share the service: see `docs/scheduling.md`.
+FairBy = Annotated[
+    str,
+    Knob("Between which clients the service is shared out evenly", choices=("none", "key"), group=SCHEDULING),
+]
+OutputWeight = Annotated[
+    float,
+    Knob(
+        "With --fair-by key: what a generated token counts, where one of a prompt counts 1.",
+        above=0,
+        high=1000,
         group=SCHEDULING,
     ),
 ]
@@ -110,6 +147,15 @@ class EngineConfig:
         int | None,
         Knob("Most tokens of prompt and output together (default: the model's).", low=1, high=1 << 31, group=MODEL),
     ] = None
+    generation_config: Annotated[
+        str,
+        Knob(
+            "Sampling defaults of requests without their own: those of the model's generation_config.json, or "
+            "Skipjoin's",
+            choices=("auto", "none"),
+            group=MODEL,
+        ),
+    ] = "auto"
     enforce_eager: Annotated[
         bool, Knob("Launch the kernels of decode steps one by one, without CUDA graphs.", group=MODEL)
     ] = False
@@ -120,7 +166,7 @@ class EngineConfig:
     recipe: Annotated[
         str,
         Knob(
-            "The scheduler; `skipjoin recipes` lists all of them.",
+            "The scheduler; `skipjoin recipes` lists all of them. FILE.py:NAME: one in a file of your own.",
             flags=("--recipe", "--scheduling-policy"),
             metavar="NAME",
             group=SCHEDULING,
@@ -138,6 +184,17 @@ class EngineConfig:
     max_num_seqs: MaxNumSeqs = 128
     max_num_batched_tokens: MaxBatchedTokens = 2048
     slo_s: Objective = DEFAULT_SLO_S
+    best_effort_wait_s: BestEffortWait = BEST_EFFORT_WAIT_S
+    fair_output_weight: Annotated[
+        float | None,
+        Knob(
+            "What a generated token counts where clients get equal service, which the driver of the engine tells apart "
+            "(default: they are not).",
+            above=0,
+            high=1000,
+            option=False,
+        ),
+    ] = None
     slo_jct_scale: Annotated[
         float | None,
         Knob(
@@ -187,6 +244,9 @@ class EngineConfig:
         ),
     ] = None
     swap_dtype: SwapType = "auto"
+    enable_prefix_caching: Annotated[
+        bool, Knob("Keep the KV of full blocks for later prompts that begin alike.", group=MEMORY)
+    ] = True
     tensor_parallel_size: Annotated[
         int,
         Knob(
@@ -262,7 +322,13 @@ class EngineConfig:
         if not self.profile:
             raise ConfigError("profile must be auto, off or the file of a profile, got an empty name")
         check(self)
-        check_recipe(self.recipe, self.params, lossless_swap=self.swap_dtype == "auto")
+        object.__setattr__(self, "recipe", absolute(self.recipe))  # engines may have another working folder
+        check_recipe(
+            self.recipe,
+            self.params,
+            lossless_swap=self.swap_dtype == "auto",
+            fair_output_weight=self.fair_output_weight,
+        )
         check_swap_type(self.swap_dtype, "swap_space_gib", self.swap_space_gib)
         self._check_ranks()
 
@@ -366,31 +432,31 @@ class ForecastConfig:
             )
 
 
-def _objective(what: str) -> Knob:
-    """A soft objective of requests that bring none of their own."""
-    return Knob(f"{what} (default: none).", above=0, high=MAX_DEADLINE_MS, metavar="MILLISECONDS", group=OBJECTIVES)
+class HangLimits(NamedTuple):
+    """When an engine process hangs, in seconds. step_s: a step takes longer. hang_s: it gives no sign of life for so
+    long, and is killed."""
+
+    step_s: float = 600.0
+    hang_s: float = 30.0
+
+
+HANG_LIMITS = HangLimits()
+
+
+def _objective(what: str, default: str = "none", group: str = OBJECTIVES) -> Knob:
+    """A soft objective, or a bound of one. default: what stands for none, for the help."""
+    return Knob(f"{what} (default: {default}).", above=0, high=MAX_DEADLINE_MS, metavar="MILLISECONDS", group=group)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServerConfig:
+class ServerConfig(AccessConfig):
     """The HTTP server around an engine. Raises `ConfigError` on a value outside its bounds.
 
-    api_keys: any of them opens every route but health; empty: no key is asked for. max_queued_requests,
-    max_queued_tokens: beyond either a request is refused with 429.
+    max_queued_requests, max_queued_tokens: beyond either a request is refused with 429.
     """
 
     host: Annotated[str, Knob("Address to listen on.", group=SERVER)] = "127.0.0.1"
     port: Annotated[int, Knob("Port to listen on; 0 picks a free one.", low=0, high=65535, group=SERVER)] = 8000
-    api_keys: Annotated[
-        tuple[str, ...],
-        Knob(
-            "Key that clients must send; may be repeated (default: none is asked for).",
-            flags=("--api-key",),
-            envvar="SKIPJOIN_API_KEY",
-            metavar="KEY",
-            group=SERVER,
-        ),
-    ] = ()
     served_model_name: Annotated[
         str | None, Knob("What clients call the model (default: its own name).", metavar="NAME", group=SERVER)
     ] = None
@@ -429,9 +495,40 @@ class ServerConfig:
             group=LIMITS,
         ),
     ] = None
+    priority_range: Annotated[
+        str | None,
+        Knob(
+            "Numbers that clients may set as the priority of a request, besides 0; lower is earlier (default: only 0).",
+            metavar="LOW:HIGH",
+            group=LIMITS,
+        ),
+    ] = None
+    fair_by: FairBy = "none"
+    fair_output_weight: OutputWeight = OUTPUT_WEIGHT
     slo_ttft_ms: Annotated[float | None, _objective("Time to the first token")] = None
     slo_tpot_ms: Annotated[float | None, _objective("Time per token after the first")] = None
     slo_jct_ms: Annotated[float | None, _objective("Time from arrival to the last token")] = None
+    priority_ttft_ms: Annotated[
+        float | None, _objective("Time to the first token with service_tier priority", "half of --slo-ttft-ms")
+    ] = None
+    priority_tpot_ms: Annotated[
+        float | None,
+        _objective("Time per token after the first with service_tier priority", "half of --slo-tpot-ms"),
+    ] = None
+    min_slo_ttft_ms: Annotated[
+        float | None, _objective("Least time to the first token that a request may ask for", "any above 0", ASKED)
+    ] = None
+    max_slo_ttft_ms: Annotated[
+        float | None, _objective("Largest time to the first token that a request may ask for", "a week", ASKED)
+    ] = None
+    min_slo_tpot_ms: Annotated[
+        float | None,
+        _objective("Least time per token after the first that a request may ask for", "any above 0", ASKED),
+    ] = None
+    max_slo_tpot_ms: Annotated[
+        float | None,
+        _objective("Largest time per token after the first that a request may ask for", "a week", ASKED),
+    ] = None
     shutdown_timeout_s: Annotated[
         float,
         Knob(
@@ -443,12 +540,64 @@ class ServerConfig:
             group=LIMITS,
         ),
     ] = 30.0
+    step_timeout_s: Annotated[
+        float,
+        Knob(
+            "Longest time of a step; an engine that computes one for longer hangs (--hang-timeout).",
+            above=0,
+            high=1e9,
+            flags=("--step-timeout",),
+            metavar="SECONDS",
+            group=LIMITS,
+        ),
+    ] = HANG_LIMITS.step_s
+    hang_timeout_s: Annotated[
+        float,
+        Knob(
+            "Time without a sign of life of an engine process after which it prints its stacks and is killed.",
+            low=1,
+            high=1e9,
+            flags=("--hang-timeout",),
+            metavar="SECONDS",
+            group=LIMITS,
+        ),
+    ] = HANG_LIMITS.hang_s
     max_body_bytes: Annotated[
         int, Knob("Largest body of a request.", low=1, high=1 << 40, metavar="BYTES", group=LIMITS)
     ] = 4 << 20
     max_header_bytes: Annotated[
         int, Knob("Largest headers of a request.", low=1, high=1 << 40, metavar="BYTES", group=LIMITS)
     ] = 64 << 10
+    max_connections: Annotated[
+        int,
+        Knob(
+            "Most connections at once; one more closes an idle one. The limit of open files may allow fewer.",
+            low=1,
+            high=1 << 20,
+            metavar="CONNECTIONS",
+            group=LIMITS,
+        ),
+    ] = 4096
+    write_timeout_s: Annotated[
+        float,
+        Knob(
+            "Time after which a client that does not read its answer is disconnected.",
+            above=0,
+            high=1e9,
+            metavar="SECONDS",
+            group=LIMITS,
+        ),
+    ] = 60.0
+    max_prompt_scores: Annotated[
+        int,
+        Knob(
+            "Most log-probabilities of prompts in one answer: tokens, times 1 + logprobs, times n.",
+            low=1,
+            high=1 << 30,
+            metavar="SCORES",
+            group=LIMITS,
+        ),
+    ] = 1 << 18
     forecast_url: Annotated[
         str | None,
         Knob(
@@ -483,20 +632,151 @@ class ServerConfig:
             group=PARALLELISM,
         ),
     ] = 1
+    log_level: Annotated[
+        str,
+        Knob(
+            "What the log has at least; info: a line for each request, but for those that only look",
+            choices=LOG_LEVELS,
+            group=SERVER,
+        ),
+    ] = "info"
+    log_format: Annotated[str, Knob("Form of the log's lines", choices=LOG_FORMATS, group=SERVER)] = "text"
     enable_debug_routes: Annotated[
         bool, Knob("Serve GET /debug/requests, the state of every live request.", group=SERVER)
     ] = False
+    batch_dir: Annotated[
+        str | None,
+        Knob(
+            "Folder of uploaded files and batches; none: this server has no batches (default: in the user's cache "
+            "folder).",
+            metavar="DIR",
+            group=BATCHES,
+        ),
+    ] = None
+    batch_db: Annotated[
+        str | None,
+        Knob(
+            "PostgreSQL database of the batches, which several servers may share if they share the folder, too "
+            "(default: SQLite in the folder).",
+            metavar="postgresql://...",
+            group=BATCHES,
+        ),
+    ] = None
+    batch_inflight: Annotated[
+        int | None,
+        Knob(
+            "Most sequences of batches in the engine, waiting and running (default: twice --max-num-seqs, for each "
+            "replica).",
+            low=1,
+            high=1 << 20,
+            metavar="SEQUENCES",
+            group=BATCHES,
+        ),
+    ] = None
+    batch_max_lines: Annotated[
+        int, Knob("Most lines of a batch.", low=1, high=10_000_000, metavar="LINES", group=BATCHES)
+    ] = 50_000
+    batch_max_file_bytes: Annotated[
+        int, Knob("Largest file that is uploaded.", low=1, high=1 << 40, metavar="BYTES", group=BATCHES)
+    ] = 200_000_000
+    batch_max_line_bytes: Annotated[
+        int, Knob("Longest line of a batch.", low=1, high=1 << 30, metavar="BYTES", group=BATCHES)
+    ] = 4 << 20
+    batch_max_bytes_per_key: Annotated[
+        int,
+        Knob(
+            "Most bytes of files that one key has; uploads beyond are refused with 429.",
+            low=1,
+            high=1 << 50,
+            metavar="BYTES",
+            group=BATCHES,
+        ),
+    ] = 10_000_000_000
+    batch_max_active_per_key: Annotated[
+        int,
+        Knob(
+            "Most unfinished batches that one key has; more are refused with 429.",
+            low=1,
+            high=1 << 30,
+            metavar="BATCHES",
+            group=BATCHES,
+        ),
+    ] = 100
 
     def __post_init__(self) -> None:
         check(self)
-        if any(not key for key in self.api_keys):
-            raise ConfigError("api_key must not be empty")
+        self.check_access()
+        if self.fair_by == "key" and not (self.api_keys or self.api_key_file):
+            raise ConfigError("fair_by key needs API keys, which tell clients apart: set api_keys or api_key_file")
+        _ = self.priorities
+        for name in ("ttft", "tpot"):
+            self._check_order(f"priority_{name}_ms", f"slo_{name}_ms")
+            self._check_order(f"min_slo_{name}_ms", f"max_slo_{name}_ms")
         if self.forecast_url is not None:
             base_url("forecast_url", self.forecast_url)
         else:
             self._check_unasked("forecast_model", "forecast_timeout_s")
+        self._check_batches()
+
+    @property
+    def hang_limits(self) -> HangLimits:
+        """When an engine of this server hangs."""
+        return HangLimits(self.step_timeout_s, self.hang_timeout_s)
+
+    @property
+    def priorities(self) -> tuple[int, int]:
+        """The lowest and the highest priority that clients may set, besides 0. Raises `ConfigError`."""
+        if self.priority_range is None:
+            return 0, 0
+        try:
+            low, high = map(int, self.priority_range.split(":"))
+        except ValueError:
+            raise ConfigError(f"priority_range must be two integers, LOW:HIGH, got {self.priority_range!r}") from None
+        if not -(1 << 63) <= low <= high < 1 << 63:
+            raise ConfigError(
+                f"priority_range must be LOW:HIGH of 64 bits, LOW at most HIGH, got {self.priority_range!r}"
+            )
+        return low, high
+
+    def default_ms(self, name: str, *, is_urgent: bool) -> float | None:
+        """The objective of requests that bring none, in milliseconds; None: they have none. name: ttft, tpot or jct.
+        is_urgent: with service_tier priority."""
+        default: float | None = getattr(self, f"slo_{name}_ms")
+        if not is_urgent or name == "jct":
+            return default
+        own: float | None = getattr(self, f"priority_{name}_ms")
+        return own if own is not None or default is None else default * PRIORITY_SHARE
+
+    def asked_bounds_ms(self, name: str) -> tuple[float | None, float]:
+        """The least objective that a request may ask for, None for any above 0, and the largest. name: as above."""
+        if name == "jct":
+            return None, MAX_DEADLINE_MS
+        return getattr(self, f"min_slo_{name}_ms"), getattr(self, f"max_slo_{name}_ms") or MAX_DEADLINE_MS
+
+    def _check_order(self, smaller: str, larger: str) -> None:
+        low, high = getattr(self, smaller), getattr(self, larger)
+        if low is not None and high is not None and low > high:
+            raise ConfigError(f"{smaller} must be at most {larger}, which is {high:g}, got {low:g}")
 
     def _check_unasked(self, *names: str) -> None:
         for name in names:
             if getattr(self, name) != settings_of(type(self))[name].default:
                 raise ConfigError(f"{name} is for another server that forecasts: set forecast_url")
+
+    @property
+    def has_batches(self) -> bool:
+        """Whether there is a place for files and batches."""
+        return self.batch_dir != NOWHERE
+
+    def _check_batches(self) -> None:
+        if self.batch_dir == "":
+            raise ConfigError("batch_dir must not be empty")
+        if self.batch_db is None:
+            return
+        if not self.batch_db.startswith(("postgresql://", "postgres://")):
+            # Only its beginning is shown: the rest may have a password.
+            scheme, separator, _ = self.batch_db.partition("://")
+            got = repr(scheme + separator) if separator else "a text without ://"
+            raise ConfigError(f"batch_db must be like postgresql://user@host/name, got {got}")
+        if not self.has_batches:
+            raise ConfigError("batch_db must not be set where batch_dir is none: the files need a folder")

@@ -72,6 +72,7 @@ class Knob:
     envvar: str | None = None
     positional: bool = False
     option: bool = True
+    separator: str = ""
 
 
 @dataclass(frozen=True, slots=True)

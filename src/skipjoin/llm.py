@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import reprlib
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
+from numbers import Integral
 from types import TracebackType
 from typing import Any
 
@@ -12,14 +15,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from skipjoin.config import EngineConfig, ForecastConfig
-from skipjoin.core.events import Event, Finished, Token
-from skipjoin.core.request import NO_TARGET, FinishReason, RequestOptions, Target
+from skipjoin.core.events import Admitted, Event, Finished, Token
+from skipjoin.core.request import NO_TARGET, FinishReason, RequestOptions, ServiceClass, Target
 from skipjoin.engine.build import Engine, assemble
 from skipjoin.engine.forecasting import Predicted, chosen_forecasts, is_exact, open_keeper
 from skipjoin.engine.load import model_folder
 from skipjoin.engine.loop import EngineLoop
 from skipjoin.engine.text import Choice, Output, TextRules
 from skipjoin.knobs import settings_of
+from skipjoin.model.generation_config import sampling_defaults
 from skipjoin.model.tokenizer import Tokenizer, load_tokenizer
 from skipjoin.sampling import ParameterError, SamplingParams, TokenDetail
 
@@ -32,7 +36,7 @@ class Generation:
 
     text, token_ids: the output. finish_reason: "stop", "length", or "error" where the engine gave the request up;
     error: what happened then, and what helps. details: per token, if log-probabilities were asked for; the first one
-    also has those of the prompt.
+    also has those of the prompt. cached_tokens: tokens of the prompt whose KV was there when it first ran.
     """
 
     prompt: str | None
@@ -42,6 +46,7 @@ class Generation:
     finish_reason: str | None = None
     details: list[TokenDetail] = field(default_factory=list)
     error: str = ""
+    cached_tokens: int = 0
 
     def add(self, output: Output, text: str) -> None:
         """Add a token, or the end, and its text."""
@@ -66,7 +71,8 @@ class LLM:
     """A model that is ready to generate. Use it as a context manager, or call `close`.
 
     model: a Hugging Face folder, a hub id, or "tally", the built-in model. settings: fields of `EngineConfig`
-    and `ForecastConfig`. progress: whether progress bars are shown on stderr; None: if it is a terminal.
+    and `ForecastConfig`. default_params: of prompts that are given none, with the sampling defaults of the model's
+    generation_config.json. progress: whether progress bars are shown on stderr; None: if it is a terminal.
     Raises `ModelError` and `ConfigError` as `assemble` does.
     """
 
@@ -76,7 +82,9 @@ class LLM:
         config = EngineConfig(model=model, **settings)
         forecasts = chosen_forecasts(ForecastConfig(**given), config)
         # The tokenizer first: it fails fast.
-        self.tokenizer: Tokenizer = load_tokenizer(model_folder(model, config.load_format))
+        folder = model_folder(model, config.load_format)
+        self.tokenizer: Tokenizer = load_tokenizer(folder)
+        self.default_params = SamplingParams(**sampling_defaults(folder, config.generation_config))
         with self._progress() as bars:
             task = bars.add_task("loading", total=1.0)
             self.engine: Engine = assemble(
@@ -93,6 +101,7 @@ class LLM:
             raise
         self._loop = EngineLoop(self.engine)
         self._next_id = 0
+        self._is_closed = False
 
     def __enter__(self) -> LLM:
         return self
@@ -103,7 +112,11 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Stop the engine, and save what was learnt of output lengths. Generation afterwards is an error."""
+        """Stop the engine, and save what was learnt of output lengths. It may be called again; generation afterwards
+        raises RuntimeError."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         if self._forecasts is not None:
             self._forecasts.close()
         self._loop.close()
@@ -113,33 +126,37 @@ class LLM:
         prompts: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        service: str = ServiceClass.REAL_TIME,
         priority: int = 0,
         target: Target = NO_TARGET,
     ) -> list[Generation]:
         """Complete one prompt or many, each a text or its token ids; results are in the order of the prompts.
 
-        params: one for all prompts, or one for each. priority: lower is earlier. target: soft objectives of each
-        prompt, in seconds above 0.
+        params: one for all prompts, or one for each; None: `default_params`. service: "best-effort" prompts run on what
+        real-time ones leave, and have no objectives for first and further tokens. priority: lower is earlier. target:
+        soft objectives of each prompt, in seconds above 0.
 
-        Raises `ParameterError`, before anything runs, for a prompt, parameter or objective outside its bounds.
+        Raises `ParameterError`, before anything runs, for a prompt, parameter, class or objective outside its bounds,
+        and RuntimeError after `close`.
         """
-        ids = [self.tokenizer.encode(item) if isinstance(item, str) else list(item) for item in _as_list(prompts)]
-        texts = [item if isinstance(item, str) else None for item in _as_list(prompts)]
-        return self._run(ids, texts, params, _options(priority, target))
+        given = _as_list(prompts)
+        ids = [self.tokenizer.encode(item) if isinstance(item, str) else item for item in given]
+        texts = [item if isinstance(item, str) else None for item in given]
+        return self._run(ids, texts, params, _options(service, priority, target))
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        service: str = ServiceClass.REAL_TIME,
         priority: int = 0,
         target: Target = NO_TARGET,
     ) -> list[Generation]:
-        """Answer one conversation or many through the model's chat template. See `generate`."""
-        single = bool(messages) and isinstance(messages[0], Mapping)
-        conversations: Any = [messages] if single else messages
-        ids = [self.tokenizer.chat(conversation) for conversation in conversations]
-        return self._run(ids, [None] * len(ids), params, _options(priority, target))
+        """Answer one conversation or many through the model's chat template, each a list of messages with a role and a
+        content. See `generate`."""
+        ids = [self.tokenizer.chat(conversation) for conversation in _conversations(messages)]
+        return self._run(ids, [None] * len(ids), params, _options(service, priority, target))
 
     def _run(
         self,
@@ -148,7 +165,9 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None,
         options: RequestOptions,
     ) -> list[Generation]:
-        each = _per_prompt(params, len(ids))
+        if self._is_closed:
+            raise RuntimeError("this LLM is closed: make another one to generate")
+        each = _per_prompt(self.default_params if params is None else params, len(ids))
         running: dict[int, _Running] = {}
         try:
             for prompt, text, one in zip(ids, texts, each, strict=True):
@@ -170,14 +189,20 @@ class LLM:
 
     def _drain(self, running: dict[int, _Running], bars: Progress, task: TaskID) -> None:
         """Run the loop until all requests have ended."""
+        cached: dict[int, int] = {}
         while running:
-            for request_id, output in _outputs(self._loop.step()).items():
+            events = self._loop.step()
+            for event in events:
+                if isinstance(event, Admitted):
+                    cached.setdefault(event.request.id, event.cached)
+            for request_id, output in _outputs(events).items():
                 if request_id not in running:
                     continue
                 one = running[request_id]
                 one.generation.add(output, one.choice.take(output))
                 if one.choice.finish_reason is not None:
                     one.generation.finish_reason = one.choice.finish_reason
+                    one.generation.cached_tokens = cached.get(request_id, 0)
                     # If a stop string ended the text, the engine still generates.
                     self._loop.abort(request_id, FinishReason.STOP)
                     self._learn(one, output.reason or FinishReason.STOP)
@@ -205,12 +230,16 @@ class LLM:
         return Progress(*columns, console=self._console, transient=True, disable=self._console.quiet)
 
 
-def _options(priority: int, target: Target) -> RequestOptions:
-    """Raises `ParameterError` for an objective that is no time."""
+def _options(service: str, priority: int, target: Target) -> RequestOptions:
+    """Raises `ParameterError` for a class that there is not, and an objective that is no time or not of the class."""
+    if service not in tuple(ServiceClass):
+        raise ParameterError("service", f"service must be one of {', '.join(ServiceClass)}, got {service!r}")
     for name, seconds in target._asdict().items():
         if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
             raise ParameterError(f"target.{name}", f"target.{name} must be a number above 0, got {seconds!r}")
-    return RequestOptions(priority=priority, target=target)
+        if service == ServiceClass.BEST_EFFORT and name != "jct_s" and seconds < inf:
+            raise ParameterError(f"target.{name}", f"target.{name} must not be set with service {service}")
+    return RequestOptions(service=ServiceClass(service), priority=priority, target=target)
 
 
 def _outputs(events: Iterable[Event]) -> dict[int, Output]:
@@ -226,18 +255,68 @@ def _outputs(events: Iterable[Event]) -> dict[int, Output]:
     return outputs
 
 
-def _as_list(prompts: Any) -> list[Any]:
-    """A list of prompts, from one or many."""
+def _as_list(prompts: Any) -> list[str | list[int]]:
+    """The prompts, texts or token ids, from one or many. Raises `ParameterError` for what is neither."""
     if isinstance(prompts, str):
         return [prompts]
-    prompts = list(prompts)
-    return [prompts] if prompts and isinstance(prompts[0], int) else prompts
+    items = _items(prompts)
+    if items and isinstance(items[0], Integral):
+        return [_token_ids(items)]
+    return [item if isinstance(item, str) else _token_ids(_items(item)) for item in items]
 
 
-def _per_prompt(params: SamplingParams | Iterable[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
+def _items(given: Any) -> list[Any]:
+    # A mapping can be iterated over, too: its keys are no prompts.
+    if isinstance(given, Mapping | bytes) or not isinstance(given, Iterable):
+        raise ParameterError(
+            "prompts",
+            f"prompts must be a text, token ids, or a list of such prompts, got {_shown(given)}",
+        )
+    return list(given)
+
+
+def _shown(given: Any) -> str:
+    return f"{type(given).__name__} {reprlib.repr(given)}"
+
+
+def _token_ids(items: list[Any]) -> list[int]:
+    for item in items:
+        if isinstance(item, bool) or not isinstance(item, Integral):
+            raise ParameterError("prompts", f"prompts: token ids must be integers, got {item!r}")
+    return [int(item) for item in items]
+
+
+def _conversations(given: Any) -> list[list[Message]]:
+    """The conversations, from one or many. Raises `ParameterError` for what is none."""
+    is_single = isinstance(given, Sequence) and bool(given) and isinstance(given[0], Mapping)
+    conversations = [given] if is_single else given
+    if not isinstance(conversations, list | tuple):
+        raise _no_conversation(given)
+    for conversation in conversations:
+        if not isinstance(conversation, list | tuple) or not conversation:
+            raise _no_conversation(conversation)
+        for message in conversation:
+            if not (isinstance(message, Mapping) and {"role", "content"} <= message.keys()):
+                raise _no_conversation(message)
+    return [list(conversation) for conversation in conversations]
+
+
+def _no_conversation(got: Any) -> ParameterError:
+    return ParameterError(
+        "messages",
+        "messages must be a list of messages such as {'role': 'user', 'content': 'Hello'}, or a list of such lists, "
+        f"got {_shown(got)}",
+    )
+
+
+def _per_prompt(params: SamplingParams | Iterable[SamplingParams], count: int) -> list[SamplingParams]:
+    if isinstance(params, SamplingParams):
+        return [params] * count
     each = list(params)
+    if isinstance(params, Mapping) or not all(isinstance(one, SamplingParams) for one in each):
+        raise ParameterError(
+            "params", f"params must be SamplingParams, or one of them per prompt, got {reprlib.repr(params)}"
+        )
     if len(each) != count:
         raise ValueError(f"params must be one, or one per prompt ({count}), got {len(each)}")
     return each

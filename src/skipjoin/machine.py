@@ -1,8 +1,11 @@
-"""Description of the machine for results: no host names, no paths."""
+"""Description of the machine for results, without host names and paths; the memory of a process."""
 
 from __future__ import annotations
 
+import os
 import platform
+import resource
+import sys
 from pathlib import Path
 
 
@@ -14,3 +17,13 @@ def cpu_name() -> str:
         lines = []
     names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.processor() or platform.machine())
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is in RAM, in bytes; where the system does not tell, the most that there was."""
+    try:
+        pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
+    except OSError:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")

@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import sys
-import tempfile
 import types
 import typing
 from collections.abc import Iterator
@@ -18,6 +17,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from skipjoin.config import ConfigError
+from skipjoin.durable import write_durably
+from skipjoin.folders import cache_folder
 from skipjoin.policies.cost import LinearCost
 
 try:
@@ -137,9 +138,7 @@ def cache_path(key: ProfileKey) -> Path:
     """The path of the cached profile of this key: in $SKIPJOIN_PROFILE_CACHE, or else skipjoin/profiles in the user's
     cache folder."""
     folder = os.environ.get(CACHE_VARIABLE)
-    if folder is None:
-        folder = os.path.join(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "skipjoin", "profiles")
-    return Path(folder) / f"{key.digest}.json"
+    return (cache_folder() / "profiles" if folder is None else Path(folder)) / f"{key.digest}.json"
 
 
 @contextmanager
@@ -177,10 +176,8 @@ def write_profile(profile: Profile, path: Path) -> None:
     """Write the file atomically. Raises `ConfigError` if it cannot be written."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-            made = Path(scratch) / path.name
-            made.write_text(json.dumps({"format": FORMAT} | dataclasses.asdict(profile), indent=1) + "\n")
-            made.replace(path)
+        content = json.dumps({"format": FORMAT} | dataclasses.asdict(profile), indent=1) + "\n"
+        write_durably(path, content.encode(), mode=0o666)
     except OSError as error:
         raise ConfigError(f"profile {path} cannot be written: {error.strerror or error}") from error
 

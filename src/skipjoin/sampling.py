@@ -15,6 +15,8 @@ MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 300
 # Seeds travel as signed 64-bit integers.
 SEED_MIN, SEED_MAX = -(2**63), 2**63 - 1
+# Logits divided by it stay far within float32.
+MIN_REPETITION_PENALTY = 0.01
 
 
 class ParameterError(ValueError):
@@ -41,17 +43,27 @@ def _integer(name: str, value: Any, low: int, high: int) -> None:
         raise ParameterError(name, f"{name} must be in [{low}, {high}], got {value}")
 
 
+def _several(name: str, kind: str, value: Any) -> tuple[Any, ...]:
+    """The elements of a list or tuple; a text is one element, and None is none."""
+    if isinstance(value, str):
+        return (value,)
+    if value is None or isinstance(value, list | tuple):
+        return tuple(value or ())
+    raise ParameterError(name, f"{name} must be {kind}, got {value!r}")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """One request's sampling and stopping rules. Raises `ParameterError` on a value outside its bounds.
 
     max_tokens: most tokens to generate; None: as many as the context holds.
     min_tokens: end-of-sequence and stop tokens cannot be sampled before this many tokens.
-    temperature: 0 is greedy. top_p, top_k (0: all) and min_p filter what may be sampled, in that order.
+    temperature: 0 is greedy, and in effect so is what is next to 0. top_p, top_k (0: all) and min_p filter what may be
+    sampled, in that order.
     presence_penalty, frequency_penalty: subtracted for tokens already generated (OpenAI's definition).
     repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or output.
     seed: the same seed gives the same tokens, whatever else runs; None: the engine draws one.
-    stop: strings that end the output, not returned. stop_token_ids: tokens that end it.
+    stop: strings that end the output, not returned; one may be given as it is. stop_token_ids: tokens that end it.
     ignore_eos: continue after end-of-sequence. logit_bias: token id -> value added to its logit.
     logprobs: report the chosen token's log-probability and this many alternatives; None: report nothing.
     prompt_logprobs: the same for the tokens of the prompt.
@@ -89,7 +101,7 @@ class SamplingParams:
         _number("min_p", self.min_p, 0, 1)
         _number("presence_penalty", self.presence_penalty, -2, 2)
         _number("frequency_penalty", self.frequency_penalty, -2, 2)
-        _number("repetition_penalty", self.repetition_penalty, 0, 10, above=True)
+        _number("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, 10)
         if self.seed is not None:
             _integer("seed", self.seed, SEED_MIN, SEED_MAX)
         self._check_stops()
@@ -99,6 +111,8 @@ class SamplingParams:
                 _integer(name, value, 0, MAX_LOGPROBS)
 
     def _check_stops(self) -> None:
+        object.__setattr__(self, "stop", _several("stop", "a string or a list of strings", self.stop))
+        object.__setattr__(self, "stop_token_ids", _several("stop_token_ids", "a list of ids", self.stop_token_ids))
         if len(self.stop) > MAX_STOP_STRINGS:
             raise ParameterError("stop", f"stop takes at most {MAX_STOP_STRINGS} strings, got {len(self.stop)}")
         if any(not isinstance(text, str) or not text for text in self.stop):

@@ -1,8 +1,9 @@
-"""Which version this is."""
+"""Which version this is, and how parts of it that are missing are installed."""
 
 from __future__ import annotations
 
 import importlib.metadata
+from pathlib import Path
 
 
 def _installed() -> str:
@@ -13,3 +14,10 @@ def _installed() -> str:
 
 
 VERSION = _installed()
+
+
+def install_command(extra: str, source: Path = Path(__file__).parents[2]) -> str:
+    """The command that installs an extra, from where this package is. source: of the tree, if there is one."""
+    if not (source / "pyproject.toml").is_file():
+        return f"pip install 'skipjoin[{extra}]'"
+    return f"pip install -c '{source}/constraints.txt' -e '{source}[{extra}]'"

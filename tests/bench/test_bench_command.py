@@ -60,14 +60,14 @@ def test_a_record_for_every_rate_and_seed(tmp_path: Path) -> None:
         assert [record[name] for name in names] == ["http", "orca", "stub", "bench"]
         assert record["requests"] == {"submitted": 12, "finished": 12, "unfinished": 0, "rejected": 0, "errors": 0}
         assert record["slo"]["all_attained"] == 1.0
-        assert set(record["classes"]) == {"interactive", "best-effort"}
+        assert set(record["classes"]) == set(record["services"]) == {"real-time", "best-effort"}
         assert (record["settings"]["block_size"], record["settings"]["kv_blocks"]) == (16, 640)
         assert record["client"]["errors_by_kind"] == {}
     lines = [json.loads(line) for line in times.read_text().splitlines()]
     assert len(lines) == 48
     assert all(line["due_s"] <= line["sent_s"] <= line["first_token_s"] <= line["ended_s"] for line in lines)
     assert len(stub.bodies) == 49  # and one to warm up
-    assert {body.get("priority") for body in stub.bodies} == {None, 10}
+    assert {body.get("service_tier") for body in stub.bodies} == {None, "flex"}
     assert "best-effort" in result.output
 
 
@@ -77,8 +77,8 @@ def test_a_record_for_every_rate_and_seed(tmp_path: Path) -> None:
         ((), "rates must be given"),
         (("--rates", "0"), "rates must be a number above 0"),
         (("--rates", "1", "--warmup", "-1"), "warmup must be at least 0"),
-        (("--rates", "1", "--timeout", "0"), "timeout_s must be above 0"),
-        (("--rates", "1", "--settle", "nan"), "settle_s must be in [0, 1e+06]"),
+        (("--rates", "1", "--timeout", "0"), "--timeout must be above 0"),
+        (("--rates", "1", "--settle", "nan"), "--settle must be in [0, 1e+06]"),
         (("--rates", "0.001", "--duration", "0.1"), "no request arrives in 0.1 s"),
         (("--rates", "1", "--lengths", "sharegtp"), "did you mean sharegpt?"),
         (("--rates", "1", "--record-requests", "/no/folder/x"), "/no/folder/x: No such file"),
@@ -116,6 +116,55 @@ def test_errors_are_told_with_an_example_and_do_not_end_the_run() -> None:
         result = run(stub.url, *SMALL, "--rates", "100")
     assert result.exit_code == 0
     assert "4 of 12 requests: http_429: the queue is full" in result.stderr
+
+
+@pytest.mark.parametrize("mode", ["batch", "refill"])
+def test_a_closed_stream_keeps_so_many_requests_at_the_server(tmp_path: Path, mode: str) -> None:
+    there: list[int] = []  # how many requests of the stream there were when one came
+    now = 0
+
+    async def count(stub: OpenAiStub, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        nonlocal now
+        closed = body.get("service_tier") == "flex"
+        now += closed
+        if closed:
+            there.append(now)
+            await asyncio.sleep(0.02)
+        now -= closed  # before the client hears of it
+        return await complete(stub, request, body)
+
+    out, times = tmp_path / "out.json", tmp_path / "times.jsonl"
+    with OpenAiStub(count) as stub:
+        result = run(
+            stub.url, "--lengths", "uniform:4-8,2-3", "--rates", "40", "--duration", "0.4", "--warmup", "0", "--closed",
+            f"name=be,lengths=uniform:4-8,2-3,size=3,class=best-effort,mode={mode}", "--out", out,
+            "--record-requests", times,
+        )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert max(there) == 3
+    (record,) = load_results([out])
+    lines = [json.loads(line) for line in times.read_text().splitlines()]
+    due = [line["due_s"] for line in lines if line["service"] == "best-effort"]
+    assert 6 <= len(due) == len(there) == record["services"]["best-effort"]["requests"]["finished"]
+    assert all(at < 0.45 for at in due)
+    if mode == "batch":
+        assert len(due) % 3 == 0
+        assert there == [1, 2, 3] * (len(due) // 3)
+    assert record["services"]["best-effort"]["window"]["duration_s"] == 0.4
+    assert re.search(r"be +best-effort", result.output)
+
+
+def test_a_server_that_refuses_a_closed_stream_is_not_flooded() -> None:
+    async def refuse(stub: OpenAiStub, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        return web.json_response({"error": {"message": "the queue is full"}}, status=429)
+
+    with OpenAiStub(refuse) as stub:
+        result = run(
+            stub.url, "--rates", "1e-6", "--duration", "0.3", "--warmup", "0",
+            "--closed", "name=be,lengths=fixed:4,2,size=3",
+        )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert len(stub.bodies) == 3
 
 
 def test_what_was_measured_before_the_server_died_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,9 +255,12 @@ def server() -> Iterator[str]:
 
 
 def metric(url: str, name: str) -> float:
-    found = re.search(rf"^skipjoin:{re.escape(name)} (\S+)$", httpx.get(f"{url}/metrics").text, re.MULTILINE)
-    assert found is not None
-    return float(found[1])
+    """The sum over all labels that the name does not have."""
+    begin = name.rstrip("}").partition("{")
+    text = httpx.get(f"{url}/metrics").text
+    found = re.findall(rf"^skipjoin:{begin[0]}{{[^}}]*{re.escape(begin[2])}[^}}]*}} (\S+)$", text, re.MULTILINE)
+    assert found
+    return sum(map(float, found))
 
 
 def test_client_and_server_count_alike(server: str, tmp_path: Path) -> None:
@@ -229,6 +281,19 @@ def test_client_and_server_count_alike(server: str, tmp_path: Path) -> None:
     after = [metric(server, name) for name in (finished, tokens)]
     generated = sum(line["output_tokens"] for line in lines)
     assert [now - then for then, now in zip(before, after, strict=True)] == [40, generated]
+
+
+def test_a_server_serves_a_closed_stream_besides_chat(server: str, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    result = run(
+        server, "--lengths", "uniform:20-60,4-12", "--rates", "10", "--duration", "1", "--warmup", "0", "--out", out,
+        "--closed", "name=be,lengths=uniform:64-128,8-16,size=4,class=best-effort",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    services = load_results([out])[0]["services"]
+    for part in services.values():
+        assert part["requests"]["finished"] == part["requests"]["submitted"] > 0
+    assert services["best-effort"]["requests"]["finished"] % 4 == 0
 
 
 def test_the_prompts_of_a_trace_are_answered(server: str, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import json
 import socket
 from collections import Counter
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import cycle, pairwise
 from typing import Any
 
 import pytest
@@ -20,16 +20,21 @@ from skipjoin.bench.client import Client, ClientRun
 from skipjoin.bench.http_answer import Answer
 from skipjoin.bench.http_request import Bodies
 from skipjoin.bench.load import figures
+from skipjoin.bench.prefixes import PromptParts
 from skipjoin.bench.target import Target, parse_extra, parse_prompt_ids
 from skipjoin.bench.workload import WorkloadRequest
 from skipjoin.config import ConfigError
+from skipjoin.core.request import ServiceClass
+from skipjoin.core.request import Target as RequestTarget
 from skipjoin.observe.record import Slo
 from support.openai_stub import DONE, OpenAiStub, complete, event, stream, token, usage, whole
 
 
 def jobs(count: int, *, gap_s: float = 0.002, tokens: int = 3) -> list[WorkloadRequest]:
-    classes = (("interactive", 0), ("best-effort", 10))
-    return [WorkloadRequest(number * gap_s, 5, tokens, *classes[number % 2]) for number in range(count)]
+    return [
+        WorkloadRequest(number * gap_s, 5, tokens, service.value, number % 2, service=service)
+        for number, service in zip(range(count), cycle(ServiceClass))
+    ]
 
 
 def go(
@@ -137,9 +142,35 @@ def test_bodies_repeat_by_seed_and_share_no_prefix() -> None:
     assert one != other
     assert all(len(body["prompt"]) == 5 and set(body["prompt"]) <= set(range(10, 41)) for body in one)
     assert all(before["prompt"][0] != after["prompt"][0] for before, after in pairwise(one))
-    assert [body.get("priority") for body in one[:2]] == [None, 10]
+    assert [(body.get("priority"), body.get("service_tier")) for body in one[:2]] == [(None, None), (1, "flex")]
     assert {body["max_tokens"] for body in one} == {3}
     assert target.url == "http://host:1/v1/completions"
+
+
+def test_a_body_says_what_a_row_of_a_trace_asks_for() -> None:
+    job = jobs(1)[0]._replace(deadline_s=2.5, target=RequestTarget(ttft_s=0.25, jct_s=9.0))
+    target = Target(base_url="http://host:1", model="m")
+    plain, asking = (json.loads(Bodies(target, "0").make(one)) for one in (jobs(1)[0], job))
+    assert {name: asking[name] for name in asking.keys() - plain.keys()} == {
+        "deadline_ms": 2500,
+        "slo": {"ttft_ms": 250, "jct_ms": 9000},
+    }
+
+
+@pytest.mark.parametrize("endpoint", ["completions", "chat"])
+def test_prompts_have_in_common_what_their_jobs_say(endpoint: str) -> None:
+    target = Target(base_url="http://host:1", model="m", endpoint=endpoint, prompt_ids=(0, 999))
+    names = [(1, 2), (1, 3), (), (1, 2)]
+    asked = [WorkloadRequest(0.0, 9, 3, "default", 0, parts=PromptParts(some, 3)) for some in names]
+    bodies = Bodies(target, "0")
+    sent = [json.loads(bodies.make(job)) for job in asked]
+    prompts = [body["messages"][0]["content"].split() if endpoint == "chat" else body["prompt"] for body in sent]
+    one, other, alone, again = prompts
+    assert {len(prompt) for prompt in prompts} == {9}
+    assert (one[:6], one[:3]) == (again[:6], other[:3])
+    assert one[6:] != again[6:]
+    assert one[:6] != other[:6]
+    assert alone[0] != one[0]
 
 
 def target_bodies(target: Target) -> Any:
@@ -269,13 +300,14 @@ def test_every_request_is_counted_whatever_the_server_does() -> None:
     counts = {"submitted": 200, "finished": 40, "unfinished": 0, "rejected": 40, "errors": 120}
     assert record["requests"] == counts
     assert record["client"]["errors_by_kind"] == {kind: n for kind, n in expected.items() if kind != "finished"}
-    assert record["slo"]["jct_attained"] == 0.2
+    assert record["slo"]["jct_attained"] == 0.2  # of those that are real-time
     # Of the ills, the odd numbers are best-effort's.
     assert record["classes"]["best-effort"]["requests"] == {**counts, "submitted": 100, "finished": 20, "rejected": 20,
                                                             "errors": 60}  # fmt: skip
-    assert record["classes"]["interactive"]["slo"]["jct_attained"] == 0.2
-    priorities = {(body["prompt"][0] % 2, body.get("priority")) for body in stub.bodies}
-    assert priorities == {(0, None), (1, 10)}
+    assert record["classes"]["real-time"]["slo"]["jct_attained"] == 0.2
+    assert record["classes"]["best-effort"]["slo"]["jct_attained"] is None
+    tiers = {(body["prompt"][0] % 2, body.get("service_tier")) for body in stub.bodies}
+    assert tiers == {(0, None), (1, "flex")}
 
 
 def test_what_a_client_cannot_see_is_null() -> None:

@@ -165,7 +165,7 @@ def test_the_name_parses_to_the_same_lengths(text: str) -> None:
     ("text", "told"),
     [
         ("sharegtp", "no 'sharegtp'; did you mean sharegpt?"),
-        ("", "choose from alpaca, bookcorpus, fixed, lmsys, sharegpt, uniform"),
+        ("", "choose from alpaca, bookcorpus, fixed, lmsys, sharegpt, trace:FILE, uniform"),
         ("alpaca:5", "no 'alpaca:5'"),
         ("uniform:64-128", "takes prompt and output tokens"),
         ("uniform:128-64,16-32", "the prompt range must not end below its start, got '128-64'"),
@@ -184,3 +184,15 @@ def test_what_is_wrong_is_told(text: str, told: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_lengths(text)
     assert told in str(caught.value)
+
+
+def test_rows_of_a_trace_are_lengths(tmp_path: Path) -> None:
+    file = tmp_path / "rows.csv"
+    file.write_text("prompt_tokens,output_tokens\n10,5\n20,7\n40,9\n")
+    lengths = parse_lengths(f"trace:{file}")
+    assert lengths.name == "trace:rows.csv"
+    assert lengths.mean() == (70 / 3, 7)
+    assert set(sample(f"trace:{file}", 100)) == {(10, 5), (20, 7), (40, 9)}
+    half = parse_lengths(f"trace:{file}*0.5")
+    assert half.name == "trace:rows.csv*0.5"
+    assert half.draw(random.Random(1))[0] * 2 == lengths.draw(random.Random(1))[0]

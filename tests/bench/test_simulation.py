@@ -107,6 +107,26 @@ def test_a_run_that_is_cut_short_counts_everybody() -> None:
         assert one["normalized_latency_s"] == record["normalized_latency_s"]
 
 
+def test_rows_of_a_trace_end_by_their_deadlines_and_are_judged_by_their_own_objectives(tmp_path: Path) -> None:
+    file = tmp_path / "trace.csv"
+    lines = ["arrival_s,prompt_tokens,output_tokens,deadline_s,priority,class,ttft_s"]
+    lines += ["0,50,100,0.001,,,", "0,50,100,,9,,1e-3", "0,50,100,,1,,60", "0,50,100,,5,best-effort,"]
+    file.write_text("\n".join(lines))
+    order: list[int] = []
+
+    def note(events: list[Event]) -> None:
+        order.extend(event.request.id for event in events if isinstance(event, Finished))
+
+    cell = Cell(replace(SYSTEM, max_num_seqs=1), Replay(read_trace(file)), Extent(None, None, 0), Slo(tpot_s=100.0))
+    record = run(cell, on_events=note)
+    assert order == [0, 2, 1, 3]
+    assert (record["requests"]["finished"], record["requests"]["unfinished"]) == (3, 1)
+    assert record["services"]["best-effort"]["requests"]["finished"] == 1
+    # Of the three real-time requests one missed its own TTFT, and another one its deadline.
+    slo = record["slo"]
+    assert (slo["ttft_attained"], slo["tpot_attained"], slo["all_attained"]) == (0.666667, 0.666667, 0.333333)
+
+
 def test_objectives_follow_the_light_load() -> None:
     loose, tight = (run(replace(CELL, slo_scale=scale))["slo"] for scale in (100.0, 1.0))
     assert loose["ttft_s"] == pytest.approx(100 * tight["ttft_s"])
@@ -145,8 +165,8 @@ def test_classes_are_told_apart_and_priorities_count() -> None:
     classes = run(
         Cell(replace(SYSTEM, max_num_seqs=2), with_best_effort(WORKLOAD, 0.5), Extent(12.0, 20.0, 0)),
     )["classes"]
-    assert sorted(classes) == ["best-effort", "interactive"]
-    assert classes["interactive"]["ttft_s"]["mean"] < 0.5 * classes["best-effort"]["ttft_s"]["mean"]
+    assert sorted(classes) == ["best-effort", "real-time"]
+    assert classes["real-time"]["ttft_s"]["mean"] < 0.5 * classes["best-effort"]["ttft_s"]["mean"]
 
 
 def test_replicas_share_the_load() -> None:

@@ -131,7 +131,7 @@ def test_the_command_shows_either_kind_of_replica() -> None:
     assert "1 prefill" in shown.output
     assert "2 decode" in shown.output
     for more, error in (
-        (["--prefill-replicas", "3"], "prefill_replicas must be below replicas, 3, got 3"),
+        (["--prefill-replicas", "3"], "must be below replicas, 3, got 3"),
         (["--prefill-replicas", "1", "--find-min-replicas", "ttft_s.mean<=1"], "exclude each other"),
     ):
         refused = CliRunner().invoke(app, [*options.split(), *more])

@@ -9,6 +9,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -127,12 +128,13 @@ class Fixed:
     """A workload of so many requests, none of which is looked at."""
 
     best_effort = None
+    closed = ()
 
     def __init__(self, requests: int) -> None:
         self._requests = requests
 
-    def draw(self, *extent: object) -> range:
-        return range(self._requests)
+    def draw(self, *extent: object) -> list[SimpleNamespace]:
+        return [SimpleNamespace(parts=None)] * self._requests
 
     def describe(self, *extent: object) -> dict[str, Any]:
         return {}
@@ -188,9 +190,32 @@ def test_the_command_writes_a_timeline(tmp_path: Path) -> None:
     assert {"ph", "name"} <= set(json.loads(path.read_text())[0])
 
 
+def test_a_single_run_tells_each_request_and_why_some_were_rejected(tmp_path: Path) -> None:
+    """The options have the names and units that they have for a server."""
+    trace, file = tmp_path / "trace.csv", tmp_path / "requests.jsonl"
+    trace.write_text("arrival_s,prompt_tokens,output_tokens,deadline_s\n0,50,4,\n1,5000,4,\n2,50,400,0.1\n")
+    command = f"simulate --model opt-13b --kv-cache-gib 4 --slo-ttft-ms 2000 --trace {trace} --record-requests {file}"
+    done = CliRunner().invoke(app, [*command.split(), "--out", str(tmp_path / "out.json")])
+    assert done.exit_code == 0, done.output
+    whole, late, refused = (json.loads(line) for line in file.read_text().splitlines())
+    assert (whole["due_s"], whole["prompt_tokens"], whole["output_tokens"], whole["error"]) == (0, 50, 4, None)
+    assert 0 < whole["first_token_s"] < whole["last_token_s"] == whole["ended_s"] < 1
+    assert (late["due_s"], late["output_limit"], late["error"]) == (2, 400, "deadline")
+    assert (refused["due_s"], refused["prompt_tokens"], refused["error"]) == (1, 5000, "rejected")
+    (record,) = load_results([tmp_path / "out.json"])
+    assert record["slo"]["ttft_s"] == 2.0
+    assert record["slo"]["ttft_attained"] == 0.666667
+    assert "rejected" in done.stdout
+    assert "1 of 3 requests rejected: prompt and output exceed the context of 2048 tokens" in done.stdout
+    again = CliRunner().invoke(app, command.split())
+    assert f"{file} exists; name another file" in again.stderr
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [
+        ("--rates 1,2 --record-requests x.jsonl", "--record-requests is for a single run"),
+        ("--rates 1 --slo-ttft 1 --slo-ttft-ms 2", "--slo-ttft and --slo-ttft-ms are the same: give one of them"),
         ("--rates 0", "rates must be"),
         ("--rates 1,x", "rates must be a number"),
         ("", "rates must be given"),
@@ -203,13 +228,13 @@ def test_the_command_writes_a_timeline(tmp_path: Path) -> None:
         ("--rates 1 --seeds 1-x", "seeds"),
         ("--rates 1,1.0", "rates must be different"),
         ("--rates 1 --recipes fcfs,srpt,fcfs", "fcfs is named twice"),
-        ("--rates 1 --kv-gib 100", "kv_gib must be"),
-        ("--rates 1 --slo-ttft 0", "slo_ttft must be above 0"),
+        ("--rates 1 --kv-gib 100", "--kv-gib must be"),
+        ("--rates 1 --slo-ttft 0", "--slo-ttft must be above 0"),
         ("--rates 1 --slo-ttft 1 --slo-scale 3", "exclude"),
-        ("--rates 1 --slo-jct 1 --slo-jct-scale 2", "slo-jct-scale and slo-jct exclude"),
-        ("--rates 1 --slo-scale 1 --slo-jct-scale 2", "slo-jct-scale and slo-scale exclude"),
-        ("--rates 1 --slo-jct-scale -2", "slo_jct_scale must be in (0, 1e+09]"),
-        ("--rates 1 --slo-jct-scale nan", "slo_jct_scale must be in (0, 1e+09]"),
+        ("--rates 1 --slo-jct 1 --slo-jct-scale 2", "--slo-jct-scale and --slo-jct exclude"),
+        ("--rates 1 --slo-scale 1 --slo-jct-scale 2", "--slo-jct-scale and --slo-scale exclude"),
+        ("--rates 1 --slo-jct-scale -2", "--slo-jct-scale must be in (0, 1e+09]"),
+        ("--rates 1 --slo-jct-scale nan", "--slo-jct-scale must be in (0, 1e+09]"),
         ("--rates 1 --dispatch random", "least-work"),
         ("--rates 1,2 --timeline x.json", "single run"),
         ("--rates 1 --until -1", "until"),

@@ -12,8 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from skipjoin.bench.arrivals import parse_arrivals
+from skipjoin.bench.prefixes import PromptParts
 from skipjoin.bench.trace import Trace, TraceRow, read_trace
+from skipjoin.bench.workload import Replay, Workload
+from skipjoin.cli.workload import LoadOptions
 from skipjoin.config import ConfigError
+from skipjoin.core.request import RequestOptions, ServiceClass, Target
 
 TRACES = os.environ.get("SKIPJOIN_TRACES")
 HEADER = "arrival_s,prompt_tokens,output_tokens\n"
@@ -62,7 +67,7 @@ def test_a_gzipped_file_reads_like_a_plain_one(tmp_path: Path) -> None:
         ("-1,10,5", "column 1 (arrival_s): must be a number of seconds of at least 0, got '-1'"),
         ("nan,10,5", "column 1 (arrival_s): must be a number of seconds of at least 0, got 'nan'"),
         ("inf,10,5", "column 1 (arrival_s): must be a number of seconds of at least 0, got 'inf'"),
-        ("0.5,10,5", "column 1 (arrival_s): must not be before the previous row's 1.25, got '0.5'"),
+        ("0.5,10,5", "column 1 (arrival_s): must not be before the previous row's 1.25 s, got '0.5'"),
         (",10,5", "column 1 (arrival_s): either every row has an arrival or none; the row before differs, got ''"),
     ],
 )
@@ -187,6 +192,54 @@ def test_a_bad_line_of_jsonl_is_told_with_its_place(tmp_path: Path, row: str, er
     assert told(tmp_path, f"{first}\n{row}\n", "trace.jsonl").startswith(f"trace.jsonl {error}")
 
 
+# -- parts of prompts by name -----------------------------------------------------------------------------------------
+
+MOONCAKE = '{"timestamp": %s, "input_length": %s, "output_length": 9, "hash_ids": %s}\n'
+
+
+def test_hash_ids_name_the_full_parts_of_prompts_and_all_before_them(tmp_path: Path) -> None:
+    rows = [(0, 1100, [0, 1, 2]), (1500, 1024, [0, 1]), (3000, 1600, [3, 1, 1, 2]), (3000, 5, [])]
+    trace = read(tmp_path, "".join(MOONCAKE % row for row in rows), "trace.jsonl")
+    assert [row[:3] for row in trace.rows] == [(0.0, 1100, 9), (1.5, 1024, 9), (3.0, 1600, 9), (3.0, 5, 9)]
+    parts = [row.parts for row in trace.rows]
+    assert all(one is not None and one.tokens == 512 for one in parts)
+    names = [one.names for one in parts if one is not None]
+    assert names[0] == names[1]
+    described = LoadOptions(trace=tmp_path / "trace.jsonl").workload().describe(None, None, 0)
+    assert described["hash_tokens"] == 512
+    # An id after another one, or at another place, is another text.
+    assert len(set(names[0] + names[2])) == 2 + 3
+    assert [len(one) for one in names] == [2, 2, 3, 0]
+    table = 'prompt_tokens,output_tokens,hash_ids\n9,1,7 8 5\n12,1,"7, 8, 6"\n'
+    (tmp_path / "trace.csv").write_text(table)
+    assert [row.parts for row in read_trace(tmp_path / "trace.csv", hash_tokens=4).rows] == [
+        PromptParts((0, 1), 4),
+        PromptParts((0, 1, 2), 4),
+    ]
+    assert read_trace(tmp_path / "trace.csv", hash_tokens=None).part_tokens is None
+
+
+@pytest.mark.parametrize(
+    ("row", "error"),
+    [
+        ((0, 1100, "[1]"), "(hash_ids): must have 2 or 3 ids for a prompt of 1100 tokens, one for each 512 (hash_tok"),
+        ((0, 1024, "[1, 2, 3]"), "(hash_ids): must have 2 ids for a prompt of 1024 tokens, one for each 512 (hash_tok"),
+        ((0, 600, "[1, -2]"), "(hash_ids): must be a list of integers of at least 0, got [1, -2]"),
+        ((0, 600, "[1, true]"), "(hash_ids): must be a list of integers of at least 0, got [1, true]"),
+        ((0, 600, "7"), "(hash_ids): must be a list of integers of at least 0, got 7"),
+        ((0, 600, '"a b"'), '(hash_ids): must be a list of integers of at least 0, got "a b"'),
+        ((0, 600, "null"), "(hash_ids): either every row has hash_ids or none; the row before differs, got null"),
+        ((-5, 600, "[1]"), "(timestamp): must be a number of seconds of at least 0, got -5"),
+        (("true", 600, "[1]"), "(timestamp): must be a number of seconds of at least 0, got true"),
+        (("1" * 400, 600, "[1]"), "(timestamp): must be a number of seconds of at least 0, got 111"),
+        ((0, '"x"', "[1]"), '(input_length): must be an integer of at least 1, got "x"'),
+    ],
+)
+def test_a_bad_line_of_mooncake_is_told_with_its_place(tmp_path: Path, row: tuple[object, ...], error: str) -> None:
+    text = MOONCAKE % (0, 9, "[4]") + MOONCAKE % row
+    assert told(tmp_path, text, "trace.jsonl").startswith(f"trace.jsonl line 2 {error}")
+
+
 def test_columns_of_numbers_are_there_by_name(tmp_path: Path) -> None:
     csv_text = "prompt_tokens,output_tokens,pred,client,twice,twice\n10,5,1.5,7,0,0\n20,6,-2,a,0,0\n"
     json_text = '{"prompt": "a", "output": "b", "pred": 1.5, "late": 1}\n{"prompt": "a", "output": "b", "pred": -2}\n'
@@ -204,6 +257,78 @@ def test_columns_of_numbers_are_there_by_name(tmp_path: Path) -> None:
         with pytest.raises(ConfigError) as caught:
             trace.column(name)
         assert str(caught.value).replace(f"{tmp_path}{os.sep}", "").startswith(error)
+
+
+# -- what rows ask for ------------------------------------------------------------------------------------------------
+
+
+def test_what_a_row_asks_of_the_scheduler_is_read(tmp_path: Path) -> None:
+    names = "prompt_tokens,output_tokens,deadline_s,priority,class,ttft_s,tpot_s,jct_s\n"
+    cells = "10,5,2.5,-1,real-time,0.5,0.1,9\n10,5,,,,,,\n10,5,,3,best-effort,,,60\n"
+    asked = RequestOptions(deadline_s=2.5, priority=-1, target=Target(0.5, 0.1, 9.0))
+    batch = RequestOptions(service=ServiceClass.BEST_EFFORT, priority=3, target=Target(jct_s=60.0))
+    trace = read(tmp_path, names + cells)
+    assert [row.options for row in trace.rows] == [asked, RequestOptions(), batch]
+    for job in Replay(trace, arrivals=parse_arrivals("constant")).draw(1.0, None, 7, 3):
+        wanted = trace.rows[job.row or 0].options
+        got = RequestOptions(service=job.service, priority=job.priority, deadline_s=job.deadline_s, target=job.target)
+        assert got == wanted
+    line = (
+        '{"prompt": "a", "output": "b", "deadline_s": 2.5, "priority": -1, "ttft_s": 0.5, "tpot_s": 0.1, "jct_s": 9}\n'
+    )
+    assert read(tmp_path, line, "trace.jsonl").rows[0].options == asked
+
+
+@pytest.mark.parametrize(
+    ("column", "cell", "error"),
+    [
+        ("deadline_s", "0", "must be a number of seconds above 0, got '0'"),
+        ("ttft_s", "soon", "must be a number of seconds above 0, got 'soon'"),
+        ("jct_s", "inf", "must be a number of seconds above 0, got 'inf'"),
+        ("priority", "1.5", "must be an integer, got '1.5'"),
+        ("class", "batch", "must be one of real-time, best-effort, got 'batch'"),
+    ],
+)
+def test_a_wish_that_is_none_is_told_with_its_place(tmp_path: Path, column: str, cell: str, error: str) -> None:
+    text = f"prompt_tokens,output_tokens,{column}\n10,5,{cell}\n"
+    assert told(tmp_path, text) == f"trace.csv line 2, column 6 ({column}): {error}"
+
+
+def test_a_best_effort_row_has_no_objective_for_its_tokens(tmp_path: Path) -> None:
+    text = "prompt_tokens,output_tokens,class,tpot_s\n10,5,best-effort,1\n"
+    assert "(tpot_s): must be empty for class best-effort" in told(tmp_path, text)
+    classes = read(tmp_path, "prompt_tokens,output_tokens,class\n10,5,best-effort\n")
+    with pytest.raises(ConfigError, match=r"best_effort and the column class of trace\.csv exclude each other"):
+        Replay(classes, arrivals=parse_arrivals("constant"), best_effort=0.5)
+
+
+def test_azures_headers_and_times_are_read(tmp_path: Path) -> None:
+    text = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n{}18:15:50.9951690,396,109\n"
+    for day in ("2023-11-16 ", "2023-11-16T"):
+        first, second = read(tmp_path, text.format(day)).rows
+        assert (first[1:3], second[1:3]) == ((374, 44), (396, 109))
+        assert second[0] - first[0] == pytest.approx(4.314579, abs=1e-5)
+    (row,) = read(tmp_path, "TIMESTAMP,ContextTokens,GeneratedTokens\n2024-05-10 00:00:00.009930+00:00,1,2\n").rows
+    assert row.arrival_s == pytest.approx(1715299200.00993, abs=1e-5)
+
+
+def test_a_column_that_is_not_known_is_refused_by_name(tmp_path: Path) -> None:
+    file = tmp_path / "trace.csv"
+    file.write_text("prompt_tokens,output_tokens,client,deadline_ms,pred\n10,5,a,200,3\n")
+
+    def workload(ignore: str | None = None, reads: tuple[str, ...] = ()) -> Workload:
+        return LoadOptions(trace=file, ignore_columns=ignore).workload(reads=reads)
+
+    with pytest.raises(
+        ConfigError, match=r"trace\.csv: unknown column deadline_ms; did you mean deadline_s\?; known are"
+    ):
+        workload()
+    with pytest.raises(ConfigError, match=r"unknown column pred; .*; --ignore-columns pred leaves it out"):
+        workload("deadline_ms")
+    workload("deadline_ms, pred")
+    workload("deadline_ms", ("pred",))
+    with pytest.raises(ConfigError, match="ignore_columns goes with trace"):
+        LoadOptions(ignore_columns="pred").workload()
 
 
 @pytest.mark.shared

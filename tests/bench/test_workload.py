@@ -15,6 +15,7 @@ from skipjoin.bench.arrivals import parse_arrivals
 from skipjoin.bench.lengths import parse_lengths
 from skipjoin.bench.trace import Trace, TraceRow
 from skipjoin.bench.workload import (
+    DEFAULT,
     Replay,
     Stream,
     Synthetic,
@@ -25,8 +26,10 @@ from skipjoin.bench.workload import (
     with_best_effort,
 )
 from skipjoin.config import ConfigError
+from skipjoin.core.request import ServiceClass
 
 BATCH = "name=batch,lengths=uniform:512-1024,32-128,arrivals=gamma:2,share=0.5,priority=10"
+REAL_TIME, BEST_EFFORT = ServiceClass
 TIMED = Trace("timed.csv", tuple(TraceRow(100 + 0.5 * index, 10 + index, 5 + index) for index in range(40)))
 UNTIMED = Trace("untimed.csv", tuple(TraceRow(None, 10 + index, 5 + index, str(index)) for index in range(7)))
 POISSON = parse_arrivals("poisson")
@@ -116,24 +119,44 @@ def test_lengths_and_times_of_a_stream_are_unrelated() -> None:
     assert [job[1:3] for job in one[:10]] != [job[1:3] for job in other[:10]]
 
 
+def test_a_prefix_comes_before_prompts_and_belongs_to_a_group() -> None:
+    streams = [BATCH, "name=chat,lengths=fixed:9,9,share=0.2,prefix=50"]
+    plain, shared = (synthetic("sharegpt", "poisson", streams, prefix).draw(2.0, 60.0, 0) for prefix in (None, "100:3"))
+    assert [job[:5] for job in shared if job.stream != DEFAULT] == [job[:5] for job in plain if job.stream != DEFAULT]
+    added = [one.prompt_tokens - other.prompt_tokens for one, other in zip(shared, plain, strict=True)]
+    assert set(added) == {0, 100}
+    groups = Counter((job.stream, job.parts) for job in shared)
+    assert sorted(name for name, parts in groups if parts) == ["chat", *[DEFAULT] * 3]
+    assert len({parts.names for _, parts in groups if parts}) == 4
+    assert groups["batch", None]
+    (alone,) = synthetic("fixed:9,9", "poisson", prefix="50:1").describe(1.0, 9.0, 0)["streams"]
+    assert alone["prefix"] == "50:1"
+
+
+@pytest.mark.parametrize("text", ["x", "1:2:3", "", "1.5", "0", "5:0", "-3:1"])
+def test_a_prefix_out_of_bounds_is_told(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"prefix(:| must be) "):
+        parse_stream(f"name=a,lengths=fixed:1,1,share=0.5,prefix={text}")
+
+
 def test_a_share_of_each_stream_is_best_effort() -> None:
     plain = synthetic("fixed:8,8", "poisson", ["name=b,lengths=fixed:9,9,share=0.5"])
     jobs = with_best_effort(plain, 0.3).draw(10.0, 400.0, 0)
     assert [job[:3] for job in jobs] == [job[:3] for job in plain.draw(10.0, 400.0, 0)]
     for prompt in (8, 9):
-        classes = Counter(job[3:5] for job in jobs if job.prompt_tokens == prompt)
-        assert set(classes) == {("best-effort", 10), ("interactive", 0)}
-        assert classes["best-effort", 10] / classes.total() == pytest.approx(0.3, abs=0.04)
+        classes = Counter(job.kind for job in jobs if job.prompt_tokens == prompt)
+        assert set(classes) == {("best-effort", BEST_EFFORT), ("real-time", REAL_TIME)}
+        assert classes["best-effort", BEST_EFFORT] / classes.total() == pytest.approx(0.3, abs=0.04)
 
 
 def test_a_larger_best_effort_share_only_adds_to_it() -> None:
     few, many = (with_best_effort(Replay(TIMED), share).draw(None, None, 1) for share in (0.25, 0.75))
     added = [(one.stream, other.stream) for one, other in zip(few, many, strict=True) if one != other]
     assert added
-    assert set(added) == {("interactive", "best-effort")}
+    assert set(added) == {("real-time", "best-effort")}
 
 
-@pytest.mark.parametrize(("share", "names"), [(0.0, {"interactive"}), (1.0, {"best-effort"})])
+@pytest.mark.parametrize(("share", "names"), [(0.0, {"real-time"}), (1.0, {"best-effort"})])
 def test_all_or_none_may_be_best_effort(share: float, names: set[str]) -> None:
     assert {job.stream for job in with_best_effort(Replay(TIMED), share).draw(None, None, 0)} == names
 
@@ -190,7 +213,12 @@ def test_a_stream_is_read_from_one_text() -> None:
     assert stream.arrivals == parse_arrivals("gamma:2")
     short = parse_stream(" share=0.25 , arrivals=burst:5,0.1,20, name=x ,lengths=sharegpt*0.25,0.5")
     assert (short.name, short.lengths.name, short.arrivals.name) == ("x", "sharegpt*0.25,0.5", "burst:5,0.1,20")
-    assert parse_stream("name=x,lengths=alpaca,share=0.25").arrivals.name == "poisson"
+    usual = parse_stream("name=x,lengths=alpaca,share=0.25")
+    assert (usual.arrivals.name, usual.service) == ("poisson", REAL_TIME)
+    offline = synthetic("alpaca", "poisson", ["name=x,lengths=alpaca,share=0.25,class=best-effort"])
+    assert {job.kind for job in offline.draw(5.0, 20.0, 0)} == {("default", REAL_TIME), ("x", BEST_EFFORT)}
+    with pytest.raises(ConfigError, match="a stream of class best-effort exclude each other"):
+        with_best_effort(offline, 0.5)
 
 
 @pytest.mark.parametrize(
@@ -206,6 +234,7 @@ def test_a_stream_is_read_from_one_text() -> None:
         ("name=b,lengths=alpaca,share=1.5", "share must be in (0, 1], got 1.5"),
         ("name=b,lengths=alpaca,share=0", "share must be in (0, 1], got 0.0"),
         ("name=b,lengths=alpaca,share=0.5,priority=high", "priority must be an integer, got 'high'"),
+        ("name=b,lengths=alpaca,share=0.5,class=batch", "class: there is no 'batch'; choose from real-time, best-eff"),
     ],
 )
 def test_what_is_wrong_with_a_stream_is_told(text: str, told: str) -> None:

@@ -70,12 +70,12 @@ def check_story(story: list[Event]) -> None:
                 assert blocks_of, "started without blocks"
                 assert not running, "started twice"
                 running = True
-            case Preempted(how=how):
+            case Preempted(how=how, kept=kept):
                 # What was paused before may lose its place on the device later: not running, but holding.
                 assert running or how is not Preemption.PAUSE, "paused twice"
                 assert blocks_of
                 running = False
-                blocks_of = how is not Preemption.DROP
+                blocks_of = how is not Preemption.DROP or kept > 0
             case Finished():
                 running = blocks_of = False
             case _:
@@ -103,7 +103,7 @@ def test_every_story_is_in_order_and_agrees_with_the_plans(world: World) -> None
         assert ended == [request.finish_reason] == [FinishReason.LENGTH]
 
 
-@pytest.mark.parametrize("eviction", ["swap", "proactive", "chaos"])
+@pytest.mark.parametrize("eviction", ["swap", "spill", "proactive", "chaos"])
 @pytest.mark.parametrize(("depth", "overlap"), [(1, False), (2, False), (2, True)])
 def test_stories_are_in_order_where_moves_fail(eviction: str, depth: int, overlap: bool) -> None:
     """A move that fails has its place in the story, and who lost KV so is preempted at that moment."""
@@ -134,17 +134,16 @@ def test_a_request_is_started_exactly_when_plans_begin_to_hold_it(world: World) 
     window = 1 if world.overlap else world.depth
     expected: Counter[int] = Counter()
     last: dict[int, int] = {}
-    evicted: dict[int, set[float]] = defaultdict(set)
+    evicted: set[int] = set()
     for event in done.events:
         if isinstance(event, Preempted) and event.how is not Preemption.PAUSE:
-            evicted[event.request.id].add(event.now)
-    since: dict[int, float] = {}
-    for now, (plan_id, slices, _, _) in done.trace:
-        for number, *_ in slices:
-            moved_away = any(since.get(number, -1.0) <= when <= now for when in evicted[number])
-            if number not in last or last[number] < plan_id - window or moved_away:
-                expected[number] += 1
-            last[number], since[number] = plan_id, now
+            evicted.add(event.request.id)
+        elif isinstance(event, Planned):
+            for piece in event.plan.slices:
+                number, plan_id = piece.request.id, event.plan.id
+                expected[number] += number not in last or last[number] < plan_id - window or number in evicted
+                last[number] = plan_id
+                evicted.discard(number)
     started = Counter(event.request.id for event in done.events if isinstance(event, Started))
     assert started == expected
 
@@ -242,6 +241,17 @@ def test_a_deadline_does_not_outlive_its_request() -> None:
     stepper.now = 2.0
     stepper.drain()
     assert [e.reason for e in stepper.events if isinstance(e, Finished)] == [FinishReason.LENGTH] * 2
+
+
+def test_deadlines_of_aborted_requests_are_forgotten() -> None:
+    core, week = World().core(), 7 * 86_400.0
+    core.add(make(0, deadline=week), 0.0)
+    for number in range(1, 500):
+        core.add(make(number, deadline=week / number), 0.0)
+        core.abort(number, 0.0)
+        assert len(core._deadlines) <= 2
+    core.abort(0, 0.0)
+    assert core.next_deadline == float("inf")
 
 
 def test_a_stop_token_counts_once_min_tokens_are_generated() -> None:

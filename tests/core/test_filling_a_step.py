@@ -18,6 +18,8 @@ from support.watch import Stepper, WatchedCore
 class Verdicts:
     """A batcher that answers by request id, and takes all tokens of those not named."""
 
+    cap = 256
+
     def __init__(self, verdicts: dict[int, Refusal]) -> None:
         self.verdicts = verdicts
 

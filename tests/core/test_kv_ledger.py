@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 import pytest
 from hypothesis import settings
@@ -11,7 +11,8 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from skipjoin.core.claims import Account, Lender
 from skipjoin.core.kv import KVLedger, LedgerError
-from skipjoin.core.request import Request
+from skipjoin.core.prefixes import NamedPrefix
+from skipjoin.core.request import FinishReason, Request
 from skipjoin.core.step import Direction, Move
 from support.load import make
 
@@ -20,7 +21,10 @@ ACCOUNT = Account("prompts")
 
 
 class LedgerMachine(RuleBasedStateMachine):
-    """Requests that hold, grow, move and go, in any order that the ledger allows; what it forbids must raise."""
+    """Requests that hold, grow, share, move and go, whole or in part, in any order that the ledger allows; what it
+    forbids must raise. content: what lies in which block of a tier: the KV of a block of text that several requests
+    have, or of a block of one request.
+    """
 
     requests = Bundle("requests")
 
@@ -29,16 +33,47 @@ class LedgerMachine(RuleBasedStateMachine):
         self.kv = KVLedger(DEVICE, HOST, BLOCK)
         self.kv.reserve(ACCOUNT, 2)
         self.transit: dict[Request, tuple[Move, bool]] = {}
+        self.content: dict[tuple[str, int], Hashable] = {}
+        self.names: dict[Request, list[int]] = {}
         self.count = 0
 
     def on_device(self, request: Request) -> bool:
         held = self.kv.blocks_of(request)
         return held is None or (not held.host and request not in self.transit)
 
-    @rule(target=requests)
-    def new(self) -> Request:
+    @rule(target=requests, common=st.sampled_from([0, 2, DEVICE]), tokens=st.integers(0, 4 * BLOCK))
+    def new(self, common: int, tokens: int) -> Request:
+        """common: its first blocks, which other requests have too. tokens: that it has from the start, if there is
+        room."""
         self.count += 1
-        return make(self.count, 1000)
+        names = [place if place < common else 100 * self.count + place for place in range(DEVICE)]
+        request = make(self.count, 1000, prefix=NamedPrefix(names, BLOCK, BLOCK))
+        self.names[request] = names
+        self.kv.await_prefix(request)
+        self.adopt(request)
+        if tokens and self.kv.shortfall(request, tokens) == 0:
+            self.kv.grow(request, tokens)
+            self.compute(request, 1.0, offers=True)
+        return request
+
+    def content_of(self, request: Request, place: int) -> Hashable:
+        is_full = (place + 1) * BLOCK <= request.computed
+        return self.names[request][place] if is_full else (request, place)
+
+    @rule(request=requests)
+    def adopt(self, request: Request) -> None:
+        kv = self.kv
+        if kv.blocks_of(request) is not None:
+            return
+        tokens, held, _ = kv.hit(request)
+        available, free = kv.available, kv.device_free
+        taken = tokens // BLOCK - held
+        if taken > available:
+            return
+        assert kv.adopt(request) == tokens < request.known
+        request.computed = request.planned = tokens
+        assert (kv.available, kv.device_free) == (available - taken, free - taken)
+        assert (kv.blocks_of(request) is None) == (tokens == 0)
 
     @rule(
         request=requests,
@@ -107,11 +142,20 @@ class LedgerMachine(RuleBasedStateMachine):
             with pytest.raises(LedgerError, match="are free"):
                 self.kv.grow(request, tokens)
 
-    @rule(request=requests, share=st.floats(0, 1))
-    def compute(self, request: Request, share: float) -> None:
+    @rule(request=requests, share=st.floats(0, 1), offers=st.booleans())
+    def compute(self, request: Request, share: float, offers: bool) -> None:
         held = self.kv.blocks_of(request)
         if held is not None and self.on_device(request):
+            begun = request.computed // BLOCK
             request.computed = request.planned = max(request.computed, int(share * held.room))
+            others = {block for one in self.kv.holders() if one is not request for block in self.places(one)[0]}
+            for place in range(begun, self.kv.blocks_for(request.computed)):
+                if place * BLOCK < request.computed > begun * BLOCK:
+                    assert held.device[place] not in others, "a block is written that another request reads"
+                    self.content["device", held.device[place]] = self.content_of(request, place)
+            if offers:
+                self.kv.offer(request)
+                assert held.keyed == request.computed // BLOCK
 
     @rule(request=consumes(requests))
     def release(self, request: Request) -> None:
@@ -119,27 +163,74 @@ class LedgerMachine(RuleBasedStateMachine):
             with pytest.raises(LedgerError, match="in transit"):
                 self.kv.release(request)
             self.land(request)
+        request.finish_reason = FinishReason.ABORT
+        self.kv.forget_prefix(request)
         self.kv.release(request)
         assert self.kv.blocks_of(request) is None
         assert self.kv.footprint(request) == 0
 
-    @rule(request=requests, blocking=st.booleans())
-    def move_out(self, request: Request, blocking: bool) -> None:
+    @rule(request=requests, blocking=st.booleans(), share=st.sampled_from([0.0, 0.4, 0.7, 1.0]), lands=st.booleans())
+    def move_out(self, request: Request, blocking: bool, share: float, lands: bool) -> None:
         if self.kv.blocks_of(request) is None:
             return
-        if not self.kv.can_move_out(request):
+        keep = int(share * self.kv.filled(request))
+        if not self.kv.can_move_out(request, keep=keep):
             with pytest.raises(LedgerError, match="cannot be moved out"):
-                self.kv.move_out(request, blocking=blocking)
+                self.kv.move_out(request, blocking=blocking, keep=keep)
             return
-        free = self.kv.device_free
-        table = self.kv.slots(request)
-        move = self.kv.move_out(request, blocking=blocking)
-        assert move.source == table[: self.kv.blocks_for(request.computed)]
+        free, filled = self.kv.device_free, self.kv.filled(request)
+        table, rest = self.places(request)
+        stay = self.held_by_others(table[keep if blocking else filled :], request)
+        move = self.kv.move_out(request, blocking=blocking, keep=keep)
+        assert move.source == tuple(table[keep:filled])
         assert len(move.target) == len(move.source) == self.kv.blocks_for(move.tokens)
-        assert move.tokens == request.computed
+        assert keep * BLOCK + move.tokens == min(request.computed, filled * BLOCK)
         # Beside a step, what the copy reads stays fenced until it lands.
-        assert self.kv.device_free - free == (len(table) if blocking else len(table) - len(move.source))
+        assert self.kv.device_free - free == len(table) - (keep if blocking else filled) - stay
+        assert self.places(request) == (table[: keep if blocking else filled], [*move.target, *rest])
+        if blocking:
+            self.copy(move)
         self.transit[request] = (move, blocking)
+        if lands:
+            self.land(request)
+
+    def held_by_others(self, blocks: list[int], request: Request) -> int:
+        others = {block for one in self.kv.holders() if one is not request for block in self.places(one)[0]}
+        return len(others.intersection(blocks))
+
+    @rule(request=requests, given_up=st.integers(0, DEVICE))
+    def give_up(self, request: Request, given_up: int) -> None:
+        """Blocks that hold no KV, and KV behind some that is kept, as an eviction gives it up."""
+        kv, held = self.kv, self.kv.blocks_of(request)
+        if held is None or request in self.transit:
+            return
+        footprint, filled, before = kv.footprint(request), kv.filled(request), self.places(request)
+        lender = kv.lender_of(request)
+        headroom = kv.headroom(lender)
+        keep = kv.filled_after(request, given_up)
+        if keep == filled:
+            kv.trim(request)
+            assert self.places(request) == (before[0][:keep], before[1])
+        else:
+            kept = kv.tokens_in(request, keep)
+            kv.drop(request, keep=keep)
+            request.computed = request.planned = kept
+            assert self.places(request) == (before[0][:keep], [])
+        assert kv.footprint(request) <= max(0, footprint - given_up)
+        if not self.held_by_others(before[0], request):
+            assert kv.footprint(request) == keep
+        if lender is None:
+            assert kv.available - headroom == footprint - kv.footprint(request)
+
+    def places(self, request: Request) -> tuple[list[int], list[int]]:
+        """The request's blocks on the device and on the host."""
+        held = self.kv.blocks_of(request)
+        return ([], []) if held is None else (list(held.device), list(held.host))
+
+    def copy(self, move: Move) -> None:
+        tiers = ("device", "host") if move.direction is Direction.OUT else ("host", "device")
+        for source, target in zip(move.source, move.target, strict=True):
+            self.content[tiers[1], target] = self.content[tiers[0], source]
 
     @rule(request=requests)
     def move_in(self, request: Request) -> None:
@@ -153,25 +244,26 @@ class LedgerMachine(RuleBasedStateMachine):
         move = self.kv.move_in(request)
         assert self.kv.available >= 0, "the move took blocks that others were promised"
         assert self.kv.host_free == host_free, "the host blocks must stay fenced"
-        assert self.kv.slots(request) == move.target
-        assert move.tokens == request.computed
+        table = self.kv.slots(request)
+        assert table[-len(move.target) :] == move.target
+        assert (len(table) - len(move.target)) * BLOCK + move.tokens == request.computed
         self.transit[request] = (move, True)
 
     @rule(request=requests)
     def land(self, request: Request) -> None:
         if request not in self.transit:
             return
-        move, _ = self.transit.pop(request)
+        move, blocking = self.transit.pop(request)
         assert not self.kv.is_settled(request)
+        if not (blocking and move.direction is Direction.OUT):
+            self.copy(move)
+        device, host = self.places(request)
         self.kv.land(move)
         assert self.kv.is_settled(request)
-        held = self.kv.blocks_of(request)
-        assert held is not None
         if move.direction is Direction.OUT:
-            assert (held.device, held.host, held.room) == ([], list(move.target), 0)
+            assert self.places(request) == (device if blocking else device[: -len(move.source)], host)
         else:
-            assert held.host == []
-            assert tuple(held.device)[: len(move.target)] == move.target
+            assert self.places(request) == (device, [])
         with pytest.raises(LedgerError, match="not in transit"):
             self.kv.land(move)
 
@@ -180,20 +272,19 @@ class LedgerMachine(RuleBasedStateMachine):
         if request not in self.transit:
             return
         move, blocking = self.transit.pop(request)
-        table = self.kv.slots(request)
-        is_whole = self.kv.fail(move)
-        assert is_whole == (move.direction is Direction.OUT and not blocking)
+        device, host = self.places(request)
+        keep = self.kv.fail(move)
+        assert (keep is None) == (move.direction is Direction.OUT and not blocking)
         assert self.kv.is_settled(request)
         with pytest.raises(LedgerError, match="not in transit"):
             self.kv.fail(move)
-        held = self.kv.blocks_of(request)
-        assert held is not None
-        assert held.host == []
-        if is_whole:
-            assert self.kv.slots(request) == table == move.source
+        if keep is None:
+            assert self.places(request) == (device, host[len(move.target) :])
         else:
-            self.kv.release(request)
-            request.computed = request.planned = 0
+            self.kv.drop(request, keep=keep)
+            request.computed = request.planned = keep * BLOCK
+            assert self.places(request) == (device[:keep], [])
+            assert not set(device[:keep]).intersection(move.source, move.target)
 
     @invariant()
     def conserved(self) -> None:
@@ -204,29 +295,47 @@ class LedgerMachine(RuleBasedStateMachine):
         assert kv.is_moving == bool(self.transit)
         kv.check()
         held = [kv.blocks_of(request) for request in kv.holders()]
-        assert kv.device_free + sum(len(one.device) for one in held if one) == DEVICE
+        assert kv.device_free + len({block for one in held if one for block in one.device}) == DEVICE
         assert kv.host_free + sum(len(one.host) for one in held if one) == HOST
         top = sum(self.size(one) for one in kv.holders() if kv.lender_of(one) is None)
         account = max(kv._accounts[ACCOUNT].promised, sum(map(self.size, kv.guests(ACCOUNT))))
         assert kv.available == DEVICE - top - account
 
+    @invariant()
+    def kv_lies_where_it_is_looked_for(self) -> None:
+        for request in self.kv.holders():
+            device, host = self.places(request)
+            if request in self.transit:
+                continue
+            places = [*(("device", block) for block in device), *(("host", block) for block in host)]
+            filled = places[: self.kv.blocks_for(request.computed)]
+            assert [self.content[place] for place in filled] == [
+                self.content_of(request, n) for n in range(len(filled))
+            ]
+        for name, block in self.kv._device._blocks.items():
+            assert self.content["device", block] == int.from_bytes(name[:8], "big", signed=True)
+
     def size(self, request: Request) -> int:
         held = self.kv.blocks_of(request)
         assert held is not None
-        return max(held.promised, len(held.device) + sum(map(self.size, self.kv.guests(request))))
+        lent = sum(map(self.size, self.kv.guests(request)))
+        return max(held.promised, len(held.device) + lent) - held.adopted
 
     def teardown(self) -> None:
         for request in list(self.transit):
             self.land(request)
-        for request in list(self.kv.holders()):
+        for request in list(self.names):
+            request.finish_reason = FinishReason.ABORT
+            self.kv.forget_prefix(request)
             self.kv.release(request)
         self.kv.check()
+        assert not self.kv._device._waiting
         self.kv.reserve(ACCOUNT, 0)
         assert (self.kv.device_free, self.kv.host_free, self.kv.available) == (DEVICE, HOST, DEVICE)
 
 
 TestLedgerMachine = LedgerMachine.TestCase
-TestLedgerMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None, derandomize=True)
+TestLedgerMachine.settings = settings(max_examples=80, stateful_step_count=50, deadline=None, derandomize=True)
 
 
 def blocks_of(kv: KVLedger, number: int, tokens: int) -> Request:
@@ -238,15 +347,15 @@ def blocks_of(kv: KVLedger, number: int, tokens: int) -> Request:
 
 
 def leak(kv: KVLedger) -> None:
-    kv._device_free.pop()
+    kv._device._empty.pop()
 
 
 def leak_host(kv: KVLedger) -> None:
-    kv._host_free.pop()
+    kv._host._empty.pop()
 
 
 def double(kv: KVLedger) -> None:
-    kv._device_free.append(kv._device_free[-1])
+    kv._device._empty.append(kv._device._empty[-1])
 
 
 def double_between_holders(kv: KVLedger) -> None:
@@ -257,7 +366,7 @@ def double_between_holders(kv: KVLedger) -> None:
 
 
 def swap_for_a_foreign_block(kv: KVLedger) -> None:
-    kv._device_free[0] = DEVICE + 5
+    kv._device._empty[0] = DEVICE + 5
 
 
 def stale_table(kv: KVLedger) -> None:
@@ -303,10 +412,36 @@ def lose_count_of_transit(kv: KVLedger) -> None:
     kv.blocks_in_transit[Direction.OUT] += 1
 
 
-def lie_on_both_tiers(kv: KVLedger) -> None:
+def hold_too_much_on_the_host(kv: KVLedger) -> None:
     held = kv.blocks_of(next(kv.holders()))
     assert held is not None
-    held.host.append(kv._host_free.pop())
+    held.host += kv._host.take(1)
+
+
+def hold_without_a_word(kv: KVLedger) -> None:
+    one, other = (kv.blocks_of(request) for request in list(kv.holders())[:2])
+    assert one is not None
+    assert other is not None
+    kv._holders[one.device[0]] = [one, other]
+
+
+def lose_count_of_what_is_shared(kv: KVLedger) -> None:
+    held = kv.blocks_of(next(kv.holders()))
+    assert held is not None
+    held.shared += 1
+
+
+def lead_a_key_astray(kv: KVLedger) -> None:
+    kv._device._blocks[b"key"] = 0
+
+
+def key_an_empty_block(kv: KVLedger) -> None:
+    block = kv._device._empty[0]
+    kv._device._blocks[b"key"], kv._device._keys[block] = block, b"key"
+
+
+def cache_without_a_key(kv: KVLedger) -> None:
+    kv._device._cached[kv._device._empty.pop()] = None
 
 
 @pytest.mark.parametrize(
@@ -324,8 +459,13 @@ def lie_on_both_tiers(kv: KVLedger) -> None:
         lose_a_lender,
         claim_in_a_circle,
         compute_beyond_the_blocks,
-        lie_on_both_tiers,
+        hold_too_much_on_the_host,
         lose_count_of_transit,
+        hold_without_a_word,
+        lose_count_of_what_is_shared,
+        lead_a_key_astray,
+        key_an_empty_block,
+        cache_without_a_key,
     ],
 )
 def test_the_check_finds(corrupt: Callable[[KVLedger], None]) -> None:
@@ -403,7 +543,7 @@ def test_a_failed_move_out_beside_a_step_leaves_the_kv_where_it_was() -> None:
     move = kv.move_out(request, blocking=False)
     assert (kv.device_free, kv.host_free) == (10, 6)
     assert kv.blocks_in_transit == {Direction.OUT: 2, Direction.IN: 0}
-    assert kv.fail(move)
+    assert kv.fail(move) is None
     assert (kv.device_free, kv.host_free, kv.is_moving) == (10, 8, False)
     assert kv.slots(request) == table
     assert kv.grow(request, 9).room == 12
@@ -415,7 +555,7 @@ def test_a_failed_move_out_before_a_step_has_lost_the_kv() -> None:
     kv = KVLedger(DEVICE, HOST, BLOCK)
     request = blocks_of(kv, 0, 8)
     move = kv.move_out(request, blocking=True)
-    assert not kv.fail(move)
+    assert kv.fail(move) == 0
     assert (kv.device_free, kv.host_free, kv.is_moving) == (12, 8, False)
     kv.release(request)
     request.computed = 0
@@ -432,7 +572,7 @@ def test_a_failed_move_in_has_lost_the_kv(grows: bool) -> None:
     if grows:
         kv.grow(request, 9)
     assert (kv.device_free, kv.host_free) == (9 if grows else 10, 6)
-    assert not kv.fail(move)
+    assert kv.fail(move) == 0
     assert (kv.host_free, kv.is_moving) == (8, False)
     kv.release(request)
     assert (kv.device_free, kv.host_free) == (12, 8)

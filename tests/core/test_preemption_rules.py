@@ -19,7 +19,7 @@ from skipjoin.policies.admission import OnDemand
 from skipjoin.policies.batching import Greedy
 from skipjoin.policies.eviction import Defer, Recompute
 from support.load import make
-from support.policies import Ranks, SwapAll
+from support.policies import DropTails, Ranks, SpillAll, SwapAll
 from support.watch import Stepper, WatchedCore, World
 
 
@@ -115,12 +115,12 @@ def test_growth_evicts_the_tail_even_before_it_has_a_token() -> None:
 
 
 @pytest.mark.parametrize(("depth", "overlap"), [(1, False), (2, False), (2, True)])
-@pytest.mark.parametrize("eviction", [Recompute, SwapAll])
+@pytest.mark.parametrize("eviction", [Recompute, SwapAll, SpillAll, DropTails])
 def test_two_that_outrank_each_other_in_turn_both_finish(
     eviction: Callable[[], EvictionPolicy], depth: int, overlap: bool
 ) -> None:
-    """The deadlock of FastServe's section 4.2: who was killed is promoted, and kills who killed it. Here whoever has no
-    KV outranks the other at once, and only one of them fits."""
+    """The deadlock of FastServe's section 4.2: who was killed is promoted, and kills who killed it. Here the one that
+    does not run outranks the other at once, and only one of them fits."""
     ordering = Ranks({0: 1, 1: 1})
     policies = Policies(ordering, Greedy(8, 5, chunked=True), OnDemand(0.0), eviction())
     stepper = Stepper(WatchedCore(Scheduler(policies, KVLedger(6, 6, 4), depth=depth, overlap=overlap)))
@@ -128,8 +128,8 @@ def test_two_that_outrank_each_other_in_turn_both_finish(
     stepper.add(*requests)
     for _ in range(1000):
         for request in requests:
-            held = stepper.core.kv.blocks_of(request)
-            ordering.numbers[request.id] = 2 if held and held.device else 1
+            runs = request.last_plan >= stepper.core.scheduler.latest_plan
+            ordering.numbers[request.id] = 2 if runs else 1
         while stepper.start() is not None:
             pass
         if not stepper.core.plans:
@@ -139,7 +139,7 @@ def test_two_that_outrank_each_other_in_turn_both_finish(
     assert min(request.evictions for request in requests) > 2
     for request in requests:
         assert len(request.output) == 9
-        assert request.evictions <= 9
+        assert request.evictions <= (18 if eviction is DropTails else 9)  # parts of both may leave room for neither
 
 
 def test_who_defers_lets_newcomers_wait_and_growth_evict() -> None:

@@ -74,7 +74,7 @@ def test_observers_follow(world: World) -> None:
     row = metrics.snapshot().row
     assert row("engine_restarts_total") == [restarts]
     for gauge in ("num_requests_running", "num_requests_waiting", "num_requests_swapped", "kv_cache_usage_perc"):
-        assert row(gauge) == [0]
+        assert not any(row(gauge))
     assert usage.kv()["recomputed_tokens"] > 0
     assert usage.series()["kv_used"][-1] <= 1
     drawn = [entry for entry in json.loads(file.getvalue()) if entry["name"] == "restart"]

@@ -26,10 +26,12 @@ class HarshStore(KVStore):
     """Fills with NaN whatever nobody may read any more: what a copy has left, and what a failed one should have
     written.
 
-    fails: which moves do. delay_s: how long each copy takes at least.
+    fails: which moves do. delay_s: how long each copy takes at least. keeps: which device blocks have KV that other
+    requests may find.
     """
 
     fails: Callable[[Move], bool] = staticmethod(lambda move: False)
+    keeps: Callable[[int], bool] = staticmethod(lambda block: False)
     delay_s = 0.0
 
     def copy(self, move: Move) -> None:
@@ -40,7 +42,8 @@ class HarshStore(KVStore):
             spoil(target.block_view(), move.target)
             raise CopyError(f"request {move.request.id}")
         super().copy(move)
-        spoil(source.block_view(), move.source)
+        gone = [block for block in move.source if move.direction is Direction.IN or not self.keeps(block)]
+        spoil(source.block_view(), gone)
 
 
 class LateCopier:

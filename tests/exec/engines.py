@@ -14,10 +14,11 @@ from copiers import HarshStore, LateCopier, spoil
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.events import Event, Preemption
 from skipjoin.core.kv import KVLedger
-from skipjoin.core.policy import Batcher, Callbacks, EvictionPolicy, Ordering, Policies
+from skipjoin.core.policy import Batcher, Callbacks, Eviction, EvictionPolicy, Ordering, Policies
+from skipjoin.core.prefixes import ContentPrefix
 from skipjoin.core.request import Request
 from skipjoin.core.scheduler import Scheduler
-from skipjoin.core.step import Move, Slice
+from skipjoin.core.step import Move, Slice, StepPlan
 from skipjoin.exec.base import Executor
 from skipjoin.exec.local import LocalExecutor
 from skipjoin.exec.sampling import Sampling
@@ -29,6 +30,7 @@ from skipjoin.policies.cost import LinearCost
 from skipjoin.policies.eviction import Recompute
 from skipjoin.policies.stages import EvenStages
 from skipjoin.sampling import SamplingParams
+from support.policies import SpillAll
 
 VOCAB = 97
 _COMMON = {"vocab_size": VOCAB, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -46,10 +48,9 @@ BLOCK_SIZE = 4
 
 
 @cache
-def tiny_model(family: str) -> CausalLM:
+def tiny_model(family: str, attention: str = "auto") -> CausalLM:
     """A model of the family with random float32 weights, large enough that logits differ."""
-    model = random_model(CONFIGS[family], seed=3)
-    return model
+    return random_model(CONFIGS[family], seed=3, attention=attention)
 
 
 class Rotating(Callbacks):
@@ -88,8 +89,8 @@ class SwapAll(Recompute):
 
     def victims(
         self, short: int, candidates: Sequence[Request], kv: KVLedger, now: float, newcomer: Request | None
-    ) -> Sequence[tuple[Request, Preemption]]:
-        return [(victim, Preemption.SWAP) for victim, _ in super().victims(short, candidates, kv, now, newcomer)]
+    ) -> Sequence[Eviction]:
+        return [Eviction(one.request, Preemption.SWAP) for one in super().victims(short, candidates, kv, now, newcomer)]
 
 
 class Restless(SwapAll):
@@ -105,6 +106,10 @@ class Restless(SwapAll):
         return some, [request for request in some if not kv.can_move_out(request)]
 
 
+class RestlessParts(SpillAll, Restless):
+    """Moves requests of which a part may be on the host already."""
+
+
 def make_store(
     model: CausalLM,
     device_blocks: int,
@@ -112,10 +117,11 @@ def make_store(
     *,
     delay_s: float = 0.0,
     fails: Callable[[Move], bool] = lambda move: False,
+    keeps: Callable[[int], bool] = lambda block: False,
     swap_dtype: str = "auto",
 ) -> HarshStore:
     """Pools in which a slot that is read before it is written shows. delay_s: how long every copy takes at least.
-    fails: which moves do. swap_dtype: of KV on the host."""
+    fails: which moves do. keeps: which blocks they leave as they are. swap_dtype: of KV on the host."""
     store = HarshStore(
         model.config,
         torch.float32,
@@ -126,7 +132,7 @@ def make_store(
         shard=model.shard,
         swap_dtype=swap_dtype,
     )
-    store.delay_s, store.fails = delay_s, fails
+    store.delay_s, store.fails, store.keeps = delay_s, fails, keeps
     for pool in filter(None, (store.device, store.host)):
         spoil(pool.tensor, slice(None))
     return store
@@ -171,7 +177,6 @@ def engine(
 ) -> tuple[EngineCore, LocalExecutor]:
     """See `make_core` and `make_store`. late: plans that a overlapped move takes, 1 for the one that begins it; None: a
     thread copies them."""
-    store = make_store(model, device_blocks, host_blocks, delay_s=delay_s, fails=fails, swap_dtype=swap_dtype)
     core = make_core(
         eviction,
         device_blocks=device_blocks,
@@ -181,8 +186,32 @@ def engine(
         depth=depth,
         overlap=depth > 1,
     )
+    store = make_store(
+        model,
+        device_blocks,
+        host_blocks,
+        delay_s=delay_s,
+        fails=fails,
+        keeps=findable(core),
+        swap_dtype=swap_dtype,
+    )
     copier = None if late is None else LateCopier(store, late)
     return core, LocalExecutor(model, store, copier=copier)
+
+
+def findable(core: EngineCore) -> Callable[[int], bool]:
+    """Says of a device block whether requests could find its KV as of the plans that are in flight, or later: some of
+    them may still read it."""
+    recent: deque[set[int]] = deque(maxlen=core.scheduler.depth + 1)
+    start_step = core.start_step
+
+    def start_and_note(now: float) -> StepPlan | None:
+        if (plan := start_step(now)) is not None:
+            recent.append(set(core.kv._device._keys))
+        return plan
+
+    core.start_step = start_and_note  # type: ignore[method-assign]
+    return lambda block: any(block in blocks for blocks in tuple(recent))
 
 
 class Closable(Executor, Protocol):
@@ -191,14 +220,18 @@ class Closable(Executor, Protocol):
     def close(self) -> None: ...
 
 
-def run(core: EngineCore, executor: Closable, requests: Sequence[Request]) -> list[Event]:
-    """Run all requests to their end, with the ledger checked after every step."""
-    for request in requests:
+def run(core: EngineCore, executor: Closable, requests: Sequence[Request], *, leads: bool = False) -> list[Event]:
+    """Run all requests to their end, with the ledger checked after every step. leads: whether the others come when the
+    first one has a token."""
+    first, late = (requests[:1], list(requests[1:])) if leads else (requests, [])
+    for request in first:
         core.add(request, 0.0)
     handles: deque = deque()
     events: list[Event] = []
     steps = 0
-    while core.requests or handles:
+    while late or core.requests or handles:
+        while late and requests[0].output:
+            core.add(late.pop(0), 0.0)
         while (plan := core.start_step(float(steps))) is not None:
             handles.append(executor.submit(plan, float(steps)))
         core.finish_step(handles.popleft().result(), float(steps))
@@ -212,8 +245,13 @@ def run(core: EngineCore, executor: Closable, requests: Sequence[Request]) -> li
     return events
 
 
-def mixed_requests(eos: int | None = None) -> list[Request]:
-    """Seven requests of mixed lengths: greedy, seeded sampling, penalties, bias, min_tokens."""
+# Two full blocks, and the beginning of a third.
+COMMON = (7, 5, 3, 2, 11, 13, 17, 19, 23)
+
+
+def mixed_requests(eos: int | None = None, common: Sequence[int] = (), *, adopts: bool = False) -> list[Request]:
+    """Seven requests of mixed lengths: greedy, seeded sampling, penalties, bias, min_tokens. common: what their prompts
+    begin with, which does not lengthen the longest. adopts: whether they use the KV of others."""
     kinds = [
         {"temperature": 0},
         {"temperature": 1.0, "top_p": 0.9},
@@ -227,6 +265,7 @@ def mixed_requests(eos: int | None = None) -> list[Request]:
     requests = []
     for number, kind in enumerate(kinds):
         prompt = [draw.randrange(VOCAB) for _ in range(draw.randint(1, 14))]
+        prompt = [*common, *prompt[: 14 - len(common)]]
         params = SamplingParams(max_tokens=draw.randint(8, 12), **kind)
         ends = frozenset() if eos is None else frozenset([eos])
         requests.append(
@@ -238,6 +277,7 @@ def mixed_requests(eos: int | None = None) -> list[Request]:
                 min_tokens=params.min_tokens,
                 stop_tokens=ends,
                 sampling=Sampling(params, seed=100 + number, eos_token_ids=tuple(ends)),
+                prefix=ContentPrefix(BLOCK_SIZE) if adopts else None,
             )
         )
     return requests

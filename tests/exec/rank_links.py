@@ -57,11 +57,12 @@ def make_rank(
     host_blocks: int = 0,
     late: int | None = None,
     fails: Sequence[str] = (),
+    keeps: Callable[[int], bool] = lambda block: False,
     swap_dtype: str = "auto",
 ) -> Rank:
     """A rank of the family's tiny model. See `engines.engine` for the rest; fails: directions."""
     model = random_model(CONFIGS[family] | {"num_hidden_layers": LAYERS}, seed=3, group=group)
-    store = make_store(model, device_blocks, host_blocks, fails=EverySecond(fails), swap_dtype=swap_dtype)
+    store = make_store(model, device_blocks, host_blocks, fails=EverySecond(fails), keeps=keeps, swap_dtype=swap_dtype)
     return Rank(Worker(model, store, copier=None if late is None else LateCopier(store, late)))
 
 

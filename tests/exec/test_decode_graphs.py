@@ -13,6 +13,8 @@ from skipjoin.exec.graphs import DecodeGraphs, Run, graph_batch_sizes, graph_byt
 from skipjoin.exec.local import LocalExecutor
 from skipjoin.model.batch import GraphBuffers, PackedBatch, Segment
 from skipjoin.model.loader import random_model
+from skipjoin.policies.eviction import Recompute
+from support.policies import SpillAll
 
 pytest.importorskip("triton")
 
@@ -48,13 +50,13 @@ def interpreted(family: str):
     return model
 
 
-@pytest.mark.parametrize(("family", "depth"), [("qwen3", 2)])
-def test_same_tokens_as_kernel_by_kernel(family: str, depth: int) -> None:
+@pytest.mark.parametrize(("family", "depth", "eviction"), [("qwen3", 2, SwapAll), ("llama", 1, SpillAll)])
+def test_same_tokens_as_kernel_by_kernel(family: str, depth: int, eviction: type[Recompute]) -> None:
     plain, graphed = mixed_requests()[:4], mixed_requests()[:4]
-    core, executor = engine(tiny_model(family), SwapAll(), device_blocks=15, host_blocks=40, seats=3, depth=depth)
+    core, executor = engine(tiny_model(family), eviction(), device_blocks=15, host_blocks=40, seats=3, depth=depth)
     run(core, executor, plain)
     model, recorder = interpreted(family), Again()
-    core, _ = engine(model, SwapAll(), device_blocks=15, host_blocks=40, seats=3, depth=depth)
+    core, _ = engine(model, eviction(), device_blocks=15, host_blocks=40, seats=3, depth=depth)
     store = make_store(model, 15, 40)
     graphs = DecodeGraphs(model, store.device, recorder, sizes=[1, 3], longest=64)
     run(core, LocalExecutor(model, store, graphs=graphs), graphed)

@@ -18,6 +18,7 @@ from skipjoin.model.loader import RandomWeights
 from skipjoin.model.parallel import Alone
 from skipjoin.policies.eviction import Recompute
 from skipjoin.sampling import SamplingParams
+from support.policies import SpillAll
 
 pytestmark = [
     pytest.mark.gpu,
@@ -25,7 +26,7 @@ pytestmark = [
 ]
 
 CARD = torch.device("cuda", 0)
-EVICTIONS = {"swap": SwapAll, "recompute": Recompute, "restless": lambda: Restless(5)}
+EVICTIONS = {"swap": SwapAll, "spill": SpillAll, "recompute": Recompute, "restless": lambda: Restless(5)}
 
 
 class OnCard(RandomWeights):

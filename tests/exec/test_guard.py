@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -29,6 +32,29 @@ sys.stdin.readline()
 guard.close()
 print("it has not ended itself", flush=True)
 """
+
+
+# It is killed while Ray starts, in whose place a module stands that does it.
+STARTS = """
+import os, signal, sys, types
+from unittest.mock import MagicMock
+ray = sys.modules["ray"] = types.ModuleType("ray")
+ray.is_initialized = lambda: False
+for name in ("_raylet", "_private", "_private.ray_constants"):
+    sys.modules[f"ray.{name}"] = MagicMock()
+ray.init = lambda **settings: os.kill(os.getpid(), signal.SIGKILL)
+from skipjoin.exec.ranks.cluster import Cluster
+Cluster.start(1)
+"""
+
+
+def test_a_process_that_is_killed_while_ray_starts_leaves_no_folder(tmp_path: Path) -> None:
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    assert subprocess.run([sys.executable, "-c", STARTS], env=environment, check=False).returncode == -signal.SIGKILL
+    end = time.monotonic() + 10
+    while list(tmp_path.iterdir()):
+        assert time.monotonic() < end
+        time.sleep(0.02)
 
 
 @pytest.mark.parametrize("is_killed", [True, False])

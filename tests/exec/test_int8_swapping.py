@@ -26,6 +26,7 @@ from skipjoin.exec.sampling import Sampling
 from skipjoin.model.causal_lm import CausalLM
 from skipjoin.model.loader import load_model, random_model
 from skipjoin.sampling import SamplingParams, TokenDetail
+from support.policies import SpillAll
 
 # By request, its tokens and their log-probabilities.
 Scores = dict[int, list[tuple[int, float]]]
@@ -109,6 +110,7 @@ FORCED = {
         eviction=lambda: RestlessHalf(5), device_blocks=90, host_blocks=90, seats=3, chunk=9, late=4
     ),
     "before each step": dict(eviction=SwapAll, device_blocks=14, host_blocks=90, seats=2),
+    "before each step, in parts": dict(eviction=SpillAll, device_blocks=14, host_blocks=90, seats=2),
     "before each step, copies fail": dict(
         eviction=SwapAll, device_blocks=14, host_blocks=90, seats=2, fails=tuple(Direction)
     ),

@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from functools import cache
 
 import pytest
-from engines import BLOCK_SIZE, CONFIGS, Restless, SwapAll, engine, make_store, mixed_requests, run, tiny_model
+from engines import (
+    BLOCK_SIZE,
+    COMMON,
+    CONFIGS,
+    Restless,
+    RestlessParts,
+    SwapAll,
+    engine,
+    make_store,
+    mixed_requests,
+    run,
+    tiny_model,
+)
 
 from skipjoin.core.engine import EngineCore
-from skipjoin.core.events import Claimed, Event, Moved, MoveFailed, Planned, Preempted, Preemption
+from skipjoin.core.events import Admitted, Claimed, Event, Moved, MoveFailed, Planned, Preempted, Preemption
 from skipjoin.core.forecast import Forecast
 from skipjoin.core.kv import KVLedger
 from skipjoin.core.request import Request
@@ -19,6 +32,7 @@ from skipjoin.exec.local import LocalExecutor
 from skipjoin.policies.cost import LinearCost
 from skipjoin.policies.eviction import Recompute
 from skipjoin.recipes import Settings, build
+from support.policies import DropTails, SpillAll
 
 
 class Fails:
@@ -37,6 +51,8 @@ OUT, IN = Direction.OUT, Direction.IN
 # No moves are needed here: those that are made are.
 _RESTLESS = dict(eviction=lambda: Restless(5), device_blocks=40, host_blocks=40, seats=2, chunk=5)
 _SWAPPED = dict(eviction=SwapAll, device_blocks=8, host_blocks=60, seats=1)
+_SPILLED = _SWAPPED | dict(eviction=SpillAll)
+_PARTS = _RESTLESS | dict(eviction=lambda: RestlessParts(5), device_blocks=10, chunk=4, late=3)
 # The largest request has 26 tokens: 7 blocks of 4.
 FORCED = {
     "paused at every step": dict(eviction=Recompute, device_blocks=60, seats=1),
@@ -47,6 +63,14 @@ FORCED = {
     "swapped, host too small": dict(eviction=SwapAll, device_blocks=8, host_blocks=6, seats=2),
     "swapped, copies out fail": _SWAPPED | dict(fails=lambda: Fails(OUT)),
     "swapped, copies in fail": _SWAPPED | dict(fails=lambda: Fails(IN)),
+    "spilled at every step": _SPILLED,
+    "spilled at every step of a prompt": _SPILLED | dict(chunk=3),
+    "spilled, host too small": _SPILLED | dict(host_blocks=3, seats=2),
+    "spilled, copies out fail": _SPILLED | dict(fails=lambda: Fails(OUT)),
+    "spilled, copies in fail": _SPILLED | dict(fails=lambda: Fails(IN)),
+    "tails dropped at every step": dict(eviction=DropTails, device_blocks=8, seats=1),
+    "parts moved beside": _PARTS,
+    "parts moved beside, late copies fail": _PARTS | dict(fails=lambda: Fails(OUT, IN)),
     "moved beside every step": _RESTLESS,
     "moved beside, landing at once": _RESTLESS | dict(late=1),
     "moved beside, landing late": _RESTLESS | dict(late=5),
@@ -60,6 +84,8 @@ FORCED = {
     "overlapped, swapped, chunks": dict(eviction=SwapAll, device_blocks=14, host_blocks=60, seats=2, depth=2, chunk=7),
     "overlapped, swapped, copies fail": _SWAPPED
     | dict(device_blocks=14, depth=2, chunk=7, fails=lambda: Fails(OUT, IN)),
+    "overlapped, spilled, copies fail": _SPILLED
+    | dict(device_blocks=14, seats=2, depth=2, chunk=7, fails=lambda: Fails(OUT, IN)),
     "overlapped, moved beside": _RESTLESS | dict(depth=2),
     "overlapped, landing late": _RESTLESS | dict(depth=2, late=5),
     "overlapped, late copies fail": _RESTLESS | dict(depth=2, late=3, fails=lambda: Fails(OUT, IN)),
@@ -74,6 +100,14 @@ EXPECTED = {
     "swapped at every step of a prompt": {"moved out in mid-prompt"} | BEFORE,
     "swapped, copies out fail": {"failed out blocking", Preemption.DROP},
     "swapped, copies in fail": {"failed in blocking", Preemption.DROP},
+    "spilled at every step": {Preemption.SPILL} | BEFORE,
+    "spilled at every step of a prompt": {Preemption.SPILL, "moved out in mid-prompt"} | BEFORE,
+    "spilled, host too small": {Preemption.SPILL, "a tail was dropped"} | BEFORE,
+    "spilled, copies out fail": {Preemption.SPILL, "failed out blocking", "a tail was dropped"},
+    "spilled, copies in fail": {Preemption.SPILL, "failed in blocking", "a tail was dropped"},
+    "tails dropped at every step": {"a tail was dropped"},
+    "parts moved beside": {Preemption.SPILL} | BEFORE | BESIDE,
+    "parts moved beside, late copies fail": {Preemption.SPILL, "failed out overlapped", "failed in overlapped"},
     "moved beside every step": {Preemption.SWAP, "moved out in mid-prompt"} | BESIDE,
     "moved beside, landing at once": BESIDE,
     "moved beside, landing late": {"ran during a move"} | BESIDE,
@@ -85,6 +119,7 @@ EXPECTED = {
     "overlapped, dropped": {Preemption.DROP},
     "overlapped, swapped, chunks": {Preemption.SWAP} | BEFORE,
     "overlapped, swapped, copies fail": {"failed out blocking", "failed in blocking", Preemption.DROP},
+    "overlapped, spilled, copies fail": {Preemption.SPILL, "failed out blocking", "failed in blocking"},
     "overlapped, moved beside": {Preemption.SWAP} | BESIDE,
     "overlapped, landing late": {"ran during a move"} | BESIDE,
     "overlapped, late copies fail": {"failed out overlapped", "failed in overlapped", Preemption.DROP},
@@ -93,11 +128,11 @@ EXPECTED = {
 FEWEST = 3
 
 
-def forced(case: str, family: str) -> tuple[EngineCore, LocalExecutor]:
+def forced(case: str, family: str, attention: str = "auto") -> tuple[EngineCore, LocalExecutor]:
     """The engine of a case."""
     options = dict(FORCED[case])
     fails = options.pop("fails", lambda: lambda move: False)
-    return engine(tiny_model(family), options.pop("eviction")(), fails=fails(), **options)
+    return engine(tiny_model(family, attention), options.pop("eviction")(), fails=fails(), **options)
 
 
 def happened(events: list[Event]) -> Counter[object]:
@@ -109,6 +144,9 @@ def happened(events: list[Event]) -> Counter[object]:
     for event in events:
         if isinstance(event, Preempted):
             found[event.how] += 1
+            found["a tail was dropped"] += event.how is Preemption.DROP and event.kept > 0
+        elif isinstance(event, Admitted):
+            found["adopted"] += event.cached > 0
         elif isinstance(event, Planned):
             steps += bool(event.plan.slices)
             for kind, moves in (("blocking", event.plan.blocking), ("overlapped", event.plan.overlapped)):
@@ -125,11 +163,13 @@ def happened(events: list[Event]) -> Counter[object]:
 
 
 @cache
-def outputs_alone(family: str, eos: int | None = None) -> list[list[int]]:
+def outputs_alone(
+    family: str, eos: int | None = None, common: Sequence[int] = (), attention: str = "auto"
+) -> list[list[int]]:
     """Each request's output when it has an engine of its own."""
     outputs = []
-    for request in mixed_requests(eos):
-        run(*engine(tiny_model(family), Recompute(), device_blocks=60), [request])
+    for request in mixed_requests(eos, common):
+        run(*engine(tiny_model(family, attention), Recompute(), device_blocks=60), [request])
         outputs.append(request.output)
     return outputs
 
@@ -146,6 +186,18 @@ def test_tokens_are_those_of_a_request_alone(family: str, case: str) -> None:
     assert outputs(requests) == outputs_alone(family)
     found = happened(events)
     assert all(found[what] >= FEWEST for what in EXPECTED.get(case, ())), found
+
+
+@pytest.mark.parametrize("case", FORCED)
+def test_tokens_are_those_of_a_request_alone_where_prefixes_are_adopted(case: str) -> None:
+    number = list(FORCED).index(case)
+    family, attention = list(CONFIGS)[number % len(CONFIGS)], ("auto", "torch")[number // len(CONFIGS) % 2]
+    requests = mixed_requests(common=COMMON, adopts=True)
+    found = happened(run(*forced(case, family, attention), requests, leads=True))
+    assert outputs(requests) == outputs_alone(family, common=COMMON, attention=attention)
+    assert found["adopted"] >= FEWEST
+    # Of prompts that begin with adopted KV few steps are left.
+    assert all(found[what] for what in EXPECTED.get(case, set()) - {"moved out in mid-prompt"}), found
 
 
 @pytest.mark.parametrize("case", FORCED)

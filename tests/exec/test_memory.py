@@ -146,7 +146,7 @@ def test_the_pool_gets_what_steps_and_others_leave(monkeypatch: pytest.MonkeyPat
     card = FakeCard(monkeypatch, free=60 * GIB)  # 20 GiB are weights and others
     card.use(0, cached=6 * GIB)  # the allocator's, hence ours
     room = memory_budget_of(on_card(), 0.9, 2, peak=3 * GIB, graph_bytes=GIB)
-    assert room == MemoryBudget(72 * GIB - 20 * GIB - 4 * GIB, 50 * GIB, 4 * GIB)
+    assert room == MemoryBudget(72 * GIB - 20 * GIB - 4 * GIB, 50 * GIB, 4 * GIB, 56 * GIB)
     card.free = 11 * GIB
     assert memory_budget_of(on_card(), 0.9, peak=4 * GIB).device == 0
     assert memory_budget_of(tiny_model("llama"), 0.9, peak=4 * GIB) == MemoryBudget(100 * GIB, 100 * GIB)
@@ -179,6 +179,23 @@ def test_a_pool_that_was_asked_for_is_what_the_text_is_about() -> None:
         config = EngineConfig(kv_cache_gib=0.01)
         with pytest.raises(ConfigError, match=r"set kv_cache_gib to at least 0\.5, or max_model_len to at most 80"):
             device_blocks(config, [parts(1, kind)], [MemoryBudget(GIB, GIB)], 4096)
+
+
+@pytest.mark.parametrize("kind", ["cuda", "cpu"])
+def test_a_pool_beyond_the_free_memory_is_refused_with_one_that_works(kind: str) -> None:
+    """On a GPU the share that is used by default does not bound it; of several ranks the tightest does."""
+    ranks, rooms = [parts(1, kind)] * 2, [MemoryBudget(4 * GIB, 9 * GIB, free=6 * GIB), MemoryBudget(3 * GIB, 9 * GIB)]
+    for asked in (6.1, 500.0, 1e6):
+        with pytest.raises(ConfigError, match=r"kv_cache_gib must be at most 6 \(.* a rank has 3\.0 GiB free\), got"):
+            device_blocks(EngineConfig(kv_cache_gib=asked), ranks, rooms, 4096)
+    assert device_blocks(EngineConfig(kv_cache_gib=6), ranks, rooms, 4096) == 3 * GIB // (2 << 20)
+    assert device_blocks(EngineConfig(kv_cache_gib=6), ranks[:1], rooms[:1], 4096) == 6 * GIB // (2 << 20)
+
+
+def test_the_limit_of_a_container_bounds_the_free_ram(monkeypatch: pytest.MonkeyPatch) -> None:
+    for limit, free in ((12345, 12345), (1 << 62, rank_spec.free_ram()), (None, rank_spec.free_ram())):
+        monkeypatch.setattr(rank_spec, "free_memory", lambda limit=limit: limit)
+        assert rank_spec.free_ram() == pytest.approx(free, rel=0.1)
 
 
 # -- on a card ------------------------------------------------------------------------------------------------------

@@ -13,7 +13,8 @@ from engines import BLOCK_SIZE, VOCAB, tiny_model
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.events import Event, Moved, Planned
 from skipjoin.core.kv import KVLedger
-from skipjoin.core.request import Request
+from skipjoin.core.policy import Policies
+from skipjoin.core.request import Request, RequestOptions
 from skipjoin.core.scheduler import Scheduler
 from skipjoin.core.step import Move, StepPlan
 from skipjoin.exec.local import LocalExecutor
@@ -25,6 +26,7 @@ from skipjoin.policies.eviction import Swap
 from skipjoin.recipes import RECIPES, Settings, build, own
 from skipjoin.sampling import SamplingParams
 from skipjoin.sim.driver import Replica, simulate
+from support.policies import SpillAny
 
 # Moves take about as long as steps, so that some are on their way for several.
 COST = LinearCost(floor=0.01, prefill_token=1e-3, decode=1e-4, context_token=1e-5, block=1.5e-3)
@@ -34,6 +36,16 @@ SETTINGS = Settings(COST, max_seqs=4, max_tokens=24, has_true_forecasts=True)
 SWAPPING = [recipe for recipe in RECIPES if isinstance(build(recipe, SETTINGS).eviction, Swap)]
 # These claim what they are expected to need, and move little.
 EXACT = [recipe for recipe in SWAPPING if not isinstance(build(recipe, SETTINGS).admission, OnDemand)]
+
+
+SPILLING, FAIR = "fastserve, spilling", "fastserve, fair"
+
+
+def system(recipe: str) -> Policies:
+    name = "fastserve" if recipe in (SPILLING, FAIR) else recipe
+    settings = replace(SETTINGS, fair_output_weight=2.0) if recipe == FAIR else SETTINGS
+    policies = build(name, settings, own(name, {"starvation_s": 0.5}))
+    return replace(policies, eviction=SpillAny(COST)) if recipe == SPILLING else policies
 
 
 class LocalOnVirtualClock(SimulatedExecutor):
@@ -62,7 +74,8 @@ def trace() -> list[Request]:
         now += draw.expovariate(12)
         prompt = [draw.randrange(VOCAB) for _ in range(draw.randint(1, 30))]
         sampling = Sampling(SamplingParams(temperature=0), 0, ())
-        requests.append(Request(number, now, prompt, draw.randint(1, 20), sampling=sampling))
+        options = RequestOptions(client=f"client {number % 3}")
+        requests.append(Request(number, now, prompt, draw.randint(1, 20), options=options, sampling=sampling))
     return requests
 
 
@@ -71,7 +84,7 @@ class Run:
     one move was on its way, at most."""
 
     def __init__(self, recipe: str, depth: int, host_blocks: int, executor: SimulatedExecutor) -> None:
-        policies = build(recipe, SETTINGS, own(recipe, {"starvation_s": 0.5}))
+        policies = system(recipe)
         kv = KVLedger(BLOCKS, host_blocks, BLOCK_SIZE)
         core = EngineCore(Scheduler(policies, kv, depth=depth, overlap=depth > 1))
         self.made: list[tuple[object, ...]] = []
@@ -97,7 +110,9 @@ class Run:
                 self.longest = max(self.longest, len(self.made) - self._begun[event.move])
 
 
-@pytest.mark.parametrize(("recipes", "host_blocks"), [(list(RECIPES), 0), (SWAPPING, 40)], ids=["drop", "swap"])
+@pytest.mark.parametrize(
+    ("recipes", "host_blocks"), [(list(RECIPES), 0), ([*SWAPPING, SPILLING, FAIR], 40)], ids=["drop", "swap"]
+)
 def test_simulator_and_engine_make_the_same_plans(recipes: list[str], host_blocks: int) -> None:
     model = tiny_model("llama")
     outputs = []

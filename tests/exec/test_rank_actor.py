@@ -5,7 +5,10 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import pytest
+
 from skipjoin.builtin import builtin_model_path
+from skipjoin.exec.base import RankError
 from skipjoin.exec.memory import LargestStep
 from skipjoin.exec.ranks.rank_actor import RankActor, RankModel
 from skipjoin.model.parallel import Shard
@@ -26,9 +29,12 @@ def test_a_rank_draws_dummy_weights(tmp_path: Path) -> None:
         largest=largest,
         swap_dtype="auto",
     )
-    part, room = RankActor().load(of, Shard(), None, 1)
+    rank = RankActor()
+    part, room = rank.load(of, Shard(), None, 1)
     saved, _ = RankActor().load(
         of._replace(folder=str(builtin_model_path()), load_format="auto"), Shard(), None, ranks_here=1
     )
     assert part == saved
     assert room.ram > 0
+    with pytest.raises(RankError, match=r"cannot allocate .* GiB and, on the host, 0 GiB of KV"):
+        rank.make_pools(1 << 40, 0)

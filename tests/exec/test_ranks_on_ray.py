@@ -6,9 +6,14 @@ All of it runs on one cluster on this machine, which pytest's own process starts
 from __future__ import annotations
 
 import dataclasses
+import os
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -35,11 +40,19 @@ PRESSED = {"kv_cache_gib": 80 * 65536 / 2**30, "swap_space_gib": 60 * 65536 / 2*
 Outputs = dict[int, list[int]]
 
 
+# What a user may have set for other clusters.
+INHERITED = {"RAY_AUTH_MODE": "disabled", "RAY_AUTH_TOKEN": "known to others"}
+
+
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[Cluster]:
-    started = Cluster.start(RANKS)
-    yield started
-    started.close()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in INHERITED.items():
+            patch.setenv(name, value)
+        started = Cluster.start(RANKS)
+        yield started
+        started.close()
+        assert {name: os.environ[name] for name in INHERITED} == INHERITED
 
 
 def config(tp: int, pp: int, **settings: Any) -> EngineConfig:
@@ -104,6 +117,40 @@ class Session:
         return sum(isinstance(event, kind) for event in self.events)
 
 
+# -- a private cluster is closed to all but this process and those that it starts -------------------------------------
+
+
+def test_no_other_user_can_enter_its_folder(cluster: Cluster) -> None:
+    """What lies in it is open to all, so that a name that leads into it must not be."""
+    (folder,) = Path(tempfile.gettempdir()).glob(f"skipjoin-ray-{os.getpid()}-*")
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert [inside.name for inside in folder.iterdir()] == ["ray"]
+    assert list(folder.glob("ray/session_2*/sockets/*"))
+
+
+@pytest.mark.parametrize(
+    ("stated", "joins"),
+    [({}, True), ({"RAY_AUTH_MODE": "disabled", "RAY_AUTH_TOKEN": ""}, False), ({"RAY_AUTH_TOKEN": "other"}, False)],
+)
+def test_a_process_without_its_token_is_refused(cluster: Cluster, stated: dict[str, str], joins: bool) -> None:
+    program = (
+        "import sys; from ray._raylet import GcsClient; GcsClient(address=sys.argv[1]).internal_kv_keys(b'', None, 5)"
+    )
+    command = (sys.executable, "-c", program, cluster.address)
+    run = subprocess.run(command, env=os.environ | stated, capture_output=True, text=True, timeout=60, check=False)
+    assert (run.returncode == 0) is joins, run.stderr
+    assert joins or "nauthenticated" in run.stderr, run.stderr
+
+
+def test_all_its_processes_listen_on_the_loopback_interface() -> None:
+    listening = []
+    for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):
+            listening += [one.laddr.ip for one in process.net_connections("inet") if one.status == psutil.CONN_LISTEN]
+    assert len(listening) > 5
+    assert {ip.removeprefix("::ffff:") for ip in listening} == {"127.0.0.1"}
+
+
 @pytest.fixture(scope="module")
 def expected() -> Outputs:
     """What one process says."""
@@ -129,7 +176,7 @@ def test_the_same_tokens_whatever_is_killed(tp: int, pp: int, recipe: str, kills
         assert session.count(Restarted) == kills
         assert session.count(Finished) == 12
         assert session.count(Preempted) > 12
-        row = session.metrics.snapshot().row
+        row = session.metrics.snapshot().summed
         assert row("engine_restarts_total") == [kills]
         assert row("generation_tokens_total") == [12 * 60]
         if pp == 1:  # elsewhere dropping may be cheaper

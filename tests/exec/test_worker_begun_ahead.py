@@ -14,6 +14,7 @@ from skipjoin.core.request import FinishReason, Request
 from skipjoin.core.step import Slice, StepPlan, StepResult
 from skipjoin.exec.sampling import Sampling
 from skipjoin.exec.worker import InFlightStep, Worker
+from skipjoin.model import sampler
 from skipjoin.model.batch import PackedBatch
 from skipjoin.model.causal_lm import CausalLM
 from skipjoin.model.kv_cache import PagedKV
@@ -110,6 +111,33 @@ def test_out_of_memory_costs_the_largest_request_only(depth: int, caplog: pytest
     assert failed.request is together[1]
     assert "out of memory in a step with 20 tokens of this request; a lower --max-num-batched-tokens" in failed.detail
     assert "request 1 is given up" in caplog.text
+
+
+class Counting(CausalLM):
+    """A model that counts the rows of which it makes logits at once."""
+
+    widest = 0
+
+    def logits(self, rows: torch.Tensor) -> torch.Tensor:
+        self.widest = max(self.widest, len(rows))
+        return super().logits(rows)
+
+
+def test_few_rows_of_a_prompt_have_logits_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many are scored; the scores are those of all rows together."""
+    found = []
+    for rows in (256, 8):
+        monkeypatch.setattr(sampler, "_SCORED_ROWS", rows)
+        sampling = Sampling(SamplingParams(temperature=0, logprobs=0, prompt_logprobs=2), 3, ())
+        requests = [Request(i, 0.0, [*range(1, 40 - i)], 2, sampling=sampling) for i in range(3)]
+        model = copy.copy(tiny_model("llama"))
+        model.__class__ = Counting
+        events, _ = ahead(model, requests, depth=1, chunk=30)
+        found.append([e.detail.prompt for e in events if isinstance(e, Token) and e.detail.prompt])
+        assert model.widest == min(rows, 30)
+    assert [len(scores) for scores in found[0]] == [39, 38, 37]
+    flat = [[score.logprob for scores in one for score in scores[1:]] for one in found]
+    assert flat[0] == pytest.approx(flat[1], abs=1e-5)
 
 
 def test_a_request_that_was_given_up_takes_its_next_slice_with_it() -> None:

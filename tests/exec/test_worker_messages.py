@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -184,3 +186,31 @@ def test_the_checksum_is_of_everything_before_too() -> None:
     one.write(StepPlan(0, ()))
     other.write(StepPlan(1, ()))
     assert one.write(StepPlan(2, ())) != other.write(StepPlan(2, ()))
+
+
+_RACE = """
+import importlib, sys, threading
+from skipjoin.exec.ranks import messages, plan_messages
+from skipjoin.core.step import StepPlan
+
+def read(start):
+    start.wait()
+    plan_messages.PlanReader().read(message)
+
+sys.setswitchinterval(1e-6)
+for _ in range(200):
+    importlib.reload(messages)
+    importlib.reload(plan_messages)
+    message = plan_messages.PlanWriter().write(StepPlan(1, ()))
+    start = threading.Barrier(2)
+    threads = [threading.Thread(target=read, args=(start,)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+"""
+
+
+def test_threads_that_read_their_first_plan_at_once() -> None:
+    """In a process of its own: a decoder that two threads make at once ends the process."""
+    assert subprocess.run([sys.executable, "-c", _RACE], timeout=60, check=False).returncode == 0

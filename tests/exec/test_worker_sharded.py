@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import ClassVar
 
 import msgspec
 import pytest
 import torch
-from engines import BLOCK_SIZE, CONFIGS, Restless, SwapAll, engine, make_core, mixed_requests, run
+from engines import BLOCK_SIZE, COMMON, CONFIGS, Restless, SwapAll, engine, findable, make_core, mixed_requests, run
 from rank_links import LAYERS, thread_executor
 from test_invisible_preemption import happened
 
@@ -30,6 +30,7 @@ from skipjoin.model.loader import random_model
 from skipjoin.model.parallel import Shard
 from skipjoin.policies.eviction import Recompute
 from skipjoin.sampling import SamplingParams
+from support.policies import SpillAll
 
 LAYOUTS = ((2, 1), (1, 2), (2, 2), (1, 3))
 _RESTLESS = dict(eviction=lambda: Restless(5), device_blocks=40, host_blocks=40, seats=2, chunk=5)
@@ -38,6 +39,7 @@ FORCED = {
     "dropped": dict(eviction=Recompute, device_blocks=16, seats=3),
     "swapped": _SWAPPED,
     "swapped, copies fail": _SWAPPED | dict(fails=["OUT", "IN"], chunk=7),
+    "spilled, copies fail": _SWAPPED | dict(eviction=SpillAll, fails=["OUT", "IN"], chunk=7),
     "moved beside": _RESTLESS,
     "moved beside, landing late": _RESTLESS | dict(late=4),
     "moved beside, late copies fail": _RESTLESS | dict(late=3, fails=["OUT", "IN"]),
@@ -46,6 +48,7 @@ EXPECTED = {
     "dropped": {Preemption.DROP},
     "swapped": {"moved out blocking", "moved in blocking"},
     "swapped, copies fail": {"failed out blocking", "failed in blocking", Preemption.DROP},
+    "spilled, copies fail": {"failed out blocking", "failed in blocking", Preemption.SPILL},
     "moved beside": {"moved out overlapped", "moved in overlapped"},
     "moved beside, landing late": {"moved out overlapped", "moved in overlapped"},
     "moved beside, late copies fail": {"failed out overlapped", "failed in overlapped", Preemption.DROP},
@@ -57,8 +60,8 @@ def one_model(family: str):
 
 
 @cache
-def outputs_alone(family: str, eos: int | None = None) -> list[list[int]]:
-    requests = mixed_requests(eos)
+def outputs_alone(family: str, eos: int | None = None, common: Sequence[int] = ()) -> list[list[int]]:
+    requests = mixed_requests(eos, common)
     run(*engine(one_model(family), Recompute(), device_blocks=60, seats=4), requests)
     return outputs(requests)
 
@@ -74,7 +77,7 @@ def sharded(case: str, family: str, tp: int, pp: int, *, overlap: bool = False, 
     store |= {name: options[name] for name in ("device_blocks", "host_blocks") if name in options}
     depth = 2 if overlap else pp
     core = make_core(options.pop("eviction")(), **options, depth=depth, overlap=overlap, stages=stages)
-    return core, thread_executor(tp, pp, family, **store)
+    return core, thread_executor(tp, pp, family, keeps=findable(core), **store)
 
 
 @pytest.mark.parametrize("case", FORCED)
@@ -85,6 +88,16 @@ def test_tokens_are_those_of_one_rank(case: str, tp: int, pp: int) -> None:
     found = happened(run(*sharded(case, family, tp, pp), requests))
     assert outputs(requests) == outputs_alone(family)
     assert all(found[what] >= 3 for what in EXPECTED[case]), found
+
+
+@pytest.mark.parametrize("case", FORCED)
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
+def test_tokens_are_those_of_one_rank_where_prefixes_are_adopted(case: str, tp: int, pp: int) -> None:
+    requests = mixed_requests(common=COMMON, adopts=True)
+    found = happened(run(*sharded(case, "llama", tp, pp), requests, leads=True))
+    assert outputs(requests) == outputs_alone("llama", common=COMMON)
+    assert found["adopted"] >= 3
+    assert all(found[what] for what in EXPECTED[case]), found
 
 
 @pytest.mark.parametrize("case", FORCED)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -83,6 +84,11 @@ def test_folders_without_an_encoder_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nor a folder"):
         HuggingFaceEncoder(tmp_path / "missing", str)
     with pytest.raises(ConfigError, match="cannot be read"):
+        HuggingFaceEncoder(tmp_path / "none", str)
+    own = {"model_type": "own", "auto_map": {"AutoConfig": "own.Config", "AutoTokenizer": ["own.Tokens", None]}}
+    for name in ("config.json", "tokenizer_config.json"):
+        (tmp_path / "none" / name).write_text(json.dumps(own))
+    with pytest.raises(ConfigError, match=r"needs code of the encoder's own \(auto_map\), which Skipjoin never runs"):
         HuggingFaceEncoder(tmp_path / "none", str)
     (tmp_path / "model.safetensors").write_bytes(b"garbage" * 9)
     with pytest.raises(ConfigError, match="cannot be read"):

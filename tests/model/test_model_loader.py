@@ -65,6 +65,13 @@ def test_older_spelling_of_rope(folder):
         ({"hidden_act": "swiglu"}, "activation 'swiglu' is not supported"),
         ({"quantization_config": {"bits": 4}}, "quantized weights are not supported"),
         ({"num_hidden_layers": 0}, "num_layers must be positive"),
+        ({"num_hidden_layers": 10**13}, "num_hidden_layers in config.json must be at most 16384, got 1000000000000"),
+        ({"max_position_embeddings": float("inf")}, "max_position_embeddings in config.json must be at most"),
+        ({"num_attention_heads": 0, "head_dim": None}, "cannot be read: .* by zero"),
+        ({"num_key_value_heads": -1}, "num_kv_heads must be positive"),
+        ({"rms_norm_eps": 10**400}, "cannot be read"),
+        ({"architectures": 7}, "architectures in config.json must be a list of names, got 7"),
+        ({"architectures": [["LlamaForCausalLM"]]}, "is not supported"),
     ],
     ids=str,
 )
@@ -84,6 +91,9 @@ def test_folders_refused(folder, tmp_path, monkeypatch):
         load_model(tmp_path)
     (folder / "config.json").write_text("{")
     with pytest.raises(ModelError, match="cannot be read"):
+        load_model(folder)
+    (folder / "config.json").write_text('{"a": ' + "[" * 100_000 + "]" * 100_000 + "}")
+    with pytest.raises(ModelError, match="nested too deeply"):
         load_model(folder)
     (folder / "config.json").write_text("[]")
     with pytest.raises(ModelError, match="must hold a JSON object"):

@@ -232,6 +232,10 @@ def test_library_is_built_once(monkeypatch, tmp_path):
     first = build.compiled_library()
     assert build.compiled_library() == first
     assert (len(calls), sorted(p.name for p in first.parent.iterdir())) == (1, [first.name])
+    for damage in (b"", first.read_bytes()[:-1]):  # after a power loss
+        first.write_bytes(damage)
+        assert build.compiled_library() == first
+    assert len(calls) == 3
 
 
 def test_arena():

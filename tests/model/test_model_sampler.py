@@ -149,6 +149,15 @@ def test_penalties(temperature):
         assert draw(logits, [row(prompt=prompt, output=output, **params)]) == [best]
 
 
+@pytest.mark.parametrize("temperature", [1e-30, 1e-40, 1e-300, 5e-324])
+def test_temperatures_next_to_zero_are_greedy(temperature):
+    logits = 100 * torch.randn(8, 300, generator=torch.Generator().manual_seed(7))
+    filters = [{}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.3}] * 2
+    rows = [row(temperature=temperature, **some) for some in filters]
+    tokens = [s.token for s in Sampler(300).sample(logits, rows).report.read()]
+    assert tokens == logits.argmax(-1).tolist()
+
+
 def test_min_tokens_bans_endings_until_reached():
     logits = torch.zeros(10)
     logits[[2, 5]] = torch.tensor([20.0, 19.0])

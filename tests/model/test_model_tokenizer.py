@@ -6,8 +6,11 @@ import json
 import random
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
@@ -170,12 +173,32 @@ def test_chat_refused(folder):
     file.write_text(json.dumps(settings | {"chat_template": "{{ messages[0].content.__class__.__mro__ }}"}))
     with pytest.raises(ModelError, match="rejects"):
         load_tokenizer(folder).chat([{"role": "user", "content": "x"}])
-    file.write_text(json.dumps(settings | {"chat_template": "{{ 1 / 0 }}"}))
-    with pytest.raises(ModelError, match="fails on this conversation"):
-        load_tokenizer(folder).chat([{"role": "user", "content": "x"}])
     file.write_text(json.dumps(settings | {"chat_template": None}))
     with pytest.raises(ModelError, match="no chat template"):
         load_tokenizer(folder).chat([])
+
+
+ENDLESS = "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}"
+
+
+@pytest.mark.parametrize("source", ["{{ 1 / 0 }}", "{{ 'é'.encode('ascii') }}", ENDLESS])
+def test_what_a_template_raises_stays_in_the_log(folder, caplog, source):
+    """The text of an exception may hold anything, so clients do not get it."""
+    (folder / "chat_template.jinja").write_text(source)
+    tokenizer = load_tokenizer(folder)
+    for _ in range(3):
+        with pytest.raises(ModelError) as refused:
+            tokenizer.chat([{"role": "user", "content": "x"}])
+        assert str(refused.value) == "the model's chat template fails on this conversation"
+    assert len(caplog.records) == 1
+
+
+def test_the_sandbox_of_templates_has_the_version_that_holds():
+    """Before 3.1.6 a template could call str.format through a filter, and leave the sandbox (CVE-2025-27516)."""
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    (needed,) = (line for line in project["dependencies"] if line.startswith("jinja2"))
+    assert Requirement(needed).specifier.contains("3.1.6")
+    assert not Requirement(needed).specifier.contains("3.1.5")
 
 
 def test_template_file_comes_first(folder):
@@ -208,3 +231,20 @@ def test_no_torch_in_the_api_process(folder):
         f"load_tokenizer({str(folder)!r}).encode('x'); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_folder_whose_tokenizer_is_code_is_refused_without_a_question(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`auto_map` names a class in a file of the folder, which transformers would import if the answer were yes."""
+    asked: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda text="": asked.append(text) or "y")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}}))
+    auto_map = {"AutoTokenizer": ["own.Tokens", None]}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "Tokens", "auto_map": auto_map}))
+    (tmp_path / "vocab.json").write_text("{}")
+    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Tokens: pass\n")
+    with pytest.raises(ModelError, match=r"needs code of the model's own \(auto_map\), which Skipjoin never runs"):
+        load_tokenizer(tmp_path)
+    assert not asked
+    assert not (tmp_path / "ran").exists()

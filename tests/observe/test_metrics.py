@@ -18,8 +18,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skipjoin.core.events import Arrived, Computed, Finished, Preempted, Preemption, Token
-from skipjoin.core.request import FinishReason, Request, Target
+from skipjoin.core.events import Admitted, Arrived, Computed, Finished, Preempted, Preemption, Token
+from skipjoin.core.prefixes import NamedPrefix
+from skipjoin.core.request import FinishReason, Request, ServiceClass, Target
 from skipjoin.core.step import Direction
 from skipjoin.observe.metrics import ENGINE_METRICS, EngineMetrics, Histogram, Snapshot
 from skipjoin.observe.requests import RequestFacts, RequestLog
@@ -36,7 +37,7 @@ WORLDS = [
     for recipe, (depth, overlap), name in product(SOME_SYSTEMS, [(1, False), (2, True)], sorted(EVICTIONS))
 ]
 BLOCK_BYTES = 1000
-HOW = ("pause", "swap", "drop")
+HOW = ("pause", "spill", "swap", "drop")
 
 
 def metrics_of(world: World, *, is_compressed: bool = False) -> EngineMetrics:
@@ -45,13 +46,13 @@ def metrics_of(world: World, *, is_compressed: bool = False) -> EngineMetrics:
 
 
 def count_and_sum(snapshot: Snapshot, name: str) -> tuple[float, Any]:
-    row = snapshot.row(name)
+    row = snapshot.summed(name)
     return sum(row[:-1]), row[-1]
 
 
 def by_label(snapshot: Snapshot, name: str) -> dict[str, float]:
     (metric,) = (metric for metric in ENGINE_METRICS if metric.name == name)
-    return dict(zip(metric.values, snapshot.row(name), strict=True))
+    return dict(zip(metric.values, snapshot.summed(name), strict=True))
 
 
 def test_who_is_given_up_is_counted_as_an_error() -> None:
@@ -66,7 +67,7 @@ def test_who_is_given_up_is_counted_as_an_error() -> None:
     timeline.close()
     reasons = by_label(metrics.snapshot(), "request_success_total")
     assert {name: count for name, count in reasons.items() if count} == {"length": 15, "error": 5}
-    assert metrics.snapshot().row("num_requests_running") == metrics.snapshot().row("num_requests_waiting") == [0]
+    assert metrics.snapshot().summed("num_requests_running") == metrics.snapshot().summed("num_requests_waiting") == [0]
     assert {one.id for one in facts if not one.is_complete} == {0, 4, 8, 12, 16}
     assert file.getvalue().count('"left":"error"') == 5
 
@@ -85,7 +86,7 @@ def test_a_run_in_numbers(world: World) -> None:
     outputs = [len(request.output) for request in done.requests]
     prompts = [len(request.prompt) for request in done.requests]
 
-    assert found.row("generation_tokens_total") == [sum(outputs)]
+    assert found.summed("generation_tokens_total") == [sum(outputs)]
     assert found.row("prompt_tokens_total") == [sum(prompts)]
     assert by_label(found, "request_success_total") == {
         "stop": 0,
@@ -127,7 +128,9 @@ def test_a_run_in_numbers(world: World) -> None:
     parts = [count_and_sum(found, f"request_{part}_time_seconds")[1] for part in ("prefill", "decode", "inference")]
     assert parts[0] + parts[1] == pytest.approx(parts[2])
     assert count_and_sum(found, "inter_token_latency_seconds")[1] == pytest.approx(parts[1])
-    assert [found.row(metric.name) for metric in ENGINE_METRICS if metric.kind == "gauge"] == [[0]] * 5
+    gauges = {metric.name: found.summed(metric.name) for metric in ENGINE_METRICS if metric.kind == "gauge"}
+    assert gauges.pop("batch_cap") == [world.max_seqs]
+    assert list(gauges.values()) == [[0]] * 8
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -175,7 +178,7 @@ def test_gauges_follow_the_engine(eviction: type[Recompute], overlap: bool) -> N
         seen = len(stepper.events)
         found = metrics.snapshot()
         assert plain.snapshot().row("kv_compressed_bytes") == [0]
-        running, waiting = found.row("num_requests_running")[0], found.row("num_requests_waiting")[0]
+        running, waiting = found.summed("num_requests_running")[0], found.summed("num_requests_waiting")[0]
         assert running + waiting == len(core.requests)
         assert running >= (len(core.plans[-1].slices) if core.plans and not overlap else 0)
         holdings = ((one, core.kv.blocks_of(one)) for one in core.kv.holders())
@@ -232,7 +235,7 @@ def test_ends_are_told_apart() -> None:
     # The one that never ran counts with all its life as queueing, and has no phases.
     assert count_and_sum(found, "request_queue_time_seconds")[0] == 4
     assert count_and_sum(found, "request_inference_time_seconds")[0] == 3
-    assert found.row("generation_tokens_total") == [sum(isinstance(event, Token) for event in stepper.events)]
+    assert found.summed("generation_tokens_total") == [sum(isinstance(event, Token) for event in stepper.events)]
 
 
 def judged(request: Request, ends: Callable[[Stepper], object] | None = None) -> dict[str, list[str]]:
@@ -340,6 +343,36 @@ def test_swaps_are_told_apart_by_direction_and_by_whether_the_step_waited() -> N
     assert any(isinstance(event, Preempted) and event.how is Preemption.SWAP for event in done.events)
 
 
+def test_classes_are_counted_apart() -> None:
+    todo = load(5, 20, best_effort=0.5)
+    for request in todo:
+        request.options = replace(request.options, target=Target(jct_s=1e9 if request.is_best_effort else math.inf))
+    done = run(World("fcfs"), todo)
+    metrics, facts = metrics_of(World()), list[RequestFacts]()
+    metrics.observe(done.events)
+    RequestLog(facts.append).observe(done.events)
+    found = metrics.snapshot()
+    by_name = {metric.name: metric for metric in ENGINE_METRICS if metric.by_class}
+
+    def parts(name: str) -> list[list[float]]:
+        return [list(part) for part in by_name[name].per_class(found.row(name))]
+
+    for is_best_effort, service in enumerate(ServiceClass):
+        own = [one for one in facts if one.service is service]
+        assert len(own) > 4
+        assert parts("generation_tokens_total")[is_best_effort] == [sum(one.output_tokens for one in own)]
+        assert parts("slo_attained_total")[is_best_effort] == [0, 0, len(own) * is_best_effort]
+        assert sum(parts("request_success_total")[is_best_effort]) == len(own)
+        assert sum(parts("num_preemptions_total")[is_best_effort]) == sum(one.preemptions for one in own)
+        gaps = sum(one.output_tokens - 1 for one in own)
+        counts = {"time_to_first_token": len(own), "e2e_request_latency": len(own), "inter_token_latency": gaps}
+        for name, count in counts.items():
+            assert sum(parts(f"{name}_seconds")[is_best_effort][:-1]) == count
+        assert parts("request_queue_time_seconds")[is_best_effort][-1] == pytest.approx(
+            sum(one.queue(0) for one in own)
+        )
+
+
 @given(
     st.lists(st.floats(0, 100), min_size=1, max_size=5, unique=True),
     st.lists(st.tuples(st.floats(0, 120), st.integers(1, 3))),
@@ -358,6 +391,21 @@ def test_a_bucket_holds_what_is_at_most_its_bound(bounds: list[float], values: l
     assert sum(row[:-1]) == len(everything)
     assert row[-1] == pytest.approx(sum(everything))
     assert sum(row[:1]) == bisect_left([value > bounds[0] for value in everything], True)
+
+
+def test_hits_count_when_a_request_is_first_admitted() -> None:
+    metrics = metrics_of(World())
+    named = partial(NamedPrefix, [1, 2], 16, 16)
+    first, resumed = make(0, 40, prefix=named()), make(1, 40, prefix=named(), output=[7])
+    apart = make(2, 40)
+    metrics.observe(Arrived(request, 0.0) for request in (first, resumed, apart))
+    metrics.observe(
+        [Admitted(first, 0.0, 32), Admitted(resumed, 0.0, 32), Admitted(apart, 0.0), Admitted(first, 1.0, 16)]
+    )
+    metrics.shares(cached=3, shared=2)
+    found = metrics.snapshot()
+    assert (found.row("prefix_cache_queries_total"), found.row("prefix_cache_hits_total")) == ([40], [32])
+    assert (found.row("kv_cached_blocks"), found.row("kv_shared_blocks")) == ([3], [2])
 
 
 def test_a_snapshot_does_not_change() -> None:
@@ -381,7 +429,7 @@ def test_an_engine_that_is_gone_runs_nothing_and_keeps_its_counts() -> None:
     stepper.step()
     metrics.observe(stepper.events)
     snapshot = metrics.snapshot()
-    assert snapshot.row("num_requests_running") == [1]
-    assert snapshot.at_rest().row("num_requests_running") == [0]
+    assert snapshot.summed("num_requests_running") == [1]
+    assert snapshot.at_rest().summed("num_requests_running") == [0]
     assert snapshot.at_rest().row("kv_cache_usage_perc") == [0]
-    assert snapshot.at_rest().row("generation_tokens_total") == [1]
+    assert snapshot.at_rest().summed("generation_tokens_total") == [1]

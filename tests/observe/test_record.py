@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skipjoin.observe.record import Slo, percentile, summarize
-from skipjoin.observe.requests import RequestFacts
+from skipjoin.observe.requests import Kind, RequestFacts
 
 
 def complete(number: int, arrival: float, first: float, last: float, tokens: int, *, stream: str = "a") -> RequestFacts:
@@ -42,7 +42,7 @@ def test_figures_of_two_requests() -> None:
 
 def test_nobody_is_left_out() -> None:
     late = RequestFacts(2, 5.0, 10, 5)
-    record = summarize([complete(0, 0.0, 1.0, 5.0, 5), late], now=105.0, rejected=["a", "a"], errors=["a"])
+    record = summarize([complete(0, 0.0, 1.0, 5.0, 5), late], now=105.0, rejected=[Kind("a")] * 2, errors=[Kind("a")])
     assert record["requests"] == {"submitted": 5, "finished": 1, "unfinished": 1, "rejected": 2, "errors": 1}
     assert record["ttft_s"]["mean"] == 50.5
     assert record["normalized_latency_s"]["mean"] == (1 + 20) / 2
@@ -57,7 +57,7 @@ def test_no_requests() -> None:
 
 def test_objectives_count_every_request() -> None:
     facts = [complete(0, 0.0, 1.0, 5.0, 5), complete(1, 0.0, 3.0, 4.0, 5), RequestFacts(2, 0.0, 10, 5)]
-    slo = summarize(facts, now=9.0, rejected=["a"], slo=Slo(ttft_s=2.0, tpot_s=0.5, jct_s=4.5))["slo"]
+    slo = summarize(facts, now=9.0, rejected=[Kind("a")], slo=Slo(ttft_s=2.0, tpot_s=0.5, jct_s=4.5))["slo"]
     assert (slo["ttft_attained"], slo["tpot_attained"], slo["jct_attained"], slo["all_attained"]) == (
         0.25,
         0.25,
@@ -73,7 +73,7 @@ def test_objectives_count_every_request() -> None:
 
 def test_classes_are_told_apart() -> None:
     facts = [complete(0, 0.0, 1.0, 5.0, 5, stream="chat"), complete(1, 0.0, 7.0, 9.0, 3, stream="batch")]
-    classes = summarize(facts, now=9.0, rejected=["batch", "bulk"], slo=Slo(ttft_s=8.0))["classes"]
+    classes = summarize(facts, now=9.0, rejected=[Kind("batch"), Kind("bulk")], slo=Slo(ttft_s=8.0))["classes"]
     assert list(classes) == ["batch", "bulk", "chat"]
     assert classes["batch"]["requests"] == {
         "submitted": 2, "finished": 1, "unfinished": 0, "rejected": 1, "errors": 0

@@ -31,7 +31,7 @@ def holder(kv: KVLedger, number: int, tokens: int, priority: int = 0) -> Request
 
 
 def ways(eviction: Swap, victim: Request, kv: KVLedger, now: float, newcomer: Request | None) -> list[Preemption]:
-    return [how for _, how in eviction.victims(1, [victim], kv, now, newcomer)]
+    return [one.how for one in eviction.victims(1, [victim], kv, now, newcomer)]
 
 
 def test_after_a_drop_newcomers_wait_until_it_is_a_small_share_of_the_time() -> None:
@@ -65,10 +65,10 @@ def test_moves_are_not_paced_while_the_host_has_room() -> None:
     eviction = Swap(COST)
     eviction.dropped(8, 0.0)
     first = eviction.victims(3, victims, kv, 1.0, newcomer)
-    assert [(victim.id, how) for victim, how in first] == [(0, Preemption.SWAP), (1, Preemption.SWAP)]
+    assert [(one.request.id, one.how) for one in first] == [(0, Preemption.SWAP), (1, Preemption.SWAP)]
     assert eviction.victims(4, victims, kv, 1.0, newcomer) == ()
     grown = eviction.victims(4, victims, kv, 1.0, None)
-    assert [how for _, how in grown] == [Preemption.SWAP, Preemption.SWAP, Preemption.DROP]
+    assert [one.how for one in grown] == [Preemption.SWAP, Preemption.SWAP, Preemption.DROP]
 
 
 @pytest.mark.parametrize("share", [0.0, -1.0, math.nan])
@@ -98,7 +98,7 @@ def test_recipes_take_quantum_and_pace_from_their_parameters(paced: bool) -> Non
     assert isinstance(policies.ordering, Prioritized)
     request = make(0, 1, 10)
     policies.ordering.arrived(request, 0.0)
-    band = policies.ordering._bands[0]
+    band = policies.ordering._bands[request.band]
     assert isinstance(band, SkipJoinMlfq)
     assert band.level(request) == 2  # a second is nearly four quanta
     kv = KVLedger(10, 0, 4)

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from skipjoin.core.events import Preemption
 from skipjoin.core.kv import KVLedger
-from skipjoin.core.policy import EvictionPolicy
-from skipjoin.core.request import Request
+from skipjoin.core.policy import Eviction, EvictionPolicy
+from skipjoin.core.request import Request, RequestOptions, ServiceClass
 from skipjoin.core.step import Direction
-from skipjoin.policies.eviction import Defer, ProactiveSwap, Recompute, Swap, Vacate
+from skipjoin.policies.eviction import Defer, ProactiveSwap, Recompute, Spill, Swap, Vacate
 from support.load import make
 from support.policies import COST, EVICTIONS, Ranks
 
@@ -50,9 +50,9 @@ def test_victims_free_enough_in_the_order_given_and_no_more_than_needed(
     kv = KVLedger(100, 100, 4)
     candidates = holders(kv, sizes)
     short = data.draw(st.integers(1, sum(sizes)))
-    victims = [victim for victim, _ in build().victims(short, candidates, kv, 0.0, None)]
-    assert victims == candidates[: len(victims)]
-    freed = [kv.footprint(victim) for victim in victims]
+    evictions = build().victims(short, candidates, kv, 0.0, None)
+    assert [one.request for one in evictions] == candidates[: len(evictions)]
+    freed = [kv.footprint(one.request) if one.blocks is None else one.blocks for one in evictions]
     assert sum(freed) >= short > sum(freed[:-1])
 
 
@@ -103,7 +103,7 @@ def test_with_all_kv_on_the_host_somebody_is_brought_in_beside_or_may_return_bef
 def test_those_without_swapping_drop_and_move_nothing_ahead(eviction: EvictionPolicy) -> None:
     kv = KVLedger(10, 10, 4)
     requests = holders(kv, [1, 2])
-    assert eviction.victims(3, requests, kv, 0.0, None) == [(r, Preemption.DROP) for r in requests]
+    assert eviction.victims(3, requests, kv, 0.0, None) == [Eviction(r, Preemption.DROP) for r in requests]
     assert eviction.ahead(requests, by_number(requests), kv, 0.0) == ((), ())
     assert not eviction.returns_overlapped(make(0, 4, 4))
 
@@ -121,8 +121,8 @@ def test_swap_keeps_what_is_finished_and_drops_an_unfinished_prefill() -> None:
     decoding, prefilling = holders(kv, [1, 2])
     prefilling.known = prefilling.computed + 2
     assert Swap(COST).victims(3, [decoding, prefilling], kv, 0.0, None) == [
-        (decoding, Preemption.SWAP),
-        (prefilling, Preemption.DROP),
+        Eviction(decoding, Preemption.SWAP),
+        Eviction(prefilling, Preemption.DROP),
     ]
 
 
@@ -132,7 +132,45 @@ def test_swap_drops_what_is_computed_again_sooner_than_it_is_moved_out_and_back(
     requests = holders(kv, [1])
     for block, how in ((2.0, Preemption.SWAP), (2.001, Preemption.DROP)):
         cost = replace(COST, floor=1000.0, prefill_token=1.0, attention_pair=0.0, block=block, transfer_floor=0.0)
-        assert [one for _, one in Swap(cost).victims(1, requests, kv, 0.0, None)] == [how]
+        assert [one.how for one in Swap(cost).victims(1, requests, kv, 0.0, None)] == [how]
+
+
+def test_spill_takes_what_is_short_of_best_effort_requests_first_and_of_those_on_the_host_already() -> None:
+    kv = KVLedger(30, 12, 4)
+    last, split, best_effort, first = requests = holders(kv, [4, 4, 4, 4])
+    for request in (split, best_effort):
+        request.options = RequestOptions(service=ServiceClass.BEST_EFFORT)
+    kv.land(kv.move_out(split, blocking=True, keep=3))
+
+    def spill(short: int) -> list[Eviction]:
+        return list(Spill(COST).victims(short, requests, kv, 0.0, None))
+
+    assert spill(2) == [Eviction(split, Preemption.SPILL, 2)]
+    assert spill(4) == [Eviction(split, Preemption.SWAP), Eviction(best_effort, Preemption.SPILL, 1)]
+    assert spill(8) == [
+        *(Eviction(one, Preemption.SWAP) for one in (split, best_effort)),
+        Eviction(last, Preemption.SWAP),
+    ]
+    assert spill(15)[3:] == [Eviction(first, Preemption.DROP)]
+
+
+def test_spill_weighs_the_part_and_makes_a_newcomer_wait_where_dropping_is_not_its_turn() -> None:
+    """A block takes 2 s to compute again; to move some out and back takes 1 s for each and 1 s in all."""
+    kv = KVLedger(30, 9, 4)
+    (victim,) = holders(kv, [4])
+    victim.options = RequestOptions(service=ServiceClass.BEST_EFFORT)
+    cost = replace(COST, floor=9.0, prefill_token=0.5, attention_pair=0.0, block=0.5, transfer_floor=0.5)
+    spill = Spill(cost)
+    assert spill.victims(1, [victim], kv, 0.0, None) == [Eviction(victim, Preemption.SPILL, 1)]
+    spill = Spill(replace(cost, transfer_floor=0.51))
+    assert spill.victims(1, [victim], kv, 0.0, None) == [Eviction(victim, Preemption.DROP, 1)]
+    assert spill.victims(2, [victim], kv, 0.0, None) == [Eviction(victim, Preemption.SPILL, 2)]
+    spill.dropped(4, 0.0)
+    assert spill.victims(1, [victim], kv, 0.0, make(9, 1, 1)) == ()
+    kv.claim(victim, 6)
+    assert spill.victims(2, [victim], kv, 0.0, make(9, 1, 1)) == [Eviction(victim, Preemption.SPILL, 2)], (
+        "it loses no KV"
+    )
 
 
 def test_swap_moves_nothing_ahead() -> None:
@@ -148,7 +186,7 @@ def test_vacate_takes_guests_before_others_that_matter_less() -> None:
     kv.claim(host, 8)
     kv.claim(guest, 3, lender=host)
     victims = Vacate(COST).victims(2, [other, guest], kv, 0.0, None)
-    assert [victim for victim, _ in victims] == [guest]
+    assert [one.request for one in victims] == [guest]
     victims = Vacate(COST).victims(5, [other, guest], kv, 0.0, None)
-    assert [victim for victim, _ in victims] == [guest, other]
+    assert [one.request for one in victims] == [guest, other]
     assert Vacate(COST).ahead(requests, by_number(requests), kv, 0.0) == ((), ())

@@ -16,15 +16,18 @@ from skipjoin.core.context import StepContext
 from skipjoin.core.forecast import LENGTH_EDGES, Forecast, length_bin
 from skipjoin.core.kv import KVLedger
 from skipjoin.core.policy import Ordering
-from skipjoin.core.request import Request
+from skipjoin.core.request import Request, Target
 from skipjoin.core.step import Slice
 from skipjoin.policies.coupled import Closest, HoldersFirst, Room
+from skipjoin.policies.deadlines import ByDeadline, NextTokens, StartedFirst
 from skipjoin.policies.econo import ByArrival, ByGroup, ByObjective, PaddedLengths, Tasks, TwoQueues
 from skipjoin.policies.execution import ExecutionTime
+from skipjoin.policies.fairness import Fair
 from skipjoin.policies.mlfq import SkipJoinMlfq
 from skipjoin.policies.ordering import Fcfs, FixedKey, Prioritized
 from skipjoin.policies.predictors import ForecastQuantile, most_tokens
 from skipjoin.policies.remaining import RemainingTime
+from skipjoin.policies.turns import ByTurn, Turn
 from skipjoin.policies.valued import Valued
 from skipjoin.policies.wait_times import ShortestWithWaits
 from support.load import make
@@ -41,6 +44,10 @@ def srpt() -> Ordering:
 
 def alise() -> Ordering:
     return ShortestWithWaits(RemainingTime(ExecutionTime(COST), ForecastQuantile(0.3), aging_s=20.0))
+
+
+def by_deadline() -> Ordering:
+    return ByDeadline(NextTokens(Target(ttft_s=0.3, tpot_s=0.1)), overdue_s=0.5)
 
 
 def closest() -> Ordering:
@@ -61,6 +68,11 @@ def by_objective(*, longest_first: bool = False) -> ByObjective:
         longest_first=longest_first,
         overdue_s=3.0,
     )
+
+
+def fair(make: Callable[[], Ordering]) -> Ordering:
+    """With a lead that is reached while requests live."""
+    return Fair(make, lead=200, output_weight=2.0)
 
 
 class Overdue:
@@ -99,7 +111,14 @@ ORDERINGS: dict[str, Callable[[], Ordering]] = {
     "prioritized srpt": lambda: Prioritized(srpt),
     "prioritized alise": lambda: Prioritized(alise),
     "prioritized closest": lambda: Prioritized(closest),
-    "prioritized skip-join": lambda: Prioritized(mlfq),
+    "prioritized skip-join": lambda: Prioritized(mlfq, best_effort_wait_s=0.5),
+    "by deadline": by_deadline,
+    "prioritized by deadline": lambda: Prioritized(by_deadline, best_effort=StartedFirst, best_effort_wait_s=0.5),
+    "started first": StartedFirst,
+    "fair fcfs": lambda: fair(Fcfs),
+    "fair skip-join": lambda: fair(mlfq),
+    "fair bands": lambda: Prioritized(lambda: fair(alise), best_effort_wait_s=0.5),
+    "by turn": lambda: ByTurn(Turn(), lambda: Prioritized(Fcfs)),
 }
 every_ordering = pytest.mark.parametrize("build", ORDERINGS.values(), ids=ORDERINGS.keys())
 
@@ -114,7 +133,16 @@ class Life:
         self._next = 0
 
     def arrive(self, prompt: int, max_tokens: int) -> None:
-        request = make(self._next, prompt, max_tokens, arrival=self.now, priority=prompt % 3)
+        best_effort = not prompt % 4
+        request = make(
+            self._next,
+            prompt,
+            max_tokens,
+            arrival=self.now,
+            priority=prompt % 3,
+            best_effort=best_effort,
+            client=f"client {prompt % 5}",
+        )
         self._next += 1
         self.live.append(request)
         self.ordering.arrived(request, self.now)
@@ -286,7 +314,10 @@ def test_where_time_promotes_nobody_turns_are_by_rank_and_equal_between_equals(
 @cache
 def long_queue() -> list[Request]:
     """Requests that several orderings may hold at a time: nothing runs, so nothing changes them."""
-    return [make(number, 1 + number % 7, 4, arrival=number * 1e-9, priority=number % 2) for number in range(30_000)]
+    return [
+        make(number, 1 + number % 7, 4, arrival=number * 1e-9, priority=number % 2, client=f"client {number % 5}")
+        for number in range(30_000)
+    ]
 
 
 @every_ordering

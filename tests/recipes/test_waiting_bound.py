@@ -139,7 +139,7 @@ class Duel:
     def _in_first_queue(self) -> int:
         ordering = self.core.scheduler.policies.ordering
         assert isinstance(ordering, Prioritized)
-        queues = ordering._bands.get(0)
+        queues = ordering._bands.get((False, True, 0))
         assert queues is None or isinstance(queues, SkipJoinMlfq)
         return sum(queues.level(request) == 0 for request in self.core.requests.values()) if queues else 0
 

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import tiny_model
+from batch_worlds import Place
 from server_worlds import BLOCKS, Api, MakeApi, ServerProcess, StartServer, simulated_server
 
 from skipjoin.config import ServerConfig
 from skipjoin.engine.forecasting import ForecastKeeper
+from support.postgres import Postgres, running
 
 
 @pytest.fixture(scope="session")
@@ -69,3 +71,32 @@ def server(tokenizer_folder: Path) -> Iterator[ServerProcess]:
     shared = simulated_server(tokenizer_folder, 0.001, BLOCKS)
     yield shared
     shared.stop()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "postgres" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.postgres)
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[Postgres]:
+    """A PostgreSQL server of this run's own."""
+    with running() as server:
+        if server is None:
+            pytest.skip("PostgreSQL is not installed")
+        yield server
+
+
+@pytest.fixture
+def postgres_place(postgres: Postgres, tmp_path: Path) -> Place:
+    """Where stores are opened on a database of the test's own."""
+    return Place(tmp_path / "shared", postgres.new_database())
+
+
+@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    """Where stores are opened, on either database."""
+    if request.param == "sqlite":
+        return Place(tmp_path / "own", None)
+    return request.getfixturevalue("postgres_place")

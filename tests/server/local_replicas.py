@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 from server_worlds import HERE
 
-from skipjoin.config import EngineConfig
+from skipjoin.config import EngineConfig, HangLimits
 from skipjoin.server.engines.engine_client import EngineClient
 from skipjoin.server.engines.replica import EngineReplica
 from skipjoin.server.engines.replicas import ReplicaSet
@@ -100,14 +100,14 @@ def _is_engine(child: psutil.Process) -> bool:
 
 @contextlib.asynccontextmanager
 async def local_replicas(
-    folder: Path, replicas: int, step_s: float = 0.002, **settings: Any
+    folder: Path, replicas: int, step_s: float = 0.002, hang_timeout_s: float = 30.0, **settings: Any
 ) -> AsyncIterator[LocalReplicas]:
     """So many simulated engines behind a client; gone afterwards."""
     command = (sys.executable, str(HERE / "simulated_engine.py"), str(folder), str(step_s), "4096", "512")
     metrics = Metrics()
     found = LocalReplicas(EngineClient(metrics, wanted=replicas, **settings), metrics, command)
     try:
-        await found.start(EngineConfig(threads=1))
+        await found.start(EngineConfig(threads=1), HangLimits(hang_s=hang_timeout_s))
         yield found
     finally:
         engines = found.engines

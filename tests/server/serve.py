@@ -2,10 +2,13 @@
 
 python serve.py simulated TOKENIZER_FOLDER STEP_SECONDS BLOCKS CONTEXT [SETTING=VALUE ...]
 python serve.py model FOLDER [SETTING=VALUE ...]
+
+descriptors: not a setting, but the limit of open files.
 """
 
 from __future__ import annotations
 
+import resource
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,10 +23,14 @@ from skipjoin.server.launch import MakeEngines, one_engine, run_server
 NO_FORECASTS = ForecastConfig()
 _READ = {
     "port": int,
+    "descriptors": int,
+    "max_connections": int,
+    "max_prompt_scores": int,
     "max_queued_requests": int,
     "max_queued_tokens": int,
     "max_body_bytes": int,
     "metrics_compat": str,
+    "priority_range": str,
     "timeline": str,
     "replicas": int,
     "forecaster": str,
@@ -31,8 +38,13 @@ _READ = {
     "forecast_encoder": str,
     "forecast_url": str,
     "chat_template": str,
+    "log_format": str,
     "enable_debug_routes": lambda value: value == "True",
-    "api_keys": lambda value: (value,),
+    **dict.fromkeys(("api_keys", "metrics_keys"), lambda value: tuple(value.split("+"))),
+    "metrics_port": int,
+    "batch_dir": str,
+    "batch_db": str,
+    **dict.fromkeys(("batch_inflight", "batch_max_lines", "batch_max_file_bytes", "batch_max_active_per_key"), int),
 }
 
 
@@ -50,6 +62,8 @@ def main() -> int:
         engine = EngineConfig(model=folder, kv_cache_gib=0.01, threads=1, profile="off")
         return _run(engine, ServerConfig(**_settings(rest)), ENGINE_COMMAND)
     settings = _settings(rest[3:])
+    if (descriptors := settings.pop("descriptors", None)) is not None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors))
     simulated = str(Path(__file__).parent / "simulated_engine.py")
     command = (sys.executable, simulated, folder, *rest[:3])
     engine = EngineConfig(timeline=settings.pop("timeline", None))

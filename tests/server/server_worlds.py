@@ -43,6 +43,7 @@ from skipjoin.server.metrics import Metrics
 
 HERE = Path(__file__).parent
 BLOCKS = 4096
+JSON = {"Content-Type": "application/json"}
 COST = LinearCost(floor=0.01, prefill_token=1e-5, decode=1e-3)
 
 READY = Ready(
@@ -173,7 +174,7 @@ class Api:
         self.service.open(ready, tokenizer, keeper, ask)
         self.app: AccessGuard = build_app(self.service)
         transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
-        self.http = httpx.AsyncClient(transport=transport, base_url="http://test")
+        self.http = httpx.AsyncClient(transport=transport, base_url="http://localhost")
 
     async def complete(self, **body: Any) -> httpx.Response:
         """POST /v1/completions, with a prompt unless the body has one."""
@@ -231,9 +232,12 @@ class ServerProcess:
         return [child for _, _, child in sorted(found)]
 
     def metric(self, name: str) -> float:
-        """The value of a metric without labels."""
+        """The value of a metric without labels, or the sum over its classes."""
         text = httpx.get(f"{self.url}/metrics").text
-        return next(float(line.split()[1]) for line in text.splitlines() if line.startswith(f"skipjoin:{name} "))
+        start = (f"skipjoin:{name} ", f'skipjoin:{name}{{class="')
+        found = [float(line.split()[1]) for line in text.splitlines() if line.startswith(start)]
+        assert found, name
+        return sum(found)
 
     def wait_idle(self, seconds: float = 10.0) -> None:
         """Wait until no request is left and all KV blocks are free."""

@@ -3,14 +3,16 @@
     python simulated_engine.py TOKENIZER_FOLDER STEP_SECONDS BLOCKS CONTEXT < setup.json
 
 The n-th generated token is the n-th token of the prompt, starting over at its end. Requests of `HOPELESS` priority are
-given up after three tokens.
+given up after three tokens; those of `POISON` priority end the process there.
 """
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tiny_model import EOS, VOCAB
@@ -19,9 +21,10 @@ from skipjoin.core.engine import EngineCore
 from skipjoin.core.events import Event, Token
 from skipjoin.core.forecast import Forecast
 from skipjoin.core.kv import KVLedger
+from skipjoin.core.prefixes import ContentPrefix
 from skipjoin.core.request import DEFAULT_OPTIONS, FinishReason, Request, RequestOptions
 from skipjoin.core.scheduler import Scheduler
-from skipjoin.core.step import StepResult
+from skipjoin.core.step import StepPlan, StepResult
 from skipjoin.model.config import ModelError
 from skipjoin.policies.cost import LinearCost
 from skipjoin.recipes import Settings, build
@@ -30,7 +33,7 @@ from skipjoin.server.engines.engine_server import OnProgress, serve_engine
 from skipjoin.server.engines.messages import Ready, Setup
 
 BLOCK_SIZE = 16
-HOPELESS = 99
+HOPELESS, POISON = 99, 98
 GIVEN_UP = "there was no memory for this request"
 COST = LinearCost(floor=0.01, prefill_token=1e-5)
 
@@ -50,6 +53,7 @@ class SimulatedLoop:
             config.max_num_batched_tokens,
         )
         self.core = EngineCore(Scheduler(build(config.recipe, settings), KVLedger(blocks, 0, BLOCK_SIZE)))
+        self.on_plan: Callable[[StepPlan], object] = lambda plan: None
         self._step_s = step_s
         self._context = context
 
@@ -66,6 +70,7 @@ class SimulatedLoop:
     ) -> None:
         now = time.monotonic()
         eos = frozenset() if params.ignore_eos else frozenset([EOS])
+        is_scored = params.prompt_logprobs is not None
         request = Request(
             request_id,
             now - age_s,
@@ -76,6 +81,7 @@ class SimulatedLoop:
             options=options,
             sampling=params,
             forecast=forecast,
+            prefix=None if is_scored else ContentPrefix(BLOCK_SIZE, options.cache_salt.encode()),
             output=list(output),
         )
         self.core.add(request, now)
@@ -93,8 +99,11 @@ class SimulatedLoop:
     def step(self) -> list[Event]:
         plan = self.core.start_step(time.monotonic())
         if plan is not None:
+            self.on_plan(plan)
             time.sleep(self._step_s)
-            given_up = {index: GIVEN_UP for index, piece in enumerate(plan.slices) if _is_lost(piece.request)}
+            if any(_is_lost(piece.request, POISON) for piece in plan.slices):
+                os.kill(os.getpid(), signal.SIGKILL)
+            given_up = {index: GIVEN_UP for index, piece in enumerate(plan.slices) if _is_lost(piece.request, HOPELESS)}
             tokens = [
                 _sample(piece.request) if piece.samples and index not in given_up else None
                 for index, piece in enumerate(plan.slices)
@@ -111,8 +120,8 @@ def _sample(request: Request) -> int:
     return request.prompt[len(request.output) % len(request.prompt)]
 
 
-def _is_lost(request: Request) -> bool:
-    return request.options.priority == HOPELESS and len(request.output) == 3
+def _is_lost(request: Request, priority: int) -> bool:
+    return request.options.priority == priority and len(request.output) == 3
 
 
 def _with_detail(event: Event) -> Event:

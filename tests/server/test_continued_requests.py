@@ -115,15 +115,15 @@ def test_it_is_counted_once(engine: EngineLoop) -> None:
     run(engine, params, tokens[:4], after)
     one, two = counted([alone]), counted([alone[: fourth + 1], after])
     for name in ("prompt_tokens_total", "generation_tokens_total", "request_success_total"):
-        assert two.row(name) == one.row(name)
+        assert two.summed(name) == one.summed(name)
     for name in ("request_prompt_tokens", "request_generation_tokens", "request_params_max_tokens"):
-        assert two.row(name) == one.row(name)
+        assert two.summed(name) == one.summed(name)
     for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds"):
-        assert sum(two.row(name)[:-1]) == sum(one.row(name)[:-1]) == 1
-    assert two.row("e2e_request_latency_seconds")[-1] >= 1.5  # since its first arrival
+        assert sum(two.summed(name)[:-1]) == sum(one.summed(name)[:-1]) == 1
+    assert two.summed("e2e_request_latency_seconds")[-1] >= 1.5  # since its first arrival
     for name in ("request_queue_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds"):
-        assert sum(two.row(name)) == 0  # no engine saw all of it
-    assert sum(two.row("inter_token_latency_seconds")[:-1]) == 7  # all gaps but the one between the engines
+        assert sum(two.summed(name)) == 0  # no engine saw all of it
+    assert sum(two.summed("inter_token_latency_seconds")[:-1]) == 7  # all gaps but the one between the engines
 
 
 def test_what_is_complete_is_refused() -> None:

@@ -15,8 +15,9 @@ from tiny_model import EOS
 from skipjoin.core.request import FinishReason, RequestOptions
 from skipjoin.engine.text import Output
 from skipjoin.sampling import SamplingParams
+from skipjoin.server.engines import engine_client
 from skipjoin.server.engines.engine_client import EngineClient
-from skipjoin.server.engines.errors import EngineDeadError, NoReplicaError
+from skipjoin.server.engines.errors import EngineDeadError, LostRequestError, NoReplicaError
 from skipjoin.server.engines.messages import Refused, StepOutputs
 from skipjoin.server.engines.sequences import EngineSequence, Mailbox, OnEnd
 from skipjoin.server.metrics import Metrics
@@ -127,6 +128,20 @@ async def test_what_goes_along() -> None:
     assert further.output == PROMPT[:1]
 
 
+async def test_cached_tokens_are_those_of_the_engine_where_the_output_began() -> None:
+    world = World(engines=3)
+    sequence = world.submit()
+    found = []
+    for cached in (16, 32, 48):  # at the second engine it begins anew, at the third one it goes on
+        home = world.home()
+        home.tell(StepOutputs(started=[sequence.id], cached={sequence.id: cached}))
+        found.append(sequence.cached_tokens)
+        if cached == 32:
+            home.tell(StepOutputs([sequence.id], PROMPT[:1]))
+        home.die()
+    assert found == [16, 32, 32]
+
+
 async def test_seeds_are_drawn_once_and_the_same_every_time() -> None:
     def seeds() -> list[int | None]:
         world = World(engines=1, seed=5)
@@ -175,7 +190,7 @@ async def test_who_waits_for_an_engine_takes_the_first_that_comes() -> None:
     with pytest.raises(NoReplicaError):
         world.submit(9)
     late = world.new_engine()
-    assert sorted(add.id for add in late.added) == [1, 2, 3, 4]
+    assert len(late.added) == 1  # the others follow one by one: see below
     while late.live:
         late.step()
     outputs = world.taken()
@@ -251,6 +266,72 @@ async def test_work_goes_where_least_is_left() -> None:
     assert len(long.live) == 5
 
 
+# -- requests that end engines ----------------------------------------------------------------------------------
+
+
+async def test_a_request_is_not_tried_at_a_third_engine() -> None:
+    world = World(engines=3)
+    sequence = world.submit()
+    for _ in range(2):
+        home = world.home()
+        home.tell(StepOutputs(started=[sequence.id]))
+        home.die()
+    with pytest.raises(LostRequestError, match="ended 2 times"):
+        await world.mailbox.get()
+    assert (world.client.alive, world.client.active, world.ended) == (1, 0, [0])
+
+
+async def test_deaths_after_further_tokens_have_an_end_too() -> None:
+    world = World(engines=9)
+    world.submit(max_tokens=100)
+    deaths = 0
+    while world.client.active:
+        world.home().step()
+        world.home().die()
+        deaths += 1
+    assert deaths == 8
+    assert len(world.taken()) == 8
+
+
+async def test_those_that_ran_beside_each_other_go_on_one_at_a_time() -> None:
+    """The one on trial is to blame; requests that have not begun are not, and wait for none of it."""
+    world = World(engines=1)
+    sequences = [world.submit(index) for index in range(4)]
+    first = world.engines[0]
+    first.step()
+    fresh = world.submit(4)
+    first.die()
+    second = world.new_engine()
+    assert sorted(second.live) == [sequences[0].id, fresh.id]
+    second.step()
+    assert sorted(second.live) == [*(one.id for one in sequences[:2]), fresh.id]
+    second.tell(StepOutputs(started=[sequences[1].id]))
+    second.die()
+    world.taken()
+    with pytest.raises(LostRequestError):
+        await world.mailbox.get()
+    assert world.ended == [1]
+    last = world.new_engine()
+    while last.live:
+        last.step()
+    assert sorted(world.ended) == [0, 1, 2, 3, 4]
+
+
+async def test_a_trial_that_waits_in_a_queue_holds_others_up_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_client, "TRIAL_S", 0.01)
+    world = World()
+    for index in range(3):
+        world.submit(index)
+    for engine in world.engines:
+        engine.step()
+    world.engines[0].die()
+    world.engines[1].die()
+    late = world.new_engine()
+    assert len(late.live) == 1
+    await asyncio.sleep(0.1)
+    assert len(late.live) == 3
+
+
 # -- over HTTP --------------------------------------------------------------------------------------------------
 
 
@@ -262,13 +343,13 @@ async def two(make_api: MakeApi) -> AsyncIterator[Api]:
 
 
 def shown(response: httpx.Response) -> list[Any]:
-    """The choices of every event, or of the whole answer, without ids and times."""
+    """The choices of every event, choice by choice, or of the whole answer, without ids and times."""
     if "data: " not in response.text:
         body = response.json()
         return [body["choices"], body["usage"]]
     events = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
     assert response.text.rstrip().endswith("[DONE]")
-    return [event["choices"] for event in events]
+    return sorted((event["choices"] for event in events), key=lambda found: [one["index"] for one in found])
 
 
 BODIES: list[dict[str, Any]] = [
@@ -301,7 +382,7 @@ async def test_clients_notice_nothing(two: Api, body: dict[str, Any]) -> None:
                     engine.step()
                     await asyncio.sleep(0)
             steps += 1
-            if steps % every == 0:
+            if steps % every == 0 and steps // every < 8:  # at the eighth death it would fail
                 victim = two.engines[steps // every % 2]
                 victim.die()
                 victim.join(two.ready)
@@ -351,3 +432,33 @@ async def test_a_client_that_leaves_takes_its_request_from_wherever_it_is(two: A
     with pytest.raises(asyncio.CancelledError):
         await task
     assert not two.engines[1].live
+
+
+async def test_a_request_that_ends_engines_is_not_to_be_retried(two: Api) -> None:
+    for engine in two.engines:
+        engine.paused = True
+    task = asyncio.create_task(two.complete())
+    for deaths in (1, 2):
+        while not (homes := [engine for engine in two.engines if engine.live]):
+            await asyncio.sleep(0)
+        homes[0].tell(StepOutputs(started=list(homes[0].live)))
+        homes[0].die()
+        assert two.client.alive == 2 - deaths
+    response = await task
+    assert (response.status_code, response.headers["x-should-retry"]) == (500, "false")
+    assert response.json()["error"]["code"] == "engine_lost"
+
+
+async def test_while_the_only_engine_hangs_deadlines_hold_and_nothing_is_taken(make_api: MakeApi) -> None:
+    async with make_api() as api:
+        api.engine.paused = True
+        response = await api.complete(deadline_ms=50)
+        assert (response.status_code, response.json()["error"]["code"]) == (408, "deadline_exceeded")
+        assert api.engine.aborted == [api.engine.added[0].id]
+        assert api.engine.replica is not None
+        api.engine.replica.is_hung = True
+        for answer in (await api.http.get("/health"), await api.http.get("/ready"), await api.complete()):
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_hung")
+        api.engine.replica.is_hung = False
+        assert (await api.http.get("/health")).status_code == 200
+        assert api.is_clean()

@@ -18,13 +18,15 @@ import pytest
 import zmq
 from local_replicas import LocalReplicas, local_replicas
 from server_worlds import HERE
+from simulated_engine import POISON
 
 from skipjoin.config import EngineConfig
+from skipjoin.core.request import DEFAULT_OPTIONS, RequestOptions
 from skipjoin.sampling import SamplingParams
 from skipjoin.server.engines import link
 from skipjoin.server.engines.engine_handle import EngineStartError
 from skipjoin.server.engines.engine_program import ORPHANED
-from skipjoin.server.engines.errors import EngineDeadError
+from skipjoin.server.engines.errors import EngineDeadError, LostRequestError
 from skipjoin.server.engines.link import EngineLink, EngineListener, NoAnswerError, connect
 from skipjoin.server.engines.messages import Add, ListenerKey, Setup
 from skipjoin.server.engines.sequences import Mailbox
@@ -34,11 +36,13 @@ pytestmark = pytest.mark.anyio
 PROMPT = [65, 66, 67, 68, 69]
 
 
-async def generate(replicas: LocalReplicas, tokens: int, **fields: Any) -> list[int]:
+async def generate(
+    replicas: LocalReplicas, tokens: int, options: RequestOptions = DEFAULT_OPTIONS, **fields: Any
+) -> list[int]:
     """One request's tokens, to its end."""
     mailbox, found = Mailbox(), []
     params = SamplingParams(max_tokens=tokens, ignore_eos=True, **fields)
-    replicas.client.submit(mailbox, 0, PROMPT, params)
+    replicas.client.submit(mailbox, 0, PROMPT, params, options=options)
     while True:
         for output in await mailbox.get():
             if output.token is not None:
@@ -104,6 +108,28 @@ async def test_death_is_known_at_once_and_others_go_on(tokenizer_folder: Path) -
         assert time.monotonic() - begin < link.SILENCE_S / 2
         assert await request == expected(400)
         assert not replicas.died.is_set()
+
+
+async def test_a_request_that_ends_engines_fails_alone(tokenizer_folder: Path) -> None:
+    """At the second engine, with all that ran beside it going on."""
+    async with local_replicas(tokenizer_folder, 2, step_s=0.01) as replicas:
+        others = [asyncio.create_task(generate(replicas, 200)) for _ in range(6)]
+        await until(lambda: replicas.client.load().running == 6)
+        with pytest.raises(LostRequestError, match="ended 2 times while they ran this request"):
+            await generate(replicas, 50, options=RequestOptions(priority=POISON))
+        assert await asyncio.gather(*others) == [expected(200)] * 6
+        assert 'requests_lost_total{reason="engine_lost"} 1.0' in replicas.metrics.render().decode()
+
+
+async def test_an_engine_that_hangs_is_replaced(tokenizer_folder: Path) -> None:
+    async with local_replicas(tokenizer_folder, 2, hang_timeout_s=1) as replicas:
+        request = asyncio.create_task(generate(replicas, 400))
+        await until(lambda: replicas.client.load().running == 1)
+        first, second = replicas.engines
+        first.suspend()
+        second.suspend()
+        await until(lambda: not (first.is_running() or second.is_running()))
+        assert await request == expected(400)
 
 
 async def test_slow_is_not_dead(tokenizer_folder: Path) -> None:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import statistics
+import time
 from typing import Any
 
 import httpx
 import pytest
 import tiny_model as tiny
-from server_worlds import Api, MakeApi
+from msgspec.structs import replace
+from server_worlds import JSON, Api, MakeApi
 
 from skipjoin.config import ServerConfig
-from skipjoin.core.request import NO_TARGET, FinishReason, Target
+from skipjoin.core.request import NO_TARGET, FinishReason, RequestOptions, ServiceClass, Target
 from skipjoin.server.api.app import build_app
 from skipjoin.server.api.service import Service
 from skipjoin.server.engines.engine_client import EngineClient
@@ -20,6 +23,8 @@ from skipjoin.server.engines.messages import Refused
 from skipjoin.server.metrics import Metrics
 
 pytestmark = pytest.mark.anyio
+
+NOT_CACHED = {"prompt_tokens_details": {"cached_tokens": 0}}
 
 
 def events(response: httpx.Response) -> list[Any]:
@@ -54,7 +59,7 @@ async def test_completion_has_the_fields_that_clients_read(api: Api) -> None:
     assert body["object"] == "text_completion"
     assert body["model"] == "tiny"
     assert body["choices"] == [{"index": 0, "text": "abcdefab", "logprobs": None, "finish_reason": "length"}]
-    assert body["usage"] == {"prompt_tokens": 6, "completion_tokens": 8, "total_tokens": 14}
+    assert body["usage"] == {"prompt_tokens": 6, "completion_tokens": 8, "total_tokens": 14} | NOT_CACHED
 
 
 async def test_default_max_tokens_is_16_or_what_fits(api: Api) -> None:
@@ -74,7 +79,7 @@ async def test_stream_brings_the_same_text(api: Api) -> None:
 async def test_stream_usage_stands_in_an_event_without_choices(api: Api) -> None:
     found = events(await api.complete(max_tokens=4, stream=True, stream_options={"include_usage": True}))
     assert found[-2]["choices"] == []
-    assert found[-2]["usage"] == {"prompt_tokens": 6, "completion_tokens": 4, "total_tokens": 10}
+    assert found[-2]["usage"] == {"prompt_tokens": 6, "completion_tokens": 4, "total_tokens": 10} | NOT_CACHED
     assert all(event["usage"] is None for event in found[:-2])
 
 
@@ -183,7 +188,8 @@ async def test_stop_tokens_are_shown_only_if_asked_for(api: Api) -> None:
 
 async def test_characters_are_never_split(api: Api) -> None:
     found = events(await api.complete(prompt="é€😀", max_tokens=9, stream=True))
-    assert [event["choices"][0]["text"] for event in found[:-1]] == ["é", "€", "😀"]
+    # The first token is half a character: its event has no text, and comes at once.
+    assert [event["choices"][0]["text"] for event in found[:-1]] == ["", "é", "€", "😀"]
 
 
 async def test_deadline_in_the_queue_is_408(api: Api) -> None:
@@ -264,6 +270,61 @@ async def check_objectives_of(api: Api, headers: dict[str, str]) -> None:
             error = error_of(bad, 400)
             assert error["param"] == header
             assert f"{header} must be a number in (0, 604800000]" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "served", "options"),
+    [
+        (None, "default", RequestOptions(target=Target(0.09, 0.03, 7.0))),
+        ("auto", "default", RequestOptions(target=Target(0.09, 0.03, 7.0))),
+        ("default", "default", RequestOptions(target=Target(0.09, 0.03, 7.0))),
+        ("priority", "priority", RequestOptions(is_urgent=True, target=Target(0.045, 0.01, 7.0))),
+        ("flex", "flex", RequestOptions(service=ServiceClass.BEST_EFFORT, target=Target(jct_s=7.0))),
+    ],
+)
+async def test_the_tier_decides_class_and_objectives_and_is_told(
+    make_api: MakeApi, asked: str | None, served: str, options: RequestOptions
+) -> None:
+    defaults = {"slo_ttft_ms": 90, "slo_tpot_ms": 30, "slo_jct_ms": 7000, "priority_tpot_ms": 10}
+    tier = {} if asked is None else {"service_tier": asked}
+    async with make_api(**defaults) as api:
+        for post, is_told in ((api.chat, True), (api.complete, asked is not None)):
+            found = [(await post(**tier)).json(), *events(await post(**tier, n=2, stream=True))[:-1]]
+            assert [event.get("service_tier") for event in found] == [served if is_told else None] * len(found)
+        assert [add.options for add in api.engine.added] == [options] * 6
+
+
+async def test_a_flex_request_takes_no_objective_from_headers(api: Api) -> None:
+    async def post(value: str) -> httpx.Response:
+        headers = {"x-slo-ttft-ms": value, "x-slo-tpot-ms": "9", "x-slo-jct-ms": "4000"}
+        body = {"prompt": "a", "service_tier": "flex"}
+        return await api.http.post("/v1/completions", json=body, headers=headers)
+
+    assert (await post("9")).status_code == 200
+    expected = RequestOptions(service=ServiceClass.BEST_EFFORT, target=Target(jct_s=4.0))
+    assert [add.options for add in api.engine.added] == [expected]
+    assert error_of(await post("nan"), 400)["param"] == "x-slo-ttft-ms"
+
+
+@pytest.mark.parametrize("name", ["ttft", "tpot"])
+async def test_objectives_keep_to_the_bounds_of_the_operator(make_api: MakeApi, name: str) -> None:
+    async def statuses(api: Api, value: float) -> list[int]:
+        header = {f"x-slo-{name}-ms": str(value)}
+        one = await api.http.post("/v1/completions", json={"prompt": "a"}, headers=header)
+        two = await api.complete(slo={f"{name}_ms": value})
+        for response, field in ((one, f"x-slo-{name}-ms"), (two, f"slo.{name}_ms")):
+            if response.status_code == 400:
+                error = error_of(response, 400)
+                assert error["param"] == field
+                assert error["message"] == f"{field} must be a number in [50, 2000]"
+        return [one.status_code, two.status_code]
+
+    async with make_api(**{f"min_slo_{name}_ms": 50.0, f"max_slo_{name}_ms": 2000.0, f"slo_{name}_ms": 9.0}) as api:
+        assert (await api.complete()).status_code == 200  # the operator's own default
+        found = [await statuses(api, value) for value in (49.9, 50, 2000, 2000.1)]
+    assert found == [[400] * 2, [200] * 2, [200] * 2, [400] * 2]
+    async with make_api() as api:
+        assert await statuses(api, 1) == [200, 200]
 
 
 async def test_death_of_the_engine_fails_everybody(make_api: MakeApi) -> None:
@@ -386,7 +447,11 @@ BAD_COMPLETIONS = [
     ({"repetition_penalty": 0}, "repetition_penalty"),
     ({"min_tokens": 17}, "min_tokens"),
     ({"priority": 2**63}, "priority"),
+    ({"priority": -(2**63)}, "priority"),
+    ({"priority": 1}, "priority"),
     ({"deadline_ms": 0}, "deadline_ms"),
+    ({"cache_salt": ""}, "cache_salt"),
+    ({"cache_salt": "x" * 257}, "cache_salt"),
     ({"slo": {"ttft_ms": 0}}, "slo.ttft_ms"),
     ({"slo": {"jct_ms": 7 * 86_400_000 + 1}}, "slo.jct_ms"),
     ({"slo": {"tpot_s": 1}}, "slo.tpot_s"),
@@ -397,7 +462,10 @@ BAD_COMPLETIONS = [
     ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
     ({"suffix": "end"}, "suffix"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
-    ({"service_tier": "flex"}, "service_tier"),
+    ({"service_tier": "scale"}, "service_tier"),
+    ({"service_tier": "fast"}, "service_tier"),
+    ({"service_tier": "flex", "slo": {"ttft_ms": 9}}, "slo.ttft_ms"),
+    ({"service_tier": "flex", "slo": {"tpot_ms": 9}}, "slo.tpot_ms"),
     ({"user": "x" * 513}, "user"),
     ({"guided_regex": "a*"}, "guided_regex"),
     ({"no_such_field": 1}, "no_such_field"),
@@ -436,11 +504,32 @@ async def test_bad_chat_names_the_field(api: Api, fields: dict[str, Any], param:
     assert not api.engine.added
 
 
+CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+WITH_TOOLS = [
+    ({"role": "assistant", "content": None, "tool_calls": [CALL]}, "tool_calls"),
+    ({"role": "assistant", "tool_calls": [CALL]}, "tool_calls"),
+    ({"role": "assistant", "content": "", "function_call": CALL["function"]}, "function_call"),
+    ({"role": "tool", "content": "3", "tool_call_id": "1"}, "role"),
+    ({"role": "function", "content": "3", "name": "add"}, "role"),
+]
+
+
+@pytest.mark.parametrize(("message", "field"), WITH_TOOLS)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+async def test_a_history_with_tools_is_told_that_there_are_none(
+    api: Api, path: str, message: dict[str, Any], field: str
+) -> None:
+    body = {"messages": [{"role": "user", "content": "add"}, message]}
+    error = error_of(await api.http.post(path, json=body), 400)
+    assert error["param"] == f"messages.1.{field}"
+    assert error["message"].startswith(f"messages.1.{field}: this server has no tools")
+
+
 NEUTRAL: list[dict[str, Any]] = [
     {"n": 1, "best_of": 1, "suffix": None, "logprobs": None, "repetition_penalty": 1.0, "stop": None},
     {"response_format": {"type": "text"}, "service_tier": "auto", "user": "u", "metadata": {"a": "b"}},
     {"logit_bias": {}, "seed": None, "stream_options": None, "use_beam_search": False, "temperature": 0},
-    {"top_k": -1, "min_p": 0.0, "priority": -(2**63), "stop": [], "stop_token_ids": [], "length_penalty": 1},
+    {"top_k": -1, "min_p": 0.0, "priority": 0, "stop": [], "stop_token_ids": [], "length_penalty": 1},
 ]
 NEUTRAL_CHATS: list[dict[str, Any]] = [
     {"tools": [], "tool_choice": "none", "functions": None, "parallel_tool_calls": True, "store": False},
@@ -478,7 +567,7 @@ async def test_neutral_chat_values_are_accepted(api: Api, fields: dict[str, Any]
     ids=range(12),
 )
 async def test_broken_bodies_are_400(api: Api, body: bytes) -> None:
-    error_of(await api.http.post("/v1/completions", content=body), 400)
+    error_of(await api.http.post("/v1/completions", content=body, headers=JSON), 400)
     assert not api.engine.added
 
 
@@ -523,6 +612,27 @@ async def test_request_cap_holds_and_says_when_to_come_back(make_api: MakeApi) -
         assert api.is_clean()
 
 
+async def test_a_full_queue_refuses_before_it_tokenizes_and_tells_when_to_return(
+    make_api: MakeApi, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of ten times as many requests as there are places the others are refused at once (users.md 4.4, 21)."""
+    async with make_api(max_queued_requests=4) as api:
+        api.engine.paused = True
+        admitted = [asyncio.create_task(api.complete()) for _ in range(4)]
+        await until(lambda: len(api.engine.live) == 4)
+        monkeypatch.setattr(api.service, "encode", None)  # it is not called
+        seconds = []
+        for _ in range(36):
+            begin = time.process_time()
+            refused = await api.complete(prompt="long " * 1000)
+            seconds.append(time.process_time() - begin)
+            assert error_of(refused, 429)["code"] == "queue_full"
+            assert int(refused.headers["Retry-After"]) == 1
+        assert statistics.median(seconds) < 0.05
+        api.engine.paused = False
+        assert [(await task).status_code for task in admitted] == [200] * 4
+
+
 async def test_token_cap_counts_what_waits(make_api: MakeApi) -> None:
     async with make_api(max_queued_tokens=100) as api:
         api.engine.paused = True
@@ -530,6 +640,7 @@ async def test_token_cap_counts_what_waits(make_api: MakeApi) -> None:
         await until(lambda: api.engine.live)
         error_of(await api.complete(prompt=[1] * 60), 429)
         assert error_of(await api.complete(prompt=[1] * 101), 400)["param"] == "prompt"
+        error_of(await api.complete(prompt="z" * 60), 429)  # a token each, of which four bytes are estimated to be one
         api.engine.step()  # the first one runs, and no longer waits
         second = asyncio.create_task(api.complete(prompt=[1] * 60))
         await until(lambda: len(api.engine.live) == 2)
@@ -565,13 +676,44 @@ async def test_request_ids_are_echoed_clean_and_never_collide(api: Api) -> None:
     assert len((await api.http.get("/nothing")).headers["x-request-id"]) == 32
 
 
-async def test_priority_and_sampling_reach_the_engine(api: Api) -> None:
-    await api.complete(priority=-5, temperature=0.5, top_k=4, logit_bias={"3": -2}, stop_token_ids=[7])
+async def test_priorities_are_those_of_the_operator(make_api: MakeApi) -> None:
+    async with make_api(priority_range="-5:-2") as api:
+        for priority in (-5, -2, 0, None):
+            assert (await api.complete(priority=priority)).status_code == 200
+        assert [add.options.priority for add in api.engine.added] == [-5, -2, 0, 0]
+        for priority in (-6, -1, 1):
+            error = error_of(await api.complete(priority=priority), 400)
+            assert error["param"] == "priority"
+            assert (
+                f"must be 0 or an integer in [-5, -2] on this server (--priority-range), got {priority}"
+                in error["message"]
+            )
+
+
+async def test_a_key_is_a_client_where_service_is_fair_between_keys(make_api: MakeApi) -> None:
+    async with make_api(api_keys=("one", "other"), fair_by="key") as api:
+        for key in ("one", "other", "one"):
+            await api.http.post("/v1/completions", json={"prompt": "a"}, headers={"Authorization": f"Bearer {key}"})
+        first, second, third = (add.options.client for add in api.engine.added)
+        assert first == third != second
+        assert not {first, second} & {"", "one", "other"}
+
+
+async def test_sampling_reaches_the_engine(api: Api) -> None:
+    await api.complete(temperature=0.5, top_k=4, logit_bias={"3": -2}, stop_token_ids=[7])
     add = api.engine.added[0]
-    assert add.options.priority == -5
     assert (add.params.temperature, add.params.top_k) == (0.5, 4)
     assert add.params.logit_bias == {3: -2}
     assert add.params.stop_token_ids == (7,)
+
+
+async def test_what_a_request_leaves_out_has_the_default_of_the_model(api: Api) -> None:
+    defaults = {"temperature": 0.5, "top_k": 20}
+    api.service.open(api.ready, api.service.tokenizer, sampling_defaults=defaults)
+    for body in ({}, {"temperature": 2, "top_k": -1}, {"temperature": None, "top_k": 3}):
+        await api.complete(**body)
+    params = [add.params for add in api.engine.added]
+    assert [(one.temperature, one.top_k) for one in params] == [(0.5, 20), (2, 0), (0.5, 3)]
 
 
 async def test_models_version_and_load(api: Api) -> None:
@@ -587,6 +729,28 @@ async def test_served_name_may_hold_slashes(make_api: MakeApi) -> None:
     async with make_api(served_model_name="org/model") as api:
         assert (await api.http.get("/v1/models/org/model")).json()["id"] == "org/model"
         assert (await api.complete(model="org/model")).json()["model"] == "org/model"
+
+
+@pytest.mark.parametrize(
+    ("given", "folder", "names"),
+    [
+        ("./llama", "llama", ("./llama", "llama")),
+        ("/models/llama/", "/models/llama", ("/models/llama/", "llama")),
+        ("llama", "llama", ("llama",)),
+        ("org/llama", "/cache/snapshots/0f3c", ("org/llama",)),
+    ],
+)
+async def test_a_model_given_by_its_path_goes_by_the_name_of_its_folder_too(
+    api: Api, given: str, folder: str, names: tuple[str, ...]
+) -> None:
+    api.service.open(replace(api.ready, model=given, folder=folder), api.service.tokenizer)
+    assert (await api.http.get("/v1/models")).json()["data"][0]["id"] == given
+    for name in {*names, "llama", "0f3c"}:
+        response = await api.complete(model=name, max_tokens=1)
+        assert response.status_code == (200 if name in names else 404)
+        assert response.status_code == 404 or response.json()["model"] == given
+        if "/" not in name:
+            assert (await api.http.get(f"/v1/models/{name}")).status_code == response.status_code
 
 
 async def test_tokenize_and_detokenize(api: Api) -> None:
@@ -606,7 +770,7 @@ async def test_before_the_engine_is_ready_it_says_so() -> None:
     metrics = Metrics()
     service = Service(ServerConfig(), EngineClient(metrics), metrics)
     transport = httpx.ASGITransport(build_app(service))
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
         for path in ("/health", "/ready", "/v1/models", "/load"):
             assert error_of(await http.get(path), 503)["code"] == "starting"
         assert error_of(await http.post("/v1/completions", json={"prompt": "a"}), 503)["code"] == "starting"

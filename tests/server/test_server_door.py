@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import httpx
 import pytest
-from server_worlds import BLOCKS, MakeApi, ServerProcess, simulated_server
+from server_worlds import BLOCKS, JSON, MakeApi, ServerProcess, simulated_server
 
 from skipjoin.server.api.auth import OPEN_PATHS
 
@@ -92,13 +93,13 @@ async def test_web_sockets_are_closed(make_api: MakeApi) -> None:
 async def test_large_bodies_are_413_whatever_they_claim(make_api: MakeApi) -> None:
     async with make_api(max_body_bytes=1000) as api:
         body = json.dumps({"prompt": "x" * 1000}).encode()
-        assert (await api.http.post("/v1/completions", content=body)).status_code == 413
+        assert (await api.http.post("/v1/completions", content=body, headers=JSON)).status_code == 413
 
         async def pieces() -> AsyncIterator[bytes]:
             for start in range(0, len(body), 100):
                 yield body[start : start + 100]
 
-        response = await api.http.post("/v1/completions", content=pieces())
+        response = await api.http.post("/v1/completions", content=pieces(), headers=JSON)
         assert response.status_code == 413
         assert response.json()["error"]["code"] == "request_too_large"
         assert api.is_clean()
@@ -131,7 +132,7 @@ def exchange(server: ServerProcess, request: bytes) -> bytes:
 
 @pytest.fixture(scope="module")
 def locked(tokenizer_folder: Path) -> Iterator[ServerProcess]:
-    server = simulated_server(tokenizer_folder, 0.001, BLOCKS, api_keys="right")
+    server = simulated_server(tokenizer_folder, 0.001, BLOCKS, api_keys="right", metrics_port=0)
     yield server
     server.stop()
 
@@ -161,6 +162,21 @@ def test_health_needs_no_key_and_the_key_opens(locked: ServerProcess) -> None:
     assert httpx.get(f"{locked.url}/v1/models", headers=KEY).status_code == 200
 
 
+def test_metrics_have_a_port_that_needs_no_key_and_tell_the_memory_of_both_processes(locked: ServerProcess) -> None:
+    assert locked.process.stdout is not None
+    _, line = (locked.process.stdout.readline() for _ in range(2))
+    url = line.removeprefix("Metrics: ").strip()
+    assert not url.startswith(locked.url)
+    for name, process in (("api", locked.api), ("engine", locked.engine)):
+        head = f"skipjoin:{name}_resident_memory_bytes "
+        for _ in range(100):  # an engine tells once a second
+            (found,) = (line for line in httpx.get(url).text.splitlines() if line.startswith(head))
+            if (resident := float(found.removeprefix(head))) > 0:
+                break
+            time.sleep(0.05)
+        assert resident == pytest.approx(process.memory_info().rss, rel=0.3)
+
+
 @pytest.mark.parametrize(
     "head",
     [
@@ -184,9 +200,9 @@ def test_what_is_not_http_is_an_openai_error(server: ServerProcess) -> None:
 
 
 def test_a_huge_body_is_refused_before_it_is_read(server: ServerProcess) -> None:
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100000000\r\n\r\n"
-    answer = exchange(server, head + b"x" * 100_000)
+    post = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    answer = exchange(server, post + b"Content-Length: 100000000\r\n\r\n" + b"x" * 100_000)
     assert answer == b"" or answer.startswith(b"HTTP/1.1 413")
-    chunks = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    chunks = post + b"Transfer-Encoding: chunked\r\n\r\n"
     answer = exchange(server, chunks + b"100000\r\n" + b"x" * 0x100000 + b"\r\n" + b"100000\r\n" + b"x" * 0x100000)
     assert httpx.get(f"{server.url}/health").status_code == 200

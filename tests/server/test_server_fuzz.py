@@ -13,7 +13,7 @@ import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from server_worlds import BLOCKS, ServerProcess, simulated_server
+from server_worlds import BLOCKS, JSON, ServerProcess, simulated_server
 
 from skipjoin.config import ServerConfig
 from skipjoin.server.api.app import build_app
@@ -119,7 +119,7 @@ def test_any_json_in_any_field(server: ServerProcess, path: str, some: dict[str,
 @given(st.sampled_from(sorted(PATHS)), st.binary(max_size=200) | st.text(max_size=100).map(str.encode))
 @settings(max_examples=40, suppress_health_check=list(HealthCheck))
 def test_any_bytes(server: ServerProcess, path: str, body: bytes) -> None:
-    response = client(server).post(path, content=body)
+    response = client(server).post(path, content=body, headers=JSON)
     check(response)
     assert response.status_code == 400
 
@@ -139,7 +139,7 @@ def test_any_bytes(server: ServerProcess, path: str, body: bytes) -> None:
     ids=["surrogate", "deep", "nan", "infinity", "1e400", "5000 biases", "3 MB"],
 )
 def test_known_troublemakers(server: ServerProcess, path: str, content: bytes) -> None:
-    response = client(server).post(path, content=content)
+    response = client(server).post(path, content=content, headers=JSON)
     check(response)
     assert response.status_code == 400
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections import deque
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -42,12 +45,32 @@ def test_counts_never_pass_the_caps_and_come_home(requests: list[tuple[int, list
             if act == "start":
                 place.started()
             elif act == "size":
-                place.resize(0 if act in acts[:1] else tokens)
+                # A text may have four times as many tokens as it was taken for.
+                with contextlib.suppress(ApiError):
+                    admission.resize([place], [0 if act in acts[:1] else 4 * tokens])
+                assert admission.tokens <= 100
             else:
                 place.ended()
     for place in places:
         place.ended()
     assert (admission.requests, admission.tokens) == (0, 0)
+
+
+def test_what_outgrows_its_estimate_is_refused() -> None:
+    admission = Admission(5, 100, METRICS, Clock())
+    slots = admission.reserve([10, 10])
+    with pytest.raises(
+        ApiError, match=r"at most 75 tokens, .* for best-effort requests; they have about 80"
+    ) as refused:
+        admission.resize(slots, [40, 40], is_best_effort=True)
+    assert refused.value.status == 400
+    admission.resize(slots, [40, 40])
+    late = admission.reserve([10])
+    with pytest.raises(ApiError, match="the queue is full: 90 of 100 prompt tokens wait") as refused:
+        admission.resize(late, [40])
+    assert refused.value.status == 429
+    admission.resize(late, [20])
+    assert admission.tokens == 100
 
 
 def test_all_or_none() -> None:
@@ -58,22 +81,79 @@ def test_all_or_none() -> None:
     assert admission.requests == 2
 
 
-def test_retry_after_follows_the_throughput() -> None:
+def test_a_flood_of_best_effort_leaves_room() -> None:
+    admission = Admission(8, 100, METRICS, Clock())
+    with pytest.raises(ApiError, match="at most 6, the requests this server queues for best-effort requests, got 7"):
+        admission.reserve([1] * 7, is_best_effort=True)
+    admission.reserve([1] * 6, is_best_effort=True)
+    with pytest.raises(ApiError, match="full for best-effort requests: 6 of 6 requests"):
+        admission.reserve([1], is_best_effort=True)
+    (place,) = admission.reserve([75])
+    place.ended()
+    admission.reserve([1] * 2)
+    assert admission.requests == 8
+
+
+def retry_after(admission: Admission, *tokens: int) -> int:
+    """What a client is told that sends so many prompts."""
+    with pytest.raises(ApiError, match="the queue is full") as refused:
+        admission.reserve(tokens)
+    return int(refused.value.headers["Retry-After"])
+
+
+@pytest.mark.parametrize("seconds_each", [0.05, 2.6, 30.0])
+def test_retry_after_is_the_time_in_which_so_many_end(seconds_each: float) -> None:
+    """Whether the server was just started, was idle for a day since, or has run at its limit for long."""
     clock = Clock()
-    admission = Admission(100, 10_000, METRICS, clock)
-    first = admission.reserve([10] * 100)
-    with pytest.raises(ApiError) as idle:
-        admission.reserve([10])
-    assert idle.value.headers["Retry-After"] == "60"  # nothing has ended yet: nobody knows
-    for number in range(90):
-        clock.now += 1.0
-        first[number].started()
-        first[number].ended()
-    places = admission.reserve([10] * 90)
-    with pytest.raises(ApiError) as busy:
-        admission.reserve([10] * 5)
-    assert 4 <= int(busy.value.headers["Retry-After"]) <= 6  # about one request a second ends
-    assert len(places) == 90
+    admission = Admission(10, 10_000, METRICS, clock)
+    for pause in (0.0, 86_400.0):
+        clock.now += pause
+        slots = deque(admission.reserve([10] * 10))
+        for _ in range(60):
+            clock.now += seconds_each
+            oldest = slots.popleft()
+            oldest.started()
+            oldest.ended()
+            slots += admission.reserve([10])
+            for excess in (1, 4):
+                assert abs(retry_after(admission, *[10] * excess) - min(max(1, excess * seconds_each), 60)) <= 1
+        while slots:
+            clock.now += seconds_each
+            slots.popleft().ended()
+
+
+def test_where_requests_end_together_retry_after_is_until_the_next_do() -> None:
+    clock = Clock()
+    admission = Admission(10, 10_000, METRICS, clock)
+    for _ in range(8):
+        slots = admission.reserve([10] * 10)
+        clock.now += 4.0
+        for slot in slots:
+            slot.ended()
+    admission.reserve([10] * 10)
+    assert retry_after(admission, 10) == 4
+    clock.now += 9.0
+    assert retry_after(admission, 10) == 9
+
+
+def test_before_any_request_has_ended_retry_after_is_as_long_as_that_takes() -> None:
+    clock = Clock()
+    admission = Admission(1, 10_000, METRICS, clock)
+    admission.reserve([10])
+    told = []
+    for clock.now in (0.0, 2.5, 10.0, 500.0):
+        told.append(retry_after(admission, 10))
+    assert told == [1, 3, 10, 60]
+
+
+def test_retry_after_counts_prompt_tokens_where_they_fill_the_queue() -> None:
+    clock = Clock()
+    admission = Admission(100, 1000, METRICS, clock)
+    slots = admission.reserve([100] * 10)
+    for slot in slots[:4]:
+        clock.now += 5.0
+        slot.started()
+    assert retry_after(admission, 600) == 10  # 200 more tokens than there is room for; 20 start in a second
 
 
 def test_estimate_costs_no_tokenising() -> None:

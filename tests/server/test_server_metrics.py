@@ -21,6 +21,7 @@ from simulated_engine import SimulatedLoop
 from skipjoin.config import ConfigError, EngineConfig, ServerConfig
 from skipjoin.observe.metrics import EngineMetrics, Snapshot
 from skipjoin.sampling import SamplingParams
+from skipjoin.server.api.app import build_metrics_app
 from skipjoin.server.engines.engine_server import EngineServer
 from skipjoin.server.engines.messages import Add, FromEngine, Setup, Shutdown, Stats, StepOutputs, ToEngine
 
@@ -84,24 +85,35 @@ def test_compatibility_is_with_what_we_know() -> None:
 @pytest.mark.anyio
 async def test_the_same_number_under_both_names(make_api: MakeApi) -> None:
     snapshot = Snapshot.zero()
-    snapshot.row("generation_tokens_total")[0] = 11
-    snapshot.row("request_success_total")[1] = 3
-    snapshot.row("num_preemptions_total")[:] = [40, 2, 1]  # paused, swapped, dropped
-    snapshot.row("time_to_first_token_seconds")[:] = [2, *[0] * 14, 1, 400.5]
+    # Real-time requests, then best-effort ones.
+    snapshot.row("generation_tokens_total")[:] = [7, 4]
+    snapshot.row("request_success_total")[:] = [0, 2, 0, 0, 0, 0, 1, 0, 0, 0]
+    snapshot.row("num_preemptions_total")[:] = [30, 1, 1, 0, 10, 0, 0, 1]  # paused, spilled, swapped, dropped
+    snapshot.row("time_to_first_token_seconds")[:] = [2, *[0] * 14, 0, 0.005, *[0] * 15, 1, 400.5]
     async with make_api(metrics_compat="vllm", served_model_name="org/x") as api:
         api.engine.tell(told(snapshot))
         found = numbers((await api.http.get("/metrics")).text)
-    for prefix, labels in (("skipjoin", ()), ("vllm", (("model_name", "org/x"),))):
-        assert found[f"{prefix}:generation_tokens_total", labels] == 11
-        reason = tuple(sorted([*labels, ("finished_reason", "length")]))
-        assert found[f"{prefix}:request_success_total", reason] == 3
+
+    def value(name: str, **labels: str) -> float:
+        return found[name, tuple(sorted(labels.items()))]
+
+    ours = [("skipjoin", {"class": name}) for name in ("real-time", "best-effort")]
+    for (prefix, labels), tokens, ended, (first, last, total) in zip(
+        [*ours, ("vllm", {"model_name": "org/x"})],
+        (7, 4, 11),
+        (2, 1, 3),
+        ((2, 2, 0.005), (0, 1, 400.5), (2, 3, 400.505)),
+        strict=True,
+    ):
+        assert value(f"{prefix}:generation_tokens_total", **labels) == tokens
+        assert value(f"{prefix}:request_success_total", finished_reason="length", **labels) == ended
         ttft = f"{prefix}:time_to_first_token_seconds"
-        assert found[f"{ttft}_bucket", tuple(sorted([*labels, ("le", "0.005")]))] == 2
-        assert found[f"{ttft}_bucket", tuple(sorted([*labels, ("le", "300.0")]))] == 2
-        assert found[f"{ttft}_bucket", tuple(sorted([*labels, ("le", "+Inf")]))] == 3
-        assert (found[f"{ttft}_count", labels], found[f"{ttft}_sum", labels]) == (3, 400.5)
-    assert found["skipjoin:num_preemptions_total", (("how", "pause"),)] == 40
-    assert found["vllm:num_preemptions_total", (("model_name", "org/x"),)] == 3
+        assert value(f"{ttft}_bucket", le="0.005", **labels) == value(f"{ttft}_bucket", le="300.0", **labels) == first
+        assert value(f"{ttft}_bucket", le="+Inf", **labels) == value(f"{ttft}_count", **labels) == last
+        assert value(f"{ttft}_sum", **labels) == total
+    assert value("skipjoin:num_preemptions_total", **ours[0][1], how="pause") == 30
+    assert value("skipjoin:num_preemptions_total", **ours[1][1], how="drop") == 1
+    assert value("vllm:num_preemptions_total", model_name="org/x") == 3
     pool = {"block_size": "16", "num_cpu_blocks": "0", "num_gpu_blocks": str(BLOCKS), "recipe": "fcfs"}
     pool |= {"swap_dtype": "auto"}
     assert found["skipjoin:cache_config_info", tuple(pool.items())] == 1
@@ -111,18 +123,73 @@ async def test_the_same_number_under_both_names(make_api: MakeApi) -> None:
 @pytest.mark.anyio
 async def test_a_dead_engine_leaves_its_counts(api: Api) -> None:
     snapshot = Snapshot.zero()
-    snapshot.row("num_requests_running")[0] = 4
+    snapshot.row("num_requests_running")[:] = [3, 1]
     snapshot.row("kv_cache_usage_perc")[0] = 0.5
     snapshot.row("engine_steps_total")[0] = 9
     api.engine.tell(told(snapshot))
     before = numbers((await api.http.get("/metrics")).text)
-    assert before["skipjoin:num_requests_running", ()] == 4
+    assert before["skipjoin:num_requests_running", (("class", "real-time"),)] == 3
     assert (await api.http.get("/load")).json()["running"] == 4
     api.engine.client.died()
     after = numbers((await api.http.get("/metrics")).text)
     changed = {name for (name, _), value in after.items() if before[name, _] != value}
+    changed -= {"skipjoin:http_responses_total", "skipjoin:api_resident_memory_bytes"}
     assert changed == {f"skipjoin:{name}" for name in ("num_requests_running", "kv_cache_usage_perc", "replicas_alive")}
     assert after["skipjoin:engine_steps_total", ()] == 9
+
+
+@pytest.mark.anyio
+async def test_answers_count_by_their_status(make_api: MakeApi) -> None:
+    async with make_api(api_keys=("right",), metrics_keys=("scrape",)) as api:
+        key = {"Authorization": "Bearer right"}
+        for path, headers in (("/health", {}), ("/v1/models", {}), ("/v1/models", key), ("/nothing", key)):
+            await api.http.get(path, headers=headers)
+        assert (await api.http.post("/v1/completions", headers=key, content="{}")).status_code == 415
+        assert (await api.http.request("BREW", "/v1/completions", headers=key)).status_code == 405
+        stream = await api.http.post("/v1/completions", headers=key, json={"prompt": "abc", "stream": True})
+        assert stream.status_code == 200
+        found = numbers((await api.http.get("/metrics", headers={"Authorization": "Bearer scrape"})).text)
+    counted = {labels[0][1]: value for (name, labels), value in found.items() if name.endswith("http_responses_total")}
+    assert {status: count for status, count in counted.items() if count} == {
+        "200": 3,
+        "401": 1,
+        "404": 1,
+        "405": 1,
+        "415": 1,
+    }
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("settings", "opens"),
+    [
+        ({"api_keys": ("right",)}, {"/metrics": {"right"}, "/load": {"right"}}),
+        ({"api_keys": ("right",), "metrics_keys": ("scrape",)}, {"/metrics": {"right", "scrape"}, "/load": {"right"}}),
+        ({"metrics_keys": ("scrape",)}, {"/metrics": {"scrape"}, "/load": {"right", "scrape", "none"}}),
+    ],
+)
+async def test_a_key_for_metrics_opens_nothing_else(
+    make_api: MakeApi, settings: dict[str, tuple[str]], opens: dict[str, set[str]]
+) -> None:
+    async with make_api(**settings) as api:
+        for path, keys in opens.items():
+            for key in ("right", "scrape", "none"):
+                response = await api.http.get(path, headers={"Authorization": f"Bearer {key}"})
+                assert response.status_code == (200 if key in keys else 401), (path, key)
+            assert (await api.http.get(path)).status_code == (200 if "none" in keys else 401)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("keys", [(), ("scrape",)])
+async def test_the_port_of_metrics_has_nothing_else(make_api: MakeApi, keys: tuple[str, ...]) -> None:
+    async with make_api(api_keys=("right",), metrics_keys=keys) as api:
+        transport = httpx.ASGITransport(build_metrics_app(api.service))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+            headers = {"Authorization": f"Bearer {keys[0]}"} if keys else {}
+            assert (await http.get("/metrics")).status_code == (401 if keys else 200)
+            assert (await http.get("/metrics", headers=headers)).text.count("skipjoin:replicas_alive 1.0") == 1
+            for path in ("/v1/models", "/load", "/v1/completions", "/openapi.json", "/docs"):
+                assert (await http.get(path, headers=headers)).status_code == 404
 
 
 @pytest.mark.anyio
@@ -179,7 +246,7 @@ def test_the_last_answer_comes_after_its_numbers() -> None:
     assert isinstance(last, StepOutputs)
     assert last.ended == [(1, "length")]
     assert isinstance(numbers, Stats)
-    assert numbers.metrics.row("generation_tokens_total") == [4]
+    assert numbers.metrics.row("generation_tokens_total") == [4, 0]
     assert (numbers.running, numbers.waiting, numbers.blocks_used) == (0, 0, 0)
     started = [message.started for message in wire.sent if isinstance(message, StepOutputs) and message.started]
     assert started == [[1]]
@@ -211,9 +278,14 @@ def test_metrics_agree_with_what_clients_measure(start_server: StartServer) -> N
     assert outputs == sum(1 + number % 9 for number in range(30))
 
     def value(name: str, **labels: str) -> float:
-        ours = found[f"skipjoin:{name}", tuple(sorted(labels.items()))]
-        assert found[f"vllm:{name}", tuple(sorted({**labels, "model_name": "tiny"}.items()))] == ours
-        return ours
+        ours = tuple(sorted(labels.items()))
+        theirs = found[f"vllm:{name}", tuple(sorted({**labels, "model_name": "tiny"}.items()))]
+        by_class = ((*ours, ("class", "real-time")), (*ours, ("class", "best-effort")))
+        plain = found.get((f"skipjoin:{name}", ours))
+        assert theirs == (
+            sum(found[f"skipjoin:{name}", tuple(sorted(one))] for one in by_class) if plain is None else plain
+        )
+        return theirs
 
     assert value("request_success_total", finished_reason="length") == 30
     assert (value("prompt_tokens_total"), value("generation_tokens_total")) == (prompts, outputs)
@@ -226,8 +298,13 @@ def test_metrics_agree_with_what_clients_measure(start_server: StartServer) -> N
     assert value("time_to_first_token_seconds_sum") <= value("e2e_request_latency_seconds_sum") <= ends
     assert value("num_requests_running") == value("num_requests_waiting") == value("kv_cache_usage_perc") == 0
     assert found["skipjoin:engine_steps_total", ()] == value("iteration_tokens_total_count")
-    # Every prompt token and every generated token but the last ones is computed, once.
-    assert value("iteration_tokens_total_sum") == prompts + outputs - 30
+    assert value("prefix_cache_queries_total") == prompts
+    hits = found["skipjoin:prefix_cache_hits_total", (("tier", "device"),)]
+    assert found["vllm:prefix_cache_hits_total", (("model_name", "tiny"),)] == hits > 0
+    # Every other prompt token and every generated token but the last ones is computed, once.
+    assert value("iteration_tokens_total_sum") == prompts - hits + outputs - 30
+    assert found["skipjoin:kv_cached_blocks", ()] >= 2
+    assert found["skipjoin:kv_shared_blocks", ()] == 0
 
 
 def test_ends_without_an_answer_are_counted_by_their_reason(start_server: StartServer) -> None:
@@ -239,7 +316,7 @@ def test_ends_without_an_answer_are_counted_by_their_reason(start_server: StartS
     server.wait_idle()
     found = scrape(server)
     ended = {
-        reason: found["skipjoin:request_success_total", (("finished_reason", reason),)]
+        reason: found["skipjoin:request_success_total", (("class", "real-time"), ("finished_reason", reason))]
         for reason in ("stop", "length", "abort", "deadline")
     }
     assert ended == {"stop": 0, "length": 0, "abort": 1, "deadline": 1}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +17,11 @@ from transformers import LlamaForCausalLM
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.write_model(tmp_path_factory.mktemp("model"))
+    """Its authors sample greedily."""
+    folder = tiny.write_model(tmp_path_factory.mktemp("model"))
+    file = folder / "generation_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"top_k": 1}))
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +55,7 @@ def test_greedy_tokens_and_scores_are_those_of_transformers(server: ServerProces
 
 def test_seeded_output_does_not_depend_on_company(server: ServerProcess) -> None:
     def seeded(seed: int) -> str:
-        body = {"prompt": [7, 11, 13], "max_tokens": 24, "seed": seed, "ignore_eos": True, "logprobs": 0}
+        body = {"prompt": [7, 11, 13], "max_tokens": 24, "seed": seed, "ignore_eos": True, "logprobs": 0, "top_k": -1}
         return str(complete(server, **body).json()["choices"][0]["logprobs"]["tokens"])
 
     alone = [seeded(seed) for seed in range(6)]
@@ -58,6 +63,16 @@ def test_seeded_output_does_not_depend_on_company(server: ServerProcess) -> None
         assert list(pool.map(seeded, range(6))) == alone
     assert len(set(alone)) == 6
     server.wait_idle()
+
+
+def test_requests_have_the_sampling_defaults_of_the_model(server: ServerProcess) -> None:
+    def text(**body: object) -> str:
+        return str(complete(server, prompt=[7, 11, 13], max_tokens=24, ignore_eos=True, **body).json()["choices"])
+
+    greedy = text(temperature=0)
+    assert text(seed=1) == text(seed=2) == greedy
+    assert text(seed=1, top_k=0) != greedy
+    assert any("sampling defaults of the model's generation_config.json: top_k 1" in line for line in server.errors)
 
 
 def test_refusals_leave_the_engine_alone(server: ServerProcess) -> None:

@@ -13,7 +13,7 @@ from server_worlds import BLOCKS, ServerProcess, StartServer, simulated_server
 
 @pytest.fixture(scope="module")
 def keyed(tokenizer_folder: Path) -> Iterator[ServerProcess]:
-    server = simulated_server(tokenizer_folder, 0.001, BLOCKS, api_keys="right")
+    server = simulated_server(tokenizer_folder, 0.001, BLOCKS, api_keys="right+other", priority_range="-1:0")
     yield server
     server.stop()
 
@@ -38,6 +38,35 @@ def test_chat(client: openai.OpenAI) -> None:
     assert client.chat.completions.create(model="tiny", messages=again, max_tokens=2).choices  # type: ignore[arg-type]
 
 
+def test_cached_tokens_are_those_of_the_same_key_salt_and_beginning(
+    client: openai.OpenAI, keyed: ServerProcess
+) -> None:
+    def cached(text: str, caller: openai.OpenAI = client, n: int = 1, **extra: str) -> int:
+        body = {"model": "tiny", "prompt": text, "max_tokens": 2, "n": n, "extra_body": extra}
+        usage = caller.completions.create(**body).usage
+        chunks = caller.completions.create(**body, stream=True, stream_options={"include_usage": True})
+        *_, last = chunks
+        assert usage.prompt_tokens_details is not None
+        # The stream came second: it finds all full blocks of 16 before the last token.
+        assert last.usage.prompt_tokens_details.cached_tokens == (len(text) - 1) // 16 * 16
+        return usage.prompt_tokens_details.cached_tokens
+
+    text = "tell me a story " * 4
+    assert (cached(text), cached(text), cached(text + "now")) == (0, 48, 64)
+    assert cached(text, cache_salt="pepper") == 0
+    assert cached("B" + text[1:]) == 0
+    assert cached("n choices" + text, n=3) == 0
+    with openai.OpenAI(base_url=f"{keyed.url}/v1", api_key="other", max_retries=0) as other:
+        assert cached(text, other) == 0
+        assert cached(text, other) == 48
+        assert cached(text, other, cache_salt="pepper") == 0
+    chat = {"model": "tiny", "messages": [{"role": "user", "content": text}], "max_tokens": 1}
+    found = [client.chat.completions.create(**chat).usage.prompt_tokens_details.cached_tokens for _ in range(2)]
+    assert found == [0, 64]
+    scored = {"model": "tiny", "prompt": text, "max_tokens": 1, "echo": True, "logprobs": 1}
+    assert client.completions.create(**scored).usage.prompt_tokens_details.cached_tokens == 0
+
+
 def test_chat_stream_with_usage(client: openai.OpenAI) -> None:
     stream = client.chat.completions.create(
         model="tiny",
@@ -52,6 +81,19 @@ def test_chat_stream_with_usage(client: openai.OpenAI) -> None:
     assert chunks[-1].choices == []
     assert chunks[-1].usage is not None
     assert chunks[-1].usage.completion_tokens == 8
+
+
+def test_a_service_tier_and_what_served_it(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="tiny", messages=HELLO, max_tokens=2, service_tier="flex"  # type: ignore[arg-type]
+    )  # fmt: skip
+    assert answer.service_tier == "flex"
+    stream = client.chat.completions.create(
+        model="tiny", messages=HELLO, max_tokens=2, service_tier="priority", stream=True  # type: ignore[arg-type]
+    )  # fmt: skip
+    assert {chunk.service_tier for chunk in stream} == {"priority"}
+    with pytest.raises(openai.BadRequestError, match="service_tier: Input should be 'auto', 'default', 'flex' or"):
+        client.chat.completions.create(model="tiny", messages=HELLO, service_tier="scale")  # type: ignore[arg-type]
 
 
 def test_logprobs(client: openai.OpenAI) -> None:

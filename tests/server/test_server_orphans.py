@@ -87,7 +87,11 @@ def serve() -> Iterator[Callable[..., Server]]:
 
 
 def test_nothing_is_left_of_a_server_that_is_told_to_end(serve: Callable[..., Server]) -> None:
+    """As service managers do it: they signal every process that they know of, and the server decides when all end."""
     server = serve()
+    server.engine.terminate()
+    time.sleep(0.5)
+    assert httpx.post(f"{server.url}/v1/completions", json={"prompt": "abc", "max_tokens": 4}).status_code == 200
     server.popen.terminate()
     assert server.code() == 0
     server.mark.seconds_until_gone(GONE_S)

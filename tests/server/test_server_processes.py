@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
+import re
 import signal
 import socket
 import subprocess
@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ import pytest
 from server_worlds import BLOCKS, HERE, ServerProcess, StartServer, simulated_server
 from simulated_engine import GIVEN_UP, HOPELESS
 
+JSON_HEAD = "Host: localhost\r\nContent-Type: application/json"
 LONG = {"prompt": "abc", "max_tokens": 500, "stream": True}
 
 
@@ -72,7 +74,7 @@ def health(server: ServerProcess) -> int:
 @pytest.fixture(scope="module", params=[BLOCKS])
 def slow_server(request: pytest.FixtureRequest, tokenizer_folder: Path) -> Iterator[ServerProcess]:
     """One whose steps take 20 ms, with so many blocks; each test must leave it idle."""
-    shared = simulated_server(tokenizer_folder, 0.02, request.param)
+    shared = simulated_server(tokenizer_folder, 0.02, request.param, priority_range="-1:0")
     yield shared
     shared.stop()
 
@@ -92,12 +94,51 @@ def test_a_client_that_leaves_frees_its_blocks(slow_server: ServerProcess, path:
     fields = {"stream": stream, "max_tokens": 400, "n": 2, "ignore_eos": True}
     what = {"prompt": "abc"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "abc"}]}
     body = json.dumps({**fields, **what}).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\n{JSON_HEAD}\r\nContent-Length: {len(body)}\r\n\r\n"
     with socket.create_connection((host, int(port))) as connection:
         connection.sendall(head.encode() + body)
         until(lambda: httpx.get(f"{server.url}/load").json()["running"] == 2)
     server.wait_idle(2.0)
     assert server.metric("generation_tokens_total") - generated < 400
+
+
+def connect(server: ServerProcess) -> socket.socket:
+    host, port = server.url.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout=10)
+
+
+def test_clients_that_leave_in_prefill_cost_no_token(start_server: StartServer) -> None:
+    """At each endpoint, with and without a stream, while the first step computes their prompts."""
+    server = start_server(step_s=0.5)
+    prompts = {
+        "/v1/completions": {"prompt": "abc" * 100},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "abc" * 100}]},
+    }
+    with contextlib.ExitStack() as stack:
+        for (path, prompt), stream in product(prompts.items(), (True, False)):
+            body = json.dumps({**prompt, "stream": stream, "max_tokens": 100}).encode()
+            head = f"POST {path} HTTP/1.1\r\n{JSON_HEAD}\r\nContent-Length: {len(body)}\r\n\r\n"
+            stack.enter_context(connect(server)).sendall(head.encode() + body)
+        until(lambda: httpx.get(f"{server.url}/load").json()["server_load"] == 4)
+    server.wait_idle()
+    assert server.metric("generation_tokens_total") == 0
+    assert server.metric("engine_steps_total") <= 2
+    assert not any("ERROR" in line for line in server.errors)
+
+
+PATHS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/batches", "/v1/files")
+
+
+def test_clients_that_leave_in_mid_body_leave_no_more_than_their_line_in_the_log(server: ServerProcess) -> None:
+    logged, open_files = len(server.errors), server.api.num_fds()
+    for path in PATHS:
+        kind = "multipart/form-data; boundary=b" if path == "/v1/files" else "application/json"
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: {kind}\r\nContent-Length: 100000\r\n\r\n"
+        with connect(server) as connection:
+            connection.sendall(head.encode() + b'{"prompt": "')
+    until(lambda: server.api.num_fds() <= open_files)
+    server.wait_idle()
+    assert [line for line in server.errors[logged:] if "request_log: POST" not in line] == []
 
 
 @room_for_one_long
@@ -118,10 +159,11 @@ def test_a_client_that_leaves_the_queue_is_forgotten(slow_server: ServerProcess)
 def test_a_burst_is_refused_fast_and_what_is_accepted_finishes(start_server: StartServer) -> None:
     server = start_server(step_s=0.02, max_queued_requests=8)
     times: list[float] = []
+    body = {"prompt": "abc", "max_tokens": 50, "slo": {"ttft_ms": 1000, "tpot_ms": 200}}
 
     def post(_: int) -> int:
         begin = time.monotonic()
-        response = client.post(f"{server.url}/v1/completions", json={"prompt": "abc", "max_tokens": 50}, timeout=30)
+        response = client.post(f"{server.url}/v1/completions", json=body, timeout=30)
         if response.status_code == 429:
             times.append(time.monotonic() - begin)
             assert int(response.headers["retry-after"]) >= 1
@@ -134,7 +176,19 @@ def test_a_burst_is_refused_fast_and_what_is_accepted_finishes(start_server: Sta
     assert statuses.count(200) >= 8
     assert sorted(times)[len(times) // 2] < 0.5  # 40 clients share this machine's cores with the server
     assert server.metric("generation_tokens_total") == 50 * statuses.count(200)
+    for objective in ("ttft", "tpot"):
+        assert slo_counts(server, objective) == (statuses.count(200), 0)
     server.wait_idle()
+
+
+def slo_counts(server: ServerProcess, objective: str) -> tuple[float, float]:
+    """Requests that met an objective, and those that missed it."""
+    text = httpx.get(f"{server.url}/metrics").text
+
+    def count(name: str) -> float:
+        return sum(map(float, re.findall(rf'skipjoin:slo_{name}_total{{.*slo="{objective}"}} (\S+)', text)))
+
+    return count("attained"), count("missed")
 
 
 @room_for_one_long
@@ -159,7 +213,7 @@ def test_deadlines_pass_in_the_queue(slow_server: ServerProcess) -> None:
 
 
 def test_who_is_given_up_gets_an_error_and_the_others_their_tokens(start_server: StartServer) -> None:
-    server = start_server(step_s=0.005)
+    server = start_server(step_s=0.005, priority_range=f"0:{HOPELESS}")
     other = Stream(server, max_tokens=100)
     assert other.begun.wait(10)
     body = {"prompt": "abc", "max_tokens": 50, "priority": HOPELESS}
@@ -172,8 +226,8 @@ def test_who_is_given_up_gets_an_error_and_the_others_their_tokens(start_server:
     assert other.last() == "[DONE]"
     server.wait_idle()
     text = httpx.get(f"{server.url}/metrics").text
-    assert 'skipjoin:request_success_total{finished_reason="error"} 2.0' in text
-    assert 'skipjoin:request_success_total{finished_reason="length"} 1.0' in text
+    assert 'skipjoin:request_success_total{class="real-time",finished_reason="error"} 2.0' in text
+    assert 'skipjoin:request_success_total{class="real-time",finished_reason="length"} 1.0' in text
 
 
 # -- ends -------------------------------------------------------------------------------------------------------
@@ -237,7 +291,27 @@ def test_death_of_the_engine_under_load(start_server: StartServer) -> None:
     assert refused.json()["error"]["code"] == "engine_dead"
     server.process.terminate()  # does not wait for the grace time
     assert server.process.wait(10) == 1
-    assert any("the engine has died" in line for line in server.errors)
+    assert any("the engine has died: the engine process was killed by SIGKILL (" in line for line in server.errors)
+
+
+@pytest.mark.parametrize("is_stopped", [True, False])
+def test_an_engine_that_hangs_is_told_and_ended(start_server: StartServer, is_stopped: bool) -> None:
+    """A process that is stopped, and a step that does not end; deadlines hold meanwhile."""
+    server = start_server(step_s=0.02 if is_stopped else 300, hang_timeout_s=2, step_timeout_s=1)
+    stream = Stream(server)
+    until(lambda: httpx.get(f"{server.url}/load").json()["server_load"] == 1)
+    if is_stopped:
+        server.engine.suspend()
+    body = {"prompt": "abc", "deadline_ms": 200}
+    response = httpx.post(f"{server.url}/v1/completions", json=body)
+    assert (response.status_code, response.json()["error"]["code"]) == (408, "deadline_exceeded")
+    until(lambda: health(server) == 503)
+    assert stream.last()["error"]["code"] == "engine_dead"
+    assert 'skipjoin:requests_lost_total{reason="engine_dead"} 1.0' in httpx.get(f"{server.url}/metrics").text
+    server.process.terminate()
+    assert server.process.wait(10) == 1
+    until(lambda: any("the engine has died: the engine process gave no sign of life" in line for line in server.errors))
+    assert any("simulated_engine.py" in line for line in server.errors)  # the stacks
 
 
 def test_the_engine_does_not_outlive_the_api_process(start_server: StartServer) -> None:
@@ -313,11 +387,11 @@ def test_two_thousand_requests_leave_nothing_behind(server: ServerProcess) -> No
     assert server.api.memory_info().rss - memory < 20 << 20
 
 
-def test_the_socket_lies_in_a_folder_of_its_user(server: ServerProcess) -> None:
+def test_the_socket_is_the_users_and_leaves_no_folder(server: ServerProcess) -> None:
+    """Only its user could open the folder, which `mkdtemp` makes; what is not there is not left by kill -9."""
     sockets = [entry.laddr for entry in server.api.net_connections("unix") if "skipjoin-" in str(entry.laddr)]
     assert sockets
-    folder = os.stat(Path(str(sockets[0])).parent)
-    assert folder.st_mode & 0o777 == 0o700
+    assert not Path(str(sockets[0])).parent.exists()
     listening = [entry.laddr.ip for entry in server.api.net_connections("tcp") if entry.status == "LISTEN"]
     assert listening == ["127.0.0.1"]
     assert not server.engine.net_connections("tcp")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,24 @@ def test_nothing_dangerous(file: Path) -> None:
             assert node.value not in ("0.0.0.0", "::")
 
 
+@pytest.mark.parametrize("folder", ["benchmarks", "tools"])
+def test_no_code_of_a_model_runs_beside_the_package(folder: str) -> None:
+    for file in (SOURCE.parents[1] / folder).rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call):
+                _check_trust(ast.unparse(node.func), _keywords(node))
+
+
+def _keywords(node: ast.Call) -> dict[str | None, str]:
+    return {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+
+
+def _check_trust(name: str, keywords: dict[str | None, str]) -> None:
+    """Without the argument transformers asks on standard input whether to run a folder's own code."""
+    trusts = keywords.get("trust_remote_code")
+    assert trusts in ((None, "False") if not re.fullmatch(r"(\w+\.)?Auto\w+\.from_pretrained", name) else ("False",))
+
+
 def _check_import(modules: set[str], file: Path) -> None:
     if file == CONVERTER:
         # For the name of the exception that torch.load raises, and nothing else.
@@ -51,8 +70,8 @@ def _check_import(modules: set[str], file: Path) -> None:
 
 def _check_call(node: ast.Call, file: Path) -> None:
     name = ast.unparse(node.func)
-    keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
-    assert keywords.get("trust_remote_code") != "True"
+    keywords = _keywords(node)
+    _check_trust(name, keywords)
     if name == "torch.load" and file == CONVERTER:
         assert keywords.get("weights_only") == "True"
         return

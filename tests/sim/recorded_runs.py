@@ -38,9 +38,14 @@ LEFT_OUT = (
     "decision_ms",
     "jct_scale",
     "goodput_rps",
+    "window",
+    "service",
+    "services",
 )
+# Names of streams that have changed since.
+RENAMED = {"real-time": "interactive"}
 # What `kv.preemptions` is counted by, and was not when the hashes were made.
-PREEMPTIONS = {"pause", "swap", "drop"}
+PREEMPTIONS = {"pause", "spill", "swap", "drop"}
 # Recipes that reserve what requests ask for.
 RESERVING = ("orca", "static")
 # Pools of some twenty requests and arrivals above capacity: every way to make room is gone.
@@ -73,7 +78,7 @@ def _without(value: Any) -> Any:
     if isinstance(value, dict):
         if value.keys() == PREEMPTIONS:
             return sum(value.values())
-        return {name: _without(part) for name, part in value.items() if name not in LEFT_OUT}
+        return {RENAMED.get(name, name): _without(part) for name, part in value.items() if name not in LEFT_OUT}
     # What requests ask for: records had no words for it when the hashes were made.
     return None if value in ("exact", "room") else value
 

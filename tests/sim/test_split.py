@@ -21,7 +21,7 @@ from skipjoin.policies.dispatch import make_dispatch
 from skipjoin.policies.eviction import KeepKv
 from skipjoin.policies.predictors import most_tokens
 from skipjoin.recipes import RECIPES
-from skipjoin.sim.driver import Replica, simulate_traffic
+from skipjoin.sim.driver import Arrivals, Replica, simulate_traffic
 from skipjoin.sim.hardware import NETWORK_LATENCY_S
 from skipjoin.sim.split import Handover, Network, SplitTraffic, SplitWatcher
 from support.load import load, make
@@ -87,7 +87,7 @@ def split(
     traffic = SplitTraffic(
         replicas,
         prefill,
-        requests,
+        Arrivals(requests),
         prefill=make_dispatch(rule, prefill, WORLD.cost, lambda request: 1),
         decode=make_dispatch(rule, decode, WORLD.cost, most_tokens),
         network=Network(bytes_per_s),

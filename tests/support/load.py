@@ -6,7 +6,11 @@ import random
 from collections.abc import Iterable
 from typing import Any
 
-from skipjoin.core.request import Request, RequestOptions
+from skipjoin.core.prefixes import ContentPrefix
+from skipjoin.core.request import NO_TARGET, Request, RequestOptions, ServiceClass, Target
+
+# Of the worlds that these loads are for.
+BLOCK_SIZE = 4
 
 
 def make(
@@ -17,10 +21,19 @@ def make(
     arrival: float = 0.0,
     priority: int = 0,
     deadline: float | None = None,
+    best_effort: bool = False,
+    target: Target = NO_TARGET,
+    client: str = "",
     **rest: Any,
 ) -> Request:
     """A request with a prompt of `prompt` tokens."""
-    options = RequestOptions(priority=priority, deadline_s=None if deadline is None else deadline - arrival)
+    options = RequestOptions(
+        service=ServiceClass.BEST_EFFORT if best_effort else ServiceClass.REAL_TIME,
+        priority=priority,
+        deadline_s=None if deadline is None else deadline - arrival,
+        target=target,
+        client=client,
+    )
     return Request(number, arrival, range(prompt), max_tokens, options=options, **rest)
 
 
@@ -34,22 +47,37 @@ def load(
     priorities: Iterable[int] = (0,),
     stop_tokens: frozenset[int] = frozenset(),
     first_id: int = 0,
+    best_effort: float = 0.0,
+    texts: int = 0,
 ) -> list[Request]:
-    """`count` requests with Poisson arrivals and uniform lengths; the same for the same arguments."""
+    """`count` requests with Poisson arrivals and uniform lengths; the same for the same arguments.
+
+    best_effort: the share of them that is of that class. texts: how many different texts their prompts begin with, for
+    some blocks of 4 tokens; 0: they share no KV.
+    """
     draw = random.Random(seed)
     numbers = tuple(priorities)
     now = 0.0
     requests = []
     for number in range(first_id, first_id + count):
         now += draw.expovariate(rate)
-        requests.append(
-            make(
-                number,
-                draw.randint(*prompts),
-                draw.randint(*outputs),
-                arrival=now,
-                priority=draw.choice(numbers),
-                stop_tokens=stop_tokens,
-            )
+        request = make(
+            number,
+            draw.randint(*prompts),
+            draw.randint(*outputs),
+            arrival=now,
+            priority=draw.choice(numbers),
+            stop_tokens=stop_tokens,
+            best_effort=bool(best_effort) and draw.random() < best_effort,
         )
+        requests.append(begun_alike(request, draw, texts) if texts else request)
     return requests
+
+
+def begun_alike(request: Request, draw: random.Random, texts: int) -> Request:
+    """Give the request a prompt that begins as others of its text, and lets them use its KV."""
+    text, common = 1000 * draw.randrange(1, texts + 1), draw.choice((0, 9, 20, 60))
+    length = len(request.prompt)
+    request.prompt = [text + place if place < common else 1000 * (10 + request.id) + place for place in range(length)]
+    request.prefix = ContentPrefix(BLOCK_SIZE)
+    return request

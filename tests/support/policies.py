@@ -9,11 +9,11 @@ from typing import Any
 from skipjoin.core.claims import Account
 from skipjoin.core.events import Preemption
 from skipjoin.core.kv import KVLedger
-from skipjoin.core.policy import Callbacks, EvictionPolicy, Grant, Ordering, Wait
+from skipjoin.core.policy import Callbacks, Eviction, EvictionPolicy, Grant, Ordering, Wait
 from skipjoin.core.request import Request
 from skipjoin.core.step import StepShape
 from skipjoin.policies.cost import LinearCost
-from skipjoin.policies.eviction import Defer, ProactiveSwap, Recompute, Swap
+from skipjoin.policies.eviction import Defer, ProactiveSwap, Recompute, Spill, Swap
 from skipjoin.recipes import RECIPES
 
 # A machine on which every term of the cost counts. Moving any KV takes less than to compute it again, and long enough
@@ -106,8 +106,36 @@ class SwapAll(Recompute):
 
     def victims(
         self, short: int, candidates: Sequence[Request], kv: KVLedger, now: float, newcomer: Request | None
-    ) -> Sequence[tuple[Request, Preemption]]:
-        return [(victim, Preemption.SWAP) for victim, _ in super().victims(short, candidates, kv, now, newcomer)]
+    ) -> Sequence[Eviction]:
+        return [Eviction(one.request, Preemption.SWAP) for one in super().victims(short, candidates, kv, now, newcomer)]
+
+
+class SpillAll(Recompute):
+    """Of what makes way, only as many blocks as are short go to the host."""
+
+    how = Preemption.SPILL
+
+    def victims(
+        self, short: int, candidates: Sequence[Request], kv: KVLedger, now: float, newcomer: Request | None
+    ) -> Sequence[Eviction]:
+        found = []
+        for one in super().victims(short, candidates, kv, now, newcomer):
+            found.append(Eviction(one.request, self.how, short))
+            short -= kv.footprint(one.request)
+        return found
+
+
+class DropTails(SpillAll):
+    """Of what makes way, only as many blocks as are short are dropped."""
+
+    how = Preemption.DROP
+
+
+class SpillAny(Spill):
+    """Takes parts of requests of either class."""
+
+    def part(self, victim: Request, missing: int, kv: KVLedger) -> int | None:
+        return missing if missing < kv.footprint(victim) else None
 
 
 class OnCall(SwapAll):
@@ -141,6 +169,21 @@ class Chaos(Swap):
         return out, [request for request in chosen if kv.footprint_on_host(request)]
 
 
+class Patchwork(Chaos):
+    """Takes parts at random where blocks are short, to drop or to move them, and swaps at random too."""
+
+    def victims(
+        self, short: int, candidates: Sequence[Request], kv: KVLedger, now: float, newcomer: Request | None
+    ) -> Sequence[Eviction]:
+        found, missing = [], short
+        for victim in candidates:
+            if missing > 0:
+                blocks = min(kv.footprint(victim), self._draw.randint(1, missing))
+                found.append(Eviction(victim, self._draw.choice([Preemption.SPILL, Preemption.DROP]), blocks))
+                missing -= blocks
+        return found if missing <= 0 else super().victims(short, candidates, kv, now, newcomer)
+
+
 # The recipes that differ in more than their pressure.
 SYSTEMS = sorted(name for name in RECIPES if not name.startswith(("fastserve-", "alise-")))
 # What one class does for all: batches, prompts in chunks, promotions, ranks that change at every step, and claims that
@@ -151,6 +194,7 @@ EVICTIONS: dict[str, Callable[[], EvictionPolicy]] = {
     "recompute": Recompute,
     "defer": Defer,
     "swap": lambda: Swap(COST),
+    "spill": lambda: SpillAny(COST),
     "proactive": lambda: ProactiveSwap(COST),
     "chaos": lambda: Chaos(1),
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -18,9 +18,10 @@ from skipjoin.core.scheduler import Scheduler
 from skipjoin.core.step import Direction, Move, Slice, StepPlan, StepResult
 from skipjoin.exec.simulated import SimulatedExecutor, SimulatedHandle, never, position_as_token
 from skipjoin.knobs import Value
-from skipjoin.recipes import Settings, build, own
+from skipjoin.recipes import EngineLimits, Settings, build, own
 from skipjoin.sim.driver import Replica, simulate
 from support.policies import COST
+from support.shadow import Shadow
 
 # One entry per plan: when, and the plan with request ids in place of requests.
 Trace = list[tuple[float, Any]]
@@ -45,6 +46,8 @@ class World:
     max_seqs: int = 6
     max_tokens: int = 64
     starvation_s: float = 0.3
+    best_effort_wait_s: float = 60.0
+    fair_output_weight: float | None = None
     stages: int = 1
     cost: CostModel = COST
     machine: CostModel | None = None
@@ -52,7 +55,23 @@ class World:
 
     def policies(self) -> Policies:
         """The recipe's policies, with this world's pressure."""
-        settings = Settings(self.cost, self.max_seqs, self.max_tokens, stages=self.stages)
+        limits = EngineLimits(
+            requests=None,
+            max_len=self.device_blocks * self.block_size,
+            device_blocks=self.device_blocks,
+            host_blocks=self.host_blocks,
+            block_size=self.block_size,
+            depth=self.depth,
+        )
+        settings = Settings(
+            self.cost,
+            self.max_seqs,
+            self.max_tokens,
+            stages=self.stages,
+            best_effort_wait_s=self.best_effort_wait_s,
+            fair_output_weight=self.fair_output_weight,
+            limits=None if self.fair_output_weight is None else limits,
+        )
         params = {"starvation_s": self.starvation_s, "oracle": "max-tokens", **dict(self.params)}
         policies = build(self.recipe, settings, own(self.recipe, params))
         return policies if self.eviction is None else replace(policies, eviction=self.eviction())
@@ -90,6 +109,7 @@ class WatchedCore(EngineCore):
         self.trace: Trace = []
         self.plans: deque[StepPlan] = deque()
         self.newcomer_evictions: list[NewcomerEviction] = []
+        self._shadow = Shadow(self.kv)
         self._fruitless = 0  # plans since somebody got a token
 
     def start_step(self, now: float) -> StepPlan | None:
@@ -102,16 +122,24 @@ class WatchedCore(EngineCore):
         self._check_effect(plan)
         self._check_slices(plan, before)
         self._check_evictions(plan, before)
+        self._shadow.run(plan)
         self.plans.append(plan)
         self.trace.append((now, plan_value(plan)))
         self._fruitless += bool(plan.slices or plan.blocking or plan.overlapped)
         assert self._fruitless < PATIENCE, "work goes on and on, and nobody gets a token"
         return plan
 
+    def decode(self, since: float, ends: Sequence[float]) -> None:
+        before = {request: request.computed for request in self.requests.values()}
+        super().decode(since, ends)
+        for request, start in before.items():
+            self._shadow.fill(request, self.kv.slots(request), start, request.computed)
+
     def finish_step(self, result: StepResult, now: float) -> None:
         self.plans.popleft()
         tokens = sum(len(request.output) for request in self.requests.values())
         live = len(self.requests)
+        self._shadow.lose(result.failed)
         super().finish_step(result, now)
         if len(self.requests) < live or tokens < sum(len(request.output) for request in self.requests.values()):
             self._fruitless = 0
@@ -124,6 +152,7 @@ class WatchedCore(EngineCore):
 
     def restart(self, now: float) -> None:
         self.plans.clear()
+        self._shadow.clear()
         super().restart(now)
         self.kv.check()
         assert list(self.kv.holders()) == []
@@ -136,6 +165,7 @@ class WatchedCore(EngineCore):
         assert not self.requests
         assert (kv.device_free, kv.host_free) == (kv.device_total, kv.host_total)
         assert list(kv.holders()) == []
+        assert kv._awaited == kv._announced == kv._coming == {}
 
     # -- what is checked of a plan ------------------------------------------------------------------------
 
@@ -153,18 +183,17 @@ class WatchedCore(EngineCore):
 
     def _check_slices(self, plan: StepPlan, before: dict[Request, _State]) -> None:
         kv = self.kv
-        blocks: list[int] = []
         for piece in plan.slices:
             was = before[piece.request]
             end = piece.start + piece.tokens
             assert piece.tokens >= 1
-            assert piece.start == (0 if piece.request.evictions > was.evictions else was.planned)
+            if piece.request.prefix is None or was.planned:
+                assert piece.start == (0 if piece.request.evictions > was.evictions else was.planned)
             assert end <= was.known + was.pending_samples < piece.request.max_total_tokens
             assert piece.samples == (end == was.known + was.pending_samples)
             assert piece.awaits == (end > was.known)
             assert piece.blocks == kv.slots(piece.request)
             assert len(piece.blocks) >= kv.blocks_for(end)
-            blocks.extend(piece.blocks)
             if piece.awaits:
                 assert self.scheduler.overlap
                 # The newest plan in flight with a slice of the request samples the token; with two plans in flight at
@@ -177,24 +206,26 @@ class WatchedCore(EngineCore):
                 mine = [m for flying in self.plans for m in flying.slices if m.request is piece.request]
                 assert not any(m.samples for m in mine), "a request in flight whose next token must be known first"
                 assert all(a.start + a.tokens == b.start for a, b in pairwise([*mine, piece]))
-        assert len(set(blocks)) == len(blocks), "two slices share a block"
 
     def _check_evictions(self, plan: StepPlan, before: dict[Request, _State]) -> None:
-        """Victims do not run; they leave only for somebody who matters more and runs in this very plan; who holds
-        nothing on the device evicts none of its equals, and nobody who runs and has not generated a token yet."""
+        """Victims do not run; they leave only for a request that matters more and runs in this very plan; one whose KV
+        is not on the device evicts none of its equals, and none that runs and has not generated a token yet, unless
+        none at all can run with the blocks that it has."""
         ordering = self.scheduler.policies.ordering
         ran = [piece.request for piece in plan.slices]
         grown = [r for r in ran if before[r].device and before[r].claim != _State.of(r, self).claim]
         new = [r for r in ran if before[r].device == 0]
+        is_stuck = len(ran) == 1 and not self.plans and not any(state.has_room for state in before.values())
         for victim in self.requests.values():
             if victim.evictions == before[victim].evictions:
                 continue
-            assert victim.evictions == before[victim].evictions + 1
             assert victim not in ran, "evicted and run in one step"
             by_growth = any(ordering.rank(r) < ordering.rank(victim) for r in grown)
             runs = before[victim].last_plan >= before[victim].latest
             is_spared = before[victim].is_fresh and runs
             newcomers = tuple(r.id for r in new if ordering.outranks(r, victim))
+            if is_stuck and ordering.rank(ran[0]) < ordering.rank(victim):
+                continue
             assert by_growth or (newcomers and not is_spared), f"request {victim.id} was evicted for nobody"
             if not by_growth and runs:
                 tokens = {number: len(request.output) for number, request in self.requests.items()}
@@ -203,14 +234,16 @@ class WatchedCore(EngineCore):
 
 @dataclass(frozen=True)
 class _State:
-    """A request just before a decision. device: blocks that it has on the device and may use. claim: those that it
-    claims, and what lends them. latest: the scheduler's `latest_plan`."""
+    """A request just before a decision. device: blocks that it has on the device and may use, 0 where some are not
+    there. has_room: whether they have room for all its tokens. claim: those that it claims, and what lends them.
+    latest: the scheduler's `latest_plan`."""
 
     known: int
     planned: int
     pending_samples: int
     evictions: int
     device: int
+    has_room: bool
     claim: tuple[int, Lender]
     is_fresh: bool
     last_plan: int
@@ -219,14 +252,15 @@ class _State:
     @classmethod
     def of(cls, request: Request, core: EngineCore) -> _State:
         held = core.kv.blocks_of(request)
-        on_device = len(held.device) if held is not None and held.moving is None else 0
+        on_device = len(held.device) if held is not None and held.moving is None and not held.host else 0
         return cls(
             request.known,
             request.planned,
             request.pending_samples,
             request.evictions,
             on_device,
-            (core.kv.footprint(request), core.kv.lender_of(request)),
+            held is not None and on_device > 0 and held.room >= request.known + request.pending_samples,
+            (held.size + held.adopted - held.lent if held is not None else 0, core.kv.lender_of(request)),
             request.is_fresh,
             request.last_plan,
             core.scheduler.latest_plan,

@@ -24,7 +24,7 @@ from figures.runs import Options, Result
 from skipjoin.bench.plots import style
 from skipjoin.bench.simulation import Cell, Extent, run
 from skipjoin.bench.system import System
-from skipjoin.bench.workload import DEFAULT, WorkloadRequest
+from skipjoin.bench.workload import DEFAULT, Closed, WorkloadRequest
 from skipjoin.core.events import Event, Finished, Planned
 from skipjoin.core.step import StepShape
 
@@ -51,6 +51,7 @@ class Example:
     """The three jobs, all there at once."""
 
     best_effort: float | None = None
+    closed: tuple[Closed, ...] = ()
 
     def draw(
         self, rate_rps: float | None, duration_s: float | None, seed: int, limit: int | None = None

@@ -1,4 +1,5 @@
-"""The open-loop load client: every request is sent when it is due, whatever the state of earlier ones."""
+"""The load client: every request is sent when it is due, whatever the state of earlier ones. Only those of closed
+streams follow on others."""
 
 from __future__ import annotations
 
@@ -7,9 +8,10 @@ import errno
 import resource
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Self
 
 import aiohttp
@@ -18,7 +20,7 @@ import msgspec
 from skipjoin.bench.http_answer import Answer, Failure, failure
 from skipjoin.bench.http_request import Bodies
 from skipjoin.bench.target import Target
-from skipjoin.bench.workload import WorkloadRequest
+from skipjoin.bench.workload import Closed, ClosedMode, WorkloadRequest
 from skipjoin.config import ConfigError
 from skipjoin.observe.requests import RequestFacts
 
@@ -34,6 +36,8 @@ _TICK_S = 0.5
 # Timers of event loops count whole milliseconds: the last one of a wait is spent in turns of the loop, or requests due
 # within the same millisecond would be sent together.
 _TIMER_S = 0.001
+# A job of a closed stream that failed keeps its place for so long: a server that refuses all is not flooded.
+_PAUSE_S = 1.0
 # More than there are local ports.
 _CONNECTIONS = 1 << 16
 
@@ -63,6 +67,7 @@ class Exchange:
         texts = {} if self.job.prompt is None else {"row": self.job.row, "output": self.output}
         return {
             "stream": self.job.stream,
+            "service": self.job.service.value,
             "priority": self.job.priority,
             "due_s": self.job.at,
             "sent_s": self.sent,
@@ -79,13 +84,22 @@ class Exchange:
 
 @dataclass(slots=True)
 class ClientProgress:
-    """The progress of a run, in requests; `lag` is the largest since the previous report."""
+    """The progress of a run, in requests; `lag` is the largest since the previous report. total: those that are known
+    to come; a closed stream adds to it as it goes on."""
 
     total: int
     sent: int = 0
     done: int = 0
     failed: int = 0
     lag: float = 0.0
+
+
+def exchange_of(number: int, job: WorkloadRequest) -> Exchange:
+    """The exchange of a job that is not sent yet."""
+    facts = RequestFacts(
+        number, job.at, job.prompt_tokens, job.output_tokens, job.stream, service=job.service, target=job.target
+    )
+    return Exchange(job, facts)
 
 
 class ServerGoneError(Exception):
@@ -174,8 +188,18 @@ class Client:
         facts.reason = whole if exchange.failure is None else exchange.failure.kind
 
 
+@dataclass(slots=True)
+class ClosedLoad:
+    """A closed stream, its jobs, endless, and their bodies. until: no job is sent from then on, in seconds."""
+
+    stream: Closed
+    jobs: Iterator[WorkloadRequest]
+    bodies: Bodies
+    until: float
+
+
 class ClientRun:
-    """One run of a client over jobs. on_progress: called twice a second."""
+    """One run of a client over jobs, beside those of closed streams. on_progress: called twice a second."""
 
     def __init__(
         self,
@@ -183,18 +207,18 @@ class ClientRun:
         jobs: Sequence[WorkloadRequest],
         bodies: Bodies,
         on_progress: Callable[[ClientProgress], None] | None = None,
+        *,
+        closed: Sequence[ClosedLoad] = (),
     ) -> None:
         self._client = client
         self._bodies = bodies
+        self._closed = closed
         self._on_progress = on_progress
         self._progress = ClientProgress(len(jobs))
         self._failing_since: float | None = None
         self._failures = 0
         self._start = 0.0
-        self.exchanges = [
-            Exchange(job, RequestFacts(number, job.at, job.prompt_tokens, job.output_tokens, job.stream))
-            for number, job in enumerate(jobs)
-        ]
+        self.exchanges = [exchange_of(number, job) for number, job in enumerate(jobs)]
         self.gone = False  # whether the run gave up on the server
 
     async def go(self) -> float:
@@ -203,7 +227,9 @@ class ClientRun:
         ticker = asyncio.create_task(self._report()) if self._on_progress is not None else None
         try:
             async with asyncio.TaskGroup() as group:
-                await self._pace(group)
+                for load in self._closed:
+                    self._keep_going(group, load)
+                await self._pace(group, list(self.exchanges))
         except* ServerGoneError:
             self.gone = True
             self._give_up()
@@ -216,13 +242,37 @@ class ClientRun:
         # Not the loop's clock, which does not advance during callbacks.
         return time.monotonic() - self._start
 
-    async def _pace(self, group: asyncio.TaskGroup) -> None:
-        for exchange in self.exchanges:
+    async def _pace(self, group: asyncio.TaskGroup, exchanges: Sequence[Exchange]) -> None:
+        for exchange in exchanges:
             # Made ahead of time: generating a long prompt takes longer than sending it.
             body = self._bodies.make(exchange.job)
             while (wait := exchange.job.at - self._now()) > 0:
                 await asyncio.sleep(max(0.0, wait - _TIMER_S))
             group.create_task(self._ask(exchange, body))
+
+    def _keep_going(self, group: asyncio.TaskGroup, load: ClosedLoad) -> None:
+        """Begin a closed stream: one batch after the other, or so many jobs at once each followed by another."""
+        together = load.stream.mode is ClosedMode.BATCH
+        lanes, width = (1, load.stream.size) if together else (load.stream.size, 1)
+        for _ in range(lanes):
+            group.create_task(self._follow(load, width))
+
+    async def _follow(self, load: ClosedLoad, width: int) -> None:
+        """Send `width` jobs of a closed stream, and the next ones when all of these are over."""
+        while self._now() < load.until:
+            async with asyncio.TaskGroup() as batch:
+                for job in islice(load.jobs, width):
+                    batch.create_task(self._ask_closed(load, job))
+                    await asyncio.sleep(0)  # other requests leave on time though it makes many bodies
+
+    async def _ask_closed(self, load: ClosedLoad, job: WorkloadRequest) -> None:
+        body = load.bodies.make(job)
+        exchange = exchange_of(len(self.exchanges), job._replace(at=self._now()))
+        self.exchanges.append(exchange)
+        self._progress.total += 1
+        await self._ask(exchange, body)
+        if exchange.failure is not None:
+            await asyncio.sleep(_PAUSE_S)
 
     async def _ask(self, exchange: Exchange, body: bytes) -> None:
         progress = self._progress
@@ -267,7 +317,7 @@ async def warm_up(client: Client, jobs: Sequence[WorkloadRequest], bodies: Bodie
     """Send jobs one after the other. Raises `ConfigError` if none succeeds."""
     failures: list[Failure] = []
     for number, job in enumerate(jobs):
-        exchange = Exchange(job, RequestFacts(number, 0.0, job.prompt_tokens, job.output_tokens, job.stream))
+        exchange = exchange_of(number, job._replace(at=0.0))
         await client.ask(exchange, bodies.make(job), time.monotonic)
         if exchange.failure is not None:
             failures.append(exchange.failure)

@@ -1,10 +1,16 @@
-"""Parses numbers in the texts of workload options, with the errors for wrong ones."""
+"""Parses the texts of workload options, with the errors for wrong ones."""
 
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import TypeVar
 
-from skipjoin.config import ConfigError
+from skipjoin.config import ConfigError, unknown
+
+Choice = TypeVar("Choice", bound=StrEnum)
 
 
 def number(field: str, text: str, *, above: float = 0.0, most: float = math.inf) -> float:
@@ -22,3 +28,50 @@ def in_bounds(field: str, value: float | None, *, above: float = 0.0, most: floa
         bound = f"a number above {above:g}" if most == math.inf else f"in ({above:g}, {most:g}]"
         raise ConfigError(f"{field} must be {bound}, got {value}")
     return value
+
+
+class FieldTexts(dict[str, str]):
+    """The texts of fields by name, from one text such as `name=batch,lengths=uniform:512-1024,32-128,share=0.5`.
+
+    A comma separates fields if a word and = follow it; other commas belong to the field. what: the option, for errors.
+    known: the names that there may be; needed: those that there must be. Raises `ConfigError`.
+    """
+
+    def __init__(self, what: str, text: str, *, known: Sequence[str], needed: Sequence[str]) -> None:
+        super().__init__()
+        self._what = what
+        for part in re.split(r",(?=\s*\w+\s*=)", text):
+            self._add(part, known)
+        for name in needed:
+            if not self.get(name):
+                raise ConfigError(f"{what} needs {name}=, got {text!r}")
+
+    def _add(self, part: str, known: Sequence[str]) -> None:
+        name, equals, value = (piece.strip() for piece in part.partition("="))
+        if not equals:
+            raise ConfigError(f"{self._what} must consist of KEY=VALUE fields, got {part!r}")
+        if name not in known:
+            raise unknown(self._what, name, known)
+        if name in self:
+            raise ConfigError(f"{self._what}: {name} is given twice")
+        self[name] = value
+
+    def number(self, name: str, *, most: float = math.inf) -> float:
+        """A field as a number in (0, most]. Raises `ConfigError`."""
+        return number(f"{self._what}: {name}", self[name], most=most)
+
+    def integer(self, name: str, usual: int) -> int:
+        """A field as an integer; `usual` where it is not given. Raises `ConfigError`."""
+        try:
+            return int(self.get(name, usual))
+        except ValueError:
+            raise ConfigError(f"{self._what}: {name} must be an integer, got {self[name]!r}") from None
+
+    def choice(self, name: str, usual: Choice) -> Choice:
+        """A field as a value of the enumeration of `usual`, which stands where it is not given. Raises
+        `ConfigError`."""
+        text = self.get(name, usual.value)
+        kinds = {one.value: one for one in type(usual)}
+        if text not in kinds:
+            raise unknown(f"{self._what}: {name}", text, kinds)
+        return kinds[text]

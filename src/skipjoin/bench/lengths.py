@@ -11,14 +11,16 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from itertools import pairwise
+from statistics import fmean
 from typing import Any, Protocol
 
 from skipjoin.bench.fields import number
+from skipjoin.bench.trace import Trace, read_trace
 from skipjoin.config import ConfigError, unknown
 
 # Each is a file in tables/, made by tools/make_length_tables.py.
 BUILT_IN = ("alpaca", "bookcorpus", "lmsys", "sharegpt")
-FORMS = (*BUILT_IN, "uniform", "fixed")
+FORMS = (*BUILT_IN, "uniform", "fixed", "trace:FILE")
 
 
 class Lengths(Protocol):
@@ -148,6 +150,32 @@ class QuantileTable:
         return QuantileTable(name, self.output_levels, bins, self.edges)
 
 
+@dataclass(frozen=True)
+class TraceLengths:
+    """The rows of a trace, each as likely as the others. prompt, output: factors of their tokens."""
+
+    name: str
+    trace: Trace
+    prompt: float = 1.0
+    output: float = 1.0
+
+    def draw(self, random: random.Random) -> tuple[int, int]:
+        row = self.trace.rows[int(random.random() * len(self.trace.rows))]
+        random.random()  # every distribution takes two numbers
+        return _scaled(row.prompt_tokens, self.prompt), _scaled(row.output_tokens, self.output)
+
+    def mean(self) -> tuple[float, float]:
+        rows = self.trace.rows
+        return (
+            fmean(_scaled(row.prompt_tokens, self.prompt) for row in rows),
+            fmean(_scaled(row.output_tokens, self.output) for row in rows),
+        )
+
+    def scaled(self, name: str, prompt: float, output: float) -> TraceLengths:
+        """A renamed copy, with the tokens of rows times a factor, rounded and at least 1."""
+        return TraceLengths(name, self.trace, prompt, output)
+
+
 def _between(knots: Sequence[int], index: int, share: float) -> float:
     return knots[index] + share * (knots[index + 1] - knots[index])
 
@@ -165,7 +193,8 @@ def read_table(name: str) -> dict[str, Any]:
 
 
 def parse_lengths(text: str) -> Lengths:
-    """Lengths by name: a built-in table (`sharegpt`), `uniform:64-128,16-32` or `fixed:128,64` (prompt, output).
+    """Lengths by name: a built-in table (`sharegpt`), `uniform:64-128,16-32` or `fixed:128,64` (prompt, output), or
+    rows of a file at random, as in `trace:requests.csv`, whose arrival times and texts are not used.
 
     `*0.25` at the end scales prompt and output; `*0.25,0.5` scales each on its own. No length falls below 1.
     Raises `ConfigError`.
@@ -179,11 +208,14 @@ def parse_lengths(text: str) -> Lengths:
     if len(parts) > 2:
         raise ConfigError(f"lengths: * must be followed by one or two factors, got {factors!r}")
     prompt, output = (number("lengths: the factor after *", part, most=1e6) for part in (parts[0], parts[-1]))
-    return lengths.scaled(name, prompt, output)
+    return lengths.scaled(f"{lengths.name}*{factors}", prompt, output)
 
 
-def _parse_base(name: str) -> Uniform | QuantileTable:
+def _parse_base(name: str) -> Uniform | QuantileTable | TraceLengths:
     form, colon, rest = name.partition(":")
+    if form == "trace" and rest:
+        trace = read_trace(rest, hash_tokens=None)
+        return TraceLengths(f"trace:{trace.name}", trace)  # without the folder, as in the records of a replay
     if form in BUILT_IN and not colon:
         return QuantileTable.load(form)
     if form not in ("uniform", "fixed"):

@@ -22,6 +22,7 @@ from skipjoin.bench.client import (
     Client,
     ClientProgress,
     ClientRun,
+    ClosedLoad,
     Exchange,
     warm_up,
 )
@@ -67,7 +68,7 @@ async def _measure(target: Target, plan: LoadPlan, watcher: LoadWatcher) -> str 
     rate, seed = plan.runs()[0]
     first = plan.draw(rate, seed)
     async with Client(target, timeout_s=plan.timeout_s) as client:
-        head = await _head(client, plan, texts=first[0].prompt is not None)
+        head = await _head(client, plan, texts=any(job.prompt is not None for job in first[:1]))
         await warm_up(client, first[: plan.warmup], Bodies(client.target, f"{seed}/warm-up"))
         for number, (rate, seed) in enumerate(plan.runs()):
             if number:
@@ -77,17 +78,33 @@ async def _measure(target: Target, plan: LoadPlan, watcher: LoadWatcher) -> str 
             watcher.begun(number, rate, seed)
             # Bodies differ by rate; otherwise a server's prefix cache would hold those of the previous run.
             bodies = Bodies(client.target, f"{seed}/{rate}/prompts")
-            run = ClientRun(client, plan.draw(rate, seed), bodies, watcher.progress)
+            closed = _closed(client.target, plan, rate, seed)
+            run = ClientRun(client, plan.draw(rate, seed), bodies, watcher.progress, closed=closed)
             with _quiet_memory():
                 seconds = await run.go()
             workload = plan.workload.describe(rate, plan.duration_s, seed, plan.limit)
-            watcher.done(head | {"workload": workload} | figures(run.exchanges, seconds, plan.slo), run.exchanges)
+            told = figures(run.exchanges, seconds, plan.slo, window_s=plan.duration_s)
+            watcher.done(head | {"workload": workload} | told, run.exchanges)
             lost = any(one.failure and one.failure.kind in CONNECTION_FAILURES for one in run.exchanges)
             if lost and (reason := await _unreachable(client)):
                 return reason
             if run.gone:
                 return f"{target.base_url} failed all connections for {GIVE_UP_S:g} s; the run was ended early"
     return None
+
+
+def _closed(target: Target, plan: LoadPlan, rate: float | None, seed: int) -> list[ClosedLoad]:
+    """The closed streams of a run, each with bodies of its own: those of the others do not depend on when it sends."""
+    assert plan.duration_s is not None or not plan.workload.closed
+    return [
+        ClosedLoad(
+            stream,
+            stream.jobs(seed, index),
+            Bodies(target, f"{seed}/{rate}/closed {stream.name}"),
+            plan.duration_s or 0.0,
+        )
+        for index, stream in enumerate(plan.workload.closed)
+    ]
 
 
 async def _unreachable(client: Client) -> str | None:
@@ -149,17 +166,18 @@ async def _head(client: Client, plan: LoadPlan, *, texts: bool) -> Record:
     }
 
 
-def figures(exchanges: Sequence[Exchange], seconds: float, slo: Slo) -> Record:
-    """The figures of a record from a run of `seconds`."""
+def figures(exchanges: Sequence[Exchange], seconds: float, slo: Slo, *, window_s: float | None = None) -> Record:
+    """The figures of a record from a run of `seconds`. window_s: in which jobs were sent, as in `summarize`."""
     record = summarize(
         [one.facts for one in exchanges if one.failure is None],
         now=seconds,
-        rejected=[one.job.stream for one in exchanges if one.failure is not None and one.failure.kind == REJECTED],
-        errors=[one.job.stream for one in exchanges if one.failure is not None and one.failure.kind != REJECTED],
+        rejected=[one.job.kind for one in exchanges if one.failure is not None and one.failure.kind == REJECTED],
+        errors=[one.job.kind for one in exchanges if one.failure is not None and one.failure.kind != REJECTED],
         slo=slo,
+        window_s=window_s,
     )
     # A client does not see when the engine started a request, nor its work.
-    for part in (record, *record.get("classes", {}).values()):
+    for part in (record, *record.get("classes", {}).values(), *record.get("services", {}).values()):
         part["queue_s"] = dict.fromkeys(part["queue_s"])
         part["breakdown_s"] = part["wait_s"] = None
     record["quantiles"]["queue_s"] = []

@@ -62,6 +62,6 @@ class LoadPlan:
     def draw(self, rate: float | None, seed: int) -> list[WorkloadRequest]:
         """The jobs of a run. Raises `ConfigError`."""
         jobs = self.workload.draw(rate, self.duration_s, seed, self.limit)
-        if not jobs:
+        if not jobs and not self.workload.closed:
             raise ConfigError(f"no request arrives in {self.duration_s} s at {rate} per second; measure for longer")
         return jobs

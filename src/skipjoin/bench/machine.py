@@ -52,6 +52,7 @@ class Machine:
             "Size of the KV pool, all GPUs together (default: what the memory leaves; a profile needs it).",
             above=0,
             high=1e6,
+            flags=("--kv-gib", "--kv-cache-gib"),
             metavar="GIB",
             group=_GROUP,
         ),

@@ -46,6 +46,9 @@ class Predictor(Protocol):
     def ended(self, event: Finished) -> None:
         """A request ended; its `output` is all that it generated."""
 
+    def extend(self, jobs: Jobs, name: str) -> None:
+        """Further jobs of a closed stream, whose requests have the ids that follow. name: of these jobs, for chance."""
+
 
 class PredictorSpec(Protocol):
     """A predictor by name."""
@@ -63,17 +66,28 @@ Foresight = Callable[[Jobs, random.Random], Sequence[float]]
 
 
 class Fixed:
-    """Forecasts that were made before the run. lengths: in tokens, by the id of the request."""
+    """Forecasts that are made before requests arrive.
 
-    def __init__(self, lengths: Sequence[float], source: str) -> None:
-        self._lengths = lengths
+    lengths: in tokens, by the id of the request. foresee: makes those of the further jobs of a closed stream, by the
+    name of these jobs; None: there are no such jobs.
+    """
+
+    def __init__(
+        self, lengths: Sequence[float], source: str, foresee: Callable[[Jobs, str], Sequence[float]] | None = None
+    ) -> None:
+        self._lengths = list(lengths)
         self._source = source
+        self._foresee = foresee
 
     def forecast(self, request: Request) -> Foreseen:
         return Foreseen(Forecast(max(1.0, self._lengths[request.id]), self._source))
 
     def ended(self, event: Finished) -> None:
         pass
+
+    def extend(self, jobs: Jobs, name: str) -> None:
+        assert self._foresee is not None, "checked when the predictor was made"
+        self._lengths.extend(self._foresee(jobs, name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +98,10 @@ class FromTruth:
     foresight: Foresight
 
     def make(self, workload: Workload, jobs: Jobs, seed: int) -> Fixed:
-        return Fixed(self.foresight(jobs, random.Random(f"{seed} predictor")), self.name)
+        def foresee(jobs: Jobs, name: str) -> Sequence[float]:
+            return self.foresight(jobs, random.Random(f"{seed} predictor{name}")) if jobs else []
+
+        return Fixed(foresee(jobs, ""), self.name, foresee)
 
 
 def _oracle(jobs: Jobs, chance: random.Random) -> list[float]:
@@ -129,6 +146,8 @@ class FromColumn:
     def make(self, workload: Workload, jobs: Jobs, seed: int) -> Fixed:
         if not isinstance(workload, Replay):
             raise ConfigError(f"predictor column:{self.column} needs a trace, which has that column")
+        if workload.closed:
+            raise ConfigError(f"predictor column:{self.column} foresees nothing of closed streams, which have no rows")
         values = workload.trace.column(self.column)
         return Fixed([values[job.row or 0] for job in jobs], "column")
 
@@ -144,8 +163,10 @@ class Learning:
 
     def make(self, workload: Workload, jobs: Jobs, seed: int) -> Online:
         if self.name != PRIOR:
-            if not isinstance(workload, Replay):
-                raise ConfigError(f"predictor {self.name} reads prompts: it needs a trace with texts")
+            if not isinstance(workload, Replay) or workload.closed:
+                raise ConfigError(
+                    f"predictor {self.name} reads prompts: it needs a trace with texts, and no closed streams"
+                )
             workload.trace.check_texts()
         return Online(self.name, [job.prompt or "" for job in jobs])
 
@@ -154,7 +175,7 @@ class Online:
     """A server's forecaster at virtual time. prompts: their texts, by the id of the request."""
 
     def __init__(self, name: str, prompts: Sequence[str]) -> None:
-        self._prompts = prompts
+        self._prompts = list(prompts)
         self._now = 0.0
         self._forecaster = make_forecaster(ForecastConfig(forecaster=name), clock=lambda: self._now)
         self._predicted: dict[int, Predicted] = {}
@@ -170,6 +191,9 @@ class Online:
         predicted, tokens = self._predicted.pop(event.request.id), len(event.request.output)
         if tokens:
             self._forecaster.learn(predicted, tokens, exact=event.reason is FinishReason.STOP)
+
+    def extend(self, jobs: Jobs, name: str) -> None:
+        self._prompts.extend("" for _ in jobs)
 
 
 # -- by name ----------------------------------------------------------------------------------------------
@@ -202,16 +226,23 @@ def parse_predictor(text: str) -> PredictorSpec:
     return FromTruth(name, foresight(value))
 
 
+def columns_of(text: str | None) -> list[str]:
+    """The columns of a trace that the predictor of this name reads; None: no predictor is named."""
+    spec = None if text is None else parse_predictor(text)
+    return [spec.column] if isinstance(spec, FromColumn) else []
+
+
 def default_predictor(workload: Workload) -> str:
     """What foresees lengths where no option says so: all that a server could know."""
-    return "learnt" if isinstance(workload, Replay) and workload.trace.has_texts else PRIOR
+    has_texts = isinstance(workload, Replay) and workload.trace.has_texts
+    return "learnt" if has_texts and not workload.closed else PRIOR
 
 
 class Foreseeing:
     """Gives each request its forecast as it arrives, before a replica is chosen for it, and keeps how good they were.
 
-    dispatch: chooses the replicas. jct: the JCT objective in seconds by output tokens, of which each request gets the
-    one of its forecast; None: they have none.
+    dispatch: chooses the replicas. jct: the JCT objective in seconds by output tokens, of which each real-time request
+    gets the one of its forecast; None: they have none.
     """
 
     def __init__(
@@ -238,7 +269,7 @@ class Foreseeing:
         """Give a request that arrives its forecast, and its objective."""
         foreseen = self._foreseen[request.id] = self._predictor.forecast(request)
         request.forecast = foreseen.forecast
-        if self._jct is not None:
+        if self._jct is not None and not request.is_best_effort:
             target = request.options.target._replace(jct_s=self._jct(foreseen.forecast.tokens))
             request.options = replace(request.options, target=target)
 

@@ -7,40 +7,42 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from typing import NamedTuple
 
 from skipjoin.bench.predictors import Foreseeing, Predictor, parse_predictor
 from skipjoin.bench.split import Handovers, SplitFigures
+from skipjoin.bench.submissions import END, Submissions
 from skipjoin.bench.system import System
-from skipjoin.bench.workload import Workload, WorkloadRequest
+from skipjoin.bench.workload import ClosedMode, Workload, WorkloadRequest
 from skipjoin.config import ConfigError
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.events import Event
 from skipjoin.core.kv import KVLedger
 from skipjoin.core.policy import CostModel
-from skipjoin.core.request import NO_TARGET, Request, RequestOptions, Target
+from skipjoin.core.request import Request, ServiceClass
 from skipjoin.core.scheduler import Scheduler
 from skipjoin.exec.simulated import SimulatedExecutor, none
 from skipjoin.observe.decisions import DecisionTimes
 from skipjoin.observe.forecasts import ForecastLog
 from skipjoin.observe.record import NO_SLO, Record, Slo, add_usage, rounded, summarize
-from skipjoin.observe.requests import RequestFacts, RequestLog
+from skipjoin.observe.requests import Kind, RequestFacts, RequestLog
 from skipjoin.observe.usage import EngineUsage
 from skipjoin.policies.dispatch import Dispatch, make_dispatch
 from skipjoin.policies.eviction import KeepKv
 from skipjoin.policies.execution import ExecutionTime
 from skipjoin.policies.forward import saturating_tokens
 from skipjoin.recipes import build, find
-from skipjoin.sim.driver import Dispatched, Replica, Traffic, simulate_traffic
+from skipjoin.sim.closed import ClosedStream
+from skipjoin.sim.driver import Arrivals, Dispatched, Replica, Traffic, simulate_traffic
 from skipjoin.sim.split import Network, SplitTraffic
 from skipjoin.version import VERSION
 
-# Only lengths of tokens matter: _END ends a request at its true length where it requested more.
-_TOKEN, _END = 0, 1
-_STOP = frozenset([_END])
+# Any but `END`.
+_TOKEN = 0
 # Progress is reported after so many requests.
 _REPORT_AFTER = 64
 
@@ -72,9 +74,30 @@ class Cell:
     slo_scale: float | None = None
 
     def jobs(self) -> list[WorkloadRequest]:
-        """The requests of the run. Raises `ConfigError` for a workload that cannot be drawn."""
+        """The requests of the run, but for those of closed streams. Raises `ConfigError` for a workload that cannot be
+        drawn or run."""
         extent = self.extent
-        return self.workload.draw(extent.rate_rps, extent.duration_s, extent.seed, extent.limit)
+        if self.shards > 1 and any(one.mode is ClosedMode.BATCH for one in self.workload.closed):
+            raise ConfigError(
+                f"closed: mode=batch needs one shard, at most {REPLICAS_PER_SHARD} replicas, got {self.shards} shards: "
+                "use mode=refill"
+            )
+        jobs = self.workload.draw(extent.rate_rps, extent.duration_s, extent.seed, extent.limit)
+        for job in jobs:
+            self.system.check_parts(job)
+        return jobs
+
+    @property
+    def closed_size(self) -> int:
+        """The most requests of closed streams in flight."""
+        return sum(one.size for one in self.workload.closed)
+
+    @property
+    def window_s(self) -> float | None:
+        """How long requests are submitted, if that is observed to its end or to `until_s`; None: the extent does not
+        say."""
+        duration_s = self.extent.duration_s
+        return None if duration_s is None else min(duration_s, self.extent.until_s)
 
     @property
     def shards(self) -> int:
@@ -86,7 +109,7 @@ class Cell:
     def check(self) -> None:
         """Raise `ConfigError` for a run without requests."""
         jobs = self.jobs()
-        if not jobs:
+        if not jobs and not self.workload.closed:
             raise ConfigError(
                 f"no request arrives within {self.extent.duration_s} s at {self.extent.rate_rps} requests per second"
             )
@@ -122,11 +145,12 @@ def _ignore(events: list[Event]) -> None:
 
 class ShardResult(NamedTuple):
     """What a shard's part of the record is made of. end_s: when it was over. facts, forecasts: of its requests;
-    forecasts is None where no forecasts were made. usages, decisions: of its replicas, in their order, prefill replicas
-    first. split: None without these."""
+    forecasts is None where no forecasts were made. rejected: jobs of closed streams that were refused. usages,
+    decisions: of its replicas, in their order, prefill replicas first. split: None without these."""
 
     end_s: float
     facts: list[RequestFacts]
+    rejected: list[Kind]
     usages: list[EngineUsage]
     decisions: list[DecisionTimes]
     forecasts: ForecastLog | None
@@ -138,7 +162,8 @@ class Run:
 
     Requests take turns over the replicas and go to the shard of the replica whose turn it is; within the shard the
     dispatch rule chooses. So round robin gives the same record as without shards, and the other rules choose among 64
-    replicas. Where prefill replicas are set apart, turns are taken over them, and a shard has its share of both kinds.
+    replicas. Of a closed stream, each shard has its share of the size and of the jobs. Where prefill replicas are set
+    apart, turns are taken over them, and a shard has its share of both kinds.
     A forecaster that learns learns in each shard on its own. Raises `ConfigError` for a workload that cannot be drawn.
     """
 
@@ -146,9 +171,8 @@ class Run:
         self.cell = cell
         self.jobs = cell.jobs()
         self._jct = cell.jct_for(self.jobs)
-        self._lengths = [job.output_tokens for job in self.jobs]
-        system = cell.system
-        taken = [number for number, job in enumerate(self.jobs) if system.most_output(job) >= job.output_tokens]
+        self._slo = cell.slo_for(self.jobs)
+        taken = [number for number, job in enumerate(self.jobs) if cell.system.takes(job)]
         self._taken = sorted(taken, key=lambda number: self.jobs[number].at)
 
     def shard(
@@ -159,12 +183,14 @@ class Run:
         on_events: Callable[[list[Event]], None] = _ignore,
     ) -> ShardResult:
         """Simulate one shard. on_share, on_events: as in `run`, of this shard."""
-        cell, system, lengths = self.cell, self.cell.system, self._lengths
+        cell, system = self.cell, self.cell.system
+        predictor, jct = cell.predictor(self.jobs), self._jct
+        submissions = Submissions(system, self.jobs, self._slo, predictor)
+        lengths = submissions.lengths
         (prefills, others), taken = self._counts(shard), self._dealt(shard)
         machines = [*[system.prefill_system] * prefills, *[system] * others]
-        watch = _Watch(machines, len(taken), on_share, on_events)
+        watch = _Watch(machines, len(taken), len(self.jobs), on_share, on_events)
         dispatch = make_dispatch(system.dispatch, others, system.cost, lambda request: lengths[request.id])
-        predictor, jct = cell.predictor(self.jobs), self._jct
         foreseeing = None if predictor is None else Foreseeing(dispatch, predictor, jct=jct)
         handovers = watch.handovers = Handovers(watch.logs, prefills, foreseeing) if prefills else None
         # Dispatch rules that weigh work, and a timeline, are told of every token when it comes.
@@ -174,31 +200,33 @@ class Run:
             for number, one in enumerate(machines)
         ]
         with _without_garbage_collection():
-            # A generator, so that ended requests take no memory for their tokens.
-            requests = (_request(system, number, self.jobs[number]) for number in taken)
+            arrivals = submissions.arrivals(taken, self._closed(shard, submissions))
             if handovers is None:
-                traffic: Traffic = Dispatched(requests, foreseeing or dispatch)
+                traffic: Traffic = Dispatched(arrivals, foreseeing or dispatch)
             else:
-                traffic = self._split_traffic(replicas, requests, dispatch, handovers)
+                traffic = self._split_traffic(replicas, arrivals, dispatch, handovers)
             end = simulate_traffic(replicas, traffic, on_events=watch.observe, until=cell.extent.until_s)
         facts = watch.facts(end)
         for one in facts:
-            one.stream, one.output_limit = self.jobs[one.id].stream, lengths[one.id]
-            one.target = NO_TARGET if jct is None else Target(jct_s=jct(lengths[one.id]))
+            one.stream, one.output_limit = submissions.jobs[one.id].stream, lengths[one.id]
+            if jct is not None and one.service is ServiceClass.REAL_TIME:
+                one.target = one.target._replace(jct_s=jct(lengths[one.id]))
         for replica, usage in enumerate(watch.usages):
             usage.close(keeps_series=shard == replica == 0)  # the record's series is that of the first replica
         decisions = [replica.decisions for replica in replicas]
         forecasts = None if foreseeing is None else foreseeing.log
         split = None if handovers is None else handovers.figures
-        return ShardResult(end, facts, watch.usages, decisions, forecasts, split)
+        return ShardResult(end, facts, submissions.rejected, watch.usages, decisions, forecasts, split)
 
     def record(self, shards: Sequence[ShardResult]) -> Record:
         """The record of the run. shards: the results of all, in order."""
         cell, system = self.cell, self.cell.system
         facts = [one for shard in shards for one in shard.facts]
-        rejected = [job.stream for job in self.jobs if system.most_output(job) < job.output_tokens]
+        rejected = [job.kind for job in self.jobs if not system.takes(job)]
+        rejected += [kind for shard in shards for kind in shard.rejected]
         end = max(shard.end_s for shard in shards)
-        record = _settings_of(cell) | summarize(facts, now=end, rejected=rejected, slo=cell.slo_for(self.jobs))
+        figures = summarize(facts, now=end, rejected=rejected, slo=self._slo, window_s=cell.window_s)
+        record = _settings_of(cell) | figures
         forecasts = [shard.forecasts for shard in shards if shard.forecasts is not None]
         if forecasts:
             record["prediction"] = {
@@ -210,28 +238,68 @@ class Run:
         target_tokens = saturating_tokens(system.cost, system.max_num_batched_tokens)
         add_usage(record, prefill + others, target_tokens=target_tokens)
         if prefill:
-            figures = SplitFigures.of(shard.split for shard in shards if shard.split is not None)
-            record |= figures.describe(system, prefill, others)
+            split = SplitFigures.of(shard.split for shard in shards if shard.split is not None)
+            record |= split.describe(system, prefill, others)
         times = DecisionTimes.summary(one for shard in shards for one in shard.decisions)
         record["decision_ms"] = {name: value and rounded(value) for name, value in times.items()}
         record["version"] = VERSION
         return record
 
+    def requests(self, shards: Sequence[ShardResult]) -> Iterator[Record]:
+        """A line for each request that was taken, in the order of their ends, then those of the workload that were
+        refused. Times in seconds from the start of the run, as in what the load client records."""
+        for one in (one for shard in shards for one in shard.facts):
+            yield {
+                "stream": one.stream,
+                "service": one.service.value,
+                "priority": self.jobs[one.id].priority if one.id < len(self.jobs) else None,
+                "due_s": one.arrival,
+                "sent_s": one.arrival,
+                "started_s": one.started,
+                "first_token_s": one.first_token,
+                "last_token_s": one.last_token,
+                "ended_s": one.ended,
+                "prompt_tokens": one.prompt_tokens,
+                "output_tokens": one.output_tokens,
+                "output_limit": one.output_limit,
+                "preemptions": one.preemptions,
+                "error": None if one.is_complete else one.reason or "unfinished",
+            }
+        for job in self.jobs:
+            if not self.cell.system.takes(job):
+                yield {
+                    "stream": job.stream,
+                    "service": job.service.value,
+                    "priority": job.priority,
+                    "due_s": job.at,
+                    "prompt_tokens": job.prompt_tokens,
+                    "output_limit": job.output_tokens,
+                    "error": "rejected",
+                }
+
     def _split_traffic(
-        self, replicas: Sequence[Replica], requests: Iterable[Request], decode: Dispatch, handovers: Handovers
+        self, replicas: Sequence[Replica], arrivals: Arrivals, decode: Dispatch, handovers: Handovers
     ) -> SplitTraffic:
         """The traffic of a shard with prefill replicas. decode: chooses among the others."""
         system, prefills = self.cell.system, handovers.prefill_replicas
         return SplitTraffic(
             replicas,
             prefills,
-            requests,
+            arrivals,
             prefill=make_dispatch(system.dispatch, prefills, system.prefill_system.cost, lambda request: 1),
             decode=decode,
             network=Network(system.network_bytes_per_s),
             token_bytes=system.token_bytes,
             watcher=handovers,
         )
+
+    def _closed(self, shard: int, submissions: Submissions) -> Iterator[ClosedStream]:
+        """A shard's part of the closed streams."""
+        extent, shards = self.cell.extent, self.cell.shards
+        for index, closed in enumerate(self.cell.workload.closed):
+            if size := len(range(shard, closed.size, shards)):
+                jobs = islice(closed.jobs(extent.seed, index), shard, None, shards)
+                yield submissions.closed_stream(closed, jobs, size, extent.duration_s)
 
     def _usages(self, shards: Sequence[ShardResult]) -> tuple[list[EngineUsage], list[EngineUsage]]:
         """Of the prefill replicas and of the others, in the order of the replicas."""
@@ -260,11 +328,13 @@ def run(
     *,
     on_share: Callable[[float], None] = lambda share: None,
     on_events: Callable[[list[Event]], None] = _ignore,
+    on_requests: Callable[[Iterator[Record]], None] | None = None,
 ) -> Record:
     """Simulate a cell and return its record.
 
     on_share: called from time to time with the share of requests that have ended. on_events: called with the events of
-    the first replica. Raises `ConfigError` for a workload that cannot be drawn.
+    the first replica. on_requests: called in the end with `Run.requests`. Raises `ConfigError` for a workload that
+    cannot be drawn.
     """
     whole, count = Run(cell), cell.shards
 
@@ -274,7 +344,10 @@ def run(
 
         return whole.shard(shard, on_share=tell, on_events=_ignore if shard else on_events)
 
-    return whole.record([simulated(shard) for shard in range(count)])
+    shards = [simulated(shard) for shard in range(count)]
+    if on_requests is not None:
+        on_requests(whole.requests(shards))
+    return whole.record(shards)
 
 
 class _Watch:
@@ -284,15 +357,18 @@ class _Watch:
         self,
         machines: Sequence[System],
         requests: int,
+        first_closed: int,
         on_share: Callable[[float], None],
         on_events: Callable[[list[Event]], None],
     ) -> None:
-        """machines: of the replicas. requests: how many there are. on_share, on_events: see `run`."""
+        """machines: of the replicas. requests: how many there are, but for those of closed streams, whose ids begin at
+        `first_closed`. on_share, on_events: see `run`."""
         self._requests = requests
+        self._first_closed = first_closed
         self._on_share = on_share
         self._on_events = on_events
         self._ended: list[RequestFacts] = []
-        self._reported = 0
+        self._reported = self._others = 0
         self.handovers: Handovers | None = None
         self.logs = [RequestLog(self._end) for _ in machines]
         self.usages = [
@@ -310,7 +386,7 @@ class _Watch:
             self._on_events(events)
         if len(self._ended) - self._reported >= _REPORT_AFTER:
             self._reported = len(self._ended)
-            self._on_share(self._reported / self._requests)
+            self._on_share((self._reported - self._others) / max(1, self._requests))
 
     def facts(self, end: float) -> list[RequestFacts]:
         """All requests, those that had not ended at `end` last. Nothing may be observed afterwards."""
@@ -320,14 +396,16 @@ class _Watch:
     def _end(self, facts: RequestFacts) -> None:
         if self.handovers is None or not self.handovers.takes(facts):
             self._ended.append(facts)
+            self._others += facts.id >= self._first_closed
 
 
 def _settings_of(cell: Cell) -> Record:
     """What the figures of a record are of."""
     system, extent = cell.system, cell.extent
+    recipe = find(system.recipe)
     return {
-        "recipe": system.recipe,
-        "recipe_params": asdict(find(system.recipe).resolve(system.settings, system.own_params)),
+        "recipe": recipe.name,
+        "recipe_params": asdict(recipe.resolve(system.settings, system.own_params)),
         "model": system.model,
         "hardware": system.hardware,
         "driver": "simulator",
@@ -361,7 +439,7 @@ def _sampler(lengths: Sequence[int]) -> Callable[[Request, int], int]:
     """What generates tokens. lengths: of the outputs, by the id of the request."""
 
     def sample(request: Request, position: int) -> int:
-        return _END if position + 1 - len(request.prompt) >= lengths[request.id] else _TOKEN
+        return END if position + 1 - len(request.prompt) >= lengths[request.id] else _TOKEN
 
     return sample
 
@@ -369,17 +447,6 @@ def _sampler(lengths: Sequence[int]) -> Callable[[Request, int], int]:
 def _alike(lengths: Sequence[int]) -> Callable[[Request], int]:
     """How many tokens a request gets before the one that ends it."""
     return lambda request: lengths[request.id] - len(request.output) - 1
-
-
-def _request(system: System, number: int, job: WorkloadRequest) -> Request:
-    return Request(
-        number,
-        job.at,
-        range(job.prompt_tokens),
-        system.max_tokens_of(job),
-        stop_tokens=_STOP,
-        options=RequestOptions(priority=job.priority),
-    )
 
 
 @contextmanager

@@ -152,7 +152,7 @@ class ReplicaSearch(BoundSearch):
 
     @cached_property
     def _most(self) -> int:
-        return min(_MOST_REPLICAS, max(len(cell.jobs()) for cell in self._cells))
+        return min(_MOST_REPLICAS, max(len(cell.jobs()) + cell.closed_size for cell in self._cells))
 
     def _number(self, cell: Cell) -> float:
         return cell.system.replicas

@@ -8,14 +8,34 @@ from typing import Annotated, Literal
 
 from skipjoin.bench.predictors import default_predictor, parse_predictor
 from skipjoin.bench.workload import Workload, WorkloadRequest
-from skipjoin.config import ConfigError, MaxBatchedTokens, MaxNumSeqs, Objective, SwapType, check_swap_type
+from skipjoin.config import (
+    BestEffortWait,
+    ConfigError,
+    FairBy,
+    MaxBatchedTokens,
+    MaxNumSeqs,
+    Objective,
+    OutputWeight,
+    SwapType,
+    check_swap_type,
+)
 from skipjoin.core.policy import CostModel
+from skipjoin.core.prefixes import NamedPrefix
 from skipjoin.knobs import Knob, Value, check
 from skipjoin.observe.record import Record
 from skipjoin.policies.dispatch import DISPATCH_RULES
 from skipjoin.policies.execution import decode_alone, prefill_alone, scaled_jct
 from skipjoin.policies.starvation import starvation_after
-from skipjoin.recipes import DEFAULT_SLO_S, EngineLimits, Forecasts, Settings, find, own
+from skipjoin.recipes import (
+    BEST_EFFORT_WAIT_S,
+    DEFAULT_SLO_S,
+    OUTPUT_WEIGHT,
+    EngineLimits,
+    Forecasts,
+    Settings,
+    find,
+    own,
+)
 from skipjoin.sim.hardware import SPLIT_NETWORK_GBPS
 
 # Fields that mean nothing without prefill replicas, and the options that they come from.
@@ -49,6 +69,9 @@ class System:
     max_num_seqs: MaxNumSeqs = 256
     max_num_batched_tokens: MaxBatchedTokens = 2048
     slo_s: Objective = DEFAULT_SLO_S
+    best_effort_wait_s: BestEffortWait = BEST_EFFORT_WAIT_S
+    fair_by: FairBy = "none"
+    fair_output_weight: OutputWeight = OUTPUT_WEIGHT
     max_tokens: Annotated[
         int | Literal["room", "exact"],
         Knob(
@@ -69,6 +92,15 @@ class System:
             group="Workload",
         ),
     ] = None
+    enable_prefix_caching: Annotated[
+        bool,
+        Knob(
+            "Requests use the KV that others computed for the same first tokens of a prompt, as far as the workload "
+            "says which are the same: hash_ids of a trace, or a prefix.",
+            flags=("--enable-prefix-caching/--no-enable-prefix-caching",),
+            group="Scheduling",
+        ),
+    ] = True
     stages: int = 1
     stage_shares: tuple[float, ...] = ()
     decision_s: Annotated[float, Knob("Host time of each decision.", low=0, high=1e6)] = 0.0
@@ -184,6 +216,8 @@ class System:
             self.max_num_seqs,
             self.max_num_batched_tokens,
             slo_s=self.slo_s,
+            best_effort_wait_s=self.best_effort_wait_s,
+            fair_output_weight=None if self.fair_by == "none" else self.fair_output_weight,
             has_true_forecasts=True,
             stages=self.stages,
             lossless_swap=self.swap_dtype == "auto",
@@ -215,8 +249,13 @@ class System:
             "decision_s": self.decision_s,
             "replicas": self.replicas,
             "dispatch": self.dispatch if self.replicas > 1 else None,
+            **({} if self.enable_prefix_caching else {"enable_prefix_caching": False}),
             **(self._describe_split() if self.prefill_replicas else {}),
+            **(self._describe_fairness() if self.fair_by != "none" else {}),
         }
+
+    def _describe_fairness(self) -> Record:
+        return {"fair_by": self.fair_by, "fair_output_weight": self.fair_output_weight}
 
     def _describe_split(self) -> Record:
         prefill = self.prefill_system
@@ -243,6 +282,21 @@ class System:
         room = min(self.max_model_len, self.kv_blocks * self.block_size) - job.prompt_tokens
         # A prefill replica needs room for the prompt and the first token.
         return room if job.prompt_tokens < self.prefill_system.kv_blocks * self.block_size else 0
+
+    def check_parts(self, job: WorkloadRequest) -> None:
+        """Raise `ConfigError` where blocks lie in two named parts of the job's prompt."""
+        if job.parts is not None and self.enable_prefix_caching:
+            job.parts.check(self.block_size)
+
+    def prefix_of(self, job: WorkloadRequest) -> NamedPrefix | None:
+        """The keys of a job's KV; None: it shares none. Raises `ConfigError` where blocks lie in two parts."""
+        if job.parts is None or not self.enable_prefix_caching:
+            return None
+        return job.parts.prefix(self.block_size)
+
+    def takes(self, job: WorkloadRequest) -> bool:
+        """Whether there is room for a job."""
+        return self.most_output(job) >= job.output_tokens
 
     def max_tokens_of(self, job: WorkloadRequest) -> int:
         """What a job asks for."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Collection, Iterable, Iterator, KeysView
+from collections.abc import Collection, Iterable, Iterator, KeysView, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TextIO
 
@@ -13,6 +13,12 @@ from skipjoin.config import ConfigError
 TOKEN_COLUMNS = ("prompt_tokens", "output_tokens")
 # What a line of JSONL may have in place of these.
 TEXT_COLUMNS = ("prompt", "output")
+# What Azure's traces of LLM inference call them (github.com/Azure/AzurePublicDataset).
+AZURE_COLUMNS = {"TIMESTAMP": "arrival_s", "ContextTokens": "prompt_tokens", "GeneratedTokens": "output_tokens"}
+HASH_IDS = "hash_ids"
+# What Mooncake's traces call them (github.com/kvcache-ai/Mooncake). Times are in milliseconds.
+MOONCAKE_COLUMNS = {"prompt_tokens": "input_length", "output_tokens": "output_length", "arrival_s": "timestamp"}
+_MOST_MS = 1e300  # a longer integer is no float
 # Of a value that an error shows: more would hide what is wrong with it.
 _SHOWN = 60
 
@@ -92,7 +98,7 @@ def csv_lines(name: str, file: TextIO) -> Iterator[CsvLine]:
     if header is None:
         raise ConfigError(f"{name}: the file is empty")
     line, names, _ = header
-    places = _places(f"{name} line {line}", [cell.strip() for cell in names])
+    places = _places(f"{name} line {line}", [AZURE_COLUMNS.get(cell.strip(), cell.strip()) for cell in names])
     for line, cells, source in records:
         if len(cells) != len(names):
             raise ConfigError(f"{name} line {line}: {len(cells)} fields, but the header has {len(names)}")
@@ -143,18 +149,22 @@ def _check_has(place: str, names: Collection[str], *needed: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class JsonLine:
-    """An object on a line of its own."""
+    """An object on a line of its own. names: what columns are called in it, where they have other names."""
 
     file: str
     line: int
     values: dict[str, Any]
+    names: Mapping[str, str]
 
     @property
     def columns(self) -> KeysView[str]:
         return self.values.keys()
 
     def cell(self, column: str) -> object:
-        return self.values.get(column)
+        value = self.values.get(self.names.get(column, column))
+        if column == "arrival_s" and column in self.names:
+            return _seconds(value)
+        return value
 
     def text(self, column: str) -> str | None:
         found = self.values.get(column)
@@ -163,9 +173,10 @@ class JsonLine:
         return found
 
     def error(self, column: str, what: str) -> ConfigError:
-        shown = json.dumps(self.values.get(column))
+        name = self.names.get(column, column)
+        shown = json.dumps(self.values.get(name))
         shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."
-        return ConfigError(f"{self.file} line {self.line} ({column}): {what}, got {shown}")
+        return ConfigError(f"{self.file} line {self.line} ({name}): {what}, got {shown}")
 
 
 def json_lines(name: str, file: TextIO) -> Iterator[JsonLine]:
@@ -175,10 +186,25 @@ def json_lines(name: str, file: TextIO) -> Iterator[JsonLine]:
             place = f"{name} line {number}"
             values = _object(place, line)
             _check_has(place, values)
+            names = _names(values)
             for tokens, text in zip(TOKEN_COLUMNS, TEXT_COLUMNS, strict=True):
-                if tokens not in values and text not in values:
+                if names.get(tokens, tokens) not in values and text not in values:
                     raise ConfigError(f"{place}: neither {text} nor {tokens}; the columns are {', '.join(values)}")
-            yield JsonLine(name, number, values)
+            yield JsonLine(name, number, values, names)
+
+
+def _seconds(milliseconds: object) -> object:
+    """What is no number stays what it is."""
+    if isinstance(milliseconds, bool) or not isinstance(milliseconds, int | float) or abs(milliseconds) > _MOST_MS:
+        return milliseconds
+    return milliseconds / 1000
+
+
+def _names(values: dict[str, Any]) -> Mapping[str, str]:
+    """What columns are called in an object: Mooncake's names where it has one of its lengths."""
+    if MOONCAKE_COLUMNS["prompt_tokens"] not in values:
+        return {}
+    return {column: name for column, name in MOONCAKE_COLUMNS.items() if name in values and column not in values}
 
 
 def _object(place: str, line: str) -> dict[str, Any]:

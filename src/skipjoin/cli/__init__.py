@@ -9,7 +9,9 @@ from typing import Annotated
 
 import typer
 
+from skipjoin.cli.batch import batch
 from skipjoin.cli.bench import bench
+from skipjoin.cli.commands import Commands
 from skipjoin.cli.convert import convert
 from skipjoin.cli.generate import generate
 from skipjoin.cli.plot import plot
@@ -20,15 +22,15 @@ from skipjoin.cli.serve import serve
 from skipjoin.cli.simulate import simulate
 from skipjoin.version import VERSION
 
-app = typer.Typer(
+app = Commands(
     help="LLM serving whose scheduler can stop any request after any token and run another.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 for command in (serve, generate, recipes, convert, profile, simulate, bench, plot):
     app.command()(command)
 app.add_typer(predict, name="predict")
+app.add_typer(batch, name="batch")
 
 
 def _print_version(value: bool) -> None:

@@ -10,8 +10,10 @@ import typer
 
 from skipjoin.bench.load_plan import LoadPlan
 from skipjoin.bench.target import Target, parse_extra, parse_prompt_ids
+from skipjoin.bench.workload import keys_of
 from skipjoin.cli.options import Section, Values, takes
 from skipjoin.cli.workload import LoadOptions, parse_seeds, rates_of
+from skipjoin.config import ConfigError
 
 _ENDED_EARLY, _INTERRUPTED = 1, 130
 _DURATION_S = 60.0
@@ -46,11 +48,14 @@ def bench(
     """Measure an OpenAI-compatible server under load that does not wait for it."""
     from skipjoin.bench.load import measure  # noqa: PLC0415
     from skipjoin.bench.results import ResultsFile  # noqa: PLC0415
-    from skipjoin.cli.bench_report import BenchReport, RequestsFile  # noqa: PLC0415
+    from skipjoin.cli.bench_report import BenchReport  # noqa: PLC0415
+    from skipjoin.cli.requests_file import RequestsFile  # noqa: PLC0415
 
     server = Target(**target, prompt_ids=parse_prompt_ids(prompt_ids), extra=parse_extra(extra_body))
     options = LoadOptions(**load)
     workload = options.workload()
+    if keys_of(workload) != {""}:
+        raise ConfigError("key in stream and closed is for simulate: bench sends all requests with one API key")
     rates = rates_of(options.rates, workload)
     runs = LoadPlan(
         workload=workload,

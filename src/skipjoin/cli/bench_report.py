@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -17,34 +15,13 @@ from rich.table import Table
 from skipjoin.bench.client import ClientProgress, Exchange
 from skipjoin.bench.load import TOO_LATE_S
 from skipjoin.bench.load_plan import LoadPlan
-from skipjoin.bench.results import Existing, Record, ResultsFile
-from skipjoin.config import ConfigError
+from skipjoin.bench.results import Record, ResultsFile
+from skipjoin.cli.class_table import class_table
+from skipjoin.cli.requests_file import RequestsFile
 
 _FILE_WIDTH = 120  # of tables that go to a file
 _COLUMNS = ("req/s", "finished", "failed", "ms/token", "P95", "TTFT s", "P95", "TPOT ms", "P95", "lag ms")
 _MS = 1000
-
-
-class RequestsFile:
-    """A file of JSON lines, one per request. existing: as in `ResultsFile`. Raises `ConfigError`."""
-
-    def __init__(self, path: Path, existing: Existing) -> None:
-        self.path = path
-        try:
-            self._file = path.open({"refuse": "x", "replace": "w", "extend": "a"}[existing], encoding="utf-8")
-        except FileExistsError:
-            raise ConfigError(f"{path} exists; name another file, or --overwrite or --append it") from None
-        except OSError as error:
-            raise ConfigError(f"{path}: {error.strerror}") from error
-
-    def append(self, workload: Record, exchanges: Sequence[Exchange]) -> None:
-        """The requests of a run."""
-        run = {"rate_rps": workload["rate_rps"], "seed": workload["seed"]}
-        self._file.writelines(json.dumps(run | exchange.as_json()) + "\n" for exchange in exchanges)
-        self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()
 
 
 class BenchReport:
@@ -89,6 +66,9 @@ class BenchReport:
             if not console.is_terminal:
                 console.width = _FILE_WIDTH
             console.print(_table(self._records))
+            if any("classes" in record for record in self._records):
+                groups = (((_run_name(record["workload"]),), [record]) for record in self._records)
+                console.print(class_table(("req/s",), groups))
 
     # -- told by the runs ---------------------------------------------------------------------------------
 
@@ -109,7 +89,7 @@ class BenchReport:
         if self._results is not None:
             self._results.append(record)
         if self._requests is not None:
-            self._requests.append(record["workload"], exchanges)
+            self._requests.append(record["workload"], (exchange.as_json() for exchange in exchanges))
         for line in _remarks(record, exchanges):
             self._bars.console.print(line, highlight=False, markup=False, soft_wrap=True)
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from skipjoin.cli.options import Section, Values, engine_values, takes
 from skipjoin.config import EngineConfig, ForecastConfig
-from skipjoin.knobs import Knob
+from skipjoin.core.request import ServiceClass
+from skipjoin.knobs import Knob, check
 from skipjoin.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -29,9 +30,14 @@ class Task:
         bool, Knob("Put each prompt to the model as a user's message.", flags=("--chat/--no-chat",), group=_GROUP)
     ] = False
     max_tokens: Annotated[int, Knob("Most tokens to generate.", group=_GROUP)] = 128
-    temperature: Annotated[float, Knob("0 is greedy.", group=_GROUP)] = 1.0
-    top_p: Annotated[float, Knob("Sample among the likeliest tokens of this total.", group=_GROUP)] = 1.0
-    top_k: Annotated[int, Knob("Sample among this many tokens; 0: all.", group=_GROUP)] = 0
+    temperature: Annotated[float | None, Knob("0 is greedy (default: the model's, or 1).", group=_GROUP)] = None
+    top_p: Annotated[
+        float | None,
+        Knob("Sample among the likeliest tokens of this total (default: the model's, or 1).", group=_GROUP),
+    ] = None
+    top_k: Annotated[
+        int | None, Knob("Sample among this many tokens; 0: all (default: the model's, or 0).", group=_GROUP)
+    ] = None
     sampling_seed: Annotated[int | None, Knob("Same seed, same tokens.", group=_GROUP)] = None
     stop: Annotated[
         tuple[str, ...], Knob("Text that ends the output; may be repeated.", metavar="TEXT", group=_GROUP)
@@ -39,33 +45,46 @@ class Task:
     ignore_eos: Annotated[
         bool, Knob("Go on after end-of-sequence.", flags=("--ignore-eos/--no-ignore-eos",), group=_GROUP)
     ] = False
+    service: Annotated[
+        str,
+        Knob("What the prompts are scheduled for", choices=tuple(ServiceClass), group=_GROUP),
+    ] = ServiceClass.REAL_TIME.value
     as_json: Annotated[bool, Knob("Print one JSON object per prompt.", flags=("--json",), group=_GROUP)] = False
 
-    def params(self) -> SamplingParams:
-        """How each prompt is completed. Raises `ParameterError`."""
-        return SamplingParams(
+    def __post_init__(self) -> None:
+        check(self)
+
+    def params(self, defaults: SamplingParams) -> SamplingParams:
+        """How each prompt is completed. defaults: for what is not given. Raises `ParameterError`."""
+        filters = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+        return replace(
+            defaults,
             max_tokens=self.max_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
             seed=self.sampling_seed,
             stop=self.stop,
             ignore_eos=self.ignore_eos,
+            **{name: value for name, value in filters.items() if value is not None},
         )
 
 
-@takes(task=Section(Task), engine=Section(EngineConfig, finish=engine_values), forecasts=Section(ForecastConfig))
+@takes(
+    task=Section(Task),
+    engine=Section(EngineConfig, finish=engine_values, from_environment=True),
+    forecasts=Section(ForecastConfig, from_environment=True),
+)
 def generate(*, task: Values, engine: Values, forecasts: Values) -> None:
     """Generate from prompts in this process, without a server."""
     from skipjoin.llm import LLM  # noqa: PLC0415
 
     wanted = Task(**task)
-    params = wanted.params()
+    wanted.params(SamplingParams())  # bad input is told before the model is loaded
     with LLM(**engine, **forecasts) as llm:
+        params = wanted.params(llm.default_params)
         if wanted.chat:
-            results = llm.chat([[{"role": "user", "content": text}] for text in wanted.prompt], params)
+            chats = [[{"role": "user", "content": text}] for text in wanted.prompt]
+            results = llm.chat(chats, params, service=wanted.service)
         else:
-            results = llm.generate(wanted.prompt, params)
+            results = llm.generate(wanted.prompt, params, service=wanted.service)
     for result in results:
         _print(result, as_json=wanted.as_json)
     if any(result.error for result in results):

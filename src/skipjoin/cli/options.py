@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
+import os
+import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, get_origin, get_type_hints
 
 import typer
 
+from skipjoin.cli.settings_file import read_settings, variable
 from skipjoin.config import DEPRECATED
 from skipjoin.knobs import ConfigError, Setting, Value, settings_of
 from skipjoin.model.config import ModelError
@@ -26,23 +31,39 @@ Values = dict[str, Any]
 
 
 @contextmanager
-def plain_errors() -> Iterator[None]:
-    """Bad input is one line on stderr and exit code 2, not a traceback."""
+def plain_errors(flags: Mapping[str, str] = MappingProxyType({})) -> Iterator[None]:
+    """Bad input is one line on stderr and exit code 2, not a traceback. flags: see `with_flags`."""
     try:
         yield
     except (ConfigError, ModelError, ParameterError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {with_flags(str(error), flags)}", file=sys.stderr)
         raise typer.Exit(BAD_INPUT) from error
+
+
+def with_flags(text: str, flags: Mapping[str, str]) -> str:
+    """An error with the flags of the settings that it names. flags: by the settings' names.
+
+    A name that is an ordinary word, such as model, is one only at the beginning.
+    """
+
+    def flag(found: re.Match[str]) -> str:
+        name = found[0]
+        is_name = name in flags and ("_" in name or found.start() == 0)
+        return flags[name] if is_name else name
+
+    return re.sub(r"(?<![\w/.-])\w+(?![\w/=-]|\.\w)", flag, text)
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
     """Options for the fields of a dataclass that have a knob. names: which of them; None: all that are for the command
-    line. finish: what the values pass through before the command gets them; it may raise `ConfigError`."""
+    line. finish: what the values pass through before the command gets them; it may raise `ConfigError`.
+    from_environment: whether environment variables give them, too."""
 
     source: type
     names: Collection[str] | None = None
     finish: Callable[[Values], Values] = lambda values: values
+    from_environment: bool = False
 
     def settings(self) -> list[Setting]:
         """The fields, in their order."""
@@ -52,7 +73,8 @@ class Section:
 
 
 def takes(**sections: Section) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the options of each section, whose values it gets as a dictionary in the argument of that name.
+    """Give a command the options of each section, whose values it gets as a dictionary in the argument of that name,
+    and `--config`, a file with values of all of its options.
 
     The command's own parameters come first in its help. Raises ValueError where two options have a name or a flag in
     common. `ConfigError` and the like, raised by the command, become one line and exit code 2.
@@ -60,18 +82,24 @@ def takes(**sections: Section) -> Callable[[Callable[..., None]], Callable[..., 
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         parts = {name: section.settings() for name, section in sections.items()}
-        parameters = [_option(setting) for settings in parts.values() for setting in settings]
+        parameters = [
+            _option(setting, sections[name].from_environment)
+            for name, settings in parts.items()
+            for setting in settings
+        ]
         hints = get_type_hints(command, include_extras=True)
         own = [
             parameter.replace(annotation=hints[name])
             for name, parameter in inspect.signature(command).parameters.items()
             if name not in sections
         ]
+        parameters.append(_CONFIG)
         _check_conflicts([*own, *parameters])
 
         @functools.wraps(command)
         def run(**given: Any) -> None:
-            with plain_errors():
+            given.pop(_CONFIG.name)  # its callback has done all
+            with plain_errors(typed_flags(parts.values(), given)):
                 for name, settings in parts.items():
                     values = {setting.name: _value(setting, given.pop(setting.name)) for setting in settings}
                     given[name] = sections[name].finish(values)
@@ -85,9 +113,64 @@ def takes(**sections: Section) -> Callable[[Callable[..., None]], Callable[..., 
     return decorate
 
 
-def _option(setting: Setting) -> inspect.Parameter:
+def typed_flags(sections: Iterable[Sequence[Setting]], given: Values) -> dict[str, str]:
+    """The flags of settings by the settings' names: of several the one that was typed. given: the values, without which
+    a deprecated setting has no flag, as its name is that of a parameter of a recipe, too."""
+    typed = {argument.partition("=")[0] for argument in sys.argv}
+    found = {}
+    for setting in itertools.chain.from_iterable(sections):
+        is_used = setting.knob.group != DEPRECATED or given.get(setting.name) != setting.default
+        if is_used and not setting.knob.positional:
+            flags = [flag for text in _flags(setting) for flag in text.split("/")]
+            found[setting.name] = next((flag for flag in flags if flag in typed), flags[0])
+    return found
+
+
+def variables_of(sections: Iterable[Section]) -> list[str]:
+    """The environment variables that give settings of these sections."""
+    settings = (setting for section in sections for setting in section.settings() if section.from_environment)
+    return [name for setting in settings if (name := _variable(setting)) is not None]
+
+
+def _variable(setting: Setting) -> str | None:
+    if setting.knob.envvar is not None:
+        return setting.knob.envvar
+    # A blank would separate texts, which may have blanks.
+    several_texts = get_origin(setting.kind) is tuple
+    return None if several_texts else variable(_flags(setting)[0].partition("/")[0])
+
+
+def _use_file(context: typer.Context, path: Path | None) -> None:
+    """Make the settings of a file the defaults of the options."""
+    if path is not None:
+        parameters = [one for one in context.command.params if one.name != _CONFIG.name]
+        known = {flag.lstrip("-").lower(): str(one.name) for one in parameters for flag in one.opts}
+        several = {str(one.name) for one in parameters if getattr(one, "multiple", False)}
+        with plain_errors():
+            context.default_map = dict(read_settings(path, known, several))
+
+
+_CONFIG = inspect.Parameter(
+    "config",
+    inspect.Parameter.KEYWORD_ONLY,
+    default=None,
+    annotation=Annotated[
+        Path | None,
+        typer.Option(
+            "--config",
+            metavar="FILE",
+            help="YAML file with settings by the names of these flags, which count more.",
+            is_eager=True,
+            callback=_use_file,
+        ),
+    ],
+)
+
+
+def _option(setting: Setting, from_environment: bool) -> inspect.Parameter:
     """A parameter that Typer makes an option, or an argument, of."""
     knob, kind = setting.knob, setting.kind
+    envvar = _variable(setting) if from_environment else knob.envvar
     default = inspect.Parameter.empty if setting.default is MISSING else setting.default
     if get_origin(kind) in (tuple, dict):  # several values: the flag is repeated
         kind = list[str]
@@ -96,18 +179,26 @@ def _option(setting: Setting) -> inspect.Parameter:
         kind = str if setting.words else kind  # read by the setting, which knows its words
         kind = kind | None if setting.optional else kind
     if knob.positional:
-        info = typer.Argument(help=setting.help)
+        info = typer.Argument(help=setting.help, envvar=envvar, show_envvar=False)
         place = inspect.Parameter.POSITIONAL_OR_KEYWORD
     else:
         info = typer.Option(
-            *(knob.flags or (f"--{setting.name.replace('_', '-')}",)),
+            *_flags(setting),
             help=setting.help,
             metavar=knob.metavar,
             rich_help_panel=knob.group,
-            envvar=knob.envvar,
+            # Typer would split the text of a variable at its blanks, and take an empty one for none.
+            envvar=None if knob.envvar and get_origin(kind) is list else envvar,
+            show_envvar=knob.envvar is not None,
         )
         place = inspect.Parameter.KEYWORD_ONLY
     return inspect.Parameter(setting.name, place, default=default, annotation=Annotated[kind, info])
+
+
+def _flags(setting: Setting) -> tuple[str, ...]:
+    """The flags of an option. A switch that a file or the environment may turn on can be turned off."""
+    name = setting.name.replace("_", "-")
+    return setting.knob.flags or (f"--{name}/--no-{name}" if setting.kind is bool else f"--{name}",)
 
 
 def _place(parameter: inspect.Parameter) -> tuple[bool, bool]:
@@ -119,7 +210,21 @@ def _place(parameter: inspect.Parameter) -> tuple[bool, bool]:
 def _value(setting: Setting, given: Any) -> Any:
     if setting.words and given is not None:
         return setting.read(given)
-    return tuple(given or ()) if get_origin(setting.kind) is tuple else given
+    if get_origin(setting.kind) is not tuple:
+        return given
+    texts, separator = given or _from_environment(setting), setting.knob.separator
+    return tuple(part.strip() for text in texts for part in text.split(separator)) if separator else tuple(texts)
+
+
+def _from_environment(setting: Setting) -> tuple[str, ...]:
+    """The text of the setting's variable as its only value; none where the variable is not set. Raises `ConfigError`
+    where it is set and empty."""
+    name = setting.knob.envvar
+    if name is None or name not in os.environ:
+        return ()
+    if not os.environ[name]:
+        raise ConfigError(f"{name} is set but empty: give it a value, or unset it")
+    return (os.environ[name],)
 
 
 def _check_conflicts(parameters: Sequence[inspect.Parameter]) -> None:

@@ -19,6 +19,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from skipjoin.bench.trace import Trace, read_trace
+from skipjoin.cli.commands import Commands
 from skipjoin.cli.options import Section, Values, plain_errors, takes
 from skipjoin.config import ForecastConfig
 from skipjoin.knobs import ConfigError, Knob, check
@@ -27,7 +28,7 @@ from skipjoin.machine import cpu_name
 if TYPE_CHECKING:
     from skipjoin.forecast.evaluate import Evaluation, Figures, Sample
 
-predict = typer.Typer(help="Forecasts of output lengths: how good they are, and what was learnt.", no_args_is_help=True)
+predict = Commands(help="Forecasts of output lengths: how good they are, and what was learnt.")
 
 # Where the rows of a file that is not split by itself go.
 _TRAIN = "train"

@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from typing import TYPE_CHECKING
 
 import typer
 
-from skipjoin.cli.options import Section, Values, engine_values, takes
+from skipjoin.cli.options import Section, Values, engine_values, takes, typed_flags, variables_of, with_flags
+from skipjoin.cli.settings_file import unknown_variables
 from skipjoin.config import ConfigError, EngineConfig, ForecastConfig, ServerConfig
 
 if TYPE_CHECKING:
     from skipjoin.server.launch import MakeEngines
 
 
-@takes(
-    engine=Section(EngineConfig, finish=engine_values), forecasts=Section(ForecastConfig), server=Section(ServerConfig)
-)
+SECTIONS = {
+    "engine": Section(EngineConfig, finish=engine_values, from_environment=True),
+    "forecasts": Section(ForecastConfig, from_environment=True),
+    "server": Section(ServerConfig, from_environment=True),
+}
+
+
+@takes(**SECTIONS)
 def serve(*, engine: Values, forecasts: Values, server: Values) -> None:
     """Serve MODEL over the OpenAI API."""
     from skipjoin.server.engines.replicas import ReplicaSet  # noqa: PLC0415
     from skipjoin.server.launch import one_engine, run_server  # noqa: PLC0415
 
+    for warning in unknown_variables(variables_of(SECTIONS.values())):
+        print(f"warning: {warning}", file=sys.stderr)
+    flags = typed_flags((section.settings() for section in SECTIONS.values()), engine | forecasts | server)
     http = ServerConfig(**server)
     make_engines: MakeEngines = one_engine
     if http.replicas > 1:
@@ -30,4 +40,11 @@ def serve(*, engine: Values, forecasts: Values, server: Values) -> None:
         # Replicas are placed by it, and an engine's ranks where its replica is.
         make_engines = partial(ReplicaSet, address=engine["ray_address"])
         engine["ray_address"] = None
-    raise typer.Exit(run_server(EngineConfig(**engine), http, ForecastConfig(**forecasts), make_engines=make_engines))
+    code = run_server(
+        EngineConfig(**engine),
+        http,
+        ForecastConfig(**forecasts),
+        make_engines=make_engines,
+        spell=partial(with_flags, flags=flags),
+    )
+    raise typer.Exit(code)

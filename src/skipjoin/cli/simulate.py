@@ -14,13 +14,15 @@ import typer
 
 from skipjoin.bench.bound import parse_bound
 from skipjoin.bench.machine import Machine
+from skipjoin.bench.predictors import columns_of
 from skipjoin.bench.results import ResultsFile
 from skipjoin.bench.simulation import Cell, Extent
 from skipjoin.bench.sweep import Grid, RateSearch, ReplicaSearch, sweep
 from skipjoin.bench.system import System
-from skipjoin.bench.workload import Workload
+from skipjoin.bench.workload import Replay, Workload, keys_of
 from skipjoin.cli.options import Section, Values, read_assignments, takes
-from skipjoin.cli.simulate_report import Goal, SimulationReport, trace_run
+from skipjoin.cli.requests_file import RequestsFile
+from skipjoin.cli.simulate_report import Goal, SimulationReport, single_run
 from skipjoin.cli.workload import LoadOptions, has_own_times, parse_rates, parse_seeds, rates_of
 from skipjoin.config import DEPRECATED, ConfigError, with_aliases
 from skipjoin.knobs import Knob, check
@@ -38,8 +40,12 @@ _CHOSEN = (
     "max_num_seqs",
     "max_num_batched_tokens",
     "slo_s",
+    "best_effort_wait_s",
+    "fair_by",
+    "fair_output_weight",
     "max_tokens",
     "predictor",
+    "enable_prefix_caching",
     "replicas",
     "dispatch",
     "prefill_replicas",
@@ -52,7 +58,13 @@ class RunOptions:
     """Which recipes run, and how the runs go. Raises `ConfigError`."""
 
     recipes: Annotated[
-        str, Knob("Separated by commas; `skipjoin recipes` lists all of them.", metavar="NAMES", group=_SCHEDULING)
+        str,
+        Knob(
+            "Separated by commas; `skipjoin recipes` lists all of them. FILE.py:NAME: one in a file of your own.",
+            flags=("--recipes", "--recipe"),
+            metavar="NAMES",
+            group=_SCHEDULING,
+        ),
     ] = DEFAULT
     params: Annotated[
         tuple[str, ...],
@@ -123,11 +135,15 @@ class RunOptions:
             "Trace of a single run (its first replica) for Perfetto or chrome://tracing.", metavar="FILE", group=_RUNS
         ),
     ] = None
+    record_requests: Annotated[
+        Path | None,
+        Knob("File for the times of every request of a single run, as JSON lines.", metavar="FILE", group="Results"),
+    ] = None
 
     def __post_init__(self) -> None:
         check(self)
         if self.find_max_rate and self.find_min_replicas:
-            raise ConfigError("find-max-rate and find-min-replicas exclude each other")
+            raise ConfigError("find_max_rate and find_min_replicas exclude each other")
 
     def goal(self) -> Goal | None:
         """What is searched; None: nothing. Raises `ConfigError`."""
@@ -144,13 +160,13 @@ class RunOptions:
     def objectives(self, single: Slo) -> Slo:
         """The objectives, with these single ones. Raises `ConfigError` for some that exclude each other."""
         if self.slo_scale is not None and single != NO_SLO:
-            raise ConfigError("slo-scale and the single objectives exclude each other")
+            raise ConfigError("slo_scale and the single objectives exclude each other")
         if self.slo_jct_scale is None:
             return single
         if self.slo_scale is not None:
-            raise ConfigError("slo-jct-scale and slo-scale exclude each other")
+            raise ConfigError("slo_jct_scale and slo_scale exclude each other")
         if single.jct_s is not None:
-            raise ConfigError("slo-jct-scale and slo-jct exclude each other")
+            raise ConfigError("slo_jct_scale and slo_jct exclude each other")
         return replace(single, jct_scale=self.slo_jct_scale)
 
 
@@ -161,10 +177,14 @@ def simulate(*, runs: Values, machine: Values, system: Values, load: Values) -> 
     slo = wanted.objectives(options.slo)
     if wanted.find_min_replicas and system["prefill_replicas"]:
         raise ConfigError(
-            "find-min-replicas and prefill-replicas exclude each other: the search adds replicas of one kind"
+            "find_min_replicas and prefill_replicas exclude each other: the search adds replicas of one kind"
         )
     systems = Machine(**machine).systems(wanted.recipes, **system, **wanted.system_values())
-    workload = options.workload()
+    workload = options.workload(reads=columns_of(system["predictor"]))
+    if wanted.slo_jct_scale is not None and isinstance(workload, Replay) and workload.trace.has_any("jct_s"):
+        raise ConfigError(f"slo_jct_scale and the column jct_s of {workload.trace.name} exclude each other")
+    if system["fair_by"] == "key" and len(keys_of(workload)) < 2:
+        raise ConfigError("fair_by key needs requests of different keys: set key= in stream or closed")
     goal = wanted.goal()
     rates = (_start_rates if wanted.find_max_rate else rates_of)(options.rates, workload)
     duration_s = options.duration_s(rates, _DURATION_S)
@@ -176,20 +196,24 @@ def simulate(*, runs: Values, machine: Values, system: Values, load: Values) -> 
         for seed in parse_seeds(options.seeds)
     ]
     cells[0].check()
-    if wanted.timeline is not None and (len(cells) > 1 or goal):
-        raise ConfigError("timeline is for a single run: one recipe, one rate, one seed")
+    for name in ("timeline", "record_requests"):
+        if getattr(wanted, name) is not None and (len(cells) > 1 or goal):
+            raise ConfigError(f"{name} is for a single run: one recipe, one rate, one seed")
     results = ResultsFile(options.out, existing=options.existing) if options.out else None
-    _run(cells, SimulationReport(results, goal), goal, wanted)
+    requests = RequestsFile(wanted.record_requests, options.existing) if wanted.record_requests else None
+    _run(cells, SimulationReport(results, goal), goal, wanted, requests)
 
 
-def _run(cells: list[Cell], report: SimulationReport, goal: Goal | None, wanted: RunOptions) -> None:
+def _run(
+    cells: list[Cell], report: SimulationReport, goal: Goal | None, wanted: RunOptions, requests: RequestsFile | None
+) -> None:
     # Told to end as by an interrupt, it takes its processes with it.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with report:
         plans = [Grid(cells)] if goal is None else [goal.search(group, goal.bound) for group in _alike(cells)]
         try:
-            if wanted.timeline is not None:
-                trace_run(cells[0], wanted.timeline, report)
+            if wanted.timeline is not None or requests is not None:
+                single_run(cells[0], report, path=wanted.timeline, requests=requests)
                 return
             sweep(plans, wanted.jobs or os.cpu_count() or 1, report)
         except KeyboardInterrupt:
@@ -199,10 +223,10 @@ def _run(cells: list[Cell], report: SimulationReport, goal: Goal | None, wanted:
 def _start_rates(text: str | None, workload: Workload) -> tuple[float, ...]:
     """The rate that a search starts from."""
     if has_own_times(workload):
-        raise ConfigError("find-max-rate needs arrivals at a rate, and the trace has times of its own")
+        raise ConfigError("find_max_rate needs arrivals at a rate, and the trace has times of its own")
     found = parse_rates(text) if text else (_START_RPS,)
     if len(found) > 1:
-        raise ConfigError("find-max-rate starts from one rate at most")
+        raise ConfigError("find_max_rate starts from one rate at most")
     return found
 
 

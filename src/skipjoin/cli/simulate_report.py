@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import fmean
 from types import TracebackType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from skipjoin.bench.bound import Bound, field_value, maximum_rate, minimum_replicas
+from skipjoin.bench.bound import Bound, maximum_rate, minimum_replicas
 from skipjoin.bench.results import ResultsFile, rate_of
 from skipjoin.bench.simulation import Cell, run
 from skipjoin.bench.sweep import BoundSearch, ReplicaSearch
+from skipjoin.cli.class_table import class_table, finished, mean_text, number_text
+from skipjoin.cli.requests_file import RequestsFile
 from skipjoin.config import ConfigError
 from skipjoin.observe.record import Record, preempted
 from skipjoin.observe.timeline import Timeline
@@ -31,6 +34,7 @@ _COLUMNS = {
     "batch": "batch_mean",
     "KV used": "kv.used_mean",
 }
+_HITS = {"prefix hits": "prefix.hit_rate"}
 _ROLES = {
     "prompt tokens": "prompt_tokens",
     "batch": "batch_mean",
@@ -117,7 +121,7 @@ class SimulationReport:
         if self._goal is None:
             return "runs"
         replicas, rate = cell.system.replicas, cell.extent.rate_rps
-        at = "" if rate is None else f" at {_text(rate)} req/s"
+        at = "" if rate is None else f" at {number_text(rate)} req/s"
         return f"{cell.system.recipe}, {replicas} replica{'s' * (replicas != 1)}{at}"
 
     # -- the tables ---------------------------------------------------------------------------------------
@@ -129,18 +133,25 @@ class SimulationReport:
         recipes = list(dict.fromkeys(group.recipe for group in groups))
         ordered = sorted(groups.items(), key=lambda item: (recipes.index(item[0].recipe), item[0][1:]))
         clusters = ["replicas"] if self._goal is not None and self._goal.replicas else []
-        table = Table("recipe", "req/s", *clusters, "finished", *_COLUMNS, "preempted", box=None)
+        columns = _COLUMNS | (_HITS if any("prefix" in record for record in self._records.values()) else {})
+        refused = ["rejected"] if any(record["requests"]["rejected"] for record in self._records.values()) else []
+        table = Table("recipe", "req/s", *clusters, "finished", *refused, *columns, "preempted", box=None)
         for group, records in ordered:
-            counts = [record["requests"] for record in records]
-            finished, submitted = (sum(count[key] for count in counts) for key in ("finished", "submitted"))
-            cells = [_mean(records, field) for field in _COLUMNS.values()]
+            cells = [mean_text(records, field) for field in columns.values()]
             size = [str(group.replicas) for _ in clusters]
-            made_way = _text(fmean(map(preempted, records)))
-            table.add_row(group.recipe, _text(group.rate_rps), *size, f"{finished}/{submitted}", *cells, made_way)
+            made_way = number_text(fmean(map(preempted, records)))
+            counts = [str(_rejected(records)) for _ in refused]
+            table.add_row(
+                group.recipe, number_text(group.rate_rps), *size, finished(records), *counts, *cells, made_way
+            )
         console = Console(highlight=False)
         if not console.is_terminal:
             console.width = _FILE_WIDTH
         console.print(table)
+        for told in _rejections(ordered):
+            console.print(told)
+        if any("classes" in record for record in self._records.values()):
+            console.print(_classes(ordered))
         if any("prediction" in record for record in self._records.values()):
             console.print(_predictions(ordered))
         if any("roles" in record for record in self._records.values()):
@@ -168,6 +179,28 @@ def _group(record: Record) -> _Group:
 _Groups = Sequence[tuple[_Group, list[Record]]]
 
 
+def _rejected(records: Iterable[Record]) -> int:
+    return sum(record["requests"]["rejected"] for record in records)
+
+
+def _rejections(groups: _Groups) -> Iterator[str]:
+    """Why requests were rejected."""
+    for group, records in groups:
+        if rejected := _rejected(records):
+            settings, of = records[0]["settings"], sum(record["requests"]["submitted"] for record in records)
+            context, pool = settings["max_model_len"], settings["kv_blocks"] * settings["block_size"]
+            most = f"the context of {context} tokens" if context <= pool else f"the KV pool of {pool} tokens"
+            at = "" if group.rate_rps is None else f" at {number_text(group.rate_rps)} req/s"
+            yield f" {group.recipe}{at}: {rejected} of {of} requests rejected: prompt and output exceed {most}"
+
+
+def _classes(groups: _Groups) -> Table:
+    """What each stream of requests saw."""
+    return class_table(
+        ("recipe", "req/s"), (((group.recipe, number_text(group.rate_rps)), records) for group, records in groups)
+    )
+
+
 def _predictions(groups: _Groups) -> Table:
     """How good forecasts were, and how well a linear model gives the execution time of a request."""
     table = Table("recipe", "req/s", "predictor", *_PREDICTIONS, "T = T0 s + n (alpha s + beta), ms", box=None)
@@ -175,11 +208,11 @@ def _predictions(groups: _Groups) -> Table:
         if "prediction" not in records[0]:
             continue
         found = records[0]["prediction"]
-        cells = [_mean(records, f"prediction.{field}") for field in _PREDICTIONS.values()]
+        cells = [mean_text(records, f"prediction.{field}") for field in _PREDICTIONS.values()]
         time = found["execution"]
-        terms = ", ".join(f"{_text(1000 * time[name])}" for name in ("t0_s", "alpha_s", "beta_s"))
+        terms = ", ".join(f"{number_text(1000 * time[name])}" for name in ("t0_s", "alpha_s", "beta_s"))
         shares = " and ".join(f"{time[name]:.3f}" for name in ("r2_prefill", "r2_decode"))
-        table.add_row(group.recipe, _text(group.rate_rps), found["predictor"], *cells, f"{terms}; R2 {shares}")
+        table.add_row(group.recipe, number_text(group.rate_rps), found["predictor"], *cells, f"{terms}; R2 {shares}")
     return table
 
 
@@ -187,10 +220,10 @@ def _roles(groups: _Groups) -> Table:
     """What the replicas of each kind did, and how long KV took between them."""
     table = Table("recipe", "req/s", "replicas", *_ROLES, *_TRANSFER, box=None)
     for group, records in groups:
-        sent = [_mean(records, f"transfer.{field}") for field in _TRANSFER.values()]
+        sent = [mean_text(records, f"transfer.{field}") for field in _TRANSFER.values()]
         for role, part in records[0].get("roles", {}).items():
-            cells = [_mean(records, f"roles.{role}.{field}") for field in _ROLES.values()]
-            table.add_row(group.recipe, _text(group.rate_rps), f"{part['replicas']} {role}", *cells, *sent)
+            cells = [mean_text(records, f"roles.{role}.{field}") for field in _ROLES.values()]
+            table.add_row(group.recipe, number_text(group.rate_rps), f"{part['replicas']} {role}", *cells, *sent)
             sent = [""] * len(sent)
     return table
 
@@ -219,41 +252,38 @@ def _minima(groups: _Groups, bound: Bound) -> Table:
     for (recipe, rate), sizes in points.items():
         found = minimum_replicas(sizes, bound)
         if found is None:
-            table.add_row(recipe, _text(rate or None), "none", "-")
+            table.add_row(recipe, number_text(rate or None), "none", "-")
         else:
             ratio = found / first.setdefault(rate, found)
-            table.add_row(recipe, _text(rate or None), str(found), f"{ratio:.2f}x")
+            table.add_row(recipe, number_text(rate or None), str(found), f"{ratio:.2f}x")
     return table
 
 
-def trace_run(cell: Cell, path: Path, report: SimulationReport) -> None:
-    """Run one cell here, and write its timeline. Raises `ConfigError` if the file cannot be written."""
-    try:
-        file = path.open("w", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"timeline {path}: {error.strerror}") from error
-    report.begun(0, cell)
-    with file:
-        timeline = Timeline(file)
-        record = run(cell, on_share=lambda share: report.share(0, share), on_events=timeline.observe)
-        timeline.close()
+def single_run(cell: Cell, report: SimulationReport, *, path: Path | None, requests: RequestsFile | None) -> None:
+    """Run one cell here. path: of its timeline, requests: of its requests; None: not wanted. Raises `ConfigError` if a
+    file cannot be written."""
+    lines: list[Record] = []
+    wanted: dict[str, Any] = {} if requests is None else {"on_requests": lines.extend}
+    with ExitStack() as stack:
+        if path is not None:
+            try:
+                file = stack.enter_context(path.open("w", encoding="utf-8"))
+            except OSError as error:
+                raise ConfigError(f"timeline {path}: {error.strerror}") from error
+            timeline = Timeline(file)
+            stack.callback(timeline.close)
+            wanted["on_events"] = timeline.observe
+        report.begun(0, cell)
+        record = run(cell, on_share=lambda share: report.share(0, share), **wanted)
     report.done(0, record)
-    print(f"wrote {path}", file=sys.stderr)
+    if requests is not None:
+        requests.append(record["workload"], lines)
+        requests.close()
+    for written in (path, requests and requests.path):
+        if written is not None:
+            print(f"wrote {written}", file=sys.stderr)
 
 
 def _place(record: Record) -> tuple[str | float, ...]:
     """Where a record stands among others: the same runs give the same file."""
     return (record["hardware"], *_group(record), record["workload"]["seed"])
-
-
-def _mean(records: Iterable[Record], field: str) -> str:
-    try:
-        return _text(fmean(field_value(record, field) for record in records))
-    except ConfigError:  # of nothing: no request finished
-        return "-"
-
-
-def _text(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.0f}" if value >= 1000 else f"{value:.4g}"

@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 from skipjoin.bench.arrivals import parse_arrivals
 from skipjoin.bench.fields import number
+from skipjoin.bench.prefixes import HASH_TOKENS
 from skipjoin.bench.results import Existing
 from skipjoin.bench.trace import read_trace
-from skipjoin.bench.workload import Replay, Workload, synthetic, with_best_effort
-from skipjoin.knobs import ConfigError, Knob, check
+from skipjoin.bench.workload import (
+    Classed,
+    Replay,
+    Synthetic,
+    Workload,
+    parse_closed,
+    synthetic,
+    with_best_effort,
+    with_closed,
+)
+from skipjoin.knobs import ConfigError, Knob, check, settings_of
 from skipjoin.observe.record import Slo
 
 _WORKLOAD, _OBJECTIVES, _RESULTS = "Workload", "Objectives", "Results"
+
+
+def _in_ms(flag: str) -> Knob:
+    return Knob(f"As --{flag}, in milliseconds, as for `serve`.", above=0, metavar="MILLISECONDS", group=_OBJECTIVES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,8 +39,8 @@ class LoadOptions:
     lengths: Annotated[
         str,
         Knob(
-            "Prompt and output lengths: sharegpt, alpaca, lmsys, bookcorpus, uniform:64-128,16-32 or fixed:128,64; "
-            "*0.5 or *0.5,0.25 scales them.",
+            "Prompt and output lengths: sharegpt, alpaca, lmsys, bookcorpus, uniform:64-128,16-32, fixed:128,64 or "
+            "trace:FILE (its rows at random); *0.5 or *0.5,0.25 scales them.",
             metavar="LENGTHS",
             group=_WORKLOAD,
         ),
@@ -44,20 +59,53 @@ class LoadOptions:
     trace: Annotated[
         Path | None,
         Knob(
-            "CSV with prompt_tokens, output_tokens and perhaps arrival_s, or JSONL with these or the texts prompt and "
-            "output, instead of --lengths.",
+            "CSV with prompt_tokens, output_tokens and perhaps arrival_s, deadline_s, priority, class, ttft_s, tpot_s "
+            "and jct_s, JSONL with these or the texts prompt and output, or Mooncake's JSONL, instead of --lengths; "
+            "hash_ids say what prompts have in common.",
             metavar="FILE",
+            group=_WORKLOAD,
+        ),
+    ] = None
+    hash_tokens: Annotated[
+        int, Knob("Tokens of a prompt for each of a trace's hash_ids.", low=1, high=1 << 31, group=_WORKLOAD)
+    ] = HASH_TOKENS
+    prefix: Annotated[
+        str | None,
+        Knob(
+            "Tokens before each prompt of --lengths that all have in common, or those of each of so many groups.",
+            metavar="TOKENS[:GROUPS]",
+            group=_WORKLOAD,
+        ),
+    ] = None
+    ignore_columns: Annotated[
+        str | None,
+        Knob(
+            "Columns of a trace that are not known, and are left out; separated by commas.",
+            metavar="NAMES",
             group=_WORKLOAD,
         ),
     ] = None
     speedup: Annotated[float, Knob("Play a trace's arrival times this much faster.", group=_WORKLOAD)] = 1.0
     best_effort_share: Annotated[
-        float | None, Knob("Share of requests of class best-effort, priority 10.", metavar="SHARE", group=_WORKLOAD)
+        float | None, Knob("Share of requests of class best-effort.", metavar="SHARE", group=_WORKLOAD)
     ] = None
     stream: Annotated[
         tuple[str, ...],
         Knob(
-            "A further class: name=batch,lengths=uniform:512-1024,32-128,share=0.3,priority=10; may be repeated.",
+            "Further requests with a share of the rate: name=batch,lengths=uniform:512-1024,32-128,share=0.3,"
+            "class=best-effort (default: real-time),priority=0,key=NAME (of a client, for simulate; default: none),"
+            "arrivals=poisson,prefix=TOKENS:GROUPS; may be repeated.",
+            metavar="STREAM",
+            group=_WORKLOAD,
+        ),
+    ] = ()
+    closed: Annotated[
+        tuple[str, ...],
+        Knob(
+            "Requests beside the rate, of which so many are in flight at most until --duration: name=be,"
+            "lengths=uniform:512-1024,32-128,size=128,class=best-effort (default: real-time),priority=0,"
+            "prefix=TOKENS:GROUPS,mode=batch (as many again when all are over; default) or mode=refill (one when "
+            "another is over); may be repeated.",
             metavar="STREAM",
             group=_WORKLOAD,
         ),
@@ -71,6 +119,9 @@ class LoadOptions:
     slo_jct: Annotated[
         float | None, Knob("Time from arrival to end.", above=0, metavar="SECONDS", group=_OBJECTIVES)
     ] = None
+    slo_ttft_ms: Annotated[float | None, _in_ms("slo-ttft")] = None
+    slo_tpot_ms: Annotated[float | None, _in_ms("slo-tpot")] = None
+    slo_jct_ms: Annotated[float | None, _in_ms("slo-jct")] = None
     out: Annotated[
         Path | None, Knob("File for the results, a JSON array of records.", metavar="FILE", group=_RESULTS)
     ] = None
@@ -81,28 +132,45 @@ class LoadOptions:
         check(self)
         if self.overwrite and self.append:
             raise ConfigError("overwrite and append exclude each other")
+        for name in ("slo_ttft", "slo_tpot", "slo_jct"):
+            if getattr(self, name) is not None and getattr(self, f"{name}_ms") is not None:
+                raise ConfigError(f"{name} and {name}_ms are the same: give one of them")
 
     @property
     def slo(self) -> Slo:
         """The objectives."""
-        return Slo(self.slo_ttft, self.slo_tpot, self.slo_jct)
+        return Slo(*map(self._seconds, ("slo_ttft", "slo_tpot", "slo_jct")))
+
+    def _seconds(self, name: str) -> float | None:
+        seconds, ms = getattr(self, name), getattr(self, f"{name}_ms")
+        return seconds if ms is None else ms / 1000
 
     @property
     def existing(self) -> Existing:
         """What to do with a results file that exists."""
         return "replace" if self.overwrite else "extend" if self.append else "refuse"
 
-    def workload(self) -> Workload:
-        """The workload. Raises `ConfigError`."""
+    def workload(self, *, reads: Collection[str] = ()) -> Synthetic | Replay:
+        """The workload. reads: further columns of a trace that are read. Raises `ConfigError`."""
         if self.trace is not None:
             if self.stream:
                 raise ConfigError("stream goes with lengths, not with trace")
-            replay = Replay(read_trace(self.trace), self.speedup, parse_arrivals(self.arrivals))
-            return replay if self.best_effort_share is None else with_best_effort(replay, self.best_effort_share)
-        if self.speedup != 1:
-            raise ConfigError("speedup goes with trace")
-        drawn = synthetic(self.lengths, self.arrivals, self.stream)
-        return drawn if self.best_effort_share is None else with_best_effort(drawn, self.best_effort_share)
+            if self.prefix is not None:
+                raise ConfigError("prefix goes with lengths, not with trace")
+            trace = read_trace(self.trace, hash_tokens=self.hash_tokens)
+            ignored = (self.ignore_columns or "").split(",")
+            trace.check_columns([*reads, *(name.strip() for name in ignored)])
+            return self._beside(Replay(trace, self.speedup, parse_arrivals(self.arrivals)))
+        for name in ("speedup", "hash_tokens", "ignore_columns"):
+            if getattr(self, name) != settings_of(LoadOptions)[name].default:
+                raise ConfigError(f"{name} goes with trace")
+        return self._beside(synthetic(self.lengths, self.arrivals, self.stream, self.prefix))
+
+    def _beside(self, workload: Classed) -> Classed:
+        """The workload with its best-effort share and closed streams."""
+        if self.best_effort_share is not None:
+            workload = with_best_effort(workload, self.best_effort_share)
+        return with_closed(workload, [parse_closed(text) for text in self.closed])
 
     def duration_s(self, rates: tuple[float | None, ...], usual: float) -> float | None:
         """Seconds in which requests arrive: `usual` if nothing says how many there are."""

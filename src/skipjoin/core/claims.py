@@ -25,15 +25,18 @@ class Claim:
     guests, whatever blocks they then get (EconoServe section 3.2 lends regions).
 
     owner: None: of the root, whose guests have all that is claimed. lender: None for the root alone. promised: blocks
-    that the owner may have in all, those that it holds and lends included. device: the blocks that it holds. guests:
-    the claims that are lent out of this one. lent: their sizes together. size: what it takes out of its lender, the
-    larger one of what is promised and what is held and lent.
+    that the owner may have in all, those that it holds and lends included. device: the blocks that it holds. adopted:
+    how many of those are counted in another claim, whose owner holds them too. shared: how many are counted in this
+    one and held by others too. guests: the claims that are lent out of this one. lent: their sizes together. size: what
+    it takes out of its lender, the larger one of what is promised and what is held and lent, but for what is adopted.
     """
 
     owner: Lender = None
     lender: Claim | None = None
     promised: int = 0
     device: list[int] = field(default_factory=list)
+    adopted: int = 0
+    shared: int = 0
     guests: dict[Claim, None] = field(default_factory=dict)
     lent: int = 0
     size: int = 0
@@ -41,7 +44,13 @@ class Claim:
     @property
     def unused(self) -> int:
         """Blocks that it takes out of its lender, and that are neither held nor lent."""
-        return self.size - len(self.device) - self.lent
+        return self.size + self.adopted - len(self.device) - self.lent
+
+    @property
+    def alone(self) -> int:
+        """Blocks that its lender gets back when it ends: what it lends stays with its guests, and what is shared with
+        those that share it."""
+        return self.size - self.lent - self.shared
 
     def lenders(self) -> Iterator[Claim]:
         """Its lender, the lender's lender and so on; the root comes last."""
@@ -55,7 +64,7 @@ class Claim:
         claim = self
         while (lender := claim.lender) is not None:
             promised, used = claim.promised, len(claim.device) + claim.lent
-            size = promised if promised > used else used
+            size = (promised if promised > used else used) - claim.adopted
             change = size - claim.size
             if not change:
                 return
@@ -95,6 +104,6 @@ class Claim:
             return "counts other blocks as lent than its guests claim"
         if any(guest.lender is not self for guest in self.guests):
             return "has a guest of another lender"
-        if self.lender is not None and self.size != max(self.promised, len(self.device) + self.lent):
+        if self.lender is not None and self.size != max(self.promised, len(self.device) + self.lent) - self.adopted:
             return "has another size than what is promised, held and lent"
         return ""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from skipjoin.core.request import Request
 from skipjoin.core.step import StepPlan
+
+
+def _none_away(request: Request) -> int:
+    return 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,8 +22,10 @@ class StepContext:
     move. decision: the number of this decision, whether a plan comes of it or not. in_flight: the plans that have not
     committed, oldest first.
     candidates: requests that could run, best first, each with the tokens that it has to compute; of those without KV
-    on the device, the ones that find free blocks. It is made while it is read, and is to be read once, before any
-    request is offered. The requests that are offered, and that get space in the end, may differ.
+    on the device, the ones that find blocks: free ones, or for real-time requests those of best-effort ones, which then
+    are no candidates. It is made while it is read, and is to be read once, before any request is offered. The requests
+    that are offered, and that get space in the end, may differ.
+    blocks_away: of a request, the KV blocks that a step which runs it has to bring from the host.
     pausing: requests that do not run in this step, so that they can be evicted once no plan in flight holds them.
     """
 
@@ -32,6 +38,7 @@ class StepContext:
     decision: int = 0
     in_flight: Sequence[StepPlan] = ()
     candidates: Iterable[tuple[Request, int]] = ()
+    blocks_away: Callable[[Request], int] = _none_away
     pausing: set[Request] = field(default_factory=set)
 
 

@@ -28,7 +28,9 @@ class EngineCore:
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
         self.requests: dict[int, Request] = {}  # live ones, by id
+        # A heap of (deadline, id). Entries of ended requests stay until they are more than those of live ones.
         self._deadlines: list[tuple[float, int]] = []
+        self._with_deadline = 0  # live requests that have one
 
     @property
     def kv(self) -> KVLedger:
@@ -52,6 +54,7 @@ class EngineCore:
             raise ValueError(f"request id {request.id} is in use")
         self.requests[request.id] = request
         if request.deadline < math.inf:
+            self._with_deadline += 1
             heapq.heappush(self._deadlines, (request.deadline, request.id))
         self.scheduler.events.append(Arrived(request, now))
         self.scheduler.add(request, now)
@@ -65,13 +68,13 @@ class EngineCore:
         """Free the blocks of an ended request that keeps its KV (`Request.keeps_kv`)."""
         self.scheduler.release(request, now)
 
-    def abort(self, request_id: int, now: float, reason: FinishReason = FinishReason.ABORT) -> bool:
+    def abort(self, request_id: int, now: float, reason: FinishReason = FinishReason.ABORT, detail: str = "") -> bool:
         """End the request, whatever state it is in; False if it is not there (any more). reason: STOP where its output
-        is complete, though more could be generated."""
+        is complete, though more could be generated. detail: of an ERROR, for the client."""
         request = self.requests.get(request_id)
         if request is None:
             return False
-        self._finish(request, reason, now)
+        self._finish(request, reason, now, detail)
         return True
 
     def reforecast(self, request_id: int, forecast: Forecast, now: float) -> bool:
@@ -167,5 +170,18 @@ class EngineCore:
     def _finish(self, request: Request, reason: FinishReason, now: float, detail: str = "") -> None:
         request.finish_reason = reason
         del self.requests[request.id]
+        if request.deadline < math.inf:
+            self._with_deadline -= 1
+            self._drop_old_deadlines()
         self.scheduler.remove(request, now)
         self.scheduler.events.append(Finished(request, now, reason, detail))
+
+    def _drop_old_deadlines(self) -> None:
+        """Keep the heap at most twice as large as what lives, at a constant cost per request."""
+        if len(self._deadlines) > 2 * self._with_deadline:
+            self._deadlines = list({entry for entry in self._deadlines if self._is_live(*entry)})
+            heapq.heapify(self._deadlines)
+
+    def _is_live(self, deadline: float, request_id: int) -> bool:
+        request = self.requests.get(request_id)
+        return request is not None and request.deadline == deadline

@@ -16,6 +16,7 @@ class Preemption(Enum):
     """What became of a preempted request's KV."""
 
     PAUSE = "kept on the device"
+    SPILL = "moved to the host in part"
     SWAP = "moved to the host"
     DROP = "dropped, to be recomputed"
 
@@ -28,10 +29,11 @@ class Arrived(NamedTuple):
 
 
 class Admitted(NamedTuple):
-    """The request got its first KV blocks, or the first after an eviction."""
+    """The request got its first KV blocks, or the first after an eviction. cached: tokens whose KV it found there."""
 
     request: Request
     now: float
+    cached: int = 0
 
 
 class Claimed(NamedTuple):
@@ -55,11 +57,13 @@ class Started(NamedTuple):
 
 
 class Preempted(NamedTuple):
-    """The request was running, or holding KV on the device, and had to make way."""
+    """The request was running, or holding KV on the device, and had to make way. kept: tokens whose KV stays on the
+    device; of a request that pauses, all do."""
 
     request: Request
     now: float
     how: Preemption
+    kept: int = 0
 
 
 class Waited(NamedTuple):
@@ -83,7 +87,7 @@ class Moved(NamedTuple):
 
 
 class MoveFailed(NamedTuple):
-    """A move ended without its copy. A request that lost its KV so is preempted (DROP) next."""
+    """A move ended without its copy. A request that lost KV so is preempted (DROP) next."""
 
     move: Move
     now: float
@@ -91,13 +95,15 @@ class MoveFailed(NamedTuple):
 
 class Planned(NamedTuple):
     """A step was decided. held: device blocks that are not free. claimed: those, and the ones that are claimed besides.
-    tail: why requests wait that the decision did not examine."""
+    tail: why requests wait that the decision did not examine. cap: up to how many
+    requests the next step takes best-effort ones."""
 
     plan: StepPlan
     now: float
     held: int
     claimed: int
     tail: WaitReason = WaitReason.NOT_EXAMINED
+    cap: int = 0
 
 
 class Computed(NamedTuple):

@@ -8,7 +8,7 @@ from skipjoin.core.claims import Lender
 from skipjoin.core.context import StepContext
 from skipjoin.core.events import Event, Preempted, Preemption
 from skipjoin.core.kv import KVLedger
-from skipjoin.core.policy import Policies
+from skipjoin.core.policy import Eviction, Policies
 from skipjoin.core.request import NEVER, Request
 from skipjoin.core.step import Move
 from skipjoin.core.waits import WaitReason
@@ -17,18 +17,21 @@ from skipjoin.core.waits import WaitReason
 class Evictor:
     """Makes room on the device in one step.
 
-    blocking: the step's blocking moves, to which it adds those out. evicted: the requests that lost their device
-    blocks; the ordering must hear of them when it is not iterated over any more.
+    blocking: the step's blocking moves, to which it adds those out. evicted: the requests that lost device blocks; the
+    ordering must hear of them when it is not iterated over any more. takes_all: whether victims give up all their
+    blocks, whatever the policy asks of them.
     """
 
     def __init__(self, policies: Policies, kv: KVLedger, events: list[Event], context: StepContext) -> None:
         self.blocking: list[Move] = []
         self.evicted: list[Request] = []
+        self.takes_all = False
         self._policies = policies
         self._rank = policies.ordering.rank
         self._kv = kv
         self._events = events
         self._context = context
+        self._leaving: dict[Request, Move] = {}  # of whose KV `blocking` moves a part out
         self._floor: Any = None  # best rank of an evicted request: none ranked below it takes new space
         self._holders: list[Request] | None = None  # best first; sorted when first needed
 
@@ -41,10 +44,18 @@ class Evictor:
         floor, rank = self._rank(last), self._rank
         return [request for request in self._holders_ranked() if rank(request) > floor]
 
+    def best_effort_below(self, request: Request) -> list[Request]:
+        """The best-effort requests that this one may evict at once to get in: first those that wait for KV on the host
+        anyway, then the least important."""
+        lenders = self._kv.lenders(request, None)
+        below = self._evictable(request, lenders, newcomer=True)
+        able = [victim for victim in below if victim.is_best_effort and not victim.in_flight]
+        return sorted(able, key=lambda victim: not self._kv.footprint_on_host(victim))
+
     def make_room(self, request: Request, short: int, *, lender: Lender, newcomer: bool) -> WaitReason | None:
         """Evict until `lender` has `short` more blocks for the request, or evict nothing and say why it waits.
 
-        newcomer: the request has no KV on the device; otherwise it runs and grows.
+        newcomer: not all of the request's KV is on the device; otherwise it runs and grows.
         """
         if short <= 0:
             return None
@@ -55,16 +66,32 @@ class Evictor:
         comes = request if newcomer else None
         now = self._context.now
         if sum(map(footprint, settled)) >= short:
-            victims = eviction.victims(short, settled, self._kv, now, comes)
-            dropped = sum(self._evict(victim, how) for victim, how in victims)
+            evictions = eviction.victims(short, settled, self._kv, now, comes)
+            dropped = sum(map(self._evict, evictions))
             if newcomer and dropped:
                 eviction.dropped(dropped, now)
-            return None if victims else WaitReason.HELD_BY_EVICTION
+            return None if evictions else WaitReason.HELD_BY_EVICTION
+        if sum(map(footprint, settled)) + self._kv.shared_within(settled) >= short:
+            return self._clear(settled, short, lender, comes)
         if sum(map(footprint, candidates)) >= short:
             # Plans in flight hold some of them. A request that runs in every plan could never be evicted: it pauses.
-            victims = eviction.victims(short, candidates, self._kv, now, comes)
-            self._context.pausing.update(victim for victim, _ in victims)
+            evictions = eviction.victims(short, candidates, self._kv, now, comes)
+            self._context.pausing.update(one.request for one in evictions)
         return WaitReason.NO_KV
+
+    def _clear(self, victims: list[Request], short: int, lender: Lender, comes: Request | None) -> WaitReason | None:
+        """Evict as many as it takes: what they share with each other comes free with the last one of them."""
+        kv, eviction = self._kv, self._policies.eviction
+        enough = kv.headroom(lender) + short
+        while victims and (missing := enough - kv.headroom(lender)) > 0:
+            most = max(1, min(missing, sum(map(kv.footprint, victims))))
+            evictions = eviction.victims(most, victims, kv, self._context.now, comes)
+            if not evictions:
+                return WaitReason.HELD_BY_EVICTION
+            for one in evictions:
+                self._evict(one)
+                victims.remove(one.request)
+        return None if kv.headroom(lender) >= enough else WaitReason.NO_KV
 
     def swap_ahead(self, request: Request) -> Move:
         """Begin an overlapped move of the request's KV to the host."""
@@ -108,7 +135,7 @@ class Evictor:
             if self._rank(victim) <= own:
                 break
             held = self._kv.blocks_of(victim)
-            if held is None or held.moving is not None or not held.device:
+            if held is None or not held.device or (held.moving is not None and victim not in self._leaving):
                 continue
             if not self._kv.gives_back_to(victim, lenders):
                 continue
@@ -120,20 +147,41 @@ class Evictor:
             found.append(victim)
         return found
 
-    def _evict(self, victim: Request, how: Preemption) -> int:
-        """Take the victim's KV off the device before the slices run; of how many tokens it is dropped."""
-        dropped = 0
+    def _evict(self, eviction: Eviction) -> int:
+        """Take KV of the victim off the device before the slices run; of how many tokens it is dropped."""
+        victim, kv = eviction.request, self._kv
         rank = self._rank(victim)
         if self._floor is None or rank < self._floor:
             self._floor = rank
         self.evicted.append(victim)
-        if how is Preemption.SWAP and self._kv.can_move_out(victim):
-            self.blocking.append(self._kv.move_out(victim, blocking=True))
-        else:
-            how, dropped = Preemption.DROP, victim.computed
-            self._kv.release(victim)
-            victim.computed = victim.planned = 0
+        computed = victim.computed
+        keep = 0 if eviction.blocks is None or self.takes_all else kv.filled_after(victim, eviction.blocks)
+        kept = kv.tokens_in(victim, keep)
+        how = self._take(victim, eviction.how, keep)
+        if how is Preemption.DROP:
+            victim.computed = victim.planned = kept
         victim.evictions += 1
         victim.last_plan = NEVER
-        self._events.append(Preempted(victim, self._context.now, how))
-        return dropped
+        victim.is_fresh = victim.is_fresh or keep > 0  # what it keeps does not come to the device again
+        self._events.append(Preempted(victim, self._context.now, how, kept))
+        return computed - victim.computed
+
+    def _take(self, victim: Request, how: Preemption, keep: int) -> Preemption:
+        """Take all but the first `keep` blocks with KV from the victim; returns what becomes of what they held."""
+        kv = self._kv
+        if keep and keep == kv.filled(victim):  # blocks without KV are enough
+            kv.trim(victim)
+            self._context.pausing.add(victim)
+            return Preemption.SPILL
+        if (begun := self._leaving.pop(victim, None)) is not None:
+            self.blocking.remove(begun)
+            kv.land(begun)
+        if how is Preemption.DROP or not kv.can_move_out(victim, keep=keep):
+            kv.drop(victim, keep=keep)
+            return Preemption.DROP
+        move = kv.move_out(victim, blocking=True, keep=keep, before=begun)
+        self.blocking.append(move)
+        if not keep:
+            return Preemption.SWAP
+        self._leaving[victim] = move
+        return Preemption.SPILL

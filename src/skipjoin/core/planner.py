@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import islice
 
+from skipjoin.core.candidates import comes_soon, find_candidates
+from skipjoin.core.claim_tree import RequestBlocks
 from skipjoin.core.context import StepContext, eligible_tokens
 from skipjoin.core.events import Event, Started, Waited
 from skipjoin.core.evictor import Evictor
-from skipjoin.core.kv import KVLedger, RequestBlocks
-from skipjoin.core.policy import BatchBuilder, Grant, Policies, Refusal, Scope, Wait
+from skipjoin.core.kv import KVLedger
+from skipjoin.core.policy import BatchBuilder, Policies, Refusal, Scope
 from skipjoin.core.request import Request
 from skipjoin.core.residency import Residency
 from skipjoin.core.step import Move, Slice, StepPlan
@@ -51,7 +53,7 @@ class StepPlanner:
         context, residency, evictor = self._context, self._residency, self._evictor
         begin_decision(self._policies, self._kv, context.now)
         overlapped = self._move_ahead() if self._kv.host_total else []
-        builder = self._policies.batcher.open(replace(context, candidates=self._candidates()))
+        builder = self._policies.batcher.open(self._with_candidates(context))
         last = self._fill(self._policies.ordering.ranked(context.now), builder)
         if last is not None:  # only requests that hold KV can still run: a long queue behind them costs nothing
             self._fill(evictor.holders_after(last), builder)
@@ -70,6 +72,10 @@ class StepPlanner:
             overlapped=tuple(overlapped),
             waiting_for_kv=tuple(residency.waiting_for_kv),
         )
+
+    def _with_candidates(self, context: StepContext) -> StepContext:
+        found = find_candidates(self._policies, self._kv, self._evictor, context)
+        return replace(context, candidates=found, blocks_away=self._kv.footprint_on_host)
 
     def _move_ahead(self) -> list[Move]:
         """Begin overlapped moves, of requests that then cannot join this step."""
@@ -100,8 +106,9 @@ class StepPlanner:
         offer, take, add = builder.offer, builder.take, self._slices.append
         plan_id, latest, was_closed = context.plan_id, context.latest, residency.closed is not None
         for request in queue:
-            tokens = eligible_tokens(request, context)
             held = blocks_of(request)
+            meets = held is None and request.prefix is not None and residency.closed is None
+            tokens = self._meet(request) if meets else eligible_tokens(request, context)
             if not tokens:
                 self._pass_over(request)
             elif held is None and residency.closed is not None:
@@ -123,11 +130,25 @@ class StepPlanner:
                         self._events.append(Started(request, context.now))
                     request.last_plan = plan_id
             elif self._refuse(request, verdict) is Scope.ALL:
+                if meets:
+                    request.computed = request.planned = 0
                 return None
+            if meets and held is None:
+                request.computed = request.planned = 0
             if residency.closed is not None and not was_closed:
                 self.tail = residency.closed
                 return request
         return None
+
+    def _meet(self, request: Request) -> int:
+        """For the batcher, a request that holds nothing is as far as the KV that it finds. Returns its eligible tokens:
+        none if more of its KV comes soon."""
+        hit = self._kv.hit(request)
+        if comes_soon(request, hit, self._context):
+            self._wait(request, WaitReason.BEHIND_PREFIX)
+            return 0
+        request.computed = request.planned = hit.tokens
+        return eligible_tokens(request, self._context)
 
     def _force(self, builder: BatchBuilder) -> None:
         """No request was chosen, and nothing is under way that would change that: run the first one that the batcher
@@ -162,7 +183,8 @@ class StepPlanner:
 
     def _pass_over(self, request: Request) -> None:
         """The request is not eligible; one that plans in flight hold does not wait."""
-        if not request.in_flight and not request.is_satisfied:
+        waits = request.examined == self._context.decision
+        if not (request.in_flight or request.is_satisfied or waits):
             self._wait(request, WaitReason.HELD_BY_EVICTION)
 
     def _wait(self, request: Request, reason: WaitReason, short: int = 0) -> None:
@@ -175,32 +197,3 @@ class StepPlanner:
         if wait is None or wait.reason is not reason:
             request.wait = WaitState(reason, self._context.now, short)
             self._events.append(Waited(request, self._context.now, reason, short))
-
-    # -- what batchers may look at ------------------------------------------------------------------------
-
-    def _candidates(self) -> Iterator[tuple[Request, int]]:
-        """See `StepContext.candidates`."""
-        kv, admission, context = self._kv, self._policies.admission, self._context
-        room, blocks_of, returns_overlapped = kv.available, kv.blocks_of, self._policies.eviction.returns_overlapped
-        for request in self._policies.ordering.ranked(context.now):
-            if not (tokens := eligible_tokens(request, context)):
-                continue
-            held, target = blocks_of(request), request.planned + tokens
-            grant = admission.claim(request, target, kv) if held is None or target > request.claimed else None
-            if grant is Wait.PASS or (grant is Wait.WAIT and held is not None):
-                continue
-            if held is None:
-                if not isinstance(grant, Grant) or (need := max(grant.now, grant.blocks)) + grant.spare > room:
-                    break
-                room -= need
-            elif held.moving is not None or (held.host and (returns_overlapped(request) or len(held.host) > room)):
-                continue
-            else:
-                room -= len(held.host)
-            yield request, tokens
-        else:
-            return
-        for holder in self._evictor.holders_after(request):
-            held = blocks_of(holder)
-            if held is not None and held.device and (tokens := eligible_tokens(holder, context)):
-                yield holder, tokens

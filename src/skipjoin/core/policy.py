@@ -55,7 +55,8 @@ class Callbacks:
         """The request was granted a claim on KV, which reaches `request.claimed` tokens."""
 
     def evicted(self, request: Request, now: float) -> None:
-        """The request's KV was dropped or swapped out; a dropped one has its tokens to compute again."""
+        """KV of the request was dropped or moved to the host, all of it or the last part; what is dropped has its
+        tokens to compute again."""
 
     def reforecast(self, request: Request, now: float) -> None:
         """The request's `forecast` changed."""
@@ -138,6 +139,11 @@ class BatchBuilder(Protocol):
 class Batcher(Protocol):
     """Which of the ordered requests run together, and how many tokens of each."""
 
+    @property
+    def cap(self) -> int:
+        """Up to how many requests the next step takes best-effort ones."""
+        ...
+
     def open(self, context: StepContext) -> BatchBuilder:
         """Begin a step's batch. May change the batcher; called once per step."""
         ...
@@ -178,22 +184,36 @@ class AdmissionPolicy(Protocol):
         ...
 
 
+class Eviction(NamedTuple):
+    """One request makes way. how: what becomes of its KV on the device: SWAP, SPILL or DROP.
+
+    blocks: how many its lender gets back, with SPILL and DROP: those that it claims and does not hold first, then those
+    without KV, then its last ones, whose KV moves to the host (SPILL) or is dropped. The KV before them stays where it
+    is, and the request waits until it can have all on the device again. None, or as many as there are: all.
+    """
+
+    request: Request
+    how: Preemption
+    blocks: int | None = None
+
+
 class EvictionPolicy(Protocol):
     """What leaves the device when space is short, and what moves ahead of need."""
 
     def returns_overlapped(self, request: Request) -> bool:
-        """Whether the KV of this request, which is on the host, comes back with overlapped moves only, as `ahead` says,
+        """Whether KV of this request that is on the host comes back with overlapped moves only, as `ahead` says,
         while the request is passed over; otherwise with a blocking move of the step that runs it. Pure."""
         ...
 
     def victims(
         self, short: int, candidates: Sequence[Request], kv: KVLedger, now: float, newcomer: Request | None
-    ) -> Sequence[tuple[Request, Preemption]]:
-        """Which requests make way, and how (SWAP or DROP), until `short` blocks are available. Pure.
+    ) -> Sequence[Eviction]:
+        """Which requests make way, and how, until `short` blocks are available. Pure.
 
-        candidates: requests that may be evicted, least important first; together they free enough. newcomer: the
-        request that needs the blocks and has no KV on the device: it waits if the answer is empty. None: a request that
-        runs needs them to grow, and at least one candidate must make way.
+        candidates: requests that may be evicted, least important first; together their footprints are enough. newcomer:
+        the request that needs the blocks and does not have its KV on the device: it waits if the answer is empty. None:
+        a request needs them that runs and grows, or but for which nothing would run, and at least one candidate must
+        make way.
         """
         ...
 
@@ -206,9 +226,9 @@ class EvictionPolicy(Protocol):
         """Requests to move out and in with overlapped moves of this step, which none of them joins. Asked once per
         step, before it is filled; may change the policy.
 
-        settled: the holders of KV, on either tier, of which nothing is in transit, in no order that matters. One that a
-        plan in flight runs pauses in this step, and can leave with a later one. Where all KV lies on the host and
-        returns overlapped, at least one request must come in.
+        settled: the holders of KV, on either tier or on both, of which nothing is in transit, in no order that matters.
+        One that a plan in flight runs pauses in this step, and can leave with a later one. Where all requests have KV
+        on the host, and it returns overlapped, at least one must come in.
         """
         ...
 

@@ -10,6 +10,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from skipjoin.core.forecast import Forecast
+from skipjoin.core.prefixes import Prefix
 from skipjoin.core.waits import WaitState
 
 NEVER = -(1 << 62)  # a plan id below every other
@@ -24,6 +25,13 @@ class FinishReason(StrEnum):
     ABORT = "abort"  # the caller gave up
     DEADLINE = "deadline"  # its time ran out
     ERROR = "error"  # the executor gave it up
+
+
+class ServiceClass(StrEnum):
+    """What a request is served for (BROS section 1)."""
+
+    REAL_TIME = "real-time"  # its tokens in time
+    BEST_EFFORT = "best-effort"  # throughput: it runs on what real-time requests leave
 
 
 class Target(NamedTuple):
@@ -42,16 +50,25 @@ NO_TARGET = Target()
 class RequestOptions:
     """What a client asks of the scheduler. Made once, at the API's edge or in `LLM`, and carried as it is from there.
 
-    priority: lower is earlier. deadline_s: seconds from the request's arrival after which it is ended; None: never.
-    target: soft objectives.
+    service: real-time requests come before best-effort ones. is_urgent: it comes before the other requests of its
+    class. priority: lower is earlier, among requests that are alike in both. deadline_s: seconds from the request's
+    arrival after which it is ended; None: never. target: soft objectives. client: which client it is of, where clients
+    are told apart. cache_salt: KV is shared only between requests that have the same.
     """
 
+    service: ServiceClass = ServiceClass.REAL_TIME
+    is_urgent: bool = False
     priority: int = 0
     deadline_s: float | None = None
     target: Target = NO_TARGET
+    client: str = ""
+    cache_salt: str = ""
 
 
 DEFAULT_OPTIONS = RequestOptions()
+
+# Requests of a smaller band come strictly first: whether it is best effort, whether it is not urgent, its priority.
+Band = tuple[bool, bool, int]
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -70,6 +87,7 @@ class Request:
     forecast: of its output length, if there is one; `EngineCore.reforecast` changes it.
     output: generated so far; a request may come with tokens from elsewhere, after which it goes on.
     keeps_kv: its blocks stay when it ends, to be read by another engine, until `EngineCore.release`.
+    prefix: the keys of its KV; None: it uses none of others', and others none of its own.
     """
 
     id: int
@@ -82,14 +100,18 @@ class Request:
     sampling: object = None
     forecast: Forecast | None = None
     keeps_kv: bool = False
+    prefix: Prefix | None = None
 
     output: list[int] = field(default_factory=list)
     deadline: float = field(default=math.inf, init=False)  # follows from the options
+    band: Band = field(default=(False, True, 0), init=False)  # follows from the options
     resumed_tokens: int = 0  # tokens of its output that it came with
     known: int = 0
     computed: int = 0
     planned: int = 0  # computed, once every plan in flight has committed
     pending_samples: int = 0  # tokens that plans in flight will sample
+    led_since: float = math.inf  # when it first waited for KV that another request computes, until it holds some
+    cached: int = 0  # tokens whose KV was found when it arrived, until it holds some of its own
     max_total_tokens: int = 0  # known never passes this: prompt + max_tokens
     claimed: int = UNLIMITED  # tokens that its claim on KV reaches; the ledger's to change
     last_plan: int = NEVER  # id of the last plan it had a slice in
@@ -108,9 +130,20 @@ class Request:
             raise ValueError(f"request {self.id}: all of its {self.max_tokens} tokens are generated already")
         if self.options.deadline_s is not None:
             self.deadline = self.arrival + self.options.deadline_s
+        self.band = (self.is_best_effort, not self.options.is_urgent, self.options.priority)
         self.resumed_tokens = len(self.output)
         self.known = len(self.prompt) + self.resumed_tokens
         self.max_total_tokens = len(self.prompt) + self.max_tokens
+
+    @property
+    def is_best_effort(self) -> bool:
+        """Whether it is served for throughput alone."""
+        return self.options.service is ServiceClass.BEST_EFFORT
+
+    @property
+    def reached(self) -> int:
+        """Tokens that need not be computed, as far as is known: those that were, or whose KV was found."""
+        return self.computed or self.cached
 
     @property
     def pending(self) -> int:

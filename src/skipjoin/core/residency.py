@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from skipjoin.core.claim_tree import RequestBlocks
 from skipjoin.core.context import StepContext
 from skipjoin.core.events import Admitted, Claimed, Event
 from skipjoin.core.evictor import Evictor
-from skipjoin.core.kv import KVLedger, RequestBlocks
+from skipjoin.core.kv import KVLedger
 from skipjoin.core.policy import Grant, Policies, Wait
 from skipjoin.core.request import Request
 from skipjoin.core.step import Slice
@@ -22,8 +23,8 @@ class Residency:
 
     closed: why no request without KV gets in any more in this step, or None. short: blocks that were missing for the
     last request that got none. first: the request that matters most, or None where nothing depends on it.
-    waiting_for_kv: requests that would run if their KV were on the device. claimed: those that were granted claims, of
-    which the policies must hear when the ordering is not iterated over any more.
+    waiting_for_kv: requests that would run if all their KV were on the device. claimed: those that were granted claims,
+    of which the policies must hear when the ordering is not iterated over any more.
 
     slices: of the step, as far as it is filled.
     """
@@ -70,27 +71,40 @@ class Residency:
         if self._evictor.is_below_floor(request):
             self.closed = WaitReason.BEHIND_MEMORY
             return WaitReason.BEHIND_MEMORY
+        # Held first: an eviction for it might take what it finds.
+        cached = self._kv.adopt(request) if request.computed else 0
+        found = self._get_in(request, target, cached)
+        if cached and isinstance(found, WaitReason):
+            self._kv.release(request)
+        return found
+
+    def _get_in(self, request: Request, target: int, cached: int) -> RequestBlocks | WaitReason:
         grant = self._ask(request, target)
         if isinstance(grant, WaitReason):
             return grant
         kv = self._kv
         need = max(grant.now, grant.blocks, kv.blocks_for(target)) + grant.spare
+        room = need - kv.shortfall_of_claim(request, need, grant.lender)
         # Requests that matter more and are on their way back from the host come first to what is free.
-        self.short = need - max(0, kv.headroom(grant.lender) - self._owed)
+        self.short = need - max(0, room - self._owed)
         if (reason := self._make_room(request, grant, newcomer=True)) is not None:
             self.closed = WaitReason.BEHIND_MEMORY
             return reason
-        self._events.append(Admitted(request, self._context.now))
+        self._events.append(Admitted(request, self._context.now, cached))
         self._claim(request, grant)
         request.is_fresh = True
-        return kv.grow(request, target)
+        held = kv.grow(request, target)
+        kv.announce(request)
+        return held
 
     # -- claims -------------------------------------------------------------------------------------------
 
     def force(self) -> None:
-        """From now on grant what a request needs for its next step and no more; do not ask the admission policy."""
+        """From now on grant what a request needs for its next step and no more; do not ask the admission policy. What
+        is ranked below makes way, equals too, and whole: parts of KV may fill the device between them."""
         self.closed = None
-        self._is_forced = True
+        self._first_waits = False
+        self._is_forced = self._evictor.takes_all = True
 
     def _ask(self, request: Request, target: int) -> Grant | WaitReason:
         """The admission policy's answer to a request that has no claim, or one that does not reach `target` tokens."""
@@ -145,12 +159,12 @@ class Residency:
     def _extend(self, request: Request, held: RequestBlocks, target: int) -> RequestBlocks | WaitReason:
         """Space for a request that holds KV, on either tier or on its way."""
         if held.moving is not None:
-            self._miss(request, len(held.host))
+            self._miss(request, self._kv.blocks_for(request.computed))
             return WaitReason.KV_IN_TRANSIT
         # The first request does not wait for overlapped moves: the space that they need may never be left over.
         if held.host and request is not self.first and self._policies.eviction.returns_overlapped(request):
             self._owed += len(held.host)
-            self._miss(request, 0)
+            self._miss(request, len(held.device))
             return WaitReason.KV_ON_HOST
         if self._evictor.is_below_floor(request):
             return WaitReason.BEHIND_MEMORY
@@ -159,35 +173,39 @@ class Residency:
         if held.host and self._first_waits:
             self.closed = self.closed or WaitReason.BEHIND_MEMORY
             return WaitReason.BEHIND_MEMORY
+        # One whose last tokens were dropped is a newcomer until it has them again: two could take each other's in turn
+        # for nothing.
+        newcomer = not self._is_forced and (bool(held.host) or request.planned < held.regains)
         if target > request.claimed:
-            waits = self._renew(request, target, newcomer=bool(held.host))
+            waits = self._renew(request, target, newcomer=newcomer)
             if waits is not None:
                 return waits
-        found = self._return(request, target) if held.host else self._grow(request, target)
+        found = (self._return if held.host else self._grow)(request, target, newcomer=newcomer)
         if isinstance(found, WaitReason):
             # Newcomers ranked below would take the space that it waits for, one after the other.
             self.closed = self.closed or WaitReason.BEHIND_MEMORY
         return found
 
-    def _grow(self, request: Request, target: int) -> RequestBlocks | WaitReason:
+    def _grow(self, request: Request, target: int, *, newcomer: bool) -> RequestBlocks | WaitReason:
         kv = self._kv
         self.short = kv.shortfall(request, target)
-        reason = self._evictor.make_room(request, self.short, lender=kv.lender_of(request), newcomer=False)
+        reason = self._evictor.make_room(request, self.short, lender=kv.lender_of(request), newcomer=newcomer)
         return kv.grow(request, target) if reason is None else reason
 
-    def _return(self, request: Request, target: int) -> RequestBlocks | WaitReason:
+    def _return(self, request: Request, target: int, *, newcomer: bool) -> RequestBlocks | WaitReason:
         """Bring the request's KV back from the host with a blocking move."""
         kv = self._kv
         self.short = kv.shortfall(request, target)
         lender = kv.lender_of(request)
-        if (reason := self._evictor.make_room(request, self.short, lender=lender, newcomer=True)) is not None:
+        if (reason := self._evictor.make_room(request, self.short, lender=lender, newcomer=newcomer)) is not None:
             return reason
         self._evictor.blocking.append(kv.move_in(request))
         request.is_fresh = True
         return kv.grow(request, target)
 
     def _miss(self, request: Request, blocks: int) -> None:
-        """The request is passed over because its KV is not on the device. blocks: its own that are in transit."""
+        """The request is passed over because not all of its KV is on the device. blocks: its own that are there or in
+        transit."""
         if request.in_flight:  # its KV arrives just before the slices of a plan that has not committed
             return
         for piece in self._slices[self._counted :]:

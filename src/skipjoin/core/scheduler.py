@@ -77,6 +77,9 @@ class Scheduler:
         """Let the request compete for the device."""
         received = self._incoming.receive(request, now)
         self.events.extend(received)
+        if not received:
+            self.kv.await_prefix(request)
+            request.cached = self.kv.hit(request).tokens
         for arrived in self.policies.on_arrived:
             arrived(request, now)
         for claimed in self.policies.on_claimed if received else ():
@@ -92,6 +95,7 @@ class Scheduler:
         last plan that holds or moves them commits, or if it keeps its KV with `release`."""
         for finished in self.policies.on_finished:
             finished(request, now)
+        self.kv.forget_prefix(request)
         self._release_if_settled(request)
 
     def release(self, request: Request, now: float) -> None:
@@ -131,7 +135,7 @@ class Scheduler:
         self._note_pauses(plan, planner.started, now)
         kv = self.kv
         held, claimed = kv.device_total - kv.device_free, kv.device_total - kv.available
-        self.events.append(Planned(plan, now, held, claimed, planner.tail))
+        self.events.append(Planned(plan, now, held, claimed, planner.tail, self.policies.batcher.cap))
         return plan
 
     def _note_waits(self, planner: StepPlanner, now: float) -> None:
@@ -185,11 +189,13 @@ class Scheduler:
         plan = self._in_flight.popleft()
         self.events.append(Computed(result, now))
         lost = self._settle_moves(result, now)
-        void = lost.union(plan.slices[index].request for index in result.given_up)
-        gone = bool(void)
+        void = {*lost, *(plan.slices[index].request for index in result.given_up)}
+        gone, offer = bool(void), self.kv.offer
         for piece in plan.slices:
             request = piece.request
             request.computed = piece.start + piece.tokens
+            if request.prefix is not None and request not in void:
+                offer(request)
             if piece.samples:
                 request.pending_samples -= 1
                 request.is_fresh = False
@@ -205,8 +211,8 @@ class Scheduler:
         for ran in self.policies.on_ran:
             ran(alive, now)
         for move in result.failed:  # in an order that repeats
-            if move.request in lost:
-                self._forget(move.request, now)
+            if (keep := lost.get(move.request)) is not None:
+                self._forget(move.request, keep, now)
         for move in (*result.landed, *result.failed):
             self._release_if_finished(move.request)
         return void
@@ -222,34 +228,39 @@ class Scheduler:
         self._has_failed_move = False
         for request in holders:
             request.pending_samples = 0
-            self._drop(request, now)
+            self._drop(request, 0, now)
 
-    def _settle_moves(self, result: StepResult, now: float) -> set[Request]:
-        """Lift the fences of the moves that ended. Returns the requests whose KV was lost."""
-        lost: set[Request] = set()
+    def _settle_moves(self, result: StepResult, now: float) -> dict[Request, int]:
+        """Lift the fences of the moves that ended. Returns the requests whose KV was lost, each with how many device
+        blocks still hold some."""
+        lost: dict[Request, int] = {}
         for move in result.landed:
             self.kv.land(move)
             self.events.append(Moved(move, now))
         for move in result.failed:
             self._has_failed_move = True
             self.events.append(MoveFailed(move, now))
-            if not self.kv.fail(move):
-                lost.add(move.request)
+            if (keep := self.kv.fail(move)) is not None:
+                lost[move.request] = keep
         return lost
 
-    def _forget(self, request: Request, now: float) -> None:
-        """The request's KV was lost on its way: compute it again. No other plan holds it, as it was in transit."""
-        self.kv.release(request)
-        if request.finish_reason is None:
-            self._drop(request, now)
+    def _forget(self, request: Request, keep: int, now: float) -> None:
+        """KV of the request was lost on its way, all but its first `keep` device blocks: compute it again. No other
+        plan holds it, as it was in transit."""
+        if request.finish_reason is not None:
+            self.kv.release(request)
+            return
+        self.kv.drop(request, keep=keep)
+        self._drop(request, self.kv.tokens_in(request, keep), now)
 
-    def _drop(self, request: Request, now: float) -> None:
-        """The request has no KV any more, though no other request needed the space."""
-        request.computed = request.planned = 0
+    def _drop(self, request: Request, kept: int, now: float) -> None:
+        """The request has only the KV of its first `kept` tokens any more, though no other request needed the space."""
+        request.computed = request.planned = kept
+        request.is_fresh = request.is_fresh or kept > 0
         request.last_plan = NEVER
         for evicted in self.policies.on_evicted:
             evicted(request, now)
-        self.events.append(Preempted(request, now, Preemption.DROP))
+        self.events.append(Preempted(request, now, Preemption.DROP, kept))
 
     def _release_if_finished(self, request: Request) -> None:
         if request.finish_reason is not None:

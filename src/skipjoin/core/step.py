@@ -37,8 +37,9 @@ class Direction(Enum):
 class Move(NamedTuple):
     """KV blocks of one request crossing between the tiers: source[i] is copied to target[i].
 
-    tokens: of the request that the blocks hold, from its first one on: all slots of all blocks, but for those behind
-    the last token in the last block, which hold nothing.
+    The blocks follow each other in the request's table, whose first ones need not be among them. tokens: that the moved
+    blocks hold, from the first slot of the first one on: all slots of all blocks, but for those behind the request's
+    last token in the last block, which hold nothing.
     """
 
     direction: Direction
@@ -85,7 +86,7 @@ class StepPlan:
 
     A plan without slices gives moves time to land: it ends as soon as one has, or after a moment (`PAUSE_S`).
 
-    waiting_for_kv: requests that would be in this step if their KV were on the device, which is what swapping costs.
+    waiting_for_kv: requests that would be in this step if all their KV were on the device: what swapping costs.
     """
 
     id: int

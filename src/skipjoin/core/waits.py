@@ -20,6 +20,7 @@ class WaitReason(StrEnum):
     KV_IN_TRANSIT = "kv_in_transit"  # its KV is on its way between the tiers
     TOKEN_PENDING = "token_pending"  # it was chosen, and its plan waits for the plans in flight before it
     BEHIND_MEMORY = "behind_memory"  # it is ranked behind a request that waits for KV blocks
+    BEHIND_PREFIX = "behind_prefix"  # a request that runs computes KV that it can use
     HELD_BY_BATCHER = "held_by_batcher"
     HELD_BY_ADMISSION = "held_by_admission"
     HELD_BY_EVICTION = "held_by_eviction"

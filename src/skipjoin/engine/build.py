@@ -50,13 +50,15 @@ class EngineInfo:
 @dataclass(frozen=True, slots=True)
 class Engine:
     """The parts that a driver needs. seed: source of the seeds of requests without one. jct_scale: see
-    `RelativeTargets`; None: requests without a JCT target have none."""
+    `RelativeTargets`; None: requests without a JCT target have none. caches_prefixes: whether requests use the KV of
+    others whose prompts begin alike."""
 
     core: EngineCore
     executor: ModelExecutor
     info: EngineInfo
     seed: int
     jct_scale: float | None = None
+    caches_prefixes: bool = True
 
 
 def assemble(config: EngineConfig, on_progress: OnProgress = lambda what, share: None) -> Engine:
@@ -80,13 +82,13 @@ def engine_around(loaded: Loaded, config: EngineConfig, on_progress: OnProgress 
     """
     executor = loaded.executor
     blocks, host_blocks, block_size = executor.pools
+    spec = executor.rank_specs[0]
     cost = LearningCost(start_cost(config, loaded, on_progress))
     recipe = find(config.recipe)
     settings = recipe_settings(config, cost, engine_limits(config, loaded))
     params = recipe.resolve(settings, config.params)
-    ledger = KVLedger(blocks, host_blocks, block_size)
+    ledger = KVLedger(blocks, host_blocks, block_size, is_exact=spec.swap_dtype == "auto")
     scheduler = make_scheduler(config, recipe.make(settings, params), ledger, depth_of(config, executor))
-    spec = executor.rank_specs[0]
     info = EngineInfo(
         model=config.model,
         folder=str(loaded.folder),
@@ -107,4 +109,11 @@ def engine_around(loaded: Loaded, config: EngineConfig, on_progress: OnProgress 
         weight_bytes=sum(spec.weight_bytes for spec in executor.rank_specs),
         cost=cost,
     )
-    return Engine(EngineCore(scheduler), executor, info, config.seed, config.slo_jct_scale)
+    return Engine(
+        EngineCore(scheduler),
+        executor,
+        info,
+        config.seed,
+        jct_scale=config.slo_jct_scale,
+        caches_prefixes=config.enable_prefix_caching,
+    )

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 
 from skipjoin.core.events import Event
 from skipjoin.core.forecast import Forecast
+from skipjoin.core.prefixes import ContentPrefix
 from skipjoin.core.request import DEFAULT_OPTIONS, FinishReason, Request, RequestOptions
-from skipjoin.core.step import StepResult, StepShape
+from skipjoin.core.step import StepPlan, StepResult, StepShape
 from skipjoin.engine.build import Engine
 from skipjoin.engine.driver import StepDriver
+from skipjoin.engine.rank_losses import RankLosses
 from skipjoin.engine.targets import RelativeTargets
 from skipjoin.exec.base import RankError
 from skipjoin.exec.sampling import Sampling
@@ -21,7 +24,7 @@ from skipjoin.sampling import ParameterError, SamplingParams
 class EngineLoop:
     """Takes requests by `add` and `abort`, and returns events from `step`. Not thread-safe: one thread owns it.
 
-    clock: seconds, monotonic.
+    clock: seconds, monotonic. on_plan: called with every plan before it runs.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -30,8 +33,11 @@ class EngineLoop:
         self.clock = time.monotonic
         self._cost = engine.info.cost
         self._targets = None if engine.jct_scale is None else RelativeTargets(self._cost, engine.jct_scale)
-        self._driver = StepDriver(engine.core, engine.executor, self.clock, self._learn)
+        self.on_plan: Callable[[StepPlan], object] = lambda plan: None
+        self._driver = StepDriver(engine.core, engine.executor, self.clock, self._learn, self._tell_plan)
         self._seeds = random.Random(engine.seed)
+        self._running: deque[StepPlan] = deque()
+        self._losses = RankLosses()
 
     def add(
         self,
@@ -67,6 +73,7 @@ class EngineLoop:
             options=options,
             sampling=Sampling(params, seed, eos),
             forecast=forecast,
+            prefix=self._prefix(params, options),
             output=list(output),
         )
         if self._targets is not None:
@@ -91,8 +98,8 @@ class EngineLoop:
     def step(self) -> list[Event]:
         """One turn: fill the pipeline, wait for its oldest plan, commit it. Returns the events, in order.
 
-        If a rank is lost, all ranks are restarted, and requests continue from the tokens that are known. Raises
-        `RankError` if the restart fails, and `OutOfStepError`.
+        If a rank is lost, all ranks are restarted, and requests continue from the tokens that are known, but for one
+        that is to blame (`RankLosses`). Raises `RankError` if the restart fails, and `OutOfStepError`.
         """
         try:
             if self.idle:
@@ -101,13 +108,22 @@ class EngineLoop:
         except RankError as error:
             self._driver.in_flight.clear()
             self.core.restart(self.clock())
+            if (blamed := self._losses.blame(self._running, error)) is not None:
+                request, why = blamed
+                self.core.abort(request.id, self.clock(), FinishReason.ERROR, why)
+            self._running.clear()
             self.engine.executor.restart(error)
         events = self.core.take_events()
         if self._targets is not None:
             self._targets.observe(events)
         return events
 
+    def _tell_plan(self, plan: StepPlan) -> None:
+        self._running.append(plan)
+        self.on_plan(plan)
+
     def _learn(self, result: StepResult) -> None:
+        self._running.popleft()
         # The time of a step that left slices out is not that of its shape.
         if result.plan.slices and not result.given_up:
             self._cost.learn(StepShape.of(result.plan.slices), result.seconds - result.moving)
@@ -115,6 +131,12 @@ class EngineLoop:
     def close(self) -> None:
         """Wait for the running step and stop the executor."""
         self.engine.executor.close()
+
+    def _prefix(self, params: SamplingParams, options: RequestOptions) -> ContentPrefix | None:
+        """The keys of a request's KV. None: it shares none, as one whose prompt is scored, token by token."""
+        if not self.engine.caches_prefixes or params.prompt_logprobs is not None:
+            return None
+        return ContentPrefix(self.engine.info.block_size, options.cache_salt.encode())
 
     def _max_tokens(self, prompt: Sequence[int], params: SamplingParams) -> int:
         info = self.engine.info

@@ -28,6 +28,8 @@ def recipe_settings(config: EngineConfig, cost: CostModel, limits: EngineLimits 
         config.max_num_seqs,
         config.max_num_batched_tokens,
         slo_s=config.slo_s,
+        best_effort_wait_s=config.best_effort_wait_s,
+        fair_output_weight=config.fair_output_weight,
         stages=config.pipeline_parallel_size,
         lossless_swap=config.swap_dtype == "auto",
         limits=limits,

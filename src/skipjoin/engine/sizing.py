@@ -27,6 +27,7 @@ def device_blocks(
     one_request = -(-max_len // config.block_size)
     if config.kv_cache_gib is not None:
         blocks = int(config.kv_cache_gib * _GIB) // block_bytes
+        _check_free(config.kv_cache_gib, rank_specs, budgets, blocks)
     else:
         found = min(_usual(spec, budget) // spec.block_bytes for spec, budget in zip(rank_specs, budgets, strict=True))
         blocks = min(found, one_request * config.max_num_seqs)
@@ -40,6 +41,21 @@ def device_blocks(
             f"the KV pool of {blocks} blocks is too small for one request of {max_len} tokens: {helps}{shorter}"
         )
     return blocks
+
+
+def _check_free(asked: float, rank_specs: Sequence[RankSpec], budgets: Sequence[MemoryBudget], blocks: int) -> None:
+    """Raise `ConfigError` for a KV pool that is larger than the free memory of a rank. asked: GiB, over all ranks."""
+    pairs = list(zip(rank_specs, budgets, strict=True))
+    spec, budget = min(pairs, key=lambda pair: pair[1].largest_pool // pair[0].block_bytes)
+    most = budget.largest_pool // spec.block_bytes
+    if blocks > most:
+        # Rounded to a value that works.
+        limit = math.floor(most * sum(spec.block_bytes for spec in rank_specs) / _GIB * 10) / 10
+        where = "GPU" if spec.device_kind == "cuda" else "machine"
+        whose = f"the {where} has" if len(pairs) == 1 else f"the {where} of a rank has"
+        raise ConfigError(
+            f"kv_cache_gib must be at most {limit:g} ({whose} {budget.largest_pool / _GIB:.1f} GiB free), got {asked:g}"
+        )
 
 
 def _what_is_left(

@@ -11,6 +11,10 @@ class RankError(Exception):
     """A rank failed, was lost, or did not answer in time. All ranks must be restarted."""
 
 
+class RankMemoryError(RankError):
+    """A rank ran out of memory in a step."""
+
+
 class Handle(Protocol):
     """A submitted plan."""
 

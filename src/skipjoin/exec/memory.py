@@ -23,8 +23,10 @@ _MARGIN = 0.05
 # Context of the sequences in the decode step. Kernels need no more memory for longer contexts. The reference back end,
 # which gathers keys and values, does, but not all sequences can have the longest context at once.
 _DECODE_CONTEXT = 1024
-# Sampling parameters that make every copy of the logits that the sampler can make.
-_GREEDIEST = SamplingParams(temperature=1.0, top_p=0.95, repetition_penalty=1.1, presence_penalty=0.1, logprobs=1)
+# Sampling parameters that make every copy of the logits that can be made.
+_GREEDIEST = SamplingParams(
+    temperature=1.0, top_p=0.95, repetition_penalty=1.1, presence_penalty=0.1, logprobs=1, prompt_logprobs=1
+)
 
 
 class LargestStep(NamedTuple):
@@ -39,8 +41,8 @@ def measure_peak(model: CausalLM, largest: LargestStep, block_size: int) -> int:
     """Device memory, in bytes, that a step may need apart from weights and KV; 0 on a CPU, which returns at once.
 
     Runs the largest steps; none of their memory stays allocated. Memory that the first step allocates for good
-    (kernels, workspaces) is not counted; it reduces the device's free memory, so query that afterwards. Logits of a
-    whole prompt (`prompt_logprobs`) are not counted either: a step that runs out of memory gives up such a request.
+    (kernels, workspaces) is not counted; it reduces the device's free memory, so query that afterwards. The slices
+    score their prompts, whose logits are made of a few rows at a time.
 
     All ranks of a model must call this at the same time. Raises `ModelError` if such a step does not fit.
     """

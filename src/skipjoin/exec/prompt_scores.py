@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,10 +21,13 @@ def wants_scores(piece: Slice) -> bool:
     return _asked(request) is not None and piece.start < len(request.prompt) and not request.output
 
 
-def score_prompt(piece: Slice, logits: torch.Tensor) -> HostCopy[list[PromptLogprob]]:
-    """Score the prompt tokens that the slice's rows predict. logits: one row per token of the slice."""
+def score_prompt(
+    piece: Slice, rows: torch.Tensor, logits_of: Callable[[torch.Tensor], torch.Tensor]
+) -> HostCopy[list[PromptLogprob]]:
+    """Score the prompt tokens that the slice's rows predict. rows: of `CausalLM.wanted_rows`, one per token of the
+    slice. logits_of: their logits, of a few rows at a time."""
     targets = _targets(piece)
-    return prompt_logprobs(logits[: len(targets)], targets, _asked(piece.request) or 0)
+    return prompt_logprobs(rows[: len(targets)], targets, _asked(piece.request) or 0, logits_of)
 
 
 class PromptScores:

@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
+from skipjoin.container import free_memory
 from skipjoin.core.request import Request
 from skipjoin.core.step import Direction, Move
 from skipjoin.exec.base import Executor, Handle
@@ -54,11 +55,18 @@ class RankSpec(NamedTuple):
 
 class MemoryBudget(NamedTuple):
     """Bytes available to a rank's KV pools after its weights are loaded. device: device memory. ram: memory of its
-    machine; the same memory if the device is a CPU. steps: device memory reserved for steps."""
+    machine; the same memory if the device is a CPU. steps: device memory reserved for steps. free: device memory for a
+    pool of a size that is set, whatever share of the GPU's memory it is."""
 
     device: int
     ram: int
     steps: int = 0
+    free: int = 0
+
+    @property
+    def largest_pool(self) -> int:
+        """Most bytes of the KV pool on the device."""
+        return max(self.device, self.free)
 
 
 class ModelExecutor(Executor[Handle], Protocol):
@@ -131,11 +139,18 @@ def memory_budget_of(
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(model.device)
     steps = peak + graph_bytes
-    return MemoryBudget(max(0, int(free - total * (1 - gpu_share)) - steps), ram, steps)
+    return MemoryBudget(max(0, int(free - total * (1 - gpu_share)) - steps), ram, steps, max(0, free - steps))
 
 
 def free_ram() -> int:
-    """Bytes of RAM available to programs, the page cache included."""
+    """Bytes of RAM that this process may use, page cache that can be dropped included: of the machine, and under the
+    memory limit of its container."""
+    limit = free_memory()
+    return _free_here() if limit is None else min(limit, _free_here())
+
+
+def _free_here() -> int:
+    """Bytes of this machine's RAM available to programs."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
             name, _, amount = line.partition(":")

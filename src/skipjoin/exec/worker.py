@@ -162,8 +162,8 @@ class Worker:
         return (StageTime(end - start - in_flight.waited, idle),)
 
     def _compute(self, slices: Sequence[Slice], in_flight: InFlightStep) -> None:
-        """Run the slices. While the device has too little memory for all of them, the largest is given up: slices do
-        not depend on each other."""
+        """Run the slices. While the device has too little memory for all of them, the largest is given up, first of
+        those that score their prompts: slices do not depend on each other."""
         going = list(range(len(slices)))
         if self._has_given_up:
             going = [index for index in going if not self._is_orphan(slices[index], index, in_flight)]
@@ -175,8 +175,8 @@ class Worker:
             except torch.OutOfMemoryError as error:
                 if not self._alone:  # the other ranks would run the step with the slice
                     raise
-                victim = max(going, key=lambda index: (slices[index].tokens, slices[index].start, index))
-                in_flight.given_up[victim] = _out_of_memory(slices[victim], error)
+                victim = max(going, key=lambda index: (memory_rank(slices[index]), index))
+                in_flight.given_up[victim] = out_of_memory(slices[victim], error)
                 going.remove(victim)
             # After the except block, whose traceback holds the tensors of the attempt.
             torch.cuda.empty_cache()
@@ -197,32 +197,48 @@ class Worker:
         in_flight.scores, in_flight.chosen, in_flight.sampled = [], [], None
         pieces = [slices[index] for index in going]
         segments = [self._segment(piece) for piece in pieces]
-        batch, logits = self._forward(segments)
-        if not self.model.shard.is_last:
-            return None, {}
-        for piece, segment, first, end in zip(pieces, segments, batch.row_starts, batch.row_starts[1:], strict=False):
-            if segment.all_logits:
-                in_flight.scores.append((piece, score_prompt(piece, logits[first:end])))
         chosen = [at for at, piece in enumerate(pieces) if piece.samples]
-        if not chosen:
+        if any(segment.all_logits for segment in segments):
+            logits = self._score(pieces, segments, chosen, in_flight)
+        else:
+            logits = self._forward(segments)
+        if not (chosen and self.model.shard.is_last):
             return None, {}
-        if len(chosen) < len(logits):
-            # A segment's last row is the one that predicts the next token.
-            logits = logits[send([batch.row_starts[at + 1] - 1 for at in chosen], logits.device)]
         in_flight.sampled = self._sampler.sample(logits, [self._sample_row(pieces[at]) for at in chosen])
         in_flight.chosen = [going[at] for at in chosen]
         return in_flight.sampled, {pieces[at].request: row for row, at in enumerate(chosen)}
 
-    def _forward(self, segments: Sequence[Segment]) -> tuple[PackedBatch, torch.Tensor]:
-        """The batch of the segments, and the logits of its wanted rows."""
+    def _score(
+        self, pieces: Sequence[Slice], segments: Sequence[Segment], chosen: Sequence[int], in_flight: InFlightStep
+    ) -> torch.Tensor:
+        """Run the segments and score prompts; the logits of the rows that predict the next tokens. No more rows have
+        logits at once than are scored together: those of a whole prompt may take more memory than the step."""
+        batch = self._packed(segments)
+        rows = self.model.wanted_rows(batch, self.store.device)
+        if not self.model.shard.is_last:
+            return rows
+        for piece, segment, first, end in zip(pieces, segments, batch.row_starts, batch.row_starts[1:], strict=False):
+            if segment.all_logits:
+                in_flight.scores.append((piece, score_prompt(piece, rows[first:end], self.model.logits)))
+        if not chosen:
+            return rows
+        # A segment's last row is the one that predicts the next token.
+        last = send([batch.row_starts[at + 1] - 1 for at in chosen], rows.device, torch.int64)
+        return self.model.logits(rows[last]).float()
+
+    def _forward(self, segments: Sequence[Segment]) -> torch.Tensor:
+        """The logits of the last rows of the segments that sample."""
         sampled = self._sampled.tokens if self._sampled is not None else None
         if self._graphs is not None and self._graphs.fits(segments, sampled):
-            return self._graphs.run(segments, sampled)
-        pool = self.store.device
-        batch = PackedBatch.build(segments, pool.block_size, self.model.device)
-        if sampled is not None:
-            batch.fill_in(sampled)
-        return batch, self.model.forward(batch, pool)
+            return self._graphs.run(segments, sampled)[1]
+        return self.model.forward(self._packed(segments), self.store.device)
+
+    def _packed(self, segments: Sequence[Segment]) -> PackedBatch:
+        """The batch of the segments, with the tokens that they await."""
+        batch = PackedBatch.build(segments, self.store.device.block_size, self.model.device)
+        if self._sampled is not None:
+            batch.fill_in(self._sampled.tokens)
+        return batch
 
     def _segment(self, piece: Slice) -> Segment:
         request, start, end = piece.request, piece.start, piece.start + piece.tokens
@@ -272,8 +288,13 @@ def _sampler(model: CausalLM) -> Sampler:
     return Sampler(model.config.vocab_size, bisected_thresholds)
 
 
-def _out_of_memory(piece: Slice, error: Exception) -> str:
-    """The error text for a slice that was given up."""
+def memory_rank(piece: Slice) -> tuple[bool, int, int]:
+    """Slices in the order of the memory that they take: the last of them is given up if it runs out."""
+    return wants_scores(piece), piece.tokens, piece.start
+
+
+def out_of_memory(piece: Slice, error: Exception) -> str:
+    """The error text for a slice that is given up, which is logged."""
     _log.error("out of memory in a step: request %s is given up: %s", piece.request.id, error)
     tokens = f"{piece.tokens} token{'s' if piece.tokens > 1 else ''}"
     return (

@@ -29,6 +29,7 @@ _NAMES = (
     "transformer.wte.weight",
     "wte.weight",
 )
+_OWN_CODE = "it needs code of the encoder's own (auto_map), which Skipjoin never runs"
 # The text of a prompt's tokens.
 TextOf = Callable[[Sequence[int]], str]
 _FLOATS: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "F64": np.dtype("<f8")}
@@ -131,10 +132,13 @@ class HuggingFaceEncoder:
         from transformers import AutoModel, AutoTokenizer  # noqa: PLC0415
 
         try:
-            self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-            self._model = AutoModel.from_pretrained(folder, local_files_only=True, use_safetensors=True).eval()
+            self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            self._model = AutoModel.from_pretrained(
+                folder, local_files_only=True, use_safetensors=True, trust_remote_code=False
+            ).eval()
         except (OSError, ValueError, KeyError) as error:
-            raise ConfigError(f"forecast_encoder: {folder} cannot be read: {error}") from error
+            reason = _OWN_CODE if "trust_remote_code" in str(error) else error
+            raise ConfigError(f"forecast_encoder: {folder} cannot be read: {reason}") from error
         self._torch, self._text_of = torch, text_of
         self._project = _projection(int(self._model.config.hidden_size))
         self.width = self._project.shape[1]

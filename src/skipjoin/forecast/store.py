@@ -15,7 +15,6 @@ import logging
 import os
 import re
 import shutil
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +24,8 @@ from typing import Any
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
+from skipjoin.durable import write_durably
+from skipjoin.folders import cache_folder
 from skipjoin.forecast.mass import Array
 
 # Incremented when older states can no longer be read.
@@ -66,8 +67,7 @@ def default_folder() -> Path:
     """Where states are kept unless told otherwise: in $SKIPJOIN_FORECAST_DIR, or else in the user's cache folder."""
     if folder := os.environ.get(FOLDER_VARIABLE):
         return Path(folder)
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "skipjoin" / "forecasts"
+    return cache_folder() / "forecasts"
 
 
 def save_state(
@@ -92,8 +92,8 @@ def _write(folder: Path, identity: Identity, content: bytes, counts: dict[str, i
     name = f"arrays-{digest[:16]}.safetensors"
     before = _named_arrays(folder)
     described = {"format": FORMAT, "counts": counts, "arrays": name, "sha256": digest, "bytes": len(content)}
-    _replace(folder / name, content)
-    _replace(folder / STATE, json.dumps(described | dataclasses.asdict(identity), indent=1).encode())
+    write_durably(folder / name, content)
+    write_durably(folder / STATE, json.dumps(described | dataclasses.asdict(identity), indent=1).encode())
     for file in folder.iterdir():
         if file.name != name and (file.name == before or _is_orphan(file)):
             file.unlink(missing_ok=True)
@@ -109,20 +109,6 @@ def _named_arrays(folder: Path) -> str | None:
 def _is_orphan(file: Path) -> bool:
     """Whether a writer that died left a file: another one may be at work on one that is young."""
     return file.name != STATE and time.time() - file.stat().st_mtime > _ORPHAN_S
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Write a file under another name, to the disk, and rename it."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".new-")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 def load_state(parent: Path, identity: Identity, restore: Callable[[dict[str, Array]], None]) -> bool:

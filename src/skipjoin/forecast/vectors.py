@@ -9,6 +9,7 @@ import numpy as np
 
 from skipjoin.forecast.mass import Array
 from skipjoin.knobs import ConfigError
+from skipjoin.version import install_command
 
 # What a product with all vectors does in well under a millisecond.
 EXACT_ENTRIES = 10_000
@@ -52,7 +53,8 @@ def _graph(width: int) -> Any:
         from usearch.index import Index  # noqa: PLC0415
     except ImportError:
         raise ConfigError(
-            f"forecast_entries: more than {EXACT_ENTRIES} need usearch; install skipjoin[predict], or set at most that"
+            f"forecast_entries: more than {EXACT_ENTRIES} need usearch, or set at most that: "
+            f"{install_command('predict')}"
         ) from None
     return Index(ndim=width, metric="ip", dtype="f16")
 

@@ -108,16 +108,30 @@ class CausalLM:
         raise `IndexError`. All ranks run the same batches in the same order; the loss of another rank raises
         `GroupError`.
         """
+        rows = self.wanted_rows(batch, kv)
+        if not len(rows):  # a chunk that does not end its prompt, or a stage that is not the last
+            return rows.new_empty((0, self.config.vocab_size), dtype=torch.float32)
+        logits = self.logits(rows)
+        return logits.float() if out is None else out.copy_(logits)
+
+    @torch.inference_mode()
+    def wanted_rows(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
+        """As `forward`, up to the last layer: [batch.num_rows, hidden], from which `logits` makes those of any of the
+        rows; no rows on a stage that is not the last."""
         self.check(batch, kv)
         hidden = self._decoder.advance(self._enter(batch), LayerInputs(batch, kv, self.attention))
         if self._output is None:
             self.group.send(hidden)
-        if self._output is None or batch.num_rows == 0:  # a chunk that does not end its prompt
-            return hidden.new_empty((0, self.config.vocab_size), dtype=torch.float32)
-        if batch.logit_rows is not None:
-            hidden = hidden[batch.logit_rows]
-        logits = self.group.gather(self._output(self._decoder.finish(hidden)), self._vocabulary)
-        return logits.float() if out is None else out.copy_(logits)
+        if self._output is None or batch.num_rows == 0:
+            return hidden[:0]
+        return self._decoder.finish(hidden if batch.logit_rows is None else hidden[batch.logit_rows])
+
+    @torch.inference_mode()
+    def logits(self, rows: torch.Tensor) -> torch.Tensor:
+        """[n, vocab_size] of rows of `wanted_rows`, in the model's type. All ranks of the stage call it for the same
+        rows in the same order."""
+        assert self._output is not None
+        return self.group.gather(self._output(rows), self._vocabulary)
 
     def _enter(self, batch: PackedBatch) -> torch.Tensor:
         """[T, hidden] from the tokens, or from the previous stage."""

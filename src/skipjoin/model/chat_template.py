@@ -6,6 +6,7 @@ They come with downloaded models, so they run in Jinja's sandbox, without access
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -17,6 +18,8 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from skipjoin.model.config import ModelError
+
+logger = logging.getLogger(__name__)
 
 
 def find_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
@@ -51,20 +54,28 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _refuse
         environment.globals["strftime_now"] = _now
         self._special = dict(special)
+        self._failures: set[type[Exception]] = set()  # those that the log has
         try:
             self._template = environment.from_string(source)
         except TemplateError as error:
             raise ModelError(f"the chat template does not compile: {error}") from error
 
     def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
-        """The conversation as text. Raises `ModelError` with the template's message if it rejects the conversation."""
+        """The conversation as text. Raises `ModelError` with the template's message if it rejects the conversation.
+
+        Where the template itself fails, the message says no more than that: the exception, which may have any text, is
+        the error's cause, and the log has the first one of each type.
+        """
         context = {"tools": None, "documents": None, **self._special, **variables}
         try:
             return self._template.render(messages=messages, **context)
         except TemplateError as error:
             raise ModelError(f"the model's chat template rejects this conversation: {error}") from error
-        except (TypeError, ValueError, KeyError, ArithmeticError) as error:
-            raise ModelError(f"the model's chat template fails on this conversation: {error!r}") from error
+        except Exception as error:
+            if type(error) not in self._failures:
+                self._failures.add(type(error))
+                logger.warning("the model's chat template fails on a conversation: %r", error)
+            raise ModelError("the model's chat template fails on this conversation") from error
 
 
 class _GenerationMarks(Extension):

@@ -39,6 +39,31 @@ _ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
 }
 DTYPES = ("float32", "bfloat16", "float16")
+# The largest numbers of a config.json that are believed, far above those of any model: a larger one is a damaged file,
+# and would take the memory of the machine before it is found out.
+_LARGEST = {
+    "num_hidden_layers": 1 << 14,
+    "max_window_layers": 1 << 14,
+    "hidden_size": 1 << 20,
+    "word_embed_proj_dim": 1 << 20,
+    "num_attention_heads": 1 << 16,
+    "num_key_value_heads": 1 << 16,
+    "head_dim": 1 << 16,
+    "intermediate_size": 1 << 24,
+    "ffn_dim": 1 << 24,
+    "vocab_size": 1 << 24,
+    "max_position_embeddings": 1 << 30,
+}
+_POSITIVE = (
+    "num_layers",
+    "hidden_size",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "intermediate_size",
+    "vocab_size",
+    "max_positions",
+)
 
 
 class ModelError(Exception):
@@ -103,6 +128,7 @@ class ModelConfig:
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any], *, extra_eos: Any = None) -> ModelConfig:
         """From the contents of a `config.json`. `extra_eos`: more end-of-sequence ids. Raises `ModelError`."""
+        _check_sizes(raw)
         architecture = _architecture(raw)
         family = _ARCHITECTURES[architecture]
         try:
@@ -111,19 +137,19 @@ class ModelConfig:
             config = cls(architecture=architecture, family=family, **(common | values))
         except KeyError as error:
             raise ModelError(f"config.json of this {architecture} has no {error.args[0]!r}") from error
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, ArithmeticError) as error:
             raise ModelError(f"config.json of this {architecture} cannot be read: {error}") from error
         config._check()
         return config
 
     def _check(self) -> None:
+        for name in _POSITIVE:
+            if getattr(self, name) < 1:
+                raise ModelError(f"{name} must be positive, got {getattr(self, name)}")
         if self.num_heads % self.num_kv_heads:
             raise ModelError(
                 f"{self.num_heads} attention heads cannot share {self.num_kv_heads} key-value heads evenly"
             )
-        for name in ("num_layers", "hidden_size", "head_dim", "intermediate_size", "vocab_size", "max_positions"):
-            if getattr(self, name) < 1:
-                raise ModelError(f"{name} must be positive, got {getattr(self, name)}")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -132,6 +158,8 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ModelError(f"{path.parent} has no {path.name}: it is not a model folder in Hugging Face format")
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError as error:
+        raise ModelError(f"{path} cannot be read: its values are nested too deeply") from error
     except (OSError, ValueError) as error:
         raise ModelError(f"{path} cannot be read: {error}") from error
     if not isinstance(value, dict):
@@ -139,11 +167,20 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def _check_sizes(raw: Mapping[str, Any]) -> None:
+    for name, largest in _LARGEST.items():
+        value = raw.get(name)
+        if isinstance(value, int | float) and not value <= largest:
+            raise ModelError(f"{name} in config.json must be at most {largest}, got {value}")
+
+
 def _architecture(raw: Mapping[str, Any]) -> str:
     names = raw.get("architectures") or [_MODEL_TYPES.get(str(raw.get("model_type")), raw.get("model_type"))]
+    if not isinstance(names, list):
+        raise ModelError(f"architectures in config.json must be a list of names, got {names!r:.80}")
     for name in names:
-        if name in _ARCHITECTURES:
-            return str(name)
+        if isinstance(name, str) and name in _ARCHITECTURES:
+            return name
     supported = ", ".join(_ARCHITECTURES)
     raise ModelError(f"architecture {', '.join(map(str, names))} is not supported; supported are {supported}")
 

@@ -6,7 +6,7 @@ generator: neighbours in the batch, preemption and restarts cannot change a seed
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -20,6 +20,9 @@ _MASK = (1 << 64) - 1
 _CANDIDATES = 256
 # Rows of prompt scores at a time: each needs a copy of the vocabulary's logits.
 _SCORED_ROWS = 256
+# Least temperature that logits are divided by: the quotients stay within float32. Already at larger ones a token has
+# all of the probability, or an equal share with tokens of the same logit.
+_COLDEST = 1e-30
 # Probabilities are summed in runs of this length first: a prefix sum over a whole vocabulary is slow.
 _RUN = 128
 
@@ -162,13 +165,19 @@ def _mix(z: int) -> int:
 
 
 @torch.inference_mode()
-def prompt_logprobs(logits: torch.Tensor, targets: Sequence[int], k: int) -> HostCopy[list[PromptLogprob]]:
-    """Log-probabilities of given tokens. logits: [n, vocab]; targets: n token ids; k: alternatives each."""
+def prompt_logprobs(
+    rows: torch.Tensor,
+    targets: Sequence[int],
+    k: int,
+    logits_of: Callable[[torch.Tensor], torch.Tensor] = lambda logits: logits,
+) -> HostCopy[list[PromptLogprob]]:
+    """Log-probabilities of given tokens. rows: n of them; targets: n token ids; k: alternatives each. logits_of: from
+    at most `_SCORED_ROWS` rows to [rows, vocab]; without it the rows are logits."""
     if not len(targets):
         return HostCopy([], lambda _: [])
-    index = send(targets, logits.device, torch.int64)[:, None]
-    pieces = zip(logits.split(_SCORED_ROWS), index.split(_SCORED_ROWS), strict=True)
-    scored = [_scored(piece, wanted, k) for piece, wanted in pieces]
+    index = send(targets, rows.device, torch.int64)[:, None]
+    pieces = zip(rows.split(_SCORED_ROWS), index.split(_SCORED_ROWS), strict=True)
+    scored = [_scored(logits_of(piece), wanted, k) for piece, wanted in pieces]
 
     def build(tensors: list[torch.Tensor]) -> list[PromptLogprob]:
         chosen, ranks, ids, values = tensors
@@ -238,7 +247,7 @@ def _draw(logits: torch.Tensor, rows: Sequence[SampleRow], find_thresholds: Find
     Every filter keeps tokens at least as likely as its threshold, so that tokens of equal logits are kept or dropped
     together; the draw runs through the vocabulary in order.
     """
-    scaled = logits / _column([row.params.temperature for row in rows], logits)
+    scaled = logits / _column([max(row.params.temperature, _COLDEST) for row in rows], logits)
     scaled -= scaled.amax(-1, keepdim=True)  # the maximum becomes 0, so exp cannot overflow
     filtered = [i for i, row in enumerate(rows) if row.params.top_k or row.params.top_p < 1 or row.params.min_p]
     if filtered:

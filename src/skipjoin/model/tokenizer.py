@@ -18,6 +18,9 @@ from skipjoin.model.config import ModelError, read_json
 
 _REPLACEMENT = "\ufffd"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+# Of bytes of text NFC leaves at least one of so many.
+_NFC_SHRINKS = 3
+_OWN_CODE = "it needs code of the model's own (auto_map), which Skipjoin never runs; a tokenizer.json does without"
 # Tokens kept as context of the next one: enough for any character's bytes and a leading space.
 _CONTEXT = 6
 # Tokens to wait for a character to complete before its bytes are output as they are.
@@ -62,11 +65,12 @@ def _load_backend(folder: Path, settings: Mapping[str, Any]) -> tokenizers.Token
             raise ModelError(f"{folder} has no tokenizer files (tokenizer.json, or vocab.json with merges.txt)")
         from transformers import AutoTokenizer  # noqa: PLC0415 - imports torch
 
-        return AutoTokenizer.from_pretrained(folder).backend_tokenizer
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False).backend_tokenizer
     except ModelError:
         raise
     except Exception as error:  # the libraries raise bare Exception for damaged files
-        raise ModelError(f"the tokenizer in {folder} cannot be read: {error}") from error
+        reason = _OWN_CODE if "trust_remote_code" in str(error) else error
+        raise ModelError(f"the tokenizer in {folder} cannot be read: {reason}") from error
 
 
 def _optional_json(path: Path) -> dict[str, Any]:
@@ -78,6 +82,14 @@ def _text(token: Any) -> str | None:
     if isinstance(token, Mapping):
         token = token.get("content")
     return token if isinstance(token, str) else None
+
+
+class TooManyTokensError(ValueError):
+    """A text has more tokens than wanted. found: how many, in words."""
+
+    def __init__(self, found: str) -> None:
+        super().__init__(f"the text has {found} tokens")
+        self.found = found
 
 
 class Tokenizer:
@@ -99,31 +111,62 @@ class Tokenizer:
         decoder = "" if backend.decoder is None else backend.decoder.__getstate__().decode()
         self.byte_level = '"ByteLevel"' in decoder
         self._byte_of = _byte_level_alphabet() if self.byte_level else {}
+        self._most_bytes = self._bytes_of_longest()
+
+    def _bytes_of_longest(self) -> int:
+        """Most bytes of text that a token stands for; 0 if that is not known."""
+        shrinks = 1 if self.backend.normalizer is None else _NFC_SHRINKS
+        is_known = self.byte_level and isinstance(self.backend.normalizer, tokenizers.normalizers.NFC | None)
+        tokens = self.backend.get_vocab(with_added_tokens=False) if is_known else ()
+        added = (len(text.encode()) for text in self._added.values())
+        return shrinks * max(1, *map(len, tokens), *added) if is_known else 0
 
     @property
     def vocab_size(self) -> int:
         """Number of ids with a token, added ones included. The model's own vocabulary may be padded beyond."""
         return self.backend.get_vocab_size(with_added_tokens=True)
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text; add_special_tokens: with the tokens that the model expects around it."""
-        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+    def encode(self, text: str, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
+        """Token ids of a text; add_special_tokens: with the tokens that the model expects around it.
+
+        Other threads go on meanwhile: of the backend's methods only those for batches release the interpreter. Raises
+        `TooManyTokensError` if there are more than `most`: of a text that must have more this is told at once.
+        """
+        if most is not None and (least := self.fewest_tokens(text)) > most:
+            raise TooManyTokensError(f"at least {least}")
+        (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        if most is not None and len(encoding) > most:  # before a list is made of them, which holds the interpreter
+            raise TooManyTokensError(str(len(encoding)))
+        return encoding.ids
+
+    def fewest_tokens(self, text: str) -> int:
+        """A number of tokens that the text has at least; 0 for a vocabulary whose tokens are not runs of bytes."""
+        return len(text.encode()) // self._most_bytes if self._most_bytes else 0
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids. Ids without a token are skipped."""
         return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
+    def decode_long(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """As `decode`, at a higher cost for few ids; other threads go on meanwhile."""
+        (text,) = self.backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)
+        return text
+
     def chat(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        most: int | None = None,
+        **variables: Any,
     ) -> list[int]:
         """Token ids of a conversation in the model's chat template; `variables` are passed to the template.
 
-        Raises `ModelError` if the model has no template, or the template rejects the conversation.
+        Raises `ModelError` if the model has no template, or the template rejects the conversation, and as `encode`.
         """
         if self.chat_template is None:
             raise ModelError("this model has no chat template: use completions, or a model tuned for chat")
         text = self.chat_template.render(messages, add_generation_prompt=add_generation_prompt, **variables)
-        return self.encode(text, add_special_tokens=False)
+        return self.encode(text, add_special_tokens=False, most=most)
 
     def is_byte(self, token_id: int) -> bool:
         """Whether the token is one byte of a character that the vocabulary does not have."""

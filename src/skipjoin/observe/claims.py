@@ -60,11 +60,14 @@ class ClaimUse:
         if event.group is not None:
             self._join_group(event.group, event.now)
 
-    def lost_kv(self, request: Request) -> None:
-        """The request's KV was dropped or moved to the host."""
+    def lost_kv(self, request: Request, *, blocks_left: int = 0) -> None:
+        """KV of the request was dropped or moved to the host. blocks_left: that it still holds, and has of its lender;
+        it claims no more."""
         claim = self._claims.get(request)
         self.vacated += claim is not None and isinstance(claim.lender, Request)
         self._end(request)
+        if claim is not None and blocks_left:
+            self._set(request, _Claim(claim.lender, blocks_left, 0))
 
     def finished(self, request: Request) -> None:
         """The request left the engine."""

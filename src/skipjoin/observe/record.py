@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import math
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from skipjoin.observe.requests import RequestFacts
+from skipjoin.core.request import ServiceClass
+from skipjoin.observe.prefixes import PrefixCounts
+from skipjoin.observe.requests import Kind, RequestFacts
 from skipjoin.observe.usage import EngineUsage
 
 Record = dict[str, Any]
@@ -19,8 +22,9 @@ _NEAR_TARGET = 0.9
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """Latency objectives in seconds; None: none. jct_scale: instead of `jct_s`, each request has a JCT objective of its
-    own, so many times what its output takes at light load; it is the target in its facts (EconoServe section 4)."""
+    """Latency objectives of real-time requests in seconds; None: none. The target in a request's facts counts in their
+    place, where it has one. jct_scale: instead of `jct_s`, each request has such a target, so many times what its
+    output takes at light load (EconoServe section 4)."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
@@ -35,41 +39,87 @@ def summarize(
     facts: Sequence[RequestFacts],
     *,
     now: float,
-    rejected: Iterable[str] = (),
-    errors: Iterable[str] = (),
+    rejected: Iterable[Kind] = (),
+    errors: Iterable[Kind] = (),
     slo: Slo = NO_SLO,
+    window_s: float | None = None,
 ) -> Record:
-    """What happened to the requests, in all and by class.
+    """What happened to the requests: in all, by stream where there are several, and by service class where some are
+    best-effort.
 
     facts: of every request that was taken, complete or not. now: when the observation ended, in seconds since its
-    start, at which requests that are not complete are counted with their age. rejected, errors: the class of each
+    start, at which requests that are not complete are counted with their age. rejected, errors: the kind of each
     request that was refused, and that failed otherwise; their facts, if there are any, are not among `facts`.
+    window_s: how long requests were submitted, in seconds since the start; None: that is not known.
     """
-    refused, failed = Counter(rejected), Counter(errors)
-    record = _figures(facts, now, refused.total(), failed.total(), slo)
+    whole = _Part(list(facts), Counter(rejected), Counter(errors))
+    record = _figures(whole, now, slo, window_s)
     record["quantiles"] = {name: _quantiles(_values(facts, now, read)) for name, read in _DISTRIBUTIONS.items()}
-    streams: dict[str, list[RequestFacts]] = {name: [] for name in (*refused, *failed)}
-    for one in facts:
-        streams.setdefault(one.stream, []).append(one)
-    if len(streams) > 1:
+    if len(streams := whole.by(_stream)) > 1:
         record["classes"] = {
-            name: _figures(part, now, refused[name], failed[name], slo) for name, part in sorted(streams.items())
+            name: {"service": "+".join(sorted(part.by(_service))), **_figures(part, now, slo, window_s)}
+            for name, part in sorted(streams.items())
         }
+    if ServiceClass.BEST_EFFORT in (services := whole.by(_service)):
+        record["services"] = {name: _figures(part, now, slo, window_s) for name, part in sorted(services.items())}
     return record
 
 
-def _figures(facts: Sequence[RequestFacts], now: float, rejected: int, errors: int, slo: Slo) -> Record:
+@dataclass(slots=True)
+class _Part:
+    """Some requests of a run: the facts of those that were taken, and how many of each kind were not."""
+
+    facts: list[RequestFacts] = field(default_factory=list)
+    rejected: Counter[Kind] = field(default_factory=Counter)
+    errors: Counter[Kind] = field(default_factory=Counter)
+
+    def by(self, key: Callable[[Kind], str]) -> dict[str, _Part]:
+        """The parts of it by what `key` says of their kinds."""
+        parts: defaultdict[str, _Part] = defaultdict(_Part)
+        for one in self.facts:
+            parts[key(one.kind)].facts.append(one)
+        for kind, count in self.rejected.items():
+            parts[key(kind)].rejected[kind] = count
+        for kind, count in self.errors.items():
+            parts[key(kind)].errors[kind] = count
+        return parts
+
+
+def _stream(kind: Kind) -> str:
+    return kind.stream
+
+
+def _service(kind: Kind) -> str:
+    return kind.service.value
+
+
+def _figures(part: _Part, now: float, slo: Slo, window_s: float | None) -> Record:
+    facts = part.facts
     complete = sum(one.is_complete for one in facts)
     tokens = sum(one.output_tokens for one in facts)
     return {
-        "requests": _counts(facts, rejected, errors),
+        "requests": _counts(part),
         "duration_s": rounded(now),
         "throughput_rps": rounded(complete / now if now > 0 else 0.0),
         "throughput_tps": rounded(tokens / now if now > 0 else 0.0),
+        "window": _window(facts, window_s),
         **_latencies(facts, now),
-        "slo": _attained(facts, now, rejected + errors, slo),
+        "slo": _attained(part.by(_service).get(ServiceClass.REAL_TIME, _Part()), now, slo),
         "breakdown_s": _breakdown(facts, now),
         "wait_s": _waits(facts),
+    }
+
+
+def _window(facts: Sequence[RequestFacts], window_s: float | None) -> Record | None:
+    """What was complete when the last request was submitted: later, a load that fades would count, too."""
+    if not window_s:
+        return None
+    complete = [one for one in facts if one.is_complete and one.ended is not None and one.ended <= window_s]
+    return {
+        "duration_s": rounded(window_s),
+        "finished": len(complete),
+        "throughput_rps": rounded(len(complete) / window_s),
+        "throughput_tps": rounded(sum(one.output_tokens for one in complete) / window_s),
     }
 
 
@@ -78,11 +128,26 @@ def add_usage(record: Record, usages: Sequence[EngineUsage], *, target_tokens: i
     series is the first one's. target_tokens: the forward size that saturates the machine, where it is known."""
     steps = sum(usage.steps for usage in usages)
     record["kv"] = _together([usage.kv() for usage in usages])
+    if prefix := _prefix([usage.prefixes.counts for usage in usages]):
+        record["prefix"] = prefix
     record["steps"] = steps
     record["batch_mean"] = rounded(sum(usage.slices for usage in usages) / max(1, steps))
     record["forward"] = _forward(sum((usage.forwards for usage in usages), Counter()), target_tokens)
     record["groups"] = _groups(sum((usage.claims.groups() for usage in usages), Counter()))
     record["series"] = {name: [rounded(value) for value in values] for name, values in usages[0].series().items()}
+
+
+def _prefix(counts: Sequence[PrefixCounts]) -> Record | None:
+    """What was found in the caches of replicas; None where no request looked."""
+    queried, hit, regained = map(sum, zip(*counts, strict=True))
+    if not queried:
+        return None
+    return {
+        "queried_tokens": queried,
+        "hit_tokens": hit,
+        "hit_rate": rounded(hit / queried),
+        "regained_tokens": regained,
+    }
 
 
 def preempted(record: Record) -> int:
@@ -132,7 +197,8 @@ _DISTRIBUTIONS: Mapping[str, _Read] = {
 }
 
 
-def _counts(facts: Sequence[RequestFacts], rejected: int, errors: int) -> dict[str, int]:
+def _counts(part: _Part) -> dict[str, int]:
+    facts, rejected, errors = part.facts, part.rejected.total(), part.errors.total()
     complete = sum(one.is_complete for one in facts)
     return {
         "submitted": len(facts) + rejected + errors,
@@ -176,34 +242,47 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return values[low] + (values[high] - values[low]) * (place - low)
 
 
-def _attained(facts: Sequence[RequestFacts], now: float, failed: int, slo: Slo) -> Record:
-    """Shares of all requests, refused and failed ones included, that met each objective that is set; and goodput, the
-    requests per second that met all of them."""
-    total = len(facts) + failed
+def _attained(part: _Part, now: float, slo: Slo) -> Record:
+    """Shares of all real-time requests, refused and failed ones included, that met each objective that is set for all
+    or for some; and goodput, the requests per second that met all of them. A request without an objective meets it.
+    part: real-time requests."""
+    facts = part.facts
+    total = len(facts) + part.rejected.total() + part.errors.total()
 
     def share(met: int) -> float | None:
         return rounded(met / total) if total else None
 
     def met_ttft(one: RequestFacts) -> bool:
-        return slo.ttft_s is None or (one.first_token is not None and one.ttft(now) <= slo.ttft_s)
+        bound_s = _bound_s(one.target.ttft_s, slo.ttft_s)
+        return bound_s == math.inf or (one.first_token is not None and one.ttft(now) <= bound_s)
 
     def met_tpot(one: RequestFacts) -> bool:
-        return slo.tpot_s is None or (one.is_complete and (one.tpot(now) or 0.0) <= slo.tpot_s)
+        bound_s = _bound_s(one.target.tpot_s, slo.tpot_s)
+        return bound_s == math.inf or (one.is_complete and (one.tpot(now) or 0.0) <= bound_s)
 
     def met_jct(one: RequestFacts) -> bool:
-        bound_s = slo.jct_s if slo.jct_scale is None else one.target.jct_s
-        return bound_s is None or (one.is_complete and one.jct(now) <= bound_s)
+        bound_s = _bound_s(one.target.jct_s, slo.jct_s)
+        return bound_s == math.inf or (one.is_complete and one.jct(now) <= bound_s)
 
     tests = {"ttft": met_ttft, "tpot": met_tpot, "jct": met_jct}
+    brought = {name for one in facts for name, bound_s in one.target._asdict().items() if bound_s < math.inf}
+    is_judged = slo != NO_SLO or bool(brought)
     wanted = {"ttft_s": slo.ttft_s, "tpot_s": slo.tpot_s, "jct_s": slo.jct_s, "jct_scale": slo.jct_scale}
     record: Record = dict(wanted)
     for name, test in tests.items():
-        is_set = any(value is not None for field, value in wanted.items() if field.startswith(name))
+        is_set = f"{name}_s" in brought or any(
+            value is not None for objective, value in wanted.items() if objective.startswith(name)
+        )
         record[f"{name}_attained"] = share(sum(map(test, facts))) if is_set else None
     together = sum(all(test(one) for test in tests.values()) for one in facts)
-    record["all_attained"] = share(together) if slo != NO_SLO else None
-    record["goodput_rps"] = rounded(together / now) if slo != NO_SLO and now > 0 else None
+    record["all_attained"] = share(together) if is_judged else None
+    record["goodput_rps"] = rounded(together / now) if total and is_judged and now > 0 else None
     return record
+
+
+def _bound_s(own_s: float, usual_s: float | None) -> float:
+    """A request's objective: its own, or else the usual one; inf: it has none."""
+    return own_s if own_s < math.inf or usual_s is None else usual_s
 
 
 def _breakdown(facts: Sequence[RequestFacts], now: float) -> dict[str, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from skipjoin.core.events import (
     Arrived,
@@ -20,13 +20,20 @@ from skipjoin.core.events import (
     Token,
     Waited,
 )
-from skipjoin.core.request import NO_TARGET, FinishReason, Request, Target
+from skipjoin.core.request import NO_TARGET, FinishReason, Request, ServiceClass, Target
 from skipjoin.core.waits import WaitReason
 from skipjoin.observe.waits import WaitLog, WaitTimes
 
 # Below this, a difference of two times is rounding.
 _NOTHING_S = 1e-9
 COMPLETE = (FinishReason.STOP.value, FinishReason.LENGTH.value)
+
+
+class Kind(NamedTuple):
+    """What figures tell requests apart by: the stream that they belong to, and its service class."""
+
+    stream: str = "default"
+    service: ServiceClass = ServiceClass.REAL_TIME
 
 
 @dataclass(slots=True)
@@ -39,7 +46,7 @@ class RequestFacts:
     `FinishReason`, or a word of the observer's own.
     execution_s: in steps that computed for it; swapping_s: in which those steps stood still for KV; scheduling_s: what
     the host added to those steps. waits: seconds by reason, where its observer is an engine. target:
-    its soft objectives.
+    its soft objectives. service: what it is served for.
 
     Durations of a request that is not over take `now` for its end: its age so far, never left out.
     """
@@ -62,6 +69,17 @@ class RequestFacts:
     scheduling_s: float = 0.0
     waits: WaitTimes | None = None
     target: Target = NO_TARGET
+    service: ServiceClass = ServiceClass.REAL_TIME
+
+    @property
+    def is_best_effort(self) -> bool:
+        """Whether it is served for throughput alone."""
+        return self.service is ServiceClass.BEST_EFFORT
+
+    @property
+    def kind(self) -> Kind:
+        """What figures tell it apart by."""
+        return Kind(self.stream, self.service)
 
     @property
     def is_complete(self) -> bool:
@@ -131,7 +149,8 @@ class RequestLog:
 
     on_end: called with the facts of every request that ends, which are then forgotten here.
     on_first: called with the facts of a request that got its first token here, though it may have come with others.
-    on_gap: called for every other token with the seconds since the request's token before.
+    on_gap: called for every other token with the seconds since the request's token before, and whether the request is
+    best effort.
     """
 
     def __init__(
@@ -139,7 +158,7 @@ class RequestLog:
         on_end: Callable[[RequestFacts], None],
         *,
         on_first: Callable[[RequestFacts], object] | None = None,
-        on_gap: Callable[[float], object] | None = None,
+        on_gap: Callable[[tuple[float, bool]], object] | None = None,
     ) -> None:
         self._on_end = on_end
         self._on_first = on_first
@@ -185,7 +204,7 @@ class RequestLog:
                 if last is None:
                     self._begin(facts, event.now)
                 elif on_gap is not None:
-                    on_gap(event.now - last)
+                    on_gap((event.now - last, facts.is_best_effort))
             elif (handle := handlers.get(type(event))) is not None:
                 handle(event)
 
@@ -228,6 +247,7 @@ class RequestLog:
             earlier_tokens=request.resumed_tokens,
             waits=self.waits.arrived(request.arrival, event.now),
             target=request.options.target,
+            service=request.options.service,
         )
 
     def _begin(self, facts: RequestFacts, now: float) -> None:
@@ -287,6 +307,6 @@ class RequestLog:
                 facts.waits.freed = freed
         if on_gap is not None:
             for before, end in pairwise((event.since, *event.ends)):
-                for _ in event.requests:
-                    on_gap(end - before)
+                for request in event.requests:
+                    on_gap((end - before, request.is_best_effort))
         self._computed_at = last

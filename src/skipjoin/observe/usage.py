@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from skipjoin.core.events import (
+    Admitted,
     Arrived,
     Claimed,
     Computed,
@@ -24,6 +25,7 @@ from skipjoin.core.events import (
 from skipjoin.core.request import Request
 from skipjoin.core.step import Direction
 from skipjoin.observe.claims import ClaimUse
+from skipjoin.observe.prefixes import PrefixUse
 
 # Points of the series that are kept; when there are twice as many, every other one goes.
 POINTS = 240
@@ -42,12 +44,14 @@ class Point(NamedTuple):
 class EngineUsage:
     """Steps, batches, preemptions, KV moved, held and lent.
 
-    Used KV is what computed tokens fill; allocated KV is what requests hold or are promised. Both are means over
-    time. device_blocks, block_size: the KV pool. block_bytes: of one block on the host, all layers.
+    Used KV is what computed tokens fill, counted once for each request that shares them; allocated KV is what requests
+    hold or are promised. Both are means over time. device_blocks, block_size: the KV pool. block_bytes: of one block on
+    the host, all layers.
     """
 
     def __init__(self, *, device_blocks: int, block_size: int, block_bytes: int) -> None:
         self._blocks = device_blocks
+        self._block_size = block_size
         self._capacity = device_blocks * block_size
         self._block_bytes = block_bytes
         self.steps = 0
@@ -58,9 +62,10 @@ class EngineUsage:
         self.swapped_out_bytes = 0
         self.swapped_in_bytes = 0
         self.claims = ClaimUse()
+        self.prefixes = PrefixUse()
         self._live: set[Request] = set()
         self._resident: dict[Request, int] = {}  # tokens on the device
-        self._on_host: dict[Request, int] = {}  # tokens that left the device whole
+        self._on_host: dict[Request, int] = {}  # tokens with KV on either tier, where some is on the host
         self._used = 0
         self._dropped: dict[Request, int] = {}  # tokens that were computed once and have to be again
         self._now = 0.0
@@ -71,6 +76,7 @@ class EngineUsage:
         self._spacing = 0.0
         self._handlers: dict[type, Callable[[Any], None]] = {
             Arrived: self._arrive,
+            Admitted: self.prefixes.admitted,
             Claimed: self._claim,
             Planned: self._plan,
             Computed: self._compute,
@@ -120,6 +126,7 @@ class EngineUsage:
         for known in (self._live, self._resident, self._on_host, self._dropped):
             known.clear()
         self.claims.close()
+        self.prefixes.close()
         if not keeps_series:
             self._points.clear()
 
@@ -142,13 +149,16 @@ class EngineUsage:
         self.preemptions[how] += 1
         if how is Preemption.PAUSE:
             return
-        self.claims.lost_kv(request)
-        if how is Preemption.SWAP:
-            self._on_host[request] = self._leave(request)
-        else:
-            # KV on the host is dropped only with all else there is.
-            tokens = max(self._leave(request), self._on_host.pop(request, 0))
+        kept = event.kept
+        self.claims.lost_kv(request, blocks_left=-(-kept // self._block_size))
+        # What KV on the host follows goes last.
+        tokens = max(self._leave(request), self._on_host.pop(request, 0))
+        if how is Preemption.DROP:
             self._dropped[request] = max(tokens, self._dropped.get(request, 0))
+        elif tokens > kept or not kept:
+            self._on_host[request] = tokens
+        if kept:
+            self._reside(request, kept)
 
     def _finish(self, event: Finished) -> None:
         request = event.request
@@ -158,6 +168,7 @@ class EngineUsage:
         self._on_host.pop(request, None)
         self._dropped.pop(request, None)
         self.claims.finished(request)
+        self.prefixes.finished(request)
 
     def _release(self, event: Released) -> None:
         self._advance(event.now)
@@ -206,21 +217,24 @@ class EngineUsage:
             self.swapped_out_bytes += len(move.source) * self._block_bytes
             return
         self.swapped_in_bytes += len(move.source) * self._block_bytes
-        tokens = self._on_host.pop(move.request, 0)
-        # A request that returned with a blocking move has computed in that step already.
-        if move.request in self._live and move.request not in self._resident:
-            self._used += tokens
-            self._resident[move.request] = tokens
+        self._reside(move.request, self._on_host.pop(move.request, 0))
 
     def _fail(self, event: MoveFailed) -> None:
         """A failed overlapped move out leaves the KV where it was; what else fails is lost, and the request is
         preempted next."""
-        move = event.move
-        tokens = self._on_host.pop(move.request, 0)
-        # Whose way back before a step failed has computed in it already.
-        if tokens and move.request in self._live and move.request not in self._resident:
-            self._used += tokens
-            self._resident[move.request] = tokens
+        move, request = event.move, event.move.request
+        if move.direction is Direction.OUT and request in self._on_host:
+            self._reside(request, self._resident.get(request, 0) + move.tokens)
+            if self._resident.get(request) == self._on_host[request]:
+                del self._on_host[request]
+
+    def _reside(self, request: Request, tokens: int) -> None:
+        """The KV of the request's first tokens is on the device, or of more: one that returned with a blocking move has
+        computed in that step already."""
+        before = self._resident.get(request, 0)
+        if request in self._live and tokens > before:
+            self._used += tokens - before
+            self._resident[request] = tokens
 
     def _leave(self, request: Request) -> int:
         """The request's KV leaves the device; how many tokens that were."""

@@ -37,7 +37,7 @@ class Greedy:
 
     def __init__(self, max_seqs: int, max_tokens: int, *, chunked: bool) -> None:
         _check_budgets(max_seqs, max_tokens)
-        self.max_seqs = max_seqs
+        self.max_seqs = self.cap = max_seqs
         self.max_tokens = max_tokens
         self.chunked = chunked
 
@@ -100,7 +100,7 @@ class TargetForward:
 
     def __init__(self, max_seqs: int, max_tokens: int, cost: CostModel, *, target: int | None = None) -> None:
         _check_budgets(max_seqs, max_tokens)
-        self.max_seqs = max_seqs
+        self.max_seqs = self.cap = max_seqs
         self.max_tokens = max_tokens
         self._cost = cost
         self._fixed = target
@@ -155,7 +155,7 @@ class RunToCompletion:
 
     def __init__(self, max_seqs: int, max_tokens: int) -> None:
         _check_budgets(max_seqs, max_tokens)
-        self.max_seqs = max_seqs
+        self.max_seqs = self.cap = max_seqs
         self.max_tokens = max_tokens
         self._step = MemberBuilder(set(), max_seqs, max_tokens, recruits=True)
 

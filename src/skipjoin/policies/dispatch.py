@@ -125,7 +125,7 @@ class LeastWork:
         # Tokens that it brings along are computed with its prompt, unless it brings their KV, too.
         left = _Left(
             chosen,
-            prices.prefill_s(request.known - request.computed),
+            prices.prefill_s(request.known - request.reached),
             prices.token_s,
             max(1, self._lengths(request) - generated),
         )

@@ -177,7 +177,7 @@ class ByObjective:
 
     def key(self, request: Request, known: int, phase: Phase, now: float) -> tuple[Any, ...]:
         if phase is Phase.PROMPT:
-            length = known - request.computed
+            length = known - request.reached
         else:
             length = self._lengths.remaining(request, known - len(request.prompt))
         return (
@@ -212,7 +212,7 @@ class ByObjective:
 
     def _work_s(self, request: Request, known: int) -> float:
         left = self._lengths.remaining(request, known - len(request.prompt))
-        uncached = known - request.computed
+        uncached = known - request.reached
         return left * self._time.decode(known) + (self._time.prefill(uncached) if uncached > 1 else 0.0)
 
 

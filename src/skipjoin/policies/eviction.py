@@ -8,7 +8,7 @@ from typing import Any
 
 from skipjoin.core.events import Preemption
 from skipjoin.core.kv import KVLedger
-from skipjoin.core.policy import CostModel, Ordering
+from skipjoin.core.policy import CostModel, Eviction, Ordering
 from skipjoin.core.request import Request
 from skipjoin.core.step import Direction, StepShape
 from skipjoin.policies.arrivals import ArrivalHistory
@@ -17,12 +17,13 @@ from skipjoin.policies.arrivals import ArrivalHistory
 DROP_SHARE = 0.05
 
 
-def _until_enough(short: int, candidates: Sequence[Request], kv: KVLedger) -> Iterator[Request]:
+def _until_enough(short: int, candidates: Sequence[Request], kv: KVLedger) -> Iterator[tuple[Request, int]]:
+    """The first candidates that free enough, each with how many blocks are short without it."""
     for victim in candidates:
         if short <= 0:
             return
+        yield victim, short
         short -= kv.footprint(victim)
-        yield victim
 
 
 class Recompute:
@@ -36,8 +37,8 @@ class Recompute:
 
     def victims(
         self, short: int, candidates: Sequence[Request], kv: KVLedger, now: float, newcomer: Request | None
-    ) -> Sequence[tuple[Request, Preemption]]:
-        return [(victim, Preemption.DROP) for victim in _until_enough(short, candidates, kv)]
+    ) -> Sequence[Eviction]:
+        return [Eviction(victim, Preemption.DROP) for victim, _ in _until_enough(short, candidates, kv)]
 
     def dropped(self, tokens: int, now: float) -> None:
         pass
@@ -56,7 +57,7 @@ class Defer(Recompute):
 
     def victims(
         self, short: int, candidates: Sequence[Request], kv: KVLedger, now: float, newcomer: Request | None
-    ) -> Sequence[tuple[Request, Preemption]]:
+    ) -> Sequence[Eviction]:
         return super().victims(short, candidates, kv, now, newcomer) if newcomer is None else ()
 
 
@@ -66,8 +67,8 @@ class KeepKv(Recompute):
 
     def victims(
         self, short: int, candidates: Sequence[Request], kv: KVLedger, now: float, newcomer: Request | None
-    ) -> Sequence[tuple[Request, Preemption]]:
-        return [(victim, Preemption.SWAP) for victim in _until_enough(short, candidates, kv)]
+    ) -> Sequence[Eviction]:
+        return [Eviction(victim, Preemption.SWAP) for victim, _ in _until_enough(short, candidates, kv)]
 
 
 class Swap(Recompute):
@@ -80,7 +81,7 @@ class Swap(Recompute):
     anything.
 
     cost: of steps and transfers. drop_share: share of the time that it may take to compute again what newcomers made
-    others lose; a newcomer of better `priority` than its victim does not wait for that. Infinite: nothing is paced.
+    others lose; a newcomer of an earlier band than its victim does not wait for that. Infinite: nothing is paced.
     """
 
     rests = True
@@ -94,33 +95,41 @@ class Swap(Recompute):
 
     def victims(
         self, short: int, candidates: Sequence[Request], kv: KVLedger, now: float, newcomer: Request | None
-    ) -> Sequence[tuple[Request, Preemption]]:
+    ) -> Sequence[Eviction]:
         found = []
         room, is_free = kv.host_free, newcomer is None or now >= self._next_drop
-        for victim in _until_enough(short, candidates, kv):
-            blocks = kv.blocks_for(victim.computed)
-            if blocks <= room and self.is_worth_moving(victim, kv):
-                room -= blocks
-                found.append((victim, Preemption.SWAP))
-            elif is_free or (newcomer is not None and newcomer.options.priority < victim.options.priority):
-                found.append((victim, Preemption.DROP))
+        for victim, missing in _until_enough(short, candidates, kv):
+            part = self.part(victim, missing, kv)
+            filled, keep = kv.filled(victim), 0 if part is None else kv.filled_after(victim, part)
+            if (filled == keep > 0) or (filled - keep <= room and self.is_worth_moving(victim, kv, keep)):
+                room -= filled - keep
+                found.append(Eviction(victim, Preemption.SWAP if part is None else Preemption.SPILL, part))
+            elif is_free or (newcomer is not None and newcomer.band < victim.band):
+                found.append(Eviction(victim, Preemption.DROP, part))
             else:
                 return ()
         return found
+
+    def part(self, victim: Request, missing: int, kv: KVLedger) -> int | None:
+        """How many blocks the victim gives up where so many are short; None: all."""
+        return None
 
     def dropped(self, tokens: int, now: float) -> None:
         seconds = self._cost.step(StepShape(prefill=tokens, attention=tokens * (tokens + 1) // 2))
         self._next_drop = max(now, self._next_drop) + seconds / self._drop_share
 
-    def is_worth_moving(self, request: Request, kv: KVLedger) -> bool:
-        """Whether the request has its prompt behind it, and its KV goes and returns faster than it is recomputed."""
-        tokens = request.computed
-        if request.known - tokens > 1:
-            return False
-        again = StepShape(prefill=tokens, attention=tokens * (tokens + 1) // 2)
+    def is_worth_moving(self, request: Request, kv: KVLedger, keep: int = 0) -> bool:
+        """Whether the request has its prompt behind it, and its KV behind the first `keep` blocks goes and returns
+        faster than it is recomputed."""
+        return request.known - request.computed <= 1 and self._moves_faster(request, kv, keep)
+
+    def _moves_faster(self, request: Request, kv: KVLedger, keep: int) -> bool:
+        kept = kv.tokens_in(request, keep)
+        tokens = request.computed - kept
+        again = StepShape(prefill=tokens, attention=tokens * kept + tokens * (tokens + 1) // 2)
         # The recomputation shares its step with others: what a step costs anyway is not its price.
         price = self._cost.step(again) - self._cost.step(StepShape())
-        return 2 * self._cost.transfer(kv.blocks_for(tokens)) <= price
+        return 2 * self._cost.transfer(kv.filled(request) - keep) <= price
 
 
 class Vacate(Swap):
@@ -131,10 +140,37 @@ class Vacate(Swap):
 
     def victims(
         self, short: int, candidates: Sequence[Request], kv: KVLedger, now: float, newcomer: Request | None
-    ) -> Sequence[tuple[Request, Preemption]]:
+    ) -> Sequence[Eviction]:
         guests = [one for one in candidates if isinstance(kv.lender_of(one), Request)]
         others = [one for one in candidates if not isinstance(kv.lender_of(one), Request)]
         return super().victims(short, guests + others, kv, now, newcomer)
+
+
+class Spill(Swap):
+    """Only as many blocks as are short leave the device, the last ones of best-effort requests, with blocking moves
+    (BROS section 5.2, whose unit is the slot). Their request waits until it can have all on the device again.
+
+    Best-effort requests come first, and among them those that have KV on the host already: they wait as it is, so fewer
+    requests do. Real-time requests make way last, and whole. What the host has no room for is dropped, at the pace of
+    `Swap`, and so is what is computed again in less time than it takes to move it out and back; an unfinished prefill
+    is no exception.
+    """
+
+    rests = True
+
+    def victims(
+        self, short: int, candidates: Sequence[Request], kv: KVLedger, now: float, newcomer: Request | None
+    ) -> Sequence[Eviction]:
+        def place(victim: Request) -> tuple[bool, bool]:
+            return not victim.is_best_effort, not kv.footprint_on_host(victim)
+
+        return super().victims(short, sorted(candidates, key=place), kv, now, newcomer)
+
+    def is_worth_moving(self, request: Request, kv: KVLedger, keep: int = 0) -> bool:
+        return self._moves_faster(request, kv, keep)
+
+    def part(self, victim: Request, missing: int, kv: KVLedger) -> int | None:
+        return missing if victim.is_best_effort and missing < kv.footprint(victim) else None
 
 
 # Share of the device that stays free for the growth of running requests, and most that may stay free in all.

@@ -13,7 +13,7 @@ from skipjoin.core.claims import Account, Lender
 from skipjoin.core.forecast import Forecast
 from skipjoin.core.kv import KVLedger
 from skipjoin.core.policy import Callbacks, Grant, Wait
-from skipjoin.core.request import UNLIMITED, Request
+from skipjoin.core.request import UNLIMITED, Band, Request
 from skipjoin.policies.econo import PaddedLengths, Phase, phase_of
 
 # What prompts claim their KV from while generations have the rest of the pool.
@@ -122,7 +122,7 @@ class ExactClaims(Callbacks):
         self._hosts = hosts
         self._overdue_s = overdue_s
         self._now = 0.0
-        self._priorities: Counter[int] = Counter()  # of all requests
+        self._bands: Counter[Band] = Counter()  # of all requests
         # By request: its forecast and its known tokens, and what follows from them; see `_whole`.
         self._wholes: dict[Request, tuple[Forecast | None, int, tuple[int, int, int]]] = {}
 
@@ -133,14 +133,14 @@ class ExactClaims(Callbacks):
         return ((PROMPTS, math.ceil(self._reserve * kv.device_total)),)
 
     def arrived(self, request: Request, now: float) -> None:
-        self._priorities[request.options.priority] += 1
+        self._bands[request.band] += 1
 
     def finished(self, request: Request, now: float) -> None:
         self._wholes.pop(request, None)
-        priority = request.options.priority
-        self._priorities[priority] -= 1
-        if not self._priorities[priority]:
-            del self._priorities[priority]
+        band = request.band
+        self._bands[band] -= 1
+        if not self._bands[band]:
+            del self._bands[band]
 
     def claim(self, request: Request, target: int, kv: KVLedger) -> Grant | Wait:
         if kv.blocks_of(request) is None:
@@ -211,11 +211,11 @@ class ExactClaims(Callbacks):
         return kept[2]
 
     def _may_displace(self, request: Request, kv: KVLedger) -> bool:
-        """Whether a request of a worse priority holds KV, which may then have to make way."""
-        priority = request.options.priority
-        if len(self._priorities) <= 1 or max(self._priorities) <= priority:
+        """Whether a request of a later band holds KV, which may then have to make way."""
+        band = request.band
+        if len(self._bands) <= 1 or max(self._bands) <= band:
             return False
-        return any(one.options.priority > priority for one in kv.holders())
+        return any(one.band > band for one in kv.holders())
 
     @staticmethod
     def _generation_waits(kv: KVLedger) -> bool:

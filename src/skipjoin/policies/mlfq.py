@@ -100,7 +100,7 @@ class SkipJoinMlfq(Callbacks):
     def arrived(self, request: Request, now: float) -> None:
         if self._cost.revision != self._revision:
             self._revise()
-        level = self._covering(self._prefill_seconds(request.pending)) if self._skip_join else 0
+        level = self._covering(self._prefill_seconds(request.known - request.reached)) if self._skip_join else 0
         job = self._jobs[request] = _Job(level, next(self._places), 0.0, now)
         self._queues[level][request] = job
         heapq.heappush(self._watch, (now + self._starvation_s, request.id, request))
@@ -201,8 +201,8 @@ class SkipJoinMlfq(Callbacks):
             self._join(request, job, level, used)
             return
         level = job.level + 1
-        if request.known - request.computed > 1:
-            level = max(level, self._covering(self._prefill_seconds(request.known - request.computed)))
+        if (uncached := request.known - request.reached) > 1:
+            level = max(level, self._covering(self._prefill_seconds(uncached)))
         self._join(request, job, min(level, len(self._quanta) - 1), 0.0)
 
     def _join(self, request: Request, job: _Job, level: int, used: float) -> None:

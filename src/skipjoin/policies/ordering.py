@@ -7,9 +7,12 @@ from itertools import chain
 from typing import Any
 
 from skipjoin.core.policy import Callbacks, Ordering, rests
-from skipjoin.core.request import Request
+from skipjoin.core.request import Band, Request
 from skipjoin.core.step import Slice
 from skipjoin.policies.ranking import Ranking
+
+# A best-effort request that has been here for so many seconds is served as a real-time one.
+BEST_EFFORT_WAIT_S = 60.0
 
 
 class FixedKey(Callbacks):
@@ -54,83 +57,127 @@ class Fcfs(FixedKey):
 
 
 class Prioritized(Callbacks):
-    """Strict priorities around any ordering: requests of a lower `priority` number come first, and each number has
-    an ordering of its own. While all requests have the same number, this is that ordering.
+    """Strict bands around any ordering: real-time requests come before best-effort ones, in either class urgent ones
+    before the others, and among those that are alike in both a lower `priority` number first. Each band has an ordering
+    of its own. While all requests are in the same band, this is that ordering.
 
-    make: builds the ordering of one priority number.
+    Once the oldest best-effort request has been here for `best_effort_wait_s` seconds, it is served as a real-time one
+    of its priority until it ends. It is one at a time: it costs real-time requests one seat, and each best-effort
+    request waits for no more than this, and one after the other for those that came before it.
+
+    make: builds the ordering of one band. best_effort: that of a best-effort band, where it is another one.
     """
 
-    def __init__(self, make: Callable[[], Ordering]) -> None:
+    def __init__(
+        self,
+        make: Callable[[], Ordering],
+        *,
+        best_effort: Callable[[], Ordering] | None = None,
+        best_effort_wait_s: float = BEST_EFFORT_WAIT_S,
+    ) -> None:
         self._make = make
-        self._bands: dict[int, Ordering] = {}
+        self._make_best_effort = best_effort or make
+        self._wait_s = best_effort_wait_s
+        self._bands: dict[Band, Ordering] = {}
         self._sorted: list[Ordering] = []
-        self._sizes: dict[int, int] = {}
+        self._sizes: dict[Band, int] = {}
+        self._best_effort: dict[Request, None] = {}  # by arrival
+        self._lifted: Request | None = None  # the best-effort request that is served as a real-time one
 
     @property
     def rests(self) -> bool:
         """See `skipjoin.core.policy.rests`."""
         return all(map(rests, self._sorted))
 
+    def band(self, request: Request) -> Band:
+        """The band that the request is served in."""
+        return (False, *request.band[1:]) if request is self._lifted else request.band
+
+    def is_best_effort(self, request: Request) -> bool:
+        """Whether the request is served as a best-effort one."""
+        return request.is_best_effort and request is not self._lifted
+
     def arrived(self, request: Request, now: float) -> None:
-        number = request.options.priority
-        if number not in self._bands:
-            self._bands[number] = self._make()
-            self._sizes[number] = 0
-            self._sort()
-        self._sizes[number] += 1
-        self._bands[number].arrived(request, now)
+        if request.is_best_effort:
+            self._best_effort[request] = None
+        self._join(request, now)
 
     def ran(self, slices: Sequence[Slice], now: float) -> None:
         if len(self._sorted) == 1:
             self._sorted[0].ran(slices, now)
             return
-        by_band: dict[int, list[Slice]] = {}
+        by_band: dict[Band, list[Slice]] = {}
         for piece in slices:
-            by_band.setdefault(piece.request.options.priority, []).append(piece)
-        for number, pieces in by_band.items():
-            self._bands[number].ran(pieces, now)
+            by_band.setdefault(self.band(piece.request), []).append(piece)
+        for band, pieces in by_band.items():
+            self._bands[band].ran(pieces, now)
 
     def claimed(self, request: Request, now: float) -> None:
-        self._bands[request.options.priority].claimed(request, now)
+        self._bands[self.band(request)].claimed(request, now)
 
     def evicted(self, request: Request, now: float) -> None:
-        self._bands[request.options.priority].evicted(request, now)
+        self._bands[self.band(request)].evicted(request, now)
 
     def reforecast(self, request: Request, now: float) -> None:
-        self._bands[request.options.priority].reforecast(request, now)
+        self._bands[self.band(request)].reforecast(request, now)
 
     def finished(self, request: Request, now: float) -> None:
-        number = request.options.priority
-        self._bands[number].finished(request, now)
-        self._sizes[number] -= 1
-        # Priorities are any integers a user sends: an empty band is not kept.
-        if not self._sizes[number]:
-            del self._bands[number], self._sizes[number]
-            self._sort()
+        self._leave(request, now)
+        self._best_effort.pop(request, None)
+        if request is self._lifted:
+            self._lifted = None
 
     def ranked(self, now: float) -> Iterator[Request]:
+        if self._best_effort and self._lifted is None:
+            self._lift_oldest(now)
         # All bands are asked at once: what time changes in their orders changes now, not while the result is read.
         return chain.from_iterable([band.ranked(now) for band in self._sorted])
 
-    def rank(self, request: Request) -> tuple[int, Any]:
-        return (request.options.priority, self._bands[request.options.priority].rank(request))
+    def rank(self, request: Request) -> tuple[Band, Any]:
+        band = self.band(request)
+        return (band, self._bands[band].rank(request))
 
     def outranks(self, one: Request, other: Request) -> bool:
-        if one.options.priority != other.options.priority:
-            return one.options.priority < other.options.priority
-        return self._bands[one.options.priority].outranks(one, other)
+        band, theirs = self.band(one), self.band(other)
+        return self._bands[band].outranks(one, other) if band == theirs else band < theirs
 
     def next_turns(self, requests: Iterable[Request], now: float) -> list[tuple[Any, Request]]:
         if len(self._sorted) == 1:
             return self._sorted[0].next_turns(requests, now)
-        by_band: dict[int, list[Request]] = {}
+        by_band: dict[Band, list[Request]] = {}
         for request in requests:
-            by_band.setdefault(request.options.priority, []).append(request)
+            by_band.setdefault(self.band(request), []).append(request)
         return [
-            ((number, turn), request)
-            for number in sorted(by_band)
-            for turn, request in self._bands[number].next_turns(by_band[number], now)
+            ((band, turn), request)
+            for band in sorted(by_band)
+            for turn, request in self._bands[band].next_turns(by_band[band], now)
         ]
 
+    def _lift_oldest(self, now: float) -> None:
+        """Serve the oldest best-effort request as a real-time one if it has been here for long, beside others."""
+        oldest = next(iter(self._best_effort))
+        if now - oldest.arrival >= self._wait_s and not min(self._bands)[0]:
+            self._leave(oldest, now)
+            self._lifted = oldest
+            self._join(oldest, now)
+
+    def _join(self, request: Request, now: float) -> None:
+        band = self.band(request)
+        if band not in self._bands:
+            self._bands[band] = self._make_best_effort() if band[0] else self._make()
+            self._sizes[band] = 0
+            self._sort()
+        self._sizes[band] += 1
+        self._bands[band].arrived(request, now)
+
+    def _leave(self, request: Request, now: float) -> None:
+        band = self.band(request)
+        self._bands[band].finished(request, now)
+        self._sizes[band] -= 1
+        # Priorities are any integers a user sends: an empty band is not kept.
+        if not self._sizes[band]:
+            del self._bands[band], self._sizes[band]
+            self._sort()
+
     def _sort(self) -> None:
-        self._sorted = [self._bands[number] for number in sorted(self._bands)]
+        self._sorted = [self._bands[band] for band in sorted(self._bands)]

@@ -64,7 +64,7 @@ class RemainingTime:
             length *= 2
         seconds = (length - generated if length > generated else 1) * self._time.decode(known)
         # Just sampled, a token waits for its own step, which is counted above; more than that is prefill.
-        uncached = known - request.computed
+        uncached = known - request.reached
         if uncached > 1:
             seconds += self._time.prefill(uncached)
         return seconds

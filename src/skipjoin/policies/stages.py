@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import tee
 
 from skipjoin.core.context import StepContext
 from skipjoin.core.policy import ALL_HELD, HELD, BatchBuilder, Batcher, CostModel, Refusal
@@ -90,6 +92,10 @@ class EvenStages:
         self._flying: dict[int, float] = {}  # loads of the plans in flight
         self._last: EvenBuilder | None = None
 
+    @property
+    def cap(self) -> int:
+        return self.batcher.cap
+
     def open(self, context: StepContext) -> BatchBuilder:
         if self._loads.revision != self._cost.revision:
             self._loads = _Loads(self._cost)
@@ -99,8 +105,10 @@ class EvenStages:
             plan.id: known.get(plan.id, last.load if last is not None else 0.0) for plan in context.in_flight
         }
         passed = last.passed_over() if last is not None else {}
-        self._last = EvenBuilder(self, self.batcher.open(context), self._loads, tuple(self._flying.values()), passed)
-        self._last.look_at(context)
+        ours, theirs = tee(context.candidates)
+        inner = self.batcher.open(replace(context, candidates=theirs))
+        self._last = EvenBuilder(self, inner, self._loads, tuple(self._flying.values()), passed)
+        self._last.look_at(replace(context, candidates=ours))
         return self._last
 
 

@@ -96,7 +96,7 @@ def least_bound(most: WorstCase) -> float:
 
     Promised by skip-join MLFQ (FastServe section 4.1) whose promotions nothing paces and whose threshold alpha is what
     remains of the bound: bound - around_s - stay_s, at least stay_s. That steps and moves take what the profile says,
-    that copies do not fail, and that no request has a more important priority number is assumed.
+    that copies do not fail, and that no request is in an earlier band is assumed.
 
     Proof. An arrival is seen at the end of a step; alpha later it starves; at the next decision, at most a step later,
     it is promoted to the tail of the first queue; and when it is chosen, `depth` steps end until its own has. These

@@ -3,7 +3,10 @@
 A recipe is a function in a module of this package, with a decorator; its parameters are a dataclass beside it.
 """
 
-from skipjoin.recipes import alise, baselines, coupled, econoserve, fastserve
+from skipjoin.policies.fairness import OUTPUT_WEIGHT
+from skipjoin.policies.ordering import BEST_EFFORT_WAIT_S
+from skipjoin.recipes import alise, baselines, bros, coupled, econoserve, fastserve
+from skipjoin.recipes.files import absolute
 from skipjoin.recipes.registry import (
     DEFAULT_SLO_S,
     RECIPES,
@@ -25,16 +28,20 @@ from skipjoin.recipes.registry import (
 DEFAULT = "fastserve"
 
 __all__ = [
+    "BEST_EFFORT_WAIT_S",
     "DEFAULT",
     "DEFAULT_SLO_S",
+    "OUTPUT_WEIGHT",
     "RECIPES",
     "EngineLimits",
     "Forecasts",
     "Params",
     "Recipe",
     "Settings",
+    "absolute",
     "alise",
     "baselines",
+    "bros",
     "build",
     "check_names",
     "check_recipe",

@@ -11,18 +11,18 @@ from skipjoin.policies.admission import OnDemand, WholeMaximum
 from skipjoin.policies.batching import RunToCompletion
 from skipjoin.policies.eviction import Recompute
 from skipjoin.policies.execution import ExecutionTime
-from skipjoin.policies.ordering import Fcfs, FixedKey, Prioritized
+from skipjoin.policies.ordering import Fcfs, FixedKey
 from skipjoin.policies.remaining import RemainingTime
 from skipjoin.policies.stages import EvenStages
 from skipjoin.policies.valued import Valued
-from skipjoin.recipes.parts import Oracle, greedy, preemptive, true_lengths
+from skipjoin.recipes.parts import Oracle, banded, classed, greedy, preemptive, true_lengths
 from skipjoin.recipes.registry import Forecasts, Params, Settings, recipe
 
 
 @recipe
 def static(s: Settings) -> Policies:
     """As FasterTransformer schedules: a batch runs until its last request is done, and only then the next begins."""
-    return Policies(Prioritized(Fcfs), _until_all_end(s), WholeMaximum(), Recompute())
+    return Policies(banded(s, Fcfs), _until_all_end(s), WholeMaximum(), Recompute())
 
 
 def _until_all_end(s: Settings) -> Batcher:
@@ -37,13 +37,13 @@ def _until_all_end(s: Settings) -> Batcher:
 @recipe
 def orca(s: Settings) -> Policies:
     """Iteration-level batching; every request owns its maximum of KV from the start."""
-    return Policies(Prioritized(Fcfs), greedy(s, s.max_tokens, chunked=False), WholeMaximum(), Recompute())
+    return classed(s, Fcfs, greedy(s, s.max_tokens, chunked=False), WholeMaximum(), Recompute())
 
 
 @recipe
 def fcfs(s: Settings) -> Policies:
     """As vLLM schedules: first come, first served, KV on demand, recomputation under pressure."""
-    return Policies(Prioritized(Fcfs), greedy(s, s.max_tokens, chunked=False), OnDemand(), Recompute())
+    return classed(s, Fcfs, greedy(s, s.max_tokens, chunked=False), OnDemand(), Recompute())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,7 @@ class ChunkParams(Params):
 def sarathi(s: Settings, p: ChunkParams) -> Policies:
     """First come, first served with prompts cut into chunks that share steps with decodes."""
     batcher = greedy(s, min(p.chunk_tokens, s.max_tokens), chunked=True)
-    return Policies(Prioritized(Fcfs), batcher, OnDemand(), Recompute())
+    return classed(s, Fcfs, batcher, OnDemand(), Recompute())
 
 
 @recipe

@@ -9,8 +9,7 @@ from skipjoin.core.request import Request
 from skipjoin.policies.coupled import Closest, HoldersFirst, Room, WholeClaims, WholePrompts
 from skipjoin.policies.econo import ByArrival, ByGroup, PaddedLengths, Phase
 from skipjoin.policies.eviction import Swap
-from skipjoin.policies.ordering import Prioritized
-from skipjoin.recipes.parts import ForwardTokens, LengthRange, Padding, staged
+from skipjoin.recipes.parts import ForwardTokens, LengthRange, Padding, classed, staged
 from skipjoin.recipes.registry import Forecasts, Params, Settings, recipe
 
 
@@ -37,8 +36,9 @@ def multires(s: Settings, p: WholeClaimParams) -> Policies:
     """
     lengths, order, room = PaddedLengths(p.padding), ByArrival(), Room()
     batcher = WholePrompts(s.max_seqs, s.max_tokens, s.cost, target=p.forward_tokens, room=room)
-    return Policies(
-        Prioritized(lambda: Closest(order, room, lengths)),
+    return classed(
+        s,
+        lambda: Closest(order, room, lengths),
         staged(s, batcher, batcher.target, cuts=False),
         WholeClaims(lengths, room=room),
         Swap(s.cost),
@@ -50,13 +50,14 @@ def synccoupled(s: Settings, p: WholeGroupParams) -> Policies:
     """SyncCoupled (EconoServe section 2.2): requests of one expected length start together, by exact claims."""
 
     def group(request: Request, now: float) -> tuple[object, ...]:
-        return (request.options.priority, order.key(request, request.known, Phase.WAITING, now))
+        return (request.band, order.key(request, request.known, Phase.WAITING, now))
 
     lengths = PaddedLengths(p.padding)
     order = ByGroup(lengths, p.length_range)
     batcher = WholePrompts(s.max_seqs, s.max_tokens, s.cost, target=p.forward_tokens)
-    return Policies(
-        Prioritized(lambda: HoldersFirst(order)),
+    return classed(
+        s,
+        lambda: HoldersFirst(order),
         staged(s, batcher, batcher.target, cuts=False),
         WholeClaims(lengths, group=group),
         Swap(s.cost),

@@ -13,8 +13,7 @@ from skipjoin.policies.econo import ByArrival, ByGroup, ByObjective, PaddedLengt
 from skipjoin.policies.eviction import Vacate
 from skipjoin.policies.exact_claims import ExactClaims, Hosts
 from skipjoin.policies.execution import ExecutionTime
-from skipjoin.policies.ordering import Prioritized
-from skipjoin.recipes.parts import ForwardTokens, LengthRange, Padding, staged
+from skipjoin.recipes.parts import ForwardTokens, LengthRange, Padding, classed, staged
 from skipjoin.recipes.registry import Forecasts, Params, Settings, recipe
 
 
@@ -89,15 +88,16 @@ def _decoupled(
     s: Settings, p: ClaimParams, lengths: PaddedLengths, order: QueueOrder, *, groups: bool, hosts: Hosts | None = None
 ) -> Policies:
     def group(request: Request, now: float) -> tuple[object, ...]:
-        return (request.options.priority, tasks.group(request, now))
+        return (request.band, tasks.group(request, now))
 
     tasks = Tasks(order)
     batcher = TargetForward(s.max_seqs, s.max_tokens, s.cost, target=p.forward_tokens)
     claims = ExactClaims(
         lengths, group=group if groups else None, reserve=p.reserve, hosts=hosts, overdue_s=p.overdue_s
     )
-    return Policies(
-        Prioritized(lambda: TwoQueues(tasks)),
+    return classed(
+        s,
+        lambda: TwoQueues(tasks),
         staged(s, batcher, batcher.target, cuts=True),
         claims,
         Vacate(s.cost),

@@ -55,6 +55,8 @@ class BoundedQueueParams(QueueParams):
             return replace(self, starvation_s=alpha_s)
         if self.starvation_s is not None:
             raise ConfigError("starvation_s must not be set beside starvation_bound_s, from which it follows")
+        if s.fair_output_weight is not None:
+            raise ConfigError("starvation_bound_s must not be set beside fair_by, by which clients wait for others")
         if self.quantum_s is not None:
             raise ConfigError("quantum_s must not be set beside starvation_bound_s, which holds for the usual quanta")
         if s.limits is not None:
@@ -78,10 +80,11 @@ def _threshold_within(bound_s: float, most: WorstCase) -> float:
     """The threshold of promotion that keeps a bound. Raises `ConfigError`, with figures that would do, if none does."""
     if bound_s < (least := least_bound(most)):
         fits = most_requests(bound_s, most)
-        hint = f"it would hold with max_num_queued_reqs <= {fits}" if fits else "a smaller max_model_len may help"
+        hint = f"it would hold with {fits} of them" if fits else "a smaller max_model_len may help"
         raise ConfigError(
             f"starvation_bound_s must be at least {math.ceil(least * 10) / 10:.1f} s "
-            f"with max_num_queued_reqs {most.requests}, got {bound_s:g}; {hint}"
+            f"with {most.requests} requests at once (max_num_queued_reqs, and more for batches unless batch_dir is "
+            f"none), got {bound_s:g}; {hint}"
         )
     return starvation_within(bound_s, most)
 
@@ -89,7 +92,7 @@ def _threshold_within(bound_s: float, most: WorstCase) -> float:
 def _worst_case(s: Settings, limits: EngineLimits, eviction: EvictionPolicy) -> WorstCase:
     if limits.requests is None:
         raise ConfigError(
-            "starvation_bound_s needs max_live_requests, which a server sets to its max_num_queued_reqs; "
+            "starvation_bound_s needs max_live_requests, which a server has by its max_num_queued_reqs; "
             "simulate and generate have no such limit"
         )
     return WorstCase(

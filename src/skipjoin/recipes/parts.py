@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated
 
-from skipjoin.core.policy import Batcher, EvictionPolicy, Ordering, Policies
+from skipjoin.core.policy import AdmissionPolicy, Batcher, EvictionPolicy, Ordering, Policies
 from skipjoin.core.request import Request
 from skipjoin.knobs import ConfigError, Knob
 from skipjoin.policies.admission import OnDemand
 from skipjoin.policies.batching import Greedy
+from skipjoin.policies.best_effort import LimitedBestEffort
 from skipjoin.policies.eviction import ProactiveSwap
+from skipjoin.policies.fairness import Fair
 from skipjoin.policies.ordering import Prioritized
 from skipjoin.policies.predictors import forecast_tokens, most_tokens
 from skipjoin.policies.stages import EvenStages
@@ -40,6 +42,8 @@ ForwardTokens = Annotated[
     Knob("Tokens up to which prompts fill a step (default: what saturates the device).", low=1, high=1 << 20),
 ]
 LengthRange = Annotated[int, Knob("Tokens by which lengths that count as one differ at most.", low=1, high=1 << 20)]
+# Tokens of a KV pool that is not known yet.
+_ANY_POOL = 1 << 16
 
 
 def greedy(s: Settings, max_tokens: int, *, chunked: bool) -> Batcher:
@@ -56,10 +60,46 @@ def staged(s: Settings, batcher: Batcher, max_tokens: int, *, cuts: bool) -> Bat
     return EvenStages(batcher, s.cost, s.stages, most_seqs=seqs, most_tokens=tokens, cuts=cuts)
 
 
+def fair(s: Settings, make: Callable[[], Ordering]) -> Callable[[], Ordering]:
+    """The ordering for each client by itself, and clients by the service that they have had, where they are told
+    apart."""
+    weight, limits = s.fair_output_weight, s.limits
+    if weight is None:
+        return make
+    pool = _ANY_POOL if limits is None else limits.device_blocks * limits.block_size
+    return lambda: Fair(make, lead=pool, output_weight=weight)
+
+
+def banded(
+    s: Settings, make: Callable[[], Ordering], *, best_effort: Callable[[], Ordering] | None = None
+) -> Prioritized:
+    """The service classes and priorities as strict bands, each with an ordering of its own, which is fair between
+    clients where they are told apart. best_effort: as in `classed`."""
+    return Prioritized(
+        fair(s, make), best_effort=best_effort and fair(s, best_effort), best_effort_wait_s=s.best_effort_wait_s
+    )
+
+
+def classed(
+    s: Settings,
+    make: Callable[[], Ordering],
+    batcher: Batcher,
+    admission: AdmissionPolicy,
+    eviction: EvictionPolicy,
+    *,
+    best_effort: Callable[[], Ordering] | None = None,
+) -> Policies:
+    """The service classes and priorities as strict bands, each with an ordering of its own, and steps that best-effort
+    requests lengthen only as far as real-time ones can wait. best_effort: the ordering of a best-effort band, where it
+    is another one."""
+    ordering = banded(s, make, best_effort=best_effort)
+    return Policies(ordering, LimitedBestEffort(batcher, s.cost, ordering.is_best_effort), admission, eviction)
+
+
 def preemptive(s: Settings, ordering: Callable[[], Ordering], eviction: EvictionPolicy | None = None) -> Policies:
     """What the preemptive systems share, whatever their order. eviction: None: KV is swapped ahead of need."""
     batcher = greedy(s, s.max_tokens, chunked=True)
-    return Policies(Prioritized(ordering), batcher, OnDemand(), eviction or ProactiveSwap(s.cost))
+    return classed(s, ordering, batcher, OnDemand(), eviction or ProactiveSwap(s.cost))
 
 
 def true_lengths(name: str, s: Settings, oracle: str) -> Callable[[Request], float]:

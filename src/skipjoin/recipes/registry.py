@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from enum import StrEnum
 from inspect import getdoc, signature
 from typing import Self, TypeVar, get_type_hints, overload
@@ -11,6 +11,8 @@ from typing import Self, TypeVar, get_type_hints, overload
 from skipjoin.core.policy import CostModel, Policies
 from skipjoin.knobs import ConfigError, Setting, Value, check, nearest, settings_of
 from skipjoin.policies.cost import LinearCost
+from skipjoin.policies.ordering import BEST_EFFORT_WAIT_S
+from skipjoin.recipes.files import RecipeFile, load, parse
 
 # Seconds per output token that users accept: FastServe's objective of the normalized latency.
 DEFAULT_SLO_S = 0.3
@@ -47,7 +49,9 @@ class Settings:
     """What every recipe is built from.
 
     cost: the profile of model and machine. max_seqs, max_tokens: most requests and tokens in a step. slo_s: seconds per
-    output token that users accept. has_true_forecasts: whether requests come with forecasts that are their true output
+    output token that users accept. best_effort_wait_s: after which a best-effort request is served as a real-time one.
+    fair_output_weight: clients get equal service, of which a generated token is so much as so many of prompts; None:
+    they are not told apart. has_true_forecasts: whether requests come with forecasts that are their true output
     lengths. stages: of a pipeline, between which batches are shared out; as many plans must be in flight, without
     overlap. lossless_swap: whether KV returns from the host as it left. limits: None: not known yet.
     """
@@ -57,6 +61,8 @@ class Settings:
     max_tokens: int = 2048
     _: KW_ONLY
     slo_s: float = DEFAULT_SLO_S
+    best_effort_wait_s: float = BEST_EFFORT_WAIT_S
+    fair_output_weight: float | None = None
     has_true_forecasts: bool = False
     stages: int = 1
     lossless_swap: bool = True
@@ -130,6 +136,7 @@ class Recipe:
 
 
 RECIPES: dict[str, Recipe] = {}
+_FROM_FILES: dict[RecipeFile, Recipe] = {}
 _Make = TypeVar("_Make", bound=Callable[..., Policies])
 
 
@@ -157,10 +164,19 @@ def recipe(
 
 
 def find(name: str) -> Recipe:
-    """The recipe of that name. Raises `ConfigError`, naming those that exist, if there is none."""
+    """The recipe of that name, or one in a file, as `./my_policy.py:edf`, which is run once in a process.
+
+    Raises `ConfigError`, naming those that exist, if there is none.
+    """
+    if (file := parse(name)) is not None:
+        if file not in _FROM_FILES:
+            _FROM_FILES[file] = replace(load(file, RECIPES), name=file.short)
+        return _FROM_FILES[file]
     if name not in RECIPES:
         known = sorted(RECIPES)
-        raise ConfigError(f"recipe must be one of {', '.join(known)}, got {name!r}{nearest(name, known)}")
+        raise ConfigError(
+            f"recipe must be one of {', '.join(known)}, or FILE.py:NAME, got {name!r}{nearest(name, known)}"
+        )
     return RECIPES[name]
 
 
@@ -170,10 +186,13 @@ def build(name: str, settings: Settings, given: Mapping[str, Value] | None = Non
     return find(name).build(settings, given or {})
 
 
-def check_recipe(name: str, given: Mapping[str, Value], *, lossless_swap: bool = True) -> None:
+def check_recipe(
+    name: str, given: Mapping[str, Value], *, lossless_swap: bool = True, fair_output_weight: float | None = None
+) -> None:
     """Raise `ConfigError` for a recipe and parameters that no engine can have, as far as can be said before a model is
     loaded."""
-    build(name, Settings(_ANY_COST, lossless_swap=lossless_swap), given)
+    settings = Settings(_ANY_COST, fair_output_weight=fair_output_weight, lossless_swap=lossless_swap)
+    build(name, settings, given)
 
 
 def own(name: str, given: Mapping[str, Value]) -> dict[str, Value]:
@@ -188,7 +207,8 @@ def check_names(recipes: Sequence[Recipe], names: Iterable[str]) -> None:
         if any(name in recipe.parameters for recipe in recipes):
             continue
         owners = [recipe.name for recipe in RECIPES.values() if name in recipe.parameters]
-        problem = f"{name} needs recipe {', '.join(owners)}" if owners else f"there is no parameter {name!r}"
+        hint = nearest(name, [known for recipe in recipes for known in recipe.parameters])
+        problem = f"{name} needs recipe {', '.join(owners)}" if owners else f"there is no parameter {name!r}{hint}"
         raise ConfigError(f"{problem}: {described(recipes)}")
 
 

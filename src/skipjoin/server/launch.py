@@ -4,24 +4,24 @@
 |---|---|
 | 0 | stopped by SIGTERM or SIGINT |
 | 1 | the engine could not start, or died |
-| 2 | the address cannot be used (the port is in use, the host is another one), or a named file or encoder cannot |
+| 2 | the address cannot be used (the port is in use, the host is another one), or a named file, folder or encoder |
 
 The first signal drains: /ready and new requests are answered with 503, running requests continue for at most
-`shutdown_timeout_s`. The second ends everything at once. When the engine dies, all requests and /health fail with 503;
-the process stays for `DEATH_GRACE_S`, so that clients and probes read it, and then exits for its supervisor to restart
-it.
+`shutdown_timeout_s`, and lines of batches go back to the store. The second ends everything at once. When the engine
+dies, all requests and /health fail with 503; the process stays for `DEATH_GRACE_S`, so that clients and probes read it,
+and then exits for its supervisor to restart it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import gc
 import logging
 import os
 import signal
 import socket
-import sys
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
@@ -30,14 +30,19 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import uvloop
 
-from skipjoin.config import ConfigError, EngineConfig, ForecastConfig, ServerConfig
+from skipjoin.access import is_loopback, with_keys_of_files
+from skipjoin.config import ConfigError, EngineConfig, ForecastConfig, HangLimits, ServerConfig
 from skipjoin.engine.forecasting import chosen_forecasts, open_keeper
 from skipjoin.model.config import ModelError
+from skipjoin.model.generation_config import sampling_defaults
 from skipjoin.model.tokenizer import Tokenizer, load_tokenizer
-from skipjoin.server.api.app import build_app
+from skipjoin.server import logs
+from skipjoin.server.api.app import build_app, build_metrics_app
 from skipjoin.server.api.errors import unavailable
-from skipjoin.server.api.http import HttpServer, listen
+from skipjoin.server.api.http import ConnectionLimits, HttpServer, listen, room_for
+from skipjoin.server.api.request_log import RequestLog
 from skipjoin.server.api.service import Service
+from skipjoin.server.batches.service import Batches
 from skipjoin.server.engines.engine_client import EngineClient
 from skipjoin.server.engines.engine_handle import EngineHandle, EngineStartError
 from skipjoin.server.engines.engine_program import ENGINE_COMMAND
@@ -48,9 +53,15 @@ from skipjoin.server.progress import ProgressDisplay
 if TYPE_CHECKING:
     from skipjoin.server.api.length_server import Questions
 
+logger = logging.getLogger(__name__)
+
 EXIT_OK, EXIT_ENGINE, EXIT_SETTING = 0, 1, 2
 DEATH_GRACE_S = 10.0
 DEFAULT_FORECASTS = ForecastConfig()
+_OPEN_WARNING = (
+    "any machine that reaches %s may use this server, which asks for no key; set --api-key-file, or "
+    "listen on 127.0.0.1 (docs/server.md: keys, TLS and proxies)"
+)
 # Seconds between two checks of the drain for open requests.
 _POLL_S = 0.05
 
@@ -58,12 +69,15 @@ OnProgress = Callable[[str, float], None]
 
 
 class Engines(Protocol):
-    """The engine processes of this server, one or several. died: set when none is left and none will come."""
+    """The engine processes of this server, one or several. died: set when none is left and none will come. cause: why,
+    and what helps."""
 
     died: asyncio.Event
+    cause: str
 
-    async def start(self, config: EngineConfig) -> Ready:
-        """Start, and wait until the engines take requests. Raises `EngineStartError`."""
+    async def start(self, config: EngineConfig, limits: HangLimits) -> Ready:
+        """Start, and wait until the engines take requests. limits: when one of them hangs. Raises
+        `EngineStartError`."""
         ...
 
     async def stop(self) -> None:
@@ -90,33 +104,43 @@ def run_server(
     *,
     engine_command: Sequence[str] = ENGINE_COMMAND,
     make_engines: MakeEngines = one_engine,
+    spell: Callable[[str], str] = str,
 ) -> int:
-    """Serve until stopped; the exit code. engine_command: the program of the engine process."""
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    """Serve until stopped; the exit code. engine_command: the program of the engine process. spell: makes the settings
+    that errors name what the operator calls them."""
+    logs.configure(server_config.log_level, server_config.log_format, spell)
     template = server_config.chat_template
     if template is not None and not Path(template).is_file():
-        _say(f"error: chat_template {template} is not a file")
+        logs.fail(f"chat_template {template} is not a file")
         return EXIT_SETTING
     try:
+        server_config = with_keys_of_files(server_config)
         _check_objectives(engine_config, server_config)
+        if server_config.fair_by == "key":
+            engine_config = replace(engine_config, fair_output_weight=server_config.fair_output_weight)
         forecasts = chosen_forecasts(forecast_config, engine_config, url=server_config.forecast_url)
     except ConfigError as error:
-        _say(f"error: {error}")
+        logs.fail(f"{error}")
         return EXIT_SETTING
     if engine_config.timeline is not None:
         try:
             Path(engine_config.timeline).open("a").close()
         except OSError as error:
-            _say(f"error: timeline {engine_config.timeline} cannot be written: {error.strerror}")
+            logs.fail(f"timeline {engine_config.timeline} cannot be written: {error.strerror}")
             return EXIT_SETTING
     try:
         # Before the model is loaded, so that a port in use is reported at once.
-        listener = listen(server_config.host, server_config.port)
-    except OSError as error:
-        _say(_explain(error, server_config))
+        listeners = _listen(server_config)
+    except ConfigError as error:
+        logs.fail(f"{error}")
         return EXIT_SETTING
-    with listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(Server(engine_config, server_config, forecasts, engine_command, make_engines).run(listener))
+    if not (server_config.api_keys or is_loopback(listeners[0].getsockname()[0])):
+        logger.warning(_OPEN_WARNING, server_config.host)
+    with contextlib.ExitStack() as stack:
+        for listener in listeners:
+            stack.enter_context(listener)
+        runner = stack.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop))
+        return runner.run(Server(engine_config, server_config, forecasts, engine_command, make_engines).run(*listeners))
 
 
 def _check_objectives(engine: EngineConfig, server: ServerConfig) -> None:
@@ -124,14 +148,34 @@ def _check_objectives(engine: EngineConfig, server: ServerConfig) -> None:
         raise ConfigError("slo_jct_scale and slo_jct_ms exclude each other: both are for requests without an objective")
 
 
-def _explain(error: OSError, config: ServerConfig) -> str:
+def _listen(config: ServerConfig) -> list[socket.socket]:
+    """The API's listening socket, and that of /metrics if it has one. Raises `ConfigError`."""
+    ports = {"--port": config.port, "--metrics-port": config.metrics_port}
+    listeners: list[socket.socket] = []
+    for flag, port in ports.items():
+        try:
+            listeners += [] if port is None else [listen(config.host, port)]
+        except OSError as error:
+            for listener in listeners:
+                listener.close()
+            raise ConfigError(_explain(error, config.host, port, flag)) from error
+    return listeners
+
+
+def _explain(error: OSError, host: str, port: int | None, flag: str) -> str:
     if error.errno == errno.EADDRINUSE:
-        return f"error: port {config.port} on {config.host} is in use; choose another with --port"
-    return f"error: cannot listen on {config.host} port {config.port}: {error.strerror or error}"
+        return f"port {port} on {host} is in use; choose another with {flag}"
+    return f"cannot listen on {host} port {port}: {error.strerror or error}"
 
 
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+def _connection_limits(config: ServerConfig) -> ConnectionLimits:
+    """The limits that the settings, and the operating system, allow."""
+    room = room_for(config.max_connections, config.replicas)
+    if room < config.max_connections:
+        logger.warning("the limit of open files allows %d connections, not %d", room, config.max_connections)
+    return ConnectionLimits(
+        max_header_bytes=config.max_header_bytes, max_connections=room, write_s=config.write_timeout_s
+    )
 
 
 class Server:
@@ -145,8 +189,6 @@ class Server:
         command: Sequence[str],
         make_engines: MakeEngines,
     ) -> None:
-        # An engine holds at most what admission lets in, and one engine may come to hold all of it.
-        self._engine_config = replace(engine_config, max_live_requests=config.max_queued_requests)
         self._config = config
         self._forecasts = forecasts
         self._progress = ProgressDisplay()
@@ -154,23 +196,35 @@ class Server:
         client = EngineClient(metrics, wanted=config.replicas, seed=engine_config.seed)
         self._engine = make_engines(client, command, self._progress.update)
         self._service = Service(config, client, metrics)
-        self._http = HttpServer(build_app(self._service), max_header_bytes=config.max_header_bytes)
+        most = config.batch_inflight or 2 * engine_config.max_num_seqs * config.replicas
+        self._batches = Batches(self._service, most=most)
+        # An engine holds at most what admission lets in, and one engine may come to hold all of it.
+        live_requests = config.max_queued_requests + self._batches.live_requests
+        self._engine_config = replace(engine_config, max_live_requests=live_requests)
+        app = build_app(self._service, self._batches.add_routes, self._batches.body_limits)
+        apps = [app] if config.metrics_port is None else [app, build_metrics_app(self._service)]
+        limits = _connection_limits(config)
+        self._http = [HttpServer(RequestLog(app), limits) for app in apps]
         self._questions: Questions | None = None
         self._signals = 0
         self._stop = asyncio.Event()
 
-    async def run(self, listener: socket.socket) -> int:
-        """Start, serve, end."""
+    async def run(self, *listeners: socket.socket) -> int:
+        """Start, serve, end. listeners: of the API, and of /metrics if it has a port of its own."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
         # It answers from the start, with 503 until the model is loaded, so that probes can tell loading from dead.
-        serving = asyncio.create_task(self._http.serve(sockets=[listener]))
+        serving = [
+            asyncio.create_task(http.serve(sockets=[one])) for http, one in zip(self._http, listeners, strict=True)
+        ]
         try:
-            code = await self._serve(listener)
+            code = await self._serve([_url(one) for one in listeners])
         finally:
-            self._http.should_exit = True
-            await serving
+            for http in self._http:
+                http.should_exit = True
+            await self._batches.close()
+            await asyncio.gather(*serving)
             await self._engine.stop()
             if self._questions is not None:
                 await self._questions.close()
@@ -183,37 +237,40 @@ class Server:
         self._service.drain()
         if self._signals > 1:
             self._engine.kill()
-            self._http.force_exit = True
+            for http in self._http:
+                http.force_exit = True
 
-    async def _serve(self, listener: socket.socket) -> int:
+    async def _serve(self, urls: Sequence[str]) -> int:
         """Start the engine and serve until the end; the exit code."""
         try:
             tokenizer = await self._start()
         except (EngineStartError, ModelError) as error:
-            _say(f"error: {error}")
+            logs.fail(f"{error}")
             return EXIT_ENGINE
         except ConfigError as error:
-            _say(f"error: {error}")
+            logs.fail(f"{error}")
             return EXIT_SETTING
         finally:
             self._progress.close()
         if tokenizer is None:
             return EXIT_OK
-        self._announce(listener)
+        self._announce(*urls)
         await _first(self._stop.wait(), self._engine.died.wait())
         if self._engine.died.is_set():  # a signal may have arrived since
+            logger.error("the engine has died: %s", self._engine.cause)
             if not self._stop.is_set():
-                _say(f"error: the engine has died; this server exits in {DEATH_GRACE_S:g} s")
+                logger.error("this server exits in %g s", DEATH_GRACE_S)
                 await _first(self._stop.wait(), asyncio.sleep(DEATH_GRACE_S))
             return EXIT_ENGINE
         await self._drain()
         return EXIT_OK
 
     async def _start(self) -> Tokenizer | None:
-        """Start the engine and load the tokenizer; None if the server is stopped before."""
+        """Open the batches, start the engine and load the tokenizer; None if the server is stopped before."""
+        await self._batches.open()
         if self._config.forecast_url is not None and not await self._try_questions():
             return None
-        starting = asyncio.create_task(self._engine.start(self._engine_config))
+        starting = asyncio.create_task(self._engine.start(self._engine_config, self._config.hang_limits))
         if not await self._unless_stopped(starting):
             self._engine.kill()
             await asyncio.wait((starting,))
@@ -222,12 +279,16 @@ class Server:
         info = starting.result()
         template = self._config.chat_template
         tokenizer = await self._service.in_thread(load_tokenizer, info.folder, chat_template=template)
+        defaults = sampling_defaults(info.folder, self._engine_config.generation_config)
+        if defaults:
+            shown = ", ".join(f"{name} {value}" for name, value in defaults.items())
+            logger.info("sampling defaults of the model's generation_config.json: %s", shown)
         keeper = None
         if self._forecasts is not None:
             source = {"model": info.model, "folder": info.folder, "text_of": tokenizer.decode}
             keeper = await self._service.in_thread(open_keeper, self._forecasts, **source)
         ask = None if self._questions is None else partial(self._questions.ask, tokenizer.decode)
-        self._service.open(info, tokenizer, keeper, ask)
+        self._service.open(info, tokenizer, keeper, ask, sampling_defaults=defaults)
         # Objects made until now stay: the garbage collector need not visit them while tokens stream.
         gc.collect()
         gc.freeze()
@@ -256,9 +317,7 @@ class Server:
         check.result()
         return True
 
-    def _announce(self, listener: socket.socket) -> None:
-        host, port = listener.getsockname()[:2]
-        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    def _announce(self, url: str, metrics_url: str | None = None) -> None:
         info = self._service.info
         print(
             f"Ready: {self._service.name} at {url} ({self._count()}recipe {info.recipe}, "
@@ -266,7 +325,7 @@ class Server:
             f"{info.device_blocks} KV blocks of {info.block_size} and {info.host_blocks} on the host"
             f"{'' if info.swap_dtype == 'auto' else f' as {info.swap_dtype}'}, "
             f"{info.dtype} on {info.device})\n"
-            f"Try: {self._example(url)}",
+            f"Try: {self._example(url)}" + (f"\nMetrics: {metrics_url}/metrics" if metrics_url else ""),
             flush=True,
         )
 
@@ -287,7 +346,8 @@ class Server:
         """Let running requests finish, until the time is up or a second signal arrives."""
         service = self._service
         limit_s = self._config.shutdown_timeout_s
-        _say(f"draining: {service.admission.requests} requests run, for at most {limit_s:g} s more")
+        closing = asyncio.create_task(self._batches.close())  # their lines go back to the store
+        logger.info("draining: %d requests run, for at most %g s more", service.admission.requests, limit_s)
         end = asyncio.get_running_loop().time() + limit_s
         while (
             (service.busy or service.admission.requests)
@@ -295,7 +355,13 @@ class Server:
             and asyncio.get_running_loop().time() < end
         ):
             await asyncio.sleep(_POLL_S)
+        await closing
         service.client.fail_all(unavailable("the server is shutting down", "shutting_down"))
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 async def _first(*waits: Coroutine[Any, Any, Any]) -> None:

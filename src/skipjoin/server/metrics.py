@@ -7,8 +7,9 @@ its label.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
+from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
@@ -18,11 +19,19 @@ from prometheus_client.utils import floatToGoString
 
 from skipjoin.core.forecast import Forecast
 from skipjoin.engine.forecasting import Predicted
+from skipjoin.machine import resident_bytes
 from skipjoin.observe.metrics import (
+    BATCH_ENDS,
+    BATCH_OPEN,
+    BATCH_STATUSES,
+    CLASSES,
     DOOR_METRICS,
     ENGINE_METRICS,
     FORECAST_OUTCOMES,
     FORECAST_SOURCES,
+    HTTP_STATUSES,
+    LOSSES,
+    OTHER_STATUS,
     Histogram,
     Metric,
     Snapshot,
@@ -40,12 +49,19 @@ class Metrics(Collector):
         rows = {metric.name: (metric, row) for metric, row in zip(DOOR_METRICS, self._api, strict=True)}
         rejected, self._refusals = rows["admission_rejected_total"]
         self._rejected = dict(zip(rejected.values, range(len(rejected.values)), strict=True))
+        self._statuses = rows["http_responses_total"][1]
+        self._resident_bytes = rows["api_resident_memory_bytes"][1]
         choices, row = rows["request_params_n"]
         self._choices = Histogram(choices.buckets, row)
         self._replicas = [rows[f"replica{name}"][1] for name in ("s", "s_alive", "_restarts_total")]
         self._moved = rows["requests_moved_total"][1]
+        self._lost = rows["requests_lost_total"][1]
         self._forecasts, self._late = rows["forecasts_total"][1], rows["forecasts_late_total"][1]
         self._learnt, self._entries = rows["forecasts_learnt_total"][1], rows["forecast_index_entries"][1]
+        self._batch_lines, self._batches = rows["batch_lines"][1], rows["batches"][1]
+        self._batch_ends, self._batch_tokens, self._requeued = (
+            rows[f"batch_{name}_total"][1] for name in ("lines_ended", "generation_tokens", "lines_requeued")
+        )
         self._interval, self._outcomes = rows["forecast_interval_total"][1], rows["forecast_url_total"][1]
         self._forecast_s, self._answer_s, self._forecast_error, self._forecast_octaves = (
             Histogram(rows[name][0].buckets, rows[name][1])
@@ -55,6 +71,11 @@ class Metrics(Collector):
         self._config: dict[str, str] | None = None
         self._registry = CollectorRegistry()
         self._registry.register(self)
+
+    def responded(self, status: int) -> None:
+        """Count an answer. status: of HTTP."""
+        name = str(status)
+        self._statuses[HTTP_STATUSES.index(name if name in HTTP_STATUSES else OTHER_STATUS)] += 1
 
     def rejected(self, reason: str) -> None:
         """Count a refused request. reason: a label value of `admission_rejected_total`."""
@@ -88,6 +109,10 @@ class Metrics(Collector):
         """Count requests that lost their engine."""
         self._moved[0] += requests
 
+    def lost(self, reason: str, requests: int = 1) -> None:
+        """Count requests that got an error because engines died. reason: one of `LOSSES`."""
+        self._lost[LOSSES.index(reason)] += requests
+
     def forecast(self, forecast: Forecast, seconds: float) -> None:
         """Count a forecast that took so many seconds to make."""
         self._count_source(forecast)
@@ -110,6 +135,23 @@ class Metrics(Collector):
         """Count a question to that server. outcome: one of `FORECAST_OUTCOMES`."""
         self._outcomes[FORECAST_OUTCOMES.index(outcome)] += 1
 
+    def batch_tokens(self, tokens: int) -> None:
+        """Count tokens that were generated for a line of a batch."""
+        self._batch_tokens[0] += tokens
+
+    def batch_requeued(self) -> None:
+        """Count a line that was put back to run again."""
+        self._requeued[0] += 1
+
+    def batch_ended(self, state: str, lines: int = 1) -> None:
+        """Count lines that ended. state: one of `BATCH_ENDS`."""
+        self._batch_ends[BATCH_ENDS.index(state)] += lines
+
+    def batches(self, lines: Mapping[str, int], batches: Mapping[str, int]) -> None:
+        """Take how many open lines there are of each state, and batches of each status."""
+        self._batch_lines[:] = [lines.get(state, 0) for state in BATCH_OPEN]
+        self._batches[:] = [batches.get(status, 0) for status in BATCH_STATUSES]
+
     def indexed(self, entries: int) -> None:
         """Take how many outputs forecasts are made from."""
         self._entries[0] = entries
@@ -131,6 +173,7 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Family]:
         """All metrics as of now, for the registry."""
+        self._resident_bytes[0] = resident_bytes()
         numbers = [*zip(ENGINE_METRICS, self._engine.rows, strict=True), *zip(DOOR_METRICS, self._api, strict=True)]
         yield from _families("skipjoin", numbers, {})
         if self._config is not None:
@@ -150,17 +193,26 @@ def _families(
     prefix: str, numbers: Iterable[tuple[Metric, Sequence[float]]], labels: dict[str, str]
 ) -> Iterator[Family]:
     """labels: that every sample carries."""
-    common = list(labels.values())
     for metric, row in numbers:
-        name, names = f"{prefix}:{metric.name}", [*labels, *([metric.label] if metric.label else [])]
-        if metric.kind == "histogram":
-            histogram = HistogramMetricFamily(name, metric.help, labels=names)
-            bounds = [*map(floatToGoString, metric.buckets), "+Inf"]
-            histogram.add_metric(common, list(zip(bounds, accumulate(row[:-1]), strict=True)), row[-1])
-            yield histogram
-            continue
-        kind = GaugeMetricFamily if metric.kind == "gauge" else CounterMetricFamily
-        family = kind(name, metric.help, labels=names)
-        for value, number in zip(metric.values or (None,), row, strict=True):
-            family.add_metric([*common, *([value] if value is not None else [])], number)
+        names = [*labels, *(["class"] if metric.by_class else []), *([metric.label] if metric.label else [])]
+        family = _KINDS[metric.kind](f"{prefix}:{metric.name}", metric.help, labels=names)
+        common = list(labels.values())
+        if not metric.by_class:
+            _add_samples(family, metric, row, common)
+        else:
+            for name, part in zip(CLASSES, metric.per_class(row), strict=True):
+                _add_samples(family, metric, part, [*common, name])
         yield family
+
+
+_KINDS = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily, "histogram": HistogramMetricFamily}
+
+
+def _add_samples(family: Any, metric: Metric, row: Sequence[float], common: list[str]) -> None:
+    """common: label values of all samples that the row has."""
+    if metric.kind == "histogram":
+        bounds = [*map(floatToGoString, metric.buckets), "+Inf"]
+        family.add_metric(common, list(zip(bounds, accumulate(row[:-1]), strict=True)), row[-1])
+        return
+    for value, number in zip(metric.values or (None,), row, strict=True):
+        family.add_metric([*common, *([] if value is None else [value])], number)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 
 from rich.console import Console
 from rich.progress import Progress, TaskID
 
+logger = logging.getLogger(__name__)
+
 
 class ProgressDisplay:
-    """Shows stages of work on standard error. Without a terminal each stage is one line, printed when it begins."""
+    """Shows stages of work on standard error. Without a terminal each stage is one line of the log, when it begins."""
 
     def __init__(self) -> None:
         self._bars = Progress(console=Console(stderr=True), transient=True) if sys.stderr.isatty() else None
@@ -20,7 +23,7 @@ class ProgressDisplay:
         """`share`, between 0 and 1, of `what` is done."""
         if self._bars is None:
             if what not in self._seen:
-                print(f"{what} ...", file=sys.stderr, flush=True)
+                logger.info("%s ...", what)
             self._seen.add(what)
             return
         if what not in self._tasks:

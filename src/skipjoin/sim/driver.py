@@ -160,14 +160,16 @@ class Arrivals:
         while self._queue and self._queue[0].arrival <= now:
             yield self._queue.popleft()
 
+    def observe(self, events: Sequence[Event]) -> None:
+        """What happened to requests that were taken; a request that goes on elsewhere has not ended."""
+
 
 class Dispatched:
     """Requests that go to the replica that `dispatch` chooses when they arrive, and end there."""
 
-    def __init__(self, requests: Iterable[Request], dispatch: Dispatch) -> None:
-        self._arrivals = Arrivals(requests)
+    def __init__(self, arrivals: Arrivals, dispatch: Dispatch) -> None:
+        self._arrivals = arrivals
         self._dispatch = dispatch
-        self.observe = dispatch.observe
 
     @property
     def next_at(self) -> float:
@@ -181,6 +183,10 @@ class Dispatched:
         for request in self._arrivals.take(now):
             yield self._dispatch.choose(request), request
 
+    def observe(self, replica: int, events: Sequence[Event]) -> None:
+        self._dispatch.observe(replica, events)
+        self._arrivals.observe(events)
+
 
 def simulate_cluster(
     replicas: Sequence[Replica],
@@ -191,7 +197,7 @@ def simulate_cluster(
     until: float = math.inf,
 ) -> float:
     """As `simulate`, on several replicas; `dispatch` chooses the replica of a request when it arrives."""
-    traffic = Dispatched(requests, dispatch)
+    traffic = Dispatched(Arrivals(requests), dispatch)
     del requests  # ended requests must be freed
     return simulate_traffic(replicas, traffic, on_events=on_events, until=until)
 

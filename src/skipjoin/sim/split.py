@@ -13,7 +13,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -86,7 +86,7 @@ class SplitWatcher:
 class SplitTraffic:
     """The traffic of replicas of which the first `prefill_replicas` compute prompts and the others decode.
 
-    requests: as for `simulate`. prefill, decode: choose the replica of a request when it arrives and when its prompt is
+    arrivals: of whole requests. prefill, decode: choose the replica of a request when it arrives and when its prompt is
     done, counted from 0 among the replicas of that kind. token_bytes: of a token's KV, all layers.
     """
 
@@ -94,7 +94,7 @@ class SplitTraffic:
         self,
         replicas: Sequence[Replica],
         prefill_replicas: int,
-        requests: Iterable[Request],
+        arrivals: Arrivals,
         *,
         prefill: Dispatch,
         decode: Dispatch,
@@ -106,7 +106,7 @@ class SplitTraffic:
         for number, replica in enumerate(replicas[prefill_replicas:], prefill_replicas):
             replica.on_decided = partial(self._pull, number)
         self._prefill_replicas = prefill_replicas
-        self._arrivals = Arrivals(requests)
+        self._arrivals = arrivals
         self._prefill = prefill
         self._decode = decode
         self._network = network
@@ -155,7 +155,7 @@ class SplitTraffic:
         else:
             self._decode.observe(replica - self._prefill_replicas, events)
             for event in ends:
-                self._watcher.ended(event)
+                self._end(event)
 
     def _end_prompt(self, replica: int, event: Finished) -> None:
         """A request ended on its prefill replica, with its first token or without."""
@@ -165,7 +165,12 @@ class SplitTraffic:
         else:
             self._cores[replica].release(prompt, self._now)
             self._woken.append(replica)
-            self._watcher.ended(event)
+            self._end(event)
+
+    def _end(self, event: Finished) -> None:
+        """A request is over, on either kind of replica."""
+        self._watcher.ended(event)
+        self._arrivals.observe((event,))
 
     def _hand_over(self, source: int, prompt: Request, whole: Request) -> None:
         computed = prompt.computed

@@ -1,28 +1,36 @@
 """The Ray cluster: a private one on this machine, or a running one. Ray places and starts processes and reports when
 they end; tokens and plans do not pass through it.
 
-A private cluster ends with this process, however that ends. Ray's processes listen on all interfaces, but accept only
-connections with a token, which every process that starts a cluster generates.
+A private cluster ends with this process, however that ends. Its processes listen on the loopback interface only, accept
+only connections with a token, which is made for it, and have their files and sockets in a folder that no other user can
+enter. Whatever the environment says of Ray changes nothing of that.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
-import shutil
+import signal
 import socket
 import sys
 import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from skipjoin.exec.ranks.guard import ProcessGuard
+from skipjoin.version import install_command
 
 if TYPE_CHECKING:
     from types import ModuleType
 
-# Address of a private cluster. Ray replaces 127.0.0.1 by the machine's outward address.
-LOCAL_IP = "127.0.0.2" if sys.platform == "linux" else "127.0.0.1"
+# Address of a private cluster: the only one for which Ray listens on the loopback interface and no other.
+LOCAL_IP = "127.0.0.1"
+# Ray's variable for whether a cluster may have several machines. If so, Ray replaces 127.0.0.1 by an outward address.
+_SEVERAL_MACHINES = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 # Ray's minimum for shared objects; Skipjoin shares none.
 _OBJECT_BYTES = 80 << 20
 # Prefix of the name of a private cluster's folder; the id of the owning process follows.
@@ -39,6 +47,8 @@ _SETTINGS = {
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "2000",
     "RAY_health_check_failure_threshold": "3",
+    # Whether SIGTERM ends a process is for that process to say. Ray's own handler writes its stack and aborts it.
+    "RAY_DISABLE_FAILURE_SIGNAL_HANDLER": "1",
 }
 
 
@@ -49,43 +59,55 @@ class ClusterError(Exception):
 class Cluster:
     """A connection to Ray, made by `start` and `join`. A process that already uses Ray keeps its connection.
 
-    address: for other processes of this machine to join. ip: this machine's, in the cluster. folder: files of a private
-    cluster. is_ours: whether `close` disconnects.
+    address: for other processes of this machine to join. ip: this machine's, in the cluster. guard: of a private
+    cluster's folder. settings: of a private cluster, undone when it has ended. is_ours: whether `close` disconnects.
     """
 
-    def __init__(self, address: str, ip: str, folder: Path | None = None, *, is_ours: bool = True) -> None:
+    def __init__(
+        self,
+        address: str,
+        ip: str,
+        guard: ProcessGuard | None = None,
+        settings: ExitStack | None = None,
+        *,
+        is_ours: bool = True,
+    ) -> None:
         self.address, self.ip = address, ip
         self._is_ours = is_ours
-        self._guard = ProcessGuard(folder) if folder is not None else None
+        self._guard = guard
+        self._settings = settings or ExitStack()
 
     @classmethod
     def start(cls, cpus: int) -> Cluster:
-        """Start a private cluster on this machine, closed to other machines. cpus: CPUs that the cluster declares.
+        """Start a private cluster on this machine, closed to all others. cpus: CPUs that the cluster declares.
 
         The number only limits how many processes can be placed, and may exceed the machine's CPUs. If this process
         already uses Ray, that cluster is returned unchanged. Raises `ClusterError`.
         """
         if (used := _used()) is not None:
             return used
-        folder = Path(tempfile.mkdtemp(prefix=f"{_FOLDER}{os.getpid()}-"))
-        # Processes that this one starts inherit it and can join. Ray reads it once.
-        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
         ray = import_ray()
-        try:
-            found = ray.init(
-                address="local",
-                num_cpus=cpus,
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level="error",
-                object_store_memory=_OBJECT_BYTES,
-                _node_ip_address=LOCAL_IP,
-                _temp_dir=str(folder),
-            )
-        except Exception as error:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise ClusterError(f"Ray does not start on this machine: {_first_line(error)}") from error
-        return cls(found.address_info["address"], LOCAL_IP, folder)
+        # Only this user can enter it. Ray opens its own folder to all, so that is one inside.
+        folder = Path(tempfile.mkdtemp(prefix=f"{_FOLDER}{os.getpid()}-"))
+        guard = ProcessGuard(folder)  # before Ray starts, which takes seconds, in which this process may be killed
+        with ExitStack() as settings:
+            settings.enter_context(_private_settings())
+            try:
+                with _sigterm_kept():
+                    found = ray.init(
+                        address="local",
+                        num_cpus=cpus,
+                        include_dashboard=False,
+                        log_to_driver=False,
+                        logging_level="error",
+                        object_store_memory=_OBJECT_BYTES,
+                        _node_ip_address=LOCAL_IP,
+                        _temp_dir=str(folder / "ray"),
+                    )
+            except Exception as error:
+                guard.close()
+                raise ClusterError(f"Ray does not start on this machine: {_first_line(error)}") from error
+            return cls(found.address_info["address"], LOCAL_IP, guard, settings.pop_all())
 
     @classmethod
     def join(cls, address: str) -> Cluster:
@@ -104,7 +126,8 @@ class Cluster:
             raise ClusterError(f"ray_address {address}: no connection ({error.strerror or error})") from error
         ray = import_ray()
         try:
-            ray.init(address=address, log_to_driver=False, logging_level="error")
+            with _sigterm_kept():
+                ray.init(address=address, log_to_driver=False, logging_level="error")
         except Exception as error:
             raise ClusterError(
                 f"ray_address {address} cannot be joined: {_first_line(error)} (is it a Ray cluster? does one of its "
@@ -119,6 +142,47 @@ class Cluster:
         import_ray().shutdown()
         if self._guard is not None:
             self._guard.close()
+        self._settings.close()
+
+
+@contextmanager
+def _private_settings() -> Iterator[None]:
+    """What closes a cluster that this process starts: a token of its own, which processes that it starts inherit and
+    join with, and one machine. Both stand above what the environment says."""
+    raylet: Any = import_module("ray._raylet")
+    constants: Any = import_module("ray._private.ray_constants")
+    ours = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), _SEVERAL_MACHINES: "0"}
+    before = {name: os.environ.pop(name, None) for name in ours}
+    had_several = constants.ENABLE_RAY_CLUSTER
+
+    def reread(several_machines: bool) -> None:
+        """Ray has read the variables when it was imported."""
+        constants.ENABLE_RAY_CLUSTER = several_machines
+        raylet.Config.initialize("")
+        raylet.AuthenticationTokenLoader.instance().reset_cache()
+
+    os.environ.update(ours)
+    reread(False)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+        reread(had_several)
+
+
+@contextmanager
+def _sigterm_kept() -> Iterator[None]:
+    """Give SIGTERM back to this process: Ray makes it end a process whose main thread joins a cluster."""
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        # Ray changes it in the main thread alone. None: the handler is not Python's, and Ray has not replaced it.
+        if handler is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
 
 
 def import_ray() -> ModuleType:
@@ -128,7 +192,7 @@ def import_ray() -> ModuleType:
     try:
         import ray  # noqa: PLC0415 (an optional back end, which reads its settings when it is imported)
     except ImportError as error:
-        raise ClusterError("several ranks or replicas need Ray: pip install 'skipjoin[distributed]'") from error
+        raise ClusterError(f"several ranks or replicas need Ray: {install_command('distributed')}") from error
     return ray
 
 

@@ -17,6 +17,7 @@ import time
 from contextlib import suppress
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from queue import SimpleQueue
 
 from skipjoin.exec.base import RankError
 
@@ -26,8 +27,10 @@ Address = tuple[str, int]
 # A connection breaks after so many seconds without a packet from the other machine. The other process may be busy: its
 # kernel acknowledges packets.
 _SILENCE_S = 4
-# Longest time that an unauthenticated connection may delay the others, in seconds.
+# Longest time that a connection may take to prove that it knows the secret, in seconds.
 _GREETING_S = 2.0
+# Interval at which greetings that have ended are looked for, in seconds.
+_LOOK_S = 0.02
 # Time in which a process that has lost its connection may end by itself, in seconds.
 _GRACE_S = 2.0
 _NUMBER = struct.Struct("<I")
@@ -45,41 +48,54 @@ class RankListener:
         self.secret = secrets.token_bytes(32)
 
     def accept(self, ranks: int, timeout_s: float) -> list[TcpLink]:
-        """The links to all ranks, in rank order. Connections without the secret are closed. Raises `RankError` if a
-        rank does not connect in time."""
+        """The links to all ranks, in rank order. Connections without the secret are closed; they delay no other one.
+        Raises `RankError` if a rank does not connect in time."""
         links: dict[int, TcpLink] = {}
+        greeted: SimpleQueue[tuple[Connection, int]] = SimpleQueue()
         deadline = time.monotonic() + timeout_s
-        try:
-            while len(links) < ranks:
-                self._listener.settimeout(max(1e-3, deadline - time.monotonic()))
-                accepted, _ = self._listener.accept()
-                with suppress(AuthenticationError, OSError, EOFError, struct.error):
-                    connection, number = self._greet(accepted)
-                    links[number] = TcpLink(connection, number)
-        except TimeoutError:
-            for link in links.values():
-                link.close()
-            missing = min(set(range(ranks)) - set(links))
-            raise RankError(f"rank {missing} did not connect within {timeout_s:g} s") from None
+        while len(links) < ranks:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                for link in links.values():
+                    link.close()
+                missing = min(set(range(ranks)) - set(links))
+                raise RankError(f"rank {missing} did not connect within {timeout_s:g} s")
+            self._accept_one(greeted, min(left, _LOOK_S))
+            while not greeted.empty():
+                connection, number = greeted.get()
+                links[number] = TcpLink(connection, number)
         return [links[number] for number in range(ranks)]
 
     def close(self) -> None:
         """Accept no more connections."""
         self._listener.close()
 
-    def _greet(self, accepted: socket.socket) -> tuple[Connection, int]:
-        """Authenticate a connection. Returns it and its rank number."""
-        _limit(accepted, _GREETING_S)
+    def _accept_one(self, greeted: SimpleQueue[tuple[Connection, int]], timeout_s: float) -> None:
+        """Begin to greet the next connection, if there is one in time."""
+        self._listener.settimeout(timeout_s)
+        with suppress(TimeoutError):
+            accepted, _ = self._listener.accept()
+            threading.Thread(target=self._greet, args=(accepted, greeted), daemon=True).start()
+
+    def _greet(self, accepted: socket.socket, greeted: SimpleQueue[tuple[Connection, int]]) -> None:
+        """Authenticate a connection within `_GREETING_S`, however slowly it sends, and queue it with its rank
+        number."""
+        guard = accepted.dup()  # has a descriptor of its own, which no other connection can get meanwhile
+        clock = threading.Timer(_GREETING_S, _cut, (guard,))
+        clock.start()
         connection = _prepared(accepted)
         try:
             deliver_challenge(connection, self.secret)
             answer_challenge(connection, self.secret)
             (number,) = _NUMBER.unpack(connection.recv_bytes(_NUMBER.size))
-        except BaseException:
+        except (AuthenticationError, OSError, EOFError, struct.error):
             connection.close()
-            raise
-        _limit(connection, 0.0)
-        return connection, number
+        else:
+            greeted.put((connection, number))
+        finally:
+            clock.cancel()
+            clock.join()
+            guard.close()
 
 
 def connect(address: Address, secret: bytes, rank: int) -> Connection:
@@ -155,11 +171,7 @@ def _prepared(plain: socket.socket) -> Connection:
     return Connection(plain.detach())
 
 
-def _limit(connection: socket.socket | Connection, seconds: float) -> None:
-    """Set the timeout of a read; 0: none."""
-    own = socket.socket(fileno=connection.fileno())
-    try:
-        whole = int(seconds)
-        own.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", whole, int((seconds - whole) * 1e6)))
-    finally:
-        own.detach()
+def _cut(connection: socket.socket) -> None:
+    """Break a connection, also for those that wait for it to send."""
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)

@@ -88,14 +88,19 @@ class Done(msgspec.Struct, frozen=True, tag="done", array_like=True, gc=False):
 
 class RankFailed(msgspec.Struct, frozen=True, tag="failed", array_like=True, gc=False):
     """The rank failed. lost_peer: only because it lost another rank. out_of_step: its plans differ from the sender's,
-    so that its results are invalid."""
+    so that its results are invalid. out_of_memory: the step took more memory than there is."""
 
     text: str
     lost_peer: bool
     out_of_step: bool = False
+    out_of_memory: bool = False
 
 
 FromRank = Done | RankFailed
+
+# Made with the import, by one thread: while a struct's first decoder is made, a second thread's reads through null.
+PLAN_DECODER = msgspec.msgpack.Decoder(PlanMessage)
+FROM_RANK_DECODER = msgspec.msgpack.Decoder(FromRank)
 
 
 def checksum_after(before: bytes, body: bytes) -> bytes:

@@ -13,6 +13,7 @@ from skipjoin.core.step import Direction, Move, Slice, StepPlan
 from skipjoin.exec.ranks.messages import (
     CHECKSUM_BYTES,
     FIRST_CHECKSUM,
+    PLAN_DECODER,
     KnownTokens,
     MovePart,
     NewRequest,
@@ -138,7 +139,6 @@ class PlanReader:
         self._requests: dict[int, _Mirrored] = {}
         self._moves: dict[Move, int] = {}
         self._next_move = 0
-        self._decoder = msgspec.msgpack.Decoder(PlanMessage)
 
     def read(self, message: bytes) -> StepPlan:
         """The plan of a message. Raises `OutOfStepError` unless it is the next one."""
@@ -150,7 +150,7 @@ class PlanReader:
                 "a plan was missed, repeated, reordered or changed in transit"
             )
         self.checksum = found
-        plan = self._decoder.decode(body)
+        plan = PLAN_DECODER.decode(body)
         for new in plan.new:
             sampling = Sampling(new.params, new.seed, new.eos_token_ids)
             self._requests[new.number] = _Mirrored(Request(new.id, 0.0, new.prompt, 1, sampling=sampling))

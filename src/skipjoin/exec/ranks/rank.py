@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 import msgspec
+import torch
 
 from skipjoin.core.step import StepPlan, StepResult
 from skipjoin.exec.ranks.messages import Done, FromRank, RankFailed
@@ -67,5 +68,6 @@ class Rank:
             f"{type(error).__name__}: {error}",
             lost_peer=isinstance(error, GroupError),
             out_of_step=isinstance(error, OutOfStepError),
+            out_of_memory=isinstance(error, torch.OutOfMemoryError | MemoryError),
         )
         return self._failure

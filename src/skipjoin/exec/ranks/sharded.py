@@ -8,11 +8,9 @@ from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import msgspec
-
 from skipjoin.core.step import Move, StageTime, StepPlan, StepResult
-from skipjoin.exec.base import RankError
-from skipjoin.exec.ranks.messages import Done, FromRank, RankFailed
+from skipjoin.exec.base import RankError, RankMemoryError
+from skipjoin.exec.ranks.messages import FROM_RANK_DECODER, Done, FromRank, RankFailed
 from skipjoin.exec.ranks.plan_messages import OutOfStepError, PlanWriter
 from skipjoin.model.parallel import Shard
 
@@ -85,7 +83,6 @@ class ShardedExecutor:
         self._shards = [Shard.of_rank(rank, tp_size, len(links) // tp_size) for rank in range(len(links))]
         self._timeout_s = timeout_s
         self._writer = PlanWriter()
-        self._decoder = msgspec.msgpack.Decoder(FromRank)
         self._pending: deque[ShardedHandle] = deque()
         # Per rank, answers taken off its link before their turn.
         self._early: list[deque[bytes]] = [deque() for _ in links]
@@ -184,7 +181,7 @@ class ShardedExecutor:
     def _receive(self, rank: int, timeout_s: float) -> FromRank:
         """The next answer of a rank. Raises as `RankLink.receive` does."""
         early = self._early[rank]
-        answer: FromRank = self._decoder.decode(early.popleft() if early else self._links[rank].receive(timeout_s))
+        answer: FromRank = FROM_RANK_DECODER.decode(early.popleft() if early else self._links[rank].receive(timeout_s))
         return answer
 
     def _look_at(self, ranks: Iterable[int]) -> None:
@@ -217,7 +214,9 @@ class ShardedExecutor:
         return failed
 
     def _error(self, rank: int, failure: RankFailed) -> Exception:
-        kind = OutOfStepError if failure.out_of_step else RankError
+        kind: type[Exception] = RankMemoryError if failure.out_of_memory else RankError
+        if failure.out_of_step:
+            kind = OutOfStepError
         return kind(f"{self._shards[rank].name} failed: {failure.text}")
 
     def _ended(self, answers: Sequence[Done]) -> tuple[list[Move], list[Move]]:

@@ -11,11 +11,13 @@ import logging
 import os
 import re
 import statistics
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
+
+from skipjoin.durable import write_durably
+from skipjoin.folders import cache_folder
 
 _log = logging.getLogger(__name__)
 
@@ -49,8 +51,9 @@ def source_hash(*files: str) -> str:
 
 
 def table_path(device: str, version: str) -> Path:
-    """The file of a device's choices, in $SKIPJOIN_KERNEL_CACHE or ~/.cache/skipjoin/kernels."""
-    folder = os.environ.get("SKIPJOIN_KERNEL_CACHE") or Path.home() / ".cache" / "skipjoin" / "kernels"
+    """The file of a device's choices, in $SKIPJOIN_KERNEL_CACHE, or else skipjoin/kernels in the user's cache
+    folder."""
+    folder = os.environ.get("SKIPJOIN_KERNEL_CACHE") or cache_folder() / "kernels"
     return Path(folder) / f"{re.sub(r'[^A-Za-z0-9.]+', '-', device)}-{version}.json"
 
 
@@ -101,9 +104,7 @@ class TunedTable:
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             # Another process may have measured other keys since.
             self._chosen = {**_read(self._path), **self._chosen}
-            with tempfile.NamedTemporaryFile("w", dir=self._path.parent, delete=False, encoding="utf-8") as file:
-                json.dump(self._chosen, file, indent=1, sort_keys=True)
-            Path(file.name).replace(self._path)
+            write_durably(self._path, json.dumps(self._chosen, indent=1, sort_keys=True).encode())
         except OSError as error:
             _log.warning("the measured kernel sizes cannot be saved: %s", error)
 

@@ -10,8 +10,10 @@ import os
 import shlex
 import shutil
 import subprocess
-import tempfile
 from pathlib import Path
+
+from skipjoin.durable import is_sealed, scratch_folder, sealed, write_durably
+from skipjoin.folders import cache_folder
 
 _log = logging.getLogger(__name__)
 
@@ -37,25 +39,28 @@ def load_library() -> ctypes.CDLL | None:
 
 
 def compiled_library() -> Path:
-    """The library file, built if it does not exist. Raises `OSError` or `SubprocessError` if it cannot be built."""
+    """The library file, built if it does not exist or is not what was built: loading one that was cut off ends the
+    process. Raises `OSError` or `SubprocessError` if it cannot be built."""
     folder = Path(__file__).parent
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
     if compiler is None:
         raise OSError("no C++ compiler found (g++, c++ or clang++, or set CXX)")
-    digest = hashlib.sha256(" ".join((compiler, *_FLAGS, _cpu())).encode())
+    digest = hashlib.sha256(" ".join((compiler, *_FLAGS, _cpu(), "sealed")).encode())
     for source in sorted(folder.glob("*.cpp")):
         digest.update(source.read_bytes())
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "skipjoin"
+    cache = cache_folder()
     library = cache / f"ops-{digest.hexdigest()[:16]}.so"
     if library.is_file():
-        return library
+        if is_sealed(library.read_bytes()):
+            return library
+        _log.warning("%s is damaged, and is built again", library)
     cache.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache) as scratch:
+    with scratch_folder(cache) as scratch:
         made = Path(scratch) / library.name
         command = [*shlex.split(compiler), *_FLAGS, *(str(folder / source) for source in _SOURCES), "-o", str(made)]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=_TIMEOUT_S)
-        # Atomically: another process may be building the same file.
-        made.replace(library)
+        # Atomically: another process may be building the same file. Loaders ignore what follows the library.
+        write_durably(library, sealed(made.read_bytes()))
     return library
 
 

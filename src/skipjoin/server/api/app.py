@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -12,6 +12,7 @@ from pydantic.json_schema import models_json_schema
 
 from skipjoin.server.api import debug, errors, status, tokens
 from skipjoin.server.api.auth import AccessGuard
+from skipjoin.server.api.browsers import SiteRules
 from skipjoin.server.api.chat import ChatEndpoint
 from skipjoin.server.api.completions import CompletionEndpoint
 from skipjoin.server.api.generation import Endpoint
@@ -19,21 +20,22 @@ from skipjoin.server.api.replies import answer
 from skipjoin.server.api.service import Service
 from skipjoin.version import VERSION
 
+# Adds routes; the bodies that they read, by path.
+AddRoutes = Callable[[FastAPI], Mapping[str, type[BaseModel]]]
 ENDPOINTS: tuple[type[Endpoint[Any]], ...] = (ChatEndpoint, CompletionEndpoint)
 
 
-def build_app(service: Service) -> AccessGuard:
-    """The application around a service. `.app` of what is returned is the FastAPI object behind the guard."""
+def build_app(
+    service: Service,
+    add_more: AddRoutes | None = None,
+    body_limits: Mapping[tuple[str, str], int] | None = None,
+) -> AccessGuard:
+    """The application around a service. `.app` of what is returned is the FastAPI object behind the guard.
+
+    add_more: adds further routes. body_limits: of those that take larger bodies than others, by method and path.
+    """
     config = service.config
-    app = FastAPI(
-        title="Skipjoin",
-        version=VERSION,
-        # The pages would load scripts from elsewhere; a redirect would repeat the client's Host header.
-        docs_url=None,
-        redoc_url=None,
-        redirect_slashes=False,
-    )
-    errors.install(app)
+    app = _new_app()
     status.add_routes(app, service)
     for kind in ENDPOINTS:
         _add_endpoint(app, kind(service))
@@ -41,13 +43,47 @@ def build_app(service: Service) -> AccessGuard:
     if config.enable_debug_routes:
         debug.add_routes(app, service)
     bodies = {kind.path: kind.body_type for kind in ENDPOINTS} | tokens.BODIES
+    if add_more is not None:
+        bodies |= add_more(app)
     app.openapi = lambda: _openapi(app, bodies)  # type: ignore[method-assign]
     return AccessGuard(
         app,
         api_keys=config.api_keys,
         max_header_bytes=config.max_header_bytes,
         max_body_bytes=config.max_body_bytes,
+        body_limits=body_limits,
+        rules=SiteRules.of(config),
+        cors_origins=config.cors_origins,
+        metrics_keys=config.metrics_keys,
+        on_status=service.metrics.responded,
     )
+
+
+def build_metrics_app(service: Service) -> AccessGuard:
+    """The application of a port that serves /metrics alone."""
+    app, config = _new_app(openapi_url=None), service.config
+    status.add_metrics(app, service)
+    return AccessGuard(
+        app,
+        api_keys=config.metrics_keys,
+        max_header_bytes=config.max_header_bytes,
+        max_body_bytes=config.max_body_bytes,
+        rules=SiteRules.of(config),
+    )
+
+
+def _new_app(**settings: Any) -> FastAPI:
+    app = FastAPI(
+        title="Skipjoin",
+        version=VERSION,
+        # The pages would load scripts from elsewhere; a redirect would repeat the client's Host header.
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        **settings,
+    )
+    errors.install(app)
+    return app
 
 
 def _add_endpoint(app: FastAPI, endpoint: Endpoint[Any]) -> None:

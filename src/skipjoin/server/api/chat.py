@@ -9,11 +9,13 @@ from dataclasses import replace
 
 from msgspec import UNSET
 
+from skipjoin.core.request import RequestOptions
 from skipjoin.engine.text import Choice, TextRules
 from skipjoin.model.tokenizer import Tokenizer
 from skipjoin.sampling import Scored
 from skipjoin.server.api.generation import Endpoint, Prompt
 from skipjoin.server.api.limits import estimate_tokens
+from skipjoin.server.api.options import served_tier
 from skipjoin.server.api.protocol import ChatRequest
 from skipjoin.server.api.responses import (
     LOWEST_LOGPROB,
@@ -60,17 +62,18 @@ class ChatEndpoint(Endpoint[ChatRequest]):
     def text_rules(self, body: ChatRequest) -> TextRules:
         return replace(super().text_rules(body), scores=bool(body.logprobs))
 
-    def format(self, body: ChatRequest) -> ChatFormat:
-        return ChatFormat(self.service, body)
+    def format(self, body: ChatRequest, options: RequestOptions) -> ChatFormat:
+        return ChatFormat(self.service, body, options)
 
 
 class ChatFormat:
     """See `generation.Format`."""
 
-    def __init__(self, service: Service, body: ChatRequest) -> None:
+    def __init__(self, service: Service, body: ChatRequest, options: RequestOptions) -> None:
         self.id = f"chatcmpl-{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._model = service.name
+        self._tier = served_tier(options)
         self._tokenizer = service.tokenizer
         self._top = (body.top_logprobs or 0) if body.logprobs else None
         self._no_usage = None if body.usage_at_end else UNSET
@@ -107,11 +110,28 @@ class ChatFormat:
             )
             for choice, text in texts.items()
         ]
-        return encode(ChatCompletion(id=self.id, created=self._created, model=self._model, choices=found, usage=usage))
+        return encode(
+            ChatCompletion(
+                id=self.id,
+                created=self._created,
+                model=self._model,
+                choices=found,
+                usage=usage,
+                service_tier=self._tier,
+            )
+        )
 
     def _chunk(self, choices: list[ChunkChoice], usage: object) -> bytes:
-        chunk = ChatChunk(id=self.id, created=self._created, model=self._model, choices=choices, usage=usage)  # type: ignore[arg-type]
-        return encode(chunk)
+        return encode(
+            ChatChunk(
+                id=self.id,
+                created=self._created,
+                model=self._model,
+                choices=choices,
+                service_tier=self._tier,
+                usage=usage,  # type: ignore[arg-type]
+            )
+        )
 
     def _logprobs(self, choice: Choice) -> ChatLogprobs | None:
         if self._top is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import Mapping
@@ -9,11 +10,14 @@ from dataclasses import replace
 
 from msgspec import UNSET
 
+from skipjoin.core.request import RequestOptions
 from skipjoin.engine.text import Choice, TextRules
 from skipjoin.model.tokenizer import Tokenizer
 from skipjoin.sampling import Scored
+from skipjoin.server.api.errors import bad_request
 from skipjoin.server.api.generation import Endpoint, Prompt
 from skipjoin.server.api.limits import estimate_tokens
+from skipjoin.server.api.options import served_tier
 from skipjoin.server.api.protocol import CompletionRequest
 from skipjoin.server.api.responses import (
     LOWEST_LOGPROB,
@@ -38,15 +42,33 @@ class CompletionEndpoint(Endpoint[CompletionRequest]):
         return [estimate_tokens(prompt) for prompt in body.prompts]
 
     async def tokenize(self, body: CompletionRequest) -> list[Prompt]:
-        return [await self._tokenize(body, prompt) for prompt in body.prompts]
+        prompts = []
+        for prompt in body.prompts:
+            prompts.append(await self._tokenize(body, prompt))
+            await asyncio.sleep(0)  # streams go on between two of them
+        if body.echo and body.logprobs is not None:
+            self._check_scores(sum(len(prompt.ids) for prompt in prompts), 1 + body.logprobs, body.n or 1)
+        return prompts
+
+    def _check_scores(self, tokens: int, each: int, n: int) -> None:
+        """400 for prompts with more log-probabilities than one answer may have."""
+        most = self.service.config.max_prompt_scores
+        if tokens * each * n > most:
+            raise bad_request(
+                f"echo with logprobs must ask for at most {most} log-probabilities of prompts, which are "
+                f"{tokens} tokens, times 1 + logprobs, times n: {tokens * each * n}",
+                "logprobs",
+            )
 
     async def _tokenize(self, body: CompletionRequest, prompt: str | list[int]) -> Prompt:
         service = self.service
         text = prompt if isinstance(prompt, str) else None
-        ids = await service.encode(prompt) if isinstance(prompt, str) else prompt
+        ids = await service.encode(prompt, "prompt") if isinstance(prompt, str) else prompt
         service.check_ids("prompt", ids)
         room = service.room_after(ids, "prompt")
         service.check_fits("max_tokens", body.max_tokens, room, ids)
+        if body.echo and text is None:
+            text = await service.decode(ids, body.skip_special_tokens is not False)
         params = service.sampling(
             body,
             # A prompt is scored by a step that also generates a token.
@@ -64,24 +86,28 @@ class CompletionEndpoint(Endpoint[CompletionRequest]):
             scores=body.logprobs is not None,
         )
 
-    def format(self, body: CompletionRequest) -> CompletionFormat:
-        return CompletionFormat(self.service, body)
+    def format(self, body: CompletionRequest, options: RequestOptions) -> CompletionFormat:
+        return CompletionFormat(self.service, body, options)
 
 
 class CompletionFormat:
     """See `generation.Format`."""
 
-    def __init__(self, service: Service, body: CompletionRequest) -> None:
+    def __init__(self, service: Service, body: CompletionRequest, options: RequestOptions) -> None:
         self.id = f"cmpl-{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._model = service.name
+        # OpenAI's completions have no such field: it is there for clients that ask for a tier.
+        self._tier = UNSET if body.service_tier is None else served_tier(options)
         self._tokenizer = service.tokenizer
         self._scores = body.logprobs is not None
         self._no_usage = None if body.usage_at_end else UNSET
+        self._begun: set[Choice] = set()  # choices of which an event was sent: the first one comes with the first token
 
     def events(self, choice: Choice, text: str, usage: Usage | None) -> list[bytes]:
-        if not text and choice.finish_reason is None and not choice.scored:
+        if not text and choice in self._begun and choice.finish_reason is None and not choice.scored:
             return []
+        self._begun.add(choice)
         return [self._completion([self._choice(choice, text)], self._no_usage if usage is None else usage)]
 
     def usage_event(self, usage: Usage) -> bytes:
@@ -92,8 +118,16 @@ class CompletionFormat:
         return self._completion(found, usage)
 
     def _completion(self, choices: list[CompletionChoice], usage: object) -> bytes:
-        body = Completion(id=self.id, created=self._created, model=self._model, choices=choices, usage=usage)  # type: ignore[arg-type]
-        return encode(body)
+        return encode(
+            Completion(
+                id=self.id,
+                created=self._created,
+                model=self._model,
+                choices=choices,
+                usage=usage,  # type: ignore[arg-type]
+                service_tier=self._tier,
+            )
+        )
 
     def _choice(self, choice: Choice, text: str) -> CompletionChoice:
         logprobs = completion_logprobs(self._tokenizer, choice) if self._scores else None

@@ -10,9 +10,11 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from skipjoin.sampling import ParameterError
-from skipjoin.server.engines.errors import EngineError, NoReplicaError, RefusedError
+from skipjoin.server.api.notes import note_of
+from skipjoin.server.engines.errors import EngineError, EngineHungError, LostRequestError, NoReplicaError, RefusedError
 
 logger = logging.getLogger(__name__)
 
@@ -20,6 +22,7 @@ logger = logging.getLogger(__name__)
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     408: "timeout_error",
     429: "rate_limit_error",
@@ -47,7 +50,7 @@ class ApiError(Exception):
         self.status = status
         self.message = message if len(message) <= _LONGEST_TEXT else message[:_LONGEST_TEXT] + "..."
         self.code = code if code is not None else _CODES.get(status)
-        self.param = param
+        self.param = param if param is None else param[:_LONGEST_TEXT]
         self.headers = dict(headers or {})
 
     def body(self) -> bytes:
@@ -103,11 +106,16 @@ def unavailable(message: str, code: str, retry_after_s: int = 5) -> ApiError:
 
 
 def from_engine(error: EngineError) -> ApiError:
-    """The answer where no engine has one: 503, or 400 for a request that the engine refused."""
+    """The answer where no engine has one: 503, 400 for a request that the engine refused, 500 for one that engines did
+    not outlive."""
     if isinstance(error, RefusedError):
         return bad_request(str(error), error.param)
+    if isinstance(error, LostRequestError):
+        return ApiError(500, str(error), code="engine_lost", headers={"x-should-retry": "false"})
     if isinstance(error, NoReplicaError):
         return unavailable("no replica of the engine is alive; replicas are being restarted", "no_replica")
+    if isinstance(error, EngineHungError):
+        return unavailable("the engine makes no progress; it is ended if that goes on", "engine_hung")
     return unavailable("the engine has stopped; the server is shutting down", "engine_dead")
 
 
@@ -119,6 +127,11 @@ def deadline_exceeded() -> ApiError:
         code="deadline_exceeded",
         headers={"x-should-retry": "false"},
     )
+
+
+def too_slow() -> ApiError:
+    """503, which ends a stream whose client has not read for long."""
+    return unavailable("the client reads too slowly: too much of the output waits to be sent", "slow_reader")
 
 
 def given_up(why: str) -> ApiError:
@@ -133,12 +146,17 @@ def from_parameter(error: ParameterError, names: Mapping[str, str] | None = None
     return bad_request(str(error).replace(error.param, name, 1), name)
 
 
+def unknown_field(param: str) -> ApiError:
+    """400 for a field that there is not. param: where it is in the body."""
+    return bad_request(f"unknown or unsupported field {param!r}", param, "unknown_parameter")
+
+
 def from_validation(error: ValidationError) -> ApiError:
     """400 that names the first field at fault and the values that it may have."""
     found = error.errors(include_url=False, include_context=False)
     param = _path(found[0]["loc"])
     if found[0]["type"] == "extra_forbidden":
-        return bad_request(f"unknown or unsupported field {param!r}", param, "unknown_parameter")
+        return unknown_field(param or "")
     if found[0]["type"] == "json_invalid":
         return bad_request(f"the body is not valid JSON: {found[0]['msg'].removeprefix('Invalid JSON: ')}")
     reasons = dict.fromkeys(
@@ -163,17 +181,21 @@ def install(app: FastAPI) -> None:
 
     async def on_api_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
+        note_of(request.scope).reason = error.code or ""
         return error.response()
 
     async def on_engine_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, EngineError)
-        return from_engine(error).response()
+        return await on_api_error(request, from_engine(error))
 
     async def on_http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         text = {404: f"no such path: {request.method} {request.url.path}", 405: "method not allowed for this path"}
         message = text.get(error.status_code, str(error.detail))
         return ApiError(error.status_code, message, headers=error.headers).response()
+
+    async def on_disconnect(request: Request, error: Exception) -> Response:
+        return Response(status_code=499)  # goes nowhere, but ends the exchange
 
     async def on_bug(request: Request, error: Exception) -> Response:
         # The text of an unforeseen exception may hold anything: the server logs it, and the client does not get it.
@@ -182,4 +204,5 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(ApiError, on_api_error)
     app.add_exception_handler(EngineError, on_engine_error)
     app.add_exception_handler(HTTPException, on_http_error)
+    app.add_exception_handler(ClientDisconnect, on_disconnect)
     app.add_exception_handler(Exception, on_bug)

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
@@ -18,17 +19,21 @@ from functools import partial
 from types import TracebackType
 from typing import ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
-from skipjoin.core.request import DEFAULT_OPTIONS, FinishReason, RequestOptions
+from skipjoin.core.request import DEFAULT_OPTIONS, FinishReason, RequestOptions, ServiceClass
 from skipjoin.engine.text import Choice, TextRules
 from skipjoin.sampling import SEED_MIN, SamplingParams
-from skipjoin.server.api.errors import deadline_exceeded, given_up, unavailable
+from skipjoin.server.api.errors import deadline_exceeded, given_up, too_slow, unavailable
 from skipjoin.server.api.forecasting import Expectation
-from skipjoin.server.api.limits import AdmissionSlot
+from skipjoin.server.api.limits import Admission, AdmissionSlot
 from skipjoin.server.api.protocol import GenerationBody
-from skipjoin.server.api.responses import Usage
+from skipjoin.server.api.responses import PromptDetails, Usage
 from skipjoin.server.api.service import Service
-from skipjoin.server.engines.engine_client import EngineClient
 from skipjoin.server.engines.sequences import EngineSequence, Mailbox
+
+# Tokens with log-probabilities that are formatted in a thread, so that streams do not stall.
+_MANY_SCORED = 64
+# Choices that are made at once, for the same reason.
+_AT_ONCE = 64
 
 BodyT = TypeVar("BodyT", bound=GenerationBody)
 
@@ -67,14 +72,15 @@ class Job:
     """A request that is checked, tokenized and counted in the queue. It is either run, or given up with `close`.
 
     choices: the sequences to generate, prompt by prompt. params, slots, expectations: one for each choice; the choices
-    of a prompt have the same expectation. prompt_tokens: of all prompts, each counted once. arrived: seconds on the
-    monotonic clock; the deadline in `options` counts from then.
+    of a prompt have the same expectation. copies: choices of each prompt. prompt_tokens: of all prompts, each counted
+    once. arrived: seconds on the monotonic clock; the deadline in `options` counts from then.
     """
 
     choices: list[Choice]
     params: list[SamplingParams]
     slots: list[AdmissionSlot]
     expectations: list[Expectation]
+    copies: int
     prompt_tokens: int
     options: RequestOptions
     arrived: float
@@ -89,15 +95,18 @@ class JobRun:
     """A job at the engine: an iterator over what is new, and a context manager, after which nothing of the job is left
     at the engine or in the queue.
 
+    first_token_at: when the first token came, in seconds on the monotonic clock; None: it has not.
     Raises `ApiError` or `EngineError` if the job cannot begin: its deadline has passed, or there is no engine.
     """
 
-    def __init__(self, job: Job, client: EngineClient) -> None:
+    def __init__(self, job: Job, service: Service) -> None:
         self.job = job
-        self._client = client
-        self._mailbox = Mailbox()
+        self._service = service
+        client = self._client = service.client
+        self._mailbox = Mailbox(self._give_up, len(job.choices))
         self._sequences: list[EngineSequence] = []
         self._unfinished = len(job.choices)
+        self.first_token_at: float | None = None
         try:
             options = _remaining(job.options, job.arrived)
             for choice, params, slot, expected in zip(
@@ -112,7 +121,7 @@ class JobRun:
                     forecast=expected.forecast,
                     label=job.format.id,
                     on_start=slot.started,
-                    on_end=partial(_ended, slot, expected),
+                    on_end=expected.ended,
                 )
                 self._sequences.append(sequence)
                 expected.follow(partial(client.reforecast, sequence))
@@ -152,6 +161,8 @@ class JobRun:
                 self._unfinished -= 1
                 if output.reason is None:
                     self._client.complete(self._sequences[output.choice])
+        if self.first_token_at is None:
+            self.first_token_at = time.monotonic()
         return deltas
 
     @property
@@ -165,21 +176,56 @@ class JobRun:
         async for deltas in self:
             for choice, text in deltas.items():
                 texts[choice] += text
-        return self.job.format.whole(texts, self.usage())
+        form = self.job.format
+        if sum(len(choice.scored) for choice in texts) > _MANY_SCORED:
+            return await self._service.in_thread(form.whole, texts, self.usage())
+        return form.whole(texts, self.usage())
+
+    async def events(self, choice: Choice, text: str, usage: Usage | None) -> list[bytes]:
+        """`Format.events`, in a thread where there are many log-probabilities."""
+        form = self.job.format
+        if len(choice.scored) > _MANY_SCORED:
+            return await self._service.in_thread(form.events, choice, text, usage)
+        return form.events(choice, text, usage)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Of all prompts."""
+        return self.job.prompt_tokens
+
+    @property
+    def output_tokens(self) -> int:
+        """So far, of all choices."""
+        return sum(choice.tokens for choice in self.job.choices)
+
+    @property
+    def finish_reason(self) -> str:
+        """Those of the choices; empty before the end of the first one."""
+        return ",".join(sorted({choice.finish_reason for choice in self.job.choices if choice.finish_reason}))
 
     def usage(self) -> Usage:
-        """Tokens so far."""
-        generated = sum(choice.tokens for choice in self.job.choices)
-        return Usage(self.job.prompt_tokens, generated, self.job.prompt_tokens + generated)
+        """Tokens so far. Cached ones are those of each prompt's first choice, so that each prompt counts once."""
+        prompt, output = self.prompt_tokens, self.output_tokens
+        cached = sum(sequence.cached_tokens for sequence in self._sequences[:: self.job.copies])
+        return Usage(prompt, output, prompt + output, PromptDetails(cached))
 
     def fail(self, error: Exception) -> None:
         """End the iteration with this error."""
         self._mailbox.fail(error)
 
-    def close(self) -> None:
-        """Abort what is not complete. It may be called again."""
+    def stop(self) -> None:
+        """Abort what is not complete. The places in the queue stay taken."""
         self._client.abort(self._sequences)
+
+    def close(self) -> None:
+        """Abort what is not complete, and give the places in the queue back. It may be called again."""
+        self.stop()
         self.job.close()
+
+    def _give_up(self) -> None:
+        """The outputs that nothing takes are too many."""
+        self.fail(too_slow())
+        self.stop()
 
 
 class Endpoint(ABC, Generic[BodyT]):
@@ -195,11 +241,17 @@ class Endpoint(ABC, Generic[BodyT]):
         self.service = service
 
     async def prepare(
-        self, body: BodyT, options: RequestOptions = DEFAULT_OPTIONS, arrived: float | None = None
+        self,
+        body: BodyT,
+        options: RequestOptions = DEFAULT_OPTIONS,
+        arrived: float | None = None,
+        *,
+        queue: Admission | None = None,
     ) -> Job:
         """Check a body, count it in the queue, and tokenize it.
 
-        arrived: seconds on the monotonic clock, from which the deadline counts; None: now.
+        arrived: seconds on the monotonic clock, from which the deadline counts; None: now. queue: whose limits hold;
+        None: that of requests over HTTP.
         Raises `ApiError`: 400, 404 for another model, 429 where the queue is full, 503 where no work is taken. The job
         then holds nothing.
         """
@@ -207,26 +259,32 @@ class Endpoint(ABC, Generic[BodyT]):
         arrived = time.monotonic() if arrived is None else arrived
         service.check_open()
         service.check_model(body.model)
-        slots = service.admission.reserve([tokens for tokens in self.estimates(body) for _ in range(n)])
+        admission = queue or service.admission
+        # A queue of their own has no part that is kept for others.
+        is_best_effort = queue is None and options.service is ServiceClass.BEST_EFFORT
+        estimates = [tokens for tokens in self.estimates(body) for _ in range(n)]
+        slots = admission.reserve(estimates, is_best_effort=is_best_effort)
         try:
             prompts = await self.tokenize(body)
             rules = self.text_rules(body)
             copies = [(prompt, copy) for prompt in prompts for copy in range(n)]
-            for slot, (prompt, _) in zip(slots, copies, strict=True):
-                slot.resize(len(prompt.ids))
+            admission.resize(slots, [len(prompt.ids) for prompt, _ in copies], is_best_effort=is_best_effort)
             expectations = await service.expect([(prompt.ids, prompt.params) for prompt in prompts])
+            choices = []
+            for index, (prompt, _) in enumerate(copies):
+                choices.append(Choice(index, prompt.ids, prompt.text, service.tokenizer, rules))
+                if index % _AT_ONCE == _AT_ONCE - 1:
+                    await asyncio.sleep(0)
             return Job(
-                choices=[
-                    Choice(index, prompt.ids, prompt.text, service.tokenizer, rules)
-                    for index, (prompt, _) in enumerate(copies)
-                ],
+                choices=choices,
                 params=[_with_seed(prompt.params, copy) for prompt, copy in copies],
                 slots=slots,
                 expectations=[expected for expected in expectations for _ in range(n)],
+                copies=n,
                 prompt_tokens=sum(len(prompt.ids) for prompt in prompts),
                 options=options,
                 arrived=arrived,
-                format=self.format(body),
+                format=self.format(body, options),
             )
         except BaseException:
             _free(slots)
@@ -234,7 +292,7 @@ class Endpoint(ABC, Generic[BodyT]):
 
     def run(self, job: Job) -> JobRun:
         """Begin to generate. Raises as `JobRun` does."""
-        return JobRun(job, self.service.client)
+        return JobRun(job, self.service)
 
     @abstractmethod
     def estimates(self, body: BodyT) -> list[int]:
@@ -245,8 +303,8 @@ class Endpoint(ABC, Generic[BodyT]):
         """The prompts, as many as there are estimates. Raises `ApiError` for what the model cannot take."""
 
     @abstractmethod
-    def format(self, body: BodyT) -> Format:
-        """How the answer to this body looks."""
+    def format(self, body: BodyT, options: RequestOptions) -> Format:
+        """How the answer to this body looks, which is served by these options."""
 
     def text_rules(self, body: BodyT) -> TextRules:
         """How tokens become text."""
@@ -261,12 +319,6 @@ class Endpoint(ABC, Generic[BodyT]):
 def _free(slots: Iterable[AdmissionSlot]) -> None:
     for slot in slots:
         slot.ended()
-
-
-def _ended(slot: AdmissionSlot, expected: Expectation, reason: FinishReason, tokens: int) -> None:
-    """The end of a sequence that got so many tokens."""
-    slot.ended()
-    expected.ended(reason, tokens)
 
 
 def _with_seed(params: SamplingParams, copy: int) -> SamplingParams:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from skipjoin.server.api.errors import bad_request, overloaded
@@ -13,7 +14,10 @@ from skipjoin.server.metrics import Metrics
 _BYTES_PER_TOKEN = 4
 # Bounds of Retry-After: clients ignore longer times, and an estimate so far ahead is worth little.
 _SOONEST_S, _LATEST_S = 1.0, 60.0
-_RATE_WINDOW_S = 10.0
+# What has left a queue counts for so many seconds, and in any case until so many others have.
+_WINDOW_S, _LEAST_EVENTS = 10.0, 32
+# Of either limit, what a best-effort request leaves free: real-time ones find room beside any flood of them.
+_KEPT_SHARE = 0.25
 
 
 def estimate_tokens(prompt: str | Sequence[int]) -> int:
@@ -23,27 +27,41 @@ def estimate_tokens(prompt: str | Sequence[int]) -> int:
     return len(prompt)
 
 
-class Rate:
-    """The rate of an event: a count that decays over a window of seconds."""
+def _retry_after(seconds: float) -> float:
+    return min(max(_SOONEST_S, seconds), _LATEST_S)
+
+
+class Throughput:
+    """How fast a queue is worked off: what has left it lately, over the time in which there was something to leave it.
+
+    clock: seconds in which the queue was not empty.
+    """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._level = 0.0
-        self._at = clock()
+        self._since = clock()  # what left until then counts no more
+        self._left: deque[tuple[float, float]] = deque()  # when, and how much
+        self._sum = 0.0
+        self._latest = self._since
+        self._gap_s = 0.0  # the longest time without any, where longer ago counts less
 
     def add(self, amount: float) -> None:
-        """Count `amount` events now."""
-        self._level = self._decayed() + amount
-
-    def per_second(self) -> float:
-        """Events per second."""
-        return self._decayed() / _RATE_WINDOW_S
-
-    def _decayed(self) -> float:
+        """So much has left the queue now."""
         now = self._clock()
-        self._level *= math.exp((self._at - now) / _RATE_WINDOW_S)
-        self._at = now
-        return self._level
+        gap_s, self._latest = now - self._latest, now
+        self._gap_s = max(gap_s, self._gap_s * math.exp(-gap_s / _WINDOW_S))
+        self._left.append((now, amount))
+        self._sum += amount
+        while len(self._left) > _LEAST_EVENTS and self._left[0][0] < now - _WINDOW_S:
+            self._since, dropped = self._left.popleft()
+            self._sum -= dropped
+
+    def seconds_until(self, amount: float) -> float:
+        """About how long it takes until so much more has left: requests that began together end together, so it is no
+        less than the longest gap of late, the present one included."""
+        now = self._clock()
+        by_rate = (now - self._since) * amount / self._sum if self._sum else 0.0
+        return max(by_rate, self._gap_s, now - self._latest)
 
 
 class AdmissionSlot:
@@ -56,8 +74,13 @@ class AdmissionSlot:
         self._tokens = tokens
         self._open = True
 
+    @property
+    def tokens(self) -> int:
+        """Prompt tokens that it has in the queue."""
+        return self._tokens
+
     def resize(self, tokens: int) -> None:
-        """Replace the estimate: the prompt has `tokens` tokens."""
+        """Replace the estimate: the prompt has `tokens` tokens. See `Admission.resize`, which heeds the limits."""
         if self._open:
             self._admission.tokens += tokens - self._tokens
             self._tokens = tokens
@@ -79,6 +102,7 @@ class Admission:
     """The counts and their bounds. Used on the event loop only, so that checking and counting are one operation.
 
     requests: sequences in the server, waiting or running. tokens: prompt tokens of those that have not run yet.
+    A quarter of either limit is for real-time requests alone.
     """
 
     def __init__(
@@ -89,40 +113,79 @@ class Admission:
         self.requests = 0
         self.tokens = 0
         self._metrics = metrics
-        self._ends = Rate(clock)
-        self._starts = Rate(clock)
+        self._clock = clock
+        self._began: float | None = None  # when the server was last empty; None: it is
+        self._busy_s = 0.0  # until it was empty for the last time
+        self._ends = Throughput(self._busy_time)
+        self._starts = Throughput(self._busy_time)
 
-    def reserve(self, prompt_tokens: Sequence[int]) -> list[AdmissionSlot]:
-        """Slots for sequences whose prompts have about so many tokens: all of them, or an error.
+    def reserve(
+        self, prompt_tokens: Sequence[int], *, is_best_effort: bool = False, param: str = "prompt"
+    ) -> list[AdmissionSlot]:
+        """Slots for sequences whose prompts have about so many tokens: all of them, or an error. param: the field that
+        has the prompts.
 
         Raises 429 if there is no room now, with the time when there is likely to be, and 400 if there never is.
         """
         count, tokens = len(prompt_tokens), sum(prompt_tokens)
-        if count > self.max_requests:
+        most, most_tokens, whose = self._limits(is_best_effort)
+        if count > most:
             raise bad_request(
-                f"prompts times n must be at most {self.max_requests}, the requests this server queues, got {count}",
-                "n",
+                f"prompts times n must be at most {most}, the requests this server queues{whose}, got {count}", "n"
             )
-        if tokens > self.max_tokens:
-            raise bad_request(
-                f"the prompts, times n, must have at most {self.max_tokens} tokens, which is what this server queues; "
-                f"they have about {tokens}",
-                "prompt",
-            )
-        if (excess := self.requests + count - self.max_requests) > 0:
+        self._check_size(tokens, most_tokens, whose, param)
+        if (excess := self.requests + count - most) > 0:
             self._metrics.rejected("requests")
             raise overloaded(
-                f"the queue is full: {self.requests} of {self.max_requests} requests", self._wait(excess, self._ends)
+                f"the queue is full{whose}: {self.requests} of {most} requests",
+                _retry_after(self._ends.seconds_until(excess)),
             )
-        if (excess := self.tokens + tokens - self.max_tokens) > 0:
-            self._metrics.rejected("tokens")
-            raise overloaded(
-                f"the queue is full: {self.tokens} of {self.max_tokens} prompt tokens wait",
-                self._wait(excess, self._starts),
-            )
+        self._check_room(tokens, most_tokens, whose)
+        if self._began is None and count:
+            self._began = self._clock()
         self.requests += count
         self.tokens += tokens
         return [AdmissionSlot(self, share) for share in prompt_tokens]
+
+    def resize(
+        self, slots: Sequence[AdmissionSlot], prompt_tokens: Sequence[int], *, is_best_effort: bool = False
+    ) -> None:
+        """Replace the estimates of slots of one job: their prompts have so many tokens. A text may have several times
+        as many as it was taken for. Raises as `reserve` if that passes the limit; the slots then keep their
+        estimates."""
+        _, most_tokens, whose = self._limits(is_best_effort)
+        tokens = sum(prompt_tokens)
+        if (growth := tokens - sum(slot.tokens for slot in slots)) > 0:
+            self._check_size(tokens, most_tokens, whose)
+            self._check_room(growth, most_tokens, whose)
+        for slot, size in zip(slots, prompt_tokens, strict=True):
+            slot.resize(size)
+
+    def _limits(self, is_best_effort: bool) -> tuple[int, int, str]:
+        """Most requests and most prompt tokens in the server when one of this class has come, and whose limits these
+        are, for errors."""
+        if not is_best_effort:
+            return self.max_requests, self.max_tokens, ""
+        share = 1 - _KEPT_SHARE
+        return math.ceil(share * self.max_requests), math.ceil(share * self.max_tokens), " for best-effort requests"
+
+    def _check_size(self, tokens: int, most: int, whose: str, param: str = "prompt") -> None:
+        """400 for a job that never fits."""
+        if tokens > most:
+            raise bad_request(
+                f"the prompts, times n, must have at most {most} tokens, which is what this server queues{whose}; they "
+                f"have about {tokens}",
+                param,
+            )
+
+    def _check_room(self, tokens: int, most: int, whose: str) -> None:
+        """429 where so many tokens more do not fit now."""
+        if (excess := self.tokens + tokens - most) > 0:
+            self._metrics.rejected("tokens")
+            raise overloaded(
+                f"the queue is full{whose}: {self.tokens} of {most} prompt tokens wait",
+                _retry_after(self._starts.seconds_until(excess)),
+            )
 
     def note_start(self, tokens: int) -> None:
         """A request runs: its `tokens` prompt tokens wait no longer."""
@@ -133,10 +196,11 @@ class Admission:
     def note_end(self, tokens: int) -> None:
         """A request has ended; `tokens` of its prompt never ran."""
         self.tokens -= tokens
-        self.requests -= 1
         self._ends.add(1)
+        self.requests -= 1
+        if not self.requests and self._began is not None:
+            self._busy_s, self._began = self._busy_time(), None
 
-    def _wait(self, excess: int, rate: Rate) -> float:
-        """Seconds until `excess` is worked off, at the present rate."""
-        per_second = rate.per_second()
-        return _LATEST_S if per_second * _LATEST_S <= excess else max(_SOONEST_S, excess / per_second)
+    def _busy_time(self) -> float:
+        """Seconds in which there was a request in the server."""
+        return self._busy_s + (0.0 if self._began is None else self._clock() - self._began)

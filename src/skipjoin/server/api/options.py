@@ -6,30 +6,63 @@ import math
 from collections.abc import Mapping
 
 from skipjoin.config import MAX_DEADLINE_MS, ServerConfig
-from skipjoin.core.request import RequestOptions, Target
+from skipjoin.core.request import RequestOptions, ServiceClass, Target
+from skipjoin.server.api.auth import ANONYMOUS
 from skipjoin.server.api.errors import bad_request
-from skipjoin.server.api.protocol import GenerationBody, Slo
+from skipjoin.server.api.protocol import GenerationBody, ServiceTier, Slo
 
 _DEADLINE_HEADER = "x-request-deadline-ms"
 _NO_SLO = Slo()
+_OBJECTIVES: tuple[str, ...] = ("ttft", "tpot", "jct")
 
 
-def request_options(body: GenerationBody, headers: Mapping[str, str], config: ServerConfig) -> RequestOptions:
+def request_options(
+    body: GenerationBody, headers: Mapping[str, str], config: ServerConfig, owner: str = ""
+) -> RequestOptions:
     """What the body asks for, or else the headers, or else the server's default. Raises 400 for a header that is out of
-    bounds."""
-    slo = body.slo or _NO_SLO
+    bounds, for a priority or an objective out of the operator's, and for one that requests of the body's tier do not
+    have. owner: a hash of the client's key."""
+    slo, tier = body.slo or _NO_SLO, body.service_tier
     deadline_ms = body.deadline_ms if body.deadline_ms is not None else slo.deadline_ms
     if deadline_ms is None:
         deadline_ms = _deadline_ms(headers)
     return RequestOptions(
-        priority=body.priority or 0,
+        service=ServiceClass.BEST_EFFORT if tier == "flex" else ServiceClass.REAL_TIME,
+        is_urgent=tier == "priority",
+        priority=_priority(body.priority or 0, config),
         deadline_s=deadline_ms / 1000 if deadline_ms is not None else config.default_deadline_s,
-        target=Target(
-            ttft_s=_objective_s(slo.ttft_ms, headers, "x-slo-ttft-ms", config.slo_ttft_ms),
-            tpot_s=_objective_s(slo.tpot_ms, headers, "x-slo-tpot-ms", config.slo_tpot_ms),
-            jct_s=_objective_s(slo.jct_ms, headers, "x-slo-jct-ms", config.slo_jct_ms),
-        ),
+        target=_target(slo, headers, config, tier),
+        client=client_of(owner, config),
+        cache_salt=cache_salt(body, owner),
     )
+
+
+def client_of(owner: str, config: ServerConfig) -> str:
+    """What tells the client's requests from those of others; empty: nothing does. owner: a hash of its key."""
+    return owner if config.fair_by == "key" else ""
+
+
+def cache_salt(body: GenerationBody, owner: str) -> str:
+    """What requests have in common that share KV: the body's salt, and the owner, a hash of the API key, so that the
+    time to a first token says nothing about the prompts of other keys."""
+    salt = body.cache_salt or ""
+    return salt if owner == ANONYMOUS else f"{owner}:{salt}"
+
+
+def served_tier(options: RequestOptions) -> ServiceTier:
+    """The tier that a request of these options is served by."""
+    if options.service is ServiceClass.BEST_EFFORT:
+        return "flex"
+    return "priority" if options.is_urgent else "default"
+
+
+def _priority(asked: int, config: ServerConfig) -> int:
+    """What a client may ask for. A request of a lower number displaces others: the operator says which there are."""
+    low, high = config.priorities
+    if not asked or low <= asked <= high:
+        return asked
+    bounds = f"must be 0 or an integer in [{low}, {high}]" if config.priority_range else "must be 0 or null"
+    raise bad_request(f"priority {bounds} on this server (--priority-range), got {asked}", "priority")
 
 
 def _deadline_ms(headers: Mapping[str, str]) -> int | None:
@@ -41,16 +74,41 @@ def _deadline_ms(headers: Mapping[str, str]) -> int | None:
     return int(text)
 
 
-def _objective_s(asked_ms: float | None, headers: Mapping[str, str], header: str, default_ms: float | None) -> float:
-    """Seconds by the body's value, or else by the header's, or else by default; inf: there is none of them."""
-    if asked_ms is not None:
-        return asked_ms / 1000
-    if (text := headers.get(header)) is None:
-        return math.inf if default_ms is None else default_ms / 1000
-    milliseconds = _number(text)
-    if not 0 < milliseconds <= MAX_DEADLINE_MS:
-        raise bad_request(f"{header} must be a number in (0, {MAX_DEADLINE_MS}]", header)
-    return milliseconds / 1000
+def _target(slo: Slo, headers: Mapping[str, str], config: ServerConfig, tier: ServiceTier | None) -> Target:
+    """Each objective by the body, or else by its header, or else by the tier's default."""
+    asked_ms = {name: _asked_ms(name, slo, headers, config) for name in _OBJECTIVES}
+    kept = _OBJECTIVES
+    if tier == "flex":
+        _check_flex(slo)
+        # A gateway sets its headers for all requests alike: they are without effect here.
+        kept = ("jct",)
+    found = {}
+    for name in kept:
+        given = asked_ms[name]
+        wanted = config.default_ms(name, is_urgent=tier == "priority") if given is None else given
+        found[f"{name}_s"] = math.inf if wanted is None else wanted / 1000
+    return Target(**found)
+
+
+def _check_flex(slo: Slo) -> None:
+    for field, asked in (("slo.ttft_ms", slo.ttft_ms), ("slo.tpot_ms", slo.tpot_ms)):
+        if asked is not None:
+            raise bad_request(f"{field} must be null with service_tier flex, whose tokens have no time to keep", field)
+
+
+def _asked_ms(name: str, slo: Slo, headers: Mapping[str, str], config: ServerConfig) -> float | None:
+    """The objective of this name that a request brings, in milliseconds; None: it brings none."""
+    header = f"x-slo-{name}-ms"
+    field, asked_ms = f"slo.{name}_ms", getattr(slo, f"{name}_ms")
+    if asked_ms is None:
+        if (text := headers.get(header)) is None:
+            return None
+        field, asked_ms = header, _number(text)
+    low, high = config.asked_bounds_ms(name)
+    if not ((asked_ms > 0 if low is None else asked_ms >= low) and asked_ms <= high):
+        least = "(0" if low is None else f"[{low:.15g}"
+        raise bad_request(f"{field} must be a number in {least}, {high:.15g}]", field)
+    return float(asked_ms)
 
 
 def _number(text: str) -> float:

@@ -12,7 +12,6 @@ values that ask for nothing (`Only`) and refused with any other:
 | tool_choice, function_call | null, "none"; tool_choice also "auto", which without tools means nothing |
 | parallel_tool_calls, add_special_tokens | any boolean: they change nothing without tools, or are the default |
 | modalities | null, ["text"]; audio, prediction, web_search_options, reasoning_effort, verbosity: null |
-| service_tier | null, "auto", "default" |
 | store, continue_final_message, return_token_ids, return_tokens_as_token_ids | null, false |
 | length_penalty | null, 1 |
 | user, metadata, safety_identifier, prompt_cache_key | any value within bounds: labels, which change nothing |
@@ -24,6 +23,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
@@ -40,6 +40,7 @@ from skipjoin.sampling import (
     MAX_LOGPROBS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKENS,
+    MIN_REPETITION_PENALTY,
     SEED_MAX,
     SEED_MIN,
 )
@@ -50,6 +51,7 @@ MAX_MESSAGES = 4096
 # The search for a stop string costs its length at each token.
 MAX_STOP_LENGTH = 512
 MAX_LABEL = 512
+MAX_SALT = 256
 INT32, INT64 = 2**31 - 1, 2**63 - 1
 
 
@@ -99,6 +101,10 @@ class StreamOptions(Body):
 
 Deadline = Annotated[int, Field(ge=1, le=MAX_DEADLINE_MS)]
 Objective = Annotated[float, Field(gt=0, le=MAX_DEADLINE_MS)]
+
+
+# Of OpenAI's tiers those that this server has.
+ServiceTier = Literal["auto", "default", "flex", "priority"]
 
 
 class Slo(Body):
@@ -166,7 +172,7 @@ class GenerationBody(Body):
     min_tokens: Annotated[int, Field(ge=0, le=INT32)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=MIN_REPETITION_PENALTY, le=10)] | None = None
     logit_bias: (
         Annotated[
             dict[Annotated[str, Field(pattern=r"^[0-9]{1,10}$")], Annotated[float, Field(ge=-100, le=100)]],
@@ -179,6 +185,8 @@ class GenerationBody(Body):
     priority: Annotated[int, Field(ge=-INT64 - 1, le=INT64)] | None = None
     deadline_ms: Deadline | None = None
     slo: Slo | None = None
+    service_tier: ServiceTier | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT)] | None = None
 
     user: Label = None
     safety_identifier: Label = None
@@ -194,7 +202,6 @@ class GenerationBody(Body):
     use_beam_search: Off = None
     length_penalty: Annotated[Any, Only(None, 1)] = None
     response_format: Annotated[Any, Only(None, {"type": "text"})] = None
-    service_tier: Annotated[Any, Only(None, "auto", "default")] = None
     spaces_between_special_tokens: Annotated[Any, Only(None, True)] = None
     prompt_logprobs: Null = None
     truncate_prompt_tokens: Null = None
@@ -284,17 +291,33 @@ Content = _one_of(
 )
 
 
+def _check_role(role: Any) -> Any:
+    if role in ("tool", "function"):
+        raise PydanticCustomError("tools", _NO_TOOLS)
+    return role
+
+
+def _check_no_calls(calls: Any) -> Any:
+    if calls:
+        raise PydanticCustomError("tools", _NO_TOOLS)
+    return calls
+
+
+_NO_TOOLS = "this server has no tools: a conversation must be without calls of tools, and without their results"
+
+
 class Message(Body):
     """One turn. The message of a response may be sent back as it is. developer means system."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Annotated[Literal["system", "developer", "user", "assistant"], BeforeValidator(_check_role)]
+    # Before the content, which a message with calls does without: errors tell of the first field at fault.
+    tool_calls: Annotated[Annotated[Any, Only(None, [])], BeforeValidator(_check_no_calls)] = None
+    function_call: Annotated[Null, BeforeValidator(_check_no_calls)] = None
     content: Content
     name: Label = None
     refusal: Null = None
     annotations: Annotated[Any, Only(None, [])] = None
     audio: Null = None
-    function_call: Null = None
-    tool_calls: Annotated[Any, Only(None, [])] = None
     reasoning: Null = None
     reasoning_content: Null = None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -13,13 +13,20 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from skipjoin.server.api.browsers import json_body
 from skipjoin.server.api.errors import ApiError, from_engine
 from skipjoin.server.api.generation import BodyT, Endpoint, Job, JobRun
+from skipjoin.server.api.notes import note_of
 from skipjoin.server.api.options import request_options
 from skipjoin.server.api.responses import encode
 from skipjoin.server.engines.errors import EngineError
 
 logger = logging.getLogger(__name__)
+# The reason in the log, where the client does not wait for the end.
+_DISCONNECTED = "disconnected"
+
+# Bytes of an answer that are given to be sent at a time.
+_PIECE = 1 << 16
 
 
 class DisconnectedError(Exception):
@@ -30,25 +37,48 @@ async def answer(request: Request, endpoint: Endpoint[BodyT]) -> Response:
     """Prepare the job of a request; the response runs it. Raises `ApiError`."""
     arrived = time.monotonic()
     service = endpoint.service
-    body = await service.parse(await request.body(), endpoint.body_type)
-    options = request_options(body, request.headers, service.config)
+    body = await service.parse(await json_body(request), endpoint.body_type)
+    options = request_options(body, request.headers, service.config, request.state.owner)
     job = await endpoint.prepare(body, options, arrived)
     if body.stream:
         return StreamReply(endpoint, job, usage_at_end=body.usage_at_end, usage_always=body.usage_always)
     return WholeReply(endpoint, job)
 
 
+class JsonReply(Response):
+    """A whole answer. on_end: called when its last byte is given to be sent, or nothing more can be."""
+
+    media_type = "application/json"
+
+    def __init__(self, content: bytes, on_end: Callable[[], None] = lambda: None) -> None:
+        super().__init__(content)
+        self._on_end = on_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it piece by piece, so that no more than one of them waits for a client that does not read."""
+        body = bytes(self.body)
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            for at in range(0, len(body) - _PIECE, _PIECE):
+                await send({"type": "http.response.body", "body": body[at : at + _PIECE], "more_body": True})
+            rest = len(body) % _PIECE or min(len(body), _PIECE)
+            await send({"type": "http.response.body", "body": body[len(body) - rest :], "more_body": False})
+        finally:
+            self._on_end()
+
+
 def json_response(content: Any) -> Response:
     """A whole answer. content: a struct, or what JSON has."""
-    return Response(encode(content), media_type="application/json")
+    return JsonReply(encode(content))
 
 
 @asynccontextmanager
-async def _watched(endpoint: Endpoint[BodyT], job: Job, receive: Receive) -> AsyncIterator[JobRun]:
+async def _watched(endpoint: Endpoint[BodyT], job: Job, scope: Scope, receive: Receive) -> AsyncIterator[JobRun]:
     """The job's run, which fails with `DisconnectedError` when the client disconnects."""
     endpoint.service.busy += 1
     try:
         with endpoint.run(job) as run:
+            note_of(scope).run = run
             watcher = asyncio.create_task(_watch(receive, run))
             try:
                 yield run
@@ -73,12 +103,11 @@ class WholeReply(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            async with _watched(self._endpoint, self._job, receive) as run:
-                body = await run.whole()
+            async with _watched(self._endpoint, self._job, scope, receive) as run:
+                await JsonReply(await run.whole())(scope, receive, send)
         except DisconnectedError:
+            note_of(scope).reason = _DISCONNECTED
             await Response(status_code=499)(scope, receive, send)  # goes nowhere, but ends the exchange
-            return
-        await Response(body, media_type="application/json")(scope, receive, send)
 
 
 class StreamReply(Response):
@@ -95,35 +124,38 @@ class StreamReply(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             # An error before the first event has a status of its own.
-            async with _watched(self._endpoint, self._job, receive) as run:
+            async with _watched(self._endpoint, self._job, scope, receive) as run:
                 await send({"type": "http.response.start", "status": 200, "headers": _EVENT_STREAM})
                 try:
                     last = await self._send_all(run, send)
                 except ApiError as error:
-                    last = _event(error.body())
+                    last = _last_event(scope, error)
                 except EngineError as error:
-                    last = _event(from_engine(error).body())
+                    last = _last_event(scope, from_engine(error))
                 except DisconnectedError:
+                    note_of(scope).reason = _DISCONNECTED
                     last = b""
                 except Exception:
                     logger.exception("a stream failed")
-                    last = _event(ApiError(500, "internal error", code="internal_error").body())
+                    last = _last_event(scope, ApiError(500, "internal error", code="internal_error"))
+                run.stop()
+                # The places in the queue are held until the client has taken what was sent before.
+                await send({"type": "http.response.body", "body": last, "more_body": False})
         except DisconnectedError:
             return
-        await send({"type": "http.response.body", "body": last, "more_body": False})
 
     async def _send_all(self, run: JobRun, send: Send) -> bytes:
         """Send events until all choices are complete; the bytes that end the stream, which are still to be sent."""
-        form, body = self._job.format, b""
+        body = b""
         async for deltas in run:
             usage = run.usage() if self._usage_always else None
             body = b""
             for choice, text in deltas.items():
-                for event in form.events(choice, text, usage):
+                for event in await run.events(choice, text, usage):
                     body += _event(event)
             if body and not run.is_over:
                 await send({"type": "http.response.body", "body": body, "more_body": True})
-        end = _event(form.usage_event(run.usage())) if self._usage_at_end else b""
+        end = _event(self._job.format.usage_event(run.usage())) if self._usage_at_end else b""
         return body + end + _event(b"[DONE]")
 
 
@@ -132,6 +164,11 @@ _EVENT_STREAM = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # proxies would hold events back
 ]
+
+
+def _last_event(scope: Scope, error: ApiError) -> bytes:
+    note_of(scope).reason = error.code or ""
+    return _event(error.body())
 
 
 def _event(data: bytes) -> bytes:

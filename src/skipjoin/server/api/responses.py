@@ -12,12 +12,19 @@ encode = msgspec.json.Encoder().encode
 LOWEST_LOGPROB = -9999.0
 
 
+class PromptDetails(msgspec.Struct, frozen=True):
+    """cached_tokens: those whose KV was there when the request first ran."""
+
+    cached_tokens: int = 0
+
+
 class Usage(msgspec.Struct, frozen=True):
     """Tokens of a request."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptDetails = PromptDetails()
 
 
 # -- completions ----------------------------------------------------------------------------------------------
@@ -49,6 +56,7 @@ class Completion(msgspec.Struct, frozen=True):
     model: str
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
+    service_tier: str | UnsetType = UNSET
     object: str = "text_completion"
 
 
@@ -104,6 +112,7 @@ class ChatCompletion(msgspec.Struct, frozen=True):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    service_tier: str
     object: str = "chat.completion"
 
 
@@ -130,6 +139,7 @@ class ChatChunk(msgspec.Struct, frozen=True):
     created: int
     model: str
     choices: list[ChunkChoice]
+    service_tier: str
     usage: Usage | UnsetType | None = UNSET
     object: str = "chat.completion.chunk"
 
@@ -157,12 +167,12 @@ class ModelList(msgspec.Struct, frozen=True):
 
 
 class Tokens(msgspec.Struct, frozen=True):
-    """POST /tokenize."""
+    """POST /tokenize. tokens, token_strs: JSON of lists of integers and of strings."""
 
-    tokens: list[int]
+    tokens: msgspec.Raw
     count: int
     max_model_len: int
-    token_strs: list[str] | None = None
+    token_strs: msgspec.Raw | None = None
 
 
 class Detokenized(msgspec.Struct, frozen=True):

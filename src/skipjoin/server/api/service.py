@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -15,9 +16,10 @@ from pydantic import ValidationError
 from skipjoin.config import ServerConfig
 from skipjoin.engine.forecasting import ForecastKeeper
 from skipjoin.model.config import ModelError
-from skipjoin.model.tokenizer import Tokenizer
+from skipjoin.model.tokenizer import Tokenizer, TooManyTokensError
 from skipjoin.sampling import ParameterError, SamplingParams
 from skipjoin.server.api.errors import (
+    ApiError,
     bad_request,
     from_parameter,
     from_validation,
@@ -27,8 +29,9 @@ from skipjoin.server.api.errors import (
 from skipjoin.server.api.forecasting import AskFor, Expectation, Forecasting
 from skipjoin.server.api.limits import Admission
 from skipjoin.server.api.protocol import Body, ChatRequest, GenerationBody, TokenizeRequest
+from skipjoin.server.api.shapes import checked
 from skipjoin.server.engines.engine_client import EngineClient
-from skipjoin.server.engines.errors import EngineDeadError, NoReplicaError
+from skipjoin.server.engines.errors import EngineDeadError, EngineHungError, NoReplicaError
 from skipjoin.server.engines.messages import Ready
 from skipjoin.server.metrics import Metrics
 
@@ -50,7 +53,8 @@ class Phase(Enum):
 class Service:
     """One server. It answers from the start, and takes work from `open` until `drain` or the end of the engine.
 
-    busy: HTTP requests that are being answered.
+    name: of the model, in answers. names: those by which requests may call it. busy: HTTP requests that are being
+    answered.
     """
 
     def __init__(self, config: ServerConfig, client: EngineClient, metrics: Metrics) -> None:
@@ -61,22 +65,32 @@ class Service:
         self.phase = Phase.STARTING
         self.created = int(time.time())
         self.name = config.served_model_name or ""
+        self.names: tuple[str, ...] = (self.name,)
         self.busy = 0
         self._info: Ready | None = None
         self._tokenizer: Tokenizer | None = None
+        self._sampling_defaults: Mapping[str, Any] = {}
         self._forecasting: Forecasting | None = None
         # Two, so that one huge text does not delay all others.
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="skipjoin-text")
 
     def open(
-        self, info: Ready, tokenizer: Tokenizer, keeper: ForecastKeeper | None = None, ask: AskFor | None = None
+        self,
+        info: Ready,
+        tokenizer: Tokenizer,
+        keeper: ForecastKeeper | None = None,
+        ask: AskFor | None = None,
+        *,
+        sampling_defaults: Mapping[str, Any] | None = None,
     ) -> None:
         """Take work: the engine is ready. keeper: what forecasts the lengths of outputs; None: they are not. ask:
-        another server, whose forecasts count more."""
+        another server, whose forecasts count more. sampling_defaults: the model's, for what requests leave out."""
         self._info, self._tokenizer = info, tokenizer
+        self._sampling_defaults = sampling_defaults or {}
         if keeper is not None:
             self._forecasting = Forecasting(keeper, self.metrics, ask)
         self.name = self.config.served_model_name or info.model
+        self.names = (self.name,) if self.config.served_model_name else _names(info)
         self.metrics.ready(info, self.name)
         if self.phase is Phase.STARTING:
             self.phase = Phase.OPEN
@@ -108,12 +122,14 @@ class Service:
         return self._tokenizer
 
     def check_alive(self) -> None:
-        """503 unless an engine is up."""
+        """503 unless an engine is up and makes progress."""
         if self.client.dead:
             raise EngineDeadError
         _ = self.info
         if not self.client.alive:
             raise NoReplicaError
+        if self.client.is_hung:
+            raise EngineHungError
 
     def count_replicas(self) -> dict[str, int]:
         """How many engines are up, and how many there should be; empty for a server of one engine."""
@@ -129,7 +145,7 @@ class Service:
 
     def check_model(self, name: str | None) -> None:
         """404 for a model that is not served. None: the served one."""
-        if name is not None and name != self.name:
+        if name is not None and name not in self.names:
             raise model_not_found(name, self.name)
 
     # -- reading requests ---------------------------------------------------------------------------------
@@ -142,31 +158,56 @@ class Service:
         """The body of a request. Raises 400 that names the field at fault."""
         try:
             if len(body) > _LARGE:
-                return await self.in_thread(kind.model_validate_json, body)
+                return await self.in_thread(_read_large, body, kind)
             return kind.model_validate_json(body)
         except ValidationError as error:
             raise from_validation(error) from error
 
     # -- tokens -------------------------------------------------------------------------------------------
 
-    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text."""
-        encode = self.tokenizer.encode
-        if len(text) > _LARGE:
-            return await self.in_thread(encode, text, add_special_tokens)
-        return encode(text, add_special_tokens)
+    @property
+    def most_prompt_tokens(self) -> int:
+        """The context less one token to generate."""
+        return self.info.max_model_len - 1
 
-    async def encode_chat(self, body: ChatRequest | TokenizeRequest) -> list[int]:
-        """Token ids of a conversation. Raises 400 where the template refuses it."""
-        chat = self.tokenizer.chat
+    async def encode(
+        self, text: str, param: str, *, add_special_tokens: bool = True, most: int | None = None
+    ) -> list[int]:
+        """Token ids of a text. Raises 400 for more than `most`; None: than a prompt may have. param: the field."""
+        encode, most = self.tokenizer.encode, self.most_prompt_tokens if most is None else most
+        try:
+            if len(text) > _LARGE:
+                return await self.in_thread(encode, text, add_special_tokens, most)
+            return encode(text, add_special_tokens, most)
+        except TooManyTokensError as error:
+            raise self._too_long(param, most, error.found) from None
+
+    async def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        """The text of token ids."""
+        if len(ids) > _LARGE:
+            return await self.in_thread(self.tokenizer.decode_long, ids, skip_special_tokens)
+        return self.tokenizer.decode(ids, skip_special_tokens)
+
+    def _too_long(self, param: str, most: int, found: object) -> ApiError:
+        what = ", the context less one to generate" if most == self.most_prompt_tokens else ""
+        return bad_request(
+            f"{param} must have at most {most} tokens{what}, got {found}", param, "context_length_exceeded"
+        )
+
+    async def encode_chat(self, body: ChatRequest | TokenizeRequest, most: int | None = None) -> list[int]:
+        """Token ids of a conversation. Raises 400 where the template refuses it, and for more than `most`: see
+        `encode`."""
+        chat, most = self.tokenizer.chat, self.most_prompt_tokens if most is None else most
         messages = [message.as_template_input() for message in body.messages or ()]
         options = body.chat_template_kwargs
         variables = {} if options is None else options.model_dump(exclude_none=True)
-        variables["add_generation_prompt"] = body.add_generation_prompt is not False
+        variables |= {"add_generation_prompt": body.add_generation_prompt is not False, "most": most}
         try:
             if sum(len(message["content"]) for message in messages) > _LARGE:
                 return await self.in_thread(chat, messages, **variables)
             return chat(messages, **variables)
+        except TooManyTokensError as error:
+            raise self._too_long("messages", most, error.found) from None
         except ModelError as error:
             raise bad_request(str(error), "messages") from error
 
@@ -181,11 +222,7 @@ class Service:
         if not prompt:
             raise bad_request(f"{param} must have at least 1 token", param)
         if len(prompt) >= context:
-            raise bad_request(
-                f"{param} must have at most {context - 1} tokens, the context less one to generate, got {len(prompt)}",
-                param,
-                "context_length_exceeded",
-            )
+            raise self._too_long(param, context - 1, len(prompt))
         return context - len(prompt)
 
     def check_fits(self, name: str, tokens: int | None, room: int, prompt: Sequence[int]) -> None:
@@ -213,11 +250,12 @@ class Service:
     def sampling(
         self, body: GenerationBody, *, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None
     ) -> SamplingParams:
-        """The body's sampling rules for one prompt; fields that are null or missing have the defaults. Raises 400."""
+        """The body's sampling rules for one prompt; fields that are null or missing have the model's defaults, or those
+        of `SamplingParams`. Raises 400."""
         given: dict[str, Any] = {
             "temperature": body.temperature,
             "top_p": body.top_p,
-            "top_k": None if body.top_k == -1 else body.top_k,  # -1 is "all" in vLLM's API
+            "top_k": 0 if body.top_k == -1 else body.top_k,  # -1 is "all" in vLLM's API
             "min_p": body.min_p,
             "presence_penalty": body.presence_penalty,
             "frequency_penalty": body.frequency_penalty,
@@ -233,9 +271,20 @@ class Service:
         }
         self.check_ids("stop_token_ids", body.stop_token_ids or ())
         self.check_ids("logit_bias", [int(token) for token in body.logit_bias or ()])
+        given = {name: value for name, value in given.items() if value is not None}
         try:
-            params = SamplingParams(max_tokens=max_tokens, **{k: v for k, v in given.items() if v is not None})
+            params = SamplingParams(max_tokens=max_tokens, **{**self._sampling_defaults, **given})
         except ParameterError as error:
             raise from_parameter(error) from error
         self.metrics.choices(body.n or 1)
         return params
+
+
+def _read_large(body: bytes, kind: type[BodyT]) -> BodyT:
+    return kind.model_validate_json(checked(body, kind))
+
+
+def _names(info: Ready) -> tuple[str, ...]:
+    """The model as it was given, and, where that is a path, the name of its folder."""
+    folder = Path(info.folder)
+    return tuple(dict.fromkeys([info.model, *([folder.resolve().name] if Path(info.model) == folder else [])]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fastapi import FastAPI, Response
 
+from skipjoin.server.api.auth import METRICS_PATH
 from skipjoin.server.api.errors import unavailable
 from skipjoin.server.api.replies import json_response
 from skipjoin.server.api.responses import LoadAnswer, ModelCard, ModelList
@@ -15,16 +16,12 @@ def add_routes(app: FastAPI, service: Service) -> None:
     """Add all of them."""
     _add_health(app, service)
     _add_models(app, service)
+    add_metrics(app, service)
 
     @app.get("/version")
     async def show_version() -> Response:
         """The server's version."""
         return json_response({"version": VERSION})
-
-    @app.get("/metrics")
-    async def show_metrics() -> Response:
-        """For Prometheus."""
-        return Response(service.metrics.render(), media_type="text/plain; version=0.0.4")
 
     @app.get("/load")
     async def show_load() -> Response:
@@ -40,6 +37,15 @@ def add_routes(app: FastAPI, service: Service) -> None:
                 kv_cache_usage=load.usage,
             )
         )
+
+
+def add_metrics(app: FastAPI, service: Service) -> None:
+    """Add /metrics."""
+
+    @app.get(METRICS_PATH)
+    async def show_metrics() -> Response:
+        """For Prometheus."""
+        return Response(service.metrics.render(), media_type="text/plain; version=0.0.4")
 
 
 def _add_health(app: FastAPI, service: Service) -> None:

@@ -1,18 +1,28 @@
-"""POST /tokenize and /detokenize: texts and conversations to token ids, and back."""
+"""POST /tokenize and /detokenize: texts and conversations to token ids, and back. Both count in the queue."""
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
 from fastapi import FastAPI, Request, Response
+from msgspec import Raw
 from pydantic import BaseModel
 
+from skipjoin.server.api.browsers import json_body
 from skipjoin.server.api.errors import bad_request
+from skipjoin.server.api.limits import estimate_tokens
 from skipjoin.server.api.protocol import DetokenizeRequest, TokenizeRequest
-from skipjoin.server.api.replies import json_response
-from skipjoin.server.api.responses import Detokenized, Tokens
+from skipjoin.server.api.replies import JsonReply
+from skipjoin.server.api.responses import Detokenized, Tokens, encode
 from skipjoin.server.api.service import Service
 
 # What the routes read, for the schema.
 BODIES: dict[str, type[BaseModel]] = {"/tokenize": TokenizeRequest, "/detokenize": DetokenizeRequest}
+# Tokens of an answer, which has a name of each.
+MAX_TOKENS = 1 << 20
+# Elements that are encoded at a time: a millisecond.
+_PIECE = 1 << 16
 
 
 def add_routes(app: FastAPI, service: Service) -> None:
@@ -22,23 +32,58 @@ def add_routes(app: FastAPI, service: Service) -> None:
     async def tokenize(request: Request) -> Response:
         """Token ids of a text or a conversation."""
         service.check_open()
-        body = await service.parse(await request.body(), TokenizeRequest)
+        body = await service.parse(await json_body(request), TokenizeRequest)
         service.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise bad_request("give either prompt or messages", "prompt")
-        if body.messages is not None:
-            ids = await service.encode_chat(body)
-        else:
-            ids = await service.encode(body.prompt or "", body.add_special_tokens is not False)
-        names = [service.tokenizer.token_text(token) for token in ids] if body.return_token_strs else None
-        return json_response(Tokens(ids, len(ids), service.info.max_model_len, names))
+        texts = [body.prompt or "", *(message.text for message in body.messages or ())]
+        param = "prompt" if body.messages is None else "messages"
+        return await _counted(service, sum(map(estimate_tokens, texts)), param, lambda: _tokenize(service, body))
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
         """Text of token ids."""
         service.check_open()
-        body = await service.parse(await request.body(), DetokenizeRequest)
+        body = await service.parse(await json_body(request), DetokenizeRequest)
         service.check_model(body.model)
         service.check_ids("tokens", body.tokens)
-        text = await service.in_thread(service.tokenizer.decode, body.tokens, skip_special_tokens=False)
-        return json_response(Detokenized(text))
+        return await _counted(service, len(body.tokens), "tokens", lambda: _detokenize(service, body))
+
+
+async def _counted(service: Service, tokens: int, param: str, work: Callable[[], Awaitable[bytes]]) -> Response:
+    """An answer that counts as a sequence with so many prompt tokens until its last byte is sent. Raises 429."""
+    (slot,) = service.admission.reserve([tokens], param=param)
+    try:
+        return JsonReply(await work(), on_end=slot.ended)
+    except BaseException:
+        slot.ended()
+        raise
+
+
+async def _tokenize(service: Service, body: TokenizeRequest) -> bytes:
+    if body.messages is not None:
+        ids = await service.encode_chat(body, MAX_TOKENS)
+    else:
+        special = body.add_special_tokens is not False
+        ids = await service.encode(body.prompt or "", "prompt", add_special_tokens=special, most=MAX_TOKENS)
+    spell = service.tokenizer.token_text if body.return_token_strs else None
+    return await service.in_thread(_answer, ids, service.info.max_model_len, spell)
+
+
+def _answer(ids: list[int], max_model_len: int, spell: Callable[[int], str] | None) -> bytes:
+    """spell: the text of a token; None: it is not asked for."""
+    names = None
+    if spell is not None:
+        texts = {token: spell(token) for token in set(ids)}
+        names = _encoded([texts[token] for token in ids])
+    return encode(Tokens(_encoded(ids), len(ids), max_model_len, names))
+
+
+def _encoded(values: Sequence[Any]) -> Raw:
+    """A list as JSON, made in pieces: other threads go on between two of them."""
+    pieces = [encode(values[at : at + _PIECE])[1:-1] for at in range(0, len(values), _PIECE)]
+    return Raw(b"[" + b",".join(pieces) + b"]")
+
+
+async def _detokenize(service: Service, body: DetokenizeRequest) -> bytes:
+    return encode(Detokenized(await service.decode(body.tokens, skip_special_tokens=False)))

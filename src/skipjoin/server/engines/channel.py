@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable
 
 import msgspec
@@ -12,6 +13,9 @@ import zmq
 from skipjoin.server.engines.messages import FromEngine, ToEngine
 
 logger = logging.getLogger(__name__)
+
+# Seconds for which messages are read in one go.
+_TURN_S = 0.005
 
 
 class Channel:
@@ -42,9 +46,13 @@ class Channel:
         self._loop.call_soon(self.read)
         return True
 
-    def read(self) -> None:
-        """Take all messages that have arrived."""
+    def read(self, most_s: float = _TURN_S) -> None:
+        """Take the messages that have arrived; after so many seconds the loop goes on in between."""
+        end = self._loop.time() + most_s
         while not self._socket.closed:
+            if self._loop.time() > end:
+                self._loop.call_soon(self.read)
+                return
             try:
                 frame = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
@@ -53,6 +61,10 @@ class Channel:
                 self._on_message(self._decoder.decode(frame))
             except Exception:
                 logger.exception("a message from the engine was not handled")
+
+    def read_last(self) -> None:
+        """Take all messages, before the channel is closed."""
+        self.read(math.inf)
 
     def close(self) -> None:
         """Drop messages that were not sent, and free the socket."""

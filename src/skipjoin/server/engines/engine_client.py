@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -19,12 +19,13 @@ from skipjoin.core.request import DEFAULT_OPTIONS, FinishReason, Request, Reques
 from skipjoin.engine.text import Output
 from skipjoin.observe.metrics import Snapshot, merged
 from skipjoin.policies.dispatch import least_work
-from skipjoin.sampling import SamplingParams
-from skipjoin.server.engines.errors import EngineDeadError, NoReplicaError, RefusedError
+from skipjoin.sampling import SamplingParams, TokenDetail
+from skipjoin.server.engines.errors import EngineDeadError, LostRequestError, NoReplicaError, RefusedError
 from skipjoin.server.engines.messages import (
     Abort,
     DescribeRequests,
     FromEngine,
+    PromptScores,
     Ready,
     Reforecast,
     Refused,
@@ -39,16 +40,23 @@ from skipjoin.server.metrics import Metrics
 
 # Seconds that a sequence waits for an engine to come up.
 PATIENCE_S = 60.0
+# Seconds after a deadline that its engine has to end the sequence itself.
+_DEADLINE_GRACE_S = 0.05
+# Engines that may end while one and the same sequence runs. It fails at the second without a token in between; at a
+# later one if others may have been the cause as well; and at the last one even if it got tokens in between.
+_STUCK, _STUCK_WITH_OTHERS, _MOST_DEATHS = 2, 4, 8
+# Most seconds that the trial of one sequence keeps others from theirs: it may wait in its engine's queue.
+TRIAL_S = 2.0
 
 
 class ConnectedEngine:
     """An engine that takes requests.
 
     send: takes messages to it; must not block or raise. stats: the latest that it sent. sequences: those that it has,
-    by id. questions: the `DescribeRequests` that it has not answered, by id.
+    by id. questions: the `DescribeRequests` that it has not answered, by id. is_hung: whether it makes no progress.
     """
 
-    __slots__ = ("info", "number", "questions", "send", "sequences", "stats")
+    __slots__ = ("info", "is_hung", "number", "questions", "send", "sequences", "stats")
 
     def __init__(self, number: int, info: Ready, send: Callable[[ToEngine], None]) -> None:
         self.number = number
@@ -57,6 +65,7 @@ class ConnectedEngine:
         self.stats = Stats(0, Snapshot.zero())
         self.sequences: dict[int, EngineSequence] = {}
         self.questions: dict[int, asyncio.Future[list[RequestState]]] = {}
+        self.is_hung = False
 
     def ask(self, question: int) -> asyncio.Future[list[RequestState]]:
         """Ask for the states of its requests; cancelled if it is lost."""
@@ -93,7 +102,9 @@ class EngineClient:
     """Submits requests to the engine with the least work, delivers their tokens, moves them when their engine dies.
 
     A moved sequence continues at another engine from its prompt and the tokens that it has: its client sees the same
-    output. While no engine is up it waits, for at most `patience_s` seconds; after that, and once no engine will come
+    output. One of those that ran when an engine ended may be the cause. So they continue one at a time, each on trial
+    until it has another token: if its engine ends before, the sequence is to blame alone, and it fails at the second
+    death. While no engine is up it waits, for at most `patience_s` seconds; after that, and once no engine will come
     up any more (`died`), it fails.
 
     wanted: how many engines there should be. seed: requests without a seed draw theirs from it. clock: seconds,
@@ -116,6 +127,9 @@ class EngineClient:
         self._replicas: dict[int, ConnectedEngine] = {}
         self._places: dict[int, ConnectedEngine | None] = {}  # by id of the sequence; None: it waits for an engine
         self._waiting: dict[int, EngineSequence] = {}
+        self._held: dict[int, EngineSequence] = {}  # those that wait for their trial
+        self._trial: EngineSequence | None = None
+        self._trial_timer: asyncio.TimerHandle | None = None
         self._dispatch = least_work()
         self._gone = Snapshot.zero()  # counts of engines that have ended
         self._joined = 0
@@ -135,6 +149,11 @@ class EngineClient:
     def alive(self) -> int:
         """Engines that take requests."""
         return len(self._replicas)
+
+    @property
+    def is_hung(self) -> bool:
+        """Whether no engine that is up makes progress."""
+        return bool(self._replicas) and all(replica.is_hung for replica in self._replicas.values())
 
     def load(self) -> EngineLoad:
         """The load, by the latest messages of the engines."""
@@ -160,6 +179,7 @@ class EngineClient:
         for sequence in waiting.values():
             assert sequence.patience is not None
             sequence.patience.cancel()
+            sequence.patience = None
             self._place(sequence)
         return replica
 
@@ -171,18 +191,23 @@ class EngineClient:
         self._dispatch.leave(replica.number)
         self._gone = merged([self._gone, replica.stats.metrics.at_rest()])
         orphans, replica.sequences = replica.sequences, {}
+        self._places.update(dict.fromkeys(orphans))
         for question in replica.questions.values():
             question.cancel()
         self._metrics.moved(len(orphans))
         self._tell_replicas()
         self._tell_numbers()
+        self._blame(orphans.values())
         for sequence in orphans.values():
-            self._place(sequence)
+            if sequence.id in self._places:
+                self._place(sequence)
+        self._try_next()
         return len(orphans)
 
     def died(self) -> None:
         """Fail everything: no engine is up, and none will be."""
         self.dead = True
+        self._metrics.lost("engine_dead", self.active)
         self.fail_all(EngineDeadError())
         for replica in list(self._replicas.values()):
             self.lose(replica)
@@ -191,6 +216,9 @@ class EngineClient:
         """Take a message from an engine. Messages from one that was removed are ignored."""
         if isinstance(message, StepOutputs):
             self._deliver(replica, message)
+        elif isinstance(message, PromptScores):
+            if (sequence := replica.sequences.get(message.id)) is not None:
+                sequence.scores.extend(message.scores)
         elif isinstance(message, Stats):
             if self._replicas.get(replica.number) is replica:
                 replica.stats = message
@@ -242,6 +270,10 @@ class EngineClient:
         )
         sequence = EngineSequence(request, params, mailbox, index, label)
         sequence.on_start, sequence.on_end = on_start, on_end
+        if options.deadline_s is not None:
+            # The engine ends it between two steps, if it can: it may hang.
+            delay = options.deadline_s + _DEADLINE_GRACE_S
+            sequence.alarm = asyncio.get_running_loop().call_later(delay, self._expire, sequence)
         self._place(sequence)
         return sequence
 
@@ -262,7 +294,7 @@ class EngineClient:
     def fail_all(self, error: Exception) -> None:
         """End all sequences; each job gets the error."""
         held = [replica.sequences for replica in self._replicas.values()]
-        sequences = [sequence for some in (*held, self._waiting) for sequence in some.values()]
+        sequences = [sequence for some in (*held, self._waiting, self._held) for sequence in some.values()]
         for sequence in sequences:
             sequence.mailbox.fail(error)
         self.abort(sequences)
@@ -277,7 +309,7 @@ class EngineClient:
             await asyncio.wait(asked.values(), timeout=timeout_s)
         found = [
             LiveRequest(sequence.label, sequence.index, None, _without_engine(sequence))
-            for sequence in self._waiting.values()
+            for sequence in (*self._waiting.values(), *self._held.values())
         ]
         silent = []
         for replica, answer in asked.items():
@@ -294,6 +326,7 @@ class EngineClient:
 
     def _place(self, sequence: EngineSequence) -> None:
         """Send the sequence to the engine with the least work, or let it wait until one is up."""
+        sequence.scores.clear()
         request, now = sequence.request, self._clock()
         if not self._replicas:
             wait = min(max(0.0, request.deadline - now), self._patience_s)
@@ -301,23 +334,73 @@ class EngineClient:
             self._waiting[sequence.id] = sequence
             self._places[sequence.id] = None
             return
+        if sequence.stuck and self._trial is not None:
+            self._held[sequence.id] = sequence
+            self._places[sequence.id] = None
+            return
+        if sequence.stuck:
+            self._trial = sequence
+            self._trial_timer = asyncio.get_running_loop().call_later(TRIAL_S, self._end_trial, sequence)
         replica = self._replicas[self._dispatch.choose(request)]
         replica.sequences[sequence.id] = sequence
         self._places[sequence.id] = replica
         replica.send(sequence.message(now))
 
+    # -- engines that end under sequences ----------------------------------------------------------------------
+
+    def _blame(self, orphans: Collection[EngineSequence]) -> None:
+        """Count the end of an engine against the sequences that may be its cause, and fail those that had enough."""
+        begun = [sequence for sequence in orphans if sequence.has_begun]
+        trial = self._trial
+        accused = [trial] if trial is not None and trial in begun else begun
+        if trial in orphans:
+            self._forget_trial()
+        most = _STUCK if len(accused) == 1 else _STUCK_WITH_OTHERS
+        for sequence in accused:
+            sequence.stuck += 1
+        for sequence in begun:
+            sequence.deaths += 1
+            sequence.has_begun = False
+            if sequence.stuck >= most or sequence.deaths >= _MOST_DEATHS:
+                self._metrics.lost("engine_lost")
+                sequence.mailbox.fail(LostRequestError(sequence.deaths))
+                self._close(sequence, FinishReason.ERROR)
+
+    def _end_trial(self, sequence: EngineSequence) -> None:
+        if self._trial is sequence:
+            self._forget_trial()
+            self._try_next()
+
+    def _forget_trial(self) -> None:
+        assert self._trial_timer is not None
+        self._trial_timer.cancel()
+        self._trial = None
+
+    def _try_next(self) -> None:
+        """Let the next sequence continue that waits for its trial; all of them if there is no engine."""
+        while self._held and self._trial is None:
+            self._place(self._held.pop(next(iter(self._held))))
+
+    # -- ends of sequences --------------------------------------------------------------------------------
+
+    def _expire(self, sequence: EngineSequence) -> None:
+        """Its deadline has passed."""
+        sequence.mailbox.put(Output(sequence.index, reason=FinishReason.DEADLINE))
+        self._end([sequence], FinishReason.DEADLINE)
+
     def _give_up(self, sequence: EngineSequence) -> None:
         if sequence.request.deadline <= self._clock():
             sequence.mailbox.put(Output(sequence.index, reason=FinishReason.DEADLINE))
         else:
+            self._metrics.lost("no_replica")
             sequence.mailbox.fail(NoReplicaError())
         self._close(sequence, FinishReason.ABORT)
 
     def _deliver(self, replica: ConnectedEngine, step: StepOutputs) -> None:
         sequences, details, generated = replica.sequences, step.details, self._dispatch.generated
         for request_id in step.started:
-            if (sequence := sequences.get(request_id)) is not None and sequence.on_start is not None:
-                sequence.on_start()
+            if (sequence := sequences.get(request_id)) is not None:
+                sequence.started(step.cached.get(request_id, 0))
         ended = {request_id: FinishReason(reason) for request_id, reason in step.ended}
         for position, (request_id, token) in enumerate(zip(step.ids, step.tokens, strict=True)):
             sequence = sequences.get(request_id)
@@ -326,8 +409,13 @@ class EngineClient:
             request = sequence.request
             request.output.append(token)
             generated(request)
+            if sequence.stuck:
+                sequence.stuck = 0
+                self._end_trial(sequence)
             reason = ended.pop(request_id, None) if ended else None
             detail = details.get(position) if details else None
+            if detail is not None and sequence.scores:
+                detail, sequence.scores = TokenDetail(detail.chosen, tuple(sequence.scores)), []
             sequence.mailbox.put(Output(sequence.index, token=token, detail=detail, reason=reason))
             if reason is not None:
                 self._close(sequence, reason)
@@ -349,15 +437,19 @@ class EngineClient:
     def _close(self, sequence: EngineSequence, reason: FinishReason) -> ConnectedEngine | None:
         """Forget a sequence that has ended; the engine that it was at."""
         replica = self._places.pop(sequence.id)
-        if replica is None:
-            del self._waiting[sequence.id]
-            assert sequence.patience is not None
+        if sequence.alarm is not None:
+            sequence.alarm.cancel()
+        if sequence.patience is not None:
             sequence.patience.cancel()
+        if replica is None:
+            self._waiting.pop(sequence.id, None)
+            self._held.pop(sequence.id, None)
         else:
             del replica.sequences[sequence.id]
             self._dispatch.ended(sequence.request, reason)
         if sequence.on_end is not None:
             sequence.on_end(reason, len(sequence.request.output))
+        self._end_trial(sequence)
         return replica
 
     def _tell_replicas(self) -> None:
@@ -374,6 +466,8 @@ def _without_engine(sequence: EngineSequence) -> RequestState:
     return RequestState(
         number=request.id,
         state="waiting",
+        service=request.options.service,
+        is_urgent=request.options.is_urgent,
         priority=request.options.priority,
         place=None,
         prompt_tokens=len(request.prompt),

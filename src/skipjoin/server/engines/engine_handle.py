@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import signal
-import tempfile
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import msgspec
 import zmq
 
-from skipjoin.config import EngineConfig
+from skipjoin.config import HANG_LIMITS, EngineConfig, HangLimits
+from skipjoin.container import oom_kills
+from skipjoin.own_folder import OwnFolder
 from skipjoin.server.engines.channel import Channel
 from skipjoin.server.engines.engine_client import ConnectedEngine, EngineClient
 from skipjoin.server.engines.engine_program import ENGINE_COMMAND, THREAD_WAITING, describe_end
 from skipjoin.server.engines.messages import EngineFailed, FromEngine, LoadProgress, Ready, Setup, Shutdown, ToEngine
-
-logger = logging.getLogger(__name__)
+from skipjoin.server.engines.pulse import DUMP_S, HUNG_S, PULSE_S, PulseReader, ask_for_stacks, describe_hang
 
 # Seconds that an engine has to end on request, before it is killed.
 STOP_S = 5.0
@@ -44,15 +42,19 @@ class EngineHandle:
     ) -> None:
         self.client = client
         self.died = asyncio.Event()
+        self.cause = ""
+        self._oom_kills = oom_kills()
         self._command = command
         self._on_progress = on_progress
-        # Only this user may open the socket's folder.
-        self._folder = tempfile.TemporaryDirectory(prefix="skipjoin-")
+        # Only this user may open the socket's folder. It is there until the engine is connected, so that a server that
+        # is killed later leaves none.
+        self._folder = OwnFolder("skipjoin-engine-")
         self._context = zmq.Context()
         self._channel: Channel | None = None
         self._replica: ConnectedEngine | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._watcher: asyncio.Task[None] | None = None
+        self._pulse_watcher: asyncio.Task[None] | None = None
         self._ready: asyncio.Future[Ready] | None = None
         self._failure: str | None = None
 
@@ -61,14 +63,15 @@ class EngineHandle:
         """The engine's process id; None before the start."""
         return None if self._process is None else self._process.pid
 
-    async def start(self, config: EngineConfig) -> Ready:
-        """Start the process and wait until it takes requests. Raises `EngineStartError`."""
+    async def start(self, config: EngineConfig, limits: HangLimits = HANG_LIMITS) -> Ready:
+        """Start the process and wait until it takes requests. limits: when it hangs. Raises `EngineStartError`."""
         loop = asyncio.get_running_loop()
-        endpoint = f"ipc://{Path(self._folder.name) / 'engine'}"
+        endpoint = f"ipc://{self._folder.path / 'engine'}"
         zmq_socket = self._context.socket(zmq.PAIR)
         zmq_socket.set_hwm(0)  # messages in transit are bounded by the queue's limits
         zmq_socket.bind(endpoint)
         self._channel = Channel(zmq_socket, self._receive)
+        pulse = PulseReader()
         self._ready = loop.create_future()
         self._process = await asyncio.create_subprocess_exec(
             *self._command,
@@ -77,12 +80,15 @@ class EngineHandle:
             stdout=2,  # libraries print for the operator
             # Outside of the terminal's group, so that Ctrl-C does not end it before its requests are complete.
             start_new_session=True,
+            pass_fds=(pulse.engine_fd,),
         )
         assert self._process.stdin is not None
-        setup = Setup(config, endpoint, os.getpid())
+        setup = Setup(config, endpoint, os.getpid(), pulse.engine_fd, limits)
+        pulse.started()
         self._process.stdin.write(msgspec.json.encode(setup))
         self._process.stdin.write_eof()
         self._watcher = asyncio.create_task(self._watch(self._process))
+        self._pulse_watcher = asyncio.create_task(self._watch_pulse(pulse, self._process, limits))
         return await self._ready
 
     async def stop(self) -> None:
@@ -97,10 +103,12 @@ class EngineHandle:
                 await process.wait()
         if self._watcher is not None:
             await self._watcher
+        if self._pulse_watcher is not None:
+            await self._pulse_watcher
         if self._channel is not None:
             self._channel.close()
         self._context.term()
-        self._folder.cleanup()
+        self._folder.close()
 
     def kill(self) -> None:
         """End the process at once, whatever it does."""
@@ -112,6 +120,8 @@ class EngineHandle:
         self._channel.send(message)  # `_watch` handles an engine that has ended
 
     def _receive(self, message: FromEngine) -> None:
+        if isinstance(message, LoadProgress | Ready):
+            self._folder.close()
         if isinstance(message, LoadProgress):
             self._on_progress(message.what, message.share)
         elif isinstance(message, EngineFailed):
@@ -123,14 +133,28 @@ class EngineHandle:
         elif self._replica is not None:
             self.client.receive(self._replica, message)
 
+    async def _watch_pulse(self, pulse: PulseReader, process: asyncio.subprocess.Process, limits: HangLimits) -> None:
+        """Tell the client while the engine hangs, and kill it if that goes on."""
+        while process.returncode is None:
+            await asyncio.sleep(PULSE_S)
+            silent_s = 0.0 if self._replica is None else pulse.silent_s()  # it has no pulse before it is ready
+            if self._replica is not None:
+                self._replica.is_hung = silent_s >= min(HUNG_S, limits.hang_s)
+            if silent_s >= limits.hang_s and process.returncode is None:
+                self._failure = describe_hang(limits)
+                ask_for_stacks(process.pid)
+                await asyncio.sleep(DUMP_S)
+                self.kill()
+        pulse.close()
+
     async def _watch(self, process: asyncio.subprocess.Process) -> None:
         """Wait for the process to end, and fail what depends on it."""
         code = await process.wait()
         assert self._channel is not None
-        self._channel.read()  # its last messages
+        self._channel.read_last()
+        is_out_of_memory = oom_kills() > self._oom_kills
+        self.cause = self._failure or describe_end(code, is_out_of_memory=is_out_of_memory)
         self.client.died()
         self.died.set()
         if self._ready is not None and not self._ready.done():
-            self._ready.set_exception(EngineStartError(self._failure or describe_end(code)))
-        elif self._failure is not None:
-            logger.error("the engine failed: %s", self._failure)
+            self._ready.set_exception(EngineStartError(self.cause))

@@ -7,6 +7,7 @@ It ends on request, when the engine fails, and when its parent has ended.
 
 from __future__ import annotations
 
+import logging
 import sys
 
 from skipjoin.engine.build import assemble
@@ -14,13 +15,14 @@ from skipjoin.engine.loop import EngineLoop
 from skipjoin.server.engines.engine_server import Loop, OnProgress, serve_engine
 from skipjoin.server.engines.messages import Ready, Setup
 
+logger = logging.getLogger("skipjoin.engine")
+
 
 def load_engine(setup: Setup, on_progress: OnProgress) -> tuple[Loop, Ready]:
     """The engine and its description."""
     engine = assemble(setup.config, on_progress)
     if engine.info.notice:
-        # Standard output is the engine's way to tell the operator something.
-        print(engine.info.notice, flush=True)
+        logger.info("%s", engine.info.notice)
     facts = {name: getattr(engine.info, name) for name in Ready.__struct_fields__}
     return EngineLoop(engine), Ready(**facts | {"cost": engine.info.cost.current})
 

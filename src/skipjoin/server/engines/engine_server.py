@@ -6,12 +6,13 @@ It does not import torch: it drives a `Loop`, which is the real one or that of a
 from __future__ import annotations
 
 import ctypes
+import logging
+import math
 import os
 import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -22,14 +23,17 @@ import zmq
 
 from skipjoin.config import ConfigError
 from skipjoin.core.engine import EngineCore, RequestTooLargeError
-from skipjoin.core.events import Arrived, Event, Finished, Started, Token
+from skipjoin.core.events import Event, Finished, Token
 from skipjoin.core.forecast import Forecast
 from skipjoin.core.request import DEFAULT_OPTIONS, FinishReason, Request, RequestOptions
+from skipjoin.core.step import StepPlan
+from skipjoin.machine import resident_bytes
 from skipjoin.model.config import ModelError
 from skipjoin.observe.metrics import EngineMetrics
 from skipjoin.observe.timeline import Timeline
 from skipjoin.sampling import ParameterError, SamplingParams, TokenDetail
-from skipjoin.server.engines.engine_program import ORPHANED
+from skipjoin.server import logs
+from skipjoin.server.engines.engine_program import ORPHANED, describe_error
 from skipjoin.server.engines.link import NoAnswerError, connect
 from skipjoin.server.engines.messages import (
     Abort,
@@ -39,6 +43,7 @@ from skipjoin.server.engines.messages import (
     FromEngine,
     ListenerKey,
     LoadProgress,
+    PromptScores,
     Ready,
     Reforecast,
     Refused,
@@ -50,11 +55,16 @@ from skipjoin.server.engines.messages import (
     StepOutputs,
     ToEngine,
 )
+from skipjoin.server.engines.pulse import Pulse, print_stacks
+
+logger = logging.getLogger(__name__)
 
 # Seconds after which an idle engine checks its parent, and a busy one sends its metrics.
 HEARTBEAT_S = 1.0
 # Seconds: a shorter turn of the loop ran no step.
 SPIN_S = 2e-4
+# Tokens of a `PromptScores`: two milliseconds to read, with all alternatives.
+SCORES_AT_ONCE = 512
 # Most seconds that an open socket may delay the end of the process.
 _DESTROY_S = 2.0
 _PR_SET_PDEATHSIG = 1
@@ -64,6 +74,7 @@ class Loop(Protocol):
     """The methods of an engine that this process uses: those of `skipjoin.engine.loop.EngineLoop`."""
 
     core: EngineCore
+    on_plan: Callable[[StepPlan], object]
 
     def add(
         self,
@@ -89,10 +100,24 @@ LoadEngine = Callable[[Setup, OnProgress], tuple[Loop, Ready]]
 
 
 class Digest:
-    """Makes one `StepOutputs` of the core's events of an engine step."""
+    """Makes `StepOutputs` of an engine's steps: one before a step that begins requests, so that the API process knows
+    which ones ran if the step ends the engine, and one of the core's events."""
 
     def __init__(self) -> None:
         self._new: set[int] = set()  # requests that have not run yet
+
+    def arrived(self, request_id: int) -> None:
+        """Expect the first run of a request."""
+        self._new.add(request_id)
+
+    def begin(self, plan: StepPlan) -> StepOutputs | None:
+        """The requests that run in this plan for the first time; None if there are none."""
+        new = [piece for piece in plan.slices if piece.request.id in self._new] if self._new else []
+        started = [piece.request.id for piece in new]
+        self._new.difference_update(started)
+        # A first slice begins behind the tokens whose KV was there.
+        cached = {piece.request.id: piece.start for piece in new if piece.start}
+        return StepOutputs(started=started, cached=cached) if started else None
 
     def fold(self, events: Iterable[Event]) -> StepOutputs | None:
         """The part of these events that the API process needs; None if there is none."""
@@ -100,7 +125,6 @@ class Digest:
         tokens: list[int] = []
         details: dict[int, TokenDetail] = {}
         ended: list[tuple[int, str]] = []
-        started: list[int] = []
         errors: dict[int, str] = {}
         for event in events:
             if isinstance(event, Token):
@@ -113,14 +137,8 @@ class Digest:
                 ended.append((event.request.id, event.reason.value))
                 if event.detail:
                     errors[event.request.id] = event.detail
-            elif isinstance(event, Started):
-                if event.request.id in self._new:
-                    self._new.remove(event.request.id)
-                    started.append(event.request.id)
-            elif isinstance(event, Arrived):
-                self._new.add(event.request.id)
-        if ids or ended or started:
-            return StepOutputs(ids=ids, tokens=tokens, details=details, ended=ended, started=started, errors=errors)
+        if ids or ended:
+            return StepOutputs(ids=ids, tokens=tokens, details=details, ended=ended, errors=errors)
         return None
 
 
@@ -138,6 +156,8 @@ def _describe(core: EngineCore, request: Request, place: int, now: float) -> Req
     return RequestState(
         number=request.id,
         state=_state_name(core, request),
+        service=request.options.service,
+        is_urgent=request.options.is_urgent,
         priority=request.options.priority,
         place=place,
         prompt_tokens=len(request.prompt),
@@ -196,7 +216,7 @@ class TimelineWriter:
         try:
             act(self._timeline)
         except OSError as error:
-            print(f"the timeline {self._file.name} ends here: {error.strerror}", file=sys.stderr, flush=True)
+            logger.error("the timeline %s ends here: %s", self._file.name, error.strerror)
             self._end()
 
     def _end(self) -> None:
@@ -208,16 +228,25 @@ class TimelineWriter:
 class EngineServer:
     """Moves messages between the socket and the loop.
 
-    parent: id of the process that started this one. is_linked: whether the API process is connected.
+    parent: id of the process that started this one. is_linked: whether the API process is connected. pulse: shows the
+    parent that the loop turns; None: nothing does.
     """
 
-    def __init__(self, socket: zmq.Socket[bytes], parent: int, is_linked: Callable[[], bool] = lambda: True) -> None:
+    def __init__(
+        self,
+        socket: zmq.Socket[bytes],
+        parent: int,
+        is_linked: Callable[[], bool] = lambda: True,
+        pulse: Pulse | None = None,
+    ) -> None:
+        self.pulse = pulse or Pulse(None, math.inf)
         self._socket = socket
         self._parent = parent
         self._is_linked = is_linked
         self._is_cut = False
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
+        self._digest = Digest()
         self._sent: Stats | None = None
         self._sent_at = 0.0
         self._stopping = False
@@ -229,6 +258,11 @@ class EngineServer:
         except zmq.Again:
             self._is_cut = True
 
+    def progress(self, what: str, share: float) -> None:
+        """Send how far the start is, or the restart of ranks between two steps."""
+        self.pulse.turned()
+        self.send(LoadProgress(what, share))
+
     @property
     def is_alone(self) -> bool:
         """Whether the API process has ended, or has closed the link."""
@@ -237,17 +271,19 @@ class EngineServer:
     def run(self, loop: Loop, metrics: EngineMetrics, recorder: TimelineWriter | None = None) -> None:
         """Serve until the end is asked for, or the parent or the API process has ended. metrics, recorder: get all
         events."""
-        digest = Digest()
+        digest = self._digest
+        loop.on_plan = self._begin
         while not self._stopping and os.getppid() == self._parent and not self.is_alone:
             # Messages are taken between steps; only an idle engine waits for one.
             self._read_inbox(loop, wait=loop.idle)
+            self.pulse.turned()
             begin = time.monotonic()
             # After an abort of the last request the engine is idle, but its events are still to be sent.
             events = loop.step()
             step = digest.fold(events)
             done = not loop.core.requests
             if step is not None and not done:
-                self.send(step)
+                self._send_step(step)
             metrics.observe(events)
             if recorder is not None:
                 recorder.observe(events)
@@ -256,9 +292,21 @@ class EngineServer:
             self._send_stats(loop, metrics, at_once=done)
             if step is not None and done:
                 # After the metrics, which are complete therefore once all requests have been answered.
-                self.send(step)
+                self._send_step(step)
             if not events and not loop.idle and time.monotonic() - begin < SPIN_S:
                 self._socket.poll(1)  # nothing can run until a deadline or a message: do not spin
+
+    def _send_step(self, step: StepOutputs) -> None:
+        """Send the outcome of a step, and before it the scores of prompts that it has."""
+        for position, (chosen, prompt) in list(step.details.items()):
+            for at in range(0, len(prompt), SCORES_AT_ONCE):
+                self.send(PromptScores(step.ids[position], list(prompt[at : at + SCORES_AT_ONCE])))
+            step.details[position] = TokenDetail(chosen)
+        self.send(step)
+
+    def _begin(self, plan: StepPlan) -> None:
+        if (begun := self._digest.begin(plan)) is not None:
+            self.send(begun)
 
     def _read_inbox(self, loop: Loop, *, wait: bool) -> None:
         if wait and not self._socket.poll(int(HEARTBEAT_S * 1000)):
@@ -294,6 +342,7 @@ class EngineServer:
                 output=message.output,
                 age_s=message.age_s,
             )
+            self._digest.arrived(message.id)
         except ParameterError as error:
             self.send(Refused(message.id, error.param, str(error)))
         except RequestTooLargeError as error:
@@ -305,6 +354,7 @@ class EngineServer:
         if now - self._sent_at < HEARTBEAT_S / 4 and not at_once:
             return
         kv = loop.core.kv
+        metrics.shares(cached=kv.cached_blocks, shared=kv.shared_blocks)
         stats = Stats(kv.device_total - kv.device_free, metrics.snapshot())
         if stats != self._sent or now - self._sent_at >= HEARTBEAT_S:
             self.send(stats)
@@ -325,8 +375,10 @@ def serve_engine(load: LoadEngine) -> int:
 
     The setup is read from standard input; `load` makes the loop from it.
     """
+    logs.configure_engine()
     setup = msgspec.json.decode(sys.stdin.buffer.read(), type=Setup)
     die_with_parent(setup.parent)
+    print_stacks()
     # Ctrl-C and service managers signal every process; the API process decides when to end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -334,16 +386,16 @@ def serve_engine(load: LoadEngine) -> int:
     try:
         socket, is_linked = _connect(context, setup)
     except NoAnswerError as error:
-        print(f"the engine ends: {error}", file=sys.stderr, flush=True)
+        logger.error("the engine ends: %s", error)
         return ORPHANED
-    server = EngineServer(socket, setup.parent, is_linked)
+    server = EngineServer(socket, setup.parent, is_linked, Pulse(setup.pulse_fd, setup.limits.step_s))
     recorder: TimelineWriter | None = None
     try:
         if setup.config.timeline is not None:
             recorder = TimelineWriter(setup.config.timeline)
         _load_and_run(load, setup, server, recorder)
         if server.is_alone:
-            print("the engine ends: its link to the API process is closed", file=sys.stderr, flush=True)
+            logger.error("the engine ends: its link to the API process is closed")
         code = int(server.is_alone)
         socket.close(linger=0)
         return code
@@ -352,8 +404,8 @@ def serve_engine(load: LoadEngine) -> int:
         socket.close(linger=1000)
         return 1
     except Exception as error:
-        traceback.print_exc()
-        server.send(EngineFailed(f"{type(error).__name__}: {error}"))
+        logger.exception("the engine failed")
+        server.send(EngineFailed(describe_error(error)))
         socket.close(linger=1000)
         return 1
     finally:
@@ -364,15 +416,15 @@ def serve_engine(load: LoadEngine) -> int:
 
 def _load_and_run(load: LoadEngine, setup: Setup, server: EngineServer, recorder: TimelineWriter | None) -> None:
     """Load the engine, report that it is ready, and serve it."""
-    loop, ready = load(setup, lambda what, share: server.send(LoadProgress(what, share)))
+    loop, ready = load(setup, server.progress)
     server.send(ready)
-    if setup.ready_fd is not None:
-        os.write(setup.ready_fd, b".")
+    server.pulse.start()
     metrics = EngineMetrics(
         device_blocks=ready.device_blocks,
         block_size=ready.block_size,
         block_bytes=ready.host_block_bytes,
         is_compressed=ready.swap_dtype != "auto",
+        resident_bytes=resident_bytes,
     )
     try:
         server.run(loop, metrics, recorder)

@@ -15,6 +15,17 @@ class NoReplicaError(EngineError):
     """No engine is up; engines are being restarted."""
 
 
+class LostRequestError(EngineError):
+    """Engines ended while they ran the request, and it is not tried again."""
+
+    def __init__(self, deaths: int) -> None:
+        super().__init__(f"engines ended {deaths} times while they ran this request, which is not tried again")
+
+
+class EngineHungError(EngineError):
+    """An engine is up, but makes no progress."""
+
+
 class RefusedError(EngineError):
     """The engine refused the request. param: the field at fault. The text may be shown to clients."""
 

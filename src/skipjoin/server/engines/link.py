@@ -161,7 +161,7 @@ class EngineLink:
 
     def _lose(self) -> None:
         if not self._channel.closed:
-            self._channel.read()  # its last messages
+            self._channel.read_last()
             self.close()
             self.on_lost()
 

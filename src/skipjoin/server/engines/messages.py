@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import msgspec
 
-from skipjoin.config import EngineConfig
+from skipjoin.config import HANG_LIMITS, EngineConfig, HangLimits
 from skipjoin.core.forecast import Forecast
-from skipjoin.core.request import DEFAULT_OPTIONS, FinishReason, RequestOptions
+from skipjoin.core.request import DEFAULT_OPTIONS, FinishReason, RequestOptions, ServiceClass
 from skipjoin.observe.metrics import Snapshot
 from skipjoin.policies.cost import LinearCost
-from skipjoin.sampling import SamplingParams, TokenDetail
+from skipjoin.sampling import SamplingParams, Scored, TokenDetail
 
 
 class ListenerKey(msgspec.Struct, frozen=True):
@@ -32,14 +32,15 @@ class Setup(msgspec.Struct, frozen=True):
     """The engine process's whole input, as JSON on its standard input.
 
     at: the address of the API process's socket on this machine, or the key to its listener. parent: id of the process
-    that started the engine, which ends with it. ready_fd: a file descriptor that gets a byte once the engine takes
-    requests.
+    that started the engine, which ends with it. pulse_fd: a file descriptor that gets a byte once the engine takes
+    requests, and more of them while it makes progress: see `pulse`. limits: when it hangs.
     """
 
     config: EngineConfig
     at: str | ListenerKey
     parent: int
-    ready_fd: int | None = None
+    pulse_fd: int | None = None
+    limits: HangLimits = HANG_LIMITS
 
 
 # -- to the engine --------------------------------------------------------------------------------------------
@@ -130,12 +131,13 @@ class EngineFailed(msgspec.Struct, frozen=True, tag="failed", array_like=True):
 
 
 class StepOutputs(msgspec.Struct, frozen=True, tag="step", array_like=True):
-    """The outcome of one engine step.
+    """The beginning or the outcome of one engine step.
 
-    ids, tokens: a generated token for each of these requests, whose ids are distinct. details: by index into `ids`.
+    ids, tokens: a generated token for each of these requests, whose ids are distinct. details: by index into `ids`;
+    scores of the prompt may have come before, as `PromptScores`.
     ended: (id, reason) of requests that have ended, after this step's token; reason is a `FinishReason`.
-    started: requests that run for the first time. errors: by id, the text for the client of a request that ended with
-    an error.
+    started: requests that run for the first time, sent before they do. cached: by id, of those the tokens whose KV was
+    there, where it is any. errors: by id, the text for the client of a request that ended with an error.
     """
 
     ids: list[int] = []
@@ -144,6 +146,17 @@ class StepOutputs(msgspec.Struct, frozen=True, tag="step", array_like=True):
     ended: list[tuple[int, str]] = []
     started: list[int] = []
     errors: dict[int, str] = {}
+    cached: dict[int, int] = {}
+
+
+class PromptScores(msgspec.Struct, frozen=True, tag="scores", array_like=True):
+    """Log-probabilities of the next tokens of a request's prompt, before the `StepOutputs` with its first token.
+
+    They come in messages of a few hundred tokens, so that none takes long to be read.
+    """
+
+    id: int
+    scores: list[Scored]
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused", array_like=True):
@@ -163,19 +176,20 @@ class Stats(msgspec.Struct, frozen=True, tag="stats", array_like=True):
     @property
     def running(self) -> int:
         """Requests in the running batch."""
-        return int(self.metrics.row("num_requests_running")[0])
+        return int(sum(self.metrics.row("num_requests_running")))
 
     @property
     def waiting(self) -> int:
         """Requests that are not running."""
-        return int(self.metrics.row("num_requests_waiting")[0])
+        return int(sum(self.metrics.row("num_requests_waiting")))
 
 
 class RequestState(msgspec.Struct, frozen=True, array_like=True):
     """A request that is not complete, as the scheduler sees it.
 
     number: its id at the engine. state: "running" in the latest plan; "waiting" and never run; "preempted", with its KV
-    on the device or dropped; "swapped", with its KV on the host or moving. place: in the scheduler's order, 0 is first;
+    on the device or dropped; "swapped", with its KV on the host or moving. service: its class. is_urgent: whether it
+    comes before the others of its class. place: in the scheduler's order, 0 is first;
     None without an engine. computed_tokens: tokens that have KV. device_blocks, host_blocks: KV blocks that it holds.
     wait_reason, wait_s: what keeps it from running (`core.waits.WaitReason`), and for how many seconds; None while it
     runs. short_blocks: KV blocks that were missing when it began to wait for them. predicted_tokens,
@@ -184,6 +198,8 @@ class RequestState(msgspec.Struct, frozen=True, array_like=True):
 
     number: int
     state: str
+    service: ServiceClass
+    is_urgent: bool
     priority: int
     place: int | None
     prompt_tokens: int
@@ -205,4 +221,4 @@ class RequestStates(msgspec.Struct, frozen=True, tag="states", array_like=True):
     requests: list[RequestState]
 
 
-FromEngine = LoadProgress | Ready | EngineFailed | StepOutputs | Refused | Stats | RequestStates
+FromEngine = LoadProgress | Ready | EngineFailed | StepOutputs | PromptScores | Refused | Stats | RequestStates

@@ -7,8 +7,10 @@ import subprocess
 
 import msgspec
 
+from skipjoin.container import oom_kills
 from skipjoin.server.engines.engine_program import ORPHANED, THREAD_WAITING, describe_end
 from skipjoin.server.engines.messages import Setup
+from skipjoin.server.engines.pulse import PulseReader, describe_hang, end_hung
 from skipjoin.server.engines.supervisor import delete
 
 
@@ -22,8 +24,11 @@ class EngineReplica:
 
     def __init__(self, command: tuple[str, ...], setup: bytes, application: str) -> None:
         self._application = application
-        ready, notify = os.pipe()
-        mine = msgspec.structs.replace(msgspec.json.decode(setup, type=Setup), parent=os.getpid(), ready_fd=notify)
+        self._oom_kills = oom_kills()
+        self._pulse = PulseReader()
+        notify = self._pulse.engine_fd
+        mine = msgspec.structs.replace(msgspec.json.decode(setup, type=Setup), parent=os.getpid(), pulse_fd=notify)
+        self._limits = mine.limits
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -31,20 +36,21 @@ class EngineReplica:
             env={**THREAD_WAITING, **os.environ},
             pass_fds=(notify,),
         )
-        os.close(notify)
+        self._pulse.started()
         assert self._process.stdin is not None
         with self._process.stdin as pipe:
             pipe.write(msgspec.json.encode(mine))
-        with os.fdopen(ready, "rb") as pipe:
-            is_ready = bool(pipe.read(1))
-        if not is_ready:  # the pipe was closed by its end
+        if not self._pulse.wait():
             self._give_up(self._process.wait())
 
     def check_health(self) -> None:
         """Called by Serve, which starts another replica after some failures.
 
-        Raises RuntimeError if the engine has ended.
+        Raises RuntimeError if the engine has ended, and kills one that hangs.
         """
+        if self._pulse.silent_s() >= self._limits.hang_s and self._process.poll() is None:
+            end_hung(self._process)
+            raise RuntimeError(describe_hang(self._limits))
         if (code := self._process.poll()) is not None:
             self._give_up(code)
 
@@ -52,9 +58,10 @@ class EngineReplica:
         """Called by Serve before it ends this process."""
         self._process.kill()
         self._process.wait()
+        self._pulse.close()
 
     def _give_up(self, code: int) -> None:
         if code == ORPHANED:
             # In a shared cluster Serve would go on to start engines for a server that has ended.
             delete(self._application)
-        raise RuntimeError(describe_end(code))
+        raise RuntimeError(describe_end(code, is_out_of_memory=oom_kills() > self._oom_kills))

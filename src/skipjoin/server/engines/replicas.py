@@ -10,7 +10,6 @@ import asyncio
 import logging
 import os
 import secrets
-import signal
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -19,7 +18,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from skipjoin.config import EngineConfig
+from skipjoin.config import HANG_LIMITS, EngineConfig, HangLimits
 from skipjoin.exec.ranks.cluster import Cluster, ClusterError
 from skipjoin.server.engines.engine_client import ConnectedEngine, EngineClient
 from skipjoin.server.engines.engine_handle import EngineStartError
@@ -55,6 +54,7 @@ class ReplicaSet:
         address: str | None = None,
     ) -> None:
         self.died = asyncio.Event()
+        self.cause = ""
         self._client = client
         self._command = tuple(command)
         self._on_progress = on_progress
@@ -70,10 +70,11 @@ class ReplicaSet:
         self._failures = 0  # starts that failed since one succeeded
         self._is_ending = False
 
-    async def start(self, config: EngineConfig) -> Ready:
-        """Start all, and wait until they take requests. Raises `EngineStartError` if one of them cannot start."""
+    async def start(self, config: EngineConfig, limits: HangLimits = HANG_LIMITS) -> Ready:
+        """Start all, and wait until they take requests. limits: when one of them hangs. Raises `EngineStartError` if
+        one of them cannot start."""
         self._started = asyncio.get_running_loop().create_future()
-        self._life = asyncio.create_task(self._live(config))
+        self._life = asyncio.create_task(self._live(config, limits))
         return await self._started
 
     async def stop(self) -> None:
@@ -121,19 +122,18 @@ class ReplicaSet:
 
     # -- life ---------------------------------------------------------------------------------------------
 
-    async def _live(self, config: EngineConfig) -> None:
+    async def _live(self, config: EngineConfig, limits: HangLimits) -> None:
         """Start everything, and check Serve while engines are missing."""
         try:
             config = self._divide(config)
             needs = Needs(config.threads or 1, config.device, config.ranks if config.is_distributed else 0)
             self._on_progress("starting Ray", 0.0)
             await self._in_thread(self._enter, needs)
-            _restore_signals()
             assert self._cluster is not None
             self._listener = EngineListener(self._cluster.ip, self._admit)
             if config.is_distributed:  # its ranks are placed on the same cluster
                 config = replace(config, ray_address=self._cluster.address)
-            setup = msgspec.json.encode(Setup(config, self._listener.key, 0))
+            setup = msgspec.json.encode(Setup(config, self._listener.key, 0, limits=limits))
             await self._in_thread(self._deploy, setup, needs)
             self._on_progress("starting Ray", 1.0)
         except (ClusterError, OSError) as error:
@@ -167,6 +167,7 @@ class ReplicaSet:
         if self._client.alive == 0 and not self._is_ending:
             logger.error("no replica is left, and none will be restarted: %s", reason)
             self._is_ending = True
+            self.cause = reason
             self._client.died()
             self.died.set()
 
@@ -237,9 +238,3 @@ class _Engine:
 
     def lost(self) -> None:
         self._owner.went_down(self._number, self._link, self._replica, self._failure)
-
-
-def _restore_signals() -> None:
-    """Restore the handlers of signals, in place of Ray's, which dumps its stack. Main thread only."""
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.getsignal(number))

@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from skipjoin.exec.ranks.cluster import ClusterError, import_ray
+from skipjoin.version import install_command
 
 # Seconds between two health checks by Serve; after three failures it replaces the replica.
 _HEALTH_S = 0.5
@@ -128,6 +129,6 @@ def _import_serve() -> Any:
     try:
         from ray import serve  # noqa: PLC0415 (an optional back end)
     except ImportError as error:
-        raise ClusterError(f"replicas need Ray Serve ({error}): pip install 'skipjoin[distributed]'") from error
+        raise ClusterError(f"replicas need Ray Serve ({error}): {install_command('distributed')}") from error
     logging.getLogger("ray.serve").setLevel(logging.ERROR)  # it logs every start
     return serve

@@ -1,0 +1,227 @@
+"""Prefix caching in the simulator: hit rates over cache sizes and orders of eviction, what it saves where requests are
+recomputed, and how long a request waits that nothing is cached for.
+
+    SKIPJOIN_TRACES=FOLDER python benchmarks/prefix/run.py [--parts sizes,order,recompute,flood] [--out FILE]
+
+With Mooncake's conversation_trace.jsonl, with its hash_ids, in the folder, `sizes` and `order` are of it, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from machine import describe_machine
+from prefix.accesses import Prompt, hit_rate
+from skipjoin.bench.machine import Machine
+from skipjoin.bench.prefixes import PromptParts
+from skipjoin.bench.simulation import Cell, Extent, Run, run
+from skipjoin.bench.system import System
+from skipjoin.bench.trace import Trace, TraceRow, read_trace
+from skipjoin.bench.workload import Replay, synthetic
+from skipjoin.core.kv import KVLedger
+
+Result = dict[str, Any]
+MOONCAKE = "conversation_trace.jsonl"
+WHOLE = Extent(None, None, 0)
+PART = 64  # tokens of a named part of a conversation, and of a block
+
+
+def conversations(seed: int, requests: int, *, rate: float) -> Trace:
+    """Generated: conversations of 8 turns on average, which begin with one of four system prompts of 256 tokens. The
+    prompt of a turn has all that was said before and 150 more tokens on average; answers have 250. A user takes 60 s
+    on average from one prompt to the next. rate: conversations that begin per second."""
+    draw = random.Random(seed)
+    rows: list[TraceRow] = []
+    start, conversation = 0.0, 0
+    while len(rows) < 2 * requests:
+        start, conversation = start + draw.expovariate(rate), conversation + 1
+        group, at, tokens = draw.randrange(4), start, 256
+        while True:
+            tokens += 1 + int(draw.expovariate(1 / 150))
+            output = 1 + min(1000, int(draw.expovariate(1 / 250)))
+            rows.append(TraceRow(at, tokens, output, parts=PromptParts(_names(group, conversation, tokens), PART)))
+            tokens += output
+            at += draw.expovariate(1 / 60)
+            if tokens > 16_000 or draw.random() < 1 / 8:
+                break
+    rows.sort(key=lambda row: row.arrival_s or 0.0)
+    return Trace("conversations", tuple(rows[:requests]))
+
+
+def _names(group: int, conversation: int, tokens: int) -> tuple[int, ...]:
+    common = 256 // PART
+    return tuple(index + 1000 * (group if index < common else 10 + conversation) for index in range(tokens // PART))
+
+
+def system(recipe: str, blocks: int, block_size: int = PART, *, length: int = 20_000) -> System:
+    """A GPU with so much KV; no host pool, so that what makes way is computed again."""
+    machine = Machine(hardware="a100-80gb", model="qwen3-8b", block_size=block_size, swap_gib=0)
+    (found,) = machine.systems(recipe)
+    return replace(found, kv_blocks=blocks, max_model_len=length, max_num_batched_tokens=8192)
+
+
+def traces() -> Iterator[tuple[Trace, int]]:
+    """Each with its tokens per block."""
+    yield conversations(0, 3000, rate=0.6), PART
+    folder = os.environ.get("SKIPJOIN_TRACES")
+    if folder and (Path(folder) / MOONCAKE).exists():
+        yield read_trace(Path(folder) / MOONCAKE), 512
+    else:
+        print(f"no {MOONCAKE} in SKIPJOIN_TRACES: Mooncake is left out", flush=True)
+
+
+def prompts_of(trace: Trace) -> list[Prompt]:
+    return [(row.parts.names, row.prompt_tokens) for row in trace.rows if row.parts is not None]
+
+
+def found(record: Result) -> Result:
+    """The figures of a run."""
+    return {
+        "finished": record["requests"]["finished"],
+        "hit_rate": record["prefix"]["hit_rate"] if "prefix" in record else 0.0,
+        "regained_tokens": record["prefix"]["regained_tokens"] if "prefix" in record else 0,
+        "recomputed_tokens": record["kv"]["recomputed_tokens"],
+        "ttft_mean_s": record["ttft_s"]["mean"],
+        "jct_mean_s": record["jct_s"]["mean"],
+        "kv_used_mean": record["kv"]["used_mean"],
+        "kv_allocated_mean": record["kv"]["allocated_mean"],
+    }
+
+
+@contextmanager
+def plain_lru() -> Iterator[None]:
+    """Requests that wait keep nothing in the cache for longer."""
+    with patch.object(KVLedger, "await_prefix", lambda ledger, request: None):
+        yield
+
+
+def sizes() -> Result:
+    """Hit rates in the simulator, first come first served, over the size of the KV pool."""
+    results: Result = {}
+    for trace, block_size in traces():
+        tokens = sum(row.prompt_tokens + row.output_tokens for row in trace.rows)
+        unlimited = tokens // block_size + 2 * len(trace.rows)
+        length = 2 * max(row.prompt_tokens + row.output_tokens for row in trace.rows)
+        rows = []
+        for share in (1.0, 0.1, 0.04, 0.02, 0.01, 0.005):
+            blocks = int(unlimited * share)
+            if blocks * block_size < length:
+                continue
+            record = run(Cell(system("fcfs", blocks, block_size, length=length), Replay(trace), WHOLE))
+            rows.append({"share_of_all_tokens": share, "kv_blocks": blocks, **found(record)})
+            print(trace.name, rows[-1], flush=True)
+        infinite = hit_rate(prompts_of(trace), block_size, None)
+        results[trace.name] = {"requests": len(trace.rows), "sequence_unlimited": infinite, "simulated": rows}
+    return results
+
+
+def order() -> Result:
+    """Orders of eviction: by the sequence of prompts alone, and in the simulator with requests that wait for what is
+    cached."""
+    results: Result = {}
+    for trace, block_size in traces():
+        prompts = prompts_of(trace)
+        distinct = len({name for names, _ in prompts for name in names})
+        offline = [
+            {
+                "cache_blocks": int(distinct * share),
+                "lru": hit_rate(prompts, block_size, int(distinct * share)),
+                "belady": hit_rate(prompts, block_size, int(distinct * share), optimal=True),
+            }
+            for share in (0.02, 0.05, 0.1, 0.2, 0.4)
+        ]
+        results[trace.name] = {"distinct_blocks": distinct, "offline_analysis": offline}
+        print(trace.name, results[trace.name], flush=True)
+    # Twice the load that the machine can take, so that hundreds wait: what they wait for is what interest keeps.
+    trace = conversations(1, 2000, rate=2.5)
+    rows = []
+    for blocks in (800, 1200, 2400):
+        cell = Cell(system("fcfs", blocks), Replay(trace), WHOLE)
+        with plain_lru():
+            lru = found(run(cell))
+        rows.append({"kv_blocks": blocks, "lru": lru, "interest": found(run(cell))})
+        print(rows[-1], flush=True)
+    return results | {"simulated_overload": rows}
+
+
+def recompute() -> Result:
+    """`fastserve-recompute` under pressure, with caching and without: prompts that have nothing in common with others,
+    so that requests find what they computed themselves, and conversations."""
+    alone = synthetic("uniform:200-1500,50-400", "poisson").draw(6.0, None, 0, 600)
+    rows = tuple(
+        TraceRow(job.at, job.prompt_tokens, job.output_tokens, parts=PromptParts(_own(number, job.prompt_tokens), PART))
+        for number, job in enumerate(alone)
+    )
+    results: Result = {}
+    for trace, blocks in ((Trace("alone", rows), 400), (conversations(2, 1200, rate=1.0), 700)):
+        for recipe in ("fastserve-recompute", "bros-recompute", "fcfs"):
+            with_cache = system(recipe, blocks)
+            cold = found(run(Cell(replace(with_cache, enable_prefix_caching=False), Replay(trace), WHOLE)))
+            warm = found(run(Cell(with_cache, Replay(trace), WHOLE)))
+            share = warm["recomputed_tokens"] / max(1, cold["recomputed_tokens"])
+            results[f"{trace.name}, {recipe}"] = {"without": cold, "with": warm, "recomputed_share": round(share, 4)}
+            print(trace.name, recipe, results[f"{trace.name}, {recipe}"], flush=True)
+    return results
+
+
+def _own(number: int, tokens: int) -> tuple[int, ...]:
+    return tuple(1000 * number + index for index in range(tokens // PART))
+
+
+def flood() -> Result:
+    """Requests whose prompts begin with 4,096 cached tokens, and one in twenty whose prompt nothing is cached for."""
+    workload = synthetic("uniform:50-200,50-200", "poisson", ["name=cold,lengths=fixed:4096,100,share=0.05"], "4096:1")
+    results: Result = {}
+    for recipe in ("fcfs", "sarathi", "fastserve", "bros", "econoserve", "srpt"):
+        for rate, caching in ((12.0, False), (12.0, True), (24.0, True)):
+            chosen = replace(system(recipe, 4000), enable_prefix_caching=caching)
+            whole = Run(Cell(chosen, workload, Extent(rate, 120.0, 0)))
+            shard = whole.shard(0)
+            name = f"{recipe}, {rate:g} req/s, {'with' if caching else 'without'} caching"
+            results[name] = {
+                stream: _waits([one for one in shard.facts if one.stream == stream], shard.end_s)
+                for stream in ("cold", "default")
+            }
+            print(name, results[name], flush=True)
+    return results
+
+
+def _waits(facts: list[Any], end: float) -> Result:
+    ttfts = [one.ttft(end) for one in facts]
+    return {
+        "requests": len(facts),
+        "finished": sum(one.is_complete for one in facts),
+        "ttft_mean_s": sum(ttfts) / len(ttfts),
+        "ttft_max_s": max(ttfts),
+        "queue_max_s": max(one.queue(end) or 0.0 for one in facts),
+    }
+
+
+PARTS: dict[str, Callable[[], Result]] = {"sizes": sizes, "order": order, "recompute": recompute, "flood": flood}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("result.json"))
+    args = parser.parse_args()
+    record = json.loads(args.out.read_text()) if args.out.exists() else {}
+    for part in args.parts.split(","):
+        record[part] = PARTS[part]()
+        record["machine"] = describe_machine()
+        args.out.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

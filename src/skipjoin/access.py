@@ -1,0 +1,147 @@
+"""Which requests a server answers, as settings: the part of `ServerConfig` that is about access, and files of keys."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+from skipjoin.knobs import ConfigError, Knob
+
+ACCESS = "Access"
+# Of hosts and origins: all that there are.
+ANY = "*"
+_HOST_NAME = re.compile(r"[\w.-]+")
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\sA-Z]+")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AccessConfig:
+    """api_keys: any of them opens every route but health; empty: no key is asked for. metrics_keys: any of them opens
+    /metrics, as those do; empty: only those. allowed_hosts: names that the Host header may have besides localhost and
+    IP addresses; empty: any, but for a server without keys on a loopback address.
+    """
+
+    api_keys: Annotated[
+        tuple[str, ...],
+        Knob(
+            "Key that clients must send; may be repeated. Other users of the machine see it. Without this option "
+            "SKIPJOIN_API_KEY in the environment is one (default: none is asked for).",
+            flags=("--api-key",),
+            envvar="SKIPJOIN_API_KEY",
+            metavar="KEY",
+            group=ACCESS,
+        ),
+    ] = ()
+    api_key_file: Annotated[
+        str | None,
+        Knob("File with such keys, one per line; lines that begin with # are left out.", metavar="FILE", group=ACCESS),
+    ] = None
+    metrics_keys: Annotated[
+        tuple[str, ...],
+        Knob(
+            "Key for /metrics alone; may be repeated. Without this option SKIPJOIN_METRICS_KEY in the environment is "
+            "one (default: a key as for all else, if one is asked for).",
+            flags=("--metrics-key",),
+            envvar="SKIPJOIN_METRICS_KEY",
+            metavar="KEY",
+            group=ACCESS,
+        ),
+    ] = ()
+    metrics_key_file: Annotated[
+        str | None, Knob("File with keys for /metrics alone, as --api-key-file.", metavar="FILE", group=ACCESS)
+    ] = None
+    metrics_port: Annotated[
+        int | None,
+        Knob(
+            "Port that serves /metrics, and nothing else, beside --port; it asks for a --metrics-key if there is one, "
+            "and for no other; 0 picks a free one (default: none).",
+            low=0,
+            high=65535,
+            group=ACCESS,
+        ),
+    ] = None
+    allowed_hosts: Annotated[
+        tuple[str, ...],
+        Knob(
+            "Names by which clients may address this server, separated by commas; * is any. IP addresses and localhost "
+            "are always among them (default: no other where only this machine reaches it and no key is asked for).",
+            separator=",",
+            metavar="NAMES",
+            group=ACCESS,
+        ),
+    ] = ()
+    cors_origins: Annotated[
+        tuple[str, ...],
+        Knob(
+            "Sites whose pages may use this server from a browser, such as https://chat.example.com, separated by "
+            "commas; * is any (default: none).",
+            separator=",",
+            metavar="ORIGINS",
+            group=ACCESS,
+        ),
+    ] = ()
+
+    def check_access(self) -> None:
+        """Raise `ConfigError` for settings that have no meaning."""
+        for field, keys in (("api_key", self.api_keys), ("metrics_key", self.metrics_keys)):
+            for key in keys:
+                check_key(field, key)
+        for name in self.allowed_hosts:
+            if name != ANY and not _HOST_NAME.fullmatch(name):
+                raise ConfigError(
+                    f"allowed_hosts must be * or names like llm.example.com, without a port, got {name!r}"
+                )
+        for origin in self.cors_origins:
+            if origin != ANY and not _ORIGIN.fullmatch(origin):
+                raise ConfigError(
+                    "cors_origins must be * or like https://chat.example.com, in small letters and without a path, "
+                    f"got {origin!r}"
+                )
+
+
+ConfigT = TypeVar("ConfigT", bound=AccessConfig)
+
+
+def with_keys_of_files(config: ConfigT) -> ConfigT:
+    """The configuration with the keys of its files among its keys. Raises `ConfigError` for a file without any."""
+    return replace(
+        config,
+        api_keys=(*config.api_keys, *_keys_in("api_key_file", config.api_key_file)),
+        metrics_keys=(*config.metrics_keys, *_keys_in("metrics_key_file", config.metrics_key_file)),
+        api_key_file=None,
+        metrics_key_file=None,
+    )
+
+
+def _keys_in(field: str, file: str | None) -> tuple[str, ...]:
+    """The keys in a file. field: the setting that names it; the error shows no key."""
+    if file is None:
+        return ()
+    try:
+        lines = [line.strip() for line in Path(file).read_text(encoding="utf-8").splitlines()]
+    except OSError as error:
+        raise ConfigError(f"{field} {file} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{field} {file} is not UTF-8 text") from error
+    keys = {number: line for number, line in enumerate(lines, 1) if line and not line.startswith("#")}
+    if not keys:
+        raise ConfigError(f"{field} {file} must have a key, one per line, and has none")
+    for number, key in keys.items():
+        check_key(f"{field} {file}, line {number}:", key)
+    return tuple(keys.values())
+
+
+def check_key(field: str, key: str) -> None:
+    """Raise `ConfigError` for a key that no header can carry. The error does not show the key."""
+    if not key:
+        raise ConfigError(f"{field} must not be empty")
+    if not (key.isascii() and key.isprintable() and key == key.strip()):
+        raise ConfigError(f"{field} must be printable ASCII characters without blanks at the ends")
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an IP address can be reached from its own machine only."""
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback

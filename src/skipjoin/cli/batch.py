@@ -1,0 +1,165 @@
+"""`skipjoin batch`: send a file of requests to a server, watch the batch, and fetch what came of it."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from skipjoin.cli.batch_watch import Watch, summary
+from skipjoin.cli.commands import Commands
+from skipjoin.cli.options import Section, Values, takes
+from skipjoin.config import base_url
+from skipjoin.knobs import ConfigError, Knob
+
+if TYPE_CHECKING:
+    from skipjoin.cli.batch_client import BatchClient
+
+batch = Commands(help="Batches: files of requests that a server runs with what its other requests leave.")
+_GROUP = "Server"
+_FAILED, _INTERRUPTED = 1, 130
+_FILE_WIDTH = 160  # of a table that goes to a file
+
+BatchId = Annotated[str, typer.Argument(metavar="ID", help="Id of the batch.")]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Connection:
+    """A server and the key for it. Raises `ConfigError`."""
+
+    url: Annotated[str, Knob("The server.", metavar="URL", group=_GROUP)] = "http://127.0.0.1:8000"
+    api_key: Annotated[str | None, Knob("Key to send.", metavar="KEY", envvar="OPENAI_API_KEY", group=_GROUP)] = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "url", base_url("url", self.url))
+        if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable()):
+            raise ConfigError("api_key must be printable ASCII characters")
+
+
+@batch.command()
+@takes(server=Section(Connection))
+def submit(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="JSON lines: custom_id, method, url and body each.")],
+    *,
+    endpoint: Annotated[str, typer.Option(metavar="PATH", help="Endpoint of all lines.")] = "/v1/chat/completions",
+    window: Annotated[
+        str, typer.Option(metavar="TIME", help="Time after which the batch ends with what it has: 24h, 90m, 20s.")
+    ] = "24h",
+    watch: Annotated[bool, typer.Option("--watch", help="Show the progress until the batch has ended.")] = False,
+    server: Values,
+) -> None:
+    """Upload FILE and make a batch of it; its id is printed."""
+
+    async def work(client: BatchClient) -> dict[str, Any]:
+        file_id = await client.upload(file)
+        return await client.create(file_id, endpoint, window)
+
+    made = _call(Connection(**server), work)
+    print(made["id"])
+    if watch:
+        _follow(Connection(**server), made["id"])
+
+
+@batch.command(name="watch")
+@takes(server=Section(Connection))
+def watch_batch(batch_id: BatchId, *, server: Values) -> None:
+    """Show the progress of a batch until it has ended. The exit code is 0 if it is completed."""
+    _follow(Connection(**server), batch_id)
+
+
+@batch.command()
+@takes(server=Section(Connection))
+def fetch(
+    batch_id: BatchId,
+    *,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", metavar="FILE", help="File to write (default: standard output).")
+    ] = None,
+    errors: Annotated[bool, typer.Option("--errors", help="The error file in place of the output file.")] = False,
+    server: Values,
+) -> None:
+    """Download the output of a batch that has ended."""
+    what = "error" if errors else "output"
+
+    async def work(client: BatchClient) -> None:
+        found = await client.batch(batch_id)
+        file_id = found[f"{what}_file_id"]
+        if file_id is None:
+            raise ConfigError(f"{batch_id} is {found['status']} and has no {what} file")
+        await _download(client, file_id, out)
+
+    _call(Connection(**server), work)
+
+
+@batch.command(name="list")
+@takes(server=Section(Connection))
+def list_batches(
+    *,
+    limit: Annotated[int, typer.Option(min=1, max=100, metavar="BATCHES", help="Most batches to list.")] = 20,
+    server: Values,
+) -> None:
+    """List the batches of this key, the newest first."""
+    page = _call(Connection(**server), lambda client: client.batches(limit))
+    table = Table("id", "status", "done", "failed", "total", "created", "window ends")
+    for one in page.batches:
+        counts = one["request_counts"]
+        numbers = [str(counts[name]) for name in ("completed", "failed", "total")]
+        table.add_row(one["id"], one["status"], *numbers, _clock(one["created_at"]), _clock(one["expires_at"]))
+    Console(width=None if sys.stdout.isatty() else _FILE_WIDTH).print(table)
+    if page.has_more:
+        print("There are older ones.")
+
+
+@batch.command()
+@takes(server=Section(Connection))
+def cancel(batch_id: BatchId, *, server: Values) -> None:
+    """Cancel a batch; what it has is its output."""
+    print(summary(_call(Connection(**server), lambda client: client.cancel(batch_id))))
+
+
+def _follow(connection: Connection, batch_id: str) -> None:
+    with Watch() as shown:
+        found = _call(connection, lambda client: shown.follow(client, batch_id))
+    print(summary(found))
+    if found["status"] != "completed":
+        raise typer.Exit(_FAILED)
+
+
+def _call(connection: Connection, work: Callable[[BatchClient], Awaitable[T]]) -> T:
+    """What the work returns. An error is told, and is the end."""
+    from skipjoin.cli.batch_client import BatchClient, BatchClientError  # noqa: PLC0415
+
+    async def inside() -> T:
+        async with BatchClient(connection.url, connection.api_key) as client:
+            return await work(client)
+
+    try:
+        return asyncio.run(inside())
+    except BatchClientError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(_FAILED) from error
+    except KeyboardInterrupt:
+        raise typer.Exit(_INTERRUPTED) from None
+
+
+async def _download(client: BatchClient, file_id: str, out: Path | None) -> None:
+    try:
+        with nullcontext(sys.stdout.buffer) if out is None else out.open("wb") as file:
+            async for piece in client.content(file_id):
+                file.write(piece)
+    except OSError as error:
+        raise ConfigError(f"{out or 'standard output'}: {error.strerror or error}") from error
+
+
+def _clock(seconds: int) -> str:
+    return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")

@@ -1,0 +1,131 @@
+"""What `skipjoin batch watch` shows: how far a batch is, how fast, and whether it ends before its window does."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Iterable
+from datetime import timedelta
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from skipjoin.cli.batch_client import BatchClient
+
+FINAL = ("completed", "failed", "expired", "cancelled")
+_POLL_S = 1.0
+# Seconds over which speeds are measured.
+_SPEED_S = 30.0
+
+
+class Speed:
+    """Lines and tokens per second over the last `_SPEED_S` seconds."""
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[float, int, int]] = deque()
+
+    def add(self, now: float, lines: int, tokens: int) -> None:
+        """So many there are now. now: seconds."""
+        self._seen.append((now, lines, tokens))
+        while len(self._seen) > 2 and self._seen[0][0] < now - _SPEED_S:
+            self._seen.popleft()
+
+    def per_second(self) -> tuple[float, float]:
+        """Lines and tokens."""
+        (begin, *first), (end, *last) = self._seen[0], self._seen[-1]
+        span = max(end - begin, 1e-9)
+        return (last[0] - first[0]) / span, (last[1] - first[1]) / span
+
+
+class _Bar(Progress):
+    """A bar, and below it a note that has as many lines as it needs."""
+
+    note = ""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield from super().get_renderables()
+        yield Text(self.note)
+
+
+class Watch:
+    """A bar, from the first look at a batch to its end; a context manager. console: None: stderr."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn()
+        self._bars = _Bar(*columns, console=console or Console(stderr=True))
+        self._task = self._bars.add_task("", total=None)
+        self._speed = Speed()
+
+    def __enter__(self) -> Watch:
+        self._bars.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bars.stop()
+
+    async def follow(self, client: BatchClient, batch_id: str) -> dict[str, Any]:
+        """Show the batch until it has ended; as it is then. A server that is lost on the way is waited for: it has the
+        batch when it is back. Raises `BatchClientError`."""
+        from skipjoin.cli.batch_client import BatchClientError  # noqa: PLC0415
+
+        batch = await client.batch(batch_id)
+        while True:
+            self._show(batch)
+            if batch["status"] in FINAL:
+                return batch
+            await asyncio.sleep(_POLL_S)
+            try:
+                batch = await client.batch(batch_id)
+            except BatchClientError as error:
+                if not error.is_lost:
+                    raise
+                self._bars.note = f"{error}; it is tried again"
+
+    def _show(self, batch: dict[str, Any]) -> None:
+        counts = batch["request_counts"]
+        done, total = counts["completed"] + counts["failed"], counts["total"]
+        self._speed.add(time.monotonic(), done, (batch.get("usage") or {}).get("output_tokens", 0))
+        lines_s, tokens_s = self._speed.per_second()
+        note = f"{done} of {total} lines, {counts['failed']} failed"
+        if batch["status"] == "in_progress":
+            left_s = batch["expires_at"] - time.time()
+            note += f", {tokens_s:.0f} tokens/s, {_outlook(total - done, lines_s, left_s)}"
+        self._bars.note = note
+        self._bars.update(self._task, description=batch["status"], completed=done, total=total or None)
+
+
+def _outlook(lines: int, lines_s: float, left_s: float) -> str:
+    """When so many lines will be done, and when the window ends."""
+    window = f"the window ends in {_spell(left_s)}"
+    if not lines_s:
+        return window
+    end_s = lines / lines_s
+    return f"done in {_spell(end_s)}, {'before' if end_s < left_s else 'AFTER'} {window}"
+
+
+def _spell(seconds: float) -> str:
+    return str(timedelta(seconds=max(0, round(seconds))))
+
+
+def summary(batch: dict[str, Any]) -> str:
+    """A batch in a line, and what was wrong with its file in further ones."""
+    counts = batch["request_counts"]
+    lines = [
+        f"{batch['id']} {batch['status']}: {counts['completed']} of {counts['total']} lines done, "
+        f"{counts['failed']} failed"
+    ]
+    for what in ("output", "error"):
+        if batch.get(f"{what}_file_id"):
+            lines[0] += f", {what} file {batch[f'{what}_file_id']}"
+    for error in (batch.get("errors") or {}).get("data", ()):
+        line, message = error.get("line"), error["message"]
+        where = "" if line is None or message.startswith(f"line {line}") else f"line {line}: "
+        lines.append(f"  {where}{message} ({error['code']})")
+    return "\n".join(lines)

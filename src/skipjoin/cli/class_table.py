@@ -1,0 +1,59 @@
+"""The table of streams that `simulate` and `bench` print, and how tables write numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from statistics import fmean
+
+from rich.table import Table
+
+from skipjoin.bench.bound import field_value
+from skipjoin.config import ConfigError
+from skipjoin.observe.record import Record
+
+_COLUMNS = {
+    "s/token": "normalized_latency_s.mean",
+    "TTFT s": "ttft_s.mean",
+    "TTFT kept": "slo.ttft_attained",
+    "TPOT s": "tpot_s.mean",
+    "TPOT kept": "slo.tpot_attained",
+    "done/s": "window.throughput_rps",
+    "tokens/s": "window.throughput_tps",
+}
+
+
+def class_table(head: Sequence[str], groups: Iterable[tuple[Sequence[str], Sequence[Record]]]) -> Table:
+    """What the requests of each stream saw, and what of them was done while requests were submitted.
+
+    head: names of the first columns. groups: their cells, and the records that differ in their seeds alone.
+    """
+    # Narrow enough for the longest names of recipes in a file of 120 columns.
+    table = Table(*head, "stream", "class", "finished", *_COLUMNS, box=None, padding=(0, 1, 0, 0))
+    for cells, records in groups:
+        for stream, part in records[0].get("classes", {}).items():
+            parts = [record["classes"][stream] for record in records if stream in record.get("classes", {})]
+            figures = [mean_text(parts, field) for field in _COLUMNS.values()]
+            table.add_row(*cells, stream, part["service"], finished(parts), *figures)
+    return table
+
+
+def finished(records: Iterable[Record]) -> str:
+    """How many requests finished, of how many."""
+    counts = [record["requests"] for record in records]
+    done, submitted = (sum(count[key] for count in counts) for key in ("finished", "submitted"))
+    return f"{done}/{submitted}"
+
+
+def mean_text(records: Iterable[Record], field: str) -> str:
+    """The mean of a field of records; - where one has none."""
+    try:
+        return number_text(fmean(field_value(record, field) for record in records))
+    except ConfigError:  # of nothing: no request finished
+        return "-"
+
+
+def number_text(value: float | None) -> str:
+    """A number with four digits, or all before the point; - for None."""
+    if value is None:
+        return "-"
+    return f"{value:.0f}" if value >= 1000 else f"{value:.4g}"

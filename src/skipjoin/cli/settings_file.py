@@ -1,0 +1,89 @@
+"""Settings that are not given as flags: from a YAML file, and from the environment.
+
+A setting has the name of its flag: `--max-num-seqs 64` is `max-num-seqs: 64` in a file and `SKIPJOIN_MAX_NUM_SEQS=64`
+in the environment. A flag counts more than the environment, and the environment more than a file.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from skipjoin.knobs import ConfigError, nearest
+
+PREFIX = "SKIPJOIN_"
+# Variables that are no options of a command.
+_OTHERS = ("KERNEL_CACHE", "PROFILE_CACHE", "FORECAST_API_KEY", "TRACES")
+# The forms of a value in a file: a text, or several.
+Texts = str | list[str]
+
+
+def variable(flag: str) -> str:
+    """The environment variable of a flag, or of an argument's name."""
+    return PREFIX + flag.lstrip("-").replace("-", "_").upper()
+
+
+def unknown_variables(known: Iterable[str], environment: Mapping[str, str] = os.environ) -> Iterator[str]:
+    """A warning for each variable that looks like a setting and is none. known: those that are."""
+    names = [*known, *(PREFIX + name for name in _OTHERS)]
+    for name in sorted(environment):
+        if name.startswith(PREFIX) and name not in names:
+            hint = nearest(name[len(PREFIX) :], [one[len(PREFIX) :].lower() for one in names])
+            yield f"{name} is no setting{hint}"
+
+
+def read_settings(path: Path, known: Mapping[str, str], several: Collection[str] = ()) -> dict[str, Texts]:
+    """The settings of a file, by the names of parameters, as texts. known: the parameters' names by those of flags.
+    several: the parameters that may have several values, which are a list here.
+
+    Raises `ConfigError` with the line, for a file that is no YAML mapping, a name that is unknown or there twice, and a
+    list for a single value.
+    """
+    try:
+        # Without types, which YAML guesses: `profile: off` would be false.
+        root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
+    except OSError as error:
+        raise ConfigError(f"config {path}: {error.strerror}") from None
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"config {path}: not YAML: {' '.join(str(error).split())}") from None
+    if root is None:
+        return {}
+    if not isinstance(root, yaml.MappingNode):
+        raise ConfigError(f"config {path} must be a mapping, such as port: 8000")
+    found: dict[str, Texts] = {}
+    for key, value in root.value:
+        place = f"config {path}, line {key.start_mark.line + 1}"
+        name = _name(place, key, known)
+        if name in found:
+            raise ConfigError(f"{place}: {key.value} is given twice")
+        place = f"{place}: {key.value}"
+        found[name] = _texts(place, value) if name in several else _text(place, value)
+    return found
+
+
+def _name(place: str, key: yaml.Node, known: Mapping[str, str]) -> str:
+    flag = key.value.strip().replace("_", "-") if isinstance(key, yaml.ScalarNode) else ""
+    if flag not in known:
+        raise ConfigError(f"{place}: there is no setting {flag!r}{nearest(flag, known)}")
+    return known[flag]
+
+
+def _texts(place: str, value: Any) -> list[str]:
+    """The elements of a list; of a mapping, texts such as starvation_s=3; a scalar is one."""
+    if isinstance(value, yaml.SequenceNode):
+        return [_text(place, one) for one in value.value]
+    if isinstance(value, yaml.MappingNode):
+        return [f"{_text(place, name)}={_text(place, one)}" for name, one in value.value]
+    return [_text(place, value)]
+
+
+def _text(place: str, node: Any) -> str:
+    if not isinstance(node, yaml.ScalarNode):
+        raise ConfigError(f"{place} must have one value, not several")
+    if not node.value:
+        raise ConfigError(f"{place} must have a value")
+    return str(node.value)

@@ -1,0 +1,105 @@
+"""Memory limits of the container that this process runs in: cgroups of versions 1 and 2.
+
+Every function takes the root of the file system, which tests replace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path("/")
+
+
+class _Names(NamedTuple):
+    """Files of a version. cache: the line of memory.stat with page cache that the kernel can drop."""
+
+    limit: str
+    usage: str
+    cache: str
+    kills: str
+
+
+_VERSIONS = {
+    "cgroup2": _Names("memory.max", "memory.current", "inactive_file", "memory.events"),
+    "cgroup": _Names("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "memory.oom_control"),
+}
+
+
+def free_memory(root: Path = ROOT) -> int | None:
+    """Bytes that this process may still use under the tightest limit of its cgroup and those above it, page cache that
+    can be dropped included. None: there is no limit."""
+    return min((left for folder, names in _folders(root) if (left := _left(folder, names)) is not None), default=None)
+
+
+def oom_kills(root: Path = ROOT) -> int:
+    """Processes of this cgroup, or else of the machine, that the kernel has killed for lack of memory."""
+    for folder, names in _folders(root):
+        with suppress(OSError, ValueError, KeyError):
+            return _table(folder / names.kills)["oom_kill"]
+    with suppress(OSError, ValueError, KeyError):
+        return _table(root / "proc/vmstat")["oom_kill"]
+    return 0
+
+
+def _left(folder: Path, names: _Names) -> int | None:
+    try:
+        limit = (folder / names.limit).read_text(encoding="ascii").strip()
+        if limit == "max":
+            return None
+        used = int((folder / names.usage).read_text(encoding="ascii"))
+        cache = _table(folder / "memory.stat").get(names.cache, 0)
+        return max(0, int(limit) - max(0, used - cache))
+    except (OSError, ValueError):
+        return None
+
+
+def _table(file: Path) -> dict[str, int]:
+    """A file with a name and a number on each line."""
+    lines = (line.split() for line in file.read_text(encoding="ascii").splitlines())
+    return {words[0]: int(words[1]) for words in lines if len(words) == 2}
+
+
+def _folders(root: Path) -> Iterator[tuple[Path, _Names]]:
+    """The folders of this process's memory cgroup and of those above it, as far as they are mounted here."""
+    paths = _own_paths(root)
+    for kind, top, mount in _mounts(root):
+        own = paths.get(kind)
+        if own is None:
+            continue
+        inside = own.removeprefix(top.rstrip("/")) if (own + "/").startswith(top.rstrip("/") + "/") else ""
+        folder = root / mount.lstrip("/")
+        below = [part for part in inside.split("/") if part and part != ".."]
+        for depth in range(len(below), -1, -1):
+            yield folder.joinpath(*below[:depth]), _VERSIONS[kind]
+
+
+def _own_paths(root: Path) -> dict[str, str]:
+    """By version, the path of this process's cgroup in the hierarchy that may limit memory."""
+    found = {}
+    for line in _lines(root / "proc/self/cgroup"):
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            found["cgroup2"] = path
+        elif "memory" in controllers.split(","):
+            found["cgroup"] = path
+    return found
+
+
+def _mounts(root: Path) -> Iterator[tuple[str, str, str]]:
+    """Version, root within the hierarchy, and mount point of every hierarchy that may limit memory."""
+    for line in _lines(root / "proc/self/mountinfo"):
+        place, _, source = line.partition(" - ")
+        kind, _, options = source.split(" ", 2)
+        if kind == "cgroup2" or (kind == "cgroup" and "memory" in options.rsplit(" ", 1)[-1].split(",")):
+            fields = place.split(" ")
+            yield kind, fields[3], fields[4]
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return [line for line in file.read_text(encoding="utf-8", errors="replace").splitlines() if line]
+    except OSError:
+        return []

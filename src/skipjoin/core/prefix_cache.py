@@ -1,0 +1,241 @@
+"""Full blocks that several requests hold, and KV that is found again after its request has gone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from math import inf
+from typing import NamedTuple
+
+from skipjoin.core.blocks import BlockPool, Key
+from skipjoin.core.claim_tree import ClaimTree, LedgerError, RequestBlocks
+from skipjoin.core.request import Request
+
+
+class Hit(NamedTuple):
+    """KV on the device that a request can use: tokens of it, always fewer than are known, and how many of its blocks
+    other requests hold. The others take up blocks that were available. leader: the request that is to compute the block
+    after these."""
+
+    tokens: int
+    held: int
+    leader: Request | None = None
+
+
+MISS = Hit(0, 0)
+
+
+class PrefixCache(ClaimTree):
+    """The device's blocks by the keys of their KV.
+
+    A block with a key is full, and nothing writes to it while a request holds it. Of the requests that hold it the one
+    that has for longest counts it in its claim.
+
+    device_blocks: pool size in blocks. block_size: tokens per block.
+    """
+
+    def __init__(self, device_blocks: int, block_size: int) -> None:
+        super().__init__(device_blocks)
+        self.block_size = block_size
+        self._device = BlockPool(device_blocks)
+        self._holders: dict[int, list[RequestBlocks]] = {}  # of blocks with keys
+        self._awaited: dict[Request, list[Key]] = {}  # by requests that hold nothing
+        # What requests are about to compute, and which of them does.
+        self._announced: dict[Request, list[Key]] = {}
+        self._coming: dict[Key, Request] = {}
+
+    # -- questions ----------------------------------------------------------------------------------------
+
+    def hit(self, request: Request) -> Hit:
+        """What a request that holds nothing finds of its KV: full blocks from the first one on."""
+        if request.prefix is None:
+            return MISS
+        find, holders = self._device.find, self._holders
+        tokens = held = 0
+        for key in self._usable(request):
+            if (block := find(key)) is None:
+                return Hit(tokens, held, self._coming.get(key))
+            tokens += self.block_size
+            held += block in holders
+        return Hit(tokens, held)
+
+    @property
+    def cached_blocks(self) -> int:
+        """Free device blocks whose KV can be found."""
+        return self._device.cached
+
+    def shared_within(self, requests: Iterable[Request]) -> int:
+        """Device blocks that these requests share with each other alone: no footprint of one has them."""
+        some = {held for request in requests if (held := self._held.get(request)) is not None}
+        if not any(held.shared for held in some):
+            return 0
+        return sum(len(holders) > 1 and some.issuperset(holders) for holders in self._holders.values())
+
+    @property
+    def shared_blocks(self) -> int:
+        """Device blocks that more than one request holds."""
+        return sum(held.shared for held in self._held.values())
+
+    # -- using what is there ------------------------------------------------------------------------------
+
+    def adopt(self, request: Request) -> int:
+        """Let a request that holds nothing hold the blocks that `hit` tells of; returns their tokens."""
+        tokens = self.hit(request).tokens
+        if not tokens:
+            return 0
+        held = self._holding(request)
+        for key in islice(self._usable(request), tokens // self.block_size):
+            block = self._device.find(key)
+            assert block is not None
+            self._join(held, block)
+        held.keyed = len(held.device)
+        self._refresh(request, held)
+        return tokens
+
+    def offer(self, request: Request) -> None:
+        """Let others find the KV of the request's full blocks, as far as it is computed."""
+        held = self._held.get(request)
+        if held is None or request.prefix is None or held.is_private:
+            return
+        full = min(request.computed // self.block_size, len(held.device))
+        if full <= held.keyed:
+            return
+        keys = request.prefix.keys(request, full * self.block_size)
+        for index in range(held.keyed, min(full, len(keys))):
+            block = held.device[index]
+            if self._device.name(block, keys[index]):
+                self._holders[block] = [held]
+        held.keyed = full
+
+    def await_prefix(self, request: Request) -> None:
+        """The request waits and holds nothing: what it could use stays for longer, until it holds something."""
+        if request.prefix is not None:
+            self._awaited[request] = list(self._usable(request))
+            self._device.want(self._awaited[request])
+
+    def announce(self, request: Request) -> None:
+        """The request is about to compute what it knows and does not hold: it leads those that can use it."""
+        held = self._held[request]
+        if request.prefix is None or request in self._announced:
+            return
+        keys = self._announced[request] = list(islice(self._usable(request), held.keyed, None))
+        for key in keys:
+            self._coming.setdefault(key, request)
+
+    def forget_prefix(self, request: Request) -> None:
+        """It waits no longer; no effect if it did not."""
+        self._device.unwant(self._awaited.pop(request, ()))
+
+    def _usable(self, request: Request) -> Iterable[Key]:
+        """The keys of blocks that the request could use: at least one known token is always computed."""
+        assert request.prefix is not None
+        tokens = request.known - 1
+        return islice(request.prefix.keys(request, tokens), tokens // self.block_size)
+
+    # -- holding ------------------------------------------------------------------------------------------
+
+    def _join(self, held: RequestBlocks, block: int) -> None:
+        """Let one more request hold a block with a key."""
+        held.device.append(block)
+        if (holders := self._holders.get(block)) is None:
+            if not self._device.revive(block):
+                raise LedgerError(f"block {block} has a key, and is neither held nor cached")
+            self._holders[block] = [held]
+            return
+        if len(holders) == 1:
+            holders[0].shared += 1
+        holders.append(held)
+        held.adopted += 1
+
+    def _retract(self, request: Request) -> None:
+        """The request computes no more."""
+        for key in self._announced.pop(request, ()):
+            if self._coming.get(key) is request:
+                del self._coming[key]
+
+    def _give_back(self, held: RequestBlocks, blocks: Sequence[int]) -> None:
+        """The request holds these blocks no more; those that others hold stay with them. The caller resizes its
+        claim."""
+        if self._holders:
+            blocks = [block for block in blocks if not self._part(held, block)]
+        self._device.put(blocks)
+
+    def _part(self, held: RequestBlocks, block: int) -> bool:
+        """Take the block from one of the requests that hold it. Returns whether others still do."""
+        holders = self._holders.get(block)
+        if holders is None:
+            return False
+        payer = holders[0]
+        holders.remove(held)
+        if not holders:
+            del self._holders[block]
+            return False
+        if held is not payer:
+            held.adopted -= 1
+        else:
+            held.shared -= 1
+            heir = holders[0]
+            heir.adopted -= 1
+            heir.shared += 1
+            heir.resize()
+        if len(holders) == 1:
+            holders[0].shared -= 1
+        return True
+
+    def _holding(self, request: Request) -> RequestBlocks:
+        held = self._held.get(request)
+        if held is None:
+            held = self._held[request] = RequestBlocks(request)
+            held.join(self._root)
+            if request.prefix is not None:
+                self.forget_prefix(request)
+                request.cached, request.led_since = 0, inf
+        return held
+
+    def _refresh(self, request: Request, held: RequestBlocks) -> None:
+        """Follow a change of its device blocks."""
+        held.table = tuple(held.device)
+        held.room = self._room(request, held)
+        held.resize()
+
+    def _room(self, request: Request, held: RequestBlocks) -> int:
+        return min(len(held.device) * self.block_size, request.claimed)
+
+    def _forget_blocks(self) -> None:
+        """Begin again with nothing on the device."""
+        self._forget_claims()
+        self._device = BlockPool(self.device_total)
+        self._holders.clear()
+        self._awaited.clear()
+        self._announced.clear()
+        self._coming.clear()
+
+    # -- the proof ----------------------------------------------------------------------------------------
+
+    def _doubly_held(self, pool: BlockPool) -> Counter[int]:
+        """How many requests more than one hold a block of the pool."""
+        holders = self._holders if pool is self._device else {}
+        return Counter({block: len(requests) - 1 for block, requests in holders.items()})
+
+    def _check_sharing(self) -> None:
+        """Raise `LedgerError` unless each block with a key is held by those that are known to hold it, and counted in
+        one claim."""
+        if problem := self._device.problem():
+            raise LedgerError(problem)
+        found: dict[int, set[RequestBlocks]] = {block: set() for block in self._holders}
+        adopted, shared = dict.fromkeys(self._held.values(), 0), dict.fromkeys(self._held.values(), 0)
+        for held in self._held.values():
+            for block in held.device:
+                found.setdefault(block, set()).add(held)
+        for block, requests in found.items():
+            holders = self._holders.get(block, [])
+            if (len(requests) > 1 or holders) and (requests != set(holders) or len(holders) != len(requests)):
+                raise LedgerError(f"device block {block} is held by other requests than is known")
+            for held in holders[1:]:
+                adopted[held] += 1
+            if len(holders) > 1:
+                shared[holders[0]] += 1
+        for held in self._held.values():
+            if (held.adopted, held.shared) != (adopted[held], shared[held]):
+                raise LedgerError("a request counts other blocks as shared than are")

@@ -1,0 +1,71 @@
+"""Files that are whole after a power loss: written beside their place, synchronised, then renamed.
+
+A writer that is killed leaves its temporary file or folder, which a later one removes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import shutil
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+
+_PREFIX = ".new-"
+# Seconds after which a temporary file or folder belongs to no writer any more.
+_ABANDONED_S = 3600.0
+_DIGEST = hashlib.sha256
+
+
+def write_durably(path: Path, content: bytes, mode: int = 0o600) -> None:
+    """Replace a file; whatever happens, it has the old content or the new one. mode: of the file, less the umask.
+    Raises OSError."""
+    _remove_abandoned(path.parent)
+    temporary = path.parent / f"{_PREFIX}{secrets.token_hex(8)}"
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    _sync_folder(path.parent)
+
+
+def scratch_folder(parent: Path) -> tempfile.TemporaryDirectory[str]:
+    """A temporary folder below this one; as a context manager it is removed at the end."""
+    _remove_abandoned(parent)
+    return tempfile.TemporaryDirectory(dir=parent, prefix=_PREFIX)
+
+
+def sealed(content: bytes) -> bytes:
+    """The content with its checksum at the end, for a file of which a part may be lost all the same."""
+    return content + _DIGEST(content).digest()
+
+
+def is_sealed(content: bytes) -> bool:
+    """Whether this is what `sealed` returned, unchanged."""
+    size = _DIGEST().digest_size
+    return len(content) >= size and _DIGEST(content[:-size]).digest() == content[-size:]
+
+
+def _sync_folder(folder: Path) -> None:
+    with suppress(OSError):  # some file systems cannot
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def _remove_abandoned(folder: Path) -> None:
+    for file in folder.glob(f"{_PREFIX}*"):
+        with suppress(OSError):  # another process removes it, too
+            if time.time() - file.stat().st_mtime > _ABANDONED_S:
+                shutil.rmtree(file) if file.is_dir() else file.unlink()

@@ -1,0 +1,47 @@
+"""Requests that are not tried again after ranks were lost in a step with them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary
+
+from skipjoin.core.request import Request
+from skipjoin.core.step import StepPlan
+from skipjoin.exec.base import RankError, RankMemoryError
+from skipjoin.exec.worker import memory_rank, out_of_memory
+
+# Losses without a token in between after which a request may be given up: one more than machines that are lost one
+# after the other, and fewer than the default of max_restarts, after which the engine ends with all requests.
+_LOSSES = 3
+
+
+class RankLosses:
+    """Counts for each request the losses in a step with it."""
+
+    def __init__(self) -> None:
+        self._counts: WeakKeyDictionary[Request, tuple[int, int]] = WeakKeyDictionary()
+
+    def blame(self, plans: Sequence[StepPlan], error: RankError) -> tuple[Request, str] | None:
+        """The request to give up, with the text for its client; None: all are tried again.
+
+        plans: those that were in flight when ranks were lost. If a rank ran out of memory, it is the request that takes
+        most. Otherwise it is the latest to arrive of those that ran at `_LOSSES` losses: requests that arrived before
+        it ran without a loss until it came.
+        """
+        pieces = [piece for plan in plans for piece in plan.slices if piece.request.finish_reason is None]
+        if isinstance(error, RankMemoryError) and pieces:
+            largest = max(pieces, key=memory_rank)
+            return largest.request, out_of_memory(largest, error)
+        counts = {request: self._count(request) for request in {piece.request for piece in pieces}}
+        accused = [request for request, losses in counts.items() if losses >= _LOSSES]
+        if not accused:
+            return None
+        latest = max(accused, key=lambda request: (request.arrival, request.id))
+        return latest, f"ranks ended {counts[latest]} times while they ran this request, which is not tried again"
+
+    def _count(self, request: Request) -> int:
+        """Losses since the request's last token, this one included."""
+        tokens, losses = self._counts.get(request, (-1, 0))
+        losses = losses + 1 if tokens == len(request.output) else 1
+        self._counts[request] = len(request.output), losses
+        return losses

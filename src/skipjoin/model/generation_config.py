@@ -1,0 +1,31 @@
+"""The sampling defaults of a model folder, in generation_config.json. Does not import torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from skipjoin.model.config import ModelError, read_json
+from skipjoin.sampling import ParameterError, SamplingParams
+
+FILE = "generation_config.json"
+# The file's fields that say how tokens are drawn. Lengths, and do_sample, are the caller's.
+FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def sampling_defaults(folder: str | Path, generation_config: str = "auto") -> dict[str, Any]:
+    """How the model's authors sample: fields of `SamplingParams` by name, those that the file has.
+
+    generation_config: "auto", or "none": no file is read. Raises `ModelError` for a value out of bounds.
+    """
+    file = Path(folder) / FILE
+    if generation_config == "none" or not file.is_file():
+        return {}
+    found = {name: value for name, value in read_json(file).items() if name in FIELDS and value is not None}
+    if found.get("top_k") == -1:  # another spelling of 0
+        found["top_k"] = 0
+    try:
+        SamplingParams(**found)
+    except ParameterError as error:
+        raise ModelError(f"{file}: {error}; --generation-config none leaves the file's defaults out") from error
+    return found

@@ -1,0 +1,128 @@
+"""How much best-effort requests may lengthen the steps that real-time requests run in, or wait for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import inf
+
+from skipjoin.core.context import StepContext
+from skipjoin.core.policy import (
+    ALL_HELD,
+    HELD,
+    NEWCOMERS_HELD,
+    BatchBuilder,
+    Batcher,
+    Callbacks,
+    CostModel,
+    Refusal,
+    rests,
+)
+from skipjoin.core.request import Request
+from skipjoin.core.step import StepShape
+from skipjoin.policies.step_load import LEAST_CHUNK, StepLoad, fitting_tokens
+
+# Steps are limited until real-time requests have stayed away for so many seconds.
+QUIET_S = 60.0
+# What a step may take that a real-time request may have to wait for, as a share of its TTFT objective. Without one, of
+# its prefill alone, but always somewhat more than the shortest step.
+_TTFT_SHARE, _PREFILL_SHARE, _LEAST_STEPS = 0.25, 0.2, 1.25
+# How much longer best-effort requests may make a step of real-time requests in any case.
+_BESIDE = 1.1
+# How fast the limit follows the requests.
+_LIMIT_RATE = 0.2
+
+
+class LimitedBestEffort(Callbacks):
+    """Around any batcher: while there are real-time requests, or were lately, best-effort requests join a step only if
+    that keeps within a time that real-time requests can wait, by the modelled time: within a quarter of their TTFT
+    objectives, and their TPOT objectives. Without objectives, it is a fifth of what their prompts take alone. A step
+    of real-time requests may always become a tenth longer. Best-effort prompts are cut to fit.
+
+    Otherwise best-effort requests fill steps as any others do.
+
+    is_best_effort: whether a request is served as one now.
+    """
+
+    def __init__(self, batcher: Batcher, cost: CostModel, is_best_effort: Callable[[Request], bool]) -> None:
+        self.batcher = batcher
+        self.cost = cost
+        self.is_best_effort = is_best_effort
+        self.limit_s = 0.0  # of a step that real-time requests may have to wait for
+        self._best_effort = 0  # such requests that are here
+        self._real_time = 0
+        self._last = -inf  # when the last real-time request arrived or ended
+
+    @property
+    def cap(self) -> int:
+        return self.batcher.cap
+
+    @property
+    def rests(self) -> bool:
+        """See `skipjoin.core.policy.rests`."""
+        return not self._best_effort and rests(self.batcher)
+
+    def arrived(self, request: Request, now: float) -> None:
+        if request.is_best_effort:
+            self._best_effort += 1
+            return
+        self._real_time += 1
+        self._last = now
+        patience = self._patience(request)
+        self.limit_s += (_LIMIT_RATE if self.limit_s else 1) * (patience - self.limit_s)
+
+    def finished(self, request: Request, now: float) -> None:
+        if request.is_best_effort:
+            self._best_effort -= 1
+        else:
+            self._real_time -= 1
+            self._last = now
+
+    def open(self, context: StepContext) -> BatchBuilder:
+        inner = self.batcher.open(context)
+        is_quiet = not self._real_time and context.now >= self._last + QUIET_S
+        return inner if not self._best_effort or is_quiet else LimitedBuilder(self, inner, context)
+
+    def _patience(self, request: Request) -> float:
+        """Seconds that the request can wait for a step to end."""
+        ttft_s, tpot_s, _ = request.options.target
+        if min(ttft_s, tpot_s) < inf:
+            return min(_TTFT_SHARE * ttft_s, tpot_s)
+        alone = StepLoad.of(0, len(request.prompt)).seconds(self.cost)
+        return max(_PREFILL_SHARE * alone, _LEAST_STEPS * self.cost.step(StepShape(decodes=1)))
+
+
+class LimitedBuilder:
+    """One step's batch under `LimitedBestEffort`."""
+
+    def __init__(self, rules: LimitedBestEffort, inner: BatchBuilder, context: StepContext) -> None:
+        self._rules = rules
+        self._inner = inner
+        self._context = context
+        self._load = StepLoad()
+        self._limit: float | None = None  # known once the first best-effort request is offered
+
+    def offer(self, request: Request, pending: int) -> int | Refusal:
+        verdict = self._inner.offer(request, pending)
+        if isinstance(verdict, Refusal) or not self._rules.is_best_effort(request):
+            return verdict
+        away = self._context.blocks_away(request)
+        limit = self._limit if self._limit is not None else self._limit_beside(self._load)
+        tokens = fitting_tokens(self._load, request.planned, verdict, away=away, cost=self._rules.cost, limit=limit)
+        if tokens:
+            return tokens
+        if self._load == StepLoad():  # nothing runs: time is to be had in small pieces
+            return min(verdict, LEAST_CHUNK)
+        if pending == 1:
+            return ALL_HELD
+        return HELD if request.planned else NEWCOMERS_HELD
+
+    def take(self, request: Request, tokens: int) -> None:
+        if self._limit is None and self._rules.is_best_effort(request):
+            self._limit = self._limit_beside(self._load)
+        self._load = self._load.plus(StepLoad.of(request.planned, tokens, self._context.blocks_away(request)))
+        self._inner.take(request, tokens)
+
+    def _limit_beside(self, real_time: StepLoad) -> float:
+        """Of a step with these real-time requests."""
+        own = _BESIDE * real_time.seconds(self._rules.cost) if real_time != StepLoad() else 0.0
+        return max(own, self._rules.limit_s)

@@ -1,0 +1,177 @@
+"""Fairness between clients: equal service while they compete (the Virtual Token Counter of "Fairness in Serving Large
+Language Models", Sheng et al., OSDI 2024)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, count
+from math import inf
+from operator import attrgetter
+from typing import Any
+
+from skipjoin.core.policy import Callbacks, Ordering
+from skipjoin.core.request import Request
+from skipjoin.core.step import Slice
+
+# What a generated token counts, where one of a prompt counts 1: as in the paper's experiments.
+OUTPUT_WEIGHT = 2.0
+
+
+@dataclass(slots=True, eq=False)
+class _Client:
+    """A client with requests.
+
+    number: by arrival, which decides between equal counts. served: the service that it has had. live: its requests,
+    each with the tokens of its prompt that were counted. distance: by how many whole leads it is ahead of the client
+    with the least service. is_apart: whether it is the only one at that distance.
+    """
+
+    number: int
+    ordering: Ordering
+    served: float
+    live: dict[Request, int] = field(default_factory=dict)
+    distance: int = 0
+    is_apart: bool = True
+
+    @property
+    def key(self) -> tuple[float, int]:
+        """The smaller, the sooner it is served."""
+        return self.served, self.number
+
+
+_BY_KEY = attrgetter("key")
+
+
+class Fair(Callbacks):
+    """The client that has had the least service first; the requests of each in an ordering of its own.
+
+    Service counts the tokens of prompts and, by `output_weight`, of outputs, when they are computed; what is computed
+    again counts once. A client that comes back is lifted to the least count of those that have requests: time without
+    requests saves up nothing. While two clients have more requests than can run, their counts stay within what the KV
+    pool holds: each gets a half. What a client leaves, others get: a client alone gets all.
+
+    Counts decide at every step which requests run, and which get the next KV that comes free. Requests make way only to
+    those of a client that is behind by a `lead` or more, so two clients do not evict each other in turn. Among clients
+    within one lead no newcomer evicts, requests of its own client neither.
+
+    make: builds the ordering of one client. lead: in tokens by weight; the tokens of the KV pool, which is the most
+    that is evicted and computed again for it. output_weight: of a generated token, where one of a prompt counts 1.
+    """
+
+    def __init__(self, make: Callable[[], Ordering], *, lead: float, output_weight: float) -> None:
+        for name, value in (("lead", lead), ("output_weight", output_weight)):
+            if not value > 0:
+                raise ValueError(f"{name} must be above 0, got {value}")
+        self._make = make
+        self._lead, self._output_weight = lead, output_weight
+        self._clients: dict[str, _Client] = {}
+        self._left: dict[str, float] = {}  # of clients without requests: those that are ahead of one that has some
+        self._numbers = count()
+        self._sorted: list[_Client] = []  # by key, once `_standings` has been called
+        self._is_sorted = True
+
+    def served(self, client: str) -> float:
+        """The service that the client has had, or is taken to have had. Only differences mean anything."""
+        if (found := self._clients.get(client)) is not None:
+            return found.served
+        return max(self._left.get(client, 0.0), self._least())
+
+    def arrived(self, request: Request, now: float) -> None:
+        name = request.options.client
+        if name not in self._clients:
+            served = self.served(name)
+            self._left.pop(name, None)
+            self._clients[name] = _Client(next(self._numbers), self._make(), served)
+            self._is_sorted = False
+        client = self._clients[name]
+        client.live[request] = min(request.computed, len(request.prompt))
+        client.ordering.arrived(request, now)
+
+    def ran(self, slices: Sequence[Slice], now: float) -> None:
+        by_client: dict[_Client, list[Slice]] = {}
+        for piece in slices:
+            by_client.setdefault(self._of(piece.request), []).append(piece)
+        for client, pieces in by_client.items():
+            client.served += sum(self._service(client, piece) for piece in pieces)
+            client.ordering.ran(pieces, now)
+        self._is_sorted = False
+
+    def claimed(self, request: Request, now: float) -> None:
+        self._of(request).ordering.claimed(request, now)
+
+    def evicted(self, request: Request, now: float) -> None:
+        self._of(request).ordering.evicted(request, now)
+
+    def reforecast(self, request: Request, now: float) -> None:
+        self._of(request).ordering.reforecast(request, now)
+
+    def finished(self, request: Request, now: float) -> None:
+        client = self._of(request)
+        client.ordering.finished(request, now)
+        del client.live[request]
+        if not client.live:
+            self._forget(request.options.client)
+
+    def ranked(self, now: float) -> Iterator[Request]:
+        # All orderings are asked at once: what time changes in them changes now, not while the result is read.
+        return chain.from_iterable([client.ordering.ranked(now) for client in self._standings()])
+
+    def rank(self, request: Request) -> Any:
+        client = self._of(request)
+        return client.key, client.ordering.rank(request)
+
+    def outranks(self, one: Request, other: Request) -> bool:
+        self._standings()
+        mine, theirs = self._of(one), self._of(other)
+        if mine is theirs:
+            return mine.is_apart and mine.ordering.outranks(one, other)
+        return mine.distance < theirs.distance
+
+    def next_turns(self, requests: Iterable[Request], now: float) -> list[tuple[Any, Request]]:
+        """By distance first: KV does not move for less than a lead."""
+        self._standings()
+        by_client: dict[_Client, list[Request]] = {}
+        for request in requests:
+            by_client.setdefault(self._of(request), []).append(request)
+        turns = [
+            ((client.distance, turn), client.number, place, request)
+            for client, theirs in by_client.items()
+            for place, (turn, request) in enumerate(client.ordering.next_turns(theirs, now))
+        ]
+        return [(turn, request) for turn, _, _, request in sorted(turns)]
+
+    def _of(self, request: Request) -> _Client:
+        return self._clients[request.options.client]
+
+    def _least(self) -> float:
+        return min((client.served for client in self._clients.values()), default=0.0)
+
+    def _standings(self) -> list[_Client]:
+        """The clients, the one with the least service first."""
+        if not self._is_sorted:
+            self._is_sorted = True
+            self._sorted = sorted(self._clients.values(), key=_BY_KEY)
+            before: _Client | None = None
+            for client in self._sorted:
+                client.distance = int((client.served - self._sorted[0].served) / self._lead)
+                client.is_apart = before is None or before.distance < client.distance
+                if before is not None and not client.is_apart:
+                    before.is_apart = False
+                before = client
+        return self._sorted
+
+    def _service(self, client: _Client, piece: Slice) -> float:
+        """What a slice counts."""
+        request = piece.request
+        counted = client.live[request]
+        end = min(piece.start + piece.tokens, len(request.prompt))
+        client.live[request] = max(counted, end)
+        return max(0, end - counted) + (self._output_weight if piece.samples else 0.0)
+
+    def _forget(self, name: str) -> None:
+        """The client has no requests. What it is ahead of others is kept until they have caught up."""
+        self._left[name] = self._clients.pop(name).served
+        least = self._least() if self._clients else inf
+        self._left = {one: served for one, served in self._left.items() if served > least}
+        self._is_sorted = False

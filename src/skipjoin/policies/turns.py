@@ -1,0 +1,106 @@
+"""Round robin of the two service classes, step by step (BROS section 2.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
+from typing import Any
+
+from skipjoin.core.context import StepContext
+from skipjoin.core.policy import HELD, BatchBuilder, Batcher, Callbacks, Ordering, Refusal
+from skipjoin.core.request import Request
+from skipjoin.core.step import Slice
+
+
+class Turn:
+    """Whose turn it is. best_effort: the best-effort requests'."""
+
+    def __init__(self) -> None:
+        self.best_effort = False
+
+
+class ByTurn(Callbacks):
+    """The class whose turn it is before the other. None evicts another to get in: the next turn would be the other's.
+
+    make: builds the ordering of a class.
+    """
+
+    def __init__(self, turn: Turn, make: Callable[[], Ordering]) -> None:
+        self._turn = turn
+        self._classes = {False: make(), True: make()}  # by `is_best_effort`
+
+    def arrived(self, request: Request, now: float) -> None:
+        self._classes[request.is_best_effort].arrived(request, now)
+
+    def ran(self, slices: Sequence[Slice], now: float) -> None:
+        for is_best_effort, ordering in self._classes.items():
+            ordering.ran([piece for piece in slices if piece.request.is_best_effort == is_best_effort], now)
+
+    def claimed(self, request: Request, now: float) -> None:
+        self._classes[request.is_best_effort].claimed(request, now)
+
+    def evicted(self, request: Request, now: float) -> None:
+        self._classes[request.is_best_effort].evicted(request, now)
+
+    def reforecast(self, request: Request, now: float) -> None:
+        self._classes[request.is_best_effort].reforecast(request, now)
+
+    def finished(self, request: Request, now: float) -> None:
+        self._classes[request.is_best_effort].finished(request, now)
+
+    def ranked(self, now: float) -> Iterator[Request]:
+        first = self._turn.best_effort
+        return chain(self._classes[first].ranked(now), self._classes[not first].ranked(now))
+
+    def rank(self, request: Request) -> Any:
+        is_best_effort = request.is_best_effort
+        return (is_best_effort != self._turn.best_effort, self._classes[is_best_effort].rank(request))
+
+    def outranks(self, one: Request, other: Request) -> bool:
+        return False
+
+    def next_turns(self, requests: Iterable[Request], now: float) -> list[tuple[Any, Request]]:
+        return [(self.rank(request)[0], request) for request in sorted(requests, key=self.rank)]
+
+
+class Turns:
+    """Around any batcher: steps run real-time and best-effort requests in turn, never both. Where no request of the
+    class whose turn it is could run, the other one has the step.
+
+    batcher: what limits a step. turn: what the ordering follows.
+    """
+
+    def __init__(self, batcher: Batcher, turn: Turn) -> None:
+        self._batcher = batcher
+        self._turn = turn
+        self._step: TurnBuilder | None = None
+
+    @property
+    def cap(self) -> int:
+        return self._batcher.cap
+
+    def open(self, context: StepContext) -> BatchBuilder:
+        if self._step is not None and self._step.has_run:
+            self._turn.best_effort = not self._step.best_effort
+        able = {request.is_best_effort for request, _ in context.candidates}
+        served = self._turn.best_effort
+        if able and served not in able:
+            served = not served
+        self._step = TurnBuilder(self._batcher.open(context), served)
+        return self._step
+
+
+class TurnBuilder:
+    """One step's batch under `Turns`. best_effort: the class that it is for."""
+
+    def __init__(self, inner: BatchBuilder, best_effort: bool) -> None:
+        self.best_effort = best_effort
+        self.has_run = False
+        self._inner = inner
+
+    def offer(self, request: Request, pending: int) -> int | Refusal:
+        return self._inner.offer(request, pending) if request.is_best_effort == self.best_effort else HELD
+
+    def take(self, request: Request, tokens: int) -> None:
+        self.has_run = True
+        self._inner.take(request, tokens)

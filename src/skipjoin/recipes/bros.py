@@ -1,0 +1,83 @@
+"""BROS and the systems that it is compared with: real-time and best-effort requests together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated
+
+from skipjoin.core.policy import EvictionPolicy, Policies
+from skipjoin.core.request import Target
+from skipjoin.knobs import Knob
+from skipjoin.policies.admission import OnDemand
+from skipjoin.policies.batching import Greedy
+from skipjoin.policies.deadlines import ByDeadline, NextTokens, StartedFirst
+from skipjoin.policies.eviction import Recompute, Spill, Swap
+from skipjoin.policies.ordering import Fcfs
+from skipjoin.policies.packing import Packing
+from skipjoin.policies.turns import ByTurn, Turn, Turns
+from skipjoin.recipes.parts import banded, classed, staged
+from skipjoin.recipes.registry import Params, Settings, recipe
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackingParams(Params):
+    """When tokens are due, and how large steps get (BROS sections 4.2 and 7.1)."""
+
+    ttft_s: Annotated[
+        float, Knob("Time to the first token, of real-time requests without an objective.", above=0, high=1e6)
+    ] = 0.4
+    tpot_s: Annotated[
+        float, Knob("Time per token after it, of real-time requests without an objective.", above=0, high=1e6)
+    ] = 0.2
+    base_batch: Annotated[
+        int,
+        Knob(
+            "Up to how many requests a step takes best-effort ones when real-time requests ran late.",
+            low=1,
+            high=1 << 20,
+        ),
+    ] = 128
+    overdue_s: Annotated[
+        float,
+        Knob(
+            "A real-time request that misses its deadline by so many seconds comes before all others.",
+            above=0,
+            high=1e9,
+        ),
+    ] = 10.0
+
+
+def _packed(s: Settings, p: PackingParams, eviction: EvictionPolicy) -> Policies:
+    tokens = NextTokens(Target(ttft_s=p.ttft_s, tpot_s=p.tpot_s))
+    batcher = Packing(s.max_seqs, s.max_tokens, s.cost, tokens, base=p.base_batch)
+    steps = staged(s, batcher, s.max_tokens, cuts=True)
+    return classed(s, lambda: ByDeadline(tokens, p.overdue_s), steps, OnDemand(), eviction, best_effort=StartedFirst)
+
+
+@recipe
+def bros(s: Settings, p: PackingParams) -> Policies:
+    """BROS: packing by deadlines, and no more of best-effort KV leaves the device than real-time requests need."""
+    return _packed(s, p, Spill(s.cost))
+
+
+@recipe
+def bros_swap(s: Settings, p: PackingParams) -> Policies:
+    """BROS with whole requests swapped: packing by deadlines, best-effort KV to the host and back as one."""
+    return _packed(s, p, Swap(s.cost))
+
+
+@recipe
+def bros_recompute(s: Settings, p: PackingParams) -> Policies:
+    """BROS without its KV management: best-effort KV makes way by being computed again (BROS section 7.4.1)."""
+    return _packed(s, p, Recompute())
+
+
+@recipe
+def round_robin(s: Settings) -> Policies:
+    """Real-time and best-effort steps in turn, each class first come, first served (BROS section 2.2)."""
+    turn = Turn()
+    batcher = Turns(Greedy(s.max_seqs, s.max_tokens, chunked=False), turn)
+    return Policies(
+        ByTurn(turn, partial(banded, s, Fcfs)), staged(s, batcher, s.max_tokens, cuts=False), OnDemand(), Recompute()
+    )

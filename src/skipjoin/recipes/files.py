@@ -1,0 +1,82 @@
+"""Recipes in files of a user's own: `./my_policy.py:edf`."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import traceback
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from skipjoin.knobs import ConfigError, unknown
+
+_SUFFIX = ".py"
+_T = TypeVar("_T")
+
+
+class RecipeFile(NamedTuple):
+    """A name such as `./my_policy.py:edf` in its parts. recipe: empty where the name has none."""
+
+    path: Path
+    recipe: str
+
+    @property
+    def short(self) -> str:
+        """The name without the folder, for records and metrics."""
+        return f"{self.path.name}:{self.recipe}"
+
+
+def parse(name: str) -> RecipeFile | None:
+    """The file and the recipe in it; None for the name of a recipe that is in no file."""
+    if name.endswith(_SUFFIX):
+        return RecipeFile(Path(name).absolute(), "")
+    # The last one: a folder's name may have a colon, too.
+    file, _, recipe = name.rpartition(":")
+    return RecipeFile(Path(file).absolute(), recipe.strip().replace("_", "-")) if file.endswith(_SUFFIX) else None
+
+
+def absolute(name: str) -> str:
+    """The name for processes with another working folder."""
+    file = parse(name)
+    return name if file is None else f"{file.path}:{file.recipe}"
+
+
+def load(file: RecipeFile, registry: dict[str, _T]) -> _T:
+    """The recipe of a file. registry: where the file's functions register, which is then as it was before.
+
+    Raises `ConfigError` for a file that cannot be run, with the place of the error, and for a recipe that it lacks.
+    """
+    known = dict(registry)
+    try:
+        _run(file.path)
+        found = {name: recipe for name, recipe in registry.items() if known.get(name) is not recipe}
+    finally:
+        registry.clear()
+        registry.update(known)
+    if not found:
+        raise ConfigError(f"recipe: {file.path} has no function with the decorator @recipe of skipjoin.recipes")
+    if not file.recipe:
+        raise ConfigError(f"recipe must be FILE:NAME for a file: {file.path} has {', '.join(found)}")
+    if file.recipe not in found:
+        raise unknown(f"recipe: {file.path}", file.recipe, found)
+    return found[file.recipe]
+
+
+def _run(path: Path) -> None:
+    name = f"skipjoin_recipes_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look up the names of annotations there
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        why = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        raise ConfigError(f"recipe: {_place(error, path)}: {why}") from error
+
+
+def _place(error: Exception, path: Path) -> str:
+    """The file, and the line in it that the error came from; the text of a syntax error has the line itself."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    return f"{path}, line {lines[-1]}" if lines else str(path)

@@ -1,0 +1,126 @@
+"""What pages in a browser may do: the Host and Origin headers that are answered, bodies that are JSON, and CORS.
+
+A page of any site can have the browser send requests to servers on its own machine and network. A browser names the
+page's site in Origin, asks before it sends JSON (CORS), and names the server in Host: a site whose name comes to stand
+for this machine's address (DNS rebinding) is still in there.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import socket
+from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple
+
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.types import ASGIApp
+
+from skipjoin.access import ANY, is_loopback
+from skipjoin.config import ServerConfig
+from skipjoin.server.api.errors import ApiError
+
+Headers = Iterable[tuple[bytes, bytes]]
+
+_LOCAL = "localhost"
+_HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^:\[\]/?#@\s]+?)\.?(:\d{1,5})?")
+_JSON = re.compile(r"application/([\w.+-]+\+)?json")
+# Seconds for which a browser need not ask again.
+_MAX_AGE_S = 600
+
+
+class SiteRules(NamedTuple):
+    """hosts: the names that Host may have besides localhost and IP addresses, which no other site has. origins: other
+    sites whose pages are answered. None: any."""
+
+    hosts: frozenset[str] | None
+    origins: frozenset[str] | None
+
+    @classmethod
+    def of(cls, config: ServerConfig) -> SiteRules:
+        """Without a key, a server for its own machine refuses the pages of other sites. A key is secret to them."""
+        is_open_here = not config.api_keys and is_local(config.host)
+        hosts = frozenset(name.lower() for name in config.allowed_hosts)
+        checks_hosts = (hosts or is_open_here) and ANY not in hosts
+        origins = frozenset(config.cors_origins)
+        return cls(
+            hosts | {config.host.lower()} if checks_hosts else None,
+            origins if is_open_here and ANY not in origins else None,
+        )
+
+    def check(self, headers: Headers) -> None:
+        """Raise 403 for a request that another site may have caused."""
+        hosts = [value.decode("latin-1").lower() for name, value in headers if name == b"host"]
+        host = hosts[0] if len(hosts) == 1 else ""
+        if self.hosts is not None and not _is_known(host, self.hosts):
+            raise _refused(
+                f"this server does not answer to the Host header {host!r}: it must be localhost, an IP address, or a "
+                "name that --allowed-hosts gives",
+                "host_not_allowed",
+            )
+        for name, value in headers:
+            if name == b"origin" and not self._may_ask(value.decode("latin-1"), host):
+                raise _refused(
+                    f"this server does not answer pages of {value.decode('latin-1')}: --cors-origins gives those that "
+                    "it answers",
+                    "origin_not_allowed",
+                )
+
+    def _may_ask(self, origin: str, host: str) -> bool:
+        return self.origins is None or origin in self.origins or origin.partition("://")[2] == host
+
+
+ANY_SITE = SiteRules(None, None)
+
+
+def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+    """The application, whose answers browsers give to pages of these origins; of none: as it is."""
+    if not origins:
+        return app
+    return CORSMiddleware(
+        app,
+        allow_origins=origins,
+        allow_methods=["GET", "POST", "DELETE"],
+        allow_headers=["*"],
+        expose_headers=["x-request-id", "retry-after", "x-should-retry"],
+        max_age=_MAX_AGE_S,
+    )
+
+
+async def json_body(request: Request) -> bytes:
+    """The body of a request. Raises 415 unless it says that it is JSON, which pages of other sites cannot send without
+    being asked about."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if _JSON.fullmatch(kind) is None:
+        got = repr(kind) if kind else "none"
+        raise ApiError(
+            415,
+            f"the body must be JSON and the header Content-Type must say so: application/json, got {got} "
+            "(curl: -H 'Content-Type: application/json')",
+            code="unsupported_media_type",
+        )
+    return await request.body()
+
+
+def is_local(host: str) -> bool:
+    """Whether a server that listens on a host can be reached from its own machine only."""
+    return is_loopback(str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]))
+
+
+def _is_known(host: str, hosts: Collection[str]) -> bool:
+    found = _HOST.fullmatch(host)
+    name = found[1] if found else ""
+    return name in hosts or name == _LOCAL or name.endswith(f".{_LOCAL}") or _is_address(name.strip("[]"))
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _refused(message: str, code: str) -> ApiError:
+    return ApiError(403, message, code=code)

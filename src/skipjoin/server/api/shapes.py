@@ -1,0 +1,140 @@
+"""The shape of a large body, checked before it is validated.
+
+pydantic reads a whole JSON text, whatever it is, before it checks the first field, and then reports all that is wrong:
+4 MB of empty lists, or of unknown fields, hold the interpreter for half a second. msgspec reads by type, copies what
+has none without looking into it (`Raw`), and stops at the first error.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, Raw, UnsetType
+from pydantic import BaseModel
+
+from skipjoin.server.api.errors import ApiError, bad_request, unknown_field
+from skipjoin.server.api.protocol import MAX_MESSAGES, MAX_PROMPTS, Message, TextPart
+
+# Token ids of one body: to validate so many takes 40 ms.
+MAX_IDS = 1 << 20
+# Bytes of a field that is neither prompts nor messages nor token ids. `metadata` may have 110,000, if all is escaped.
+MAX_FIELD_BYTES = 1 << 17
+_FAULT = re.compile(r"(.*?)( - at `\$(.*)`)?", re.DOTALL)
+_UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
+_MISSING = re.compile(r"Object missing required field `(.*)`", re.DOTALL)
+_INNER = re.compile(rb"\[\s*(.)", re.DOTALL)
+
+
+def checked(body: bytes, kind: type[BaseModel]) -> bytes:
+    """The body with each field once, if it has the shape of `kind`: only fields that are declared, and large values
+    only where they may be. Raises 400 at the first field that has not."""
+    fields = _read(body, _struct(kind), "")
+    for name in kind.model_fields:
+        value = getattr(fields, name)
+        if value is UNSET:
+            continue
+        if (check := LARGE_FIELDS.get(name)) is not None:
+            setattr(fields, name, check(value, name))
+        else:
+            _check_small(len(bytes(value)), name)
+    return msgspec.json.encode(fields)
+
+
+@cache
+def _struct(kind: type[BaseModel], **known: Any) -> type[msgspec.Struct]:
+    """A struct with the fields of a body, of these types or unread."""
+    fields = [
+        (name, known.get(name, Raw)) if field.is_required() else (name, known.get(name, Raw) | UnsetType, UNSET)
+        for name, field in kind.model_fields.items()
+    ]
+    return msgspec.defstruct(kind.__name__, fields, forbid_unknown_fields=True, kw_only=True)
+
+
+def _read(data: bytes | Raw, kind: Any, at: str) -> Any:
+    """Decode JSON. at: where it is in the body. Raises 400."""
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.ValidationError as error:
+        raise _fault(str(error), at) from None
+    except RecursionError:
+        raise bad_request("the body is not valid JSON: it is nested too deeply") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise bad_request(f"the body is not valid JSON: {error}") from None
+
+
+def _fault(text: str, at: str) -> ApiError:
+    """400 for an error of msgspec. at: where the value begins that was read."""
+    found = _FAULT.fullmatch(text)
+    assert found is not None
+    what, inner = found[1], found[3] or ""
+    if unknown := _UNKNOWN.fullmatch(what):
+        return unknown_field(_path(at, inner, unknown[1]))
+    if missing := _MISSING.fullmatch(what):
+        what, inner = "Field required", f"{inner}.{missing[1]}"
+    param = _path(at, inner)
+    return bad_request(f"{param or 'the body'}: {what.replace('`', '')}", param or None)
+
+
+def _path(*parts: str) -> str:
+    """A path as msgspec writes it, such as [3].content, as this API does."""
+    return ".".join(part for part in re.split(r"[.\[\]]+", ".".join(parts)) if part)
+
+
+def _check_small(size: int, name: str) -> None:
+    if size > MAX_FIELD_BYTES:
+        raise bad_request(f"{name} must have at most {MAX_FIELD_BYTES} bytes of JSON, got {size}", name)
+
+
+def _prompts(value: Raw, name: str) -> Raw:
+    """One text or several, or token ids."""
+    data = bytes(value)
+    if data[:1] == b'"':
+        return value
+    inner = _INNER.match(data)
+    if inner is None:
+        _check_small(len(data), name)
+    elif inner[1] == b'"':
+        _check_count(len(_read(data, list[str], name)), MAX_PROMPTS, "texts", name)
+    else:
+        lists = data.count(b"[")
+        _check_count(lists - 1, MAX_PROMPTS, "lists", name)
+        _ids(value, name, list[list[int]] if inner[1] == b"[" else list[int])
+    return value
+
+
+def _ids(value: Raw, name: str, kind: Any = list[int]) -> Raw:
+    """Token ids, or several lists of them."""
+    data = bytes(value)
+    _check_count(data.count(b",") + 1, MAX_IDS, "token ids", name)
+    _read(data, kind, name)
+    return value
+
+
+def _messages(value: Raw, name: str) -> Raw:
+    message = _struct(Message, role=str, content=str | list[_struct(TextPart, type=str, text=str)], name=str | None)
+    messages = _read(value, list[message] | None, name) or []
+    parts = sum(len(one.content) for one in messages if isinstance(one.content, list))
+    _check_count(len(messages), MAX_MESSAGES, "messages", name)
+    _check_count(parts, MAX_MESSAGES, "content parts", name)
+    _check_small(sum(_unread(one) for one in messages), name)
+    return Raw(msgspec.json.encode(messages)) if messages else value
+
+
+def _unread(message: Any) -> int:
+    """Bytes of the fields of a message that have no type here."""
+    return sum(
+        len(bytes(value)) for name in message.__struct_fields__ if isinstance(value := getattr(message, name), Raw)
+    )
+
+
+def _check_count(count: int, most: int, what: str, name: str) -> None:
+    if count > most:
+        raise bad_request(f"{name} must have at most {most} {what}, got {count}", name)
+
+
+# The fields that may have more than `MAX_FIELD_BYTES`, by name, and what checks and returns the value.
+LARGE_FIELDS: dict[str, Callable[[Raw, str], Raw]] = {"prompt": _prompts, "messages": _messages, "tokens": _ids}

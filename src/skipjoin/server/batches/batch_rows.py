@@ -1,0 +1,295 @@
+"""The batches of the store, from their creation to their end."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.engine import RowMapping
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from skipjoin.server.batches.base import Base
+from skipjoin.server.batches.database import repeated
+from skipjoin.server.batches.endings import closed_line
+from skipjoin.server.batches.file_rows import ACTIVE, page, seq_of
+from skipjoin.server.batches.records import (
+    BatchRow,
+    BatchStatus,
+    FileRow,
+    LineError,
+    LinePlace,
+    LineState,
+    QuotaExceeded,
+    is_id,
+)
+from skipjoin.server.batches.tables import batches, files, lines, results
+
+# Rows of one page of results, and of one deletion: what is held in memory, or written at once.
+_PAGE, _DELETION = 100, 2000
+# The column with the time at which a batch ended so.
+_ENDED_AT = {
+    BatchStatus.COMPLETED: "completed_at",
+    BatchStatus.EXPIRED: "expired_at",
+    BatchStatus.CANCELLED: "cancelled_at",
+}
+_OPEN = (LineState.READY, LineState.RUNNING)
+_IN_ERROR_FILE = (LineState.FAILED, LineState.EXPIRED, LineState.CANCELLED)
+
+
+class BatchRows(Base):
+    """The part of `Store` that is about batches."""
+
+    async def add_batch(
+        self, row: BatchRow, idempotency_key: str | None = None, *, most_active: int | None = None
+    ) -> BatchRow:
+        """Add a batch; it waits for its validation. With a key that the owner has used before it is the earlier batch
+        that is returned. most_active: batches of the owner that are not final; beyond it `QuotaExceeded`."""
+        async with self._db.writing() as connection:
+            await self._alone(connection, row.owner)
+            if idempotency_key is not None:
+                same = sa.and_(batches.c.owner == row.owner, batches.c.idempotency_key == idempotency_key)
+                if earlier := await _one(connection, sa.select(batches).where(same)):
+                    return earlier
+            active = await _active_of(connection, row.owner)
+            if most_active is not None and active >= most_active:
+                raise QuotaExceeded(f"this key has {active} batches that have not ended, and may have {most_active}")
+            values = asdict(row) | {"idempotency_key": idempotency_key}
+            await connection.execute(sa.insert(batches), values)
+        return row
+
+    async def batch(self, owner: str, batch_id: str) -> BatchRow | None:
+        """A batch."""
+        if not is_id(batch_id):
+            return None
+        async with self._db.reading() as connection:
+            return await _one(connection, _of(owner, batch_id))
+
+    async def batches(self, owner: str, *, after: str | None = None, limit: int = 20) -> tuple[list[BatchRow], bool]:
+        """A page of batches, the newest first, and whether there are more. after: the last id of the page before; one
+        that is not there gives the first page."""
+        async with self._db.reading() as connection:
+            last = await seq_of(connection, batches, owner, after)
+            query = page(batches, batches.c.owner == owner, last, limit + 1)
+            found = (await connection.execute(query)).mappings().all()
+        return [_batch(row) for row in found[:limit]], len(found) > limit
+
+    async def active_of(self, owner: str) -> int:
+        """How many batches of the owner are not final."""
+        async with self._db.reading() as connection:
+            return await _active_of(connection, owner)
+
+    async def cancel(self, owner: str, batch_id: str) -> BatchRow | None:
+        """VALIDATING or IN_PROGRESS -> CANCELLING; in another state it stays. Returns the batch as it is then; None if
+        there is none."""
+        if not is_id(batch_id):
+            return None
+        stoppable = batches.c.status.in_([BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS])
+        changes = {"status": BatchStatus.CANCELLING, "cancelling_at": self.now(), "server": None}
+        async with self._db.writing() as connection:
+            await connection.execute(
+                sa.update(batches).where(batches.c.id == batch_id, batches.c.owner == owner, stoppable).values(changes)
+            )
+            return await _one(connection, _of(owner, batch_id))
+
+    async def batch_states(self) -> dict[str, int]:
+        """How many batches there are, by state."""
+        counts = sa.select(batches.c.status, sa.func.count()).group_by(batches.c.status)
+        async with self._db.reading() as connection:
+            return {BatchStatus(row[0]): row[1] for row in await connection.execute(counts)}
+
+    async def generated_tokens(self) -> int:
+        """Completion tokens of all lines that have ended, over all batches."""
+        async with self._db.reading() as connection:
+            return int(await connection.scalar(sa.select(sa.func.sum(batches.c.completion_tokens))) or 0)
+
+    # -- validation ----------------------------------------------------------------------------------------
+
+    async def take_unvalidated(self, model: str | None = None) -> BatchRow | None:
+        """A batch to validate, the oldest; this server holds it. Lines of an earlier validation are gone.
+
+        model: of the batch; None: any. A server validates one at a time: a batch that it holds already is taken again,
+        as its validation was broken off when the database could not be told.
+        """
+        status = batches.c.status == BatchStatus.VALIDATING
+        waiting = sa.select(batches).where(status, self._is_free(), is_for(model))
+        query = waiting.order_by(batches.c.seq).limit(1).with_for_update(skip_locked=True)
+        async with self._db.writing() as connection:
+            found = await _one(connection, query)
+            if found is not None:
+                mine = sa.update(batches).where(batches.c.id == found.id).values(server=self.server)
+                await connection.execute(mine)
+                await connection.execute(sa.delete(lines).where(lines.c.batch_id == found.id))
+            return found
+
+    async def release(self, batch_id: str) -> None:
+        """Give up a batch that this server holds: its validation or finalization could not be carried out now."""
+        held = sa.update(batches).where(batches.c.id == batch_id, batches.c.server == self.server)
+        async with self._db.writing() as connection:
+            await connection.execute(held.values(server=None))
+
+    async def add_lines(self, batch_id: str, places: Sequence[LinePlace]) -> bool:
+        """Add some lines of a batch that is being validated. False: it was cancelled, or this server no longer holds
+        it, and validation is to stop."""
+        async with self._db.writing() as connection:
+            if await self._held(connection, batch_id, BatchStatus.VALIDATING) is None:
+                return False
+            fresh = {"batch_id": batch_id, "state": LineState.READY, "attempt": 0}
+            if places:
+                await connection.execute(sa.insert(lines), [asdict(place) | fresh for place in places])
+        return True
+
+    async def begin(self, batch_id: str, total: int) -> bool:
+        """VALIDATING -> IN_PROGRESS. total: its lines. False: as with `add_lines`."""
+        return await self._end_validation(
+            batch_id, status=BatchStatus.IN_PROGRESS, in_progress_at=self.now(), total=total
+        )
+
+    async def reject(self, batch_id: str, errors: Sequence[LineError]) -> bool:
+        """VALIDATING -> FAILED. False: as with `add_lines`."""
+        told = [asdict(error) for error in errors]
+        is_mine = await self._end_validation(batch_id, status=BatchStatus.FAILED, failed_at=self.now(), errors=told)
+        if is_mine:
+            await self._drop(batch_id)
+        return is_mine
+
+    async def _end_validation(self, batch_id: str, **changes: object) -> bool:
+        async with self._db.writing() as connection:
+            if await self._held(connection, batch_id, BatchStatus.VALIDATING) is None:
+                return False
+            changes["server"] = None
+            await connection.execute(sa.update(batches).where(batches.c.id == batch_id).values(changes))
+        return True
+
+    # -- the end -------------------------------------------------------------------------------------------
+
+    async def due(self) -> list[BatchRow]:
+        """Batches that are to be finalized and that no other server finalizes: all lines have ended, the window is
+        over, or they are CANCELLING. What to do, for one after the other: `close_lines`, `start_finalizing`, write the
+        files, `finalize`."""
+        status = batches.c.status
+        ended = batches.c.completed + batches.c.failed >= batches.c.total
+        over = sa.and_(status == BatchStatus.IN_PROGRESS, sa.or_(ended, batches.c.expires_at <= self.now()))
+        ending = status.in_([BatchStatus.CANCELLING, BatchStatus.FINALIZING])
+        query = sa.select(batches).where(self._is_free(), sa.or_(over, ending)).order_by(batches.c.seq)
+        async with self._db.reading() as connection:
+            return [_batch(row) for row in (await connection.execute(query)).mappings()]
+
+    @repeated
+    async def start_finalizing(self, batch_id: str) -> BatchStatus | None:
+        """Hold the batch, and say in which state it ends: CANCELLED, EXPIRED if a line has expired, else COMPLETED.
+        It is FINALIZING then unless it is CANCELLING. None: lines have not ended, or another server does it."""
+        ending = (BatchStatus.IN_PROGRESS, BatchStatus.FINALIZING, BatchStatus.CANCELLING)
+        free = sa.and_(batches.c.id == batch_id, batches.c.status.in_(ending), self._is_free())
+        async with self._db.writing() as connection:
+            batch = await _one(connection, sa.select(batches).where(free).with_for_update())
+            if batch is None or await _has_lines(connection, batch_id, *_OPEN):
+                return None
+            changes: dict[str, object] = {"server": self.server}
+            if batch.status is not BatchStatus.CANCELLING:
+                changes |= {"status": BatchStatus.FINALIZING, "finalizing_at": batch.finalizing_at or self.now()}
+            await connection.execute(sa.update(batches).where(batches.c.id == batch_id).values(changes))
+            if batch.status is BatchStatus.CANCELLING:
+                return BatchStatus.CANCELLED
+            expired = await _has_lines(connection, batch_id, LineState.EXPIRED)
+            return BatchStatus.EXPIRED if expired else BatchStatus.COMPLETED
+
+    async def results(self, batch_id: str, *, failed: bool) -> AsyncGenerator[bytes, None]:
+        """Lines of the error file (failed), or of the output file, in the order of the input, without line ends."""
+        states = _IN_ERROR_FILE if failed else (LineState.DONE,)
+        columns = (lines.c.custom_id, lines.c.state, results.c.body)
+        same = sa.and_(results.c.batch_id == lines.c.batch_id, results.c.number == lines.c.number)
+        ended = (
+            sa.select(*columns)
+            .select_from(lines.outerjoin(results, same))
+            .where(lines.c.batch_id == batch_id, lines.c.state.in_(states))
+            .order_by(lines.c.number)
+        )
+        # By numbers, not by count: whatever PostgreSQL believes of a table that has just grown, it finds them by key.
+        for start in range(1, await self._last_number(batch_id) + 1, _PAGE):
+            numbers = lines.c.number.between(start, start + _PAGE - 1)
+            async with self._db.reading() as connection:
+                rows = (await connection.execute(ended.where(numbers))).all()
+            for custom_id, state, body in rows:
+                yield body if body is not None else closed_line(batch_id, custom_id, LineState(state))
+
+    @repeated
+    async def finalize(
+        self, batch_id: str, status: BatchStatus, output: FileRow | None, error: FileRow | None
+    ) -> BatchRow | None:
+        """Add the files and end the batch in one transaction; its lines and results are deleted. None: this server no
+        longer holds it, and its files are to be deleted."""
+        async with self._db.writing() as connection:
+            if await self._held(connection, batch_id, BatchStatus.FINALIZING, BatchStatus.CANCELLING) is None:
+                return None
+            if written := [asdict(file) for file in (output, error) if file is not None]:
+                await connection.execute(sa.insert(files), written)
+            changes = {
+                "status": status,
+                _ENDED_AT[status]: self.now(),
+                "output_file_id": output and output.id,
+                "error_file_id": error and error.id,
+                "server": None,
+            }
+            ended = sa.update(batches).where(batches.c.id == batch_id).values(changes).returning(batches)
+            batch = _batch((await connection.execute(ended)).mappings().one())
+        await self._drop(batch_id)
+        return batch
+
+    def _is_free(self) -> sa.ColumnElement[bool]:
+        """Whether no other server holds a batch."""
+        return sa.or_(batches.c.server.is_(None), batches.c.server == self.server)
+
+    async def _drop(self, batch_id: str) -> None:
+        """Delete the lines and results of a batch, some at a time, so that other transactions need not wait."""
+        for start in range(1, await self._last_number(batch_id) + 1, _DELETION):
+            async with self._db.writing() as connection:
+                for table in (results, lines):
+                    numbers = table.c.number.between(start, start + _DELETION - 1)
+                    await connection.execute(sa.delete(table).where(table.c.batch_id == batch_id, numbers))
+
+    async def _last_number(self, batch_id: str) -> int:
+        """Of the lines of a batch; 0 without any."""
+        async with self._db.reading() as connection:
+            last = sa.select(sa.func.max(lines.c.number)).where(lines.c.batch_id == batch_id)
+            return int(await connection.scalar(last) or 0)
+
+    async def _drop_leftovers(self) -> None:
+        """Delete lines of batches whose end another process did not survive."""
+        final = sa.select(batches.c.id).where(batches.c.status.not_in(ACTIVE))
+        async with self._db.reading() as connection:
+            left = await connection.scalars(sa.select(lines.c.batch_id).where(lines.c.batch_id.in_(final)).distinct())
+            ids = list(left)
+        for batch_id in ids:
+            await self._drop(batch_id)
+
+
+def is_for(model: str | None) -> sa.ColumnElement[bool]:
+    """Whether a batch may run on a model; None: on any."""
+    return sa.true() if model is None else sa.or_(batches.c.model.is_(None), batches.c.model == model)
+
+
+def _of(owner: str, batch_id: str) -> sa.Select[Any]:
+    return sa.select(batches).where(batches.c.id == batch_id, batches.c.owner == owner)
+
+
+async def _active_of(connection: AsyncConnection, owner: str) -> int:
+    active = sa.select(sa.func.count()).where(batches.c.owner == owner, batches.c.status.in_(ACTIVE))
+    return int(await connection.scalar(active) or 0)
+
+
+async def _one(connection: AsyncConnection, query: sa.Select[Any]) -> BatchRow | None:
+    found = (await connection.execute(query)).mappings().one_or_none()
+    return None if found is None else _batch(found)
+
+
+async def _has_lines(connection: AsyncConnection, batch_id: str, *states: LineState) -> bool:
+    some = sa.select(lines.c.number).where(lines.c.batch_id == batch_id, lines.c.state.in_(states))
+    return await connection.scalar(some.limit(1)) is not None
+
+
+def _batch(row: RowMapping) -> BatchRow:
+    values = {name: row[name] for name in BatchRow.__dataclass_fields__}
+    errors = tuple(LineError(**error) for error in values["errors"])
+    return BatchRow(**values | {"status": BatchStatus(values["status"]), "errors": errors})

@@ -1,0 +1,218 @@
+"""`Blobs`: the bytes of files, in a folder, under the ids of the files. Names from clients are never paths."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager, suppress
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+from skipjoin.server.batches.records import BlobMissing, NoSpace, StoreUnavailable, is_id
+
+FILES = "files"
+# Bytes that are read, or gathered and written, at once.
+CHUNK = 1 << 20
+# A file is worked on by one thread at a time; a slow disk holds up no other threads of the server.
+_THREADS = 4
+_PART = ".part"
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Blobs:
+    """Files by id, below `folder`. All methods raise `StoreUnavailable` where the folder cannot be used, and `NoSpace`
+    where its disk is full."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder / FILES
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="skipjoin-files")
+        with _errors():
+            self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+
+    def close(self) -> None:
+        """Release the threads."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def path(self, file_id: str) -> Path:
+        """Where a file is, or will be. Raises ValueError for what is no id."""
+        if not is_id(file_id):
+            raise ValueError(f"not the id of a file: {file_id!r}")
+        return self._folder / file_id
+
+    @asynccontextmanager
+    async def writing(self, file_id: str) -> AsyncIterator[Writer]:
+        """Write a new file. It is there, and on the disk, when the block ends; a block that raises leaves nothing."""
+        path = self.path(file_id)
+        part = path.with_name(f"{file_id}.{uuid.uuid4().hex}{_PART}")
+        file = _OpenFile(self._threads, part, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        try:
+            await file.opened()
+            writer = Writer(file)
+            yield writer
+            await writer.flush()
+            await file.run(_commit, part, path)
+        except BaseException:
+            file.when_idle(lambda: _discard(part, path))
+            raise
+        finally:
+            file.close()
+
+    async def read_at(self, file_id: str, offset: int, length: int) -> bytes:
+        """Some bytes of a file; fewer at its end. Raises `BlobMissing`."""
+        return await self._run(_read_at, self.path(file_id), offset, length)
+
+    async def size(self, file_id: str) -> int:
+        """Bytes of a file. Raises `BlobMissing`."""
+        return (await self._run(os.stat, self.path(file_id))).st_size
+
+    async def iterate(self, file_id: str) -> AsyncGenerator[bytes, None]:
+        """All bytes of a file, in chunks. Raises `BlobMissing`, before the first of them."""
+        file = _OpenFile(self._threads, self.path(file_id), os.O_RDONLY)
+        try:
+            await file.opened()
+            while chunk := await file.run(os.read, CHUNK):
+                yield chunk
+        finally:
+            file.close()
+
+    async def delete(self, file_id: str) -> None:
+        """Delete a file, if it is there."""
+        await self._run(self.path(file_id).unlink, True)
+
+    async def sweep(self, known: set[str], min_age_s: float = 0) -> int:
+        """Delete what a crash has left: files that are not known, and parts of files. Returns how many.
+
+        min_age_s: younger ones stay; another server may be writing them.
+        """
+        return await self._run(_sweep, self._folder, known, time.time() - min_age_s)
+
+    async def _run(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run something in a thread."""
+        with _errors():
+            return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: work(*args, **kwargs))
+
+
+class _OpenFile:
+    """A file that is opened, used and closed in threads, one at a time.
+
+    A task may be cancelled while a thread uses the descriptor, and again while it waits for that thread. The descriptor
+    is closed after the thread: before, another file or a client's connection could get its number, and be read or
+    written in its place.
+    """
+
+    def __init__(self, threads: ThreadPoolExecutor, path: Path, flags: int) -> None:
+        self._threads = threads
+        self._opening: Future[int] = threads.submit(os.open, path, flags | os.O_CLOEXEC, 0o600)
+        self._last: Future[Any] = self._opening
+
+    async def opened(self) -> None:
+        """Raises what the opening has raised."""
+        await _result(self._opening)
+
+    async def run(self, work: Callable[..., T], *args: Any) -> T:
+        """Call `work` with the descriptor, once the file is open."""
+        self._last = call = self._threads.submit(work, self._opening.result(), *args)
+        return await _result(call)
+
+    def close(self) -> None:
+        """Close it when no thread uses it any more."""
+        self.when_idle(self._close)
+
+    def when_idle(self, work: Callable[[], None]) -> None:
+        """Do something once no thread uses the file: now, or in the thread that uses it."""
+        self._last.add_done_callback(lambda _: work())
+
+    def _close(self) -> None:
+        if not self._opening.cancelled() and self._opening.exception() is None:
+            os.close(self._opening.result())
+
+
+async def _result(work: Future[T]) -> T:
+    """What a thread has done. It goes on where the task that waits is cancelled."""
+    with _errors():
+        return await asyncio.shield(asyncio.wrap_future(work))
+
+
+class Writer:
+    """A file that is written. size: its bytes so far."""
+
+    def __init__(self, file: _OpenFile) -> None:
+        self._file = file
+        self._chunks: list[bytes] = []
+        self._waiting = 0
+        self.size = 0
+
+    async def write(self, data: bytes) -> None:
+        """Add bytes at the end. They are gathered, and written some at a time."""
+        self._chunks.append(data)
+        self._waiting += len(data)
+        self.size += len(data)
+        if self._waiting >= CHUNK:
+            await self.flush()
+
+    async def flush(self) -> None:
+        """Write what is gathered."""
+        data, self._chunks, self._waiting = b"".join(self._chunks), [], 0
+        if data:
+            await self._file.run(_write, data)
+
+
+def _write(descriptor: int, data: bytes) -> None:
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(descriptor, rest) :]
+
+
+def _commit(descriptor: int, part: Path, path: Path) -> None:
+    """Give a part that is complete its name, so that it has it after a power failure, too."""
+    os.fsync(descriptor)
+    os.rename(part, path)
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _discard(*paths: Path) -> None:
+    """Delete what a file that is not wanted has left."""
+    for path in paths:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+
+
+def _read_at(path: Path, offset: int, length: int) -> bytes:
+    with path.open("rb") as file:
+        file.seek(offset)
+        return file.read(length)
+
+
+def _sweep(folder: Path, known: set[str], before: float) -> int:
+    swept = 0
+    for entry in os.scandir(folder):
+        with suppress(FileNotFoundError):  # another server sweeps, too
+            if entry.name not in known and entry.stat().st_mtime <= before:
+                os.unlink(entry)
+                swept += 1
+    return swept
+
+
+@contextmanager
+def _errors() -> Iterator[None]:
+    """Raises what the system says of a file in the store's terms."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise BlobMissing("the file, or the batches' folder, is gone") from error
+    except OSError as error:
+        if error.errno in _FULL:
+            raise NoSpace("the disk of the batches' folder is full") from error
+        raise StoreUnavailable(f"the batches' folder cannot be used: {error.strerror}") from error

@@ -1,0 +1,94 @@
+"""`Desk`: what the routes of files and batches need of the server, and whether it can be used now."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from fastapi import FastAPI, Request, Response
+
+from skipjoin.config import ServerConfig
+from skipjoin.server.api.errors import ApiError, unavailable
+from skipjoin.server.batches.blobs import Blobs
+from skipjoin.server.batches.records import FolderLocked, NoSpace, QuotaExceeded, StoreError, StoreUnavailable
+from skipjoin.server.batches.store import Store
+
+# Seconds after which clients may try again where the store fails.
+_RETRY_S = 5
+_log = logging.getLogger(__name__)
+
+
+class Desk:
+    """The store and the files of a server, from the time that they are open.
+
+    config: with the limits. folder: of the files; None: this server has none. on_change: called by `wake` when a batch
+    came or was cancelled. trouble: why there is no store now, for clients.
+    """
+
+    def __init__(self, config: ServerConfig, folder: Path | None) -> None:
+        self.config = config
+        self.folder = folder
+        self.on_change: Callable[[], None] = lambda: None
+        self.trouble = "files and batches are being opened"
+        self._store: Store | None = None
+        self._blobs: Blobs | None = None
+
+    def open(self, store: Store, blobs: Blobs) -> None:
+        """Serve files and batches from now on."""
+        self._store, self._blobs = store, blobs
+
+    def close(self, trouble: str) -> None:
+        """Serve them no more. trouble: why, for clients."""
+        self._store, self._blobs, self.trouble = None, None, trouble
+
+    @property
+    def store(self) -> Store:
+        """Raises 404 where this server has no batches, and 503 until the store is open."""
+        if self._store is None:
+            raise self._closed()
+        return self._store
+
+    @property
+    def blobs(self) -> Blobs:
+        """Raises as `store` does."""
+        if self._blobs is None:
+            raise self._closed()
+        return self._blobs
+
+    def wake(self) -> None:
+        """Tell that there is something to do."""
+        self.on_change()
+
+    def _closed(self) -> ApiError:
+        if self.folder is None:
+            return ApiError(404, "this server has no files and batches: it was started with batch_dir none")
+        return unavailable(self.trouble, "batch_store_unavailable", _RETRY_S)
+
+
+def owner_of(request: Request) -> str:
+    """Whose files and batches a request may see: a hash of its key."""
+    owner: str = request.state.owner
+    return owner
+
+
+def as_api_error(error: StoreError) -> ApiError:
+    """The answer where the store fails."""
+    if isinstance(error, NoSpace):
+        return unavailable(f"there is no space for it: {error}", "insufficient_storage", _RETRY_S)
+    if isinstance(error, QuotaExceeded):
+        return ApiError(429, str(error), code="quota_exceeded", headers={"Retry-After": str(_RETRY_S)})
+    if isinstance(error, StoreUnavailable | FolderLocked):
+        return unavailable(str(error), "batch_store_unavailable", _RETRY_S)
+    _log.error("the store of batches failed: %s", error)
+    return ApiError(500, "the store of batches failed; the server's log has the details", code="batch_store_error")
+
+
+def install(app: FastAPI) -> None:
+    """Make the store's errors answers."""
+
+    async def on_store_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, StoreError)
+        return as_api_error(error).response()
+
+    app.add_exception_handler(StoreError, on_store_error)

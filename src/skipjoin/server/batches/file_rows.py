@@ -1,0 +1,141 @@
+"""The files of the store."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.engine import RowMapping
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from skipjoin.server.batches.base import Base
+from skipjoin.server.batches.records import BatchStatus, FileRow, QuotaExceeded, is_id
+from skipjoin.server.batches.tables import batches, files
+
+
+class FileRows(Base):
+    """The part of `Store` that is about files."""
+
+    async def add_file(self, row: FileRow, *, most_bytes: int | None = None) -> None:
+        """Add a file, whose blob is there. most_bytes: of all files of the owner; beyond it `QuotaExceeded`."""
+        async with self._db.writing() as connection:
+            await self._alone(connection, row.owner)
+            check_bytes(await _bytes_of(connection, row.owner) + row.bytes, most_bytes)
+            await connection.execute(sa.insert(files), asdict(row))
+
+    async def file(self, owner: str, file_id: str) -> FileRow | None:
+        """A file that is there: neither deleted nor expired."""
+        if not is_id(file_id):
+            return None
+        async with self._db.reading() as connection:
+            query = sa.select(files).where(files.c.id == file_id, self._is_visible(owner))
+            found = (await connection.execute(query)).mappings().one_or_none()
+        return None if found is None else _file(found)
+
+    async def files(
+        self,
+        owner: str,
+        *,
+        purpose: str | None = None,
+        after: str | None = None,
+        limit: int = 10_000,
+        order: str = "desc",
+    ) -> tuple[list[FileRow], bool]:
+        """A page of files in the order of their creation, and whether there are more.
+
+        after: the last id of the page before; one that is not there any more gives the first page, so that files may be
+        deleted page by page. order: desc or asc.
+        """
+        shown = self._is_visible(owner)
+        if purpose is not None:
+            shown = sa.and_(shown, files.c.purpose == purpose)
+        found: list[FileRow] = []
+        async with self._db.reading() as connection:
+            last = await seq_of(connection, files, owner, after)
+            # A few at a time: 10,000 rows would hold the event loop.
+            while (count := min(limit + 1 - len(found), _STEP)) > 0:
+                rows = (await connection.execute(page(files, shown, last, count, order))).mappings().all()
+                found += [_file(row) for row in rows]
+                if len(rows) < count:
+                    break
+                last = rows[-1]["seq"]
+        return found[:limit], len(found) > limit
+
+    async def delete_file(self, owner: str, file_id: str) -> FileRow | None:
+        """Delete a file; None if there is none. The blob remains: see `removable`."""
+        if not is_id(file_id):
+            return None
+        query = sa.update(files).where(files.c.id == file_id, self._is_visible(owner))
+        async with self._db.writing() as connection:
+            deleted = await connection.execute(query.values(deleted_at=self.now()).returning(files))
+            found = deleted.mappings().one_or_none()
+        return None if found is None else _file(found)
+
+    async def bytes_of(self, owner: str) -> int:
+        """Bytes of the owner's files, with those that are deleted and still read by a batch."""
+        async with self._db.reading() as connection:
+            return await _bytes_of(connection, owner)
+
+    async def removable(self) -> list[str]:
+        """Ids of files that are deleted or have expired, and that no batch reads any more. When their blobs are gone,
+        `forget_files` is to be called."""
+        reading = sa.select(batches.c.input_file_id).where(batches.c.status.in_(ACTIVE))
+        gone = sa.or_(files.c.deleted_at.is_not(None), files.c.expires_at <= self.now())
+        async with self._db.reading() as connection:
+            found = await connection.scalars(sa.select(files.c.id).where(gone, files.c.id.not_in(reading)))
+            return list(found)
+
+    async def forget_files(self, ids: Sequence[str]) -> None:
+        """Delete the rows of such files."""
+        async with self._db.writing() as connection:
+            for start in range(0, len(ids), 1000):
+                await connection.execute(sa.delete(files).where(files.c.id.in_(ids[start : start + 1000])))
+
+    async def known_files(self) -> set[str]:
+        """Ids of the files of all owners: other blobs are leftovers."""
+        async with self._db.reading() as connection:
+            return set(await connection.scalars(sa.select(files.c.id)))
+
+    def _is_visible(self, owner: str) -> sa.ColumnElement[bool]:
+        lasts = sa.or_(files.c.expires_at.is_(None), files.c.expires_at > self.now())
+        return sa.and_(files.c.owner == owner, files.c.deleted_at.is_(None), lasts)
+
+
+_STEP = 500
+# Of batches that are not final.
+ACTIVE = [status for status in BatchStatus if not status.is_final]
+
+
+async def seq_of(connection: AsyncConnection, table: sa.Table, owner: str, row_id: str | None) -> int | None:
+    """Where a page begins; None for an id that the owner does not have: at the beginning."""
+    if row_id is None or not is_id(row_id):
+        return None
+    query = sa.select(table.c.seq).where(table.c.id == row_id, table.c.owner == owner)
+    found: int | None = await connection.scalar(query)
+    return found
+
+
+def page(
+    table: sa.Table, shown: sa.ColumnElement[bool], last: int | None, count: int, order: str = "desc"
+) -> sa.Select[Any]:
+    """The next rows after one with the seq `last`. shown: which rows there are."""
+    seq, query = table.c.seq, sa.select(table).where(shown)
+    if last is not None:
+        query = query.where(seq > last if order == "asc" else seq < last)
+    return query.order_by(seq if order == "asc" else seq.desc()).limit(count)
+
+
+def check_bytes(size: int, most_bytes: int | None) -> None:
+    """Raise `QuotaExceeded` for more bytes than an owner may have."""
+    if most_bytes is not None and size > most_bytes:
+        raise QuotaExceeded(f"the files of this key would have {size} bytes, and may have {most_bytes}: delete some")
+
+
+async def _bytes_of(connection: AsyncConnection, owner: str) -> int:
+    return int(await connection.scalar(sa.select(sa.func.sum(files.c.bytes)).where(files.c.owner == owner)) or 0)
+
+
+def _file(row: RowMapping) -> FileRow:
+    return FileRow(**{name: row[name] for name in FileRow.__dataclass_fields__})

@@ -1,0 +1,230 @@
+"""/v1/files: upload, list, show, read and delete. Files belong to the key that they came with."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from starlette.requests import ClientDisconnect
+from starlette.responses import StreamingResponse
+
+from skipjoin.server.api.errors import ApiError, bad_request
+from skipjoin.server.api.replies import json_response
+from skipjoin.server.batches.blobs import Blobs
+from skipjoin.server.batches.desk import Desk, owner_of
+from skipjoin.server.batches.file_rows import check_bytes
+from skipjoin.server.batches.records import INPUT, PURPOSES, FileRow, NoSpace, QuotaExceeded, new_file_id
+from skipjoin.server.batches.store import Store
+from skipjoin.server.batches.uploads import FILE, Form, too_large
+
+# What a form has besides the file, of which its boundaries are the most.
+FORM_BYTES = 64 << 10
+# As OpenAI has it: an hour to 30 days, and 30 days for input files unless the client says otherwise.
+EXPIRY_S = (3600, 2_592_000)
+_ANCHOR, _SECONDS = "expires_after[anchor]", "expires_after[seconds]"
+_FIELDS = {"purpose", _ANCHOR, _SECONDS}
+_MOST_LISTED = 10_000
+
+
+def body_limits(most_bytes: int) -> dict[tuple[str, str], int]:
+    """The largest body of the upload, for `AccessGuard`. most_bytes: of a file."""
+    return {("POST", "/v1/files"): most_bytes + FORM_BYTES}
+
+
+def add_routes(app: FastAPI, desk: Desk) -> None:
+    """Add all of them."""
+    uploads = Uploads(desk)
+
+    @app.post("/v1/files")
+    async def upload_file(request: Request) -> Response:
+        """Upload a file for a batch: a form with file, purpose, and when it expires."""
+        try:
+            return json_response(shown(await uploads.read(request)))
+        except ClientDisconnect:
+            return Response(status_code=499)  # goes nowhere
+
+    @app.get("/v1/files")
+    async def list_files(request: Request) -> Response:
+        """The key's files. Query: purpose, after, limit and order."""
+        query = request.query_params
+        found, has_more = await desk.store.files(
+            owner_of(request),
+            purpose=one_of(query, "purpose", PURPOSES, None),
+            after=query.get("after"),
+            limit=limit_of(query, most=_MOST_LISTED, default=_MOST_LISTED),
+            order=one_of(query, "order", ("asc", "desc"), "desc") or "desc",
+        )
+        return json_response(listed([shown(row) for row in found], has_more))
+
+    @app.get("/v1/files/{file_id}")
+    async def show_file(request: Request, file_id: str) -> Response:
+        """A file's size, name and purpose."""
+        return json_response(shown(await find(desk.store, request, file_id)))
+
+    @app.get("/v1/files/{file_id}/content")
+    async def read_file(request: Request, file_id: str) -> Response:
+        """A file's bytes."""
+        row = await find(desk.store, request, file_id)
+        size = await desk.blobs.size(row.id)
+        headers = {"Content-Length": str(size)}
+        return StreamingResponse(desk.blobs.iterate(row.id), 200, headers, "application/octet-stream")
+
+    @app.delete("/v1/files/{file_id}")
+    async def delete_file(request: Request, file_id: str) -> Response:
+        """Delete a file. A batch that reads it goes on."""
+        row = await desk.store.delete_file(owner_of(request), file_id)
+        if row is None:
+            raise not_found(file_id)
+        await sweep(desk.store, desk.blobs)
+        return json_response({"id": row.id, "object": "file", "deleted": True})
+
+
+class Uploads:
+    """Reads uploads to the disk. What arrives counts for its owner's quota from its first byte."""
+
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+        self._arriving: Counter[str] = Counter()  # bytes by owner
+
+    async def read(self, request: Request) -> FileRow:
+        """The file of a request, which is kept. Raises `ApiError` and `StoreError`; nothing is left then."""
+        desk, owner, file_id = self._desk, owner_of(request), new_file_id()
+        store, blobs, most_bytes = desk.store, desk.blobs, desk.config.batch_max_bytes_per_key
+        form = Form(request.headers.get("content-type"))
+        taken = await store.bytes_of(owner)
+        with self._counting(owner) as count:
+            async with blobs.writing(file_id) as writer:
+                async for data in form.file(request.stream()):
+                    count(len(data))
+                    check_bytes(taken + self._arriving[owner], most_bytes)
+                    if writer.size + len(data) > desk.config.batch_max_file_bytes:
+                        raise too_large(desk.config.batch_max_file_bytes)
+                    await writer.write(data)
+                expiry = read_fields(form.fields)
+                if not writer.size:
+                    raise bad_request("file must not be empty", FILE)
+            now = store.now()
+            row = FileRow(
+                id=file_id,
+                owner=owner,
+                purpose=INPUT,
+                filename=form.filename or "",
+                bytes=writer.size,
+                created_at=now,
+                expires_at=now + expiry,
+            )
+            await _add(store, blobs, row, most_bytes)
+        desk.wake()
+        return row
+
+    @contextmanager
+    def _counting(self, owner: str) -> Iterator[Any]:
+        """Gives what counts the bytes of one upload; they are given back at its end."""
+        arrived = 0
+
+        def count(size: int) -> None:
+            nonlocal arrived
+            arrived += size
+            self._arriving[owner] += size
+
+        try:
+            yield count
+        finally:
+            self._arriving[owner] -= arrived
+
+
+async def _add(store: Store, blobs: Blobs, row: FileRow, most_bytes: int) -> None:
+    try:
+        await store.add_file(row, most_bytes=most_bytes)
+    except (QuotaExceeded, NoSpace):
+        await blobs.delete(row.id)
+        raise
+    # Where the connection breaks, the row may be there all the same. Content without a row goes at the next start.
+
+
+def read_fields(fields: Mapping[str, str]) -> int:
+    """Check the fields of an upload; seconds until the file expires. Raises 400 that names the field."""
+    if unknown := next((name for name in fields if name not in _FIELDS), None):
+        raise bad_request(f"unknown or unsupported field {unknown!r}", unknown, "unknown_parameter")
+    if "purpose" not in fields:
+        raise bad_request("purpose is missing", "purpose")
+    if fields["purpose"] != INPUT:
+        raise bad_request(f"purpose must be {INPUT}, got {fields['purpose']!r}", "purpose")
+    anchor, text = fields.get(_ANCHOR), fields.get(_SECONDS)
+    if anchor is None and text is None:
+        return EXPIRY_S[1]
+    return expiry_of(anchor, text, "expires_after")
+
+
+def expiry_of(anchor: object, seconds: object, field: str) -> int:
+    """Seconds of OpenAI's expires_after. Raises 400 that names the field."""
+    low, high = EXPIRY_S
+    if anchor != "created_at":
+        raise bad_request(f"{field}.anchor must be created_at", field)
+    text = str(seconds)
+    if not (text.isascii() and text.isdigit() and len(text) < 10 and low <= int(text) <= high):
+        raise bad_request(f"{field}.seconds must be an integer in [{low}, {high}]", field)
+    return int(text)
+
+
+def shown(row: FileRow) -> dict[str, Any]:
+    """OpenAI's file object."""
+    return {
+        "id": row.id,
+        "object": "file",
+        "bytes": row.bytes,
+        "created_at": row.created_at,
+        "expires_at": row.expires_at,
+        "filename": row.filename,
+        "purpose": row.purpose,
+        "status": "processed",
+        "status_details": None,
+    }
+
+
+def listed(data: list[dict[str, Any]], has_more: bool) -> dict[str, Any]:
+    """OpenAI's page of objects."""
+    ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"first_id": None, "last_id": None}
+    return {"object": "list", "data": data, "has_more": has_more, **ends}
+
+
+def one_of(query: Mapping[str, str], name: str, known: tuple[str, ...], default: str | None) -> str | None:
+    """A word of a query. Raises 400 for one that is not known."""
+    if name not in query:
+        return default
+    if query[name] not in known:
+        raise bad_request(f"{name} must be one of {', '.join(known)}, got {query[name]!r}", name)
+    return query[name]
+
+
+def limit_of(query: Mapping[str, str], *, most: int, default: int) -> int:
+    """The size of a page. Raises 400 for one out of [1, most]."""
+    text = query.get("limit", str(default))
+    if not (text.isascii() and text.isdigit() and len(text) < 10 and 1 <= int(text) <= most):
+        raise bad_request(f"limit must be an integer in [1, {most}], got {text!r}", "limit")
+    return int(text)
+
+
+async def find(store: Store, request: Request, file_id: str) -> FileRow:
+    """A file of the request's key. Raises 404."""
+    row = await store.file(owner_of(request), file_id)
+    if row is None:
+        raise not_found(file_id)
+    return row
+
+
+def not_found(file_id: str) -> ApiError:
+    """404, for a file of another key, too."""
+    return ApiError(404, f"there is no file {file_id!r}", param="file_id")
+
+
+async def sweep(store: Store, blobs: Blobs) -> None:
+    """Delete the content of files that are deleted or have expired, unless a batch still reads it."""
+    ids = await store.removable()
+    for file_id in ids:
+        await blobs.delete(file_id)
+    if ids:
+        await store.forget_files(ids)

@@ -1,0 +1,106 @@
+"""One line of a batch: from its bytes to a job, and from its end to a line of the output or the error file."""
+
+from __future__ import annotations
+
+import hashlib
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
+from skipjoin.core.request import RequestOptions, ServiceClass
+from skipjoin.sampling import SEED_MIN, SamplingParams
+from skipjoin.server.api.errors import bad_request
+from skipjoin.server.api.generation import Endpoint, Job
+from skipjoin.server.api.limits import Admission
+from skipjoin.server.api.options import cache_salt, client_of
+from skipjoin.server.api.protocol import GenerationBody
+from skipjoin.server.batches.endings import request_id
+from skipjoin.server.batches.records import Line, LineResult, LineState
+
+# Lines of more bytes are read in a thread, so that streams do not stall.
+_LARGE = 8192
+
+
+class _Fields(msgspec.Struct):
+    body: msgspec.Raw
+
+
+@dataclass(frozen=True, slots=True)
+class LineJob:
+    """A line that is ready to run. has_own_deadline: its body has one that comes before the end of the window."""
+
+    job: Job
+    has_own_deadline: bool
+
+
+async def prepare(endpoint: Endpoint[Any], line: Line, data: bytes, left_s: float, queue: Admission) -> LineJob:
+    """The job of a line: best effort, and it ends with the batch's window.
+
+    data: the line. left_s: seconds that the window has left, above 0. Raises as `Endpoint.prepare`.
+    """
+    service = endpoint.service
+    raw = await service.in_thread(body_of, data) if len(data) > _LARGE else body_of(data)
+    body = await service.parse(raw, endpoint.body_type)
+    options, has_own = line_options(
+        body, left_s, client=client_of(line.owner, service.config), salt=cache_salt(body, line.owner)
+    )
+    job = await endpoint.prepare(body, options, queue=queue)
+    return LineJob(replace(job, params=seeded(line, job.params)), has_own)
+
+
+def body_of(data: bytes) -> bytes:
+    """The body within a line. Raises 400 for a line without one."""
+    try:
+        return bytes(msgspec.json.decode(data, type=_Fields).body)
+    except msgspec.DecodeError as error:
+        raise bad_request(f"the line is not a JSON object with a body: {error}") from error
+
+
+def line_options(
+    body: GenerationBody, left_s: float, *, client: str = "", salt: str = ""
+) -> tuple[RequestOptions, bool]:
+    """What a line asks of the scheduler: its own priority among lines and, where that is sooner than the end of the
+    window, its own deadline. Also whether it is. left_s: see `prepare`. client, salt: see `RequestOptions`."""
+    asked_ms = body.deadline_ms
+    if asked_ms is None and body.slo is not None:
+        asked_ms = body.slo.deadline_ms
+    asked_s = left_s if asked_ms is None else asked_ms / 1000
+    options = RequestOptions(
+        service=ServiceClass.BEST_EFFORT,
+        priority=body.priority or 0,
+        deadline_s=min(asked_s, left_s),
+        client=client,
+        cache_salt=salt,
+    )
+    return options, asked_s < left_s
+
+
+def seeded(line: Line, params: Sequence[SamplingParams]) -> list[SamplingParams]:
+    """The parameters of a line's choices, in which those without a seed get one that a rerun of the line gets, too."""
+    return [
+        one if one.seed is not None else replace(one, seed=seed_of(line, choice)) for choice, one in enumerate(params)
+    ]
+
+
+def seed_of(line: Line, choice: int) -> int:
+    """A seed that follows from the batch, the line's custom_id and the choice."""
+    text = "\n".join((line.batch_id, str(choice), line.custom_id))
+    return SEED_MIN + int.from_bytes(hashlib.sha256(text.encode()).digest()[:8])
+
+
+def ended(line: Line, status: int, body: bytes, prompt_tokens: int = 0, completion_tokens: int = 0) -> LineResult:
+    """The end of a line that has got an answer. status: of HTTP; 200 goes to the output file, all others to that of
+    errors. body: JSON."""
+    custom_id = msgspec.json.encode(line.custom_id)
+    head = f'"response":{{"status_code":{status},"request_id":"{uuid.uuid4().hex}","body":'.encode()
+    name = f'{{"id":"{request_id(line.batch_id, line.custom_id)}","custom_id":'.encode()
+    return LineResult(
+        line=line,
+        state=LineState.DONE if status == 200 else LineState.FAILED,
+        body=b"".join((name, custom_id, b",", head, body, b'},"error":null}')),
+        prompt_tokens=prompt_tokens,
+        completion_tokens=completion_tokens,
+    )

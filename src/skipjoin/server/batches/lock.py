@@ -1,0 +1,41 @@
+"""The lock of a folder, so that two servers do not write the same files."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from skipjoin.server.batches.records import FolderLocked, StoreError
+
+try:
+    import fcntl
+except ImportError:  # not on Windows
+    fcntl = None  # type: ignore[assignment]
+
+LOCK_FILE = "lock"
+
+
+class FolderLock:
+    """Holds a folder from its creation until `close`; the system gives it up when the process ends, however it does.
+
+    shared: servers on one PostgreSQL hold the folder together. Raises `FolderLocked` where another server has it, or
+    `StoreError` where the folder cannot be written.
+    """
+
+    def __init__(self, folder: Path, *, shared: bool) -> None:
+        if fcntl is None:
+            raise StoreError("batches need a system with file locks, such as Linux")
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._file = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise StoreError(f"the batches' folder {folder} cannot be used: {error.strerror}") from error
+        try:
+            fcntl.flock(self._file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(self._file)
+            raise FolderLocked(f"another server has the batches' folder {folder}") from error
+
+    def close(self) -> None:
+        """Give the folder up."""
+        os.close(self._file)

@@ -1,0 +1,1 @@
+"""Alembic's scripts, which the store runs when it opens a database."""

@@ -1,0 +1,103 @@
+"""/v1/batches: make, list, read and cancel batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from fastapi import FastAPI, Request, Response
+from pydantic import BaseModel
+
+from skipjoin.server.api.app import ENDPOINTS
+from skipjoin.server.api.browsers import json_body
+from skipjoin.server.api.errors import ApiError, bad_request
+from skipjoin.server.api.replies import json_response
+from skipjoin.server.api.service import Service
+from skipjoin.server.batches.desk import Desk, owner_of
+from skipjoin.server.batches.files import limit_of
+from skipjoin.server.batches.objects import BatchRequest, batch_list, batch_object, window_s
+from skipjoin.server.batches.records import INPUT, BatchRow, FileRow, new_batch_id
+
+_PATHS = tuple(kind.path for kind in ENDPOINTS)
+_PAGE, _MOST_PAGE = 20, 100
+_LONGEST_KEY = 255
+
+
+def add_routes(app: FastAPI, service: Service, desk: Desk) -> Mapping[str, type[BaseModel]]:
+    """Add all of them; the bodies that they read, by path."""
+
+    @app.post("/v1/batches")
+    async def create_batch(request: Request) -> Response:
+        """Run the requests of an uploaded file."""
+        store = desk.store
+        body = await service.parse(await json_body(request), BatchRequest)
+        row = _new_batch(body, await _input(desk, request, body.input_file_id), service, store.now())
+        most = desk.config.batch_max_active_per_key
+        row = await store.add_batch(row, _idempotency_key(request), most_active=most)
+        desk.wake()
+        return json_response(batch_object(row))
+
+    @app.get("/v1/batches")
+    async def list_batches(request: Request) -> Response:
+        """Batches of this key, the newest first."""
+        store, owner, query = desk.store, owner_of(request), request.query_params
+        after, limit = query.get("after"), limit_of(query, most=_MOST_PAGE, default=_PAGE)
+        if after is not None:
+            _found(await store.batch(owner, after), after, "after")
+        return json_response(batch_list(*await store.batches(owner, after=after, limit=limit)))
+
+    @app.get("/v1/batches/{batch_id}")
+    async def show_batch(request: Request, batch_id: str) -> Response:
+        """A batch."""
+        return json_response(batch_object(_found(await desk.store.batch(owner_of(request), batch_id), batch_id)))
+
+    @app.post("/v1/batches/{batch_id}/cancel")
+    async def cancel_batch(request: Request, batch_id: str) -> Response:
+        """Stop a batch; what it has is its output. One that has ended stays as it is."""
+        row = _found(await desk.store.cancel(owner_of(request), batch_id), batch_id)
+        desk.wake()
+        return json_response(batch_object(row))
+
+    return {"/v1/batches": BatchRequest}
+
+
+def _new_batch(body: BatchRequest, file: FileRow, service: Service, now: int) -> BatchRow:
+    """Raises 400, and 503 while the model is not known yet."""
+    if body.endpoint not in _PATHS:
+        raise bad_request(f"endpoint must be {' or '.join(_PATHS)}, got {body.endpoint!r}", "endpoint")
+    seconds = window_s(body.completion_window)
+    if file.purpose != INPUT:
+        raise bad_request(f"input_file_id must be a file of purpose {INPUT}, got {file.purpose}", "input_file_id")
+    _ = service.info
+    kept = body.output_expires_after
+    return BatchRow(
+        id=new_batch_id(),
+        owner=file.owner,
+        endpoint=body.endpoint,
+        model=service.name,
+        completion_window=body.completion_window,
+        input_file_id=file.id,
+        created_at=now,
+        expires_at=now + seconds,
+        metadata=body.metadata,
+        output_expires_after_s=None if kept is None else kept.seconds,
+    )
+
+
+async def _input(desk: Desk, request: Request, file_id: str) -> FileRow:
+    file = await desk.store.file(owner_of(request), file_id)
+    if file is None:
+        raise ApiError(404, f"there is no file {file_id!r}", param="input_file_id")
+    return file
+
+
+def _found(row: BatchRow | None, batch_id: str, param: str | None = None) -> BatchRow:
+    if row is None:
+        raise ApiError(404, f"there is no batch {batch_id!r}", param=param)
+    return row
+
+
+def _idempotency_key(request: Request) -> str | None:
+    key = request.headers.get("idempotency-key")
+    if key is not None and not (0 < len(key) <= _LONGEST_KEY and key.isprintable()):
+        raise bad_request(f"Idempotency-Key must be 1 to {_LONGEST_KEY} printable characters", "Idempotency-Key")
+    return key

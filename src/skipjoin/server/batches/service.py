@@ -1,0 +1,214 @@
+"""`Batches`: files and batches of one server, from the opening of the store to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI
+from pydantic import BaseModel
+
+from skipjoin.config import ConfigError
+from skipjoin.server.api.service import Service
+from skipjoin.server.batches import files, routes
+from skipjoin.server.batches.blobs import Blobs
+from skipjoin.server.batches.chores import Chore
+from skipjoin.server.batches.commits import Commits
+from skipjoin.server.batches.desk import Desk, install
+from skipjoin.server.batches.finishing import Finisher
+from skipjoin.server.batches.folder import batch_folder
+from skipjoin.server.batches.intake import Intake
+from skipjoin.server.batches.records import FolderLocked, StoreError, StoreUnavailable
+from skipjoin.server.batches.runner import Runner, most_of_a_line
+from skipjoin.server.batches.store import Store
+
+# Seconds between two looks: for batches to validate or to end, at the leases, which last 30 s, and for files to
+# remove.
+_LOOK_S, _RENEW_S, _SWEEP_S = 1.0, 2.0, 60.0
+# Of so many turns one renews the leases of a server where nothing runs.
+_IDLE_TURNS = 5
+# Age of files from which they are leftovers of a crash, where several servers write them.
+_OLD_S = 86400.0
+# Seconds between two tries to open the store.
+_REOPEN_S = 5.0
+# Seconds that the end of the server waits for the store, twice.
+_CLOSE_S = 5.0
+_log = logging.getLogger(__name__)
+
+
+class Batches:
+    """The parts that serve files and batches, and the order in which they begin and end.
+
+    most: sequences of batches in the engine.
+    """
+
+    def __init__(self, service: Service, *, most: int) -> None:
+        self.desk = Desk(service.config, batch_folder(service.config))
+        self._service = service
+        self._most = most
+        self._work: _Work | None = None
+        self._opening: asyncio.Task[None] | None = None
+
+    @property
+    def live_requests(self) -> int:
+        """The most sequences that batches add to an engine's load."""
+        if self.desk.folder is None:
+            return 0
+        return self._most + most_of_a_line(self._service.config.max_queued_requests)
+
+    @property
+    def body_limits(self) -> dict[tuple[str, str], int]:
+        """The largest bodies of routes that take larger ones than others, by method and path."""
+        return {} if self.desk.folder is None else files.body_limits(self._service.config.batch_max_file_bytes)
+
+    def add_routes(self, app: FastAPI) -> Mapping[str, type[BaseModel]]:
+        """Add those of files and batches; the bodies that they read, by path."""
+        install(app)
+        files.add_routes(app, self.desk)
+        return routes.add_routes(app, self._service, self.desk)
+
+    async def open(self) -> None:
+        """Open the store and begin. Lines run once the service is open.
+
+        Raises `ConfigError` for a named folder or database that cannot be used. Where the default folder is another
+        server's, or the database cannot be reached, that is told once, and tried again.
+        """
+        folder = self.desk.folder
+        if folder is None:
+            return
+        try:
+            await self._open(folder)
+        except (StoreError, OSError) as error:
+            config = self._service.config
+            is_named = config.batch_dir is not None or config.batch_db is not None
+            if is_named and not isinstance(error, StoreUnavailable):
+                raise ConfigError(f"files and batches cannot be kept: {error}") from error
+            self.desk.close(_trouble(error))
+            _log.warning("this server has no files and batches for now: %s", error)
+            self._opening = asyncio.create_task(self._reopen(folder))
+
+    async def close(self) -> None:
+        """Put the lines that run back, and give up the store. It may be called again."""
+        if self._opening is not None:
+            self._opening.cancel()
+            await asyncio.wait([self._opening])
+        work, self._work = self._work, None
+        if work is not None:
+            self.desk.close("the server is shutting down")
+            await work.close()
+
+    async def _reopen(self, folder: Path) -> None:
+        while self._work is None:
+            await asyncio.sleep(_REOPEN_S)
+            try:
+                await self._open(folder)
+            except (StoreError, OSError) as error:
+                self.desk.close(_trouble(error))
+        _log.info("this server has files and batches now")
+
+    async def _open(self, folder: Path) -> None:
+        store = await Store.open(self._service.config.batch_db, folder)
+        try:
+            blobs = Blobs(folder)
+            # A server on PostgreSQL is not alone: another one may be writing.
+            shared = self._service.config.batch_db is not None
+            await blobs.sweep(await store.known_files(), _OLD_S if shared else 0)
+        except BaseException:
+            await store.close()
+            raise
+        self._work = _work(self._service, store, blobs, self._most)
+        self._work.begin()
+        self.desk.on_change = self._work.wake
+        self.desk.open(store, blobs)
+
+
+def _trouble(error: Exception) -> str:
+    """What clients are told. Texts about the folder have its path."""
+    if isinstance(error, FolderLocked):
+        return "files and batches cannot be used now: another server has their folder"
+    if isinstance(error, StoreUnavailable):
+        return f"files and batches cannot be used now: {error}"
+    return "files and batches cannot be used now; the server's log has the details"
+
+
+@dataclass(slots=True)
+class _Work:
+    """What runs while the store is open."""
+
+    store: Store
+    blobs: Blobs
+    runner: Runner
+    commits: Commits
+    chores: list[Chore]
+    tasks: list[asyncio.Task[None]]
+
+    def begin(self) -> None:
+        loops: list[Coroutine[Any, Any, None]] = [self.commits.run(), self.runner.run()]
+        self.tasks = [asyncio.create_task(loop) for loop in (*loops, *(chore.run() for chore in self.chores))]
+
+    def wake(self) -> None:
+        """Look at all that there may be to do."""
+        for chore in self.chores:
+            chore.wake()
+
+    async def close(self) -> None:
+        """End everything, soon even if the store does not answer: then the next start frees the lines."""
+        for step in (self._end, self.store.close):
+            try:
+                async with asyncio.timeout(_CLOSE_S):
+                    await step()
+            except TimeoutError:
+                _log.warning("the store of batches does not answer: lines that ran will run again")
+            except StoreError as error:
+                _log.warning("the store of batches could not be told of the end: %s", error)
+        for task in self.tasks:
+            task.cancel()
+        self.blobs.close()
+
+    async def _end(self) -> None:
+        for task in self.tasks[2:]:  # the chores
+            task.cancel()
+        await self.runner.close()
+        self.commits.close()
+        await asyncio.wait(self.tasks)
+        await self.commits.flush()
+
+
+def _work(service: Service, store: Store, blobs: Blobs, most: int) -> _Work:
+    """The parts of an open store. The last lines that end wake what ends batches."""
+    commits = Commits(store, service.metrics)
+    runner = Runner(service, store, blobs, commits, most=most)
+    finish = Chore("ending batches", Finisher(store, blobs, runner, commits, service.metrics).finish_due, _LOOK_S)
+    commits.on_written = lambda: None if runner.live else finish.wake()
+    chores = [
+        finish,
+        Chore("validation", Intake(service, store, blobs, runner).take_new, _LOOK_S),
+        Chore("renewing leases", Leases(service, store, runner).renew, _RENEW_S),
+        Chore("removing files", partial(files.sweep, store, blobs), _SWEEP_S),
+    ]
+    return _Work(store, blobs, runner, commits, chores, [])
+
+
+@dataclass(slots=True)
+class Leases:
+    """This server's hold on what it runs, and what there is, for the metrics."""
+
+    service: Service
+    store: Store
+    runner: Runner
+    turn: int = 0
+
+    async def renew(self) -> None:
+        """Stop lines that are not this server's any more. While nothing runs the leases are renewed less often, since
+        that writes to the disk."""
+        if self.runner.live or self.turn % _IDLE_TURNS == 0:
+            before = set(self.runner.live)
+            held = await self.store.renew()
+            await self.runner.drop(before - held)
+        self.turn += 1
+        self.service.metrics.batches(await self.store.line_states(), await self.store.batch_states())

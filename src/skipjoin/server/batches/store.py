@@ -1,0 +1,148 @@
+"""`Store`: files, batches, lines and their results, in SQLite or PostgreSQL.
+
+A line that runs, and a batch that is validated or finalized, belong to a server, which is in the table of servers. On
+PostgreSQL its row lasts for `LEASE_S` by the database's clock and is renewed; on SQLite there is one server, which has
+the folder's lock. What belongs to a server that is not in the table is free again. A result counts only with the
+attempt that the line is at, so that whatever a server does that was taken for dead changes nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import sqlalchemy as sa
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from skipjoin.server.batches.base import LEASE_S
+from skipjoin.server.batches.batch_rows import BatchRows
+from skipjoin.server.batches.clock import SteadyClock
+from skipjoin.server.batches.database import Database, repeated
+from skipjoin.server.batches.file_rows import FileRows
+from skipjoin.server.batches.line_rows import LineRows
+from skipjoin.server.batches.lock import FolderLock
+from skipjoin.server.batches.records import StoreError
+from skipjoin.server.batches.tables import batches, files, folder, lines, servers
+
+FOLDER_FILE = "folder-id"
+
+
+class Store(FileRows, BatchRows, LineRows):
+    """One server's hold on the database. Every method is a transaction of its own.
+
+    All raise `StoreUnavailable` while the database cannot be reached, after which they work again, and `NoSpace`
+    while its disk is full; what a failed call was to change is then as it was before.
+    """
+
+    def __init__(self, database: Database, clock: SteadyClock, lock: FolderLock) -> None:
+        super().__init__(database, clock)
+        self._lock = lock
+
+    @classmethod
+    async def open(cls, url: str | None, place: Path, *, clock: Callable[[], float] = time.time) -> Store:
+        """Migrate the database and hold it.
+
+        url: postgresql://..., which several servers may share if they share the folder `place`, too; None: SQLite in
+        the folder, which is then this process's alone. Raises `FolderLocked`, or `StoreError` for what cannot be
+        opened.
+        """
+        lock = FolderLock(place, shared=url is not None)
+        try:
+            database = await Database.open(url, place)
+            store = cls(database, SteadyClock(clock), lock)
+            try:
+                await store._start(place)
+            except BaseException:
+                await database.close()
+                raise
+        except BaseException:
+            lock.close()
+            raise
+        return store
+
+    async def _start(self, place: Path) -> None:
+        async with self._db.writing() as connection:
+            if self._db.is_sqlite:  # the lock says that no other server is there
+                await connection.execute(sa.delete(servers))
+            else:
+                await _claim(connection, place)
+            for time_of in _TIMES:
+                self._clock.observe(await connection.scalar(sa.select(sa.func.max(time_of))) or 0)
+        await self._sign()
+        await self._drop_leftovers()
+
+    async def close(self) -> None:
+        """Give up what this server holds: its lines become READY, for other servers or the next start."""
+        try:
+            # A database that is gone finds out by itself that this server is.
+            with contextlib.suppress(StoreError):
+                async with self._db.writing() as connection:
+                    await connection.execute(sa.delete(servers).where(servers.c.id == self.server))
+                    await self._reclaim(connection)
+            await self._db.close()
+        finally:
+            self._lock.close()
+
+    async def renew(self) -> frozenset[tuple[str, int, int]]:
+        """Hold this server's lines and batches for another `LEASE_S`, and make those of dead servers READY.
+
+        Returns the lines (`Line.key`) that this server holds. Whatever it ran before the call that is not among them
+        was cancelled, has expired or is another server's: its result would change nothing. To be called every few
+        seconds.
+        """
+        if not self._db.is_sqlite:  # where the lock is the lease
+            await self._sign()
+        mine = sa.select(lines.c.batch_id, lines.c.number, lines.c.attempt).where(lines.c.server == self.server)
+        async with self._db.reading() as connection:
+            return frozenset((row.batch_id, row.number, row.attempt) for row in await connection.execute(mine))
+
+    @repeated
+    async def _sign(self) -> None:
+        """Give a sign of life; strike off the servers without one for too long, and free what they hold.
+
+        Time is that of the database's clock, which does not move on SQLite. A lease from before that clock was set back
+        is longer than any, and void.
+        """
+        async with self._db.writing() as connection:
+            now = float(await connection.scalar(sa.select(self._db.clock)) or 0)
+            self._clock.observe(now)
+            until = now + LEASE_S
+            own = sa.update(servers).where(servers.c.id == self.server).values(lease_until=until)
+            if not (await connection.execute(own)).rowcount:
+                await connection.execute(sa.insert(servers), {"id": self.server, "lease_until": until})
+            void = sa.or_(servers.c.lease_until <= now, servers.c.lease_until > until + LEASE_S)
+            await connection.execute(sa.delete(servers).where(void, servers.c.id != self.server))
+            await self._reclaim(connection)
+
+
+_TIMES = (
+    files.c.created_at,
+    batches.c.created_at,
+    batches.c.in_progress_at,
+    batches.c.finalizing_at,
+    batches.c.completed_at,
+    batches.c.expired_at,
+    batches.c.cancelling_at,
+)
+
+
+async def _claim(connection: AsyncConnection, place: Path) -> None:
+    """Tie the database to the folder of its files. Raises `StoreError` for another folder."""
+    await connection.execute(sa.text("LOCK TABLE folder IN EXCLUSIVE MODE"))
+    known = await connection.scalar(sa.select(folder.c.id))
+    file = place / FOLDER_FILE
+    try:
+        found = file.read_text() if file.exists() else None
+        if known is None:
+            known = found or uuid.uuid4().hex
+            await connection.execute(sa.insert(folder), {"id": known})
+            file.write_text(known)
+        elif found != known:
+            raise StoreError(
+                f"batch_dir {place} is not the folder of batch_db's files: servers on one database share one folder"
+            )
+    except OSError as error:
+        raise StoreError(f"the batches' folder {place} cannot be used: {error.strerror}") from error

@@ -1,0 +1,112 @@
+"""The tables, for queries. `migrations` creates them: a change here needs a script there."""
+
+from __future__ import annotations
+
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    Column,
+    Double,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    Table,
+    Text,
+    UniqueConstraint,
+    text,
+)
+
+metadata = MetaData()
+# SQLite counts up only what it calls an INTEGER.
+_COUNTER = BigInteger().with_variant(Integer(), "sqlite")
+_HELD = text("server IS NOT NULL")
+
+# Servers that are alive. lease_until: Unix seconds by the database's clock; on SQLite there is one, without an end.
+servers = Table("servers", metadata, Column("id", Text, primary_key=True), Column("lease_until", Double))
+
+# One row at most: the folder of the files, by the id that a file in it has.
+folder = Table("folder", metadata, Column("id", Text, primary_key=True))
+
+# seq: the order in which they were added. The other columns: `FileRow`.
+files = Table(
+    "files",
+    metadata,
+    Column("seq", _COUNTER, primary_key=True, autoincrement=True),
+    Column("id", Text, nullable=False, unique=True),
+    Column("owner", Text, nullable=False),
+    Column("purpose", Text, nullable=False),
+    Column("filename", Text, nullable=False),
+    Column("bytes", BigInteger, nullable=False),
+    Column("created_at", BigInteger, nullable=False),
+    Column("expires_at", BigInteger),
+    Column("deleted_at", BigInteger),
+    Index("files_of_owner", "owner", "seq"),
+    sqlite_autoincrement=True,
+)
+
+# server: which one validates or finalizes it. The other columns: `BatchRow`.
+batches = Table(
+    "batches",
+    metadata,
+    Column("seq", _COUNTER, primary_key=True, autoincrement=True),
+    Column("id", Text, nullable=False, unique=True),
+    Column("owner", Text, nullable=False),
+    Column("status", Text, nullable=False),
+    Column("endpoint", Text, nullable=False),
+    Column("completion_window", Text, nullable=False),
+    Column("input_file_id", Text, nullable=False),
+    Column("output_file_id", Text),
+    Column("error_file_id", Text),
+    Column("created_at", BigInteger, nullable=False),
+    Column("expires_at", BigInteger, nullable=False),
+    Column("in_progress_at", BigInteger),
+    Column("finalizing_at", BigInteger),
+    Column("completed_at", BigInteger),
+    Column("failed_at", BigInteger),
+    Column("expired_at", BigInteger),
+    Column("cancelling_at", BigInteger),
+    Column("cancelled_at", BigInteger),
+    Column("total", Integer, nullable=False),
+    Column("completed", Integer, nullable=False),
+    Column("failed", Integer, nullable=False),
+    Column("prompt_tokens", BigInteger, nullable=False, server_default="0"),
+    Column("completion_tokens", BigInteger, nullable=False, server_default="0"),
+    Column("metadata", JSON(none_as_null=True)),
+    Column("errors", JSON, nullable=False),
+    Column("output_expires_after_s", BigInteger),
+    Column("server", Text),
+    Column("model", Text),
+    Column("idempotency_key", Text),
+    Index("batches_of_owner", "owner", "seq"),
+    Index("batches_by_status", "status"),
+    Index("batches_by_key", "owner", "idempotency_key", unique=True),
+    sqlite_autoincrement=True,
+)
+
+# server: which one runs it; set for RUNNING lines alone. The other columns: `Line`.
+lines = Table(
+    "lines",
+    metadata,
+    Column("batch_id", Text, primary_key=True),
+    Column("number", Integer, primary_key=True, autoincrement=False),
+    Column("custom_id", Text, nullable=False),
+    Column("offset", BigInteger, nullable=False),
+    Column("length", BigInteger, nullable=False),
+    Column("state", Text, nullable=False),
+    Column("attempt", Integer, nullable=False),
+    Column("lost", Integer, nullable=False, server_default="0"),
+    Column("server", Text),
+    UniqueConstraint("batch_id", "custom_id"),
+    Index("lines_by_state", "batch_id", "state", "number"),
+    Index("lines_held", "server", sqlite_where=_HELD, postgresql_where=_HELD),
+)
+
+# Lines of the output and error files, until those are written.
+results = Table(
+    "results",
+    metadata,
+    Column("batch_id", Text, primary_key=True),
+    Column("number", Integer, primary_key=True, autoincrement=False),
+    Column("body", LargeBinary, nullable=False),
+)

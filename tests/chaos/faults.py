@@ -1,0 +1,172 @@
+"""What is done to a server in the middle of a load, and which ends of requests each of it allows.
+
+Everything here is what operators meet: signals, limits of the system, a disk that fills up. Copies of KV that fail or
+hang cannot be had from outside: `tests/exec/test_transfer.py` and `tests/core/test_two_tiers.py` have them. A clock
+that jumps is out of reach, too, unless the machine's own is set: `tests/server/test_batch_store.py` sets that of
+batches.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import random
+import resource
+import signal
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import psutil
+
+if TYPE_CHECKING:
+    from chaos.served import Served
+
+# Seconds within which /health has to tell that the engine has died.
+NOTICE_S = 5.0
+_STUTTER_S = 0.05
+_CHUNK = b"x" * (64 << 10)
+
+
+class Scene(NamedTuple):
+    """Where a fault takes place. length_s: how long it lasts, if it lasts."""
+
+    served: Served
+    draw: random.Random
+    length_s: float
+
+
+@dataclass(frozen=True)
+class Fault:
+    """act: does it, and undoes it if it can be undone. ends: the exit codes with which the server may end; empty: it
+    goes on. may_survive: whether it may go on as well. errors: codes that requests may end with. cuts: whether
+    connections may break off. loses_counts: whether an engine loses the counts of its last moments."""
+
+    act: Callable[[Scene], Awaitable[None]]
+    ends: frozenset[int] = frozenset()
+    may_survive: bool = False
+    errors: frozenset[str] = frozenset()
+    cuts: bool = False
+    loses_counts: bool = False
+
+
+# -- acts ---------------------------------------------------------------------------------------------------------
+
+
+async def _nothing(scene: Scene) -> None:
+    pass
+
+
+async def _pause(scene: Scene, some: list[psutil.Process]) -> None:
+    """Stop processes for a while. They go on whatever happens."""
+    victim = scene.draw.choice(some)
+    victim.suspend()
+    try:
+        await asyncio.sleep(scene.length_s)
+    finally:
+        victim.resume()
+
+
+async def _stutter(scene: Scene) -> None:
+    """Let the engine run only half of the time, so that steps and copies are slow."""
+    end = time.monotonic() + scene.length_s
+    while time.monotonic() < end:
+        await _pause(scene._replace(length_s=_STUTTER_S), scene.served.engines())
+        await asyncio.sleep(_STUTTER_S)
+
+
+async def _kill_engine(scene: Scene) -> None:
+    """Kill the only engine. /health has to tell; the server is told to end, in place of its ten seconds of grace."""
+    served = scene.served
+    scene.draw.choice(served.engines()).kill()
+    begin = time.monotonic()
+    while (await served.get("/health"))[0] != 503:
+        assert time.monotonic() - begin < NOTICE_S, f"/health does not tell of the engine's death within {NOTICE_S:g} s"
+        await asyncio.sleep(0.05)
+    if scene.draw.random() < 0.8:
+        await asyncio.sleep(0.5)
+        served.process.terminate()
+
+
+async def _kill(scene: Scene, some: list[psutil.Process]) -> None:
+    scene.draw.choice(some).kill()
+
+
+async def _terminate(scene: Scene) -> None:
+    scene.served.process.terminate()
+
+
+async def _few_descriptors(scene: Scene) -> None:
+    """Leave the API process next to no descriptors for a while."""
+    api = scene.served.api
+    before = api.rlimit(resource.RLIMIT_NOFILE)
+    assert before is not None
+    api.rlimit(resource.RLIMIT_NOFILE, (api.num_fds() + scene.draw.randint(0, 6), before[1]))
+    try:
+        await asyncio.sleep(scene.length_s)
+    finally:
+        api.rlimit(resource.RLIMIT_NOFILE, before)
+
+
+async def _little_memory(scene: Scene) -> None:
+    """Refuse the engine more memory than it has, or a little more, for a while."""
+    (engine,) = scene.served.engines()
+    before = engine.rlimit(resource.RLIMIT_AS)
+    assert before is not None
+    engine.rlimit(resource.RLIMIT_AS, (engine.memory_info().vms + scene.draw.choice((0, 1 << 20)), before[1]))
+    try:
+        await asyncio.sleep(scene.length_s)
+    finally:
+        if engine.is_running():
+            engine.rlimit(resource.RLIMIT_AS, before)
+
+
+async def _full_disk(scene: Scene) -> None:
+    """Fill the disk of the batches, to the last byte, for a while."""
+    filler = scene.served.place.seen_batches / "filler"
+    try:
+        with filler.open("wb", buffering=0) as file:
+            for size in (len(_CHUNK), 1):
+                _write_all(file.fileno(), _CHUNK[:size])
+        await asyncio.sleep(scene.length_s)
+    finally:
+        filler.unlink()
+
+
+def _write_all(file: int, data: bytes) -> None:
+    """Write the data until there is no space."""
+    try:
+        while True:
+            os.write(file, data)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+
+
+# -- the table ----------------------------------------------------------------------------------------------------
+
+_DEAD = frozenset({"engine_dead", "shutting_down"})
+_NO_REPLICA = frozenset({"no_replica"})
+FAULTS: dict[str, Fault] = {
+    "none": Fault(_nothing),
+    "pause engine": Fault(lambda scene: _pause(scene, scene.served.engines())),
+    "pause api": Fault(lambda scene: _pause(scene, [scene.served.api])),
+    "pause rank": Fault(lambda scene: _pause(scene, scene.served.ranks())),
+    "pause replica": Fault(lambda scene: _pause(scene, scene.served.replicas())),
+    "stutter": Fault(_stutter),
+    "kill engine": Fault(_kill_engine, ends=frozenset({1}), errors=_DEAD, cuts=True),
+    "kill api": Fault(lambda scene: _kill(scene, [scene.served.api]), ends=frozenset({-signal.SIGKILL}), cuts=True),
+    "kill rank": Fault(lambda scene: _kill(scene, scene.served.ranks())),
+    "kill engine of a replica": Fault(
+        lambda scene: _kill(scene, scene.served.engines()), errors=_NO_REPLICA, loses_counts=True
+    ),
+    "kill replica": Fault(lambda scene: _kill(scene, scene.served.replicas()), errors=_NO_REPLICA, loses_counts=True),
+    "terminate": Fault(_terminate, ends=frozenset({0}), errors=frozenset({"shutting_down"}), cuts=True),
+    "few descriptors": Fault(_few_descriptors, cuts=True),
+    "little memory": Fault(
+        _little_memory, ends=frozenset({1}), may_survive=True, errors=_DEAD | {"given_up"}, cuts=True
+    ),
+    "full disk": Fault(_full_disk),
+}

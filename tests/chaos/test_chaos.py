@@ -1,0 +1,119 @@
+"""A minute's cut of `make test-chaos`, and whether its checks notice what they are for."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from chaos import checks
+from chaos.catalog import COMPLETIONS, SIZE, entry
+from chaos.clients import Outcome, take_event
+from chaos.driver import possible_worlds, run_rounds
+from chaos.faults import FAULTS
+from chaos.plan import WORLDS, Ask, Round, plan
+from chaos.soak import slope
+
+SEED = 20
+# In this order the server is started anew once after each kill, and once for the disk.
+CUT = (("plain", "pause engine"), ("plain", "kill engine"), ("plain", "kill api"), ("small disk", "full disk"))
+STREAM = {"stream": True}
+
+
+def cut() -> list[Round]:
+    """A round of each, with half of its requests, if this machine can have it."""
+    possible = {world.name: world for world in possible_worlds() if not world.needs_ray}
+    return [
+        replace(this, block=block, world=possible[world], fault=fault, asks=this.asks[:12], late_s=0.8)
+        for number, (world, fault) in enumerate(CUT)
+        if world in possible
+        for this, block in [(plan(SEED, number), world == "small disk")]
+    ]
+
+
+def test_a_few_rounds() -> None:
+    found = asyncio.run(run_rounds(cut()))
+    assert not found, "\n".join(found)
+
+
+def test_rounds_are_functions_of_seed_and_number() -> None:
+    assert [plan(3, number) for number in range(50)] == [plan(3, number) for number in range(50)]
+    rounds = [plan(3, number) for number in range(10 * len(WORLDS))]
+    assert {this.world for this in rounds} == set(WORLDS)
+    for world in WORLDS:
+        assert {this.fault for this in rounds if this.world == world} == set(world.faults)
+    assert len({str(this.asks) for this in rounds}) == len(rounds)
+    assert {entry(number).path for number in range(0, SIZE, 2)} != {entry(number).path for number in range(1, SIZE, 2)}
+
+
+# -- do the checks notice? ----------------------------------------------------------------------------------------
+
+NUMBER = next(number for number in range(SIZE) if entry(number).path == COMPLETIONS and entry(number).choices == 1)
+REFERENCES = {NUMBER: {0: ("one two", "length")}}
+
+
+def event(text: str, reason: str | None = None, index: int = 0) -> str:
+    return json.dumps({"choices": [{"index": index, "text": text, "finish_reason": reason}]})
+
+
+FAILED = json.dumps({"error": {"code": "engine_dead"}})
+RIGHT = [event("one "), event("two", "length"), "[DONE]"]
+
+
+def troubles(events: list[str], fault: str = "none", **fields: Any) -> list[str]:
+    outcome = Outcome(Ask(NUMBER, STREAM, "read", 0, 0.0), 200)
+    for one in events:
+        take_event(outcome, one)
+    return list(checks.answers([replace(outcome, **fields)], REFERENCES, FAULTS[fault]))
+
+
+def test_a_right_stream_and_a_stream_with_an_error_that_the_fault_explains() -> None:
+    assert not troubles(RIGHT)
+    assert not troubles([event("one "), FAILED], "kill engine")
+    assert not troubles([event("one ")], "kill api", cut="reset")
+    assert not troubles([event("one ")], has_left=True)
+
+
+@pytest.mark.parametrize(
+    ("events", "fault"),
+    [
+        ([event("one "), event("three", "length"), "[DONE]"], "none"),  # other tokens
+        ([event("one "), event("two", "stop"), "[DONE]"], "none"),  # another reason
+        ([event("one "), "[DONE]"], "none"),  # a choice without an end
+        ([event("one "), event("two", "length"), event("", index=1), "[DONE]"], "none"),  # a choice too many
+        ([*RIGHT, "[DONE]"], "none"),
+        ([*RIGHT, FAILED], "kill engine"),
+        ([event("one "), FAILED, FAILED], "kill engine"),
+        ([event("one "), FAILED], "kill rank"),  # nothing explains the error
+        ([event("two "), FAILED], "kill engine"),  # no beginning of the reference
+        ([event("one ")], "kill engine"),  # no end at all
+        ([event("one two", "length"), event("!"), "[DONE]"], "none"),  # goes on after its end
+    ],
+)
+def test_wrong_streams_are_noticed(events: list[str], fault: str) -> None:
+    assert troubles(events, fault)
+
+
+def test_counts_that_do_not_agree_are_noticed() -> None:
+    outcome = Outcome(Ask(NUMBER, STREAM, "read", 0, 0.0), 200, tokens=7)
+    for one in RIGHT:
+        take_event(outcome, one)
+    right = {"request_success_total/real-time/length": 1.0, "generation_tokens_total/real-time": 7.0}
+
+    def count(**changed: float) -> list[str]:
+        after = {name: value + changed.get(name.partition("/")[0], 0) for name, value in right.items()}
+        return list(checks.metrics({}, after, [outcome], [], FAULTS["none"]))
+
+    assert not count()
+    most = 0 if "stop" not in entry(NUMBER).body else 1000
+    assert count(generation_tokens_total=-1)
+    assert count(generation_tokens_total=1 + most)
+    assert count(request_success_total=1)
+    assert count(request_success_total=-1)
+
+
+def test_slope() -> None:
+    assert slope([(0, 1), (1, 3), (2, 5), (3, 100), (4, 9)]) == 2

@@ -1,0 +1,93 @@
+"""How far best-effort requests lengthen steps."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from skipjoin.core.context import StepContext
+from skipjoin.core.policy import ALL_HELD, NEWCOMERS_HELD, rests
+from skipjoin.core.request import Request, Target
+from skipjoin.policies.batching import Greedy
+from skipjoin.policies.best_effort import QUIET_S, LimitedBestEffort
+from skipjoin.policies.cost import LinearCost
+from support.load import make
+
+# A step is 10 ms, a token of a prompt or a decode 1 ms.
+COST = LinearCost(floor=0.01, prefill_token=1e-3, decode=1e-3)
+
+
+def limited(*live: Request, now: float = 0.0) -> LimitedBestEffort:
+    batcher = LimitedBestEffort(Greedy(100, 1000, chunked=False), COST, lambda request: request.is_best_effort)
+    for request in live:
+        batcher.arrived(request, now)
+    return batcher
+
+
+def begun(number: int, pending: int = 1) -> Request:
+    """A best-effort request that has KV."""
+    request = make(number, 20 + pending, best_effort=True)
+    request.planned = request.computed = 20
+    return request
+
+
+def step(batcher: LimitedBestEffort, requests: list[Request], now: float = 0.0) -> list[object]:
+    builder = batcher.open(StepContext(now=now))
+    found: list[object] = []
+    for request in requests:
+        verdict = builder.offer(request, request.pending)
+        if isinstance(verdict, int):
+            builder.take(request, verdict)
+        found.append(verdict)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("target", "seconds"),
+    [
+        (Target(), 0.2 * 0.41),  # of a prefill of 400 tokens
+        (Target(ttft_s=0.2), 0.05),
+        (Target(ttft_s=0.2, tpot_s=0.03), 0.03),
+        (Target(tpot_s=0.1), 0.1),
+    ],
+)
+def test_a_step_that_a_real_time_request_may_wait_for_is_short(target: Target, seconds: float) -> None:
+    chat, flood = make(0, 400, target=target), [begun(number) for number in range(1, 101)]
+    verdicts = step(limited(chat, *flood), flood)
+    most = math.floor((seconds - 0.01) / 1e-3 + 1e-9)
+    assert verdicts == [1] * most + [ALL_HELD] * (100 - most)
+
+
+def test_a_step_of_real_time_requests_gets_a_tenth_longer_at_most() -> None:
+    chat, flood = make(0, 190), [begun(number) for number in range(1, 101)]
+    assert step(limited(chat, *flood), [chat, *flood]) == [190, *[1] * 20, *[ALL_HELD] * 80]
+
+
+def test_best_effort_prompts_are_cut_to_the_time() -> None:
+    chat, batch, other = make(0, 400), make(1, 900, best_effort=True), make(2, 900, best_effort=True)
+    first, second = step(limited(chat, batch, other), [batch, other])
+    assert 72 - 16 <= first <= 72
+    assert second is NEWCOMERS_HELD
+
+
+def test_something_runs_though_no_time_suffices() -> None:
+    chat, batch = make(0, 1), make(1, 900, best_effort=True)
+    assert step(limited(chat, batch), [batch]) == [16]
+
+
+def test_without_real_time_requests_for_a_while_there_is_no_limit() -> None:
+    chat, flood = make(0, 400), [begun(number) for number in range(1, 101)]
+    assert step(limited(*flood), flood) == [1] * 100
+    batcher = limited(chat, *flood)
+    batcher.finished(chat, 5.0)
+    assert step(batcher, flood, now=5.0 + QUIET_S - 0.1).count(1) == 72
+    assert step(batcher, flood, now=5.0 + QUIET_S) == [1] * 100
+
+
+def test_it_rests_unless_there_are_best_effort_requests() -> None:
+    batch = begun(1)
+    batcher = limited(make(0), batch)
+    assert not rests(batcher)
+    batcher.finished(batch, 1.0)
+    assert rests(batcher)

@@ -1,0 +1,203 @@
+"""Steps that end before the next token of a real-time request is due, filled with best-effort requests."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skipjoin.core.context import StepContext
+from skipjoin.core.policy import ALL_HELD, HELD
+from skipjoin.core.request import Request, Target
+from skipjoin.core.step import Slice, StepPlan, StepShape
+from skipjoin.observe.metrics import EngineMetrics
+from skipjoin.policies.cost import LinearCost
+from skipjoin.policies.deadlines import NextTokens
+from skipjoin.policies.packing import Packing
+from support.load import make
+from support.watch import Stepper, World
+
+# A step is 10 ms, a token of a prompt 1 ms, a decode 1 ms, a block that returns 5 ms.
+COST = LinearCost(floor=0.01, prefill_token=1e-3, decode=1e-3, block=5e-3)
+DEFAULT = Target(ttft_s=0.4, tpot_s=0.2)
+
+
+class Case:
+    """A packing and requests that it is offered. now: 0; `left` seconds until a token is due."""
+
+    def __init__(self, max_seqs: int = 8, max_tokens: int = 1000, base: int = 4) -> None:
+        self.tokens = NextTokens(DEFAULT)
+        self.packing = Packing(max_seqs, max_tokens, COST, self.tokens, base=base)
+        self.urgent: list[Request] = []
+        self.others: list[Request] = []
+        self.away: dict[Request, int] = {}
+
+    def real_time(self, left: float, tokens: int = 1) -> Request:
+        """One that has `tokens` tokens to compute."""
+        request = self._make(tokens, target=Target(ttft_s=left))
+        self.tokens.begin(request, 0.0)
+        self.urgent.append(request)
+        return request
+
+    def best_effort(self, tokens: int = 1, away: int = 0) -> Request:
+        request = self._make(tokens, best_effort=True)
+        self.others.append(request)
+        self.away[request] = away
+        return request
+
+    def _make(self, tokens: int, **rest: object) -> Request:
+        request = make(len(self.urgent) + len(self.others), 10 + tokens, 5, **rest)
+        request.planned = request.computed = 10
+        return request
+
+    def pack(self, in_flight: Sequence[StepPlan] = ()) -> dict[Request, int]:
+        """The next step: each request's tokens, none before the step is offered it."""
+        ranked = sorted(self.urgent, key=self.tokens.due) + self.others
+        candidates = [(request, request.pending) for request in ranked]
+        context = StepContext(
+            candidates=iter(candidates), blocks_away=lambda one: self.away.get(one, 0), in_flight=in_flight
+        )
+        builder = self.packing.open(context)
+        found = {}
+        for request, pending in candidates:
+            verdict = builder.offer(request, pending)
+            assert builder.offer(request, pending) == verdict
+            if isinstance(verdict, int):
+                builder.take(request, verdict)
+                found[request] = verdict
+        return found
+
+    def seconds(self, step: dict[Request, int]) -> float:
+        shape = StepShape.of([Slice(one, one.planned, tokens, False, False, ()) for one, tokens in step.items()])
+        away = sum(self.away.get(request, 0) for request in step)
+        return COST.step(shape) + (COST.transfer(away) if away else 0)
+
+
+def test_real_time_requests_run_together_while_the_step_ends_in_time() -> None:
+    case = Case(base=8)
+    urgent = [case.real_time(0.02 + 0.001 * number) for number in range(8)]
+    assert list(case.pack()) == urgent  # 18 ms
+    tight = Case(base=8)
+    urgent = [tight.real_time(0.0135 + 0.001 * number) for number in range(8)]
+    assert list(tight.pack()) == urgent[:3]
+
+
+def test_best_effort_requests_take_the_time_that_is_left() -> None:
+    case = Case()
+    chat, batch = case.real_time(0.1), case.best_effort(500)
+    step = case.pack()
+    assert step[chat] == 1
+    assert 60 <= step[batch] <= 89  # to 16 tokens
+    assert case.seconds(step) <= 0.1
+
+
+def test_kv_that_comes_back_counts() -> None:
+    case = Case()
+    chat, near, far = case.real_time(0.03), case.best_effort(away=3), case.best_effort(away=4)
+    assert list(case.pack()) == [chat, near]  # 12 ms and 15 ms
+    case.away[near] = 4
+    assert list(case.pack()) == [chat]
+    assert far not in case.pack()
+
+
+def test_no_real_time_request_lets_the_batch_grow_and_one_that_is_late_resets_it() -> None:
+    case = Case(max_seqs=10, base=2)
+    for _ in range(12):
+        case.best_effort()
+    assert [len(case.pack()) for _ in range(4)] == [4, 8, 10, 10]
+    case.real_time(1.0)
+    assert len(case.pack()) == 10
+    case.real_time(0.0125)
+    case.real_time(0.0125)
+    case.real_time(0.0125)
+    assert len(case.pack()) == 2  # no time for a third one
+    assert case.packing.cap == 2
+
+
+def test_the_cap_is_told_with_each_plan() -> None:
+    stepper = Stepper(World("bros", max_seqs=8, params=(("base_batch", 2),)).core())
+    stepper.add(*(make(number, 4, 30, best_effort=True) for number in range(8)))
+    metrics = EngineMetrics(device_blocks=40, block_size=4, block_bytes=8)
+    caps = []
+    for _ in range(3):
+        stepper.step()
+        metrics.observe(stepper.events)
+        stepper.events.clear()
+        caps += metrics.snapshot().row("batch_cap")
+    assert caps == [4, 8, 8]
+
+
+def test_a_best_effort_request_takes_the_seat_of_one_that_can_wait() -> None:
+    case = Case(max_seqs=2, base=2)
+    soon, late, batch = case.real_time(0.03), case.real_time(0.3), case.best_effort()
+    assert list(case.pack()) == [soon, batch]
+    assert late not in case.pack()
+    hurried = Case(max_seqs=2, base=2)
+    urgent = [hurried.real_time(0.02), hurried.real_time(0.02)]
+    hurried.best_effort()
+    assert list(hurried.pack()) == urgent  # another step would be too late for either
+
+
+def test_a_target_that_cannot_be_kept_limits_nobody() -> None:
+    """Neither the request that cannot have its token in time, alone, nor one whose time is over."""
+    case = Case()
+    hopeless, over, batch = case.real_time(0.001), case.real_time(-1.0), case.best_effort(50)
+    step = case.pack()
+    assert set(step) == {hopeless, over, batch}
+    assert step[batch] == 50
+
+
+def test_the_first_real_time_request_always_runs() -> None:
+    case = Case()
+    chat = case.real_time(0.5, tokens=900)
+    case.real_time(0.5, tokens=900)
+    assert case.pack() == {chat: 900}
+
+
+def test_a_plan_in_flight_takes_time_first() -> None:
+    case = Case()
+    case.real_time(0.1)
+    batch = case.best_effort(500)
+    alone = case.pack()[batch]
+    behind = case.pack(in_flight=(StepPlan(0, ()),))[batch]
+    assert behind < alone
+
+
+def test_a_request_that_finds_no_blocks_may_take_those_of_others() -> None:
+    """If it is a real-time one, or if nothing else could run."""
+    case = Case()
+    chosen, unseen, batch = case.real_time(0.1), make(7, 20), make(8, 20, best_effort=True)
+    case.tokens.begin(unseen, 0.0)
+    builder = case.packing.open(StepContext(candidates=[(chosen, 1)]))
+    assert builder.offer(unseen, 20) == 20
+    assert builder.offer(batch, 20) is HELD
+    builder.take(chosen, 1)
+    assert builder.offer(unseen, 20) is ALL_HELD
+    assert case.packing.open(StepContext()).offer(batch, 20) == 20
+
+
+@given(seed=st.integers(0, 10**6))
+def test_no_step_is_longer_than_the_most_urgent_request_allows(seed: int) -> None:
+    draw = random.Random(seed)
+    case = Case(max_seqs=draw.randint(1, 12), max_tokens=draw.randint(1, 400), base=draw.randint(1, 12))
+    for _ in range(draw.randint(0, 8)):
+        case.real_time(draw.uniform(-0.1, 0.4), draw.choice((1, 1, 1, draw.randint(1, 300))))
+    for _ in range(draw.randint(0, 12)):
+        case.best_effort(draw.choice((1, draw.randint(1, 300))), draw.choice((0, 0, 3)))
+    cap = case.packing.cap if case.urgent else 2 * case.packing.cap
+    step = case.pack()
+    assert len(step) <= (max(cap, len(case.urgent)) if set(case.others) & set(step) else case.packing.max_seqs)
+    assert sum(step.values()) <= case.packing.max_tokens
+    assert step or not (case.urgent or case.others)
+    alone = [case.tokens.due(one) for one in case.urgent if case.seconds({one: one.pending}) <= case.tokens.due(one)]
+    limit = min(alone) if alone else DEFAULT.tpot_s if case.urgent else float("inf")
+    assert case.seconds(step) <= limit + 1e-9 or len(step) == 1
+
+
+@pytest.mark.parametrize("name", ["max_seqs", "max_tokens", "base"])
+def test_bounds(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
+        Case(**{name: 0})

@@ -1,0 +1,41 @@
+"""In every recipe an urgent request comes before a default one, and that before a best-effort one."""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+import pytest
+
+from skipjoin.core.events import Started
+from skipjoin.core.request import Request, RequestOptions, ServiceClass, Target
+from skipjoin.recipes import RECIPES
+from support.load import make
+from support.watch import Stepper, World
+
+# An objective that is missed already puts an urgent request behind no other.
+MISSED = Target(ttft_s=1e-6, tpot_s=1e-6)
+URGENT = RequestOptions(is_urgent=True, priority=5, target=MISSED)
+FLEX = RequestOptions(service=ServiceClass.BEST_EFFORT, priority=-5)
+
+
+def order_of_start(recipe: str, arrivals: tuple[RequestOptions, ...]) -> list[RequestOptions]:
+    """In which order these requests begin, once another one has the only seat."""
+    stepper = Stepper(World(recipe, max_seqs=1).core())
+    stepper.add(make(0, 8, 20))
+    stepper.step()
+    stepper.add(*(Request(number, 0.0, range(8), 6, options=asked) for number, asked in enumerate(arrivals, 1)))
+    stepper.drain()
+    started = dict.fromkeys(event.request.id for event in stepper.events if isinstance(event, Started))
+    return [arrivals[number - 1] for number in started if number]
+
+
+@pytest.mark.parametrize("recipe", sorted(RECIPES))
+@pytest.mark.parametrize("target", [MISSED, Target(ttft_s=9.0)], ids=["late", "patient"])
+def test_a_single_seat_goes_to_the_earliest_band(recipe: str, target: Target) -> None:
+    default = RequestOptions(target=target)
+    for arrivals in permutations((URGENT, default, FLEX)):
+        order = order_of_start(recipe, arrivals)
+        assert order.index(URGENT) < order.index(default)
+        # Turns are the classes' in any case, and BROS gives the seat of a request that can wait to a best-effort one.
+        if recipe != "round-robin" and not recipe.startswith("bros"):
+            assert order[-1] is FLEX

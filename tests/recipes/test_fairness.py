@@ -1,0 +1,99 @@
+"""Under every recipe clients that compete get equal service, and what one leaves goes to the others."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from skipjoin.core.events import Finished, Token
+from skipjoin.core.request import Request
+from skipjoin.knobs import ConfigError
+from skipjoin.recipes import Settings, build
+from support.load import load, make
+from support.policies import COST, SOME_SYSTEMS, SYSTEMS
+from support.watch import Run, World, run
+
+WEIGHT = 2.0
+# A few steps. The paper's bound, for a server that cannot pause what runs, is twice what the pool holds by weight.
+BOUND = 300
+# A step of the load takes 25 ms, and the longest batch of `static` 30 of them.
+MOST_TTFT_S = 1.0
+
+
+def world(recipe: str, weight: float | None) -> World:
+    """A device that few of the requests fit on at a time, and objectives that never limit a step."""
+    params = (("ttft_s", 1000.0), ("tpot_s", 1000.0))
+    return World(recipe, device_blocks=80, host_blocks=80, fair_output_weight=weight, params=params)
+
+
+def flood(client: str, count: int, first_id: int, *, output: int, at: float = 0.0) -> list[Request]:
+    """Requests that all come at once."""
+    return [make(first_id + number, 20, output, arrival=at, client=client) for number in range(count)]
+
+
+def service(done: Run, until: float) -> Counter[str]:
+    """The service of each client until then, from what clients see: a prompt counts with its first token."""
+    found: Counter[str] = Counter()
+    first: set[Request] = set()
+    for event in done.events:
+        if isinstance(event, Token) and event.now <= until:
+            request = event.request
+            found[request.options.client] += int(WEIGHT)
+            if request not in first:
+                first.add(request)
+                found[request.options.client] += len(request.prompt)
+    return found
+
+
+def two_floods() -> list[Request]:
+    """Many long requests of a client, and some short ones of another a little later."""
+    return [*flood("noisy", 100, 0, output=30), *flood("quiet", 60, 1000, output=10, at=0.05)]
+
+
+def while_both_wait(recipe: str, weight: float | None) -> Counter[str]:
+    """The service of either client until no request of the quiet one waits."""
+    done = run(world(recipe, weight), two_floods())
+    ends = [one.now for one in done.events if isinstance(one, Finished) and one.request.options.client == "quiet"]
+    return service(done, until=ends[-World.max_seqs - 1])
+
+
+@pytest.mark.parametrize("recipe", SYSTEMS)
+def test_clients_that_compete_get_equal_service(recipe: str) -> None:
+    served = while_both_wait(recipe, WEIGHT)
+    assert served["quiet"] > 5 * BOUND
+    assert abs(served["noisy"] - served["quiet"]) <= BOUND
+
+
+def test_without_fairness_the_noisy_client_gets_all() -> None:
+    served = while_both_wait("fcfs", None)
+    assert served["noisy"] > served["quiet"] + 5 * BOUND
+
+
+@pytest.mark.parametrize("recipe", ["fcfs", "fastserve", "bros-recompute"])
+def test_clients_do_not_evict_each_other_in_turn(recipe: str) -> None:
+    alike, told_apart = (run(world(recipe, weight), two_floods()) for weight in (None, WEIGHT))
+    evictions = [request.evictions for request in told_apart.requests]
+    assert max(evictions) <= 6
+    assert sum(evictions) <= sum(request.evictions for request in alike.requests) + len(evictions) / 2
+    assert told_apart.end < 1.1 * alike.end
+
+
+@pytest.mark.parametrize("recipe", SYSTEMS)
+def test_a_client_alone_is_served_as_if_clients_were_not_told_apart(recipe: str) -> None:
+    assert run(world(recipe, WEIGHT), load(5)).trace == run(world(recipe, None), load(5)).trace
+
+
+@pytest.mark.parametrize("recipe", SOME_SYSTEMS)
+def test_a_quiet_client_gets_the_next_kv_that_comes_free(recipe: str) -> None:
+    """Whatever another one has sent before: users.md 4.4, 23."""
+    asked = make(1000, 20, 5, arrival=1.0, client="quiet")
+    done = run(world(recipe, WEIGHT), [*flood("noisy", 60, 0, output=30), asked])
+    (first, *_) = (one.now for one in done.events if isinstance(one, Token) and one.request is asked)
+    assert first - asked.arrival < MOST_TTFT_S
+
+
+def test_the_bound_on_waiting_excludes_fairness() -> None:
+    settings = Settings(COST, fair_output_weight=WEIGHT)
+    with pytest.raises(ConfigError, match="starvation_bound_s must not be set beside fair_by"):
+        build("fastserve", settings, {"starvation_bound_s": 60.0})

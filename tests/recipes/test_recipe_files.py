@@ -1,0 +1,89 @@
+"""Recipes in files of a user's own."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from skipjoin.bench.results import load_results
+from skipjoin.cli import app
+from skipjoin.config import ConfigError, EngineConfig
+from skipjoin.recipes import RECIPES, find
+
+PAGE = Path(__file__).parents[2] / "docs" / "add-a-policy.md"
+HEAD = "from __future__ import annotations\nfrom skipjoin.recipes import Params, Settings, baselines, recipe\n"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder, with the example of docs/add-a-policy.md."""
+    (code,) = re.findall(r"^```py\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    (tmp_path / "my_policy.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_recipe_of_a_file_is_simulated_beside_others(folder: Path) -> None:
+    """The first request computes alone; of the others the last one is due first."""
+    (folder / "trace.csv").write_text(
+        "arrival_s,prompt_tokens,output_tokens,deadline_s\n0,500,400,\n1,500,400,900\n2,500,4,90\n"
+    )
+    options = ["--model", "opt-13b", "--trace", "trace.csv", "--max-num-seqs", "1", "--out", "out.json", "--jobs", "1"]
+    run = CliRunner().invoke(app, ["simulate", "--recipe", "fcfs,./my_policy.py:edf", *options])
+    assert run.exit_code == 0, run.output
+    fcfs, edf = load_results([folder / "out.json"])
+    assert [one["recipe"] for one in (fcfs, edf)] == ["fcfs", "my_policy.py:edf"]
+    assert edf["jct_s"]["p50"] < fcfs["jct_s"]["p50"]
+
+
+def test_an_engine_finds_it_from_any_folder_and_the_package_has_no_other_recipes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = dict(RECIPES)
+    config = EngineConfig(recipe="./my_policy.py:edf")
+    monkeypatch.chdir("/")
+    assert find(config.recipe) is find(str(folder / "my_policy.py:edf"))
+    assert find(config.recipe).name == "my_policy.py:edf"
+    assert known == RECIPES
+    assert "edf" not in RECIPES
+
+
+def test_a_recipe_of_a_file_has_parameters_and_may_have_a_name_of_the_package(folder: Path) -> None:
+    (folder / "own.py").write_text(
+        f"{HEAD}from dataclasses import dataclass\nfrom typing import Annotated\nfrom skipjoin.knobs import Knob\n"
+        "@dataclass(frozen=True, slots=True, kw_only=True)\n"
+        "class Own(Params):\n    size: Annotated[int, Knob('A size.', low=1)] = 3\n"
+        "@recipe\ndef fcfs(s: Settings, p: Own):\n    return baselines.fcfs(s)\n"
+    )
+    fcfs = RECIPES["fcfs"]
+    assert EngineConfig(recipe="own.py:fcfs", recipe_params={"size": 5}).params == {"size": 5}
+    with pytest.raises(ConfigError, match="size must be at least 1, got 0"):
+        EngineConfig(recipe="own.py:fcfs", recipe_params={"size": 0})
+    assert find("fcfs") is fcfs
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "error"),
+    [
+        ("none.py:edf", None, r"recipe: .*none\.py: No such file or directory"),
+        ("own.py:edf", f"{HEAD}\nundefined\n", r"own\.py, line 4: NameError: name 'undefined' is not defined"),
+        ("own.py:edf", "def (:\n", r"own\.py: SyntaxError: .*line 1"),
+        ("own.py:edf", "x = 1\n", r"own\.py has no function with the decorator @recipe"),
+        ("own.py:edf", f"{HEAD}@recipe\ndef edg(s: Settings): ...\n", "there is no 'edf'; did you mean edg?"),
+        (
+            "own.py",
+            f"{HEAD}@recipe\ndef a_b(s: Settings): ...\n",
+            r"recipe must be FILE:NAME for a file: .* has a-b",
+        ),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_told_with_the_place(
+    folder: Path, name: str, code: str | None, error: str
+) -> None:
+    if code is not None:
+        (folder / "own.py").write_text(code)
+    with pytest.raises(ConfigError, match=error):
+        EngineConfig(recipe=name)

@@ -1,0 +1,118 @@
+"""Stores for tests: on SQLite and on PostgreSQL, with a clock that the test sets, and servers that die."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+
+import sqlalchemy as sa
+
+from skipjoin.server.batches.records import BatchRow, LinePlace, new_batch_id
+from skipjoin.server.batches.store import Store
+from skipjoin.server.batches.tables import servers
+
+OWNER = "a" * 64
+_STEP = count()
+
+
+@dataclass
+class Clock:
+    """Unix seconds, as the test says. They are later than those of any database's clock."""
+
+    seconds: float = 4e9
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+@dataclass
+class Place:
+    """Where stores are opened. url: of PostgreSQL; None: SQLite."""
+
+    folder: Path
+    url: str | None
+    clock: Clock = field(default_factory=Clock)
+
+    async def open(self) -> Store:
+        """A store, which the caller closes or kills."""
+        return await Store.open(self.url, self.folder, clock=self.clock)
+
+    @asynccontextmanager
+    async def opened(self, servers: int = 1) -> AsyncIterator[list[Store]]:
+        """Stores of several servers, one for SQLite. A caller that ends one of them puts another in its place."""
+        stores = [await self.open() for _ in range(servers if self.url else 1)]
+        try:
+            yield stores
+        finally:
+            for store in stores:
+                await store.close()
+
+    async def kill(self, store: Store) -> None:
+        """Let a server end without a word, and its lease with it."""
+        if self.url:
+            async with store._db.writing() as connection:
+                await connection.execute(sa.update(servers).where(servers.c.id == store.server).values(lease_until=0.0))
+        await store._db.close()
+        store._lock.close()
+
+
+class LoopWatch:
+    """The longest time for which this thread's event loop was held. It is the processor's time, so that a busy machine
+    does not count. As in a server, the garbage collector leaves objects alone that were there before."""
+
+    def __init__(self) -> None:
+        self.longest_s = 0.0
+
+    async def __aenter__(self) -> LoopWatch:
+        gc.collect()
+        gc.freeze()
+        self._task = asyncio.create_task(self._watch())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._task.cancel()
+        gc.unfreeze()
+
+    async def _watch(self) -> None:
+        while True:
+            begin = time.thread_time()
+            await asyncio.sleep(0.001)
+            self.longest_s = max(self.longest_s, time.thread_time() - begin)
+
+
+def places(numbers: Sequence[int]) -> list[LinePlace]:
+    return [LinePlace(number, f"id-{number}", 100 * number, 99) for number in numbers]
+
+
+async def add_batch(
+    store: Store, *, owner: str = OWNER, lines: int = 3, window_s: int = 3600, **fields: object
+) -> BatchRow:
+    """A batch in progress."""
+    row = await store.add_batch(new_batch(store, owner=owner, window_s=window_s, **fields))
+    assert await store.take_unvalidated() == row
+    assert await store.add_lines(row.id, places(range(1, lines + 1)))
+    assert await store.begin(row.id, lines)
+    return row
+
+
+def new_batch(store: Store, *, owner: str = OWNER, window_s: int = 3600, **fields: object) -> BatchRow:
+    now = store.now()
+    return BatchRow(
+        id=new_batch_id(),
+        owner=owner,
+        endpoint="/v1/completions",
+        completion_window=f"{window_s}s",
+        input_file_id="file-1",
+        created_at=now,
+        expires_at=now + window_s,
+        **fields,
+    )
+
+
+OpenPlace = Callable[..., Place]

@@ -1,0 +1,604 @@
+"""The store of batches, on SQLite and on PostgreSQL: what is committed stays, and every line ends once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import sys
+from collections import Counter, defaultdict
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+from alembic import command
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from batch_worlds import OWNER, Place, add_batch, new_batch, places
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skipjoin.server.batches.clock import SteadyClock
+from skipjoin.server.batches.database import DATABASE_FILE, Conflict, Database, alembic_config, repeated
+from skipjoin.server.batches.line_rows import Waiting, deal
+from skipjoin.server.batches.records import (
+    BatchStatus,
+    FileRow,
+    FolderLocked,
+    Line,
+    LineError,
+    LineResult,
+    LineState,
+    NoSpace,
+    QuotaExceeded,
+    StoreError,
+    StoreUnavailable,
+    new_file_id,
+)
+from skipjoin.server.batches.store import Store
+from skipjoin.server.batches.tables import batches, servers
+from support.postgres import Postgres
+
+pytestmark = pytest.mark.anyio
+OTHER = "b" * 64
+
+
+def result(line: Line, state: LineState = LineState.DONE, tokens: int = 2) -> LineResult:
+    body = json.dumps({"custom_id": line.custom_id, "attempt": line.attempt}).encode()
+    return LineResult(line=line, state=state, body=body, prompt_tokens=1, completion_tokens=tokens)
+
+
+def file_of(store: Store, **fields: object) -> FileRow:
+    values = {"id": new_file_id(), "owner": OWNER, "purpose": "batch", "filename": "a", "bytes": 10}
+    return FileRow(created_at=store.now(), **values | fields)
+
+
+async def written(store: Store, batch_id: str) -> tuple[list[str], list[str]]:
+    """custom_ids in the output and the error file."""
+    found = [[json.loads(body)["custom_id"] async for body in store.results(batch_id, failed=f)] for f in (False, True)]
+    return found[0], found[1]
+
+
+async def settle(store: Store, row_id: str, owner: str = OWNER) -> tuple[BatchStatus, list[str], list[str]]:
+    """Finalize a batch that is due, as the runner does; its end and the ids in its files."""
+    batch = await store.batch(owner, row_id)
+    assert batch is not None
+    if batch.status is BatchStatus.CANCELLING:
+        await store.close_lines(row_id, LineState.CANCELLED)
+    elif batch.expires_at <= store.now():
+        await store.close_lines(row_id, LineState.EXPIRED)
+    status = await store.start_finalizing(row_id)
+    assert status is not None
+    output, error = await written(store, row_id)
+    file = file_of(store, owner=owner, purpose="batch_output")
+    ended = await store.finalize(row_id, status, file, None)
+    assert ended is not None
+    assert ended.status is status
+    return status, output, error
+
+
+class Model:
+    """What the store is to say after any sequence of calls. Calls are chosen at random; servers die between them."""
+
+    def __init__(self, place: Place, seed: int) -> None:
+        self.place = place
+        self.random = random.Random(seed)
+        self.stores: list[Store] = []
+        self.owner: dict[str, str] = {}
+        self.total: dict[str, int] = {}
+        self.ended: dict[str, dict[int, LineState]] = defaultdict(dict)
+        self.attempts: Counter[tuple[str, int]] = Counter()
+        self.lost: Counter[tuple[str, int]] = Counter()
+        self.taken: list[Line] = []  # all of them: most are stale later on
+        self.held: dict[tuple[str, int], tuple[str, int]] = {}  # by line: server and attempt
+        self.final: set[str] = set()
+
+    async def run(self, steps: int) -> None:
+        calls = [self.add, self.take, self.take, self.finish, self.finish, self.finish, self.put_back]
+        rare = [self.cancel, self.pass_time, self.settle, self.kill, self.restart]
+        for _ in range(steps):
+            call = self.random.choice(calls if self.random.random() < 0.8 else rare)
+            await call(self.random.choice(self.stores))
+            await self.check()
+        self.place.clock.seconds = 5e9
+        await self.settle(self.stores[0])
+        assert self.final == set(self.owner)
+
+    async def add(self, store: Store) -> None:
+        owner, count = self.random.choice([OWNER, OTHER]), self.random.randint(1, 9)
+        row = await add_batch(store, owner=owner, lines=count, window_s=self.random.randint(5, 500))
+        self.owner[row.id], self.total[row.id] = owner, count
+
+    async def take(self, store: Store) -> None:
+        now = store.now()
+        for line in await store.take_lines(self.random.randint(1, 6)):
+            assert line.expires_at > now
+            assert line.number not in self.ended[line.batch_id]
+            assert (line.batch_id, line.number) not in self.held
+            self.attempts[line.batch_id, line.number] += 1
+            assert line.attempt == self.attempts[line.batch_id, line.number]
+            assert line.lost == self.lost[line.batch_id, line.number]
+            self.held[line.batch_id, line.number] = store.server, line.attempt
+            self.taken.append(line)
+
+    async def finish(self, store: Store) -> None:
+        some = self.random.sample(self.taken, min(len(self.taken), 4))
+        states = [self.random.choice([LineState.DONE, LineState.FAILED]) for _ in some]
+        valid = self.valid(store, some)
+        assert await store.finish([result(*pair) for pair in zip(some, states, strict=True)]) == len(valid)
+        for line, state in zip(some, states, strict=True):
+            if line in valid:
+                self.ended[line.batch_id][line.number] = state
+                del self.held[line.batch_id, line.number]
+
+    async def put_back(self, store: Store) -> None:
+        taken = self.random.sample(self.taken, min(len(self.taken), 2))
+        some = [replace(line, lost=line.lost + self.random.randint(0, 1)) for line in taken]
+        await store.put_back(some)
+        for line in self.valid(store, some):
+            del self.held[line.batch_id, line.number]
+            self.lost[line.batch_id, line.number] = line.lost
+
+    def valid(self, store: Store, some: list[Line]) -> list[Line]:
+        return [line for line in some if self.held.get((line.batch_id, line.number)) == (store.server, line.attempt)]
+
+    async def cancel(self, store: Store) -> None:
+        if self.owner:
+            batch_id = self.random.choice(list(self.owner))
+            await store.cancel(self.owner[batch_id], batch_id)
+
+    async def pass_time(self, store: Store) -> None:
+        # The second: the clock is set back, and time goes on all the same.
+        self.place.clock.seconds += self.random.choice([50, 50, -120])
+
+    async def settle(self, store: Store) -> None:
+        for row in await store.due():
+            status, output, error = await settle(store, row.id, row.owner)
+            ended = self.ended[row.id]
+            done = [f"id-{number}" for number, state in sorted(ended.items()) if state is LineState.DONE]
+            assert output == done
+            assert sorted([*output, *error]) == sorted(f"id-{number + 1}" for number in range(self.total[row.id]))
+            if row.status is not BatchStatus.CANCELLING:
+                assert (status is BatchStatus.EXPIRED) == (len(ended) < self.total[row.id])
+            self.final.add(row.id)
+            self.held = {key: held for key, held in self.held.items() if key[0] != row.id}
+
+    async def kill(self, store: Store) -> None:
+        await self.leave(store, self.place.kill(store))
+
+    async def restart(self, store: Store) -> None:
+        await self.leave(store, store.close())
+
+    async def leave(self, store: Store, leaving: object) -> None:
+        await leaving
+        self.held = {key: held for key, held in self.held.items() if held[0] != store.server}
+        self.stores[self.stores.index(store)] = await self.place.open()
+
+    async def check(self) -> None:
+        held = set().union(*[await store.renew() for store in self.stores])
+        assert held == {(*key, attempt) for key, (_, attempt) in self.held.items()}
+        for batch_id, owner in self.owner.items():
+            row = await self.stores[0].batch(owner, batch_id)
+            states = Counter(self.ended[batch_id].values())
+            assert (row.total, row.completed, row.failed) == (
+                self.total[batch_id],
+                states[LineState.DONE],
+                states[LineState.FAILED],
+            )
+            assert row.completion_tokens == 2 * (row.completed + row.failed)
+            assert (await self.stores[0].batch(OTHER if owner == OWNER else OWNER, batch_id)) is None
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_every_line_ends_once_whatever_happens(place: Place, seed: int) -> None:
+    model = Model(place, seed)
+    async with place.opened(servers=2) as stores:
+        model.stores = stores
+        await model.run(60)
+
+
+WAITING = st.dictionaries(
+    st.sampled_from("abc"), st.lists(st.tuples(st.integers(1, 5), st.integers(1, 6)), min_size=1, max_size=4)
+)
+
+
+@given(WAITING, st.dictionaries(st.sampled_from("abc"), st.integers(0, 5)), st.integers(0, 40))
+def test_owners_take_turns_and_the_earliest_expiry_is_first(
+    given: dict[str, list[tuple[int, int]]], runs: dict[str, int], limit: int
+) -> None:
+    waiting = {
+        owner: [Waiting(expiry, seq, f"{owner}{seq}", ready) for seq, (expiry, ready) in enumerate(own)]
+        for owner, own in given.items()
+    }
+    turns = deal(waiting, Counter(runs), limit)
+    ready = {batch.batch_id: batch.ready for own in waiting.values() for batch in own}
+    assert len(turns) == min(limit, sum(ready.values()))
+    running = Counter(runs)
+    for turn in turns:
+        left = {owner: [batch for batch in own if ready[batch.batch_id]] for owner, own in waiting.items()}
+        best = min((running[owner], min(own), owner) for owner, own in left.items() if own)
+        assert turn == best[1].batch_id
+        ready[turn] -= 1
+        running[best[2]] += 1
+
+
+async def test_two_servers_take_a_batch_apart_without_sharing_a_line(postgres_place: Place) -> None:
+    async with postgres_place.opened(servers=2) as (first, second):
+        await add_batch(first, lines=400)
+        taken: list[Line] = []
+        while batch := [
+            line for part in await asyncio.gather(first.take_lines(16), second.take_lines(16)) for line in part
+        ]:
+            taken += batch
+        assert sorted(line.number for line in taken) == list(range(1, 401))
+
+
+async def test_a_server_that_was_taken_for_dead_changes_nothing(postgres_place: Place) -> None:
+    async with postgres_place.opened(servers=2) as (frozen, other):
+        row = await add_batch(frozen, lines=2)
+        stale = await frozen.take_lines(2)
+        unvalidated = await frozen.add_batch(new_batch(frozen))
+        assert await frozen.take_unvalidated() == unvalidated
+        async with other._db.writing() as connection:
+            dead = sa.update(servers).where(servers.c.id == frozen.server)
+            await connection.execute(dead.values(lease_until=1.0))
+        await other.renew()
+        again = await other.take_lines(2)
+        assert [line.attempt for line in again] == [2, 2]
+        assert await frozen.finish([result(line) for line in stale]) == 0
+        assert not await frozen.add_lines(unvalidated.id, places([1]))
+        assert not await frozen.renew()
+        assert await other.take_unvalidated() == unvalidated
+        assert await other.finish([result(line) for line in again]) == 2
+        assert (await settle(other, row.id))[1] == ["id-1", "id-2"]
+
+
+async def test_cancelled_while_validated_and_while_running(place: Place) -> None:
+    async with place.opened() as (store,):
+        early = await store.add_batch(new_batch(store))
+        await store.take_unvalidated()
+        assert await store.add_lines(early.id, places([1, 2]))
+        cancelled = await store.cancel(OWNER, early.id)
+        assert cancelled.status is BatchStatus.CANCELLING
+        assert not await store.add_lines(early.id, places([3]))
+        assert not await store.begin(early.id, 3)
+        assert await settle(store, early.id) == (BatchStatus.CANCELLED, [], [])
+        late = await add_batch(store, lines=3)
+        first, *_ = await store.take_lines(2)
+        await store.finish([result(first)])
+        await store.cancel(OWNER, late.id)
+        assert await store.take_lines(9) == []
+        assert await settle(store, late.id) == (BatchStatus.CANCELLED, ["id-1"], ["id-2", "id-3"])
+        assert (await store.cancel(OWNER, late.id)).status is BatchStatus.CANCELLED
+        assert await store.renew() == frozenset()
+
+
+async def test_what_was_broken_off_is_taken_up_again(place: Place) -> None:
+    async with place.opened(servers=2) as stores:
+        store, other = stores[0], stores[-1]
+        row = await store.add_batch(new_batch(store))
+        assert await store.take_unvalidated() == row
+        assert await store.add_lines(row.id, places([1]))
+        assert await store.take_unvalidated() == row
+        if other is not store:
+            assert await other.take_unvalidated() is None
+        assert await store.add_lines(row.id, places([1]))
+        assert await store.begin(row.id, 1)
+        await store.finish([result(line) for line in await store.take_lines(1)])
+        assert await store.start_finalizing(row.id) is BatchStatus.COMPLETED
+        assert [due.id for due in await store.due()] == [row.id]
+        if other is not store:
+            assert await other.due() == []
+            assert await other.start_finalizing(row.id) is None
+        assert (await settle(store, row.id))[:2] == (BatchStatus.COMPLETED, ["id-1"])
+
+
+async def test_the_words_of_lines_that_did_not_run(place: Place) -> None:
+    async with place.opened() as (store,):
+        row = await add_batch(store, lines=1, window_s=20)
+        place.clock.seconds += 100
+        assert [due.id for due in await store.due()] == [row.id]
+        await store.close_lines(row.id, LineState.EXPIRED)
+        (line,) = [json.loads(body) async for body in store.results(row.id, failed=True)]
+        assert line.pop("id").startswith("batch_req_")
+        assert line == {
+            "custom_id": "id-1",
+            "response": None,
+            "error": {
+                "code": "batch_expired",
+                "message": "This request could not be executed before the completion window expired.",
+            },
+        }
+
+
+async def test_files_belong_to_their_owner_and_expire(place: Place) -> None:
+    async with place.opened() as (store,):
+        rows = [file_of(store, filename=f"../{n}", expires_at=store.now() + 3600 + 1000 * n) for n in range(5)]
+        for row in rows:
+            await store.add_file(row, most_bytes=50)
+        with pytest.raises(QuotaExceeded, match="60 bytes, and may have 50"):
+            await store.add_file(file_of(store), most_bytes=50)
+        assert await store.bytes_of(OWNER) == 50
+        assert await store.files(OTHER) == ([], False)
+        assert await store.file(OTHER, rows[0].id) is None
+        assert await store.delete_file(OTHER, rows[0].id) is None
+        assert await store.file(OWNER, "file-\x00") is None
+        assert await store.files(OWNER, limit=2) == ([rows[4], rows[3]], True)
+        assert await store.files(OWNER, after=rows[3].id, limit=3) == ([rows[2], rows[1], rows[0]], False)
+        assert await store.files(OWNER, after=rows[0].id, order="asc", limit=1) == ([rows[1]], True)
+        assert await store.files(OWNER, purpose="batch_output") == ([], False)
+        place.clock.seconds += 4000
+        assert (await store.files(OWNER))[0] == rows[:0:-1]
+        assert await store.removable() == [rows[0].id]
+        # A batch goes on reading a file that is deleted.
+        batch = await store.add_batch(replace(new_batch(store), input_file_id=rows[1].id))
+        deleted = await store.delete_file(OWNER, rows[1].id)
+        assert deleted.deleted_at >= rows[1].created_at + 4000
+        assert replace(deleted, deleted_at=None) == rows[1]
+        assert await store.removable() == [rows[0].id]
+        await store.take_unvalidated()
+        error = LineError(code="invalid_json_line", message="not JSON", line=7)
+        assert await store.reject(batch.id, [error])
+        assert (await store.batch(OWNER, batch.id)).errors == (error,)
+        assert sorted(await store.removable()) == sorted([rows[0].id, rows[1].id])
+        await store.forget_files([rows[0].id, rows[1].id])
+        assert await store.known_files() == {row.id for row in rows[2:]}
+
+
+async def test_batches_of_a_key_are_bounded_and_asked_for_once(place: Place) -> None:
+    async with place.opened() as (store,):
+        row = await store.add_batch(new_batch(store, metadata={"k": "v\x00"}), "key", most_active=1)
+        assert await store.add_batch(new_batch(store), "key", most_active=1) == row
+        with pytest.raises(QuotaExceeded, match="1 batches that have not ended, and may have 1"):
+            await store.add_batch(new_batch(store), "other", most_active=1)
+        theirs = await store.add_batch(new_batch(store, owner=OTHER), "key", most_active=1)
+        assert await store.batches(OWNER) == ([row], False)
+        assert await store.cancel(OWNER, theirs.id) is None
+        later = await store.add_batch(new_batch(store))
+        assert await store.batches(OWNER, limit=1) == ([later], True)
+        assert await store.batches(OWNER, after=later.id) == ([row], False)
+        assert await store.active_of(OWNER) == 2
+
+
+async def test_a_batch_runs_on_its_model(place: Place) -> None:
+    async with place.opened() as (store,):
+        await add_batch(store, lines=2, model="tiny")
+        assert await store.take_lines(5, "large") == []
+        assert len(await store.take_lines(1, "tiny")) == 1
+        assert await store.line_states() == {LineState.READY: 1, LineState.RUNNING: 1}
+        await store.add_batch(new_batch(store, model="tiny"))
+        assert await store.take_unvalidated("large") is None
+        assert await store.batch_states() == {BatchStatus.VALIDATING: 1, BatchStatus.IN_PROGRESS: 1}
+        anyones = await store.add_batch(new_batch(store))
+        assert await store.take_unvalidated("large") == anyones
+
+
+async def test_time_goes_on_when_the_clock_is_set_back() -> None:
+    wall, elapsed = [5000.0], [10.0]
+    clock = SteadyClock(lambda: wall[0], lambda: elapsed[0])
+    wall[0], elapsed[0] = 100.0, 17.0
+    assert clock.now() == 5007.0
+    wall[0] = 6000.0
+    assert clock.now() == 6000.0
+    clock.observe(7000.0)
+    elapsed[0] += 1
+    assert clock.now() == 7001.0
+
+
+async def test_a_store_that_opens_after_the_clock_was_set_back(place: Place) -> None:
+    async with place.opened() as (store,):
+        row = await add_batch(store, window_s=20)
+    place.clock.seconds -= 1e8
+    async with place.opened() as (store,):
+        assert row.created_at <= store.now() < row.created_at + 1000
+        place.clock.seconds += 1e8 + 100
+        assert [due.id for due in await store.due()] == [row.id]
+
+
+async def test_a_lease_from_before_the_database_clock_was_set_back_is_void(postgres_place: Place) -> None:
+    async with postgres_place.opened(servers=2) as (dead, other):
+        await add_batch(dead, lines=1)
+        await dead.take_lines(1)
+        async with other._db.writing() as connection:
+            later = sa.update(servers).where(servers.c.id == dead.server)
+            await connection.execute(later.values(lease_until=servers.c.lease_until + 3600))
+        await other.renew()
+        assert len(await other.take_lines(1)) == 1
+
+
+async def test_an_older_database_is_brought_up_to_date(place: Place) -> None:
+    place.folder.mkdir()
+    database = Database.on_postgres(place.url) if place.url else Database.on_sqlite(place.folder / DATABASE_FILE)
+
+    def old(connection: sa.Connection) -> None:
+        config = alembic_config()
+        config.attributes["connection"] = connection
+        command.upgrade(config, "0001")
+
+    async with database.writing() as connection:
+        await connection.run_sync(old)
+        await connection.execute(
+            sa.text(
+                "INSERT INTO batches (id, owner, status, endpoint, completion_window, input_file_id, created_at, "
+                "expires_at, total, completed, failed, errors) VALUES ('batch_1', :owner, 'in_progress', "
+                "'/v1/completions', '24h', 'file-1', 1, 5000000000, 1, 0, 0, '[]')"
+            ),
+            {"owner": OWNER},
+        )
+        await connection.execute(
+            sa.text(
+                'INSERT INTO lines (batch_id, number, custom_id, "offset", length, state, attempt, server) '
+                "VALUES ('batch_1', 1, 'id-1', 0, 9, 'running', 1, 'gone')"
+            )
+        )
+    await database.close()
+    async with place.opened() as (store,):
+        (line,) = await store.take_lines(5)
+        assert line.attempt == 2
+        await store.finish([result(line)])
+        assert (await store.batch(OWNER, "batch_1")).completion_tokens == 2
+    async with place.opened() as (store,):  # nothing to do
+        assert (await settle(store, "batch_1"))[1] == ["id-1"]
+
+
+async def test_the_tables_are_those_that_the_migrations_make(place: Place) -> None:
+    async with place.opened() as (store,), store._db.reading() as connection:
+        differences = await connection.run_sync(compare)
+    assert differences == []
+
+
+def compare(connection: sa.Connection) -> list[object]:
+    return compare_metadata(MigrationContext.configure(connection), batches.metadata)
+
+
+async def test_a_newer_database_is_refused(place: Place) -> None:
+    async with place.opened() as (store,), store._db.writing() as connection:
+        await connection.execute(sa.text("UPDATE alembic_version SET version_num = '9999'"))
+    with pytest.raises(StoreError, match="newer version"):
+        await place.open()
+
+
+async def test_a_folder_is_for_one_server(tmp_path: Path, postgres_place: Place) -> None:
+    alone = Place(tmp_path, None)
+    async with alone.opened():
+        with pytest.raises(FolderLocked, match=str(tmp_path)):
+            await alone.open()
+        with pytest.raises(FolderLocked):
+            await Place(tmp_path, postgres_place.url).open()
+    async with alone.opened(), postgres_place.opened():
+        elsewhere = Place(tmp_path / "elsewhere", postgres_place.url)
+        with pytest.raises(StoreError, match="share one folder"):
+            await elsewhere.open()
+
+
+@pytest.mark.parametrize(
+    ("url", "text"),
+    [
+        ("mysql://x", "must be a URL that begins with postgresql://"),
+        ("nonsense", "must be like postgresql://"),
+        ("postgresql://u@127.0.0.1:1/x", "cannot be reached"),
+    ],
+)
+async def test_a_database_that_cannot_be_is_named(tmp_path: Path, url: str, text: str) -> None:
+    with pytest.raises(StoreError, match=text):
+        await Store.open(url, tmp_path)
+
+
+async def test_a_full_disk_changes_nothing(tmp_path: Path) -> None:
+    place = Place(tmp_path, None)
+    async with place.opened() as (store,):
+        row = await add_batch(store, lines=2)
+        first, second = await store.take_lines(2)
+        await store.finish([result(first)])
+        async with store._db.reading() as connection:
+            pages = await connection.scalar(sa.text("PRAGMA page_count"))
+            await connection.execute(sa.text(f"PRAGMA max_page_count={pages}"))
+            large = replace(result(second), body=b"x" * 1_000_000)
+        with pytest.raises(NoSpace, match="full"):
+            await store.finish([large])
+        found = await store.batch(OWNER, row.id)
+        assert (found.completed, found.completion_tokens) == (1, 2)
+        async with store._db.reading() as connection:
+            await connection.execute(sa.text("PRAGMA max_page_count=1000000"))
+        assert await store.finish([large]) == 1
+        assert (await store.batch(OWNER, row.id)).completed == 2
+
+
+async def test_a_database_file_that_is_moved_away(tmp_path: Path) -> None:
+    async with Place(tmp_path, None).opened() as (store,):
+        row = await add_batch(store)
+        (tmp_path / DATABASE_FILE).rename(tmp_path / "elsewhere")
+        with pytest.raises(StoreUnavailable, match="not in its folder"):
+            await store.take_lines(1)
+        (tmp_path / "elsewhere").rename(tmp_path / DATABASE_FILE)
+        assert (await store.take_lines(1))[0].batch_id == row.id
+
+
+async def test_a_database_that_goes_and_comes_back(
+    postgres: Postgres, postgres_place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with postgres_place.opened() as (store,):
+        row = await add_batch(store)
+        taken = await store.take_lines(2)
+        await asyncio.to_thread(postgres.stop)
+        try:
+            for call in (store.take_lines(1), store.renew(), store.finish([result(taken[0])])):
+                with pytest.raises(StoreUnavailable, match="cannot be reached"):
+                    await call
+        finally:
+            await asyncio.to_thread(postgres.start)
+        assert await store.finish([result(line) for line in taken]) == 2
+        assert len(await store.take_lines(9)) == 1
+        assert (await store.batch(OWNER, row.id)).completed == 2
+    (told,) = [record.getMessage() for record in caplog.records if record.name.startswith("skipjoin")]
+    assert "Error" in told or "No such file" in told
+
+
+@pytest.mark.parametrize(("state", "kind"), [("53100", NoSpace), ("57P03", StoreUnavailable), ("40P01", Conflict)])
+async def test_what_postgresql_says_in_words_of_the_store(
+    postgres_place: Place, state: str, kind: type[StoreError]
+) -> None:
+    async with postgres_place.opened() as (store,):
+
+        async def fail() -> None:
+            async with store._db.writing() as connection:
+                await connection.execute(sa.text(f"DO 'BEGIN RAISE SQLSTATE ''{state}''; END'"))
+
+        with pytest.raises(kind):
+            await fail()
+
+
+async def test_a_transaction_that_another_was_preferred_to_is_repeated() -> None:
+    failures = [Conflict("busy")] * 4
+
+    @repeated
+    async def change() -> str:
+        if failures:
+            raise failures.pop()
+        return "done"
+
+    assert await change() == "done"
+
+
+KILLED = """
+import asyncio, sys
+from pathlib import Path
+from skipjoin.server.batches.records import LineResult, LineState
+from skipjoin.server.batches.store import Store
+
+async def main():
+    store = await Store.open(None, Path(sys.argv[1]), clock=lambda: 4e9)
+    while taken := await store.take_lines(3):
+        await store.finish([LineResult(line=line, state=LineState.DONE, body=b"{}") for line in taken[:2]])
+        print(*[line.number for line in taken[:2]], flush=True)
+
+asyncio.run(main())
+"""
+
+
+async def test_what_was_committed_survives_kill_9(tmp_path: Path) -> None:
+    place = Place(tmp_path, None)
+    async with place.opened() as (store,):
+        row = await add_batch(store, lines=3000)
+    told: list[int] = []
+    for kill in range(3):
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", KILLED, str(tmp_path), stdout=asyncio.subprocess.PIPE
+        )
+        assert process.stdout is not None
+        for _ in range(5 + 17 * kill):
+            told += map(int, (await process.stdout.readline()).split())
+        os.kill(process.pid, signal.SIGKILL)
+        told += map(int, (await process.stdout.read()).split())
+        await process.wait()
+    assert len(told) == len(set(told)) > 50
+    async with place.opened() as (store,):
+        found = await store.batch(OWNER, row.id)
+        # The last group of each process may be committed and not told.
+        assert 0 <= found.completed - len(told) <= 3 * 2
+        left = {line.number for line in await store.take_lines(3000)}
+        assert len(left) == 3000 - found.completed
+        assert not left & set(told)

@@ -1,0 +1,298 @@
+"""Batches through the official client, on the built-in model."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator
+from contextlib import redirect_stdout
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from io import StringIO
+from pathlib import Path
+from threading import Thread
+
+import httpx
+import openai
+import pytest
+from batch_client import CHAT, COMPLETIONS, answers, ids, line, submit, upload, wait_for
+from rich.console import Console
+from server_worlds import ServerProcess
+from typer.testing import CliRunner
+
+from skipjoin.cli import app
+from skipjoin.cli.batch_watch import Watch
+
+LINES = 60
+# What keeps the engine busy for longer than a test takes.
+ENDLESS = {"prompt": "1", "max_tokens": 400, "ignore_eos": True}
+PAGE = Path(__file__).parents[2] / "docs" / "batches.md"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    folder = tmp_path_factory.mktemp("batches")
+    found = ServerProcess(["model", "tally", f"batch_dir={folder}", "api_keys=first+second", "batch_inflight=16"])
+    yield found
+    found.stop()
+
+
+@pytest.fixture
+def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="first", max_retries=0) as found:
+        yield found
+
+
+@pytest.fixture
+def other(server: ServerProcess) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="second", max_retries=0) as found:
+        yield found
+
+
+def test_answers_are_those_of_direct_requests(client: openai.OpenAI) -> None:
+    """Joined by custom_id; lines that the endpoint refuses are in the error file with what it says."""
+    chats = {f"id {n}": [{"role": "user", "content": f"Count from {n} to {n + 3}"}] for n in range(LINES)}
+    asked = {"temperature": 0, "max_tokens": 24}
+    lines = [line(name, CHAT, model="tally", messages=messages, **asked) for name, messages in chats.items()]
+    lines.append(line("bad", CHAT, messages=[], **asked))
+    done = wait_for(client, submit(client, lines, CHAT, metadata={"run": "1"}))
+    assert done.status == "completed", done
+    assert done.request_counts is not None
+    assert (done.request_counts.total, done.request_counts.completed, done.request_counts.failed) == (61, LINES, 1)
+    assert done.metadata == {"run": "1"}
+    assert done.model == "tally"
+    found = answers(client, done.output_file_id)
+    assert ids(found) == list(chats)
+    generated = 0
+    for one in found:
+        direct = client.chat.completions.create(model="tally", messages=chats[one["custom_id"]], **asked)  # type: ignore[call-overload]
+        assert one["response"]["status_code"] == 200
+        assert one["error"] is None
+        body = one["response"]["body"]
+        assert body["choices"][0]["message"]["content"] == direct.choices[0].message.content
+        generated += body["usage"]["completion_tokens"]
+    assert done.usage is not None
+    assert done.usage.output_tokens == generated
+    ((refused),) = answers(client, done.error_file_id)
+    assert refused["custom_id"] == "bad"
+    assert refused["response"]["status_code"] == 400
+    assert refused["response"]["body"]["error"]["param"] == "messages"
+    assert done.created_at <= done.in_progress_at <= done.finalizing_at <= done.completed_at  # type: ignore[operator]
+    assert client.files.retrieve(done.output_file_id).purpose == "batch_output"  # type: ignore[arg-type]
+
+
+def test_a_line_without_a_seed_gets_one_of_its_own(client: openai.OpenAI) -> None:
+    """So that a rerun repeats its tokens; the choices of a line differ."""
+    asked = {"prompt": "1 2 3", "temperature": 2.0, "max_tokens": 60, "ignore_eos": True}
+    lines = [line("a", **asked, n=4), line("b", **asked), line("c", **asked, seed=7), line("d", **asked, seed=7)]
+    done = wait_for(client, submit(client, lines))
+    texts = {
+        one["custom_id"]: [choice["text"] for choice in one["response"]["body"]["choices"]]
+        for one in answers(client, done.output_file_id)
+    }
+    assert texts["c"] == texts["d"]
+    assert len({*texts["a"], *texts["b"]}) == 5
+
+
+def test_a_window_that_ends(client: openai.OpenAI, server: ServerProcess) -> None:
+    """What was answered in time is in the output file, each other line in the error file, in OpenAI's words."""
+    lines = [line("short", prompt="1", max_tokens=2), *(line(str(n), **ENDLESS) for n in range(300))]
+    done = wait_for(client, submit(client, lines, window="3s"))
+    assert done.status == "expired"
+    assert done.expired_at is not None
+    assert 3 <= done.expired_at - done.created_at <= 8
+    good, late = answers(client, done.output_file_id), answers(client, done.error_file_id)
+    assert "short" in ids(good)
+    assert late
+    assert sorted(ids(good + late)) == sorted(["short", *map(str, range(300))])
+    assert all(
+        one["response"] is None
+        and one["error"]
+        == {
+            "code": "batch_expired",
+            "message": "This request could not be executed before the completion window expired.",
+        }
+        for one in late
+    )
+    server_is_idle(server)
+
+
+def test_cancelling_ends_a_batch_and_its_generation(client: openai.OpenAI, server: ServerProcess) -> None:
+    batch = submit(client, [line(str(n), **ENDLESS) for n in range(200)])
+    wait_for(client, batch, "in_progress")
+    while not load(server)["running"]:
+        time.sleep(0.02)
+    begin = time.monotonic()
+    assert client.batches.cancel(batch.id).status == "cancelling"
+    done = wait_for(client, batch)
+    assert done.status == "cancelled"
+    assert time.monotonic() - begin < 5
+    assert {one["error"]["code"] for one in answers(client, done.error_file_id)} == {"batch_cancelled"}
+    assert len(answers(client, done.output_file_id)) + len(answers(client, done.error_file_id)) == 200
+    assert client.batches.cancel(batch.id).status == "cancelled"  # again: nothing changes
+    server_is_idle(server)
+
+
+def load(server: ServerProcess) -> dict[str, float]:
+    return httpx.get(f"{server.url}/load", headers={"authorization": "Bearer first"}).json()
+
+
+def server_is_idle(server: ServerProcess) -> None:
+    end = time.monotonic() + 5
+    while (now := load(server))["running"] or now["waiting"] or now["kv_cache_usage"]:
+        assert time.monotonic() < end, now
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("lines", "number", "said"),
+    [
+        ([line(str(n), prompt="x") for n in range(6)] + [b'{"custom_id": "7"'], 7, "JSON"),
+        ([line("a", prompt="x"), line("b", prompt="x"), line("a", prompt="x")], 3, "custom_id"),
+        ([line("a", CHAT, messages=[])], 1, "url"),
+        ([line("a", prompt="x"), line("b", prompt="x", stream=True)], 2, "stream"),
+        ([line("a", prompt="x", model="gpt-9")], 1, "gpt-9"),
+    ],
+)
+def test_a_file_that_is_not_in_order(client: openai.OpenAI, lines: list[bytes], number: int, said: str) -> None:
+    done = wait_for(client, submit(client, lines))
+    assert done.status == "failed"
+    assert done.failed_at is not None
+    assert done.errors is not None
+    (error,) = done.errors.data or []
+    assert error.line == number
+    assert said in (error.message or "")
+    assert done.output_file_id is None
+
+
+def test_another_key_sees_nothing(client: openai.OpenAI, other: openai.OpenAI) -> None:
+    file_id = upload(client, [line("a", prompt="1", max_tokens=2)])
+    batch = client.batches.create(input_file_id=file_id, endpoint=COMPLETIONS, completion_window="24h")
+    done = wait_for(client, batch)
+    assert done.output_file_id is not None
+    assert not {done.id} & {one.id for one in other.batches.list()}
+    assert not {file_id, done.output_file_id} & {one.id for one in other.files.list()}
+    for foreign in (
+        lambda: other.batches.retrieve(done.id),
+        lambda: other.batches.cancel(done.id),
+        lambda: other.batches.list(after=done.id),
+        lambda: other.batches.create(input_file_id=file_id, endpoint=COMPLETIONS, completion_window="24h"),
+        lambda: other.files.retrieve(file_id),
+        lambda: other.files.content(done.output_file_id or ""),
+        lambda: other.files.delete(done.output_file_id or ""),
+    ):
+        with pytest.raises(openai.NotFoundError):
+            foreign()
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param"),
+    [
+        ({"completion_window": "1w"}, 400, "completion_window"),
+        ({"completion_window": "0s"}, 400, "completion_window"),
+        ({"completion_window": "169h"}, 400, "completion_window"),
+        ({"endpoint": "/v1/embeddings"}, 400, "endpoint"),
+        ({"input_file_id": "file-none"}, 404, "input_file_id"),
+        ({"input_file_id": "../../etc/passwd"}, 404, "input_file_id"),
+        ({"metadata": {str(n): "" for n in range(17)}}, 400, "metadata"),
+        ({"metadata": {"k": "v" * 513}}, 400, "metadata.k"),
+        ({"output_expires_after": {"anchor": "created_at", "seconds": 5}}, 400, "output_expires_after.seconds"),
+        ({"priority": 1}, 400, "priority"),
+    ],
+)
+def test_what_makes_no_batch(server: ServerProcess, client: openai.OpenAI, body: dict, status: int, param: str) -> None:
+    good = {"endpoint": COMPLETIONS, "completion_window": "24h"}
+    if "input_file_id" not in body:
+        good["input_file_id"] = upload(client, [line("a", prompt="1")])
+    answer = httpx.post(f"{server.url}/v1/batches", json=good | body, headers={"authorization": "Bearer first"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (status, param), answer.text
+
+
+def test_pages_and_repeated_keys(client: openai.OpenAI) -> None:
+    file_id = upload(client, [line("a", prompt="1", max_tokens=1)])
+    asked = {"input_file_id": file_id, "endpoint": COMPLETIONS, "completion_window": "24h"}
+    made = [client.batches.create(**asked, extra_headers={"Idempotency-Key": key}) for key in "abca"]  # type: ignore[arg-type]
+    assert made[3].id == made[0].id
+    first = client.batches.list(limit=2)
+    assert [one.id for one in first.data] == [made[2].id, made[1].id]
+    assert first.has_more
+    assert client.batches.list(limit=2, after=made[1].id).data[0].id == made[0].id
+    for batch in made[:3]:
+        wait_for(client, batch)
+    client.files.delete(file_id)
+    with pytest.raises(openai.NotFoundError):
+        client.batches.create(**asked)  # type: ignore[arg-type]
+    output = client.batches.retrieve(made[0].id).output_file_id
+    with pytest.raises(openai.BadRequestError, match="purpose"):
+        client.batches.create(**asked | {"input_file_id": output})  # type: ignore[arg-type]
+
+
+def test_the_page_works(server: ServerProcess) -> None:
+    """The Python example of the documents."""
+    (code,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    here = code.replace("http://127.0.0.1:8000", server.url).replace('"none"', '"first"')
+    shown = StringIO()
+    with redirect_stdout(shown):
+        exec(compile(here, PAGE.name, "exec"), {})
+    assert shown.getvalue() == "{'1': '1, 2, 3, 4, 5', '2': '2, 3, 4, 5, 6', '3': '3, 4, 5, 6, 7'}\n"
+
+
+def test_the_command(server: ServerProcess, tmp_path: Path) -> None:
+    place = ["--url", server.url, "--api-key", "first"]
+    requests, output = tmp_path / "requests.jsonl", tmp_path / "output.jsonl"
+    requests.write_bytes(b"\n".join(line(str(n), prompt="1", max_tokens=2) for n in range(3)))
+    run = CliRunner().invoke(app, ["batch", "submit", str(requests), "--endpoint", COMPLETIONS, "--watch", *place])
+    assert run.exit_code == 0, run.output
+    batch_id = run.stdout.split()[0]
+    assert f"{batch_id} completed: 3 of 3 lines done, 0 failed" in run.stdout
+    run = CliRunner().invoke(app, ["batch", "fetch", batch_id, "-o", str(output), *place])
+    assert run.exit_code == 0, run.output
+    assert [json.loads(text)["custom_id"] for text in output.read_text().splitlines()] == ["0", "1", "2"]
+    run = CliRunner().invoke(app, ["batch", "fetch", batch_id, "--errors", *place])
+    assert (run.exit_code, run.stderr) == (2, f"error: {batch_id} is completed and has no error file\n")
+    assert batch_id in CliRunner().invoke(app, ["batch", "list", *place]).stdout
+    assert "completed" in CliRunner().invoke(app, ["batch", "cancel", batch_id, *place]).stdout
+    requests.write_bytes(b"no")
+    run = CliRunner().invoke(app, ["batch", "submit", str(requests), "--endpoint", COMPLETIONS, "--watch", *place])
+    assert run.exit_code == 1
+    assert "  line 1: it is not valid JSON" in run.stdout
+    for arguments, said in (
+        (["watch", "batch_none", *place], "there is no batch 'batch_none' (HTTP status 404)"),
+        (["list", "--url", server.url], "API key"),
+        (["list", "--url", "http://127.0.0.1:9"], "cannot be reached: connection refused"),
+        (["submit", str(tmp_path / "none"), *place], "No such file"),
+    ):
+        run = CliRunner().invoke(app, ["batch", *arguments])
+        assert (run.exit_code, said in run.stderr) == (1, True), run.stderr
+
+
+def test_what_is_shown_of_a_batch_is_whole_at_80_columns() -> None:
+    console = Console(file=StringIO(), width=80)
+    counts = {"total": 50_000, "completed": 12_345, "failed": 67}
+    with Watch(console) as watch:
+        watch._show({"status": "in_progress", "request_counts": counts, "expires_at": time.time() + 86_000})
+    shown = console.file.getvalue()
+    assert "in_progress" in shown
+    assert "12412 of 50000 lines, 67 failed, 0 tokens/s, the window ends in 23:53:" in " ".join(shown.split())
+
+
+def test_watching_waits_for_a_server_that_restarts() -> None:
+    batch = {"id": "batch_1", "expires_at": 2e9, "request_counts": {"total": 1, "completed": 1, "failed": 0}}
+    replies = [(200, "in_progress"), (503, ""), (200, "completed")]
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            status, state = replies.pop(0)
+            body = json.dumps(batch | {"status": state}).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        Thread(target=server.serve_forever).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        run = CliRunner().invoke(app, ["batch", "watch", "batch_1", "--url", url])
+        server.shutdown()
+    assert run.exit_code == 0, run.output
+    assert "batch_1 completed" in run.stdout

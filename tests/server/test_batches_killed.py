@@ -1,0 +1,173 @@
+"""Batches of servers that end in every way: nothing is lost, nothing is answered twice."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import asyncpg
+import httpx
+import openai
+import pytest
+from batch_client import answers, ids, line, submit, wait_for
+from batch_worlds import Place
+from openai.types import Batch
+from server_worlds import BLOCKS, HERE, ServerProcess, simulated_server
+
+from skipjoin.server.batches.database import DATABASE_FILE
+from support.postgres import Postgres
+
+SEED = 17
+LINES, TOKENS = 120, 24
+STEP_S = 0.004
+INFLIGHT = 16
+
+Start = Callable[..., ServerProcess]
+
+
+@pytest.fixture
+def start(tokenizer_folder: Path, tmp_path: Path) -> Iterator[Start]:
+    """Servers on one folder, one after the other."""
+    started: list[ServerProcess] = []
+
+    def begin(**settings: object) -> ServerProcess:
+        settings = {"batch_dir": tmp_path / "batches", "batch_inflight": INFLIGHT, **settings}
+        started.append(simulated_server(tokenizer_folder, STEP_S, BLOCKS, **settings))
+        return started[-1]
+
+    yield begin
+    for server in started:
+        server.stop()
+
+
+def client_of(server: ServerProcess) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+def begin_batch(server: ServerProcess, count: int = LINES, tokens: int = TOKENS) -> Batch:
+    with client_of(server) as client:
+        lines = [line(f"{n:03}", prompt=f"line {n}", max_tokens=tokens, ignore_eos=True) for n in range(count)]
+        return wait_for(client, submit(client, lines), "in_progress")
+
+
+def finished(folder: Path) -> int:
+    """Lines whose answers are written."""
+    with closing(sqlite3.connect(folder / DATABASE_FILE)) as database:
+        return int(database.execute("SELECT completed FROM batches").fetchone()[0])
+
+
+def check(server: ServerProcess, batch: Batch, count: int = LINES, tokens: int = TOKENS) -> None:
+    """Every line has exactly one answer, the one that a request over HTTP gets."""
+    with client_of(server) as client:
+        done = wait_for(client, batch)
+        assert done.status == "completed"
+        found = answers(client, done.output_file_id)
+        assert ids(found) == [f"{n:03}" for n in range(count)]
+        assert done.error_file_id is None
+        assert done.usage is not None
+        assert done.usage.output_tokens == count * tokens
+        for one in random.Random(SEED).sample(found, 3):
+            prompt = f"line {int(one['custom_id'])}"
+            direct = client.completions.create(
+                model="tiny", prompt=prompt, max_tokens=tokens, extra_body={"ignore_eos": True}
+            )
+            assert one["response"]["body"]["choices"][0]["text"] == direct.choices[0].text
+
+
+def test_kill_9_of_either_process(start: Start, tmp_path: Path) -> None:
+    """At random moments. What is written is not generated again."""
+    dice, folder = random.Random(SEED), tmp_path / "batches"
+    server = start()
+    batch = begin_batch(server)
+    written = 0
+    for victim in ("api", "engine"):
+        time.sleep(dice.uniform(0.1, 0.5))
+        killed = server.api if victim == "api" else server.engine
+        os.kill(killed.pid, signal.SIGKILL)
+        if victim == "engine":  # the server tells so for a while, and ends earlier when it is told to
+            server.process.terminate()
+        server.process.wait(30)
+        written = finished(folder)
+        server = start()
+    assert 0 < written < LINES
+    check(server, batch)
+    # Exactly what was not written, and what `check` has asked for is not counted.
+    assert server.metric("batch_generation_tokens_total") == (LINES - written) * TOKENS
+
+
+def test_sigterm_does_not_wait_for_batches(start: Start) -> None:
+    server = start()
+    batch = begin_batch(server)
+    begin = time.monotonic()
+    server.process.terminate()
+    assert server.process.wait(20) == 0
+    assert time.monotonic() - begin < 10
+    assert any("draining: 0 requests" in said for said in server.errors)
+    check(start(), batch)
+
+
+def test_two_servers_on_one_folder(start: Start, tokenizer_folder: Path, tmp_path: Path) -> None:
+    """The second does not start. Where the folder is the default one, it serves all but batches, until it has it."""
+    first = start()
+    arguments = ["simulated", str(tokenizer_folder), "0.001", "64", "512", f"batch_dir={tmp_path / 'batches'}"]
+    refused = subprocess.run(
+        [sys.executable, str(HERE / "serve.py"), *arguments], check=False, capture_output=True, text=True, timeout=60
+    )
+    assert refused.returncode == 2
+    assert "another server has the batches' folder" in refused.stderr
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SKIPJOIN_BATCH_DIR", str(tmp_path / "batches"))
+        second = simulated_server(tokenizer_folder, STEP_S, BLOCKS)
+    try:
+        answer = httpx.get(f"{second.url}/v1/batches")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "batch_store_unavailable")
+        assert httpx.post(f"{second.url}/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
+        first.stop()
+        until(lambda: httpx.get(f"{second.url}/v1/batches").status_code == 200)
+    finally:
+        second.stop()
+
+
+@pytest.mark.postgres
+def test_two_servers_on_one_database(start: Start, postgres: Postgres, postgres_place: Place) -> None:
+    """They share the lines. The database is gone for a while, then one server for good."""
+    url = postgres_place.url
+    assert url is not None
+    first, second = servers = [start(batch_dir=postgres_place.folder, batch_db=url) for _ in range(2)]
+    batch = begin_batch(first, 300, 120)
+    until(lambda: all(server.metric("batch_generation_tokens_total") for server in servers))
+    postgres.stop()
+    until(lambda: httpx.get(f"{first.url}/v1/batches/{batch.id}").status_code == 503)
+    answer = httpx.get(f"{first.url}/v1/batches")
+    assert answer.json()["error"]["code"] == "batch_store_unavailable"
+    assert httpx.post(f"{first.url}/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
+    postgres.start()
+    ran = second.metric("batch_generation_tokens_total")
+    until(lambda: second.metric("batch_generation_tokens_total") > ran)
+    second.api.kill()
+    second.process.wait(30)
+    asyncio.run(end_leases(url))
+    check(first, batch, 300, 120)
+
+
+async def end_leases(url: str) -> None:
+    """Let the time pass for which a dead server has its lines. One that is alive renews its own."""
+    connection = await asyncpg.connect(url)
+    await connection.execute("UPDATE servers SET lease_until = 0")
+    await connection.close()
+
+
+def until(condition: Callable[[], object], seconds: float = 30) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)

@@ -1,0 +1,304 @@
+"""How lines run: over a scripted engine in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from batch_client import COMPLETIONS, FINAL, line
+from batch_worlds import LoopWatch
+from server_worlds import Api, MakeApi
+
+from skipjoin.core.request import FinishReason, ServiceClass
+from skipjoin.server.api.service import Phase
+from skipjoin.server.batches import runner
+from skipjoin.server.batches.records import NoSpace, StoreUnavailable
+from skipjoin.server.batches.service import Batches
+from skipjoin.server.batches.store import Store
+from skipjoin.server.engines.errors import EngineDeadError
+
+pytestmark = pytest.mark.anyio
+INFLIGHT = 8
+SHORT = {"prompt": "abc", "max_tokens": 4, "ignore_eos": True}
+
+
+class Place:
+    """An API with batches. most: sequences of batches in the engine."""
+
+    def __init__(self, api: Api, most: int = INFLIGHT) -> None:
+        self.api = api
+        self.batches = Batches(api.service, most=most)
+        self.batches.add_routes(api.app.app)  # type: ignore[arg-type]
+
+    @property
+    def store(self) -> Store:
+        return self.batches.desk.store
+
+    async def submit(self, *lines: bytes, window: str = "24h") -> str:
+        data = b"\n".join(lines) + b"\n"
+        file = await self.api.http.post("/v1/files", files={"file": ("x", data)}, data={"purpose": "batch"})
+        assert file.status_code == 200, file.text
+        body = {"input_file_id": file.json()["id"], "endpoint": COMPLETIONS, "completion_window": window}
+        made = await self.api.http.post("/v1/batches", json=body)
+        assert made.status_code == 200, made.text
+        return str(made.json()["id"])
+
+    async def batch(self, batch_id: str) -> dict[str, Any]:
+        found = await self.api.http.get(f"/v1/batches/{batch_id}")
+        assert found.status_code == 200, found.text
+        return found.json()
+
+    async def until(self, batch_id: str, *statuses: str) -> dict[str, Any]:
+        """The batch in one of these states, by default one that is final."""
+        async with asyncio.timeout(30):
+            while (found := await self.batch(batch_id))["status"] not in (statuses or FINAL):
+                await asyncio.sleep(0.02)
+        return found
+
+    async def answers(self, file_id: str | None) -> dict[str, Any]:
+        """Lines of a file by custom_id, each exactly once."""
+        if file_id is None:
+            return {}
+        text = (await self.api.http.get(f"/v1/files/{file_id}/content")).text
+        found = [json.loads(one) for one in text.splitlines()]
+        assert len({one["custom_id"] for one in found}) == len(found)
+        return {one["custom_id"]: one for one in found}
+
+    def metric(self, name: str) -> float:
+        text = self.api.metrics.render().decode()
+        return next(float(one.split()[1]) for one in text.splitlines() if one.startswith(f"skipjoin:{name} "))
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+def open_place(make_api: MakeApi, tmp_path: Path) -> Callable[..., Any]:
+    @asynccontextmanager
+    async def make(most: int = INFLIGHT, **settings: Any) -> AsyncIterator[Place]:
+        async with make_api(batch_dir=str(tmp_path / "batches"), **settings) as api:
+            place = Place(api, most)
+            await place.batches.open()
+            yield place
+            await place.batches.close()
+            assert api.is_clean()
+
+    return make
+
+
+async def test_lines_leave_the_limits_of_others_alone(open_place: Callable[..., Any]) -> None:
+    """They are best effort, as many at once as they may be, and end with the window."""
+    async with open_place(max_queued_requests=2) as place:
+        engine = place.api.engine
+        engine.paused = True
+        batch = await place.submit(*(line(str(n), **SHORT) for n in range(30)), window="60s")
+        await until(lambda: len(engine.live) == INFLIGHT)
+        await asyncio.sleep(0.05)
+        assert len(engine.live) == INFLIGHT
+        for add in engine.added:
+            assert add.options.service is ServiceClass.BEST_EFFORT
+            assert 50 < add.options.deadline_s <= 61
+        assert len({add.params.seed for add in engine.added}) == INFLIGHT
+        # Two requests over HTTP find their queue empty, and a third one full.
+        chats = [asyncio.create_task(place.api.complete(max_tokens=2)) for _ in range(2)]
+        await until(lambda: len(engine.live) == INFLIGHT + 2)
+        assert (await place.api.complete()).status_code == 429
+        engine.paused = False
+        assert [answer.status_code for answer in await asyncio.gather(*chats)] == [200, 200]
+        done = await place.until(batch)
+        assert done["request_counts"] == {"total": 30, "completed": 30, "failed": 0}
+        assert place.metric("batch_generation_tokens_total") == 30 * SHORT["max_tokens"]
+        assert place.metric('batch_lines_ended_total{state="done"}') == 30
+
+
+async def test_what_is_tried_again_and_what_is_not(open_place: Callable[..., Any]) -> None:
+    async with open_place() as place:
+        engine = place.api.engine
+        engine.paused = True
+        batch = await place.submit(
+            *(line(str(n), **SHORT) for n in range(4)), line("late", **SHORT, deadline_ms=60_000)
+        )
+        await until(lambda: len(engine.live) == 5)
+        first = {tuple(add.prompt): add.params.seed for add in engine.added}
+        seeds = sorted(add.params.seed for add in engine.added)
+        engine.end_all(FinishReason.ABORT)  # 503
+        await until(lambda: len(engine.live) == 5)
+        assert first
+        assert sorted(add.params.seed for add in engine.added[5:]) == seeds
+        engine.die()
+        engine.join(place.api.ready)
+        await until(lambda: len(engine.live) == 5)
+        late = next(key for key, (add, _) in engine.live.items() if add.options.deadline_s < 61)
+        lost, *others = [key for key in engine.live if key != late]
+        for key, reason, error in ((late, FinishReason.DEADLINE, ""), (lost, FinishReason.ERROR, "it is too large")):
+            kept = {other: engine.live.pop(other) for other in list(engine.live) if other != key}
+            engine.end_all(reason, error)
+            engine.live.update(kept)
+        assert len(others) == 3
+        engine.paused = False
+        done = await place.until(batch)
+        assert done["request_counts"] == {"total": 5, "completed": 3, "failed": 2}
+        failed = await place.answers(done["error_file_id"])
+        assert failed.pop("late")["response"]["body"]["error"]["code"] == "deadline_exceeded"
+        ((_, one),) = failed.items()
+        assert one["response"]["status_code"] == 500
+        assert one["response"]["body"]["error"]["message"] == "it is too large"
+        assert place.metric("batch_lines_requeued_total") == 5
+
+
+async def test_a_line_that_ends_engines_is_given_up(
+    open_place: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lines beside it, which end with it at first, are not."""
+    for name in ("_IDLE_S", "_FIRST_RETRY_S", "_LAST_RETRY_S"):
+        monkeypatch.setattr(runner, name, 0.01)
+    async with open_place() as place:
+        engine, ends = place.api.engine, 0
+        engine.paused = True
+        batch = await place.submit(*(line(f"{n}", **{**SHORT, "max_tokens": 4 + n}) for n in range(6)))
+        while (done := await place.batch(batch))["status"] != "completed":
+            if any(add.params.max_tokens == 7 for add, _ in engine.live.values()):
+                ends += 1
+                place.api.service.client.fail_all(EngineDeadError())
+            elif engine.live:
+                engine.step()
+            await asyncio.sleep(0.002)
+        assert ends == runner.MOST_LOST
+        assert done["request_counts"] == {"total": 6, "completed": 5, "failed": 1}
+        ((name, one),) = (await place.answers(done["error_file_id"])).items()
+        assert name == "3"
+        assert one["response"]["body"]["error"]["code"] == "engine_lost"
+
+
+@pytest.mark.parametrize("failure", [NoSpace("the disk is full"), StoreUnavailable("the database is gone")])
+async def test_a_store_that_fails_for_a_while(
+    open_place: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, failure: Exception
+) -> None:
+    """Chat goes on, routes say what is wrong, no answer is lost and no line runs twice."""
+    async with open_place() as place:
+        batch = await place.submit(*(line(str(n), **SHORT) for n in range(40)))
+        await until(lambda: place.metric("batch_generation_tokens_total") > 0)
+
+        async def fail(*args: object, **kwargs: object) -> None:
+            raise failure
+
+        with monkeypatch.context() as patched:
+            for name in ("finish", "put_back", "take_lines", "due", "renew", "batch", "add_batch"):
+                patched.setattr(Store, name, fail)
+            await asyncio.sleep(0.5)
+            ran = place.metric("batch_generation_tokens_total")
+            await asyncio.sleep(0.3)
+            assert place.metric("batch_generation_tokens_total") == ran  # nothing is begun
+            assert (await place.api.complete(max_tokens=2)).status_code == 200
+            answer = await place.api.http.get(f"/v1/batches/{batch}")
+            assert answer.status_code == 503
+            assert answer.json()["error"]["code"] in ("insufficient_storage", "batch_store_unavailable")
+        done = await place.until(batch)
+        assert done["request_counts"] == {"total": 40, "completed": 40, "failed": 0}
+        assert len(await place.answers(done["output_file_id"])) == 40
+        assert place.metric("batch_generation_tokens_total") == 40 * SHORT["max_tokens"]
+
+
+@pytest.mark.parametrize("error", [NoSpace("the disk is full"), RuntimeError("unexpected")])
+async def test_a_batch_that_cannot_end_is_tried_with_pauses_and_holds_up_no_other(
+    open_place: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    start, tries, batch = Store.start_finalizing, 0, ""
+
+    async def fail(store: Store, batch_id: str) -> Any:
+        nonlocal tries
+        if batch_id != batch:
+            return await start(store, batch_id)
+        tries += 1
+        raise error
+
+    async with open_place() as place:
+        with monkeypatch.context() as patched:
+            patched.setattr(Store, "start_finalizing", fail)
+            batch = await place.submit(line("a", **SHORT), line("b", **SHORT))
+            await until(lambda: tries)
+            await asyncio.sleep(0.5)
+            assert tries <= 3
+            other = await place.submit(line("a", **SHORT))
+            assert (await place.until(other))["status"] == "completed"
+        assert (await place.until(batch))["status"] == "completed"
+
+
+async def test_the_end_of_the_server_returns_what_runs(
+    open_place: Callable[..., Any], make_api: MakeApi, tmp_path: Path
+) -> None:
+    """And the next one goes on."""
+    async with open_place() as place:
+        place.api.engine.paused = True
+        batch = await place.submit(*(line(str(n), **SHORT) for n in range(20)))
+        await until(lambda: len(place.api.engine.live) == INFLIGHT)
+        place.api.service.drain()
+        begin = time.monotonic()
+        await place.batches.close()
+        assert time.monotonic() - begin < 5
+        assert not place.api.engine.live
+    async with open_place() as place:
+        done = await place.until(batch)
+        assert done["request_counts"]["completed"] == 20
+
+
+async def test_no_lines_before_the_engine_is_there(open_place: Callable[..., Any]) -> None:
+    async with open_place() as place:
+        place.api.service.phase = Phase.STARTING
+        batch = await place.submit(line("a", **SHORT))
+        await asyncio.sleep(0.3)
+        assert not place.api.engine.added
+        place.api.service.phase = Phase.OPEN
+        assert (await place.until(batch))["status"] == "completed"
+
+
+async def test_input_files_that_are_gone(open_place: Callable[..., Any], tmp_path: Path) -> None:
+    """Before the validation, and while lines wait; other batches go on."""
+    async with open_place(most=1) as place:
+        place.api.service.phase = Phase.STARTING
+        blobs = tmp_path / "batches" / "files"
+        early = await place.submit(line("a", **SHORT))
+        for blob in blobs.iterdir():
+            blob.unlink()
+        late = await place.submit(*(line(str(n), **SHORT) for n in range(3)))
+        place.api.engine.paused = True
+        place.api.service.phase = Phase.OPEN
+        assert (await place.until(early))["errors"]["data"][0]["code"] == "input_file_gone"
+        await until(lambda: place.api.engine.live)
+        for blob in blobs.iterdir():
+            blob.unlink()
+        place.api.engine.paused = False
+        done = await place.until(late)
+        assert done["request_counts"] == {"total": 3, "completed": 1, "failed": 2}
+        for one in (await place.answers(done["error_file_id"])).values():
+            assert one["response"]["body"]["error"]["code"] == "input_file_gone"
+        assert (await place.until(await place.submit(line("a", **SHORT))))["status"] == "completed"
+
+
+async def test_the_event_loop_is_free(open_place: Callable[..., Any]) -> None:
+    """Large and many lines: the loop's thread computes for less than 50 ms between two turns."""
+    async with open_place(most=64) as place, LoopWatch() as watch:
+        large = line("large", prompt="x" * 1_000_000)
+        batch = await place.submit(large, *(line(str(n), **SHORT) for n in range(200)))
+        done = await place.until(batch)
+        assert done["request_counts"] == {"total": 201, "completed": 200, "failed": 1}
+    assert watch.longest_s < 0.05
+
+
+async def test_a_server_without_batches(make_api: MakeApi) -> None:
+    async with make_api(batch_dir="none") as api:
+        place = Place(api)
+        await place.batches.open()
+        answers: list[httpx.Response] = [await api.http.get(path) for path in ("/v1/files", "/v1/batches")]
+        assert [answer.status_code for answer in answers] == [404, 404]
+        assert "batch_dir none" in answers[0].json()["error"]["message"]

@@ -1,0 +1,104 @@
+"""The log: a line for each request, and a time on every line."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+
+import httpx
+import pytest
+from server_worlds import Api, MakeApi, StartServer
+
+from skipjoin.core.request import FinishReason
+from skipjoin.server.api.request_log import RequestLog
+from skipjoin.server.logs import JsonFormatter, TextFormatter
+
+pytestmark = pytest.mark.anyio
+
+LOG = "skipjoin.server.api.request_log"
+BODY = {"prompt": "abcdef", "max_tokens": 4}
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[tuple[str, dict[str, object]]]:
+    return [(record.getMessage(), record.fields) for record in caplog.records if record.name == LOG]  # type: ignore[attr-defined]
+
+
+def logged(api: Api) -> httpx.AsyncClient:
+    """A client of the same application behind the log."""
+    return httpx.AsyncClient(transport=httpx.ASGITransport(RequestLog(api.app)), base_url="http://localhost")
+
+
+async def test_each_request_has_one_line(make_api: MakeApi, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, LOG)
+    key = {"Authorization": "Bearer secret-key"}
+    async with make_api(api_keys=("secret-key",)) as api, logged(api) as http:
+        await http.post("/v1/completions", json=BODY, headers=key | {"x-request-id": "mine"})
+        await http.post("/v1/completions", json=BODY | {"stream": True, "n": 2}, headers=key)
+        await http.post("/v1/completions", json=BODY | {"temperature": 9}, headers=key)
+        await http.post("/v1/completions", json=BODY | {"model": "other"}, headers=key)
+        await http.post("/v1/completions", json=BODY)
+        await http.get("/no/such%0Apath", headers=key)
+        for probe in ("/health", "/metrics", "/v1/models"):
+            await http.get(probe, headers=key)
+    whole, stream, *others = lines(caplog)
+    message, fields = whole
+    assert message == "POST /v1/completions"
+    assert (fields["id"], fields["status"], fields["reason"]) == ("mine", 200, "length")
+    assert (fields["prompt_tokens"], fields["output_tokens"]) == (6, 4)
+    assert 0 < fields["ttft_s"] <= fields["total_s"] < 60  # type: ignore[operator]
+    assert re.fullmatch("[0-9a-f]{8}", str(fields["key"]))
+    assert (stream[1]["output_tokens"], stream[1]["reason"], stream[1]["key"]) == (8, "length", fields["key"])
+    told = [(message, one["status"], one["reason"], one["output_tokens"], one["key"]) for message, one in others]
+    assert told == [
+        ("POST /v1/completions", 400, "bad_request", None, fields["key"]),
+        ("POST /v1/completions", 404, "model_not_found", None, fields["key"]),
+        ("POST /v1/completions", 401, "unauthorized", None, None),
+        ("GET /no/such%0Apath", 404, "not_found", None, fields["key"]),
+    ]
+    assert "secret-key" not in caplog.text
+
+
+async def test_the_reason_of_a_stream_that_fails_is_its_error(api: Api, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, LOG)
+    api.engine.paused = True
+    async with logged(api) as http:
+        asking = asyncio.create_task(http.post("/v1/completions", json=BODY | {"stream": True}))
+        while not api.engine.live:
+            await asyncio.sleep(0)
+        api.engine.step()
+        api.engine.end_all(FinishReason.ERROR, "no memory")
+        await asking
+    ((_, fields),) = lines(caplog)
+    assert (fields["status"], fields["reason"], fields["output_tokens"]) == (200, "given_up", 1)
+
+
+async def test_warnings_alone_have_no_line_for_a_request(api: Api, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, LOG)
+    async with logged(api) as http:
+        await http.post("/v1/completions", json=BODY)
+    assert not lines(caplog)
+
+
+def test_a_record_is_one_line_of_text_or_one_json_object() -> None:
+    record = logging.LogRecord("skipjoin.x", logging.INFO, "x.py", 1, "%s done", ("a\nb",), None)
+    record.fields = {"id": "mine", "ttft_s": 0.25, "key": None}
+    text, line = TextFormatter().format(record), json.loads(JsonFormatter().format(record))
+    time = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}"
+    assert re.fullmatch(rf"{time} INFO skipjoin\.x: a\nb done id=mine ttft_s=0\.25 key=-", text)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00", line.pop("time"))
+    assert line == {"level": "info", "logger": "skipjoin.x", "message": "a\nb done", **record.fields}
+
+
+def test_every_line_of_a_servers_log_has_a_time(start_server: StartServer) -> None:
+    """Those of the engine's process, too, whose settings come by the environment."""
+    server = start_server(log_format="json", timeline="/dev/full")
+    httpx.post(f"{server.url}/v1/completions", json=BODY, timeout=60)
+    server.stop()
+    found = [json.loads(line) for line in server.errors]
+    assert all(line["time"] and line["level"] for line in found)
+    messages = [line["message"] for line in found]
+    assert "POST /v1/completions" in messages
+    assert any(message.startswith("the timeline /dev/full ends here") for message in messages)
+    assert any(message.startswith("draining: ") for message in messages)

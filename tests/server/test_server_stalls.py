@@ -1,0 +1,370 @@
+"""No body, and no client that reads slowly, holds up the others: neither the event loop nor memory."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import server_worlds
+import tiny_model as tiny
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+from server_worlds import JSON, Api, MakeApi, StartServer
+
+from skipjoin.engine.text import Output
+from skipjoin.sampling import Scored, TokenDetail
+from skipjoin.server.engines.sequences import MOST_OF_SEQUENCE, MOST_WAITING, Mailbox
+
+pytestmark = pytest.mark.anyio
+LARGEST = 4 << 20
+STALL_S = 0.05
+MEMORY = 128 << 20
+
+
+class Loop:
+    """The longest time for which the event loop did nothing else, by the clock or by this process's use of processors,
+    whichever is less: other processes do not count."""
+
+    def __init__(self) -> None:
+        self.longest_s = 0.0
+
+    async def __aenter__(self) -> Loop:
+        self._task = asyncio.create_task(self._watch())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.sleep(0.002)
+        self._task.cancel()
+
+    async def _watch(self) -> None:
+        while True:
+            begin, used = time.perf_counter(), time.process_time()
+            await asyncio.sleep(0.001)
+            self.longest_s = max(self.longest_s, min(time.perf_counter() - begin, time.process_time() - used))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _frozen() -> Iterator[None]:
+    """As in a server, the garbage collector leaves objects alone that were there before."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+async def stall_of(work: Callable[[], Awaitable[Any]]) -> float:
+    """The stall by some work; the least of three, if the first are too long: the least is its own."""
+    stalls: list[float] = []
+    while len(stalls) < 3 and min(stalls, default=STALL_S) >= STALL_S:
+        async with Loop() as loop:
+            await work()
+        stalls.append(loop.longest_s)
+    return min(stalls)
+
+
+def peak_memory() -> int:
+    """The most memory of this process since the last call, in bytes."""
+    status = Path("/proc/self/status").read_text()
+    Path("/proc/self/clear_refs").write_text("5")
+    return 1024 * int(status.split("VmHWM:")[1].split()[0])
+
+
+# -- bodies -----------------------------------------------------------------------------------------------------
+
+
+def filled(begin: str, unit: str, end: str, size: int = LARGEST) -> bytes:
+    return (begin + unit * ((size - len(begin) - len(end)) // len(unit.encode())) + end).encode()
+
+
+def fields(count: int = 380_000) -> str:
+    return ",".join(f'"{number}":1' for number in range(count))
+
+
+CHAT = '{"messages":[{"role":"user","content":'
+BODIES = {
+    "text": ("/v1/completions", filled('{"prompt":"', "ab ", '"}'), 400),
+    "conversation": ("/v1/chat/completions", filled(CHAT + '"', "😀", '"}]}'), 400),
+    "wrong metadata": ("/v1/completions", ('{"prompt":"a","metadata":{' + fields() + "}}").encode(), 400),
+    "unknown fields": ("/v1/completions", ('{"prompt":"a",' + fields() + "}").encode(), 400),
+    "unknown within": ("/v1/chat/completions", (CHAT + '"x",' + fields() + "}]}").encode(), 400),
+    "parts": ("/v1/chat/completions", filled(CHAT + "[", '{"type":"text","text":""},', "{}]}]}"), 400),
+    "hidden": ("/v1/completions", filled('{"prompt":"a","n":[', "[],", '0],"n":1}'), 200),
+    "names": ("/tokenize", json.dumps({"return_token_strs": True, "prompt": "ab " * 100_000}).encode(), 200),
+    "ids": ("/detokenize", json.dumps({"tokens": [65] * 500_000}).encode(), 200),
+    "digits": ("/detokenize", filled('{"tokens":[', "9", "]}"), 400),
+}
+
+
+@pytest.mark.parametrize(("path", "body", "status"), BODIES.values(), ids=BODIES)
+async def test_no_body_stalls_the_others(api: Api, path: str, body: bytes, status: int) -> None:
+    async def post() -> None:
+        assert (await api.http.post(path, content=body, headers=JSON)).status_code == status
+
+    peak_memory()
+    before = peak_memory()
+    assert await stall_of(post) < STALL_S
+    assert peak_memory() - before < MEMORY
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt": ["ab " * 1300] * 250},
+        {"prompt": [[65] * 1000] * 64, "n": 16},
+        {"prompt": [[65] * 4000] * 250, "echo": True},
+    ],
+    ids=["texts", "choices", "echoes"],
+)
+async def test_no_number_of_prompts_stalls_the_others(api: Api, fields: dict[str, Any]) -> None:
+    api.service._info = replace(api.ready, max_model_len=8192)
+
+    async def post() -> None:
+        assert (await api.complete(**fields, max_tokens=1)).status_code == 200
+
+    assert await stall_of(post) < STALL_S
+
+
+PATHS = {
+    "/v1/completions": ("prompt", "stop", "metadata", "logit_bias", "n", "stream_options", "response_format"),
+    "/v1/chat/completions": ("messages", "tools", "slo", "user", "documents"),
+    "/tokenize": ("prompt", "messages", "chat_template_kwargs"),
+    "/detokenize": ("tokens", "model"),
+}
+VALUES = [
+    *(("[", unit, "0]") for unit in ("[],", "{},", '"",', "1,", "null,", "1e3,", '{"a":1},', "[[1]],", '"\\ud800",')),
+    *(("{", unit, '"z":1}') for unit in ('"a":1,', '"":{},', '"role":"user",')),
+    *(('"', unit, '"') for unit in ("x", "\\u0041", "\\ud800", "€")),
+    *(("", unit, "0") for unit in ("9", "[", '{"a":', "-")),
+    ('[{"role":"user","content":"', "x", '"}]'),
+    *(("[", unit, "{}]") for unit in ('{"role":"user","content":""},', '{"role":"user","content":[]},')),
+]
+
+
+@given(st.sampled_from([(path, name) for path, names in PATHS.items() for name in names]), st.sampled_from(VALUES))
+@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+def test_no_value_in_no_field_takes_time_or_memory(
+    loop_of_bodies: Callable[[str, bytes], tuple[int, float, int]], place: tuple[str, str], value: tuple[str, str, str]
+) -> None:
+    (path, name), (begin, unit, end) = place, value
+    # /tokenize takes texts of a million tokens, and the tokenizer 100 bytes for each byte.
+    size = LARGEST // 4 if path == "/tokenize" else LARGEST
+    status, stall_s, memory = loop_of_bodies(path, filled(f'{{"{name}":{begin}', unit, end + "}", size))
+    assert status == 400 or path == "/tokenize"
+    assert stall_s < STALL_S
+    assert memory < MEMORY
+
+
+@pytest.fixture
+def loop_of_bodies(tokenizer_folder: Path) -> Any:
+    """Status, stall and memory of a body."""
+    from skipjoin.config import ServerConfig  # noqa: PLC0415
+
+    with asyncio.Runner() as runner:
+
+        async def make() -> Api:
+            return Api(tokenizer_folder, ServerConfig())
+
+        api = runner.run(make())
+
+        def post(path: str, body: bytes) -> tuple[int, float, int]:
+            statuses = []
+
+            async def once() -> None:
+                statuses.append((await api.http.post(path, content=body, headers=JSON)).status_code)
+
+            peak_memory()
+            before = peak_memory()
+            stall_s = runner.run(stall_of(once))
+            return statuses[0], stall_s, peak_memory() - before
+
+        yield post
+        runner.run(api.http.aclose())
+        api.service.close()
+
+
+# -- scores of prompts ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_scores_of_prompts_are_formatted_beside_the_loop(
+    api: Api, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    top = tuple((token, -1.0 - token) for token in range(20))
+    scored = TokenDetail(Scored(65, -0.5, top), (Scored(65, None), *[Scored(65, -0.25, top)] * 499))
+    monkeypatch.setattr(server_worlds, "_detail", lambda *_, **__: scored)
+    body = {"prompt": [[65] * 500] * 24, "max_tokens": 1, "echo": True, "logprobs": 20, "stream": stream}
+    answers = []
+
+    async def post() -> None:
+        answers.append(await api.complete(**body))
+
+    assert await stall_of(post) < STALL_S
+    if not stream:
+        assert [len(choice["logprobs"]["tokens"]) for choice in answers[0].json()["choices"]] == [501] * 24
+
+
+async def test_an_answer_has_a_bounded_number_of_scores(make_api: MakeApi) -> None:
+    async with make_api(max_prompt_scores=100) as api:
+        scored = {"prompt": ["x" * 10, "y" * 15], "echo": True, "max_tokens": 1}
+        assert (await api.complete(**scored, logprobs=1, n=2)).status_code == 200
+        for more in ({"logprobs": 2, "n": 2}, {"logprobs": 1, "n": 3}):
+            error = (await api.complete(**scored, **more)).json()["error"]
+            assert error["param"] == "logprobs"
+            assert "at most 100 log-probabilities of prompts" in error["message"]
+        assert api.is_clean()
+
+
+def test_scores_pass_the_link_in_pieces(start_server: StartServer) -> None:
+    server = start_server(context=4096)
+    prompt = [65 + number % 26 for number in range(3000)]
+    body = {"prompt": [prompt, prompt[:700]], "echo": True, "logprobs": 2, "max_tokens": 2}
+    choices = httpx.post(f"{server.url}/v1/completions", json=body, timeout=30).json()["choices"]
+    for choice, ids in zip(choices, (prompt, prompt[:700]), strict=True):
+        assert choice["logprobs"]["token_logprobs"] == [None] + [-0.25] * (len(ids) - 1) + [-0.5] * 2
+        assert "".join(choice["logprobs"]["tokens"]) == choice["text"]
+
+
+# -- the queue --------------------------------------------------------------------------------------------------
+
+
+async def test_tokenizing_counts_in_the_queue(make_api: MakeApi) -> None:
+    async with make_api(max_queued_requests=1, max_queued_tokens=1000) as api:
+        long = {"messages": [{"role": "user", "content": "x" * 4100}]}
+        for path, body, param in (
+            ("/tokenize", {"prompt": "x" * 4100}, "prompt"),
+            ("/tokenize", long, "messages"),
+            ("/detokenize", {"tokens": [1] * 1001}, "tokens"),
+        ):
+            error = (await api.http.post(path, json=body)).json()["error"]
+            assert (error["param"], "at most 1000 tokens" in error["message"]) == (param, True)
+        api.engine.paused = True
+        running = asyncio.create_task(api.complete())
+        while not api.engine.live:
+            await asyncio.sleep(0.001)
+        for path, body in (("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [1]})):
+            assert (await api.http.post(path, json=body)).status_code == 429
+        api.engine.paused = False
+        await running
+        assert (await api.http.post("/tokenize", json={"prompt": "a"})).status_code == 200
+        assert api.is_clean()
+
+
+async def test_a_full_queue_refuses_at_once_and_before_anything_is_tokenized(
+    make_api: MakeApi, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with make_api(max_queued_requests=8, max_queued_tokens=1 << 20) as api:
+        api.engine.paused = True
+        running = asyncio.create_task(api.complete(n=8))
+        while not api.engine.live:
+            await asyncio.sleep(0.001)
+        monkeypatch.delattr(api.service.tokenizer, "backend")
+        for prompt in ("abc", "ab " * 1_000_000, [65] * 500_000, ["ab " * 1000] * 8):
+            content = json.dumps({"prompt": prompt}).encode()
+
+            async def post(content: bytes = content) -> None:
+                response = await api.http.post("/v1/completions", content=content, headers=JSON)
+                assert response.status_code == 429
+                assert 1 <= int(response.headers["retry-after"]) <= 60
+
+            assert await time_of(post) < 0.05
+        api.engine.paused = False
+        monkeypatch.undo()
+        await running
+        assert api.is_clean()
+
+
+async def time_of(work: Callable[[], Awaitable[None]]) -> float:
+    """Seconds, by the clock or of a processor, whichever are fewer; the least of three."""
+    times = []
+    for _ in range(3):
+        begin, used = time.perf_counter(), time.process_time()
+        await work()
+        times.append(min(time.perf_counter() - begin, time.process_time() - used))
+    return min(times)
+
+
+# -- slow readers -----------------------------------------------------------------------------------------------
+
+
+class Reader:
+    """A client of the application itself that takes nothing of an answer after its head before it is told to."""
+
+    def __init__(self, api: Api, **body: Any) -> None:
+        self.taken = b""
+        self.reads = asyncio.Event()
+        self._parts = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+        scope = {
+            "type": "http", "method": "POST", "path": "/v1/completions", "raw_path": b"/v1/completions",
+            "query_string": b"", "root_path": "",
+            "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
+        }  # fmt: skip
+        self.task = asyncio.create_task(api.app(scope, self._receive, self._send))  # type: ignore[arg-type]
+
+    async def _receive(self) -> Any:
+        if self._parts:
+            return self._parts.pop()
+        await asyncio.Event().wait()
+
+    async def _send(self, message: Any) -> None:
+        if message["type"] == "http.response.body":
+            await self.reads.wait()
+            self.taken += message["body"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_holds_its_places_in_the_queue_until_it_is_taken(api: Api, stream: bool) -> None:
+    reader = Reader(api, prompt="abc", n=3, max_tokens=50, stream=stream)
+    async with asyncio.timeout(10):
+        while not api.engine.added or api.engine.live:
+            await asyncio.sleep(0.001)
+        assert api.engine.client.active == 0
+        assert api.service.admission.requests == 3
+        reader.reads.set()
+        await reader.task
+    assert api.is_clean()
+    assert reader.taken.count(b"length") == 3
+
+
+async def test_output_that_nobody_reads_ends_the_stream_before_it_fills_the_memory(api: Api) -> None:
+    reader = Reader(api, prompt="abc", n=16, max_tokens=tiny.CONTEXT - 3, stream=True, logprobs=20, ignore_eos=True)
+    async with asyncio.timeout(20):
+        while not api.engine.aborted:
+            await asyncio.sleep(0.001)
+        assert len(api.engine.aborted) == 16
+        assert not api.engine.live
+        assert api.service.admission.requests == 16
+        reader.reads.set()
+        await reader.task
+    *_, last, end = reader.taken.split(b"\n\n")
+    assert end == b""
+    assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "slow_reader"
+    assert api.is_clean()
+
+
+async def test_a_mailbox_is_bounded_and_taken_in_parts() -> None:
+    full = []
+    mailbox = Mailbox(lambda: full.append(1))
+    detail = TokenDetail(Scored(1, -1.0, ((1, -1.0),) * 14))
+    most = (MOST_WAITING + MOST_OF_SEQUENCE) // 16
+    for number in range(2 * most):
+        mailbox.put(Output(number, 1, detail))
+    await asyncio.sleep(0)
+    assert full == [1]
+    taken: list[Output] = []
+    while len(taken) <= most:
+        part = await mailbox.get()
+        assert 0 < len(part) <= 256
+        taken += part
+    mailbox.fail(KeyError("it is full"))
+    mailbox.put(Output(0, 1, detail))
+    with pytest.raises(KeyError, match="it is full"):
+        await mailbox.get()
+    assert [output.choice for output in taken] == list(range(most + 1))

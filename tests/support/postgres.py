@@ -1,0 +1,102 @@
+"""A PostgreSQL server of the tests' own: a process, a temporary folder with its socket, any number of databases."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import asyncpg
+
+USER = "skipjoin"
+
+
+def binaries() -> Path | None:
+    """The folder of initdb and postgres, the newest; None where there is none."""
+    if found := shutil.which("initdb"):
+        return Path(found).resolve().parent
+    known = Path("/usr/lib/postgresql").glob("*/bin/initdb")
+    return max((path.parent for path in known), key=lambda path: float(path.parent.name), default=None)
+
+
+class Postgres:
+    """A server that runs. It can be stopped and started, as one that fails is."""
+
+    def __init__(self, folder: Path, programs: Path) -> None:
+        self.folder = folder
+        self._programs = programs
+        self._process: subprocess.Popen[bytes] | None = None
+        self._count = 0
+        settings = ["--auth=trust", f"--username={USER}", "--no-sync", "--encoding=UTF8", "--no-locale"]
+        self._run("initdb", "-D", str(folder / "data"), *settings)
+        self.start()
+
+    def start(self) -> None:
+        """Start, and wait until it answers."""
+        settings = ["listen_addresses=", f"unix_socket_directories={self.folder}", "fsync=off", "max_connections=50"]
+        options = [part for setting in settings for part in ("-c", setting)]
+        command = [*_unprivileged(), str(self._programs / "postgres"), "-D", str(self.folder / "data"), *options]
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        end = time.monotonic() + 30
+        while time.monotonic() < end:
+            with suppress(OSError, asyncpg.PostgresError):
+                return asyncio.run(self._execute("SELECT 1"))
+            assert self._process.poll() is None, "PostgreSQL does not start"
+            time.sleep(0.02)
+        raise AssertionError("PostgreSQL does not answer")
+
+    def stop(self) -> None:
+        """End it at once; connections break."""
+        assert self._process is not None
+        self._run("pg_ctl", "stop", "-D", str(self.folder / "data"), "-m", "immediate")
+        self._process.wait(30)
+
+    def new_database(self) -> str:
+        """The URL of an empty database."""
+        self._count += 1
+        name = f"test{self._count}"
+        asyncio.run(self._execute(f"CREATE DATABASE {name}"))
+        return f"postgresql://{USER}@/{name}?host={self.folder}"
+
+    async def _execute(self, statement: str) -> None:
+        connection = await asyncpg.connect(host=str(self.folder), user=USER, database="postgres", timeout=5)
+        try:
+            await connection.execute(statement)
+        finally:
+            await connection.close()
+
+    def _run(self, program: str, *args: str) -> None:
+        command = [*_unprivileged(), str(self._programs / program), *args]
+        subprocess.run(command, check=True, capture_output=True, cwd=self.folder)
+
+
+def _unprivileged() -> list[str]:
+    """What runs a program as another user: PostgreSQL refuses to be root."""
+    if os.geteuid() != 0:
+        return []
+    return ["setpriv", "--reuid=nobody", "--regid=nogroup", "--clear-groups", "--"]
+
+
+@contextmanager
+def running() -> Iterator[Postgres | None]:
+    """A server for the time of the block; None where PostgreSQL is not installed."""
+    programs = binaries()
+    if programs is None:
+        yield None
+        return
+    # A short name: that of a socket has a bound. Not below a folder that is closed to other users.
+    with TemporaryDirectory(prefix="pg", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        if os.geteuid() == 0:
+            shutil.chown(folder, "nobody")
+        server = Postgres(folder, programs)
+        try:
+            yield server
+        finally:
+            server.stop()

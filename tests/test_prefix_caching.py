@@ -1,0 +1,96 @@
+"""Prompts that begin like earlier ones use their KV, and get the tokens that they get without."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from skipjoin import LLM, SamplingParams
+
+BLOCK = 16
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+SEEDED = SamplingParams(temperature=1.0, seed=7, max_tokens=8, ignore_eos=True)
+Pair = tuple[LLM, LLM]
+
+
+@pytest.fixture(scope="module", params=["auto", "torch"])
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    """One that caches, and one that does not. Either holds little more KV than the longest request has."""
+    settings = dict(
+        progress=False, threads=1, profile="off", attention=request.param, kv_cache_gib=0.0045, swap_space_gib=0
+    )
+    with ExitStack() as stack:
+        caching, plain = (
+            stack.enter_context(LLM(**settings, max_num_batched_tokens=128, enable_prefix_caching=on))
+            for on in (True, False)
+        )
+        assert 64 <= caching.engine.info.device_blocks < 80
+        yield caching, plain
+
+
+def prompt_of(seed: int, tokens: int) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.randrange(3, 500) for _ in range(tokens)]
+
+
+def full_blocks(prompt: list[int]) -> int:
+    """Tokens of the full blocks before the last token."""
+    return (len(prompt) - 1) // BLOCK * BLOCK
+
+
+def test_tokens_are_those_without_a_cache(pair: Pair) -> None:
+    """The same prompt first, again and after one that fills the pool; turns of a conversation; prompts in company."""
+    caching, plain = pair
+    turn, filler = prompt_of(1, 300), prompt_of(2, 1000)
+    (filled,) = plain.generate(filler, GREEDY)
+    for params in (GREEDY, SEEDED):
+        first, again = (caching.generate(turn, params)[0] for _ in range(2))
+        (expected,) = plain.generate(turn, params)
+        assert first.token_ids == again.token_ids == expected.token_ids
+        assert (again.cached_tokens, expected.cached_tokens) == (full_blocks(turn), 0)
+        assert caching.generate(filler, GREEDY)[0].token_ids == filled.token_ids
+        company = [turn[: 100 * place] + prompt_of(place, 40) for place in (1, 2)]
+        ours, theirs = caching.generate(company, params), plain.generate(company, params)
+        assert [one.token_ids for one in ours] == [one.token_ids for one in theirs]
+        turn = turn + first.token_ids + prompt_of(3, 30)
+
+
+def test_the_next_turn_finds_the_output_and_another_beginning_nothing(pair: Pair) -> None:
+    caching, _ = pair
+    prompt = prompt_of(10, 500)
+    (first,) = caching.generate(prompt, GREEDY)
+    assert first.cached_tokens == 0
+    # The last token of an output is not computed.
+    turn = prompt + first.token_ids + [5]
+    assert caching.generate(turn, GREEDY)[0].cached_tokens == (len(turn) - 2) // BLOCK * BLOCK
+    assert caching.generate([*prompt[:470], 1], GREEDY)[0].cached_tokens == 464
+    assert caching.generate([prompt[0] + 1, *prompt[1:]], GREEDY)[0].cached_tokens == 0
+
+
+def test_of_an_aborted_prompt_only_what_was_computed_is_found(pair: Pair) -> None:
+    caching, plain = pair
+    prompt, loop = prompt_of(20, 600), caching._loop
+    for steps in (1, 3):
+        prompt = [steps, *prompt]
+        loop.add(1_000_000 + steps, prompt, GREEDY)
+        for _ in range(steps):
+            loop.step()
+        loop.abort(1_000_000 + steps)
+        (found,) = caching.generate(prompt, GREEDY)
+        assert found.cached_tokens == 128 * steps
+        assert found.token_ids == plain.generate(prompt, GREEDY)[0].token_ids
+
+
+def test_scores_of_a_prompt_are_those_without_a_cache(pair: Pair) -> None:
+    caching, plain = pair
+    prompt = prompt_of(30, 100)
+    caching.generate(prompt, GREEDY)
+    assert caching.generate(prompt, GREEDY)[0].cached_tokens == 96
+    scored = SamplingParams(temperature=0, max_tokens=3, logprobs=2, prompt_logprobs=2)
+    (ours,), (theirs,) = caching.generate(prompt, scored), plain.generate(prompt, scored)
+    assert ours.cached_tokens == 0
+    assert ours.details == theirs.details
+    assert len(ours.details[0].prompt) == len(prompt)

@@ -1,0 +1,110 @@
+"""Settings from a file and from the environment, and which of them counts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from skipjoin.cli import app
+from skipjoin.cli.settings_file import unknown_variables
+
+FILE = """\
+# A comment.
+model: tally
+profile: off
+max_num_seqs: 64
+port: 1000
+set: {starvation_s: 3, paced: false}
+api-key: [a, b c]
+enforce-eager: true
+dtype: float32
+"""
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The settings that `run_server` gets, as one dictionary for each run."""
+    found: list[dict[str, Any]] = []
+
+    def run_server(engine: Any, server: Any, forecasts: Any, **_: Any) -> int:
+        names = ("model", "profile", "max_num_seqs", "recipe_params", "enforce_eager", "dtype")
+        found.append({name: getattr(engine, name) for name in names} | {"port": server.port, "keys": server.api_keys})
+        return 0
+
+    monkeypatch.setattr("skipjoin.server.launch.run_server", run_server)
+    monkeypatch.delenv("SKIPJOIN_API_KEY", raising=False)
+    return found
+
+
+def test_flags_count_more_than_the_environment_and_that_more_than_a_file(
+    served: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "server.yaml"
+    file.write_text(FILE)
+    monkeypatch.setenv("SKIPJOIN_PORT", "2000")
+    monkeypatch.setenv("SKIPJOIN_DTYPE", "bfloat16")
+    for args in ([], ["--port", "3000", "--set", "quantum_s=2", "--no-enforce-eager"]):
+        run = CliRunner().invoke(app, ["serve", "--config", str(file), *args])
+        assert run.exit_code == 0, run.output
+    params = {"starvation_s": 3.0, "paced": False}
+    first = {"model": "tally", "profile": "off", "max_num_seqs": 64, "recipe_params": params, "enforce_eager": True}
+    first |= {"dtype": "bfloat16", "port": 2000, "keys": ("a", "b c")}
+    assert served == [first, first | {"port": 3000, "recipe_params": {"quantum_s": 2.0}, "enforce_eager": False}]
+
+
+def test_one_value_of_several_that_there_may_be_is_one(served: list[dict[str, Any]], tmp_path: Path) -> None:
+    file = tmp_path / "server.yaml"
+    file.write_text("api-key: secret\nset: starvation_s=3\n")
+    run = CliRunner().invoke(app, ["serve", "--config", str(file)])
+    assert run.exit_code == 0, run.output
+    assert (served[0]["keys"], served[0]["recipe_params"]) == (("secret",), {"starvation_s": 3.0})
+
+
+def test_the_environment_gives_the_model_and_parameters(
+    served: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SKIPJOIN_MODEL", "/some/model")
+    monkeypatch.setenv("SKIPJOIN_SET", "starvation_s=3 paced=false")
+    monkeypatch.setenv("SKIPJOIN_MAX_NUM_SEQ", "7")
+    run = CliRunner().invoke(app, ["serve"])
+    assert (served[0]["model"], served[0]["recipe_params"]) == ("/some/model", {"starvation_s": 3.0, "paced": False})
+    assert "warning: SKIPJOIN_MAX_NUM_SEQ is no setting; did you mean max_num_seqs" in run.stderr
+    assert list(unknown_variables(["SKIPJOIN_PORT"], {"SKIPJOIN_PORT": "1", "PORT": "1"})) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("prot: 5\n", ", line 1: there is no setting 'prot'; did you mean port?"),
+        ("\nport: 5\nport: 6\n", ", line 3: port is given twice"),
+        ("scheduling-policy: fcfs\nrecipe: fcfs\n", ", line 2: recipe is given twice"),
+        ("port:\n", ", line 1: port must have a value"),
+        ("set: {a: [1]}\n", ", line 1: set must have one value, not several"),
+        ("port: [1, 2]\n", ", line 1: port must have one value, not several"),
+        ("config: other.yaml\n", ", line 1: there is no setting 'config'"),
+        ("- port\n", " must be a mapping, such as port: 8000"),
+        ("port: [5\n", ": not YAML: "),
+        ("port: 70000\n", "port must be in [0, 65535], got 70000"),
+        (None, ": No such file or directory"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_told_with_the_line(tmp_path: Path, text: str | None, error: str) -> None:
+    file = tmp_path / "server.yaml"
+    if text is not None:
+        file.write_text(text)
+    run = CliRunner().invoke(app, ["serve", "--config", str(file)])
+    assert run.exit_code == 2, run.output
+    assert error in run.stderr
+
+
+def test_a_simulation_takes_a_file_too(tmp_path: Path) -> None:
+    file = tmp_path / "runs.yaml"
+    file.write_text("model: opt-13b\nrates: 1,2\nrequests: 2\nlengths: fixed:16,2\nrecipes: lifo\n")
+    run = CliRunner().invoke(app, ["simulate", "--config", str(file)])
+    assert "recipe must be one of" in run.stderr
+    run = CliRunner().invoke(app, ["simulate", "--config", str(file), "--recipes", "fcfs", "--jobs", "1"])
+    assert run.exit_code == 0, run.output
+    assert "2/2" in run.output

@@ -60,8 +60,10 @@ TIMES, PAPER_TIMES = 0.4, 2.0
 
 # To the first one all requests are alike, as to the paper's vLLM; under the others best effort comes second.
 BLIND = Variant("fcfs, class-blind", "fcfs")
-FCFS, ROUND_ROBIN, RECOMPUTE, SWAP, BROS = plain("fcfs", "round-robin", "bros-recompute", "bros-swap", "bros")
-VARIANTS = (BLIND, FCFS, ROUND_ROBIN, RECOMPUTE, SWAP, BROS)
+FCFS, ROUND_ROBIN, RECOMPUTE, SWAP, UNSHARED, BROS = plain(
+    "fcfs", "round-robin", "bros-recompute", "bros-swap", "bros-unshared", "bros"
+)
+VARIANTS = (BLIND, FCFS, ROUND_ROBIN, RECOMPUTE, SWAP, UNSHARED, BROS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ import torch
 from skipjoin.core.step import Direction, Move
 from skipjoin.exec.kv_store import KVStore
 from skipjoin.exec.transfer import Ended, copy_in_order
+from skipjoin.model.kv_cache import PagedKV, QuantizedKV
 
 
 class CopyError(Exception):
@@ -22,28 +23,51 @@ def spoil(rows: torch.Tensor, blocks: Sequence[int] | slice) -> None:
     rows[blocks if isinstance(blocks, slice) else list(blocks)] = 255 if rows.dtype == torch.uint8 else torch.nan
 
 
+# Says of a device block whether other requests may still read it; true: the slots that a request has in it.
+Keeps = Callable[[int, bool], bool]
+
+
+def _keeps_nothing(block: int, is_part: bool) -> bool:
+    return False
+
+
 class HarshStore(KVStore):
     """Fills with NaN whatever nobody may read any more: what a copy has left, and what a failed one should have
     written.
 
-    fails: which moves do. delay_s: how long each copy takes at least. keeps: which device blocks have KV that other
-    requests may find.
+    fails: which moves do. delay_s: how long each copy takes at least. keeps: see `Keeps`.
     """
 
     fails: Callable[[Move], bool] = staticmethod(lambda move: False)
-    keeps: Callable[[int], bool] = staticmethod(lambda block: False)
+    keeps: Keeps = staticmethod(_keeps_nothing)
     delay_s = 0.0
 
     def copy(self, move: Move) -> None:
         time.sleep(self.delay_s)
         assert self.host is not None
-        source, target = (self.device, self.host) if move.direction is Direction.OUT else (self.host, self.device)
+        source = self.host if move.direction is Direction.IN else self.device
+        target = self.host if move.direction is Direction.OUT else self.device
         if self.fails(move):
-            spoil(target.block_view(), move.target)
+            self._spoil(target, move.target, move)
             raise CopyError(f"request {move.request.id}")
         super().copy(move)
-        gone = [block for block in move.source if move.direction is Direction.IN or not self.keeps(block)]
-        spoil(source.block_view(), gone)
+        self._spoil(source, move.source, move, self.keeps if source is self.device else _keeps_nothing)
+
+    def _spoil(
+        self,
+        pool: PagedKV | QuantizedKV,
+        blocks: Sequence[int],
+        move: Move,
+        keeps: Keeps = _keeps_nothing,
+    ) -> None:
+        """What the move concerns of these blocks."""
+        if not move.spans:
+            spoil(pool.block_view(), [block for block in blocks if not keeps(block, False)])
+            return
+        assert isinstance(pool, PagedKV)
+        for block, (first, count) in zip(blocks, move.spans, strict=True):
+            if not keeps(block, True):
+                spoil(pool.head_view()[block].transpose(0, 1), slice(first, first + count))
 
 
 class LateCopier:

@@ -9,14 +9,14 @@ from functools import cache
 from typing import Any, Protocol
 
 import torch
-from copiers import HarshStore, LateCopier, spoil
+from copiers import HarshStore, Keeps, LateCopier, spoil
 
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.events import Event, Preemption
 from skipjoin.core.kv import KVLedger
 from skipjoin.core.policy import Batcher, Callbacks, Eviction, EvictionPolicy, Ordering, Policies
 from skipjoin.core.prefixes import ContentPrefix
-from skipjoin.core.request import Request
+from skipjoin.core.request import Request, RequestOptions, ServiceClass
 from skipjoin.core.scheduler import Scheduler
 from skipjoin.core.step import Move, Slice, StepPlan
 from skipjoin.exec.base import Executor
@@ -54,9 +54,11 @@ def tiny_model(family: str, attention: str = "auto") -> CausalLM:
 
 
 class Rotating(Callbacks):
-    """Whoever ran least recently comes first, so that a full batch changes at every step."""
+    """Whoever ran least recently comes first, so that a full batch changes at every step. has_classes: real-time
+    requests come before."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_classes: bool = False) -> None:
+        self._has_classes = has_classes
         self._last: dict[Request, int] = {}
         self._steps = 0
 
@@ -74,14 +76,14 @@ class Rotating(Callbacks):
     def ranked(self, now: float) -> Iterator[Request]:
         return iter(sorted(self._last, key=self.rank))
 
-    def rank(self, request: Request) -> tuple[int, int]:
-        return (self._last[request], request.id)
+    def rank(self, request: Request) -> tuple[bool, int, int]:
+        return (self._has_classes and request.is_best_effort, self._last[request], request.id)
 
     def outranks(self, one: Request, other: Request) -> bool:
-        return self._last[one] < self._last[other]
+        return self.rank(one)[:2] < self.rank(other)[:2]
 
     def next_turns(self, requests: Iterable[Request], now: float) -> list[tuple[Any, Request]]:
-        return [(self._last[request], request) for request in sorted(requests, key=self.rank)]
+        return [(self.rank(request)[:2], request) for request in sorted(requests, key=self.rank)]
 
 
 class SwapAll(Recompute):
@@ -117,7 +119,7 @@ def make_store(
     *,
     delay_s: float = 0.0,
     fails: Callable[[Move], bool] = lambda move: False,
-    keeps: Callable[[int], bool] = lambda block: False,
+    keeps: Keeps = lambda block, is_part: False,
     swap_dtype: str = "auto",
 ) -> HarshStore:
     """Pools in which a slot that is read before it is written shows. delay_s: how long every copy takes at least.
@@ -156,7 +158,7 @@ def make_core(
     if stages > 1:
         cost, cuts = LinearCost(floor=2.0, prefill_token=1.0, decode=0.5), chunk is not None
         batcher = EvenStages(batcher, cost, stages, most_seqs=seats * stages, most_tokens=tokens * stages, cuts=cuts)
-    policies = Policies(Rotating(), batcher, OnDemand(), eviction)
+    policies = Policies(Rotating(has_classes=eviction.lends), batcher, OnDemand(), eviction)
     ledger = KVLedger(device_blocks, host_blocks, BLOCK_SIZE)
     return EngineCore(Scheduler(policies, ledger, depth=depth, overlap=overlap))
 
@@ -199,19 +201,22 @@ def engine(
     return core, LocalExecutor(model, store, copier=copier)
 
 
-def findable(core: EngineCore) -> Callable[[int], bool]:
-    """Says of a device block whether requests could find its KV as of the plans that are in flight, or later: some of
-    them may still read it."""
-    recent: deque[set[int]] = deque(maxlen=core.scheduler.depth + 1)
+def findable(core: EngineCore) -> Keeps:
+    """As of the plans that are in flight, or later: what requests could find by its key, and blocks that they share
+    from both ends."""
+    recent: deque[tuple[set[int], set[int]]] = deque(maxlen=core.scheduler.depth + 1)
     start_step = core.start_step
 
     def start_and_note(now: float) -> StepPlan | None:
+        shared = set(core.kv._ends)
         if (plan := start_step(now)) is not None:
-            recent.append(set(core.kv._device._keys))
+            recent.append((set(core.kv._device._keys), shared.union(core.kv._ends)))
         return plan
 
     core.start_step = start_and_note  # type: ignore[method-assign]
-    return lambda block: any(block in blocks for blocks in tuple(recent))
+    return lambda block, is_part: any(
+        block in keyed or (block in shared and not is_part) for keyed, shared in tuple(recent)
+    )
 
 
 class Closable(Executor, Protocol):
@@ -222,19 +227,25 @@ class Closable(Executor, Protocol):
 
 def run(core: EngineCore, executor: Closable, requests: Sequence[Request], *, leads: bool = False) -> list[Event]:
     """Run all requests to their end, with the ledger checked after every step. leads: whether the others come when the
-    first one has a token."""
-    first, late = (requests[:1], list(requests[1:])) if leads else (requests, [])
-    for request in first:
-        core.add(request, 0.0)
+    first one has a token. Where blocks are lent, real-time requests come one by one."""
+    lends, late = core.scheduler.policies.eviction.lends, list(requests)
+
+    def is_due(request: Request) -> bool:
+        if leads and request is not requests[0] and not requests[0].output:
+            return False
+        return not lends or request.is_best_effort or request is requests[0] or steps >= _APART * request.id
+
     handles: deque = deque()
     events: list[Event] = []
     steps = 0
     while late or core.requests or handles:
-        while late and requests[0].output:
-            core.add(late.pop(0), 0.0)
+        for request in filter(is_due, late):
+            core.add(request, 0.0)
+        late = [request for request in late if not is_due(request)]
         while (plan := core.start_step(float(steps))) is not None:
             handles.append(executor.submit(plan, float(steps)))
-        core.finish_step(handles.popleft().result(), float(steps))
+        if handles:  # else all that are there have ended
+            core.finish_step(handles.popleft().result(), float(steps))
         core.kv.check()
         events += core.take_events()
         steps += 1
@@ -245,13 +256,16 @@ def run(core: EngineCore, executor: Closable, requests: Sequence[Request], *, le
     return events
 
 
+# Steps between real-time requests.
+_APART = 4
 # Two full blocks, and the beginning of a third.
 COMMON = (7, 5, 3, 2, 11, 13, 17, 19, 23)
 
 
 def mixed_requests(eos: int | None = None, common: Sequence[int] = (), *, adopts: bool = False) -> list[Request]:
     """Seven requests of mixed lengths: greedy, seeded sampling, penalties, bias, min_tokens. common: what their prompts
-    begin with, which does not lengthen the longest. adopts: whether they use the KV of others."""
+    begin with, which does not lengthen the longest. adopts: whether they use the KV of others. Every second one is best
+    effort."""
     kinds = [
         {"temperature": 0},
         {"temperature": 1.0, "top_p": 0.9},
@@ -278,6 +292,7 @@ def mixed_requests(eos: int | None = None, common: Sequence[int] = (), *, adopts
                 stop_tokens=ends,
                 sampling=Sampling(params, seed=100 + number, eos_token_ids=tuple(ends)),
                 prefix=ContentPrefix(BLOCK_SIZE) if adopts else None,
+                options=RequestOptions(service=tuple(ServiceClass)[number % 2]),
             )
         )
     return requests

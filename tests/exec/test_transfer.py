@@ -15,7 +15,7 @@ from copiers import CopyError, HarshStore, LateCopier
 from engines import BLOCK_SIZE, CONFIGS, tiny_model
 
 from skipjoin.core.request import Request
-from skipjoin.core.step import PAUSE_S, Direction, Move, Slice, StepPlan, StepResult
+from skipjoin.core.step import PAUSE_S, Direction, Move, Slice, Span, StepPlan, StepResult
 from skipjoin.exec.kv_store import KVStore
 from skipjoin.exec.local import LocalExecutor
 from skipjoin.exec.sampling import Sampling
@@ -185,12 +185,31 @@ def test_streams_keep_the_order_that_steps_need(block_size: int) -> None:
     copier.close()
 
 
+def test_spans_move_to_the_same_slots_in_an_order_in_which_none_is_lost() -> None:
+    """Blocks of all directions in one step: what leaves is read before others write there, and comes back last."""
+    store = make_store(KVStore)
+    assert store.host is not None
+    device, host = store.device.head_view(), store.host.head_view()
+    was = device.clone(), host.clone()
+    back = Move(IN, OWNER, (2,), (4,), 2, (Span(0, 2),))
+    within = Move(Direction.WITHIN, OWNER, (3,), (4,), BLOCK_SIZE - 2, (Span(2, BLOCK_SIZE - 2),))
+    out = Move(OUT, OWNER, (4, 5), (6, 7), 3, (Span(1, 2), Span(0, 1)))
+    assert not ThreadCopier(store).run_blocking([back, within, out]).failed
+    assert torch.equal(host[6, :, 1:3], was[0][4, :, 1:3])
+    assert torch.equal(host[6, :, 3:], was[1][6, :, 3:])
+    assert torch.equal(host[7, :, :1], was[0][5, :, :1])
+    assert torch.equal(device[4], torch.cat([was[1][2, :, :2], was[0][3, :, 2:]], dim=1))
+    assert torch.equal(device[3], was[0][3])
+
+
 def test_moves_that_cannot_be_are_refused(store: HarshStore) -> None:
     for wrong, message in (
         (move(OUT, [DEVICE_BLOCKS], [0]), rf"source of a move must lie in \[0, {DEVICE_BLOCKS}\), got block 24"),
         (move(OUT, [0], [HOST_BLOCKS]), rf"target of a move must lie in \[0, {HOST_BLOCKS}\), got block 20"),
         (move(IN, [-1], [0]), r"source of a move .* got block -1"),
         (move(IN, [1, 2], [0]), "2 blocks in source and 1 in target"),
+        (Move(OUT, OWNER, (1,), (0,), 2, (Span(BLOCK_SIZE - 1, 2),)), r"spans of a move must lie in \[0, "),
+        (Move(OUT, OWNER, (1,), (0,), 2, (Span(0, 1),)), "1 spans of 1 blocks do not hold 2 tokens"),
     ):
         with pytest.raises(ValueError, match=message):
             store.copy(wrong)

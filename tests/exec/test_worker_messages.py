@@ -12,7 +12,7 @@ from engines import Restless, SwapAll, engine, make_core, mixed_requests, run, t
 
 from skipjoin.core.events import Planned
 from skipjoin.core.request import FinishReason, Request
-from skipjoin.core.step import Direction, Move, Slice, StepPlan
+from skipjoin.core.step import Direction, Move, Slice, Span, StepPlan
 from skipjoin.exec.local import LocalExecutor
 from skipjoin.exec.ranks.plan_messages import OutOfStepError, PlanReader, PlanWriter
 from skipjoin.exec.sampling import Sampling
@@ -141,7 +141,7 @@ def test_a_table_that_shrinks_changes_or_stays() -> None:
 def test_moves_are_numbered_over_all_plans_and_may_repeat() -> None:
     writer, reader, request = PlanWriter(), PlanReader(), request_of(0)
     move = Move(Direction.OUT, request, (3,), (4,), 3)
-    back = Move(Direction.IN, request, (4,), (3,), 3)
+    back = Move(Direction.IN, request, (4,), (3,), 3, (Span(0, 1), Span(1, 2)))
     first = reader.read(writer.write(StepPlan(0, (), blocking=(move,), overlapped=(back,))))
     assert reader.numbers_of([*first.overlapped, *first.blocking]) == [1, 0]
     again = reader.read(writer.write(StepPlan(1, (), overlapped=(move,))))

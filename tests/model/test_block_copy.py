@@ -9,16 +9,19 @@ import pytest
 import torch
 
 from skipjoin.model.ops import build
-from skipjoin.model.ops.block_copy import block_copy, compiled_copy, plain_copy, runs_of
+from skipjoin.model.ops.block_copy import (
+    block_copy,
+    compiled_copy,
+    compiled_span_copy,
+    plain_copy,
+    plain_span_copy,
+    runs_of,
+)
 
 LIBRARY = build.load_library()
-WAYS = [
-    plain_copy,
-    pytest.param(
-        compiled_copy(LIBRARY) if LIBRARY else None,
-        marks=pytest.mark.skipif(LIBRARY is None, reason="no compiler, or no AVX-512 with bfloat16 products"),
-    ),
-]
+NO_LIBRARY = pytest.mark.skipif(LIBRARY is None, reason="no compiler, or no AVX-512 with bfloat16 products")
+WAYS = [plain_copy, pytest.param(compiled_copy(LIBRARY) if LIBRARY else None, marks=NO_LIBRARY)]
+SPAN_WAYS = [plain_span_copy, pytest.param(compiled_span_copy(LIBRARY) if LIBRARY else None, marks=NO_LIBRARY)]
 KIB = 1 << 10
 BLOCKS = 9
 # Of the pools' first bytes from where memory was handed out: at the edge of a line, and not.
@@ -43,6 +46,21 @@ def test_blocks_arrive_whole_and_alone(copy, block_bytes: int) -> None:
                 wanted[list(many)] = given[list(some)]
                 copy(target.data_ptr(), source.data_ptr(), block_bytes, many, some)
             assert torch.equal(whole, expected)
+
+
+@pytest.mark.parametrize("copy", SPAN_WAYS, ids=["plain", "compiled"])
+@pytest.mark.parametrize(("heads", "size", "slot_bytes"), [(1, 4, 1), (6, 16, 32), (5, 3, 250)])
+def test_slots_of_all_heads_arrive_and_no_others(copy, heads: int, size: int, slot_bytes: int) -> None:
+    shape = (BLOCKS, heads, size, slot_bytes)
+    target, source = torch.randint(256, (2, *shape), dtype=torch.uint8)
+    expected, spans = target.clone(), [(0, 1), (size - 1, 1), (1, 2), (0, size)]
+    to, rows = (3, 0, 8, 5), (8, 2, 0, 7)
+    for block, other, (first, count) in zip(to, rows, spans, strict=True):
+        expected[block, :, first : first + count] = source[other, :, first : first + count]
+    copy(target.data_ptr(), source.data_ptr(), shape[1:], (to, rows, *zip(*spans, strict=True)))
+    assert torch.equal(target, expected)
+    copy(target.data_ptr(), target.data_ptr(), shape[1:], ((1,), (2,), (0,), (size,)))  # within one pool
+    assert torch.equal(target[1], expected[2])
 
 
 def test_blocks_that_follow_each_other_on_both_sides_are_one_run() -> None:

@@ -13,7 +13,7 @@ import torch
 triton = pytest.importorskip("triton")
 
 from skipjoin.model.kernels import block_copy  # noqa: E402
-from skipjoin.model.kernels.block_copy import copy_blocks  # noqa: E402
+from skipjoin.model.kernels.block_copy import copy_blocks, copy_spans  # noqa: E402
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"
@@ -53,6 +53,23 @@ def test_no_blocks_are_no_launch_and_rows_must_be_alike() -> None:
         copy_blocks(torch.zeros(2, 8), pool, none, none)
     with pytest.raises(ValueError, match=r"rows of torch.float32 4 do not fit torch.bfloat16 4"):
         copy_blocks(torch.zeros(2, 4, dtype=torch.bfloat16), pool, none, none)
+
+
+@pytest.mark.parametrize(("dtype", "dim"), [(torch.float32, 20), (torch.bfloat16, 64), (torch.bfloat16, 7)])
+def test_slots_of_all_heads_go_to_the_same_slots(dtype: torch.dtype, dim: int) -> None:
+    size, heads = 16, 3
+    source, target = (
+        random_bytes(blocks, heads * size * dim, dtype).view(blocks, heads, size, dim) for blocks in (9, 7)
+    )
+    to, rows, spans = (6, 0, 3), (2, 8, 7), ((0, 16), (15, 1), (3, 9))
+    expected = target.clone()
+    for block, other, (first, count) in zip(to, rows, spans, strict=True):
+        expected[block, :, first : first + count] = source[other, :, first : first + count]
+    moved, parts = target.to(DEVICE), torch.tensor((to, rows, *zip(*spans, strict=True))).to(DEVICE)
+    copy_spans(moved, source.to(DEVICE), parts)
+    assert torch.equal(moved.cpu().flatten().view(torch.uint8), expected.flatten().view(torch.uint8))
+    with pytest.raises(ValueError, match="do not fit"):
+        copy_spans(moved, source[..., :1], parts)
 
 
 # In a process of its own: here the kernels are interpreted.

@@ -13,7 +13,6 @@ from skipjoin.core.events import Preemption
 from skipjoin.core.kv import KVLedger
 from skipjoin.core.policy import Eviction, EvictionPolicy
 from skipjoin.core.request import Request, RequestOptions, ServiceClass
-from skipjoin.core.step import Direction
 from skipjoin.policies.eviction import Defer, ProactiveSwap, Recompute, Spill, Swap, Vacate
 from support.load import make
 from support.policies import COST, EVICTIONS, Ranks
@@ -177,7 +176,7 @@ def test_swap_moves_nothing_ahead() -> None:
     kv = KVLedger(10, 10, 4)
     requests = holders(kv, [5, 5])
     assert Swap(COST).ahead(requests, by_number(requests), kv, 0.0) == ((), ())
-    assert kv.blocks_in_transit == {Direction.OUT: 0, Direction.IN: 0}
+    assert not kv.is_moving
 
 
 def test_vacate_takes_guests_before_others_that_matter_less() -> None:

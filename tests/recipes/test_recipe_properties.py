@@ -10,6 +10,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import pytest
@@ -20,12 +21,13 @@ from recorded_traces import PIPELINES, WORLDS, drawn, served, stored, trace_hash
 from skipjoin.core.events import Finished, Moved, MoveFailed, Planned, Preempted, Preemption
 from skipjoin.core.forecast import Forecast
 from skipjoin.core.kv import KVLedger
-from skipjoin.core.policy import AdmissionPolicy, Grant, Wait
+from skipjoin.core.policy import AdmissionPolicy, EvictionPolicy, Grant, Wait
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.core.step import Move, Slice
 from skipjoin.knobs import ConfigError
 from skipjoin.policies.batching import TargetForward
 from skipjoin.policies.best_effort import LimitedBestEffort
+from skipjoin.policies.eviction import Lend
 from skipjoin.recipes import RECIPES, Forecasts, Settings, build
 from support.load import load, make
 from support.policies import COST, EVICTIONS, SYSTEMS, Patchwork
@@ -42,6 +44,8 @@ PAIRS = [
 ]
 every_pair = pytest.mark.parametrize("world", PAIRS)
 STORED = stored()
+# Evictions that no stored world has.
+OTHERS: dict[str | None, Callable[[int], EvictionPolicy]] = {"patchwork": Patchwork, "lend": lambda seed: Lend(COST)}
 
 
 def assert_served(done: Run) -> None:
@@ -134,8 +138,9 @@ def failing(seed: int, share: float) -> Callable[[Move], bool]:
 @given(
     recipe=st.sampled_from(sorted(RECIPES)),
     pipeline=st.sampled_from([*PIPELINES, (3, False, 1), (3, True, 1), (4, False, 4)]),
-    eviction=st.sampled_from([None, "patchwork", *sorted(EVICTIONS)]),
+    eviction=st.sampled_from([None, *OTHERS, *sorted(EVICTIONS)]),
     seed=st.integers(0, 10**6),
+    best_effort=st.sampled_from([0.0, 0.5]),
     device_blocks=st.integers(25, 70),  # the largest request of the load has 100 tokens, 25 blocks
     host_blocks=st.integers(0, 80),
     max_seqs=st.integers(1, 10),
@@ -151,6 +156,7 @@ def test_any_world_serves_any_load(
     pipeline: tuple[int, bool, int],
     eviction: str | None,
     seed: int,
+    best_effort: float,
     device_blocks: int,
     host_blocks: int,
     max_seqs: int,
@@ -160,11 +166,10 @@ def test_any_world_serves_any_load(
     fails: float,
 ) -> None:
     """The policies believe in a fast link, so they use it, whatever it is like."""
-    is_patchwork = eviction == "patchwork"
     world = world_of(
         recipe,
         pipeline,
-        None if is_patchwork else eviction,
+        None if eviction in OTHERS else eviction,
         device_blocks=device_blocks,
         host_blocks=host_blocks,
         max_seqs=max_seqs,
@@ -173,9 +178,10 @@ def test_any_world_serves_any_load(
         starvation_s=starvation_s,
         machine=replace(COST, block=block_s, transfer_floor=block_s),
     )
-    if is_patchwork:
-        world = replace(world, eviction=lambda: Patchwork(seed))
-    done = run(world, load(seed, 12, priorities=(0, seed % 3), texts=seed % 4), fails=failing(seed, fails))
+    if eviction in OTHERS:
+        world = replace(world, eviction=partial(OTHERS[eviction], seed))
+    requests = load(seed, 12, priorities=(0, seed % 3), texts=seed % 4, best_effort=best_effort)
+    done = run(world, requests, fails=failing(seed, fails))
     assert_served(done)
     assert_evictions_are_paid_for(done)
 

@@ -125,6 +125,17 @@ class SpillAll(Recompute):
         return found
 
 
+class LendAll(SpillAll):
+    """Best-effort requests lend as many blocks as are short."""
+
+    lends = True
+
+    def victims(
+        self, short: int, candidates: Sequence[Request], kv: KVLedger, now: float, newcomer: Request | None
+    ) -> Sequence[Eviction]:
+        return [one._replace(lent=True) for one in super().victims(short, candidates, kv, now, newcomer)]
+
+
 class DropTails(SpillAll):
     """Of what makes way, only as many blocks as are short are dropped."""
 

@@ -1,8 +1,8 @@
-"""What lies in KV blocks, kept beside an engine core: every slice must find the KV that it reads."""
+"""What lies in the slots of KV blocks, kept beside an engine core: every slice must find the KV that it reads."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 from weakref import ref
 
@@ -10,13 +10,15 @@ from skipjoin.core.kv import KVLedger
 from skipjoin.core.request import Request
 from skipjoin.core.step import Direction, Move, StepPlan
 
+ORDER = (Direction.OUT, Direction.WITHIN, Direction.IN)
+Slot = tuple[int, int]  # a block, and a slot of it
+
 
 class Content(NamedTuple):
-    """The first `filled` tokens of the request's block `index`."""
+    """The KV of the request's token at this position."""
 
     request: ref[Request]
-    index: int
-    filled: int
+    position: int
 
 
 class Shadow:
@@ -24,61 +26,80 @@ class Shadow:
 
     def __init__(self, kv: KVLedger) -> None:
         self._kv = kv
-        self._device: dict[int, Content] = {}
-        self._host: dict[int, Content] = {}
+        self._device: dict[Slot, Content] = {}
+        self._host: dict[Slot, Content] = {}
 
     def run(self, plan: StepPlan) -> None:
         """Copy and compute as the plan says. Everything that a slice reads must lie where its table says, and nothing
-        that another one reads is written."""
-        for move in sorted(plan.blocking, key=lambda move: move.direction is Direction.IN):
+        that another one reads or writes is written."""
+        for move in sorted(plan.blocking, key=lambda move: ORDER.index(move.direction)):
             self._copy(move)
         for move in plan.overlapped:
             self._copy(move)
-        size = self._kv.block_size
-        written: list[int] = []
+        read: set[Slot] = set()
+        written: list[Slot] = []
         for piece in plan.slices:
-            for index, block in enumerate(piece.blocks[: -(-piece.start // size)]):
-                self._assert_is(block, piece.request, index, min(size, piece.start - index * size))
-            written += piece.blocks[piece.start // size :]
-        read = [block for piece in plan.slices for block in piece.blocks[: piece.start // size]]
-        assert len(set(written)) == len(written), "two slices write to one block"
-        assert not set(written).intersection(read), "a slice writes to a block that another one reads"
+            for position, slot in self._slots(piece.request, piece.blocks, 0, piece.start):
+                self._assert_is(slot, piece.request, position)
+                read.add(slot)
+            written += (
+                slot for _, slot in self._slots(piece.request, piece.blocks, piece.start, piece.start + piece.tokens)
+            )
+        assert len(set(written)) == len(written), "two slices write to one slot"
+        assert read.isdisjoint(written), "a slice writes to a slot that another one reads"
         for piece in plan.slices:
             self.fill(piece.request, piece.blocks, piece.start, piece.start + piece.tokens)
 
-    def fill(self, request: Request, blocks: Iterable[int], start: int, end: int) -> None:
+    def fill(self, request: Request, blocks: Sequence[int], start: int, end: int) -> None:
         """The request's tokens from `start` to `end` are computed."""
-        size = self._kv.block_size
-        for index, block in enumerate(blocks):
-            if start < (index + 1) * size and index * size < end:
-                self._device[block] = Content(ref(request), index, min(size, end - index * size))
+        owner = ref(request)
+        for position, slot in self._slots(request, blocks, start, end):
+            self._device[slot] = Content(owner, position)
 
     def lose(self, moves: Iterable[Move]) -> None:
         """The moves failed."""
         for move in moves:
-            for block in move.target:
-                (self._host if move.direction is Direction.OUT else self._device).pop(block, None)
+            there = self._host if move.direction is Direction.OUT else self._device
+            for _, slot in self._pairs(move):
+                # A host block may have been handed out again meanwhile.
+                if (found := there.get(slot)) is not None and found.request() in (move.request, None):
+                    del there[slot]
 
     def clear(self) -> None:
         """Everything is lost."""
         self._device.clear()
         self._host.clear()
 
-    def _copy(self, move: Move) -> None:
-        here, there = self._device, self._host
-        if move.direction is Direction.IN:
-            here, there = there, here
-        for source, target in zip(move.source, move.target, strict=True):
-            there[target] = here[source]
+    def _slots(self, request: Request, blocks: Sequence[int], start: int, end: int) -> Iterator[tuple[int, Slot]]:
+        """The positions from `start` to `end`, and where they lie."""
+        size = self._kv.block_size
+        for position in range(start, end):
+            index, slot = divmod(position, size)
+            yield position, (blocks[index], size - 1 - slot if request.reverse else slot)
 
-    def _assert_is(self, block: int, request: Request, index: int, tokens: int) -> None:
-        found = self._device.get(block)
-        assert found is not None, f"block {block} of request {request.id} holds nothing"
-        assert found.index == index, f"request {request.id} reads the KV of another block"
-        assert found.filled >= tokens, f"request {request.id} reads KV that is not there"
+    def _pairs(self, move: Move) -> Iterator[tuple[Slot, Slot]]:
+        """Slots that the move reads, and those that it writes."""
+        spans = move.spans or ((0, self._kv.block_size),) * len(move.source)
+        for source, target, (first, count) in zip(move.source, move.target, spans, strict=True):
+            for slot in range(first, first + count):
+                yield (source, slot), (target, slot)
+
+    def _copy(self, move: Move) -> None:
+        here = self._host if move.direction is Direction.IN else self._device
+        there = self._host if move.direction is Direction.OUT else self._device
+        for source, target in self._pairs(move):
+            if (found := here.get(source)) is not None:
+                there[target] = found
+            else:
+                there.pop(target, None)
+
+    def _assert_is(self, slot: Slot, request: Request, position: int) -> None:
+        found = self._device.get(slot)
+        assert found is not None, f"slot {slot} of request {request.id} holds nothing"
+        assert found.position == position, f"request {request.id} reads the KV of another token"
         other = found.request()
         if other is not request:
-            size = self._kv.block_size
-            assert found.filled == size, "a block is shared that is not full"
-            end = (index + 1) * size
-            assert other is None or other.tokens(0, end) == request.tokens(0, end), f"{request} reads another's KV"
+            assert request.prefix is not None, f"request {request.id} reads the KV of another request"
+            if other is not None:
+                assert other.reverse == request.reverse
+                assert other.tokens(0, position + 1) == request.tokens(0, position + 1), f"{request} reads another's KV"

@@ -172,7 +172,8 @@ class WatchedCore(EngineCore):
     def _check_effect(self, plan: StepPlan) -> None:
         assert plan.slices or plan.blocking or plan.overlapped or self.kv.is_moving, "a plan without effect"
         ran = [piece.request for piece in plan.slices]
-        moved = [move.request for move in (*plan.blocking, *plan.overlapped)]
+        whole = [move for move in (*plan.blocking, *plan.overlapped) if not move.spans]
+        moved = [move.request for move in whole]
         assert len(set(ran)) == len(ran), "a request twice in one plan"
         assert len(set(moved)) == len(moved), "a request moved twice in one plan"
         for move in (*plan.blocking, *plan.overlapped):
@@ -214,6 +215,8 @@ class WatchedCore(EngineCore):
         ordering = self.scheduler.policies.ordering
         ran = [piece.request for piece in plan.slices]
         grown = [r for r in ran if before[r].device and before[r].claim != _State.of(r, self).claim]
+        grown += [r for r in ran if (held := self.kv.blocks_of(r)) is not None and held.borrows]
+        grown += [move.request for move in plan.blocking if move.direction is Direction.WITHIN]
         new = [r for r in ran if before[r].device == 0]
         is_stuck = len(ran) == 1 and not self.plans and not any(state.has_room for state in before.values())
         for victim in self.requests.values():
@@ -252,7 +255,7 @@ class _State:
     @classmethod
     def of(cls, request: Request, core: EngineCore) -> _State:
         held = core.kv.blocks_of(request)
-        on_device = len(held.device) if held is not None and held.moving is None and not held.host else 0
+        on_device = len(held.device) if held is not None and held.moving is None and not held.away else 0
         return cls(
             request.known,
             request.planned,
@@ -271,7 +274,7 @@ def plan_value(plan: StepPlan) -> Any:
     """The plan with request ids in place of requests: equal for equal decisions of different runs."""
 
     def moves(some: tuple[Move, ...]) -> Any:
-        return tuple((move.direction.name, move.request.id, move.source, move.target) for move in some)
+        return tuple((move.direction.name, move.request.id, *move[2:4], *move.spans) for move in some)
 
     slices = tuple((piece.request.id, *piece[1:]) for piece in plan.slices)
     return plan.id, slices, moves(plan.blocking), moves(plan.overlapped)

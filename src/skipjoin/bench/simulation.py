@@ -431,7 +431,13 @@ def _replica(system: System, lengths: Sequence[int], *, together: bool, keeps_kv
     kv = KVLedger(system.kv_blocks, system.host_blocks, system.block_size)
     core = EngineCore(Scheduler(policies, kv, depth=system.stages))
     alike = _alike(lengths) if together else none
-    executor = SimulatedExecutor(system.cost, _sampler(lengths), system.stage_shares or system.stages, alike=alike)
+    executor = SimulatedExecutor(
+        system.cost,
+        _sampler(lengths),
+        system.stage_shares or system.stages,
+        alike=alike,
+        block_size=system.block_size,
+    )
     return Replica(core, executor, decision_s=system.decision_s)
 
 

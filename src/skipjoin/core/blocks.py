@@ -69,6 +69,10 @@ class BlockPool:
         self._keys[block] = key
         return True
 
+    def unname(self, block: int) -> None:
+        """Let the KV of a block that is handed out be found no more."""
+        del self._blocks[self._keys.pop(block)]
+
     def revive(self, block: int) -> bool:
         """Hand out a cached block for the KV that it holds; False: it is handed out already."""
         for cached in (self._cached, self._wanted):

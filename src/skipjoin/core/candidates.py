@@ -28,7 +28,7 @@ def find_candidates(
         hit = kv.hit(request) if held is None else MISS
         if comes_soon(request, hit, context):
             continue
-        away = len(held.host) if held is not None else 0
+        away = held.away if held is not None else 0
         grant = admission.claim(request, target, kv) if held is None or target > request.claimed else None
         if grant is Wait.PASS or (grant is Wait.WAIT and held is not None):
             continue
@@ -43,7 +43,7 @@ def find_candidates(
         return
     for holder in evictor.holders_after(request):
         held = blocks_of(holder)
-        if held is None or not held.device or held.host or holder in space.given_up:
+        if held is None or not held.device or held.away or holder in space.given_up:
             continue
         if tokens := eligible_tokens(holder, context):
             yield holder, tokens

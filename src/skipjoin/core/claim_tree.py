@@ -24,6 +24,12 @@ class RequestBlocks(Claim):
     offered to others. is_private: what it computes from here on is not what others would. moving: which way KV of it is
     in transit. move: what carries it; None where that is another engine's affair. regains: tokens that it had before
     the last ones were dropped.
+
+    lends, borrows: by their place among its blocks, those of its own that another request fills from the other end, and
+    those of others that it fills so; see `TwoEnds`. overwritten: how many of the former have slots whose KV the other
+    request overwrites. parts: moves in transit that save such slots, each with the place of its block. aside: a move in
+    transit to other device blocks. lost_from: the first device block whose KV a move lost that failed, while another
+    one is in transit.
     """
 
     host: list[int] = field(default_factory=list)
@@ -34,6 +40,37 @@ class RequestBlocks(Claim):
     moving: Direction | None = None
     move: Move | None = None
     regains: int = 0
+    lends: dict[int, SharedBlock] = field(default_factory=dict)
+    borrows: dict[int, SharedBlock] = field(default_factory=dict)
+    overwritten: int = 0
+    parts: dict[Move, int] = field(default_factory=dict)
+    aside: Move | None = None
+    lost_from: int | None = None
+
+    @property
+    def away(self) -> int:
+        """Blocks with KV that has to come back from the host before the request can run."""
+        return len(self.host) + self.overwritten
+
+
+@dataclass(eq=False, slots=True)
+class SharedBlock:
+    """A device block that two requests fill: its owner from the last slot down, the other one from the first slot up.
+
+    index: its place among the owner's blocks. borrower, at: the other request, and the place among its blocks; None: it
+    has left, and KV of the owner is on the host. split: the borrower may fill the slots below, the owner the others.
+    saved: slots of the owner, its lowest ones, that the borrower overwrites. copy: a host block, which has their KV in
+    the same slots; None: it is part of what the owner holds there.
+    """
+
+    block: int
+    owner: RequestBlocks
+    index: int
+    copy: int | None
+    borrower: RequestBlocks | None = None
+    at: int = 0
+    split: int = 0
+    saved: int = 0
 
 
 class ClaimTree:

@@ -95,8 +95,8 @@ class MoveFailed(NamedTuple):
 
 class Planned(NamedTuple):
     """A step was decided. held: device blocks that are not free. claimed: those, and the ones that are claimed besides.
-    tail: why requests wait that the decision did not examine. cap: up to how many
-    requests the next step takes best-effort ones."""
+    tail: why requests wait that the decision did not examine. cap: up to how many requests the next step takes
+    best-effort ones. lent: device blocks that two requests fill from both ends."""
 
     plan: StepPlan
     now: float
@@ -104,6 +104,7 @@ class Planned(NamedTuple):
     claimed: int
     tail: WaitReason = WaitReason.NOT_EXAMINED
     cap: int = 0
+    lent: int = 0
 
 
 class Computed(NamedTuple):

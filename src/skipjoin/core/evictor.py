@@ -31,7 +31,7 @@ class Evictor:
         self._kv = kv
         self._events = events
         self._context = context
-        self._leaving: dict[Request, Move] = {}  # of whose KV `blocking` moves a part out
+        self._leaving: dict[Request, Move | None] = {}  # of whose KV `blocking` moves a part out
         self._floor: Any = None  # best rank of an evicted request: none ranked below it takes new space
         self._holders: list[Request] | None = None  # best first; sorted when first needed
 
@@ -67,7 +67,8 @@ class Evictor:
         now = self._context.now
         if sum(map(footprint, settled)) >= short:
             evictions = eviction.victims(short, settled, self._kv, now, comes)
-            dropped = sum(map(self._evict, evictions))
+            borrower = request if lender is None else None
+            dropped = sum(self._evict(one) for one in evictions if not self._lend(one, borrower))
             if newcomer and dropped:
                 eviction.dropped(dropped, now)
             return None if evictions else WaitReason.HELD_BY_EVICTION
@@ -93,9 +94,29 @@ class Evictor:
                 victims.remove(one.request)
         return None if kv.headroom(lender) >= enough else WaitReason.NO_KV
 
+    def hindered(self, request: Request, tokens: int) -> WaitReason | None:
+        """Why the request cannot have `tokens` tokens where others have slots in its blocks: one of them runs."""
+        owners = [
+            owner
+            for owner in self._kv.in_the_way(request, tokens)
+            if owner.in_flight or owner.last_plan == self._context.plan_id
+        ]
+        self._context.pausing.update(owners)
+        return WaitReason.NO_KV if owners else None
+
+    def take_slots(self, request: Request, tokens: int) -> None:
+        """Save what others have in the slots that the request is to fill. None of them may run: ask `hindered`."""
+        kv = self._kv
+        whole = {owner for owner in kv.in_the_way(request, tokens) if not kv.footprint_on_host(owner)}
+        self.blocking += kv.take_slots(request, tokens)
+        for owner in sorted(whole, key=self._rank):
+            self._note(owner, Preemption.SPILL, kv.tokens_there(owner))
+            owner.is_fresh = True
+
     def swap_ahead(self, request: Request) -> Move:
         """Begin an overlapped move of the request's KV to the host."""
         move = self._kv.move_out(request, blocking=False)
+        assert move is not None
         self.evicted.append(request)
         request.last_plan = NEVER
         self._events.append(Preempted(request, self._context.now, Preemption.SWAP))
@@ -147,23 +168,39 @@ class Evictor:
             found.append(victim)
         return found
 
-    def _evict(self, eviction: Eviction) -> int:
-        """Take KV of the victim off the device before the slices run; of how many tokens it is dropped."""
+    def _lend(self, eviction: Eviction, borrower: Request | None) -> bool:
+        """Let the request have blocks of the victim to fill from the other end, if that is what is to become of them.
+        The victim loses nothing yet."""
         victim, kv = eviction.request, self._kv
+        if not eviction.lent or self.takes_all or borrower is None:
+            return False
+        if not kv.can_lend(victim, borrower):
+            return False
+        keep = 0 if eviction.blocks is None else kv.filled_after(victim, eviction.blocks)
+        kv.trim(victim)
+        return kv.lend(victim, keep, borrower)
+
+    def _note(self, victim: Request, how: Preemption, kept: int) -> None:
+        """KV of the victim left the device."""
         rank = self._rank(victim)
         if self._floor is None or rank < self._floor:
             self._floor = rank
         self.evicted.append(victim)
+        victim.evictions += 1
+        victim.last_plan = NEVER
+        self._events.append(Preempted(victim, self._context.now, how, kept))
+
+    def _evict(self, eviction: Eviction) -> int:
+        """Take KV of the victim off the device before the slices run; of how many tokens it is dropped."""
+        victim, kv = eviction.request, self._kv
         computed = victim.computed
         keep = 0 if eviction.blocks is None or self.takes_all else kv.filled_after(victim, eviction.blocks)
         kept = kv.tokens_in(victim, keep)
         how = self._take(victim, eviction.how, keep)
         if how is Preemption.DROP:
             victim.computed = victim.planned = kept
-        victim.evictions += 1
-        victim.last_plan = NEVER
         victim.is_fresh = victim.is_fresh or keep > 0  # what it keeps does not come to the device again
-        self._events.append(Preempted(victim, self._context.now, how, kept))
+        self._note(victim, how, kept)
         return computed - victim.computed
 
     def _take(self, victim: Request, how: Preemption, keep: int) -> Preemption:
@@ -180,7 +217,8 @@ class Evictor:
             kv.drop(victim, keep=keep)
             return Preemption.DROP
         move = kv.move_out(victim, blocking=True, keep=keep, before=begun)
-        self.blocking.append(move)
+        if move is not None:
+            self.blocking.append(move)
         if not keep:
             return Preemption.SWAP
         self._leaving[victim] = move

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
-from skipjoin.core.blocks import BlockPool
 from skipjoin.core.claim_tree import LedgerError, RequestBlocks
 from skipjoin.core.claims import Lender
-from skipjoin.core.prefix_cache import PrefixCache
+from skipjoin.core.ends import Copies, TwoEnds
 from skipjoin.core.request import UNLIMITED, Request
-from skipjoin.core.step import Direction, Move
+from skipjoin.core.step import Direction, Move, Span
 
 
-class KVLedger(PrefixCache):
+class KVLedger(TwoEnds):
     """Which request holds which blocks on which tier, what is claimed, what is in transit.
 
     The first blocks of a request lie on the device and the ones that follow on the host; mostly all lie on one tier.
@@ -34,11 +33,7 @@ class KVLedger(PrefixCache):
         ):
             if value < low:
                 raise ValueError(f"{name} must be at least {low}, got {value}")
-        super().__init__(device_blocks, block_size)
-        self.host_total = host_blocks
-        self._is_exact = is_exact
-        self.blocks_in_transit = dict.fromkeys(Direction, 0)
-        self._host = BlockPool(host_blocks)
+        super().__init__(device_blocks, host_blocks, block_size, is_exact=is_exact)
         # Asked for every request of every step: the dictionary answers itself.
         self.blocks_of: Callable[[Request], RequestBlocks | None] = self._held.get
 
@@ -69,7 +64,7 @@ class KVLedger(PrefixCache):
     def is_settled(self, request: Request) -> bool:
         """Whether the request holds something and none of it is in transit."""
         held = self._held.get(request)
-        return held is not None and held.moving is None
+        return held is not None and held.moving is None and not held.parts
 
     def slots(self, request: Request) -> tuple[int, ...]:
         """The device blocks of the request, in the order of its tokens: position p lies in
@@ -77,9 +72,9 @@ class KVLedger(PrefixCache):
         return self._held[request].table
 
     def footprint_on_host(self, request: Request) -> int:
-        """Host blocks that the request holds."""
+        """Host blocks with KV of the request."""
         held = self._held.get(request)
-        return len(held.host) if held else 0
+        return held.away if held else 0
 
     def filled(self, request: Request) -> int:
         """Device blocks that hold computed KV of the request: the first ones that it has there."""
@@ -94,6 +89,8 @@ class KVLedger(PrefixCache):
             return 0
         keep = self.filled(request)
         missing = given_up - (held.size + held.adopted - held.lent - keep)
+        if held.borrows:  # blocks without KV that stay with their owner
+            missing += sum(at >= keep for at in held.borrows)
         while keep and missing > 0:
             keep -= 1
             missing -= len(self._holders.get(held.device[keep], ())) < 2  # else it stays with the others
@@ -102,6 +99,11 @@ class KVLedger(PrefixCache):
     def tokens_in(self, request: Request, blocks: int) -> int:
         """Computed tokens of the request that its first `blocks` blocks hold."""
         return min(request.computed, blocks * self.block_size)
+
+    def tokens_there(self, request: Request) -> int:
+        """Computed tokens of the request whose KV is on the device."""
+        held = self._held[request]
+        return self.tokens_in(request, len(held.device)) - sum(end.saved for end in held.lends.values())
 
     @property
     def holder_count(self) -> int:
@@ -114,13 +116,15 @@ class KVLedger(PrefixCache):
         if held is None:
             return max(0, self.blocks_for(tokens) - self.available)
         need = self.blocks_for(tokens) - len(held.device)
+        if held.lends:
+            need += self.extra(request, tokens)
         return max(0, need - self._unused_in_all(held) - self.available, need - self._device.free)
 
     def shortfall_of_blocks(self, request: Request, tokens: int) -> int:
         """Free blocks that the request lacks to hold `tokens` tokens on the device, whatever is claimed. Negative: more
         than enough are free."""
-        held = self._held.get(request)
-        return self.blocks_for(tokens) - (len(held.device) if held else 0) - self._device.free
+        held, need = self._held.get(request), self.blocks_for(tokens) - self._device.free
+        return need if held is None else need - len(held.device) + self.extra(request, tokens)
 
     @property
     def is_moving(self) -> bool:
@@ -147,7 +151,7 @@ class KVLedger(PrefixCache):
         """Give the request device blocks for `tokens` tokens in all; ask `shortfall` first."""
         held = self._holding(request)
         missing = self.blocks_for(tokens) - len(held.device)
-        if held.moving is Direction.OUT or (held.host and held.moving is None):
+        if held.moving is Direction.OUT or (held.away and held.moving is None):
             raise LedgerError(f"request {request.id} grows while its KV is not on the device")
         if missing > self._device.free:
             raise LedgerError(f"request {request.id} needs {missing} blocks, {self._device.free} are free")
@@ -158,7 +162,10 @@ class KVLedger(PrefixCache):
 
     def growth(self, requests: Iterable[Request], steps: int) -> list[int] | None:
         """How many blocks beyond their claims these requests need in each of `steps` steps that compute one more token
-        of each. None: more than are available, or a claim does not reach that far, or is lent and has to grow."""
+        of each. None: more than are available, or a claim does not reach that far, or is lent and has to grow, or
+        requests fill blocks from both ends."""
+        if self._ends:
+            return None
         size, blocks = self.block_size, [0] * steps
         for request in requests:
             held = self._held[request]
@@ -192,6 +199,7 @@ class KVLedger(PrefixCache):
             return
         if held.moving is not None:
             raise LedgerError(f"request {request.id} is released while its KV is in transit")
+        self._forget_parts(held)
         del self._held[request]
         held.leave()
         request.claimed = UNLIMITED
@@ -203,9 +211,7 @@ class KVLedger(PrefixCache):
 
     def clear(self) -> None:
         """Begin again with nothing held, claimed or in transit: all that lay on either tier is lost."""
-        self.blocks_in_transit = dict.fromkeys(Direction, 0)
         self._forget_blocks()
-        self._host = BlockPool(self.host_total)
 
     # -- moving -------------------------------------------------------------------------------------------
 
@@ -214,9 +220,10 @@ class KVLedger(PrefixCache):
         its guests are lent theirs by its lender."""
         self._cut(request, self._held[request], self.filled(request))
 
-    def move_out(self, request: Request, *, blocking: bool, keep: int = 0, before: Move | None = None) -> Move:
+    def move_out(self, request: Request, *, blocking: bool, keep: int = 0, before: Move | None = None) -> Move | None:
         """Begin moving the request's computed KV to the host, but for the first `keep` blocks that it has on the
-        device. Blocks beyond the KV are freed at once, and the claim ends, as with `trim`.
+        device. Blocks beyond the KV are freed at once, and the claim ends, as with `trim`. None: all of it is saved
+        there.
 
         blocking: the copy is taken before the plan's slices run, so the device blocks are free at once;
         otherwise they are fenced until `land`. before: a blocking move of the same plan, which carries what follows,
@@ -226,22 +233,45 @@ class KVLedger(PrefixCache):
         if not self.can_move_out(request, keep=keep):
             raise LedgerError(f"request {request.id} cannot be moved out")
         self.trim(request)
+        move = self._out_of_shared(request, held, keep) if held.lends else self._out_of(request, held, keep)
+        if blocking:
+            self._cut(request, held, keep)
+        if move is not None and before is not None:
+            move = self._joined(move, before)
+        move = move or before
+        return self._begin(held, move) if move is not None else None
+
+    def _out_of(self, request: Request, held: RequestBlocks, keep: int) -> Move:
+        """What moves all blocks behind the first ones to the host."""
         source = held.device[keep:]
         target = self._host.take(len(source))
         tokens = self.tokens_in(request, len(held.device)) - self.tokens_in(request, keep)
         held.host[:0] = target
-        if blocking:
-            self._cut(request, held, keep)
-        move = Move(Direction.OUT, request, tuple(source), tuple(target), tokens)
-        return self._begin(held, move if before is None else _joined(move, before))
+        return Move(Direction.OUT, request, tuple(source), tuple(target), tokens)
 
-    def can_move_out(self, request: Request, *, keep: int = 0) -> bool:
+    def _out_of_shared(self, request: Request, held: RequestBlocks, keep: int) -> Move | None:
+        """What moves to the host what is not there of all blocks behind the first ones, of which some are lent."""
+        copies, target, size = Copies.none(), list[int](), self.block_size
+        for index in range(keep, len(held.device)):
+            end, saved, copy = held.lends.get(index), 0, None
+            if end is not None:
+                saved, copy, end.copy = end.saved, end.copy, None
+            if copy is None:
+                (copy,) = self._host.take(1)
+            target.append(copy)
+            rest = self._filled_slots(held, index) - saved
+            copies.add(held.device[index], copy, Span(size - rest, rest))
+        held.host[:0] = target
+        return copies.move(Direction.OUT, request) if copies.source else None
+
+    def can_move_out(self, request: Request, *, keep: int = 0, blocking: bool = True) -> bool:
         """Whether the request has KV on the device behind the first `keep` blocks, nothing of it is in transit, and the
-        host has enough free blocks."""
+        host has enough free blocks. What it lends leaves with blocking moves only."""
         held = self._held.get(request)
-        if held is None or held.moving is not None or request.in_flight:
+        if held is None or held.moving is not None or request.in_flight or (held.lends and not blocking):
             return False
-        return 0 < self.filled(request) - keep <= self._host.free
+        moved = self.filled(request) - keep
+        return 0 < moved <= self._host.free + sum(index >= keep for index in held.lends)
 
     def drop(self, request: Request, *, keep: int = 0) -> None:
         """Give up the request's KV and claim, but for the first `keep` blocks that it has on the device, which are all
@@ -252,6 +282,7 @@ class KVLedger(PrefixCache):
             return
         if held.moving is not None:
             raise LedgerError(f"request {request.id} drops KV while it is in transit")
+        self._forget_parts(held, keep)
         held.regains = request.computed
         self._free_host(held)
         self._cut(request, held, keep)
@@ -267,32 +298,65 @@ class KVLedger(PrefixCache):
         self._refresh(request, held)
         return self._begin(held, Move(Direction.IN, request, tuple(held.host), tuple(target), tokens))
 
+    def restore(self, request: Request, tokens: int) -> list[Move]:
+        """Begin moving all of the request's KV that is on the host back to the device with blocking moves, and what it
+        has in blocks in which another one has taken slots to others. Ask `shortfall` first, which counts what `tokens`
+        tokens need."""
+        held = self._held[request]
+        if not held.overwritten:
+            back = [self.move_in(request)] if held.host else []
+            return [*self.take_back(request, tokens), *back]
+        if held.host:  # they return as one
+            size, first = self.block_size, len(held.device)
+            target = self._device.take(len(held.host))
+            copies = [
+                (here, there, Span(size - (filled := self._filled_slots(held, first + place)), filled))
+                for place, (here, there) in enumerate(zip(held.host, target, strict=True))
+            ]
+            held.device += target
+            return self.take_back(request, tokens, copies)
+        return self.take_back(request, tokens)
+
     def can_move_in(self, request: Request) -> bool:
-        """Whether the request has KV on the host, nothing of it is in transit, and the device has enough blocks for it
-        that others do not claim."""
+        """Whether the request has whole blocks on the host, nothing of it is in transit, and the device has enough
+        blocks for it that others do not claim."""
         held = self._held.get(request)
-        if held is None or held.moving is not None:
+        if held is None or held.moving is not None or held.overwritten:
             return False
         return 0 < len(held.host) <= self._unused_in_all(held) + self.available
 
-    def land(self, move: Move) -> None:
-        """The move has ended well: lift its fence."""
-        held = self._end(move)
+    def land(self, move: Move) -> int | None:
+        """The move has ended well: lift its fence. Returns what `fail` would, of a move before it."""
+        held, part = self._end(move)
+        if held is None:
+            return None
         if move.direction is Direction.IN:
             self._free_host(held)
             held.is_private = held.is_private or not self._is_exact
-        elif _is_held(held, move):
+        elif part is None and move.direction is Direction.OUT and _is_held(held, move):
             self._cut(move.request, held, len(held.device) - len(move.source))
+        return _lost_from(held)
 
     def fail(self, move: Move) -> int | None:
-        """The move has ended badly. None: no KV is lost, it lies where it did. Otherwise only so many device blocks of
-        the request, the first ones, still hold KV; the rest is to be given up with `drop`."""
-        held = self._end(move)
-        if move.direction is Direction.OUT and _is_held(held, move):
+        """The move has ended badly. None: no KV is lost, it lies where it did, or moves of the request are in transit
+        whose end tells. Otherwise only so many device blocks of the request, the first ones, still hold KV; the rest is
+        to be given up with `drop`."""
+        held, part = self._end(move)
+        if held is None:
+            return None
+        if part is not None:
+            keep = min(part, len(held.device))
+        elif move.direction is Direction.OUT and _is_held(held, move):
             self._free_host(held, len(move.target))
             return None
-        self._free_host(held)
-        return held.device.index(move.target[0]) if move.direction is Direction.IN else len(held.device)
+        elif move.direction is Direction.OUT:
+            keep = len(held.device)
+        else:
+            keep = held.device.index(move.target[0])
+        if part is None and move.direction is not Direction.WITHIN:
+            self._free_host(held)
+        held.lost_from = keep if held.lost_from is None else min(keep, held.lost_from)
+        return _lost_from(held)
 
     # -- the proof ----------------------------------------------------------------------------------------
 
@@ -303,9 +367,12 @@ class KVLedger(PrefixCache):
             places = Counter(pool.free_blocks())
             for held in self._held.values():
                 places.update(getattr(held, tier))
+            if pool is self._host:
+                places.update(end.copy for end in self._ends.values() if end.copy is not None)
             if places != Counter(range(pool.total)) + self._doubly_held(pool):
                 raise LedgerError(f"a {tier} block leaked or doubled")
         self._check_sharing()
+        self._check_ends()
         self._check_claims()
         for request, held in self._held.items():
             need, there = self.blocks_for(request.computed), len(held.device) + len(held.host) - _held_twice(held)
@@ -317,23 +384,11 @@ class KVLedger(PrefixCache):
                 raise LedgerError(f"request {request.id} has a stale block table")
         moving = Counter(dict.fromkeys(Direction, 0))
         for held in self._held.values():
-            if held.move is not None:
-                moving[held.move.direction] += len(held.move.source)
+            for move in filter(None, (held.move, held.aside, *held.parts)):
+                moving[move.direction] += len(move.source)
+        moving[Direction.OUT] += len(self._idle_parts)
         if moving != self.blocks_in_transit:
             raise LedgerError(f"{self.blocks_in_transit} blocks are counted as in transit, {dict(moving)} are")
-
-    def _begin(self, held: RequestBlocks, move: Move) -> Move:
-        held.moving, held.move = move.direction, move
-        self.blocks_in_transit[move.direction] += len(move.source)
-        return move
-
-    def _end(self, move: Move) -> RequestBlocks:
-        held = self._held[move.request]
-        if held.move is not move:
-            raise LedgerError(f"request {move.request.id}: a move ended that was not in transit")
-        held.moving = held.move = None
-        self.blocks_in_transit[move.direction] -= len(move.source)
-        return held
 
     def _cut(self, request: Request, held: RequestBlocks, keep: int) -> None:
         """Leave the request its first `keep` device blocks, and no claim beyond them."""
@@ -348,6 +403,25 @@ class KVLedger(PrefixCache):
         self._refresh(request, held)
         if not keep and held.lender is not self._root:
             held.join(self._root)
+
+    def _joined(self, first: Move, second: Move) -> Move:
+        """Two moves of neighbouring blocks as one."""
+        if first.spans or second.spans:
+            first, second = self._spanned(first), self._spanned(second)
+        return first._replace(
+            source=first.source + second.source,
+            target=first.target + second.target,
+            tokens=first.tokens + second.tokens,
+            spans=first.spans + second.spans,
+        )
+
+    def _spanned(self, move: Move) -> Move:
+        """The move, with the slots that it copies."""
+        if move.spans:
+            return move
+        size, reverse = self.block_size, move.request.reverse
+        counts = [min(size, move.tokens - index * size) for index in range(len(move.source))]
+        return move._replace(spans=tuple(Span(size - count if reverse else 0, count) for count in counts))
 
     def _free_host(self, held: RequestBlocks, blocks: int | None = None) -> None:
         """Free the first `blocks` host blocks of the request; None: all."""
@@ -368,7 +442,10 @@ def _held_twice(held: RequestBlocks) -> int:
     return len(move.source)
 
 
-def _joined(first: Move, second: Move) -> Move:
-    """Two moves of neighbouring blocks as one."""
-    source, target = first.source + second.source, first.target + second.target
-    return first._replace(source=source, target=target, tokens=first.tokens + second.tokens)
+def _lost_from(held: RequestBlocks) -> int | None:
+    """The first device block whose KV is lost, once the request's blocks are not in transit any more."""
+    keep = held.lost_from
+    if keep is None or held.moving is not None:
+        return None
+    held.lost_from = None
+    return min(keep, len(held.device))

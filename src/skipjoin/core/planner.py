@@ -91,7 +91,7 @@ class StepPlanner:
                 continue  # its turn has come: it could be moved back and forth and never run
             if request.in_flight:
                 context.pausing.add(request)
-            elif kv.can_move_out(request):
+            elif kv.can_move_out(request, blocking=False):
                 moves.append(self._evictor.swap_ahead(request))
         for request in back:
             if kv.can_move_in(request):

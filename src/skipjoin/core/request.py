@@ -110,6 +110,7 @@ class Request:
     computed: int = 0
     planned: int = 0  # computed, once every plan in flight has committed
     pending_samples: int = 0  # tokens that plans in flight will sample
+    reverse: bool = False  # its blocks are filled from their last slot down, for its whole life
     led_since: float = math.inf  # when it first waited for KV that another request computes, until it holds some
     cached: int = 0  # tokens whose KV was found when it arrived, until it holds some of its own
     max_total_tokens: int = 0  # known never passes this: prompt + max_tokens

@@ -94,6 +94,7 @@ class Residency:
         self._claim(request, grant)
         request.is_fresh = True
         held = kv.grow(request, target)
+        self._evictor.take_slots(request, target)
         kv.announce(request)
         return held
 
@@ -158,7 +159,7 @@ class Residency:
 
     def _extend(self, request: Request, held: RequestBlocks, target: int) -> RequestBlocks | WaitReason:
         """Space for a request that holds KV, on either tier or on its way."""
-        if held.moving is not None:
+        if held.moving is not None or held.parts:
             self._miss(request, self._kv.blocks_for(request.computed))
             return WaitReason.KV_IN_TRANSIT
         # The first request does not wait for overlapped moves: the space that they need may never be left over.
@@ -170,27 +171,34 @@ class Residency:
             return WaitReason.BEHIND_MEMORY
         # A request that returned is spared until the plan commits that runs it. With other plans in flight there would
         # always be one that the first request may not evict: while that waits, no other returns.
-        if held.host and self._first_waits:
+        if held.away and self._first_waits:
             self.closed = self.closed or WaitReason.BEHIND_MEMORY
             return WaitReason.BEHIND_MEMORY
         # One whose last tokens were dropped is a newcomer until it has them again: two could take each other's in turn
         # for nothing.
-        newcomer = not self._is_forced and (bool(held.host) or request.planned < held.regains)
+        newcomer = not self._is_forced and (held.away > 0 or request.planned < held.regains)
         if target > request.claimed:
             waits = self._renew(request, target, newcomer=newcomer)
             if waits is not None:
                 return waits
-        found = (self._return if held.host else self._grow)(request, target, newcomer=newcomer)
+        found = (self._return if held.away else self._grow)(request, target, newcomer=newcomer)
         if isinstance(found, WaitReason):
             # Newcomers ranked below would take the space that it waits for, one after the other.
             self.closed = self.closed or WaitReason.BEHIND_MEMORY
         return found
 
     def _grow(self, request: Request, target: int, *, newcomer: bool) -> RequestBlocks | WaitReason:
-        kv = self._kv
+        kv, evictor = self._kv, self._evictor
         self.short = kv.shortfall(request, target)
-        reason = self._evictor.make_room(request, self.short, lender=kv.lender_of(request), newcomer=newcomer)
-        return kv.grow(request, target) if reason is None else reason
+        reason = evictor.hindered(request, target) or evictor.make_room(
+            request, self.short, lender=kv.lender_of(request), newcomer=newcomer
+        )
+        if reason is not None:
+            return reason
+        evictor.blocking += kv.take_back(request, target)
+        held = kv.grow(request, target)
+        evictor.take_slots(request, target)
+        return held
 
     def _return(self, request: Request, target: int, *, newcomer: bool) -> RequestBlocks | WaitReason:
         """Bring the request's KV back from the host with a blocking move."""
@@ -199,7 +207,7 @@ class Residency:
         lender = kv.lender_of(request)
         if (reason := self._evictor.make_room(request, self.short, lender=lender, newcomer=newcomer)) is not None:
             return reason
-        self._evictor.blocking.append(kv.move_in(request))
+        self._evictor.blocking += kv.restore(request, target)
         request.is_fresh = True
         return kv.grow(request, target)
 

@@ -75,6 +75,7 @@ class Scheduler:
 
     def add(self, request: Request, now: float) -> None:
         """Let the request compete for the device."""
+        request.reverse = self.policies.eviction.lends and self.kv.has_two_ends and request.is_best_effort
         received = self._incoming.receive(request, now)
         self.events.extend(received)
         if not received:
@@ -135,7 +136,8 @@ class Scheduler:
         self._note_pauses(plan, planner.started, now)
         kv = self.kv
         held, claimed = kv.device_total - kv.device_free, kv.device_total - kv.available
-        self.events.append(Planned(plan, now, held, claimed, planner.tail, self.policies.batcher.cap))
+        cap, lent = self.policies.batcher.cap, kv.lent_blocks
+        self.events.append(Planned(plan, now, held, claimed, planner.tail, cap, lent))
         return plan
 
     def _note_waits(self, planner: StepPlanner, now: float) -> None:
@@ -210,9 +212,8 @@ class Scheduler:
                 self._release_if_finished(piece.request)
         for ran in self.policies.on_ran:
             ran(alive, now)
-        for move in result.failed:  # in an order that repeats
-            if (keep := lost.get(move.request)) is not None:
-                self._forget(move.request, keep, now)
+        for request, keep in lost.items():
+            self._forget(request, keep, now)
         for move in (*result.landed, *result.failed):
             self._release_if_finished(move.request)
         return void
@@ -234,14 +235,15 @@ class Scheduler:
         """Lift the fences of the moves that ended. Returns the requests whose KV was lost, each with how many device
         blocks still hold some."""
         lost: dict[Request, int] = {}
-        for move in result.landed:
-            self.kv.land(move)
-            self.events.append(Moved(move, now))
-        for move in result.failed:
-            self._has_failed_move = True
-            self.events.append(MoveFailed(move, now))
-            if (keep := self.kv.fail(move)) is not None:
-                lost[move.request] = keep
+        settled: list[tuple[int | None, Moved | MoveFailed]] = []
+        settled += [(self.kv.land(move), Moved(move, now)) for move in result.landed]
+        settled += [(self.kv.fail(move), MoveFailed(move, now)) for move in result.failed]
+        self._has_failed_move = self._has_failed_move or bool(result.failed)
+        for keep, event in settled:
+            self.events.append(event)
+            if keep is not None:
+                request = event.move.request
+                lost[request] = min(keep, lost.get(request, keep))
         return lost
 
     def _forget(self, request: Request, keep: int, now: float) -> None:

@@ -31,15 +31,30 @@ class Direction(Enum):
     """Which way a move goes."""
 
     OUT = "device to host"
+    WITHIN = "device to device"  # blocking moves only
     IN = "host to device"
 
 
+# The directions that cross the link.
+LINK = (Direction.OUT, Direction.IN)
+
+
+class Span(NamedTuple):
+    """Slots of a block that follow each other."""
+
+    first: int
+    slots: int
+
+
 class Move(NamedTuple):
-    """KV blocks of one request crossing between the tiers: source[i] is copied to target[i].
+    """KV blocks of one request crossing between the tiers, or changing places: source[i] is copied to target[i].
 
     The blocks follow each other in the request's table, whose first ones need not be among them. tokens: that the moved
     blocks hold, from the first slot of the first one on: all slots of all blocks, but for those behind the request's
     last token in the last block, which hold nothing.
+
+    spans: the slots of each block that are copied, to the same slots; then these hold the tokens, and the blocks need
+    not follow each other. Empty: all slots of all blocks.
     """
 
     direction: Direction
@@ -47,6 +62,11 @@ class Move(NamedTuple):
     source: tuple[int, ...]
     target: tuple[int, ...]
     tokens: int
+    spans: tuple[Span, ...] = ()
+
+    def blocks(self, block_size: int) -> float:
+        """How many blocks' worth of slots are copied."""
+        return self.tokens / block_size if self.spans else len(self.source)
 
 
 class StepShape(NamedTuple):

@@ -9,6 +9,7 @@ import torch
 
 from skipjoin.core.step import Direction, Move
 from skipjoin.exec.quantized_copies import QuantizedCopies
+from skipjoin.exec.span_copies import SpanCopies
 from skipjoin.model.config import ModelConfig
 from skipjoin.model.kv_cache import PagedKV, QuantizedKV
 from skipjoin.model.ops.block_copy import block_copy, runs_of
@@ -47,6 +48,7 @@ class KVStore:
         self.swap_dtype = swap_dtype
         self._kernel: BlocksKernel | None = None
         self._quantized: QuantizedCopies | None = None
+        self._spans: SpanCopies | None = None
         self.device = PagedKV(device_blocks, block_size, config, dtype, device, shard=shard)
         self.host: PagedKV | QuantizedKV | None = None
         is_cuda = device.type == "cuda"
@@ -55,6 +57,7 @@ class KVStore:
             self._quantized = QuantizedCopies(self.device, self.host)
         elif host_blocks:
             self.host = PagedKV(host_blocks, block_size, config, dtype, "cpu", pin=is_cuda, shard=shard)
+            self._spans = SpanCopies(self.device, self.host)
             if device.type == "cpu":
                 # Requested here, since it may have to be compiled first.
                 self._copy_blocks = block_copy()
@@ -69,24 +72,32 @@ class KVStore:
 
         On a CPU the calling thread copies, without the GIL, and returns when the copy is done. On CUDA the copies are
         queued on the current stream, as one kernel launch where runs are small. Raises ValueError for blocks outside
-        the pools, and for tokens that do not end in the last block.
+        the pools, for tokens that do not end in the last block, and for slots outside their block.
         """
         if self.host is None:
             raise ValueError("a plan moves KV blocks, but there is no host pool")
-        source, target = (self.device, self.host) if move.direction is Direction.OUT else (self.host, self.device)
+        source = self.host if move.direction is Direction.IN else self.device
+        target = self.host if move.direction is Direction.OUT else self.device
         if len(move.source) != len(move.target):
             raise ValueError(f"a move has {len(move.source)} blocks in source and {len(move.target)} in target")
-        if -(-move.tokens // self.device.block_size) != len(move.source):
+        if not move.spans and -(-move.tokens // self.device.block_size) != len(move.source):
             raise ValueError(f"{move.tokens} tokens do not end in the last of {len(move.source)} blocks")
         _check("source", move.source, source)
         _check("target", move.target, target)
-        if self._quantized is not None:
+        if move.spans:
+            self._copy_spans(target, source, move)
+        elif self._quantized is not None:
             self._quantized.copy(move)
         elif self.device.tensor.is_cuda:
             self._queue(target.block_view(), source.block_view(), move)
         else:
             addresses = target.tensor.data_ptr(), source.tensor.data_ptr()
             self._copy_blocks(*addresses, source.block_bytes, move.target, move.source)
+
+    def _copy_spans(self, target: PagedKV | QuantizedKV, source: PagedKV | QuantizedKV, move: Move) -> None:
+        if self._spans is None or isinstance(target, QuantizedKV) or isinstance(source, QuantizedKV):
+            raise ValueError("parts of a block do not move where the host has 8 bits for each number")
+        self._spans.copy(target, source, move)
 
     def _queue(self, to: torch.Tensor, rows: torch.Tensor, move: Move) -> None:
         """Queue copies of rows on the current stream."""

@@ -14,7 +14,7 @@ import torch
 
 from skipjoin.container import free_memory
 from skipjoin.core.request import Request
-from skipjoin.core.step import Direction, Move
+from skipjoin.core.step import LINK, Direction, Move
 from skipjoin.exec.base import Executor, Handle
 from skipjoin.exec.fit import fit_times
 from skipjoin.exec.kv_store import KVStore
@@ -194,7 +194,7 @@ def measure_transfers(
         Move(direction, owner, tuple(range(count)), tuple(reversed(range(count))), count * block_size)
         for count in _TRANSFER_BLOCKS
         if count <= most
-        for direction in Direction
+        for direction in LINK
     ]
     times: dict[Move, list[float]] = {move: [] for move in moves}
     for turn in range(_TRANSFER_RUNS):
@@ -203,7 +203,7 @@ def measure_transfers(
         for move in moves:
             times[move].append(_seconds_of(move, store, model.device))
     found = {}
-    for direction in Direction:
+    for direction in LINK:
         runs = [
             (len(move.source), float(np.quantile(times[move][1:], 0.25)))
             for move in moves

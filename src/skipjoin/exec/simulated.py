@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from skipjoin.core.policy import CostModel
 from skipjoin.core.request import Request
-from skipjoin.core.step import PAUSE_S, Direction, Move, StageTime, StepPlan, StepResult, StepShape
+from skipjoin.core.step import LINK, PAUSE_S, Move, StageTime, StepPlan, StepResult, StepShape
 
 
 def never(move: Move) -> bool:
@@ -63,7 +63,8 @@ class SimulatedExecutor:
 
     cost: seconds of steps, all stages together, and of transfers. sample: the token of a request at a position. stages:
     number of equal stages, or each stage's share of a step's compute time. fails: whether a move fails. alike: how many
-    of the tokens that a request gets next are alike and end nothing; it may be less than there are.
+    of the tokens that a request gets next are alike and end nothing; it may be less than there are. block_size: tokens
+    per block, for moves of parts of blocks.
     """
 
     def __init__(
@@ -74,15 +75,17 @@ class SimulatedExecutor:
         *,
         fails: Callable[[Move], bool] = never,
         alike: Callable[[Request], int] = none,
+        block_size: int = 16,
     ) -> None:
         self._shares = stage_shares(stages)
         self._cost = cost
         self._sample = sample
         self._fails = fails
         self._alike = alike
+        self._block_size = block_size
         self._free_at = [0.0] * len(self._shares)
         self._has_run = False
-        self._link_free_at = dict.fromkeys(Direction, 0.0)
+        self._link_free_at = dict.fromkeys(LINK, 0.0)
         self._transit: list[tuple[float, int, Move]] = []  # a heap of (end, number, move)
         self._moves = 0
 
@@ -152,5 +155,7 @@ class SimulatedExecutor:
             heapq.heappush(self._transit, (link[move.direction] + lag, self._moves, move))
 
     def _transfer(self, moves: Sequence[Move]) -> float:
-        blocks = sum(len(move.source) for move in moves)
+        """Seconds of moves over the link. What changes places on the device does so at its memory's speed, next to
+        nothing here."""
+        blocks = sum(move.blocks(self._block_size) for move in moves if move.direction in LINK)
         return self._cost.transfer(blocks) if blocks else 0.0

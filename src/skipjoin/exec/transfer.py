@@ -11,11 +11,12 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from skipjoin.core.step import Direction, Move
+from skipjoin.core.step import LINK, Direction, Move
 from skipjoin.exec.kv_store import KVStore
 
 _log = logging.getLogger(__name__)
 
+_ORDER = {direction: place for place, direction in enumerate((Direction.OUT, Direction.WITHIN, Direction.IN))}
 # Interval at which `landed` polls the events of a stream while it waits, in seconds.
 _POLL_S = 100e-6
 
@@ -32,7 +33,8 @@ class Copier(Protocol):
 
     def run_blocking(self, moves: Sequence[Move]) -> Ended:
         """Carry out moves before the work that the calling thread computes, or queues on its stream, next. Moves out
-        run first, since moves in may reuse their blocks. Does not wait for moves started with `begin`.
+        run first, since other moves may reuse their blocks, and moves in run last. Does not wait for moves started
+        with `begin`.
 
         On a CPU the moves have ended on return. On CUDA they are queued: those in `landed` have landed once the stream
         has passed this point, hence before any slice of the step runs. A failed move costs only its own request's KV.
@@ -68,9 +70,9 @@ def log_failure(move: Move, error: BaseException) -> None:
 
 
 def copy_in_order(store: KVStore, moves: Sequence[Move]) -> Ended:
-    """Carry out moves on the calling thread, or queue them on its stream; moves out first."""
+    """Carry out moves on the calling thread, or queue them on its stream; moves out first, moves in last."""
     ended = Ended([], [])
-    for move in sorted(moves, key=lambda move: move.direction is Direction.IN):
+    for move in sorted(moves, key=lambda move: _ORDER[move.direction]):
         try:
             store.copy(move)
         except Exception as error:
@@ -136,7 +138,7 @@ class StreamCopier:
     def __init__(self, store: KVStore) -> None:
         self._store = store
         self._device = store.device.tensor.device
-        self._lanes = {direction: _Lane(torch.cuda.Stream(self._device), deque()) for direction in Direction}
+        self._lanes = {direction: _Lane(torch.cuda.Stream(self._device), deque()) for direction in LINK}
 
     def run_blocking(self, moves: Sequence[Move]) -> Ended:
         return copy_in_order(self._store, moves)

@@ -242,17 +242,23 @@ class Worker:
 
     def _segment(self, piece: Slice) -> Segment:
         request, start, end = piece.request, piece.start, piece.start + piece.tokens
-        if not piece.awaits:
-            known: Sequence[int] = request.tokens(start, end)
-            return Segment(known, start, piece.blocks, piece.samples, all_logits=wants_scores(piece))
-        if (stages := self.model.shard.pp_size) > 1:
-            raise ValueError(
-                f"request {request.id} awaits a token that only the last of {stages} stages samples: "
-                "with stages, plans must not overlap"
-            )
-        known = request.tokens(start, end - 1) if piece.tokens > 1 else ()
-        row = self._rows[request]
-        return Segment(known, start, piece.blocks, piece.samples, all_logits=wants_scores(piece), awaits=row)
+        row = None
+        if piece.awaits:
+            if (stages := self.model.shard.pp_size) > 1:
+                raise ValueError(
+                    f"request {request.id} awaits a token that only the last of {stages} stages samples: "
+                    "with stages, plans must not overlap"
+                )
+            row, end = self._rows[request], end - 1
+        return Segment(
+            request.tokens(start, end) if end > start else (),
+            start,
+            piece.blocks,
+            piece.samples,
+            all_logits=wants_scores(piece),
+            awaits=row,
+            reverse=request.reverse,
+        )
 
     def _sample_row(self, piece: Slice) -> SampleRow:
         request = piece.request

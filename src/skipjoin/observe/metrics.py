@@ -124,6 +124,15 @@ ENGINE_METRICS = (
     Metric("kv_cache_usage_perc", "gauge", "Share of the device's KV blocks that are not free, 0 to 1.", is_share=True),
     Metric("kv_cached_blocks", "gauge", "Free KV blocks of the device whose KV later prompts may use.", in_vllm=False),
     Metric("kv_shared_blocks", "gauge", "KV blocks of the device that several requests hold.", in_vllm=False),
+    Metric("kv_lent_blocks", "gauge", "KV blocks that two requests fill from both ends.", in_vllm=False),
+    Metric(
+        "kv_checkpointed_slots_total",
+        "counter",
+        "Tokens whose KV was saved before the other request of their block wrote there.",
+        in_vllm=False,
+    ),
+    Metric("kv_checkpointed_bytes_total", "counter", "Bytes of these.", in_vllm=False),
+    Metric("kv_restores_total", "counter", "Times that a request got KV back that was saved so.", in_vllm=False),
     Metric(
         "prefix_cache_queries_total",
         "counter",
@@ -494,6 +503,7 @@ class EngineMetrics:
     ) -> None:
         self._resident_bytes = resident_bytes
         self._device_blocks = device_blocks
+        self._block_size = block_size
         self._block_bytes = block_bytes
         self._compressed_bytes = block_bytes if is_compressed else 0
         self._rows = {metric.name: metric.zero() for metric in ENGINE_METRICS if not metric.by_class}
@@ -553,10 +563,12 @@ class EngineMetrics:
                 self._classes[is_best_effort].next(gap, count)
             gaps.clear()
 
-    def shares(self, *, cached: int, shared: int) -> None:
-        """Take how many device blocks are free and cached, and how many have several holders, which no event tells."""
+    def shares(self, *, cached: int, shared: int, lent: int) -> None:
+        """Take how many device blocks are free and cached, how many have several holders, and in how many of those each
+        has slots of its own, which no event tells."""
         self._rows["kv_cached_blocks"][0] = cached
         self._rows["kv_shared_blocks"][0] = shared
+        self._rows["kv_lent_blocks"][0] = lent
 
     def snapshot(self) -> Snapshot:
         """The numbers as of now; they change no more."""
@@ -566,6 +578,10 @@ class EngineMetrics:
         waits[:] = map(max, waits, self._log.waits.totals(self._now))
         rows["engine_steps_total"][0] = self._usage.steps
         rows["recomputed_tokens_total"][0] = self._usage.recomputed_tokens
+        ends = self._usage.shared_ends
+        rows["kv_checkpointed_slots_total"][0] = ends.slots
+        rows["kv_checkpointed_bytes_total"][0] = ends.slots * self._block_bytes / self._block_size
+        rows["kv_restores_total"][0] = ends.restores
         rows["stage_busy_seconds_total"][0] = sum(self._stages.busy)
         rows["stage_idle_seconds_total"][0] = sum(self._stages.idle)
         rows["engine_resident_memory_bytes"][0] = self._resident_bytes()
@@ -611,7 +627,8 @@ class EngineMetrics:
             self._batch.observe(sum(piece.tokens for piece in plan.slices))
         for proactive, moves in enumerate((plan.blocking, plan.overlapped)):
             for move in moves:
-                self._swapped[move.direction][proactive] += len(move.source) * self._block_bytes
+                if (row := self._swapped.get(move.direction)) is not None:
+                    row[proactive] += round(move.blocks(self._block_size) * self._block_bytes)
 
     def _restart(self, event: Restarted) -> None:
         self._restarts[0] += 1

@@ -26,6 +26,7 @@ from skipjoin.core.request import Request
 from skipjoin.core.step import Direction
 from skipjoin.observe.claims import ClaimUse
 from skipjoin.observe.prefixes import PrefixUse
+from skipjoin.observe.shared_ends import SharedEndUse
 
 # Points of the series that are kept; when there are twice as many, every other one goes.
 POINTS = 240
@@ -63,6 +64,8 @@ class EngineUsage:
         self.swapped_in_bytes = 0
         self.claims = ClaimUse()
         self.prefixes = PrefixUse()
+        self.shared_ends = SharedEndUse()
+        self._spilled: set[Request] = set()  # in the decision at hand
         self._live: set[Request] = set()
         self._resident: dict[Request, int] = {}  # tokens on the device
         self._on_host: dict[Request, int] = {}  # tokens with KV on either tier, where some is on the host
@@ -112,6 +115,7 @@ class EngineUsage:
             "swapped_in_bytes": self.swapped_in_bytes,
             "recomputed_tokens": self.recomputed_tokens,
             **self.claims.kv(seconds, self._blocks),
+            **self.shared_ends.kv(seconds, self._block_bytes / self._block_size),
         }
 
     def series(self) -> dict[str, list[float]]:
@@ -123,7 +127,7 @@ class EngineUsage:
     def close(self, *, keeps_series: bool) -> None:
         """Forget the requests, of which nothing may be observed afterwards, and perhaps the series: what is left is
         small, and can be sent to another process."""
-        for known in (self._live, self._resident, self._on_host, self._dropped):
+        for known in (self._live, self._resident, self._on_host, self._dropped, self._spilled):
             known.clear()
         self.claims.close()
         self.prefixes.close()
@@ -142,6 +146,12 @@ class EngineUsage:
     def _plan(self, event: Planned) -> None:
         self._advance(event.now)
         self._claimed = event.claimed
+        self.shared_ends.planned(event.lent)
+        for move in event.plan.blocking:
+            # A slot more of a request that is away already; the first ones come with its preemption.
+            if move.spans and move.direction is Direction.OUT and move.request not in self._spilled:
+                self._reside(move.request, self._leave(move.request) - move.tokens)
+        self._spilled.clear()
         self._note(event.now, len(event.plan.slices))
 
     def _preempt(self, event: Preempted) -> None:
@@ -150,6 +160,7 @@ class EngineUsage:
         if how is Preemption.PAUSE:
             return
         kept = event.kept
+        self._spilled.add(request)
         self.claims.lost_kv(request, blocks_left=-(-kept // self._block_size))
         # What KV on the host follows goes last.
         tokens = max(self._leave(request), self._on_host.pop(request, 0))
@@ -213,10 +224,14 @@ class EngineUsage:
 
     def _move(self, event: Moved) -> None:
         move = event.move
-        if move.direction is Direction.OUT:
-            self.swapped_out_bytes += len(move.source) * self._block_bytes
+        self.shared_ends.moved(move)
+        if move.direction is Direction.WITHIN:
             return
-        self.swapped_in_bytes += len(move.source) * self._block_bytes
+        moved_bytes = round(move.blocks(self._block_size) * self._block_bytes)
+        if move.direction is Direction.OUT:
+            self.swapped_out_bytes += moved_bytes
+            return
+        self.swapped_in_bytes += moved_bytes
         self._reside(move.request, self._on_host.pop(move.request, 0))
 
     def _fail(self, event: MoveFailed) -> None:
@@ -245,6 +260,7 @@ class EngineUsage:
     def _advance(self, now: float) -> None:
         seconds = now - self._now
         self.claims.pass_time(seconds)
+        self.shared_ends.pass_time(seconds)
         self._used_seconds += seconds * self._used / self._capacity
         self._allocated_seconds += seconds * self._claimed / self._blocks
         self._now = now

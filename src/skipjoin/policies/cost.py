@@ -57,7 +57,7 @@ class LinearCost:
             + self.context_token * shape.context
         )
 
-    def transfer(self, blocks: int) -> float:
+    def transfer(self, blocks: float) -> float:
         """Seconds to move `blocks` KV blocks one way."""
         return self.transfer_floor + self.block * blocks
 
@@ -120,7 +120,7 @@ class LearningCost:
         """Seconds of a step of this shape."""
         return self._answer.step(shape)
 
-    def transfer(self, blocks: int) -> float:
+    def transfer(self, blocks: float) -> float:
         """Seconds to move `blocks` KV blocks one way."""
         return self._answer.transfer(blocks)
 

@@ -10,7 +10,7 @@ from skipjoin.core.events import Preemption
 from skipjoin.core.kv import KVLedger
 from skipjoin.core.policy import CostModel, Eviction, Ordering
 from skipjoin.core.request import Request
-from skipjoin.core.step import Direction, StepShape
+from skipjoin.core.step import LINK, Direction, StepShape
 from skipjoin.policies.arrivals import ArrivalHistory
 
 # Share of the time that computing again what newcomers made others lose may take.
@@ -31,6 +31,7 @@ class Recompute:
     section 4.2, strawman 2)."""
 
     rests = True
+    lends = False
 
     def returns_overlapped(self, request: Request) -> bool:
         return False
@@ -173,6 +174,27 @@ class Spill(Swap):
         return missing if victim.is_best_effort and missing < kv.footprint(victim) else None
 
 
+class Lend(Spill):
+    """As `Spill`, but the blocks that are short are lent: a real-time request fills blocks of best-effort ones from the
+    other end, the emptiest first, and only the slots that it overwrites leave the device, before it does (BROS section
+    5). What makes way for another best-effort request, or for one whose own KV is on the host, leaves as with `Spill`.
+    """
+
+    rests = True
+    lends = True
+
+    def victims(
+        self, short: int, candidates: Sequence[Request], kv: KVLedger, now: float, newcomer: Request | None
+    ) -> Sequence[Eviction]:
+        emptiest = sorted(candidates, key=lambda victim: -kv.empty_slots(victim))
+        found = super().victims(short, emptiest, kv, now, newcomer)
+        return [one._replace(lent=one.request.reverse and one.how is not Preemption.DROP) for one in found]
+
+    def is_worth_moving(self, request: Request, kv: KVLedger, keep: int = 0) -> bool:
+        # What is lent costs nothing until it is overwritten, and no more than that.
+        return request.reverse or super().is_worth_moving(request, kv, keep)
+
+
 # Share of the device that stays free for the growth of running requests, and most that may stay free in all.
 _GROWTH_SHARE, _MOST_SPARE = 0.01, 0.1
 # How far ahead moves are begun, in steps: what is decided now is on the device by the step after next.
@@ -266,7 +288,7 @@ class _Exchange:
         self._kv = kv
         self._free = kv.available - spare  # blocks to come back into
         self._soon = self._free + kv.blocks_in_transit[Direction.OUT]  # when those on their way out have left
-        self._room = {direction: eviction.link_room(direction, kv) for direction in Direction}
+        self._room = {direction: eviction.link_room(direction, kv) for direction in LINK}
         self._out: list[Request] = []
 
     @property

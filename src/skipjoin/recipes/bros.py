@@ -12,7 +12,7 @@ from skipjoin.knobs import Knob
 from skipjoin.policies.admission import OnDemand
 from skipjoin.policies.batching import Greedy
 from skipjoin.policies.deadlines import ByDeadline, NextTokens, StartedFirst
-from skipjoin.policies.eviction import Recompute, Spill, Swap
+from skipjoin.policies.eviction import Lend, Recompute, Spill, Swap
 from skipjoin.policies.ordering import Fcfs
 from skipjoin.policies.packing import Packing
 from skipjoin.policies.turns import ByTurn, Turn, Turns
@@ -57,7 +57,13 @@ def _packed(s: Settings, p: PackingParams, eviction: EvictionPolicy) -> Policies
 
 @recipe
 def bros(s: Settings, p: PackingParams) -> Policies:
-    """BROS: packing by deadlines, and no more of best-effort KV leaves the device than real-time requests need."""
+    """BROS: packing by deadlines, real-time and best-effort requests in one block, lazy checkpoints of single slots."""
+    return _packed(s, p, Lend(s.cost))
+
+
+@recipe
+def bros_unshared(s: Settings, p: PackingParams) -> Policies:
+    """BROS without shared blocks: no more blocks of best-effort KV leave the device than real-time requests need."""
     return _packed(s, p, Spill(s.cost))
 
 

@@ -116,7 +116,7 @@ class RooflineCost:
             + tokens * self._link_token_s
         )
 
-    def transfer(self, blocks: int) -> float:
+    def transfer(self, blocks: float) -> float:
         """Seconds to move `blocks` KV blocks one way."""
         return self._transfer_s + blocks * self._block_s
 

@@ -11,6 +11,7 @@ from hashlib import blake2b
 
 import msgspec
 
+from skipjoin.core.step import Span
 from skipjoin.sampling import SamplingParams, TokenDetail
 
 CHECKSUM_BYTES = 8
@@ -27,6 +28,7 @@ class NewRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
     params: SamplingParams
     seed: int
     eos_token_ids: tuple[int, ...]
+    reverse: bool = False
 
 
 class KnownTokens(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -49,13 +51,15 @@ class SlicePart(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class MovePart(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """See `Move`. Moves are numbered from 0 over all plans; in each plan blocking moves come first."""
+    """See `Move`. direction: its place among all directions. Moves are numbered from 0 over all plans; in each plan
+    blocking moves come first."""
 
-    is_out: bool
+    direction: int
     request: int
     source: list[int]
     target: list[int]
     tokens: int
+    spans: list[Span] = []
 
 
 class PlanMessage(msgspec.Struct, frozen=True, array_like=True, gc=False):

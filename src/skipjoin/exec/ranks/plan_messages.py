@@ -26,6 +26,7 @@ from skipjoin.exec.sampling import Sampling
 # With every plan, so many requests more than it has slices are checked in turn for their end: more than can end with a
 # plan, so that the ranks' memory of ended requests stays bounded.
 _LOOKS = 8
+_DIRECTIONS = tuple(Direction)
 
 
 class OutOfStepError(Exception):
@@ -91,7 +92,14 @@ class PlanWriter:
 
     def _move(self, move: Move, new: list[NewRequest]) -> MovePart:
         number = self._state_of(move.request, new).number
-        return MovePart(move.direction is Direction.OUT, number, list(move.source), list(move.target), move.tokens)
+        return MovePart(
+            direction=_DIRECTIONS.index(move.direction),
+            request=number,
+            source=list(move.source),
+            target=list(move.target),
+            tokens=move.tokens,
+            spans=list(move.spans),
+        )
 
     def _state_of(self, request: Request, new: list[NewRequest]) -> _SentState:
         sent = self._sent.get(request)
@@ -108,6 +116,7 @@ class PlanWriter:
                     params=sampling.params,
                     seed=sampling.seed,
                     eos_token_ids=tuple(sampling.eos_token_ids),
+                    reverse=request.reverse,
                 )
             )
         return sent
@@ -153,7 +162,9 @@ class PlanReader:
         plan = PLAN_DECODER.decode(body)
         for new in plan.new:
             sampling = Sampling(new.params, new.seed, new.eos_token_ids)
-            self._requests[new.number] = _Mirrored(Request(new.id, 0.0, new.prompt, 1, sampling=sampling))
+            request = Request(new.id, 0.0, new.prompt, 1, sampling=sampling)
+            request.reverse = new.reverse
+            self._requests[new.number] = _Mirrored(request)
         for known in plan.known:
             self._requests[known.request].request.output.extend(known.tokens)
         slices = tuple(self._slice(part) for part in plan.slices)
@@ -183,9 +194,8 @@ class PlanReader:
     def _read_moves(self, parts: Sequence[MovePart]) -> tuple[Move, ...]:
         moves = []
         for part in parts:
-            direction = Direction.OUT if part.is_out else Direction.IN
-            request = self._requests[part.request].request
-            move = Move(direction, request, tuple(part.source), tuple(part.target), part.tokens)
+            direction, request = _DIRECTIONS[part.direction], self._requests[part.request].request
+            move = Move(direction, request, tuple(part.source), tuple(part.target), part.tokens, tuple(part.spans))
             self._moves[move] = self._next_move
             self._next_move += 1
             moves.append(move)

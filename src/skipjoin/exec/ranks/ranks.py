@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from skipjoin.core.step import Direction, StepPlan
+from skipjoin.core.step import LINK, Direction, StepPlan
 from skipjoin.exec.base import RankError
 from skipjoin.exec.rank_spec import MemoryBudget, RankSpec
 from skipjoin.exec.ranks.cluster import Cluster, ClusterError, import_ray
@@ -295,7 +295,7 @@ class RankedExecutor:
                 sum(max(one[direction].floor for one in stage) for stage in stages),
                 sum(max(one[direction].block for one in stage) for stage in stages),
             )
-            for direction in Direction
+            for direction in LINK
         }
 
     def close(self) -> None:

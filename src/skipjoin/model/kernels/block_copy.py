@@ -12,6 +12,8 @@ import triton.language as tl
 _PROGRAMS = 16
 # Words of 4 bytes that a program moves at a time: 8 loads of 16 bytes for each of 128 threads.
 _CHUNK, _WARPS = 4096, 4
+# Spans are short: a slot of one head is 64 words in 16 bits.
+_SPAN_CHUNK = 512
 
 
 # One version for all numbers of blocks, so that no step waits for a compilation.
@@ -46,6 +48,44 @@ def copy_blocks(target: torch.Tensor, source: torch.Tensor, target_ids: torch.Te
     grid = (min(_PROGRAMS, count * triton.cdiv(words, _CHUNK)),)
     _copy[grid](
         to, rows, target_ids, source_ids, count, words, to.stride(0), rows.stride(0), CHUNK=_CHUNK, num_warps=_WARPS
+    )
+
+
+@triton.jit(do_not_specialize=["count"])
+def _copy_slots(target, source, spans, count, heads, block_words, slot_words, head_words, CHUNK: tl.constexpr):
+    """The heads of all spans are split among the programs. spans: [4, count]."""
+    for work in range(tl.program_id(0), count * heads, tl.num_programs(0)):
+        span, head = work // heads, work % heads
+        first = head * head_words + tl.load(spans + 2 * count + span) * slot_words
+        words = tl.load(spans + 3 * count + span) * slot_words
+        to = tl.load(spans + span) * block_words + first
+        block = tl.load(spans + count + span) * block_words + first
+        for begin in range(0, words, CHUNK):
+            place = begin + tl.arange(0, CHUNK)
+            inside = place < words
+            moved = tl.load(source + block + place, mask=inside, eviction_policy="evict_first")
+            tl.store(target + to + place, moved, mask=inside, eviction_policy="evict_first")
+
+
+def copy_spans(target: torch.Tensor, source: torch.Tensor, spans: torch.Tensor) -> None:
+    """Copy slots of `source` to the same slots of `target`, of all heads, on the current stream.
+
+    target, source: [blocks, heads, block_size, head_dim] of one type, contiguous; each on the device or in page-locked
+    memory; they may be one, if no block is both read and written. spans: int64 [4, n] on the device, not checked:
+    target blocks, source blocks, first slots, counts. Raises ValueError for blocks of different shapes.
+    """
+    if target.shape[1:] != source.shape[1:] or target.dtype != source.dtype:
+        raise ValueError(f"blocks of {source.dtype} {source.shape[1:]} do not fit {target.dtype} {target.shape[1:]}")
+    count, (heads, size, dim) = spans.shape[1], target.shape[1:]
+    if not count:
+        return
+    to, rows = _words(target.flatten(1)), _words(source.flatten(1))
+    slot = dim * target.element_size() // to.element_size()
+    if slot * size * heads != to.shape[1]:  # a word would cover parts of two slots
+        to, rows = (pool.flatten(1).view(torch.uint8) for pool in (target, source))
+        slot = dim * target.element_size()
+    _copy_slots[(min(_PROGRAMS, count * heads),)](
+        to, rows, spans, count, heads, to.shape[1], slot, slot * size, CHUNK=_SPAN_CHUNK, num_warps=_WARPS
     )
 
 

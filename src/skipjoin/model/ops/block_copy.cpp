@@ -1,4 +1,6 @@
 // Copies KV blocks between two pools, past the caches.
+#include <cstring>
+
 #include "stream.inc.cpp"
 
 extern "C" {
@@ -14,5 +16,17 @@ void skipjoin_copy_blocks(char *to, const char *from, int64_t block_bytes, const
   }
   // Streaming stores are unordered: a thread that learns that the copy is done must see all of it.
   _mm_sfence();
+}
+
+// For all i < count: slots first[i] to first[i] + slots[i] of block source[i] to the same slots of block target[i], of
+// each of `heads` heads. A block has `size` slots of slot_bytes for each head, one head after the other.
+void skipjoin_copy_spans(char *to, const char *from, int64_t heads, int64_t size, int64_t slot_bytes,
+                         const int64_t *target, const int64_t *source, const int64_t *first, const int64_t *slots,
+                         int64_t count) {
+  for (int64_t i = 0; i < count; i++)
+    for (int64_t head = 0; head < heads; head++) {
+      char *there = to + ((target[i] * heads + head) * size + first[i]) * slot_bytes;
+      std::memcpy(there, from + ((source[i] * heads + head) * size + first[i]) * slot_bytes, slots[i] * slot_bytes);
+    }
 }
 }

@@ -13,6 +13,13 @@ from skipjoin.model.ops.build import load_library
 # Arguments: addresses of target and source pool, bytes per block, and the blocks: source[i] is copied to target[i].
 # They are not checked: wrong ones write anywhere.
 BlockCopy = Callable[[int, int, int, Sequence[int], Sequence[int]], None]
+# What a span copy takes: target blocks, source blocks, the first slot in each, and how many.
+Spans = tuple[Sequence[int], Sequence[int], Sequence[int], Sequence[int]]
+# Heads of a block, its slots, and bytes of a slot of one head.
+BlockShape = tuple[int, int, int]
+# Arguments: addresses of target and source pool, the shape of their blocks, and what is copied, to the same slots. They
+# are not checked either.
+SpanCopy = Callable[[int, int, BlockShape, Spans], None]
 
 
 def runs_of(target: Sequence[int], source: Sequence[int]) -> Iterator[tuple[int, int, int]]:
@@ -50,3 +57,34 @@ def plain_copy(target: int, source: int, block_bytes: int, to: Sequence[int], bl
     """One copy per run, without the compiled library."""
     for first_to, first, count in runs_of(to, blocks):
         ctypes.memmove(target + first_to * block_bytes, source + first * block_bytes, count * block_bytes)
+
+
+@functools.cache
+def span_copy() -> SpanCopy:
+    """The fastest copy of slots available on this machine."""
+    library = load_library()
+    return plain_span_copy if library is None else compiled_span_copy(library)
+
+
+def compiled_span_copy(library: ctypes.CDLL) -> SpanCopy:
+    """All slots of all heads in one call."""
+    call = library.skipjoin_copy_spans
+    call.argtypes = [c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_int64]
+    call.restype = None
+
+    def copy(target: int, source: int, shape: BlockShape, spans: Spans) -> None:
+        # A named variable keeps the arrays alive: the call reads them by address.
+        arrays = [array("q", part) for part in spans]
+        addresses = [part.buffer_info()[0] for part in arrays]
+        call(target, source, *shape, *addresses, len(arrays[0]))
+
+    return copy
+
+
+def plain_span_copy(target: int, source: int, shape: BlockShape, spans: Spans) -> None:
+    """One copy per span and head, without the compiled library."""
+    heads, size, slot_bytes = shape
+    for to, block, first, count in zip(*spans, strict=True):
+        for head in range(heads):
+            there, here = ((number * heads + head) * size + first for number in (to, block))
+            ctypes.memmove(target + there * slot_bytes, source + here * slot_bytes, count * slot_bytes)

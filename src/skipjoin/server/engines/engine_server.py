@@ -354,7 +354,7 @@ class EngineServer:
         if now - self._sent_at < HEARTBEAT_S / 4 and not at_once:
             return
         kv = loop.core.kv
-        metrics.shares(cached=kv.cached_blocks, shared=kv.shared_blocks)
+        metrics.shares(cached=kv.cached_blocks, shared=kv.shared_blocks, lent=kv.lent_blocks)
         stats = Stats(kv.device_total - kv.device_free, metrics.snapshot())
         if stats != self._sent or now - self._sent_at >= HEARTBEAT_S:
             self.send(stats)

@@ -63,7 +63,7 @@ BLIND = Variant("fcfs, class-blind", "fcfs")
 FCFS, ROUND_ROBIN, RECOMPUTE, SWAP, UNSHARED, BROS = plain(
     "fcfs", "round-robin", "bros-recompute", "bros-swap", "bros-unshared", "bros"
 )
-VARIANTS = (BLIND, FCFS, ROUND_ROBIN, RECOMPUTE, SWAP, UNSHARED, BROS)
+VARIANTS = (BLIND, FCFS, ROUND_ROBIN, RECOMPUTE, SWAP, BROS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,6 +55,7 @@ _INDEX = {
     "round-robin": 3,
     "bros-recompute": 5,
     "bros-swap": 4,
+    "bros-unshared": 6,
     "bros": 9,
 }
 

@@ -25,6 +25,7 @@ from bros.setting import (
     SHAREGPT,
     SWAP,
     TTFT_KEPT,
+    UNSHARED,
     VARIANTS,
     changes,
     compared,
@@ -42,23 +43,30 @@ from skipjoin.observe.record import Record
 
 MODEL, RATE, SEEDS = "opt-13b", 8.0, 5
 WANTED = 0.95
+COMPARED = (*VARIANTS, UNSHARED)
+MOVED = {
+    "GB to the host": lambda record: record["kv"]["swapped_out_bytes"] / 1e9,
+    "slots saved": "kv.checkpointed_slots",
+    "shared blocks": "kv.shared_blocks_mean",
+    "computed again": "kv.recomputed_tokens",
+}
 
 
 def measure(options: Options) -> Result:
     short, long = window(options), window(options, PAPER_TIMES)
-    systems = {variant.name: system(variant, MODEL) for variant in VARIANTS}
+    systems = {variant.name: system(variant, MODEL) for variant in COMPARED}
     plans = {
         (MODEL, "sharegpt", name, variant.name): grid(
             SHAREGPT.cells(variant, systems[variant.name], [RATE], extent, seeds=seeds)
         )
         for name, extent, seeds in ((f"{short.duration_s:g} s", short, SEEDS), (f"{long.duration_s:g} s", long, 1))
-        for variant in VARIANTS
+        for variant in COMPARED
     }
     run_plans("checks", list(plans.values()), options)
     records = records_of(plans, "model", "lengths", "lasting", "variant")
     return {
         "settings": said(list(systems.values()), [SHAREGPT], short, seeds=SEEDS),
-        "tables": [checks(records), compared("All of it", records, ("lasting", "variant"), FIELDS)],
+        "tables": [checks(records), compared("All of it", records, ("lasting", "variant"), {**FIELDS, **MOVED})],
         "records": records,
     }
 
@@ -68,7 +76,7 @@ def checks(records: Sequence[Record]) -> Result:
     rows = []
     for lasting in dict.fromkeys(record["lasting"] for record in records):
         some = pick(records, lasting=lasting)
-        for variant in VARIANTS:
+        for variant in COMPARED:
             kept = [value_of(record, TTFT_KEPT) for record in pick(some, variant=variant.name)]
             found = [_percent(changes(some, variant.name, field)) for field in (LATENCY, BATCHED)]
             rows.append((lasting, variant.name, *found, _range(kept, 3), _verdict(variant.name, kept)))
@@ -99,7 +107,7 @@ def draw(result: Result) -> Mapping[str, Figure]:
         "best effort (req/s)": BATCHED,
     }
     records = pick(result["records"], lasting=result["records"][0]["lasting"])
-    names = [variant.name for variant in VARIANTS]
+    names = [variant.name for variant in COMPARED]
     figure = style.new_figure(style.WIDE_IN, 2.4)
     for axes, (label, field) in zip(figure.subplots(1, len(shown)), shown.items(), strict=True):
         series = {name: [mean(pick(records, variant=name), field)] for name in names}

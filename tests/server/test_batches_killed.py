@@ -39,9 +39,9 @@ def start(tokenizer_folder: Path, tmp_path: Path) -> Iterator[Start]:
     """Servers on one folder, one after the other."""
     started: list[ServerProcess] = []
 
-    def begin(**settings: object) -> ServerProcess:
+    def begin(step_s: float = STEP_S, **settings: object) -> ServerProcess:
         settings = {"batch_dir": tmp_path / "batches", "batch_inflight": INFLIGHT, **settings}
-        started.append(simulated_server(tokenizer_folder, STEP_S, BLOCKS, **settings))
+        started.append(simulated_server(tokenizer_folder, step_s, BLOCKS, **settings))
         return started[-1]
 
     yield begin
@@ -84,24 +84,26 @@ def check(server: ServerProcess, batch: Batch, count: int = LINES, tokens: int =
 
 
 def test_kill_9_of_either_process(start: Start, tmp_path: Path) -> None:
-    """At random moments. What is written is not generated again."""
-    dice, folder = random.Random(SEED), tmp_path / "batches"
-    server = start()
-    batch = begin_batch(server)
+    """At random moments, each a while after lines were written. What is written is not generated again."""
+    dice, folder, tokens = random.Random(SEED), tmp_path / "batches", 8
+    slow = {"step_s": 0.05, "batch_inflight": 4}  # four lines in 0.4 s, and 120 in 12 s: the batch outlives both kills
+    server = start(**slow)
+    batch = begin_batch(server, tokens=tokens)
     written = 0
     for victim in ("api", "engine"):
-        time.sleep(dice.uniform(0.1, 0.5))
+        until(lambda before=written: finished(folder) > before)
+        time.sleep(dice.uniform(0, 0.4))
         killed = server.api if victim == "api" else server.engine
         os.kill(killed.pid, signal.SIGKILL)
         if victim == "engine":  # the server tells so for a while, and ends earlier when it is told to
             server.process.terminate()
         server.process.wait(30)
         written = finished(folder)
-        server = start()
+        server = start(**(slow if victim == "api" else {}))
     assert 0 < written < LINES
-    check(server, batch)
+    check(server, batch, tokens=tokens)
     # Exactly what was not written, and what `check` has asked for is not counted.
-    assert server.metric("batch_generation_tokens_total") == (LINES - written) * TOKENS
+    assert server.metric("batch_generation_tokens_total") == (LINES - written) * tokens
 
 
 def test_sigterm_does_not_wait_for_batches(start: Start) -> None:

@@ -191,8 +191,12 @@ WITHOUT_HTTP = {
     "service",
 }
 # Where imports may stand inside functions if they are marked: optional back ends, the package itself, whose import
-# must stay light, the command line, whose help must come at once, and what needs Ray.
-LAZY = ("exec", "model", "forecast", "__init__.py", "cli", "engine", "server/launch.py", "server/engines/supervisor.py")
+# must stay light, the command line, whose help must come at once, what needs Ray, and what only a server with batches
+# does.
+LAZY = (
+    *("exec", "model", "forecast", "__init__.py", "cli", "engine"),
+    *("server/launch.py", "server/engines/supervisor.py", "server/batches/database.py"),
+)
 
 
 class Import(NamedTuple):

@@ -9,12 +9,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from functools import wraps
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import sqlalchemy as sa
-from alembic import command
-from alembic.config import Config
-from alembic.util import CommandError
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, ProgrammingError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
@@ -23,6 +20,9 @@ from sqlalchemy.pool import ConnectionPoolEntry
 
 from skipjoin.server.batches.records import NoSpace, StoreError, StoreUnavailable
 from skipjoin.version import install_command
+
+if TYPE_CHECKING:
+    from alembic.config import Config
 
 DATABASE_FILE = "batches.sqlite3"
 MIGRATIONS = Path(__file__).parent / "migrations"
@@ -149,6 +149,8 @@ class Database:
 
     async def migrate(self) -> None:
         """Bring the tables to this version's state. Raises `StoreError` where a newer version wrote them."""
+        from alembic.util import CommandError  # noqa: PLC0415 (servers without batches do without)
+
         try:
             async with self.writing() as connection:
                 if not self.is_sqlite:
@@ -185,6 +187,8 @@ class Database:
 
 
 def _upgrade(connection: sa.Connection) -> None:
+    from alembic import command  # noqa: PLC0415 (as above)
+
     config = alembic_config()
     config.attributes["connection"] = connection
     command.upgrade(config, "head")
@@ -192,6 +196,8 @@ def _upgrade(connection: sa.Connection) -> None:
 
 def alembic_config() -> Config:
     """Alembic's settings: where the scripts are. The connection is to be added to its attributes."""
+    from alembic.config import Config  # noqa: PLC0415 (as above)
+
     config = Config()
     config.set_main_option("script_location", str(MIGRATIONS).replace("%", "%%"))
     return config

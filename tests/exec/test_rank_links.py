@@ -28,25 +28,28 @@ def trickle(address: links.Address, ended: threading.Semaphore) -> None:
 
 def test_strangers_that_trickle_bytes_delay_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """And are cut off themselves."""
-    monkeypatch.setattr(links, "_GREETING_S", 1.0)
+    monkeypatch.setattr(links, "_GREETING_S", 2.0)
     listener, ended = RankListener("127.0.0.1"), threading.Semaphore(0)
     for _ in range(5):
         threading.Thread(target=trickle, args=(listener.address, ended), daemon=True).start()
     time.sleep(0.1)  # they come first
-    connections = []
+    connections = {}
     ranks = [
-        threading.Thread(target=lambda rank=rank: connections.append(connect(listener.address, listener.secret, rank)))
+        threading.Thread(
+            target=lambda rank=rank: connections.update({rank: connect(listener.address, listener.secret, rank)})
+        )
         for rank in (1, 0)
     ]
     for rank in ranks:
         rank.start()
-    accepted = listener.accept(2, 5.0)
+    accepted = listener.accept(2, 30.0)
     assert not ended.acquire(blocking=False)  # no stranger had to be cut off before
     for rank in ranks:
         rank.join()
     accepted[1].send(b"to rank 1")
-    assert b"to rank 1" in [connection.recv_bytes() for connection in connections if connection.poll(0.5)]
-    assert all(ended.acquire(timeout=3.0) for _ in range(5))
+    assert connections[1].poll(30.0)
+    assert connections[1].recv_bytes() == b"to rank 1"
+    assert all(ended.acquire(timeout=30.0) for _ in range(5))
     for link in accepted:
         link.close()
     listener.close()

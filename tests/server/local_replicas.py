@@ -112,5 +112,5 @@ async def local_replicas(
     finally:
         engines = found.engines
         await found.stop()
-        _, alive = psutil.wait_procs(engines, timeout=5)
+        _, alive = psutil.wait_procs(engines, timeout=20)
         assert not alive

@@ -239,7 +239,7 @@ class ServerProcess:
         assert found, name
         return sum(found)
 
-    def wait_idle(self, seconds: float = 10.0) -> None:
+    def wait_idle(self, seconds: float = 30.0) -> None:
         """Wait until no request is left and all KV blocks are free."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:

@@ -18,6 +18,7 @@ from batch_worlds import LoopWatch, Place, new_batch
 from skipjoin.server.batches.line_check import Rules, reports
 from skipjoin.server.batches.records import BlobMissing, LineError, LinePlace
 from skipjoin.server.batches.validate import Refused, ValidatorDied, validate
+from support.pace import most_stall_s
 
 pytestmark = pytest.mark.anyio
 
@@ -127,7 +128,7 @@ async def test_50001_lines_do_not_hold_the_event_loop(tmp_path: Path, place: Pla
             errors = verdict.errors
         assert [error.line for error in errors] == [50_001]
         assert await store.reject(batch.id, errors)
-    assert watch.longest_s < 0.05
+    assert watch.longest_s < most_stall_s()
 
 
 @pytest.fixture
@@ -152,7 +153,7 @@ async def test_the_process_ends_with_its_reader(slow_file: Callable[[], Path]) -
     writer = await asyncio.to_thread(os.open, path, os.O_WRONLY)
     os.write(writer, line() + b"\n")
     (child,) = checks()
-    while child.nice() != 10:
+    while child.nice() <= os.nice(0):
         await asyncio.sleep(0.01)
     reading.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -23,6 +22,7 @@ from skipjoin.server.batches.records import NoSpace, StoreUnavailable
 from skipjoin.server.batches.service import Batches
 from skipjoin.server.batches.store import Store
 from skipjoin.server.engines.errors import EngineDeadError
+from support.pace import most_stall_s
 
 pytestmark = pytest.mark.anyio
 INFLIGHT = 8
@@ -195,10 +195,11 @@ async def test_a_store_that_fails_for_a_while(
         with monkeypatch.context() as patched:
             for name in ("finish", "put_back", "take_lines", "due", "renew", "batch", "add_batch"):
                 patched.setattr(Store, name, fail)
-            await asyncio.sleep(0.5)
-            ran = place.metric("batch_generation_tokens_total")
-            await asyncio.sleep(0.3)
-            assert place.metric("batch_generation_tokens_total") == ran  # nothing is begun
+            ran = 0.0  # lines that were taken before go on, and no others are begun
+            while (now := place.metric("batch_generation_tokens_total")) != ran:
+                ran = now
+                await asyncio.sleep(0.3)
+            assert ran < 40 * SHORT["max_tokens"]
             assert (await place.api.complete(max_tokens=2)).status_code == 200
             answer = await place.api.http.get(f"/v1/batches/{batch}")
             assert answer.status_code == 503
@@ -243,9 +244,7 @@ async def test_the_end_of_the_server_returns_what_runs(
         batch = await place.submit(*(line(str(n), **SHORT) for n in range(20)))
         await until(lambda: len(place.api.engine.live) == INFLIGHT)
         place.api.service.drain()
-        begin = time.monotonic()
-        await place.batches.close()
-        assert time.monotonic() - begin < 5
+        await asyncio.wait_for(place.batches.close(), 20)
         assert not place.api.engine.live
     async with open_place() as place:
         done = await place.until(batch)
@@ -292,7 +291,7 @@ async def test_the_event_loop_is_free(open_place: Callable[..., Any]) -> None:
         batch = await place.submit(large, *(line(str(n), **SHORT) for n in range(200)))
         done = await place.until(batch)
         assert done["request_counts"] == {"total": 201, "completed": 200, "failed": 1}
-    assert watch.longest_s < 0.05
+    assert watch.longest_s < most_stall_s()
 
 
 async def test_a_server_without_batches(make_api: MakeApi) -> None:

@@ -57,7 +57,7 @@ class Teller:
 
     def forecast(self, prompt: Sequence[int], max_tokens: int) -> Guess:
         self.asked += 1
-        assert self.gate.wait(10)
+        assert self.gate.wait(60)
         if self.fails:
             raise RuntimeError("no idea")
         return Guess(told(prompt), tuple(prompt), max_tokens)
@@ -190,7 +190,7 @@ async def test_a_burst_does_not_pile_up(make_api: MakeApi) -> None:
         begin = time.monotonic()
         answer = await api.complete(prompt=["abcdef"] * (most + 50), max_tokens=2)
         assert answer.status_code == 200
-        assert time.monotonic() - begin < 5
+        assert time.monotonic() - begin < 30
         assert {add.forecast for add in api.engine.added} == {PRIOR}
         assert not teller.lessons
         teller.gate.set()

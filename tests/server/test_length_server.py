@@ -184,7 +184,7 @@ async def test_no_request_waits_and_what_nothing_waits_for_is_dropped(make_api: 
             task = asyncio.create_task(api.complete())
             await until(lambda: len(predictor.bodies) == most + 1)  # and it is open when the server ends
             begin = time.monotonic()
-        assert time.monotonic() - begin < 10
+        assert time.monotonic() - begin < NEVER / 3
         task.cancel()
 
 
@@ -313,6 +313,6 @@ def test_a_question_without_an_answer_does_not_keep_a_server_from_ending(start_s
             begin = time.monotonic()
             server.process.send_signal(signal.SIGTERM)
             list(lines)
-        assert server.process.wait(20) == 0
+        assert server.process.wait(30) == 0
         assert time.monotonic() - begin < NEVER / 3
         assert len(predictor.bodies) == 2

@@ -134,7 +134,7 @@ def test_sigterm_drains_and_leaves_nothing(server: ServerProcess) -> None:
     for reader in readers:
         reader.end()
     assert server.process.wait(30) == 0
-    _, left = psutil.wait_procs(processes, timeout=10)
+    _, left = psutil.wait_procs(processes, timeout=30)
     assert not left
 
 
@@ -148,7 +148,7 @@ def test_kill_9_of_the_api_process_leaves_nothing(tokenizer_folder: Any) -> None
     engines = server.engines()
     assert len(engines) == 2
     server.process.kill()
-    _, left = psutil.wait_procs([*engines, *processes], timeout=10)
+    _, left = psutil.wait_procs([*engines, *processes], timeout=30)
     assert not left
     server.stop()
 

@@ -101,7 +101,7 @@ async def test_silence_and_slow_heads_and_bodies_are_ended() -> None:
 
 
 async def test_a_trickle_is_ended_and_a_steady_body_is_not() -> None:
-    async with World().serve(body_s=0.3, body_bytes_per_s=4000) as world:
+    async with World().serve(body_s=1.0, body_bytes_per_s=4000) as world:
 
         async def send(piece: bytes) -> bytes:
             reader, writer = await world.connect(HEAD + b"Connection: close\r\nContent-Length: 4000\r\n\r\n")
@@ -139,10 +139,10 @@ async def test_a_client_that_does_not_read_is_disconnected() -> None:
 
 
 async def test_a_client_that_reads_slowly_gets_all() -> None:
-    async with World(4 * MB).serve(write_s=0.2) as world:
+    async with World(8 * MB).serve(write_s=0.6) as world:
         reader, _ = await world.connect(GET)
         got = 0
-        while got < 4 * MB:
+        while got < 8 * MB:
             got += len(await reader.read(1 << 18))
             await asyncio.sleep(0.03)
         assert world.connections

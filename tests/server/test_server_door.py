@@ -169,7 +169,7 @@ def test_metrics_have_a_port_that_needs_no_key_and_tell_the_memory_of_both_proce
     assert not url.startswith(locked.url)
     for name, process in (("api", locked.api), ("engine", locked.engine)):
         head = f"skipjoin:{name}_resident_memory_bytes "
-        for _ in range(100):  # an engine tells once a second
+        for _ in range(600):  # an engine tells once a second
             (found,) = (line for line in httpx.get(url).text.splitlines() if line.startswith(head))
             if (resident := float(found.removeprefix(head))) > 0:
                 break

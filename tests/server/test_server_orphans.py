@@ -20,7 +20,7 @@ from support.leftovers import Mark
 pytest.importorskip("ray")
 
 pytestmark = pytest.mark.ray
-GONE_S = 10.0
+GONE_S = 30.0
 SERVE = "import sys; from skipjoin.cli import app; sys.argv[0] = 'skipjoin'; app()"
 
 
@@ -56,7 +56,7 @@ class Server:
 
     def code(self) -> int:
         """With which it ends."""
-        return self.popen.wait(30)
+        return self.popen.wait(60)
 
     def close(self) -> None:
         self.popen.kill()

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import product
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import httpx
@@ -52,12 +53,12 @@ class Stream(threading.Thread):
 
     def last(self) -> Any:
         """The last event, once the stream is over."""
-        self.join(30)
+        self.join(60)
         assert not self.is_alive()
         return self.lines[-1] if self.lines[-1] == "[DONE]" else json.loads(self.lines[-1])
 
 
-def until(condition: Callable[[], bool], seconds: float = 10.0) -> float:
+def until(condition: Callable[[], bool], seconds: float = 30.0) -> float:
     """Seconds until it holds."""
     begin = time.monotonic()
     while time.monotonic() - begin < seconds:
@@ -98,8 +99,8 @@ def test_a_client_that_leaves_frees_its_blocks(slow_server: ServerProcess, path:
     with socket.create_connection((host, int(port))) as connection:
         connection.sendall(head.encode() + body)
         until(lambda: httpx.get(f"{server.url}/load").json()["running"] == 2)
-    server.wait_idle(2.0)
-    assert server.metric("generation_tokens_total") - generated < 400
+    server.wait_idle()
+    assert server.metric("generation_tokens_total") - generated < 400  # of 800
 
 
 def connect(server: ServerProcess) -> socket.socket:
@@ -109,7 +110,7 @@ def connect(server: ServerProcess) -> socket.socket:
 
 def test_clients_that_leave_in_prefill_cost_no_token(start_server: StartServer) -> None:
     """At each endpoint, with and without a stream, while the first step computes their prompts."""
-    server = start_server(step_s=0.5)
+    server = start_server(step_s=1.5)
     prompts = {
         "/v1/completions": {"prompt": "abc" * 100},
         "/v1/chat/completions": {"messages": [{"role": "user", "content": "abc" * 100}]},
@@ -144,13 +145,17 @@ def test_clients_that_leave_in_mid_body_leave_no_more_than_their_line_in_the_log
 @room_for_one_long
 def test_a_client_that_leaves_the_queue_is_forgotten(slow_server: ServerProcess) -> None:
     server = slow_server
+    generated = server.metric("generation_tokens_total")
     running = Stream(server, prompt="abc" * 30, max_tokens=120, priority=-1)
-    assert running.begun.wait(10)
-    with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{server.url}/v1/completions", json={"prompt": "z" * 500, "max_tokens": 5}, timeout=0.5)
-    until(lambda: httpx.get(f"{server.url}/load").json()["server_load"] == 1, 2.0)
+    assert running.begun.wait(30)
+    body = json.dumps({"prompt": "z" * 500, "max_tokens": 5}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\n{JSON_HEAD}\r\nContent-Length: {len(body)}\r\n\r\n"
+    with connect(server) as connection:
+        connection.sendall(head.encode() + body)
+        until(lambda: httpx.get(f"{server.url}/load").json()["waiting"] == 1)
     assert running.last() == "[DONE]"
     server.wait_idle()
+    assert server.metric("generation_tokens_total") - generated == 120  # of `running` alone
 
 
 # -- overload ---------------------------------------------------------------------------------------------------
@@ -158,14 +163,14 @@ def test_a_client_that_leaves_the_queue_is_forgotten(slow_server: ServerProcess)
 
 def test_a_burst_is_refused_fast_and_what_is_accepted_finishes(start_server: StartServer) -> None:
     server = start_server(step_s=0.02, max_queued_requests=8)
-    times: list[float] = []
-    body = {"prompt": "abc", "max_tokens": 50, "slo": {"ttft_ms": 1000, "tpot_ms": 200}}
+    times: dict[int, list[float]] = {200: [], 429: []}
+    body = {"prompt": "abc", "max_tokens": 50, "slo": {"ttft_ms": 60_000, "tpot_ms": 10_000}}
 
     def post(_: int) -> int:
         begin = time.monotonic()
         response = client.post(f"{server.url}/v1/completions", json=body, timeout=30)
+        times[response.status_code].append(time.monotonic() - begin)
         if response.status_code == 429:
-            times.append(time.monotonic() - begin)
             assert int(response.headers["retry-after"]) >= 1
             assert response.json()["error"]["code"] == "queue_full"
         return response.status_code
@@ -174,7 +179,7 @@ def test_a_burst_is_refused_fast_and_what_is_accepted_finishes(start_server: Sta
         statuses = list(pool.map(post, range(80)))
     assert set(statuses) == {200, 429}
     assert statuses.count(200) >= 8
-    assert sorted(times)[len(times) // 2] < 0.5  # 40 clients share this machine's cores with the server
+    assert median(times[429]) < median(times[200]) / 2  # though 40 clients share this machine's cores with the server
     assert server.metric("generation_tokens_total") == 50 * statuses.count(200)
     for objective in ("ttft", "tpot"):
         assert slo_counts(server, objective) == (statuses.count(200), 0)
@@ -195,13 +200,13 @@ def slo_counts(server: ServerProcess, objective: str) -> tuple[float, float]:
 def test_deadlines_pass_in_the_queue(slow_server: ServerProcess) -> None:
     server = slow_server
     running = Stream(server, prompt="abc" * 30, max_tokens=120, priority=-1)
-    assert running.begun.wait(10)
-    body = {"prompt": "z" * 500, "max_tokens": 5, "deadline_ms": 300}
+    assert running.begun.wait(30)
+    body = {"prompt": "z" * 500, "max_tokens": 5, "deadline_ms": 100}
     begin = time.monotonic()
     response = httpx.post(f"{server.url}/v1/completions", json=body)
     assert response.status_code == 408
     assert response.json()["error"]["code"] == "deadline_exceeded"
-    assert time.monotonic() - begin > 0.25
+    assert time.monotonic() - begin > 0.09
     assert running.lines[-1] != "[DONE]"  # for which it would have to wait
     streamed = Stream(server, **{**body, "stream": True})
     assert streamed.last()["error"]["code"] == "deadline_exceeded"
@@ -215,7 +220,7 @@ def test_deadlines_pass_in_the_queue(slow_server: ServerProcess) -> None:
 def test_who_is_given_up_gets_an_error_and_the_others_their_tokens(start_server: StartServer) -> None:
     server = start_server(step_s=0.005, priority_range=f"0:{HOPELESS}")
     other = Stream(server, max_tokens=100)
-    assert other.begun.wait(10)
+    assert other.begun.wait(30)
     body = {"prompt": "abc", "max_tokens": 50, "priority": HOPELESS}
     response = httpx.post(f"{server.url}/v1/completions", json=body)
     assert response.status_code == 500
@@ -235,8 +240,8 @@ def test_who_is_given_up_gets_an_error_and_the_others_their_tokens(start_server:
 
 def test_sigterm_drains(start_server: StartServer) -> None:
     server = start_server(step_s=0.02)
-    streams = [Stream(server, max_tokens=100) for _ in range(4)]
-    assert all(stream.begun.wait(10) for stream in streams)
+    streams = [Stream(server, max_tokens=150) for _ in range(4)]
+    assert all(stream.begun.wait(30) for stream in streams)
     server.process.terminate()
     until(lambda: httpx.get(f"{server.url}/ready").status_code == 503)
     refused = httpx.post(f"{server.url}/v1/completions", json=LONG)
@@ -244,28 +249,26 @@ def test_sigterm_drains(start_server: StartServer) -> None:
     assert refused.json()["error"]["code"] == "shutting_down"
     assert health(server) == 200
     assert [stream.last() for stream in streams] == ["[DONE]"] * 4
-    assert server.process.wait(10) == 0
+    assert server.process.wait(30) == 0
 
 
 def test_the_drain_ends_when_its_time_is_up(start_server: StartServer) -> None:
     server = start_server(step_s=0.05, shutdown_timeout_s=0.5)
     stream = Stream(server)
-    assert stream.begun.wait(10)
+    assert stream.begun.wait(30)
     server.process.terminate()
     assert stream.last()["error"]["code"] == "shutting_down"
-    assert server.process.wait(10) == 0
+    assert server.process.wait(30) == 0
 
 
 def test_a_second_signal_ends_at_once(start_server: StartServer) -> None:
     server = start_server(step_s=0.05)
     stream = Stream(server)
-    assert stream.begun.wait(10)
+    assert stream.begun.wait(30)
     server.process.send_signal(signal.SIGINT)
     until(lambda: httpx.get(f"{server.url}/ready").status_code == 503)
-    begin = time.monotonic()
     server.process.send_signal(signal.SIGINT)
-    assert server.process.wait(10) == 0
-    assert time.monotonic() - begin < 5
+    assert server.process.wait(15) == 0  # the stream takes 25 s
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -281,7 +284,7 @@ def test_death_of_the_engine_under_load(start_server: StartServer) -> None:
     streams = [Stream(server) for _ in range(6)]
     with ThreadPoolExecutor(1) as pool:
         whole = pool.submit(httpx.post, f"{server.url}/v1/completions", json={**LONG, "stream": False}, timeout=30)
-        assert all(stream.begun.wait(10) for stream in streams)
+        assert all(stream.begun.wait(30) for stream in streams)
         until(lambda: httpx.get(f"{server.url}/load").json()["running"] == 7)
         server.engine.kill()
         assert until(lambda: health(server) == 503, 5.0) < 5
@@ -290,7 +293,7 @@ def test_death_of_the_engine_under_load(start_server: StartServer) -> None:
     refused = httpx.post(f"{server.url}/v1/completions", json=LONG)
     assert refused.json()["error"]["code"] == "engine_dead"
     server.process.terminate()  # does not wait for the grace time
-    assert server.process.wait(10) == 1
+    assert server.process.wait(30) == 1
     assert any("the engine has died: the engine process was killed by SIGKILL (" in line for line in server.errors)
 
 
@@ -309,7 +312,7 @@ def test_an_engine_that_hangs_is_told_and_ended(start_server: StartServer, is_st
     assert stream.last()["error"]["code"] == "engine_dead"
     assert 'skipjoin:requests_lost_total{reason="engine_dead"} 1.0' in httpx.get(f"{server.url}/metrics").text
     server.process.terminate()
-    assert server.process.wait(10) == 1
+    assert server.process.wait(30) == 1
     until(lambda: any("the engine has died: the engine process gave no sign of life" in line for line in server.errors))
     assert any("simulated_engine.py" in line for line in server.errors)  # the stacks
 
@@ -317,9 +320,9 @@ def test_an_engine_that_hangs_is_told_and_ended(start_server: StartServer, is_st
 def test_the_engine_does_not_outlive_the_api_process(start_server: StartServer) -> None:
     server = start_server()
     stream = Stream(server)
-    assert stream.begun.wait(10)
+    assert stream.begun.wait(30)
     server.process.kill()
-    _, alive = psutil.wait_procs([server.engine], timeout=5)
+    _, alive = psutil.wait_procs([server.engine], timeout=20)
     assert not alive
     stream.join(10)
     assert stream.lines[-1] != "[DONE]"

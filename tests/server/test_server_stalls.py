@@ -22,10 +22,10 @@ from server_worlds import JSON, Api, MakeApi, StartServer
 from skipjoin.engine.text import Output
 from skipjoin.sampling import Scored, TokenDetail
 from skipjoin.server.engines.sequences import MOST_OF_SEQUENCE, MOST_WAITING, Mailbox
+from support.pace import STALL_S, most_stall_s
 
 pytestmark = pytest.mark.anyio
 LARGEST = 4 << 20
-STALL_S = 0.05
 MEMORY = 128 << 20
 
 
@@ -60,10 +60,10 @@ def _frozen() -> Iterator[None]:
     gc.unfreeze()
 
 
-async def stall_of(work: Callable[[], Awaitable[Any]]) -> float:
+async def stall_of(work: Callable[[], Awaitable[Any]], tries: int = 3) -> float:
     """The stall by some work; the least of three, if the first are too long: the least is its own."""
     stalls: list[float] = []
-    while len(stalls) < 3 and min(stalls, default=STALL_S) >= STALL_S:
+    while len(stalls) < tries and min(stalls, default=STALL_S) >= STALL_S:
         async with Loop() as loop:
             await work()
         stalls.append(loop.longest_s)
@@ -110,7 +110,7 @@ async def test_no_body_stalls_the_others(api: Api, path: str, body: bytes, statu
 
     peak_memory()
     before = peak_memory()
-    assert await stall_of(post) < STALL_S
+    assert await stall_of(post) < most_stall_s()
     assert peak_memory() - before < MEMORY
 
 
@@ -129,7 +129,7 @@ async def test_no_number_of_prompts_stalls_the_others(api: Api, fields: dict[str
     async def post() -> None:
         assert (await api.complete(**fields, max_tokens=1)).status_code == 200
 
-    assert await stall_of(post) < STALL_S
+    assert await stall_of(post) < most_stall_s()
 
 
 PATHS = {
@@ -158,7 +158,7 @@ def test_no_value_in_no_field_takes_time_or_memory(
     size = LARGEST // 4 if path == "/tokenize" else LARGEST
     status, stall_s, memory = loop_of_bodies(path, filled(f'{{"{name}":{begin}', unit, end + "}", size))
     assert status == 400 or path == "/tokenize"
-    assert stall_s < STALL_S
+    assert stall_s < most_stall_s()
     assert memory < MEMORY
 
 
@@ -180,10 +180,14 @@ def loop_of_bodies(tokenizer_folder: Path) -> Any:
             async def once() -> None:
                 statuses.append((await api.http.post(path, content=body, headers=JSON)).status_code)
 
-            peak_memory()
-            before = peak_memory()
-            stall_s = runner.run(stall_of(once))
-            return statuses[0], stall_s, peak_memory() - before
+            for _ in range(3):  # each with what the one before has left
+                peak_memory()
+                before = peak_memory()
+                stall_s = runner.run(stall_of(once, 1))
+                memory = peak_memory() - before
+                if stall_s < STALL_S and memory < MEMORY:
+                    break
+            return statuses[0], stall_s, memory
 
         yield post
         runner.run(api.http.aclose())
@@ -206,7 +210,7 @@ async def test_scores_of_prompts_are_formatted_beside_the_loop(
     async def post() -> None:
         answers.append(await api.complete(**body))
 
-    assert await stall_of(post) < STALL_S
+    assert await stall_of(post) < most_stall_s()
     if not stream:
         assert [len(choice["logprobs"]["tokens"]) for choice in answers[0].json()["choices"]] == [501] * 24
 
@@ -274,7 +278,7 @@ async def test_a_full_queue_refuses_at_once_and_before_anything_is_tokenized(
                 assert response.status_code == 429
                 assert 1 <= int(response.headers["retry-after"]) <= 60
 
-            assert await time_of(post) < 0.05
+            assert await time_of(post) < most_stall_s()
         api.engine.paused = False
         monkeypatch.undo()
         await running

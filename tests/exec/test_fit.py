@@ -34,7 +34,7 @@ TERMS = st.builds(
 )
 
 
-@settings(max_examples=8)
+@settings(max_examples=4)
 @given(truth=TERMS)
 def test_exact_times_are_explained_well(truth: LinearCost) -> None:
     seconds = [truth.step(shape) for shape in SHAPES]
@@ -50,7 +50,7 @@ def test_exact_times_of_a_cpu_are_explained_exactly() -> None:
     assert max(cost_errors(fit_cost(SHAPES, seconds), SHAPES, seconds)) < 1e-6
 
 
-@settings(max_examples=8)
+@settings(max_examples=4)
 @given(truth=TERMS, seed=st.integers(0, 1000))
 def test_outliers_and_noise_do_not_move_the_fit_far(truth: LinearCost, seed: int) -> None:
     draw = np.random.default_rng(seed)

@@ -70,7 +70,7 @@ class LocalOnVirtualClock(SimulatedExecutor):
 def trace() -> list[Request]:
     draw = random.Random(4)
     now, requests = 0.0, []
-    for number in range(40):
+    for number in range(30):
         now += draw.expovariate(12)
         prompt = [draw.randrange(VOCAB) for _ in range(draw.randint(1, 30))]
         sampling = Sampling(SamplingParams(temperature=0), 0, ())

@@ -70,7 +70,7 @@ def ranks() -> list[psutil.Process]:
     return found
 
 
-def wait_until_gone(seconds: float = 10.0) -> None:
+def wait_until_gone(seconds: float = 30.0) -> None:
     deadline = time.monotonic() + seconds
     while ranks():
         assert time.monotonic() < deadline, ranks()
@@ -161,26 +161,37 @@ def expected() -> Outputs:
         engine.executor.close()
 
 
-@pytest.mark.parametrize(("tp", "pp", "recipe", "kills"), [(2, 1, "fastserve", 2), (2, 2, "mlfq", 1)])
-def test_the_same_tokens_whatever_is_killed(tp: int, pp: int, recipe: str, kills: int, expected: Outputs) -> None:
-    """With memory for a third of the requests, so that they are swapped and dropped besides."""
-    engine = assemble(config(tp, pp, recipe=recipe, recipe_params={"starvation_s": 0.2}))
+@pytest.mark.parametrize(("tp", "pp", "recipe"), [(2, 1, "fastserve"), (2, 2, "mlfq")])
+def test_the_same_tokens_whatever_is_killed(tp: int, pp: int, recipe: str, expected: Outputs) -> None:
+    """With memory for a third of the requests, so that they are swapped and dropped besides. The second death within
+    ten minutes is one too many; what was generated until then stands."""
+    engine = assemble(config(tp, pp, recipe=recipe, recipe_params={"starvation_s": 0.2}, max_restarts=1))
     try:
         assert len(ranks()) == tp * pp
         session = Session(engine)
-        for kill in range(kills):
-            while len(session.events) < 200 * (kill + 1):
-                session.step()
-            ranks()[-1 - kill].kill()
+        while len(session.events) < 200:
+            session.step()
+        ranks()[-1].kill()
         assert session.run() == expected
-        assert session.count(Restarted) == kills
+        assert session.count(Restarted) == 1
         assert session.count(Finished) == 12
         assert session.count(Preempted) > 12
         row = session.metrics.snapshot().summed
-        assert row("engine_restarts_total") == [kills]
+        assert row("engine_restarts_total") == [1]
         assert row("generation_tokens_total") == [12 * 60]
         if pp == 1:  # elsewhere dropping may be cheaper
             assert row("swap_out_bytes_total") != [0, 0]
+
+        again = Session(engine)
+        while len(again.outputs) < 3:
+            again.step()
+        ranks()[0].kill()
+        with pytest.raises(RankError, match=r"rank \d.*max_restarts 1 within 10 minutes is reached"):
+            again.run()
+        for number, tokens in again.outputs.items():
+            assert tokens == expected[number][: len(tokens)]
+        with pytest.raises(RankError, match="the ranks are not running"):
+            again.loop.step()
     finally:
         engine.executor.close()
     wait_until_gone()
@@ -196,36 +207,12 @@ def test_one_rank_of_its_own_may_die_as_well_at_work_and_idle(expected: Outputs)
         assert session.run() == expected
         assert session.count(Restarted) == 1
         ranks()[0].kill()
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 30
         while session.count(Restarted) < 2 and time.monotonic() < deadline:
             session.step()  # nothing to do, and it notices all the same
         again = Session(engine)
         assert again.run() == expected
         assert again.count(Restarted) == 0
-    finally:
-        engine.executor.close()
-    wait_until_gone()
-
-
-def test_restarts_end(expected: Outputs) -> None:
-    """The second death within ten minutes is one too many; what was generated until then stands."""
-    engine = assemble(config(2, 1, max_restarts=1))
-    try:
-        session = Session(engine)
-        while not session.outputs:
-            session.step()
-        ranks()[1].kill()
-        while session.count(Restarted) < 1:
-            session.step()
-        while len(session.outputs) < 3:
-            session.step()
-        ranks()[0].kill()
-        with pytest.raises(RankError, match=r"rank \d.*max_restarts 1 within 10 minutes is reached"):
-            session.run()
-        for number, tokens in session.outputs.items():
-            assert tokens == expected[number][: len(tokens)]
-        with pytest.raises(RankError, match="the ranks are not running"):
-            session.loop.step()
     finally:
         engine.executor.close()
     wait_until_gone()

@@ -91,8 +91,8 @@ def test_tokens_are_those_of_one_rank(case: str, tp: int, pp: int) -> None:
 
 
 @pytest.mark.parametrize("case", FORCED)
-@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
-def test_tokens_are_those_of_one_rank_where_prefixes_are_adopted(case: str, tp: int, pp: int) -> None:
+def test_tokens_are_those_of_one_rank_where_prefixes_are_adopted(case: str) -> None:
+    tp, pp = ((2, 1), (1, 2))[list(FORCED).index(case) % 2]
     requests = mixed_requests(common=COMMON, adopts=True)
     found = happened(run(*sharded(case, "llama", tp, pp), requests, leads=True))
     assert outputs(requests) == outputs_alone("llama", common=COMMON)
@@ -223,9 +223,10 @@ class LaterStage:
         self._at_receive = at_receive
 
     def receive(self, x: torch.Tensor) -> None:
+        begin = time.perf_counter()
         self._at_receive()
         time.sleep(self.WAIT_S)
-        self.waited_s += self.WAIT_S
+        self.waited_s += time.perf_counter() - begin
         x.fill_(0.5)
 
     def gather(self, part: torch.Tensor, sizes: list[int]) -> torch.Tensor:
@@ -247,12 +248,14 @@ def test_a_later_stage_moves_while_it_waits_and_its_seconds_are_without_waiting(
     pools = dict(device_blocks=4, host_blocks=4, block_size=BLOCK_SIZE)
     store = Store(model.config, model.dtype, model.device, shard=model.shard, **pools)  # type: ignore[arg-type]
     worker = Worker(model, store)
+    begin = time.perf_counter()
     result = worker.run(StepPlan(0, (Slice(REQUEST, 0, 2, True, False, (1,)),), blocking=(MOVES[0],)))
+    passed = time.perf_counter() - begin
     worker.close()
     assert copied == [1]
     assert list(result.landed) == [MOVES[0]]
     assert result.tokens[0] is not None
-    assert 0 < result.seconds < LaterStage.WAIT_S
+    assert 0 < result.seconds <= passed - LaterStage.WAIT_S
 
 
 # -- one result out of many answers -----------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from skipjoin.core.claims import Lender
 from skipjoin.core.engine import EngineCore
@@ -235,8 +235,7 @@ class WatchedCore(EngineCore):
                 self.newcomer_evictions.append(NewcomerEviction(victim.id, newcomers, tokens))
 
 
-@dataclass(frozen=True)
-class _State:
+class _State(NamedTuple):
     """A request just before a decision. device: blocks that it has on the device and may use, 0 where some are not
     there. has_room: whether they have room for all its tokens. claim: those that it claims, and what lends them.
     latest: the scheduler's `latest_plan`."""
@@ -304,6 +303,8 @@ GIVEN_UP = "too large for the device"
 def give_up(result: StepResult, which: Callable[[Slice], bool]) -> StepResult:
     """The result of a step that was too large with some of its slices."""
     given_up = {index: GIVEN_UP for index, piece in enumerate(result.plan.slices) if which(piece)}
+    if not given_up:
+        return result
     tokens = [None if index in given_up else token for index, token in enumerate(result.tokens)]
     return replace(result, tokens=tokens, given_up=given_up)
 

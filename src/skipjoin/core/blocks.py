@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 
 # Names the content of a full block and of all that comes before it.
 Key = bytes
@@ -111,9 +112,7 @@ class BlockPool:
 
     def free_blocks(self) -> Iterator[int]:
         """Every free block."""
-        yield from self._empty
-        yield from self._cached
-        yield from self._wanted
+        return chain(self._empty, self._cached, self._wanted)
 
     def problem(self) -> str:
         """What is wrong with the keys, in words; empty: nothing."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 
 from skipjoin.core.claim_tree import LedgerError, RequestBlocks
 from skipjoin.core.claims import Lender
@@ -364,12 +364,10 @@ class KVLedger(TwoEnds):
         """Raise `LedgerError` unless every block on both tiers is in exactly one place, every request's computed
         tokens lie in blocks that it holds, and what is kept for speed agrees with what it is kept from."""
         for tier, pool in (("device", self._device), ("host", self._host)):
-            places = Counter(pool.free_blocks())
-            for held in self._held.values():
-                places.update(getattr(held, tier))
-            if pool is self._host:
-                places.update(end.copy for end in self._ends.values() if end.copy is not None)
-            if places != Counter(range(pool.total)) + self._doubly_held(pool):
+            copies = (end.copy for end in self._ends.values() if end.copy is not None) if pool is self._host else ()
+            held_blocks = (getattr(held, tier) for held in self._held.values())
+            places = sorted(chain(pool.free_blocks(), copies, *held_blocks))
+            if places != sorted(chain(range(pool.total), self._doubly_held(pool))):
                 raise LedgerError(f"a {tier} block leaked or doubled")
         self._check_sharing()
         self._check_ends()
@@ -382,13 +380,13 @@ class KVLedger(TwoEnds):
                 raise LedgerError(f"request {request.id} holds blocks on the host behind those that it has filled")
             if held.table != tuple(held.device) or held.room != self._room(request, held):
                 raise LedgerError(f"request {request.id} has a stale block table")
-        moving = Counter(dict.fromkeys(Direction, 0))
+        moving = dict.fromkeys(Direction, 0)
         for held in self._held.values():
             for move in filter(None, (held.move, held.aside, *held.parts)):
                 moving[move.direction] += len(move.source)
         moving[Direction.OUT] += len(self._idle_parts)
         if moving != self.blocks_in_transit:
-            raise LedgerError(f"{self.blocks_in_transit} blocks are counted as in transit, {dict(moving)} are")
+            raise LedgerError(f"{self.blocks_in_transit} blocks are counted as in transit, {moving} are")
 
     def _cut(self, request: Request, held: RequestBlocks, keep: int) -> None:
         """Leave the request its first `keep` device blocks, and no claim beyond them."""

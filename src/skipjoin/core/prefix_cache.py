@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import islice
 from math import inf
@@ -220,21 +219,25 @@ class PrefixCache(ClaimTree):
 
     # -- the proof ----------------------------------------------------------------------------------------
 
-    def _doubly_held(self, pool: BlockPool) -> Counter[int]:
-        """How many requests more than one hold a block of the pool."""
+    def _doubly_held(self, pool: BlockPool) -> list[int]:
+        """The blocks of the pool that several requests hold, once for each but the first."""
         holders = self._holders if pool is self._device else {}
-        return Counter({block: len(requests) - 1 for block, requests in holders.items()})
+        return [block for block, requests in holders.items() for _ in requests[1:]]
 
     def _check_sharing(self) -> None:
         """Raise `LedgerError` unless each block with a key is held by those that are known to hold it, and counted in
         one claim."""
         if problem := self._device.problem():
             raise LedgerError(problem)
-        found: dict[int, set[RequestBlocks]] = {block: set() for block in self._holders}
+        several, seen = set(self._holders), set[int]()
+        for held in self._held.values():
+            several |= seen.intersection(held.device)
+            seen.update(held.device)
+        found: dict[int, set[RequestBlocks]] = {block: set() for block in several}
         adopted, shared = dict.fromkeys(self._held.values(), 0), dict.fromkeys(self._held.values(), 0)
         for held in self._held.values():
-            for block in held.device:
-                found.setdefault(block, set()).add(held)
+            for block in several.intersection(held.device):
+                found[block].add(held)
         for block, requests in found.items():
             holders = self._holders.get(block, [])
             if (len(requests) > 1 or holders) and (requests != set(holders) or len(holders) != len(requests)):

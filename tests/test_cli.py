@@ -45,7 +45,7 @@ def invoke(*args: object) -> Result:
 def test_generate_prints_one_json_object_per_prompt() -> None:
     run = skipjoin(
         "generate", "tally", "--chat", "--prompt", "Count from 3 to 12", "--prompt", "Spell apple",
-        "--max-tokens", 100, "--temperature", 0, "--json",
+        "--max-tokens", 100, "--temperature", 0, "--json", "--profile", "off",
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
     first, second = map(json.loads, run.stdout.splitlines())

@@ -138,6 +138,7 @@ def metrics(
         ("ends", grown(before, after, "request_success_total"), done, done + unsure),
         ("tokens", grown(before, after, "generation_tokens_total"), tokens, most_tokens),
         ("refusals", grown(before, after, "admission_rejected_total", "requests", "tokens"), refused, refused + silent),
+        ("blocks that leaked", grown(before, after, "kv_blocks_recovered_total"), 0, 0),
         ("lines", grown(before, after, "batch_lines_ended_total"), len(lines), len(lines)),
     ):
         if not (0 if fault.loses_counts else least) <= value <= most:

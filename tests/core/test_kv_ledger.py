@@ -624,3 +624,24 @@ def test_a_full_host_takes_nobody() -> None:
 def test_pool_sizes_are_checked(sizes: tuple[int, int, int]) -> None:
     with pytest.raises(ValueError, match="must be at least"):
         KVLedger(*sizes)
+
+
+def test_blocks_that_no_account_knows_are_freed_and_no_others() -> None:
+    """Their KV cannot be found any more, that of other blocks can."""
+    kv = KVLedger(DEVICE, HOST, BLOCK)
+    first, second = (make(number, 30, prefix=NamedPrefix(range(8), BLOCK, BLOCK)) for number in (1, 2))
+    kv.grow(first, 3 * BLOCK)
+    first.known, first.computed = 30, 3 * BLOCK
+    kv.offer(first)
+    device, host = kv._device.take(2), kv._host.take(3)
+    assert kv._device.name(device[0], b"lost")
+    assert kv.adopt(second) == 3 * BLOCK
+    assert kv.astray == (2, 3)
+    with pytest.raises(LedgerError, match="leaked or doubled"):
+        kv.check()
+    assert kv.recover() == 5
+    kv.check()
+    assert kv.astray == (0, 0)
+    assert kv._device.find(b"lost") is None
+    assert (kv.device_free, kv.host_free, kv.shared_blocks) == (DEVICE - 3, HOST, 3)
+    assert (device, host) == ([3, 4], [0, 1, 2])

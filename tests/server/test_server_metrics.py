@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,11 +20,15 @@ from server_worlds import BLOCKS, HERE, Api, MakeApi, ServerProcess, StartServer
 from simulated_engine import SimulatedLoop
 
 from skipjoin.config import ConfigError, EngineConfig, ServerConfig
+from skipjoin.core.events import Event
+from skipjoin.core.kv import KVLedger, LedgerError
 from skipjoin.observe.metrics import EngineMetrics, Snapshot
 from skipjoin.sampling import SamplingParams
 from skipjoin.server.api.app import build_metrics_app
+from skipjoin.server.engines.block_count import recover_blocks
 from skipjoin.server.engines.engine_server import EngineServer
 from skipjoin.server.engines.messages import Add, FromEngine, Setup, Shutdown, Stats, StepOutputs, ToEngine
+from support.load import make
 
 GOLDEN = HERE / "metrics_names.txt"
 Numbers = dict[tuple[str, tuple[tuple[str, str], ...]], float]
@@ -250,6 +255,49 @@ def test_the_last_answer_comes_after_its_numbers() -> None:
     assert (numbers.running, numbers.waiting, numbers.blocks_used) == (0, 0, 0)
     started = [message.started for message in wire.sent if isinstance(message, StepOutputs) and message.started]
     assert started == [[1]]
+
+
+class LeakyLoop(SimulatedLoop):
+    """Loses three blocks in its first step."""
+
+    lost: Sequence[int] = ()
+
+    def step(self) -> list[Event]:
+        events = super().step()
+        self.lost = self.lost or self.core.kv._device.take(3)
+        return events
+
+
+def test_blocks_that_leak_are_counted_and_freed(caplog: pytest.LogCaptureFixture) -> None:
+    """While a request runs; it goes on."""
+    wire = Wire(Add(1, [5, 6, 7], SamplingParams(max_tokens=4, ignore_eos=True)))
+    loop = LeakyLoop(Setup(EngineConfig(), "", 0), 0.0, BLOCKS, 100)
+    EngineServer(wire, os.getppid()).run(loop, EngineMetrics(device_blocks=BLOCKS, block_size=16, block_bytes=1))  # type: ignore[arg-type]
+    *_, numbers, last = wire.sent
+    assert isinstance(last, StepOutputs)
+    assert last.ended == [(1, "length")]
+    assert isinstance(numbers, Stats)
+    assert numbers.metrics.row("kv_blocks_recovered_total") == [3]
+    assert numbers.blocks_used == 0
+    assert "3 KV blocks were neither free nor held" in caplog.text
+
+
+def test_what_an_idle_engine_still_holds_is_freed() -> None:
+    kv = KVLedger(8, 4, 16)
+    assert recover_blocks(kv, is_idle=True) == 0
+    kv.grow(make(1, 40), 40)
+    assert recover_blocks(kv, is_idle=False) == 0
+    assert recover_blocks(kv, is_idle=True) == 3
+    kv.check()
+    assert (kv.device_free, kv.host_free) == (8, 4)
+
+
+def test_an_engine_with_a_block_in_two_places_ends() -> None:
+    """Outputs of requests that write to one block cannot be trusted."""
+    kv = KVLedger(8, 4, 16)
+    kv._device.put([5])
+    with pytest.raises(LedgerError, match="two places at once: 1 too many"):
+        recover_blocks(kv, is_idle=False)
 
 
 # -- over real processes ----------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import chain
 
 # Names the content of a full block and of all that comes before it.
@@ -56,6 +56,16 @@ class BlockPool:
                 self._empty.append(block)
             else:
                 (self._wanted if key in self._waiting else self._cached)[block] = None
+
+    def recover(self, held: Collection[int]) -> list[int]:
+        """Free the blocks that are neither free nor among `held`, which no account knows any more; what KV they hold is
+        lost."""
+        lost = sorted(set(range(self.total)).difference(held, self.free_blocks()))
+        for block in lost:
+            if (key := self._keys.pop(block, None)) is not None:
+                del self._blocks[key]
+        self._empty += lost
+        return lost
 
     # -- keys ---------------------------------------------------------------------------------------------
 

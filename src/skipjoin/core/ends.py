@@ -72,6 +72,10 @@ class TwoEnds(PrefixCache):
         """Device blocks that two requests fill from both ends."""
         return sum(end.borrower is not None for end in self._ends.values())
 
+    def copies(self) -> Iterator[int]:
+        """The host blocks that are kept for slots of lent blocks."""
+        return (end.copy for end in self._ends.values() if end.copy is not None)
+
     def empty_slots(self, request: Request) -> int:
         """Slots of the request's last block with KV that have none."""
         return -request.computed % self.block_size

@@ -213,6 +213,25 @@ class KVLedger(TwoEnds):
         """Begin again with nothing held, claimed or in transit: all that lay on either tier is lost."""
         self._forget_blocks()
 
+    @property
+    def astray(self) -> tuple[int, int]:
+        """Blocks of the device and of the host that are neither free nor held, where there should be none; negative:
+        more are free or held than there are. It takes a look at each request that holds anything."""
+        device, host = self._device, self._host
+        held = self._held.values()
+        return (
+            device.total - device.free - sum(len(one.device) - one.adopted for one in held),
+            host.total - host.free - sum(len(one.host) for one in held) - sum(1 for _ in self.copies()),
+        )
+
+    def recover(self) -> int:
+        """Free all blocks that are astray; how many they were."""
+        held = self._held.values()
+        lost = self._device.recover({block for one in held for block in one.device})
+        for block in lost:
+            self._holders.pop(block, None)
+        return len(lost) + len(self._host.recover({*self.copies(), *(block for one in held for block in one.host)}))
+
     # -- moving -------------------------------------------------------------------------------------------
 
     def trim(self, request: Request) -> None:
@@ -364,11 +383,13 @@ class KVLedger(TwoEnds):
         """Raise `LedgerError` unless every block on both tiers is in exactly one place, every request's computed
         tokens lie in blocks that it holds, and what is kept for speed agrees with what it is kept from."""
         for tier, pool in (("device", self._device), ("host", self._host)):
-            copies = (end.copy for end in self._ends.values() if end.copy is not None) if pool is self._host else ()
             held_blocks = (getattr(held, tier) for held in self._held.values())
+            copies = self.copies() if pool is self._host else ()
             places = sorted(chain(pool.free_blocks(), copies, *held_blocks))
             if places != sorted(chain(range(pool.total), self._doubly_held(pool))):
                 raise LedgerError(f"a {tier} block leaked or doubled")
+        if any(self.astray):
+            raise LedgerError(f"{self.astray} blocks are astray by the count")
         self._check_sharing()
         self._check_ends()
         self._check_claims()

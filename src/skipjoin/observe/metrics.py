@@ -134,6 +134,12 @@ ENGINE_METRICS = (
     Metric("kv_checkpointed_bytes_total", "counter", "Bytes of these.", in_vllm=False),
     Metric("kv_restores_total", "counter", "Times that a request got KV back that was saved so.", in_vllm=False),
     Metric(
+        "kv_blocks_recovered_total",
+        "counter",
+        "KV blocks that nothing accounted for and that were freed; any of them is a bug.",
+        in_vllm=False,
+    ),
+    Metric(
         "prefix_cache_queries_total",
         "counter",
         "Prompt tokens of requests that were admitted and may use the KV of others, counted once.",
@@ -569,6 +575,10 @@ class EngineMetrics:
         self._rows["kv_cached_blocks"][0] = cached
         self._rows["kv_shared_blocks"][0] = shared
         self._rows["kv_lent_blocks"][0] = lent
+
+    def recovered(self, blocks: int) -> None:
+        """Count blocks that nothing accounted for."""
+        self._rows["kv_blocks_recovered_total"][0] += blocks
 
     def snapshot(self) -> Snapshot:
         """The numbers as of now; they change no more."""

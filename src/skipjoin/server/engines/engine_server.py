@@ -33,6 +33,7 @@ from skipjoin.observe.metrics import EngineMetrics
 from skipjoin.observe.timeline import Timeline
 from skipjoin.sampling import ParameterError, SamplingParams, TokenDetail
 from skipjoin.server import logs
+from skipjoin.server.engines.block_count import recover_blocks
 from skipjoin.server.engines.engine_program import ORPHANED, describe_error
 from skipjoin.server.engines.link import NoAnswerError, connect
 from skipjoin.server.engines.messages import (
@@ -354,6 +355,7 @@ class EngineServer:
         if now - self._sent_at < HEARTBEAT_S / 4 and not at_once:
             return
         kv = loop.core.kv
+        metrics.recovered(recover_blocks(kv, is_idle=loop.idle))
         metrics.shares(cached=kv.cached_blocks, shared=kv.shared_blocks, lent=kv.lent_blocks)
         stats = Stats(kv.device_total - kv.device_free, metrics.snapshot())
         if stats != self._sent or now - self._sent_at >= HEARTBEAT_S:

@@ -16,7 +16,7 @@ MAKE = "from skipjoin.own_folder import OwnFolder; own = OwnFolder('test-'); pri
 
 
 def test_folders_of_killed_processes_are_removed_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And no others: of processes that live, young ones, links to elsewhere, and files."""
+    """And no others: of processes that live, ones that are being made, links to elsewhere, and files."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     command, environment = [sys.executable, "-c", MAKE], {**os.environ, "TMPDIR": str(tmp_path)}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": environment}
@@ -25,15 +25,14 @@ def test_folders_of_killed_processes_are_removed_by_the_next(tmp_path: Path, mon
         killed.kill()
         killed.wait()
         (left / "engine").touch()
-        for name in ("test-unlocked", "other-folder", "test-young"):
+        for name in ("test-unlocked", "other-folder", "new-test-young", "new-test-old"):
             (tmp_path / name).mkdir()
         (tmp_path / "test-file").touch()
         (tmp_path / "test-link").symlink_to(tmp_path / "other-folder")
-        for folder in (left, kept, *(tmp_path / name for name in ("test-unlocked", "other-folder", "test-file"))):
-            os.utime(folder, (0, 0))
+        os.utime(tmp_path / "new-test-old", (0, 0))
         own = OwnFolder("test-")
         assert own.path.stat().st_mode & 0o777 == 0o700
-        expected = {kept.name, own.path.name, "other-folder", "test-young", "test-file", "test-link"}
+        expected = {kept.name, own.path.name, "other-folder", "new-test-young", "test-file", "test-link"}
         assert {file.name for file in tmp_path.iterdir()} == expected
         own.close()
         own.close()

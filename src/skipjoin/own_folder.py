@@ -6,6 +6,7 @@ import os
 import shutil
 import tempfile
 import time
+import weakref
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,6 +16,8 @@ except ImportError:  # not on Windows
     fcntl = None  # type: ignore[assignment]
 
 _LOCK = ".lock"
+# A folder is called so, before its prefix, until its process has locked it.
+_NEW = "new-"
 # Seconds that a process may take from making a folder to locking it.
 _YOUNG_S = 60.0
 
@@ -28,32 +31,38 @@ class OwnFolder:
 
     def __init__(self, prefix: str) -> None:
         _remove_abandoned(prefix)
-        self._folder = tempfile.TemporaryDirectory(prefix=prefix)
-        self.path = Path(self._folder.name)
-        self._lock = (self.path / _LOCK).open("w")
+        made = Path(tempfile.mkdtemp(prefix=_NEW + prefix))
+        self._lock = (made / _LOCK).open("w")
         if fcntl is not None:
             fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self.path = made.rename(made.with_name(made.name.removeprefix(_NEW)))
+        self._remove = weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
 
     def close(self) -> None:
-        """Remove the folder."""
-        self._folder.cleanup()
+        """Remove the folder. It may be called again."""
+        self._remove()
         self._lock.close()
 
 
 def _remove_abandoned(prefix: str) -> None:
-    for folder in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
-        with suppress(OSError):  # another process removes it, too
-            if _is_ours(folder) and _is_abandoned(folder):
-                shutil.rmtree(folder, ignore_errors=True)
+    for start, least_age_s in ((prefix, 0.0), (_NEW + prefix, _YOUNG_S)):
+        for folder in Path(tempfile.gettempdir()).glob(f"{start}*"):
+            with suppress(OSError):  # another process removes it, too
+                if _is_ours(folder) and _age_s(folder) >= least_age_s and _is_unlocked(folder):
+                    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _is_ours(folder: Path) -> bool:
     return folder.is_dir() and not folder.is_symlink() and folder.lstat().st_uid == os.getuid()
 
 
-def _is_abandoned(folder: Path) -> bool:
-    """Whether no process has its lock, and none is about to lock it."""
-    if fcntl is None or time.time() - folder.stat().st_mtime < _YOUNG_S:
+def _age_s(folder: Path) -> float:
+    return time.time() - folder.stat().st_mtime
+
+
+def _is_unlocked(folder: Path) -> bool:
+    """Whether no process has its lock."""
+    if fcntl is None:
         return False
     with suppress(FileNotFoundError), (folder / _LOCK).open("r+") as lock:
         try:

@@ -18,9 +18,9 @@ import psutil
 from chaos import batches, checks
 from chaos.catalog import entry
 from chaos.clients import Clients, Outcome
-from chaos.faults import FAULTS, Fault, Scene
+from chaos.faults import FAULTS, Fault, Scene, end_a_start
 from chaos.plan import WORLDS, Round, World
-from chaos.served import START_S, Place, Served, lacks_mounts, reference_server
+from chaos.served import START_S, Launched, Place, Served, lacks_mounts, reference_server
 
 # Seconds for a round's requests and its fault.
 _ROUND_S = 120.0
@@ -139,6 +139,7 @@ class Driver:
         self.seen.update(outcome.end for outcome in play.outcomes)
         if await self._has_ended(served, fault):
             found += await self._bury(served, fault)
+            found += await self._start_in_vain(this, fault)
             served = await self._ready(this)
         lines: list[Any] = []
         if play.batch is not None:
@@ -157,8 +158,7 @@ class Driver:
         if self._place is None:
             self._place = Place(this.world)
         if self._served is None:
-            options = (*this.world.options, "--recipe", this.recipe)
-            self._served = await asyncio.to_thread(Served, self._place, *options)
+            self._served = await asyncio.to_thread(Served, self._place, *_options(this))
         end = time.monotonic() + START_S
         while True:
             status, health = await self._served.get("/health")
@@ -166,6 +166,19 @@ class Driver:
                 return self._served
             assert time.monotonic() < end, f"the server is not ready: {status} {health}"
             await asyncio.sleep(0.1)
+
+    async def _start_in_vain(self, this: Round, fault: Fault) -> list[str]:
+        """Start servers and end them while they start; what is wrong with their ends."""
+        assert self._place is not None
+        draw = random.Random(f"starts/{this.seed}/{this.number}")
+        found = []
+        for _ in range(fault.false_starts):
+            launched = Launched(self._place, *_options(this))
+            try:
+                found += await end_a_start(launched, draw, replaces_engines=this.world.name == "replicas")
+            finally:
+                launched.close()
+        return found
 
     @staticmethod
     async def _has_ended(served: Served, fault: Fault) -> bool:
@@ -183,6 +196,11 @@ class Driver:
         served.close()
         self._served = None
         return found
+
+
+def _options(this: Round) -> tuple[str, ...]:
+    """Of the command line of a round's server."""
+    return *this.world.options, "--recipe", this.recipe
 
 
 async def _play(served: Served, this: Round, fault: Fault) -> Play:

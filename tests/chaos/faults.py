@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import psutil
 
 if TYPE_CHECKING:
-    from chaos.served import Served
+    from chaos.served import Launched, Served
 
 # Seconds within which /health has to tell that the engine has died.
 NOTICE_S = 5.0
@@ -42,7 +42,8 @@ class Scene(NamedTuple):
 class Fault:
     """act: does it, and undoes it if it can be undone. ends: the exit codes with which the server may end; empty: it
     goes on. may_survive: whether it may go on as well. errors: codes that requests may end with. cuts: whether
-    connections may break off. loses_counts: whether an engine loses the counts of its last moments."""
+    connections may break off. loses_counts: whether an engine loses the counts of its last moments. false_starts: of
+    how many servers after this one the start is ended."""
 
     act: Callable[[Scene], Awaitable[None]]
     ends: frozenset[int] = frozenset()
@@ -50,6 +51,7 @@ class Fault:
     errors: frozenset[str] = frozenset()
     cuts: bool = False
     loses_counts: bool = False
+    false_starts: int = 0
 
 
 # -- acts ---------------------------------------------------------------------------------------------------------
@@ -145,6 +147,37 @@ def _write_all(file: int, data: bytes) -> None:
             raise
 
 
+# -- servers that start -------------------------------------------------------------------------------------------
+
+# How a server may be ended while it starts, and its exit codes then: an early signal ends it before it can handle it.
+_ENDS_OF_STARTS = {
+    "kill api": frozenset({-signal.SIGKILL}),
+    "terminate": frozenset({0, -signal.SIGTERM}),
+    "kill engine": frozenset({1}),
+}
+# Seconds of a start after which it is ended at the latest: longer than any of the built-in model without ranks.
+_LATEST_START_S = 6.0
+_SOCKET = "skipjoin-engine-"
+
+
+async def end_a_start(launched: Launched, draw: random.Random, *, replaces_engines: bool) -> list[str]:
+    """End a server while it starts, or soon after. What is wrong with its end, and what is left of it: a killed one
+    leaves the folder of a socket, which the next start removes. replaces_engines: it does not end with an engine."""
+    how = draw.choice(sorted(_ENDS_OF_STARTS.keys() - ({"kill engine"} if replaces_engines else set())))
+    await asyncio.sleep(draw.uniform(0, _LATEST_START_S))
+    if how == "kill engine":
+        while not (engines := launched.engines()) and launched.process.poll() is None:
+            await asyncio.sleep(0.02)
+        for engine in engines:
+            engine.kill()
+    else:
+        launched.process.send_signal(signal.SIGKILL if how == "kill api" else signal.SIGTERM)
+    code = await launched.ended()
+    found = [f"the server ended with code {code}"] if code not in _ENDS_OF_STARTS[how] else []
+    found += [f"left behind: {one}" for one in await launched.left(_SOCKET if how == "kill api" else None)]
+    return [f"{how}, while the server started: {one}" for one in found]
+
+
 # -- the table ----------------------------------------------------------------------------------------------------
 
 _DEAD = frozenset({"engine_dead", "shutting_down"})
@@ -163,6 +196,9 @@ FAULTS: dict[str, Fault] = {
         lambda scene: _kill(scene, scene.served.engines()), errors=_NO_REPLICA, loses_counts=True
     ),
     "kill replica": Fault(lambda scene: _kill(scene, scene.served.replicas()), errors=_NO_REPLICA, loses_counts=True),
+    "end starts": Fault(
+        lambda scene: _kill(scene, [scene.served.api]), ends=frozenset({-signal.SIGKILL}), cuts=True, false_starts=3
+    ),
     "terminate": Fault(_terminate, ends=frozenset({0}), errors=frozenset({"shutting_down"}), cuts=True),
     "few descriptors": Fault(_few_descriptors, cuts=True),
     "little memory": Fault(

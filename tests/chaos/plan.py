@@ -35,6 +35,7 @@ ONE_ENGINE = (
     "stutter",
     "kill engine",
     "kill api",
+    "end starts",
     "terminate",
     "few descriptors",
     "little memory",
@@ -42,18 +43,18 @@ ONE_ENGINE = (
 WORLDS = (
     World("plain", faults=ONE_ENGINE),
     World("full queue", ("--max-num-queued-reqs", "8"), faults=ONE_ENGINE),
-    World("small disk", small_disk=True, faults=("full disk", "full disk", "kill api", "kill engine", "pause api")),
+    World("small disk", small_disk=True, faults=("full disk", "full disk", "end starts", "kill engine", "pause api")),
     World(
         "ranks",
         ("-tp", "2"),
         needs_ray=True,
-        faults=("kill rank", "pause rank", "kill rank", "pause engine", "kill engine", "kill api", "terminate"),
+        faults=("kill rank", "pause rank", "kill rank", "pause engine", "kill engine", "end starts", "terminate"),
     ),
     World(
         "replicas",
         ("--replicas", "2"),
         needs_ray=True,
-        faults=("kill engine of a replica", "kill replica", "pause engine", "pause replica", "kill api", "terminate"),
+        faults=("kill engine of a replica", "kill replica", "pause engine", "pause replica", "end starts", "terminate"),
     ),
 )
 

@@ -108,8 +108,8 @@ def lacks_mounts() -> str | None:
     return None
 
 
-class Served:
-    """A server that runs."""
+class Launched:
+    """A server that was started, ready or not."""
 
     def __init__(self, place: Place, *options: str, pools: tuple[str, ...] = _POOLS) -> None:
         self.place = place
@@ -124,16 +124,7 @@ class Served:
             text=True,
             env=environment,
         )
-        self.url = self._wait_ready()
         self.api = psutil.Process(self.process.pid)
-        self.resting: Mapping[str, int] | None = None  # what it has open when it is idle
-
-    def _wait_ready(self) -> str:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if line.startswith("Ready"):
-                return line.split(" at ")[1].split()[0]
-        raise AssertionError(f"the server did not start:\n{self.told()}")
 
     def told(self) -> str:
         """The end of what it wrote."""
@@ -162,7 +153,58 @@ class Served:
                     found.append((process.create_time(), process.pid, process))
         return [process for *_, process in sorted(found)]
 
-    # -- state ----------------------------------------------------------------------------------------------------
+    # -- its end --------------------------------------------------------------------------------------------------
+
+    async def ended(self, seconds: float = END_S) -> int:
+        """Its exit code, once it has ended."""
+        return await asyncio.to_thread(self.process.wait, seconds)
+
+    async def stop(self) -> int:
+        """End it in order; its exit code."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        return await self.ended()
+
+    async def left(self, allowed: str | None = None) -> list[str]:
+        """What it has left, once it has ended: processes and temporary files. allowed: how files begin that may be."""
+        end = time.monotonic() + GONE_S
+        while (found := self._left(allowed)) and time.monotonic() < end:
+            await asyncio.sleep(0.1)
+        return found
+
+    def _left(self, allowed: str | None) -> list[str]:
+        found = []
+        for process in self.mark.processes():
+            with suppress(psutil.Error):
+                found.append(f"process {process.pid}: {' '.join(process.cmdline())[:100]}")
+        files = [path.name for path in self.place.temporary.iterdir()]
+        return found + [f"file {name}" for name in files if allowed is None or not name.startswith(allowed)]
+
+    def close(self) -> None:
+        """End whatever runs of it."""
+        for process in [self.process, *self.mark.processes()]:
+            with suppress(psutil.Error, OSError):
+                process.kill()
+        self.process.wait()
+        self.log.close()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+class Served(Launched):
+    """A server that runs."""
+
+    def __init__(self, place: Place, *options: str, pools: tuple[str, ...] = _POOLS) -> None:
+        super().__init__(place, *options, pools=pools)
+        self.url = self._wait_ready()
+        self.resting: Mapping[str, int] | None = None  # what it has open when it is idle
+
+    def _wait_ready(self) -> str:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith("Ready"):
+                return line.split(" at ")[1].split()[0]
+        raise AssertionError(f"the server did not start:\n{self.told()}")
 
     async def get(self, path: str) -> tuple[int, Any]:
         """Status and body of a GET; the body as a text where it is no JSON. Status 0: no answer."""
@@ -195,42 +237,6 @@ class Served:
         for number, engine in enumerate(self.engines()):
             found[f"engine {number} descriptors"] = engine.num_fds()
         return found
-
-    # -- its end --------------------------------------------------------------------------------------------------
-
-    async def ended(self, seconds: float = END_S) -> int:
-        """Its exit code, once it has ended."""
-        return await asyncio.to_thread(self.process.wait, seconds)
-
-    async def stop(self) -> int:
-        """End it in order; its exit code."""
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
-        return await self.ended()
-
-    async def left(self) -> list[str]:
-        """What it has left, once it has ended: processes and temporary files."""
-        end = time.monotonic() + GONE_S
-        while (found := self._left()) and time.monotonic() < end:
-            await asyncio.sleep(0.1)
-        return found
-
-    def _left(self) -> list[str]:
-        found = []
-        for process in self.mark.processes():
-            with suppress(psutil.Error):
-                found.append(f"process {process.pid}: {' '.join(process.cmdline())[:100]}")
-        return found + [f"file {path.name}" for path in self.place.temporary.iterdir()]
-
-    def close(self) -> None:
-        """End whatever runs of it."""
-        for process in [self.process, *self.mark.processes()]:
-            with suppress(psutil.Error, OSError):
-                process.kill()
-        self.process.wait()
-        self.log.close()
-        assert self.process.stdout is not None
-        self.process.stdout.close()
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ from skipjoin.core.events import Computed, Event, Planned, Preemption, Token
 from skipjoin.core.request import Request
 from skipjoin.core.step import Direction, Move, Slice, StageTime, StepPlan
 from skipjoin.exec.base import RankError
+from skipjoin.exec.clocks import HostClock
 from skipjoin.exec.kv_store import KVStore
 from skipjoin.exec.ranks.messages import Done, RankFailed
 from skipjoin.exec.ranks.plan_messages import OutOfStepError, PlanReader
@@ -117,6 +119,28 @@ def test_tokens_are_those_of_one_rank_where_stages_share_the_work(case: str, pp:
     assert all(found[what] >= 3 for what in EXPECTED[case]), found
     if "chunk" in FORCED[case]:
         assert chunks_in_flight_together(events) >= 3
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
+def test_ranks_whose_clocks_are_far_apart_change_nothing(tp: int, pp: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a rank tells are durations, and no rank compares its clock with another's."""
+    alone = outputs_alone("llama")
+    skews: dict[int, float] = {}
+    mark = HostClock.mark
+
+    def skewed(clock: HostClock) -> float:
+        now = mark(clock)
+        assert isinstance(now, float)
+        return now + 1e5 * skews.setdefault(threading.get_ident(), len(skews) + 1)
+
+    monkeypatch.setattr(HostClock, "mark", skewed)
+    requests = mixed_requests()
+    events = run(*sharded("moved beside", "llama", tp, pp), requests)
+    assert outputs(requests) == alone
+    assert len(skews) == tp * pp
+    steps = [event.result for event in events if isinstance(event, Computed)]
+    assert all(0 <= step.moving <= step.seconds < 1e4 for step in steps)
+    assert all(0 <= duration < 1e4 for step in steps for stage in step.stages for duration in stage)
 
 
 def chunks_in_flight_together(events: list[Event]) -> int:

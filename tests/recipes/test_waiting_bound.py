@@ -7,6 +7,7 @@ that runs it.
 
 from __future__ import annotations
 
+import math
 import random
 from collections import deque
 from collections.abc import Callable
@@ -141,7 +142,8 @@ class Duel:
         assert isinstance(ordering, Prioritized)
         queues = ordering._bands.get((False, True, 0))
         assert queues is None or isinstance(queues, SkipJoinMlfq)
-        return sum(queues.level(request) == 0 for request in self.core.requests.values()) if queues else 0
+        asked = [request for request in self.core.requests.values() if request.options.priority == 0]
+        return sum(queues.level(request) == 0 for request in asked) if queues else 0
 
     def _settle(self, handle: SimulatedHandle) -> None:
         result = handle.result()
@@ -215,3 +217,37 @@ def test_kv_on_the_host_comes_back_though_those_who_run_leave_no_room_beside_the
     cost = replace(COST, attention_pair=3e-5, block=5e-4)
     most = replace(MOST, cost=cost, requests=3, device_blocks=blocks, host_blocks=20, moves_overlapped=True)
     assert Duel("fastserve", most, lambda sent, *_: long if sent == 0 else short, 1.0).run(15.0) < 1.5
+
+
+class UnequalDuel(Duel):
+    """At first every other request is of better priority, and later none. The wait of a request counts only while no
+    live one is better."""
+
+    mixed_s = math.inf
+
+    def _send(self) -> None:
+        while len(self.core.requests) < self.most.requests:
+            prompt, tokens = self.adversary(self._sent, self._in_first_queue(), self._draw)
+            is_better = self._sent % 2 and self.now < self.mixed_s
+            request = make(self._sent, prompt, tokens, arrival=self.now, priority=-1 if is_better else 0)
+            self._sent += 1
+            self._since[request] = self.now
+            self.core.add(request, self.now)
+
+    def _settle(self, handle: SimulatedHandle) -> None:
+        super()._settle(handle)
+        best = min(request.options.priority for request in self.core.requests.values())
+        for request in self._since:
+            if request.options.priority > best:
+                self._since[request] = self.now
+
+
+@pytest.mark.parametrize("mode", ["recompute", "reactive", "proactive"])
+def test_the_bound_holds_for_the_best_priority_that_is_live(mode: str) -> None:
+    recipe, most = extremes(mode, 1, 4, 2)
+    bound = least_bound(most)
+    for seed, adversary in enumerate(ADVERSARIES):
+        duel = UnequalDuel(recipe, most, adversary, starvation_within(bound, most), seed)
+        duel.mixed_s = 0.7 * bound
+        longest = duel.run(2 * bound)
+        assert longest <= bound, f"{adversary.__name__}: a wait takes {longest / bound:.0%} of the bound"

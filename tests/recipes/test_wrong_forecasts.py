@@ -1,0 +1,76 @@
+"""Whatever forecasts say of outputs, a recipe that reads them takes at most twice as long as `fcfs`."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple
+
+import pytest
+
+from skipjoin.core.events import Finished
+from skipjoin.core.forecast import Forecast
+from skipjoin.core.request import Request
+from support.load import make
+from support.watch import World, run
+
+LONGEST = 40
+# What is foreseen of an output of so many tokens; None: nothing.
+FORECASTS: dict[str, Callable[[int, random.Random], float | None]] = {
+    "none": lambda tokens, draw: None,
+    "true": lambda tokens, draw: tokens,
+    "random": lambda tokens, draw: draw.randint(1, LONGEST),
+    "inverted": lambda tokens, draw: LONGEST + 1 - tokens,
+    "short": lambda tokens, draw: 1,
+    "long": lambda tokens, draw: 1e6,
+}
+# Times as long as with `fcfs`. The worst is 1.9: the mean where ALISE takes long outputs for short, and short for long.
+MOST = 2.0
+
+
+class Figures(NamedTuple):
+    """Times to the last token, and the time in which all requests ended."""
+
+    mean_s: float
+    longest_s: float
+    all_s: float
+
+
+@cache
+def figures(recipe: str, forecasts: str) -> Figures:
+    """Of a load of about three times the capacity, where what is computed twice delays all others."""
+    draw, now = random.Random(3), 0.0
+    requests: list[Request] = []
+    for number in range(60):
+        now += draw.expovariate(40.0)
+        prompt, tokens = draw.randint(1, 60), draw.randint(1, LONGEST)
+        foreseen = FORECASTS[forecasts](tokens, draw)
+        requests.append(
+            make(
+                number,
+                prompt,
+                LONGEST,
+                arrival=now,
+                stop_tokens=frozenset([prompt + tokens - 1]),
+                forecast=None if foreseen is None else Forecast(foreseen, "test"),
+            )
+        )
+    done = run(World(recipe, device_blocks=60), requests)
+    ends = {event.request: event.now for event in done.events if isinstance(event, Finished)}
+    times = [ends[request] - request.arrival for request in requests]
+    return Figures(statistics.mean(times), max(times), done.end)
+
+
+@pytest.mark.parametrize("forecasts", FORECASTS)
+@pytest.mark.parametrize("recipe", ["alise", "synccoupled", "econoserve"])
+def test_no_forecast_makes_a_recipe_twice_as_slow_as_fcfs(recipe: str, forecasts: str) -> None:
+    found, base = figures(recipe, forecasts), figures("fcfs", "none")
+    worse = tuple(one / other for one, other in zip(found, base, strict=True))
+    assert max(worse) <= MOST, worse
+
+
+def test_true_forecasts_pay() -> None:
+    """So that the load is one in which forecasts matter."""
+    assert figures("alise", "true").mean_s < 0.9 * figures("alise", "random").mean_s

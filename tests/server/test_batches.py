@@ -225,6 +225,27 @@ def test_pages_and_repeated_keys(client: openai.OpenAI) -> None:
         client.batches.create(**asked | {"input_file_id": output})  # type: ignore[arg-type]
 
 
+def test_a_key_that_stands_for_another_batch_is_an_error(client: openai.OpenAI) -> None:
+    """And makes no batch, where the body is another one in any field; the same body again is no error."""
+    first, second = (upload(client, [line("a", prompt="1", max_tokens=1)]) for _ in range(2))
+    asked = {"input_file_id": first, "endpoint": COMPLETIONS, "completion_window": "24h", "metadata": {"a": "b"}}
+    again = {"extra_headers": {"Idempotency-Key": "used twice"}}
+    made = client.batches.create(**asked, **again)  # type: ignore[arg-type]
+    for name, value in {
+        "input_file_id": second,
+        "endpoint": CHAT,
+        "completion_window": "23h",
+        "metadata": {"a": "c"},
+        "output_expires_after": {"anchor": "created_at", "seconds": 3600},
+    }.items():
+        with pytest.raises(openai.BadRequestError, match=f"used for {made.id}, which has another {name};") as caught:
+            client.batches.create(**asked | {name: value}, **again)  # type: ignore[arg-type]
+        assert caught.value.code == "idempotency_key_reused"
+    assert client.batches.create(**asked, **again).id == made.id  # type: ignore[arg-type]
+    assert client.batches.list(limit=1).data[0].id == made.id
+    wait_for(client, made)
+
+
 def test_the_page_works(server: ServerProcess) -> None:
     """The Python example of the documents."""
     (code,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)

@@ -20,6 +20,10 @@ from skipjoin.server.batches.records import INPUT, BatchRow, FileRow, new_batch_
 _PATHS = tuple(kind.path for kind in ENDPOINTS)
 _PAGE, _MOST_PAGE = 20, 100
 _LONGEST_KEY = 255
+# What a client says of a batch: the body's field, and that of the row.
+_ASKED = {name: name for name in ("input_file_id", "endpoint", "completion_window", "metadata")} | {
+    "output_expires_after": "output_expires_after_s"
+}
 
 
 def add_routes(app: FastAPI, service: Service, desk: Desk) -> Mapping[str, type[BaseModel]]:
@@ -32,9 +36,10 @@ def add_routes(app: FastAPI, service: Service, desk: Desk) -> Mapping[str, type[
         body = await service.parse(await json_body(request), BatchRequest)
         row = _new_batch(body, await _input(desk, request, body.input_file_id), service, store.now())
         most = desk.config.batch_max_active_per_key
-        row = await store.add_batch(row, _idempotency_key(request), most_active=most)
+        made = await store.add_batch(row, _idempotency_key(request), most_active=most)
+        _check_same(row, made)
         desk.wake()
-        return json_response(batch_object(row))
+        return json_response(batch_object(made))
 
     @app.get("/v1/batches")
     async def list_batches(request: Request) -> Response:
@@ -81,6 +86,18 @@ def _new_batch(body: BatchRequest, file: FileRow, service: Service, now: int) ->
         metadata=body.metadata,
         output_expires_after_s=None if kept is None else kept.seconds,
     )
+
+
+def _check_same(asked: BatchRow, made: BatchRow) -> None:
+    """400 where the key stands for an earlier batch that was asked for in other words. Official clients would try again
+    after a 409."""
+    for name, field in _ASKED.items():
+        if getattr(asked, field) != getattr(made, field):
+            raise bad_request(
+                f"Idempotency-Key was used for {made.id}, which has another {name}; use a new key for another batch",
+                "Idempotency-Key",
+                "idempotency_key_reused",
+            )
 
 
 async def _input(desk: Desk, request: Request, file_id: str) -> FileRow:

@@ -31,6 +31,7 @@ _READ = {
     "max_body_bytes": int,
     "metrics_compat": str,
     "priority_range": str,
+    "fair_by": str,
     "timeline": str,
     "replicas": int,
     "forecaster": str,

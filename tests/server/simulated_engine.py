@@ -27,7 +27,7 @@ from skipjoin.core.scheduler import Scheduler
 from skipjoin.core.step import StepPlan, StepResult
 from skipjoin.model.config import ModelError
 from skipjoin.policies.cost import LinearCost
-from skipjoin.recipes import Settings, build
+from skipjoin.recipes import EngineLimits, Settings, build
 from skipjoin.sampling import SamplingParams, Scored, TokenDetail
 from skipjoin.server.engines.engine_server import OnProgress, serve_engine
 from skipjoin.server.engines.messages import Ready, Setup
@@ -51,6 +51,15 @@ class SimulatedLoop:
             COST,
             config.max_num_seqs,
             config.max_num_batched_tokens,
+            fair_output_weight=config.fair_output_weight,
+            limits=EngineLimits(
+                requests=None,
+                max_len=context,
+                device_blocks=blocks,
+                host_blocks=0,
+                block_size=BLOCK_SIZE,
+                depth=1,
+            ),
         )
         self.core = EngineCore(Scheduler(build(config.recipe, settings), KVLedger(blocks, 0, BLOCK_SIZE)))
         self.on_plan: Callable[[StepPlan], object] = lambda plan: None

@@ -602,3 +602,23 @@ async def test_what_was_committed_survives_kill_9(tmp_path: Path) -> None:
         left = {line.number for line in await store.take_lines(3000)}
         assert len(left) == 3000 - found.completed
         assert not left & set(told)
+
+
+async def test_cancelling_while_the_files_are_written(place: Place) -> None:
+    """It comes too late for a batch whose lines have all ended, and ends one as cancelled that was not begun with."""
+    async with place.opened() as (store, *_):
+        late, early = [await add_batch(store, lines=2) for _ in range(2)]
+        await store.finish([result(line) for line in await store.take_lines(4)])
+        assert await store.start_finalizing(late.id) is BatchStatus.COMPLETED
+        file = file_of(store, purpose="batch_output")
+        for row, status in ((late, BatchStatus.FINALIZING), (early, BatchStatus.CANCELLING)):
+            cancelled = await store.cancel(OWNER, row.id)
+            assert cancelled is not None
+            assert cancelled.status is status
+        ended = await store.finalize(late.id, BatchStatus.COMPLETED, file, None)
+        assert ended is not None
+        assert (ended.status, ended.output_file_id, ended.cancelling_at) == (BatchStatus.COMPLETED, file.id, None)
+        assert await settle(store, early.id) == (BatchStatus.CANCELLED, ["id-1", "id-2"], [])
+        again = await store.cancel(OWNER, early.id)
+        assert again is not None
+        assert again.status is BatchStatus.CANCELLED

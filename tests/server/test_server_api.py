@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import statistics
+import threading
 import time
 from typing import Any
 
@@ -648,6 +649,51 @@ async def test_token_cap_counts_what_waits(make_api: MakeApi) -> None:
         api.engine.paused = False
         assert {response.status_code for response in await asyncio.gather(task, second)} == {200}
         assert api.is_clean()
+
+
+async def test_a_client_that_leaves_while_its_prompt_is_tokenized_leaves_nothing(
+    make_api: MakeApi, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether it closes the connection, which is seen when its job begins, or the server gives its request up."""
+    async with make_api() as api:
+        began, go = asyncio.Event(), threading.Event()
+        loop = asyncio.get_running_loop()
+        api.engine.paused = True
+
+        def slow_encode(*args: Any) -> list[int]:
+            loop.call_soon_threadsafe(began.set)
+            assert go.wait(10)
+            return [5] * 20
+
+        monkeypatch.setattr(api.service.tokenizer, "encode", slow_encode)
+        body = json.dumps({"prompt": "ab" * 5000, "max_tokens": 100}).encode()
+        head = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": head, "query_string": b""}
+        scope |= {"http_version": "1.1", "scheme": "http", "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 80)}
+        for is_given_up in (True, False):
+            messages = [{"type": "http.request", "body": body}, {"type": "http.disconnect"}]
+            sent: list[Any] = []
+
+            async def receive(messages: list[Any] = messages) -> Any:
+                return messages.pop(0)
+
+            async def send(message: Any, sent: list[Any] = sent) -> None:
+                sent.append(message)
+
+            began.clear()
+            go.clear()
+            task = asyncio.create_task(api.app(dict(scope), receive, send))
+            await began.wait()
+            assert api.service.admission.requests == 1
+            if is_given_up:
+                task.cancel()
+                await asyncio.wait([task])
+                assert api.is_clean()
+            go.set()
+            await asyncio.wait([task])
+            assert [one["status"] for one in sent if "status" in one] == ([] if is_given_up else [499])
+            assert api.is_clean()
+        assert api.engine.aborted == [add.id for add in api.engine.added]
 
 
 async def test_draining_takes_nothing_new_and_finishes_what_runs(make_api: MakeApi) -> None:

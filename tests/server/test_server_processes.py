@@ -186,6 +186,27 @@ def test_a_burst_is_refused_fast_and_what_is_accepted_finishes(start_server: Sta
     server.wait_idle()
 
 
+def test_one_key_does_not_push_back_another(start_server: StartServer) -> None:
+    """A flood of one key, of which a few requests run at a time, and some requests of another."""
+    server = start_server(step_s=0.005, blocks=20, api_keys="noisy+quiet", fair_by="key")
+    ended: list[str] = []
+
+    def post(key: str) -> None:
+        body = {"prompt": "abc" * 20, "max_tokens": 20, "ignore_eos": True}
+        headers = {"Authorization": f"Bearer {key}"}
+        answer = client.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=60)
+        assert answer.status_code == 200
+        ended.append(key)
+
+    with httpx.Client(limits=httpx.Limits(max_connections=None)) as client, ThreadPoolExecutor(48) as pool:
+        noisy = [pool.submit(post, "noisy") for _ in range(40)]
+        until(lambda: ended)
+        for one in [*noisy, *[pool.submit(post, "quiet") for _ in range(6)]]:
+            one.result()
+    last = max(place for place, key in enumerate(ended) if key == "quiet")
+    assert ended[: last + 1].count("noisy") <= 25, ended
+
+
 def slo_counts(server: ServerProcess, objective: str) -> tuple[float, float]:
     """Requests that met an objective, and those that missed it."""
     text = httpx.get(f"{server.url}/metrics").text

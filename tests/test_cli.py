@@ -294,7 +294,7 @@ STREAM = "name=other,lengths=alpaca,share=0.5,key=other"
         (["serve", "--slo-jct-ms", "inf"], "--slo-jct-ms must be in (0, 604800000], got inf"),
         (["serve", "--priority-ttft-ms", "0"], "--priority-ttft-ms must be in (0, 604800000], got 0"),
         (
-            ["serve", "--priority-tpot-ms", "9", "--slo-tpot-ms", "8"],
+            ["serve", "--priority-tier", "all", "--priority-tpot-ms", "9", "--slo-tpot-ms", "8"],
             "--priority-tpot-ms must be at most --slo-tpot-ms, which is 8, got 9",
         ),
         (["serve", "--fair-by", "key"], "--fair-by key needs API keys, which tell clients apart: set --api-key or"),

@@ -503,6 +503,14 @@ class ServerConfig(AccessConfig):
             group=LIMITS,
         ),
     ] = None
+    priority_tier: Annotated[
+        str,
+        Knob(
+            "Which clients may ask for service_tier priority, whose requests displace those of the other tiers",
+            choices=("none", "all"),
+            group=LIMITS,
+        ),
+    ] = "none"
     fair_by: FairBy = "none"
     fair_output_weight: OutputWeight = OUTPUT_WEIGHT
     slo_ttft_ms: Annotated[float | None, _objective("Time to the first token")] = None
@@ -709,6 +717,9 @@ class ServerConfig(AccessConfig):
         if self.fair_by == "key" and not (self.api_keys or self.api_key_file):
             raise ConfigError("fair_by key needs API keys, which tell clients apart: set api_keys or api_key_file")
         _ = self.priorities
+        for name in ("priority_ttft_ms", "priority_tpot_ms"):
+            if getattr(self, name) is not None and self.priority_tier == "none":
+                raise ConfigError(f"{name} is for requests of service_tier priority: set priority_tier all")
         for name in ("ttft", "tpot"):
             self._check_order(f"priority_{name}_ms", f"slo_{name}_ms")
             self._check_order(f"min_slo_{name}_ms", f"max_slo_{name}_ms")

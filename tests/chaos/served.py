@@ -27,7 +27,19 @@ from support.leftovers import Mark
 SERVE = "import sys; from skipjoin.cli import app; sys.argv[0] = 'skipjoin'; app()"
 # 48 and 31 blocks of 16 tokens: two of the longest requests, or about eight of the others.
 _POOLS = ("--kv-cache-gib", "0.003", "--swap-space", "0.002", "--max-model-len", str(LONGEST_PROMPT + LONGEST_OUTPUT))
-_OPTIONS = ("--port", "0", "--threads", "1", "--profile", "off", "--enable-debug-routes", "--shutdown-timeout", "20")
+_OPTIONS = (
+    "--port",
+    "0",
+    "--threads",
+    "1",
+    "--profile",
+    "off",
+    "--enable-debug-routes",
+    "--shutdown-timeout",
+    "20",
+    "--priority-tier",
+    "all",
+)
 _COMMAND = (sys.executable, "-c", SERVE, "serve", "tally", *_OPTIONS)
 # Seconds: to start, to end after what ends it, until all that belongs to it is gone, until it is idle.
 START_S, END_S, GONE_S, IDLE_S = 90.0, 30.0, 15.0, 20.0

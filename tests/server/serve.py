@@ -32,6 +32,7 @@ _READ = {
     "metrics_compat": str,
     "priority_range": str,
     "fair_by": str,
+    "priority_tier": str,
     "timeline": str,
     "replicas": int,
     "forecaster": str,

@@ -15,7 +15,7 @@ import tiny_model as tiny
 from msgspec.structs import replace
 from server_worlds import JSON, Api, MakeApi
 
-from skipjoin.config import ServerConfig
+from skipjoin.config import ConfigError, ServerConfig
 from skipjoin.core.request import NO_TARGET, FinishReason, RequestOptions, ServiceClass, Target
 from skipjoin.server.api.app import build_app
 from skipjoin.server.api.service import Service
@@ -287,7 +287,13 @@ async def check_objectives_of(api: Api, headers: dict[str, str]) -> None:
 async def test_the_tier_decides_class_and_objectives_and_is_told(
     make_api: MakeApi, asked: str | None, served: str, options: RequestOptions
 ) -> None:
-    defaults = {"slo_ttft_ms": 90, "slo_tpot_ms": 30, "slo_jct_ms": 7000, "priority_tpot_ms": 10}
+    defaults = {
+        "slo_ttft_ms": 90,
+        "slo_tpot_ms": 30,
+        "slo_jct_ms": 7000,
+        "priority_tpot_ms": 10,
+        "priority_tier": "all",
+    }
     tier = {} if asked is None else {"service_tier": asked}
     async with make_api(**defaults) as api:
         for post, is_told in ((api.chat, True), (api.complete, asked is not None)):
@@ -735,6 +741,21 @@ async def test_priorities_are_those_of_the_operator(make_api: MakeApi) -> None:
                 f"must be 0 or an integer in [-5, -2] on this server (--priority-range), got {priority}"
                 in error["message"]
             )
+
+
+async def test_tier_priority_is_the_operators_to_open(api: Api) -> None:
+    for post in (api.chat, api.complete):
+        error = error_of(await post(service_tier="priority"), 400)
+        assert error["param"] == "service_tier"
+        assert (
+            "must be auto, default, flex or null: this server has no tier priority (--priority-tier)"
+            in error["message"]
+        )
+    assert not api.engine.added
+    with pytest.raises(
+        ConfigError, match="priority_ttft_ms is for requests of service_tier priority: set priority_tier"
+    ):
+        ServerConfig(priority_ttft_ms=5)
 
 
 async def test_a_key_is_a_client_where_service_is_fair_between_keys(make_api: MakeApi) -> None:

@@ -13,7 +13,9 @@ from server_worlds import BLOCKS, ServerProcess, StartServer, simulated_server
 
 @pytest.fixture(scope="module")
 def keyed(tokenizer_folder: Path) -> Iterator[ServerProcess]:
-    server = simulated_server(tokenizer_folder, 0.001, BLOCKS, api_keys="right+other", priority_range="-1:0")
+    server = simulated_server(
+        tokenizer_folder, 0.001, BLOCKS, api_keys="right+other", priority_range="-1:0", priority_tier="all"
+    )
     yield server
     server.stop()
 

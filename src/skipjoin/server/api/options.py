@@ -20,9 +20,9 @@ def request_options(
     body: GenerationBody, headers: Mapping[str, str], config: ServerConfig, owner: str = ""
 ) -> RequestOptions:
     """What the body asks for, or else the headers, or else the server's default. Raises 400 for a header that is out of
-    bounds, for a priority or an objective out of the operator's, and for one that requests of the body's tier do not
-    have. owner: a hash of the client's key."""
-    slo, tier = body.slo or _NO_SLO, body.service_tier
+    bounds, for a tier, a priority or an objective that the operator does not allow, and for one that requests of the
+    body's tier do not have. owner: a hash of the client's key."""
+    slo, tier = body.slo or _NO_SLO, _tier(body, config)
     deadline_ms = body.deadline_ms if body.deadline_ms is not None else slo.deadline_ms
     if deadline_ms is None:
         deadline_ms = _deadline_ms(headers)
@@ -54,6 +54,16 @@ def served_tier(options: RequestOptions) -> ServiceTier:
     if options.service is ServiceClass.BEST_EFFORT:
         return "flex"
     return "priority" if options.is_urgent else "default"
+
+
+def _tier(body: GenerationBody, config: ServerConfig) -> ServiceTier | None:
+    """What the body asks for. Requests of tier priority displace others: the operator says whether there are any."""
+    if body.service_tier == "priority" and config.priority_tier == "none":
+        raise bad_request(
+            "service_tier must be auto, default, flex or null: this server has no tier priority (--priority-tier)",
+            "service_tier",
+        )
+    return body.service_tier
 
 
 def _priority(asked: int, config: ServerConfig) -> int:

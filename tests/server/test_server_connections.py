@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import resource
+from collections import Counter
 from collections.abc import AsyncIterator
 
 import pytest
@@ -28,11 +29,12 @@ def anyio_backend() -> tuple[str, dict[str, bool]]:
 
 class World:
     """A server whose application reads the body and answers with `size` bytes. ended: how many of them, of answers that
-    are over."""
+    are over. refused: connections that it refused, by why."""
 
     def __init__(self, size: int = 2) -> None:
         self.size = size
         self.ended: list[int] = []
+        self.refused = Counter[str]()
         self._writers: list[asyncio.StreamWriter] = []
         self.hold = asyncio.Event()
         self.hold.set()
@@ -53,7 +55,8 @@ class World:
     @contextlib.asynccontextmanager
     async def serve(self, **limits: float) -> AsyncIterator[World]:
         with listen("127.0.0.1", 0) as listener:
-            server = HttpServer(self, ConnectionLimits(max_header_bytes=1000, **limits))  # type: ignore[arg-type]
+            bounds = ConnectionLimits(max_header_bytes=1000, **limits)  # type: ignore[arg-type]
+            server = HttpServer(self, bounds, lambda reason: self.refused.update([reason]))
             serving = asyncio.create_task(server.serve(sockets=[listener]))
             self.port = listener.getsockname()[1]
             self.connections = server.server_state.connections
@@ -98,6 +101,7 @@ async def test_silence_and_slow_heads_and_bodies_are_ended() -> None:
         assert error_of(body)[0] == b"408"
         assert "the body must be complete within 0.2 s and a second more for each 1000 bytes" in error_of(body)[1]
         assert not world.connections
+        assert world.refused == {"late": 3}
 
 
 async def test_a_trickle_is_ended_and_a_steady_body_is_not() -> None:
@@ -136,6 +140,7 @@ async def test_a_client_that_does_not_read_is_disconnected() -> None:
         writer.transport.pause_reading()
         await until(lambda: world.ended)
         assert not world.connections
+        assert world.refused == {"slow_reader": 1}
 
 
 async def test_a_client_that_reads_slowly_gets_all() -> None:
@@ -156,6 +161,7 @@ async def test_idle_connections_make_way_for_new_ones() -> None:
             reader, _ = await world.connect(data)
             assert (await reader.readuntil(b"0\r\n\r\n")).startswith(b"HTTP/1.1 200")
         await until(lambda: len(world.connections) == 4)
+        assert world.refused == {"idle": 18}
 
 
 async def test_health_has_room_where_all_connections_are_busy() -> None:
@@ -170,6 +176,9 @@ async def test_health_has_room_where_all_connections_are_busy() -> None:
             await world.connect()
         assert (await world.answer(HEALTH)).startswith(b"HTTP/1.1 200")
         assert len(world.connections) <= 4 + SPARE
+        assert world.refused["no_room"] == 1
+        assert await world.answer(b"this is not HTTP\r\n\r\n")
+        assert world.refused["invalid"] == 1
         world.hold.set()
         for reader, _ in busy:
             assert (await reader.readuntil(b"0\r\n\r\n")).startswith(b"HTTP/1.1 200")

@@ -114,6 +114,9 @@ HTTP_STATUSES = (
     *("200", "400", "401", "403", "404", "405", "408", "409", "413", "415", "429", "431", "499", "500", "503"),
     OTHER_STATUS,
 )
+# Why the server refused a connection or ended it: there were too many, so that it was not taken or made way for a new
+# one; the client took too long to send, sent what is no HTTP, or took too long to read.
+CONNECTION_REFUSALS = ("no_room", "idle", "late", "invalid", "slow_reader")
 
 ENGINE_METRICS = (
     Metric("num_requests_running", "gauge", "Requests in the running batch.", by_class=True),
@@ -265,6 +268,14 @@ DOOR_METRICS = (
         "Answers by their HTTP status; a stream counts by what it begins with.",
         "status",
         HTTP_STATUSES,
+        in_vllm=False,
+    ),
+    Metric(
+        "connections_refused_total",
+        "counter",
+        "Connections that the server refused or ended, by why.",
+        "reason",
+        CONNECTION_REFUSALS,
         in_vllm=False,
     ),
     Metric("api_resident_memory_bytes", "gauge", "Memory of the API process that is in RAM.", in_vllm=False),

@@ -204,7 +204,7 @@ class Server:
         app = build_app(self._service, self._batches.add_routes, self._batches.body_limits)
         apps = [app] if config.metrics_port is None else [app, build_metrics_app(self._service)]
         limits = _connection_limits(config)
-        self._http = [HttpServer(RequestLog(app), limits) for app in apps]
+        self._http = [HttpServer(RequestLog(app), limits, metrics.connection_refused) for app in apps]
         self._questions: Questions | None = None
         self._signals = 0
         self._stop = asyncio.Event()

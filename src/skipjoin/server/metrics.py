@@ -25,6 +25,7 @@ from skipjoin.observe.metrics import (
     BATCH_OPEN,
     BATCH_STATUSES,
     CLASSES,
+    CONNECTION_REFUSALS,
     DOOR_METRICS,
     ENGINE_METRICS,
     FORECAST_OUTCOMES,
@@ -50,6 +51,7 @@ class Metrics(Collector):
         rejected, self._refusals = rows["admission_rejected_total"]
         self._rejected = dict(zip(rejected.values, range(len(rejected.values)), strict=True))
         self._statuses = rows["http_responses_total"][1]
+        self._connections = rows["connections_refused_total"][1]
         self._resident_bytes = rows["api_resident_memory_bytes"][1]
         choices, row = rows["request_params_n"]
         self._choices = Histogram(choices.buckets, row)
@@ -76,6 +78,10 @@ class Metrics(Collector):
         """Count an answer. status: of HTTP."""
         name = str(status)
         self._statuses[HTTP_STATUSES.index(name if name in HTTP_STATUSES else OTHER_STATUS)] += 1
+
+    def connection_refused(self, reason: str) -> None:
+        """Count a connection that was refused or ended. reason: one of `CONNECTION_REFUSALS`."""
+        self._connections[CONNECTION_REFUSALS.index(reason)] += 1
 
     def rejected(self, reason: str) -> None:
         """Count a refused request. reason: a label value of `admission_rejected_total`."""

@@ -53,9 +53,13 @@ _TAKEN_BYTES = 1 << 16
 
 class Connections:
     """The open connections of a server, and which of them are idle: without a request that is being answered, or whose
-    body arrives."""
+    body arrives.
 
-    def __init__(self, most: int) -> None:
+    refused: called for each that the server refuses or ends, with one of `CONNECTION_REFUSALS` (`observe/metrics.py`).
+    """
+
+    def __init__(self, most: int, refused: Callable[[str], None]) -> None:
+        self.refused = refused
         self._most = most
         self._open: set[BoundedProtocol] = set()
         self._idle: dict[BoundedProtocol, None] = {}  # the one that is idle for the longest time first
@@ -65,6 +69,7 @@ class Connections:
         if len(self._open) >= self._most and self._idle:
             oldest = next(iter(self._idle))
             self.leave(oldest)
+            self.refused("idle")
             oldest.abort()
         if len(self._open) >= self._most + SPARE:
             return False
@@ -116,6 +121,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if not self.pool.enter(self):
+            self.pool.refused("no_room")
             self.abort()
             return
         self._is_spare = self.pool.is_over
@@ -143,7 +149,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if was_in_head and not self._advanced and not self.transport.is_closing():
             self._head_bytes += len(data)
             if (most := self.limits.max_header_bytes) < self._head_bytes:
-                self._refuse(ApiError(431, f"the request's head must have at most {most} bytes"))
+                self._refuse(ApiError(431, f"the request's head must have at most {most} bytes"), "invalid")
 
     def on_headers_complete(self) -> None:
         self._in_head, self._advanced = False, True
@@ -175,8 +181,9 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._is_answering:  # the head of a further request: there is time until this one is answered
             self._expect_by(self.limits.head_s, self._on_late_head)
         elif self._head_bytes:
-            self._refuse(ApiError(408, f"the request's head must be complete within {self.limits.head_s:g} s"))
+            self._refuse(ApiError(408, f"the request's head must be complete within {self.limits.head_s:g} s"), "late")
         else:
+            self.pool.refused("late")
             self.abort()
 
     def _on_late_body(self) -> None:
@@ -187,10 +194,11 @@ class BoundedProtocol(HttpToolsProtocol):
         if now < due:
             self._expect_by(due - now, self._on_late_body)
         elif self.cycle.response_started:
+            self.pool.refused("late")
             self.abort()
         else:
             text = f"{limits.body_s:g} s and a second more for each {limits.body_bytes_per_s} bytes"
-            self._refuse(ApiError(408, f"the body must be complete within {text}"))
+            self._refuse(ApiError(408, f"the body must be complete within {text}"), "late")
 
     # -- what the client reads ----------------------------------------------------------------------------
 
@@ -213,6 +221,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _check_reader(self, unread: int) -> None:
         if unread - self.transport.get_write_buffer_size() < _TAKEN_BYTES:
+            self.pool.refused("slow_reader")
             self.abort()
         else:
             self._watch_reader()
@@ -245,13 +254,15 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._is_spare:
             cycle.keep_alive = False
             if cycle.scope["path"] not in OPEN_PATHS:
+                self.pool.refused("no_room")
                 app = _no_room
         super()._start_asgi_task(cycle, app)
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(ApiError(400, "the request is not valid HTTP", code="invalid_http"))
+        self._refuse(ApiError(400, "the request is not valid HTTP", code="invalid_http"), "invalid")
 
-    def _refuse(self, error: ApiError) -> None:
+    def _refuse(self, error: ApiError, reason: str) -> None:
+        self.pool.refused(reason)
         self._expect_nothing()
         body = error.body()
         head = (
@@ -270,17 +281,20 @@ async def _no_room(scope: Scope, receive: Receive, send: Send) -> None:
     await error.response()(scope, receive, send)
 
 
-def bounded_protocol(limits: ConnectionLimits) -> type[BoundedProtocol]:
-    """The protocol of one server's connections."""
-    return type("Connection", (BoundedProtocol,), {"limits": limits, "pool": Connections(limits.max_connections)})
+def bounded_protocol(limits: ConnectionLimits, refused: Callable[[str], None]) -> type[BoundedProtocol]:
+    """The protocol of one server's connections. refused: see `Connections`."""
+    pool = Connections(limits.max_connections, refused)
+    return type("Connection", (BoundedProtocol,), {"limits": limits, "pool": pool})
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn without signal handlers: `launch` decides when the server ends."""
+    """uvicorn without signal handlers: `launch` decides when the server ends. refused: see `Connections`."""
 
-    def __init__(self, app: ASGIApp, limits: ConnectionLimits) -> None:
+    def __init__(
+        self, app: ASGIApp, limits: ConnectionLimits, refused: Callable[[str], None] = lambda reason: None
+    ) -> None:
         settings: dict[str, Any] = {
-            "http": bounded_protocol(limits),
+            "http": bounded_protocol(limits, refused),
             "ws": "none",
             "lifespan": "off",
             "log_config": None,

@@ -133,7 +133,12 @@ class EngineConfig:
     ] = "auto"
     device: Annotated[str, Knob("Where the model runs", choices=("auto", "cpu", "cuda"), group=MODEL)] = "auto"
     attention: Annotated[
-        str, Knob("What computes the layers: auto, torch, cpp (CPU) or triton (CUDA).", group=MODEL)
+        str,
+        Knob(
+            "What computes the layers, cpp on a CPU and triton on a GPU",
+            choices=("auto", "torch", "cpp", "triton"),
+            group=MODEL,
+        ),
     ] = "auto"
     load_format: Annotated[
         str,

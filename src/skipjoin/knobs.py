@@ -124,7 +124,7 @@ class Setting:
             if not isinstance(value, wanted) or (isinstance(value, bool) and self.kind is not bool):
                 raise ConfigError(f"{self.name} must be {self._or_words(called)}, got {value!r}")
         if not self._allows(value):
-            shown = repr(value) if self.knob.choices else value
+            shown = f"{value!r}{nearest(str(value), self.knob.choices)}" if self.knob.choices else value
             raise ConfigError(f"{self.name} must be {self.bounds}, got {shown}")
 
     def read(self, text: str) -> Value:

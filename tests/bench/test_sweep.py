@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -211,10 +212,22 @@ def test_a_single_run_tells_each_request_and_why_some_were_rejected(tmp_path: Pa
     assert f"{file} exists; name another file" in again.stderr
 
 
+def test_a_sweep_tells_each_request_of_all_runs_in_their_order(tmp_path: Path) -> None:
+    """Also of runs in several shards."""
+    file, out = tmp_path / "requests.jsonl", tmp_path / "out.json"
+    options = ["--recipes", "fcfs", "--rates", "4,1", "--replicas", "65", "--out", str(out)]
+    done = simulate(*SMALL, *options, "--record-requests", str(file))
+    assert done.returncode == 0, done.stderr
+    found = Counter((line["recipe"], line["rate_rps"]) for line in map(json.loads, file.read_text().splitlines()))
+    assert list(found) == [("fcfs", 4), ("fcfs", 1)]
+    records = load_results([out])
+    assert found == {(one["recipe"], one["workload"]["rate_rps"]): one["requests"]["submitted"] for one in records}
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ("--rates 1,2 --record-requests x.jsonl", "--record-requests is for a single run"),
+        ("--rates 1,2 --timeline x.json", "--timeline is for a single run"),
         ("--rates 1 --slo-ttft 1 --slo-ttft-ms 2", "--slo-ttft and --slo-ttft-ms are the same: give one of them"),
         ("--rates 0", "rates must be"),
         ("--rates 1,x", "rates must be a number"),

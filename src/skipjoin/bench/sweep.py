@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import signal
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import replace
 from functools import cached_property
@@ -185,7 +185,13 @@ class SweepWatcher(Protocol):
         """A cell is finished."""
 
 
-def sweep(plans: Sequence[SweepPlan], processes: int, watcher: SweepWatcher) -> None:
+# Called with a cell's number, the cell and its `Run.requests`, before it is reported as `done`.
+OnRequests = Callable[[int, Cell, Iterable[Record]], None]
+
+
+def sweep(
+    plans: Sequence[SweepPlan], processes: int, watcher: SweepWatcher, *, on_requests: OnRequests | None = None
+) -> None:
     """Run all cells; raises an exception of a run. An interrupt ends the sweep at once; cells reported as `done` stay
     so."""
     context = get_context("spawn")  # a fork would copy locks held by other threads
@@ -197,11 +203,11 @@ def sweep(plans: Sequence[SweepPlan], processes: int, watcher: SweepWatcher) -> 
 
     def begin(plan: SweepPlan, more: Iterable[Cell]) -> None:
         for cell in more:
-            running = _Running(next(numbers), plan, cell)
+            running = _Running(next(numbers), plan, cell, on_requests)
             cells[running.number] = running
             watcher.begun(running.number, cell)
             for shard in range(cell.shards):
-                waiting[pool.submit(_run, running.number, cell, shard)] = (running, shard)
+                waiting[pool.submit(_run, running.number, cell, shard, on_requests is not None)] = (running, shard)
 
     try:
         for plan in plans:
@@ -228,10 +234,11 @@ def sweep(plans: Sequence[SweepPlan], processes: int, watcher: SweepWatcher) -> 
 class _Running:
     """A cell under way."""
 
-    def __init__(self, number: int, plan: SweepPlan, cell: Cell) -> None:
+    def __init__(self, number: int, plan: SweepPlan, cell: Cell, on_requests: OnRequests | None) -> None:
         self.number = number
         self.plan = plan
         self.cell = cell
+        self._on_requests = on_requests
         self._shares = [0.0] * cell.shards
         self._results: dict[int, ShardResult] = {}
 
@@ -243,12 +250,20 @@ class _Running:
     def done(self, shard: int, result: _Result) -> Record | None:
         """A shard is done; the record of the cell if it was the last one."""
         if not isinstance(result, ShardResult):
-            return result
+            record, requests = result
+            self._tell(requests)
+            return record
         self._results[shard] = result
         if len(self._results) < self.cell.shards:
             return None
         results, self._results = self._results, {}
-        return Run(self.cell).record([results[shard] for shard in range(self.cell.shards)])
+        whole, shards = Run(self.cell), [results[shard] for shard in range(self.cell.shards)]
+        self._tell(whole.requests(shards))
+        return whole.record(shards)
+
+    def _tell(self, requests: Iterable[Record]) -> None:
+        if self._on_requests is not None:
+            self._on_requests(self.number, self.cell, requests)
 
 
 def _drain(shares: Queue[tuple[int, int, float]]) -> Iterator[tuple[int, int, float]]:
@@ -258,8 +273,9 @@ def _drain(shares: Queue[tuple[int, int, float]]) -> Iterator[tuple[int, int, fl
 
 # -- in a worker process ----------------------------------------------------------------------------------
 
-# What a worker sends back: the record of a run in one shard, or a shard's part of it.
-_Result = Record | ShardResult
+# What a worker sends back: the record of a run in one shard, and its requests if they are wanted; or a shard's part of
+# the run.
+_Result = tuple[Record, list[Record]] | ShardResult
 
 _shares: list[Queue[tuple[int, int, float]]] = []  # in a worker: the queue to the parent
 _latest: dict[int, Run] = {}  # in a worker: the run that its last shard was of, by its number
@@ -271,12 +287,13 @@ def _enter(shares: Queue[tuple[int, int, float]]) -> None:
     _shares.append(shares)
 
 
-def _run(number: int, cell: Cell, shard: int) -> _Result:
+def _run(number: int, cell: Cell, shard: int, keeps_requests: bool) -> _Result:
     def tell(share: float) -> None:
         _shares[0].put((number, shard, share))
 
     if cell.shards == 1:
-        return run(cell, on_share=tell)
+        requests: list[Record] = []
+        return run(cell, on_share=tell, on_requests=requests.extend if keeps_requests else None), requests
     if number not in _latest:
         _latest.clear()
         _latest[number] = Run(cell)

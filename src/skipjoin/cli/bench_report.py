@@ -89,7 +89,8 @@ class BenchReport:
         if self._results is not None:
             self._results.append(record)
         if self._requests is not None:
-            self._requests.append(record["workload"], (exchange.as_json() for exchange in exchanges))
+            run = {name: record["workload"][name] for name in ("rate_rps", "seed")}
+            self._requests.append(run, (exchange.as_json() for exchange in exchanges))
         for line in _remarks(record, exchanges):
             self._bars.console.print(line, highlight=False, markup=False, soft_wrap=True)
 

@@ -16,6 +16,8 @@ class RequestsFile:
 
     def __init__(self, path: Path, existing: Existing) -> None:
         self.path = path
+        self._waiting: dict[int, tuple[Record, list[Record]]] = {}
+        self._next = 0
         try:
             self._file = path.open({"refuse": "x", "replace": "w", "extend": "a"}[existing], encoding="utf-8")
         except FileExistsError:
@@ -23,12 +25,20 @@ class RequestsFile:
         except OSError as error:
             raise ConfigError(f"{path}: {error.strerror}") from error
 
-    def append(self, workload: Record, requests: Iterable[Record]) -> None:
-        """The requests of a run."""
-        run = {"rate_rps": workload["rate_rps"], "seed": workload["seed"]}
+    def append(self, run: Record, requests: Iterable[Record]) -> None:
+        """The requests of a run. run: fields that tell it from the others, which each line has."""
         self._file.writelines(json.dumps(run | request) + "\n" for request in requests)
         self._file.flush()
 
+    def append_in_order(self, number: int, run: Record, requests: Iterable[Record]) -> None:
+        """The same of runs that end in any order, and have numbers from 0 on: they are written in that order."""
+        self._waiting[number] = (run, list(requests))
+        while (following := self._waiting.pop(self._next, None)) is not None:
+            self.append(*following)
+            self._next += 1
+
     def close(self) -> None:
-        """Close the file."""
+        """Write what waits for runs that did not end, and close the file."""
+        for _, waiting in sorted(self._waiting.items()):
+            self.append(*waiting)
         self._file.close()

@@ -22,7 +22,7 @@ from skipjoin.bench.system import System
 from skipjoin.bench.workload import Replay, Workload, keys_of
 from skipjoin.cli.options import Section, Values, read_assignments, takes
 from skipjoin.cli.requests_file import RequestsFile
-from skipjoin.cli.simulate_report import Goal, SimulationReport, single_run
+from skipjoin.cli.simulate_report import Goal, SimulationReport, kept_requests, single_run
 from skipjoin.cli.workload import LoadOptions, has_own_times, parse_rates, parse_seeds, rates_of
 from skipjoin.config import DEPRECATED, ConfigError, with_aliases
 from skipjoin.knobs import Knob, check
@@ -137,7 +137,7 @@ class RunOptions:
     ] = None
     record_requests: Annotated[
         Path | None,
-        Knob("File for the times of every request of a single run, as JSON lines.", metavar="FILE", group="Results"),
+        Knob("File for the times of every request, as JSON lines.", metavar="FILE", group="Results"),
     ] = None
 
     def __post_init__(self) -> None:
@@ -196,9 +196,8 @@ def simulate(*, runs: Values, machine: Values, system: Values, load: Values) -> 
         for seed in parse_seeds(options.seeds)
     ]
     cells[0].check()
-    for name in ("timeline", "record_requests"):
-        if getattr(wanted, name) is not None and (len(cells) > 1 or goal):
-            raise ConfigError(f"{name} is for a single run: one recipe, one rate, one seed")
+    if wanted.timeline is not None and (len(cells) > 1 or goal):
+        raise ConfigError("timeline is for a single run: one recipe, one rate, one seed")
     results = ResultsFile(options.out, existing=options.existing) if options.out else None
     requests = RequestsFile(wanted.record_requests, options.existing) if wanted.record_requests else None
     _run(cells, SimulationReport(results, goal), goal, wanted, requests)
@@ -209,13 +208,13 @@ def _run(
 ) -> None:
     # Told to end as by an interrupt, it takes its processes with it.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    with report:
+    with kept_requests(requests) as on_requests, report:
         plans = [Grid(cells)] if goal is None else [goal.search(group, goal.bound) for group in _alike(cells)]
         try:
-            if wanted.timeline is not None or requests is not None:
-                single_run(cells[0], report, path=wanted.timeline, requests=requests)
+            if wanted.timeline is not None:
+                single_run(cells[0], report, wanted.timeline, on_requests)
                 return
-            sweep(plans, wanted.jobs or os.cpu_count() or 1, report)
+            sweep(plans, wanted.jobs or os.cpu_count() or 1, report, on_requests=on_requests)
         except KeyboardInterrupt:
             raise typer.Exit(_INTERRUPTED) from None
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -18,7 +19,7 @@ from rich.table import Table
 from skipjoin.bench.bound import Bound, maximum_rate, minimum_replicas
 from skipjoin.bench.results import ResultsFile, rate_of
 from skipjoin.bench.simulation import Cell, run
-from skipjoin.bench.sweep import BoundSearch, ReplicaSearch
+from skipjoin.bench.sweep import BoundSearch, OnRequests, ReplicaSearch
 from skipjoin.cli.class_table import class_table, finished, mean_text, number_text
 from skipjoin.cli.requests_file import RequestsFile
 from skipjoin.config import ConfigError
@@ -259,29 +260,43 @@ def _minima(groups: _Groups, bound: Bound) -> Table:
     return table
 
 
-def single_run(cell: Cell, report: SimulationReport, *, path: Path | None, requests: RequestsFile | None) -> None:
-    """Run one cell here. path: of its timeline, requests: of its requests; None: not wanted. Raises `ConfigError` if a
-    file cannot be written."""
-    lines: list[Record] = []
-    wanted: dict[str, Any] = {} if requests is None else {"on_requests": lines.extend}
+def single_run(cell: Cell, report: SimulationReport, path: Path, on_requests: OnRequests | None) -> None:
+    """Run one cell here. path: of its timeline. Raises `ConfigError` if that cannot be written."""
     with ExitStack() as stack:
-        if path is not None:
-            try:
-                file = stack.enter_context(path.open("w", encoding="utf-8"))
-            except OSError as error:
-                raise ConfigError(f"timeline {path}: {error.strerror}") from error
-            timeline = Timeline(file)
-            stack.callback(timeline.close)
-            wanted["on_events"] = timeline.observe
+        try:
+            file = stack.enter_context(path.open("w", encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"timeline {path}: {error.strerror}") from error
+        timeline = Timeline(file)
+        stack.callback(timeline.close)
         report.begun(0, cell)
-        record = run(cell, on_share=lambda share: report.share(0, share), **wanted)
+        record = run(
+            cell,
+            on_share=lambda share: report.share(0, share),
+            on_events=timeline.observe,
+            on_requests=None if on_requests is None else partial(on_requests, 0, cell),
+        )
     report.done(0, record)
-    if requests is not None:
-        requests.append(record["workload"], lines)
-        requests.close()
-    for written in (path, requests and requests.path):
-        if written is not None:
-            print(f"wrote {written}", file=sys.stderr)
+    print(f"wrote {path}", file=sys.stderr)
+
+
+@contextmanager
+def kept_requests(file: RequestsFile | None) -> Iterator[OnRequests | None]:
+    """What takes the requests of a sweep's runs, for a file; None: they are not wanted."""
+    if file is None:
+        yield None
+        return
+
+    def keep(number: int, cell: Cell, requests: Iterable[Record]) -> None:
+        extent, system = cell.extent, cell.system
+        run = {"recipe": system.recipe, "replicas": system.replicas, "rate_rps": extent.rate_rps, "seed": extent.seed}
+        file.append_in_order(number, run, requests)
+
+    try:
+        yield keep
+    finally:
+        file.close()
+        print(f"wrote {file.path}", file=sys.stderr)
 
 
 def _place(record: Record) -> tuple[str | float, ...]:

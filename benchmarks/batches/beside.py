@@ -22,7 +22,8 @@ from pairs import arguments, compared, ratio_of_rates, report
 from served import RECIPES, Figures, Server, bodies, chat, over_http, serving, submit, wait
 
 RATE = 4.0  # of chat, requests per second
-INFLIGHT = 256  # twice --max-num-seqs
+# Requests over HTTP at once, as many as lines of a batch.
+INFLIGHT = 256
 LINES, ALONE_LINES, PROMPTS, TOKENS = 6000, 1600, (50, 150), 100
 MOST_P99, LEAST_ALONE = 1.3, 0.9
 SETTLE_S = 2.0
@@ -56,7 +57,7 @@ def alone(recipe: str, pairs: int) -> Figures:
         one: dict[str, float] = {}
         with serving("--recipe", recipe, *RECIPES[recipe]) as server:
             one["http"] = ALONE_LINES * TOKENS / over_http(server, requests, INFLIGHT)
-        with serving("--recipe", recipe, *RECIPES[recipe]) as server:
+        with serving("--recipe", recipe, "--batch-inflight", str(INFLIGHT), *RECIPES[recipe]) as server:
             one["batch"] = ALONE_LINES * TOKENS / _as_batch(server, requests)
         found.append(one)
         print(recipe, number, one, flush=True)

@@ -13,6 +13,7 @@ from skipjoin.recipes import BEST_EFFORT_WAIT_S, DEFAULT, DEFAULT_SLO_S, OUTPUT_
 __all__ = [
     "DEPRECATED",
     "HANG_LIMITS",
+    "MAX_NUM_SEQS",
     "BestEffortWait",
     "ConfigError",
     "EngineConfig",
@@ -48,7 +49,8 @@ NOWHERE = "none"
 LOG_LEVELS, LOG_FORMATS = ("debug", "info", "warning", "error"), ("text", "json")
 FORECASTERS = ("learnt", "alise", "prior", "none")
 
-# Fields of an engine that a simulated system has, too.
+# Fields of an engine that a simulated system has, too, and the default of one.
+MAX_NUM_SEQS = 256
 MaxNumSeqs = Annotated[int, Knob("Most requests in a step.", low=1, high=65536, group=SCHEDULING)]
 MaxBatchedTokens = Annotated[int, Knob("Most tokens in a step.", low=1, high=1 << 20, group=SCHEDULING)]
 Objective = Annotated[
@@ -186,7 +188,7 @@ class EngineConfig:
             group=SCHEDULING,
         ),
     ] = field(default_factory=dict)
-    max_num_seqs: MaxNumSeqs = 128
+    max_num_seqs: MaxNumSeqs = MAX_NUM_SEQS
     max_num_batched_tokens: MaxBatchedTokens = 2048
     slo_s: Objective = DEFAULT_SLO_S
     best_effort_wait_s: BestEffortWait = BEST_EFFORT_WAIT_S

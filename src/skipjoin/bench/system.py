@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from skipjoin.bench.predictors import default_predictor, parse_predictor
 from skipjoin.bench.workload import Workload, WorkloadRequest
 from skipjoin.config import (
+    MAX_NUM_SEQS,
     BestEffortWait,
     ConfigError,
     FairBy,
@@ -66,7 +67,7 @@ class System:
     host_blocks: Annotated[int, Knob("KV blocks on the host.", low=0)] = 0
     host_block_bytes: int | None = None
     swap_dtype: SwapType = "auto"
-    max_num_seqs: MaxNumSeqs = 256
+    max_num_seqs: MaxNumSeqs = MAX_NUM_SEQS
     max_num_batched_tokens: MaxBatchedTokens = 2048
     slo_s: Objective = DEFAULT_SLO_S
     best_effort_wait_s: BestEffortWait = BEST_EFFORT_WAIT_S

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -435,7 +436,7 @@ async def test_a_client_that_leaves_takes_its_request_from_wherever_it_is(two: A
     assert not two.engines[1].live
 
 
-async def test_a_request_that_ends_engines_is_not_to_be_retried(two: Api) -> None:
+async def test_a_request_that_ends_engines_is_not_to_be_retried(two: Api, caplog: pytest.LogCaptureFixture) -> None:
     for engine in two.engines:
         engine.paused = True
     task = asyncio.create_task(two.complete())
@@ -447,7 +448,10 @@ async def test_a_request_that_ends_engines_is_not_to_be_retried(two: Api) -> Non
         assert two.client.alive == 2 - deaths
     response = await task
     assert (response.status_code, response.headers["x-should-retry"]) == (500, "false")
-    assert response.json()["error"]["code"] == "engine_lost"
+    error = response.json()["error"]
+    assert error["code"] == "engine_lost"
+    assert "ended 2 times while they ran this request, which may be the cause" in error["message"]
+    assert re.search(r"cmpl-\w+ is not tried again: engines ended 2 times while they ran it, 2 of them", caplog.text)
 
 
 async def test_while_the_only_engine_hangs_deadlines_hold_and_nothing_is_taken(make_api: MakeApi) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import random
 import time
 from collections.abc import Callable, Collection
@@ -37,6 +38,8 @@ from skipjoin.server.engines.messages import (
 )
 from skipjoin.server.engines.sequences import EngineSequence, Mailbox, OnEnd
 from skipjoin.server.metrics import Metrics
+
+logger = logging.getLogger(__name__)
 
 # Seconds that a sequence waits for an engine to come up.
 PATIENCE_S = 60.0
@@ -363,6 +366,10 @@ class EngineClient:
             sequence.has_begun = False
             if sequence.stuck >= most or sequence.deaths >= _MOST_DEATHS:
                 self._metrics.lost("engine_lost")
+                text = (
+                    "%s is not tried again: engines ended %d times while they ran it, %d of them without a token since"
+                )
+                logger.warning(text, sequence.label or f"request {sequence.id}", sequence.deaths, sequence.stuck)
                 sequence.mailbox.fail(LostRequestError(sequence.deaths))
                 self._close(sequence, FinishReason.ERROR)
 

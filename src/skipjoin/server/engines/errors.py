@@ -19,7 +19,9 @@ class LostRequestError(EngineError):
     """Engines ended while they ran the request, and it is not tried again."""
 
     def __init__(self, deaths: int) -> None:
-        super().__init__(f"engines ended {deaths} times while they ran this request, which is not tried again")
+        super().__init__(
+            f"engines ended {deaths} times while they ran this request, which may be the cause and is not tried again"
+        )
 
 
 class EngineHungError(EngineError):

@@ -22,7 +22,8 @@ from skipjoin.core.events import Admitted, Arrived, Computed, Finished, Preempte
 from skipjoin.core.prefixes import NamedPrefix
 from skipjoin.core.request import FinishReason, Request, ServiceClass, Target
 from skipjoin.core.step import Direction
-from skipjoin.observe.metrics import ENGINE_METRICS, EngineMetrics, Histogram, Snapshot
+from skipjoin.observe.metric_table import ENGINE_METRICS, Snapshot
+from skipjoin.observe.metrics import EngineMetrics, Histogram
 from skipjoin.observe.requests import RequestFacts, RequestLog
 from skipjoin.observe.stages import StageUse
 from skipjoin.observe.timeline import Timeline

@@ -12,7 +12,8 @@ from skipjoin.core.events import Event, Finished, Token
 from skipjoin.core.request import Request
 from skipjoin.engine.build import assemble
 from skipjoin.engine.loop import EngineLoop
-from skipjoin.observe.metrics import EngineMetrics, Snapshot, merged
+from skipjoin.observe.metric_table import Snapshot, merged
+from skipjoin.observe.metrics import EngineMetrics
 from skipjoin.sampling import SamplingParams, TokenDetail
 
 PROMPT = list(range(40, 60))

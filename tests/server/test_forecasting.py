@@ -21,7 +21,7 @@ from skipjoin.engine import forecasting as keeping
 from skipjoin.engine.forecasting import ForecastKeeper
 from skipjoin.forecast import make_forecaster
 from skipjoin.forecast.config import FORECASTERS
-from skipjoin.observe.metrics import FORECAST_SOURCES
+from skipjoin.observe.metric_table import FORECAST_SOURCES
 from skipjoin.server.api import forecasting
 
 pytestmark = pytest.mark.anyio

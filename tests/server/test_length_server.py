@@ -21,7 +21,7 @@ from skipjoin.config import ConfigError, EngineConfig, ForecastConfig, ServerCon
 from skipjoin.core.forecast import Forecast
 from skipjoin.engine.forecasting import ForecastKeeper, chosen_forecasts
 from skipjoin.forecast import make_forecaster
-from skipjoin.observe.metrics import FORECAST_OUTCOMES
+from skipjoin.observe.metric_table import FORECAST_OUTCOMES
 from skipjoin.server.api import length_server
 from skipjoin.server.api.length_server import KEY_VARIABLE, LengthServer, NoLengthError, excerpt
 from support.openai_stub import OpenAiStub

@@ -22,7 +22,8 @@ from simulated_engine import SimulatedLoop
 from skipjoin.config import ConfigError, EngineConfig, ServerConfig
 from skipjoin.core.events import Event
 from skipjoin.core.kv import KVLedger, LedgerError
-from skipjoin.observe.metrics import EngineMetrics, Snapshot
+from skipjoin.observe.metric_table import Snapshot
+from skipjoin.observe.metrics import EngineMetrics
 from skipjoin.sampling import SamplingParams
 from skipjoin.server.api.app import build_metrics_app
 from skipjoin.server.engines.block_count import recover_blocks

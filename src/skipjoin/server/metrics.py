@@ -20,7 +20,7 @@ from prometheus_client.utils import floatToGoString
 from skipjoin.core.forecast import Forecast
 from skipjoin.engine.forecasting import Predicted
 from skipjoin.machine import resident_bytes
-from skipjoin.observe.metrics import (
+from skipjoin.observe.metric_table import (
     BATCH_ENDS,
     BATCH_OPEN,
     BATCH_STATUSES,
@@ -33,10 +33,10 @@ from skipjoin.observe.metrics import (
     HTTP_STATUSES,
     LOSSES,
     OTHER_STATUS,
-    Histogram,
     Metric,
     Snapshot,
 )
+from skipjoin.observe.metrics import Histogram
 from skipjoin.server.engines.messages import Ready
 
 

@@ -55,7 +55,7 @@ class Connections:
     """The open connections of a server, and which of them are idle: without a request that is being answered, or whose
     body arrives.
 
-    refused: called for each that the server refuses or ends, with one of `CONNECTION_REFUSALS` (`observe/metrics.py`).
+    refused: called for each that the server refuses or ends, with one of `CONNECTION_REFUSALS` (`metric_table.py`).
     """
 
     def __init__(self, most: int, refused: Callable[[str], None]) -> None:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from skipjoin.core.forecast import Forecast
 from skipjoin.core.request import DEFAULT_OPTIONS, FinishReason, Request, RequestOptions
 from skipjoin.engine.text import Output
-from skipjoin.observe.metrics import Snapshot, merged
+from skipjoin.observe.metric_table import Snapshot, merged
 from skipjoin.policies.dispatch import least_work
 from skipjoin.sampling import SamplingParams, TokenDetail
 from skipjoin.server.engines.errors import EngineDeadError, LostRequestError, NoReplicaError, RefusedError

@@ -10,7 +10,7 @@ import msgspec
 from skipjoin.config import HANG_LIMITS, EngineConfig, HangLimits
 from skipjoin.core.forecast import Forecast
 from skipjoin.core.request import DEFAULT_OPTIONS, FinishReason, RequestOptions, ServiceClass
-from skipjoin.observe.metrics import Snapshot
+from skipjoin.observe.metric_table import Snapshot
 from skipjoin.policies.cost import LinearCost
 from skipjoin.sampling import SamplingParams, Scored, TokenDetail
 

@@ -41,7 +41,7 @@ ALLOWED = {
         "bench",
     },
     "access": {"knobs"},
-    "config": {"access", "knobs", "recipes"},
+    "config": {"access", "config", "knobs", "recipes"},
     "sampling": set[str](),
     "machine": set[str](),
     "container": set[str](),

@@ -1,0 +1,46 @@
+"""What a user may set, as frozen values. Read by cli, server, llm and engine; core and policies never see it."""
+
+from __future__ import annotations
+
+from skipjoin.config.engine import EngineConfig
+from skipjoin.config.forecast import ForecastConfig
+from skipjoin.config.server import HANG_LIMITS, MAX_DEADLINE_MS, NOWHERE, HangLimits, ServerConfig
+from skipjoin.config.shared import (
+    DEPRECATED,
+    MAX_NUM_SEQS,
+    BestEffortWait,
+    FairBy,
+    MaxBatchedTokens,
+    MaxNumSeqs,
+    Objective,
+    OutputWeight,
+    SwapType,
+    base_url,
+    check_swap_type,
+    with_aliases,
+)
+from skipjoin.knobs import ConfigError, unknown
+
+__all__ = [
+    "DEPRECATED",
+    "HANG_LIMITS",
+    "MAX_DEADLINE_MS",
+    "MAX_NUM_SEQS",
+    "NOWHERE",
+    "BestEffortWait",
+    "ConfigError",
+    "EngineConfig",
+    "FairBy",
+    "ForecastConfig",
+    "HangLimits",
+    "MaxBatchedTokens",
+    "MaxNumSeqs",
+    "Objective",
+    "OutputWeight",
+    "ServerConfig",
+    "SwapType",
+    "base_url",
+    "check_swap_type",
+    "unknown",
+    "with_aliases",
+]

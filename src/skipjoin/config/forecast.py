@@ -1,0 +1,61 @@
+"""What a user may set of forecasts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from skipjoin.config.shared import FORECASTS
+from skipjoin.knobs import ConfigError, Knob, check
+
+FORECASTERS = ("learnt", "alise", "prior", "none")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForecastConfig:
+    """How output lengths are forecast. Raises `ConfigError` on a value outside its bounds."""
+
+    forecaster: Annotated[
+        str | None,
+        Knob(
+            "What forecasts how long outputs get (default: learnt if forecasts are read, else none)",
+            choices=FORECASTERS,
+            group=FORECASTS,
+        ),
+    ] = None
+    forecast_encoder: Annotated[
+        str,
+        Knob(
+            "What prompts are compared by: their hashed tokens, the model's embeddings of them, or a Hugging Face "
+            "encoder in a folder.",
+            metavar="hashed|embeddings|FOLDER",
+            group=FORECASTS,
+        ),
+    ] = "hashed"
+    forecast_dir: Annotated[
+        str | None,
+        Knob(
+            "Where what was learnt is kept; none: it ends with the process (default: in the user's cache folder).",
+            metavar="DIR",
+            group=FORECASTS,
+        ),
+    ] = None
+    forecast_entries: Annotated[
+        int,
+        Knob("Most past requests that forecasts are made from.", low=1, high=10_000_000, group=FORECASTS),
+    ] = 10_000
+    forecast_max_age_s: Annotated[
+        float,
+        Knob("Age from which a past request is forgotten.", above=0, high=1e12, metavar="SECONDS", group=FORECASTS),
+    ] = 30 * 86400.0
+
+    def __post_init__(self) -> None:
+        check(self)
+        for name in ("forecast_encoder", "forecast_dir"):
+            if getattr(self, name) == "":
+                raise ConfigError(f"{name} must not be empty")
+        if self.forecaster in ("prior", "none") and self.forecast_encoder != "hashed":
+            raise ConfigError(
+                f"forecast_encoder must be hashed with forecaster {self.forecaster}, which compares no prompts, "
+                f"got {self.forecast_encoder!r}"
+            )

@@ -1,0 +1,394 @@
+"""What a user may set of the HTTP server around an engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, NamedTuple
+
+from skipjoin.access import AccessConfig
+from skipjoin.config.shared import (
+    ASKED,
+    BATCHES,
+    FORECASTS,
+    LIMITS,
+    MEASUREMENT,
+    OBJECTIVES,
+    PARALLELISM,
+    SERVER,
+    FairBy,
+    OutputWeight,
+    base_url,
+)
+from skipjoin.knobs import ConfigError, Knob, check, settings_of
+from skipjoin.recipes import OUTPUT_WEIGHT
+
+METRICS_COMPAT = ("none", "vllm")
+# A week: a longer deadline, or objective, is none.
+MAX_DEADLINE_MS = 7 * 86_400_000
+# Requests of service_tier priority have half of the default objectives: they wait for each other only, and a default
+# objective allows for waiting, too.
+PRIORITY_SHARE = 0.5
+# The `batch_dir` of a server without batches.
+NOWHERE = "none"
+LOG_LEVELS, LOG_FORMATS = ("debug", "info", "warning", "error"), ("text", "json")
+
+
+class HangLimits(NamedTuple):
+    """When an engine process hangs, in seconds. step_s: a step takes longer. hang_s: it gives no sign of life for so
+    long, and is killed."""
+
+    step_s: float = 600.0
+    hang_s: float = 30.0
+
+
+HANG_LIMITS = HangLimits()
+
+
+def _objective(what: str, default: str = "none", group: str = OBJECTIVES) -> Knob:
+    """A soft objective, or a bound of one. default: what stands for none, for the help."""
+    return Knob(f"{what} (default: {default}).", above=0, high=MAX_DEADLINE_MS, metavar="MILLISECONDS", group=group)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig(AccessConfig):
+    """The HTTP server around an engine. Raises `ConfigError` on a value outside its bounds.
+
+    max_queued_requests, max_queued_tokens: beyond either a request is refused with 429.
+    """
+
+    host: Annotated[str, Knob("Address to listen on.", group=SERVER)] = "127.0.0.1"
+    port: Annotated[int, Knob("Port to listen on; 0 picks a free one.", low=0, high=65535, group=SERVER)] = 8000
+    served_model_name: Annotated[
+        str | None, Knob("What clients call the model (default: its own name).", metavar="NAME", group=SERVER)
+    ] = None
+    chat_template: Annotated[
+        str | None, Knob("Jinja chat template to use instead of the model's own.", metavar="FILE", group=SERVER)
+    ] = None
+    max_queued_requests: Annotated[
+        int,
+        Knob(
+            "Most requests in the server, waiting and running; more are refused with 429.",
+            low=1,
+            high=1 << 40,
+            flags=("--max-num-queued-reqs",),
+            metavar="REQUESTS",
+            group=LIMITS,
+        ),
+    ] = 1024
+    max_queued_tokens: Annotated[
+        int,
+        Knob(
+            "Most prompt tokens of requests that wait; more are refused with 429.",
+            low=1,
+            high=1 << 40,
+            flags=("--max-num-queued-tokens",),
+            metavar="TOKENS",
+            group=LIMITS,
+        ),
+    ] = 1 << 20
+    default_deadline_s: Annotated[
+        float | None,
+        Knob(
+            "Time until a request without a deadline is given up (default: never).",
+            above=0,
+            high=1e9,
+            metavar="SECONDS",
+            group=LIMITS,
+        ),
+    ] = None
+    priority_range: Annotated[
+        str | None,
+        Knob(
+            "Numbers that clients may set as the priority of a request, besides 0; lower is earlier (default: only 0).",
+            metavar="LOW:HIGH",
+            group=LIMITS,
+        ),
+    ] = None
+    priority_tier: Annotated[
+        str,
+        Knob(
+            "Which clients may ask for service_tier priority, whose requests displace those of the other tiers",
+            choices=("none", "all"),
+            group=LIMITS,
+        ),
+    ] = "none"
+    fair_by: FairBy = "none"
+    fair_output_weight: OutputWeight = OUTPUT_WEIGHT
+    slo_ttft_ms: Annotated[float | None, _objective("Time to the first token")] = None
+    slo_tpot_ms: Annotated[float | None, _objective("Time per token after the first")] = None
+    slo_jct_ms: Annotated[float | None, _objective("Time from arrival to the last token")] = None
+    priority_ttft_ms: Annotated[
+        float | None, _objective("Time to the first token with service_tier priority", "half of --slo-ttft-ms")
+    ] = None
+    priority_tpot_ms: Annotated[
+        float | None,
+        _objective("Time per token after the first with service_tier priority", "half of --slo-tpot-ms"),
+    ] = None
+    min_slo_ttft_ms: Annotated[
+        float | None, _objective("Least time to the first token that a request may ask for", "any above 0", ASKED)
+    ] = None
+    max_slo_ttft_ms: Annotated[
+        float | None, _objective("Largest time to the first token that a request may ask for", "a week", ASKED)
+    ] = None
+    min_slo_tpot_ms: Annotated[
+        float | None,
+        _objective("Least time per token after the first that a request may ask for", "any above 0", ASKED),
+    ] = None
+    max_slo_tpot_ms: Annotated[
+        float | None,
+        _objective("Largest time per token after the first that a request may ask for", "a week", ASKED),
+    ] = None
+    shutdown_timeout_s: Annotated[
+        float,
+        Knob(
+            "Time that running requests get after SIGTERM.",
+            above=0,
+            high=1e9,
+            flags=("--shutdown-timeout",),
+            metavar="SECONDS",
+            group=LIMITS,
+        ),
+    ] = 30.0
+    step_timeout_s: Annotated[
+        float,
+        Knob(
+            "Longest time of a step; an engine that computes one for longer hangs (--hang-timeout).",
+            above=0,
+            high=1e9,
+            flags=("--step-timeout",),
+            metavar="SECONDS",
+            group=LIMITS,
+        ),
+    ] = HANG_LIMITS.step_s
+    hang_timeout_s: Annotated[
+        float,
+        Knob(
+            "Time without a sign of life of an engine process after which it prints its stacks and is killed.",
+            low=1,
+            high=1e9,
+            flags=("--hang-timeout",),
+            metavar="SECONDS",
+            group=LIMITS,
+        ),
+    ] = HANG_LIMITS.hang_s
+    max_body_bytes: Annotated[
+        int, Knob("Largest body of a request.", low=1, high=1 << 40, metavar="BYTES", group=LIMITS)
+    ] = 4 << 20
+    max_header_bytes: Annotated[
+        int, Knob("Largest headers of a request.", low=1, high=1 << 40, metavar="BYTES", group=LIMITS)
+    ] = 64 << 10
+    max_connections: Annotated[
+        int,
+        Knob(
+            "Most connections at once; one more closes an idle one. The limit of open files may allow fewer.",
+            low=1,
+            high=1 << 20,
+            metavar="CONNECTIONS",
+            group=LIMITS,
+        ),
+    ] = 4096
+    write_timeout_s: Annotated[
+        float,
+        Knob(
+            "Time after which a client that does not read its answer is disconnected.",
+            above=0,
+            high=1e9,
+            metavar="SECONDS",
+            group=LIMITS,
+        ),
+    ] = 60.0
+    max_prompt_scores: Annotated[
+        int,
+        Knob(
+            "Most log-probabilities of prompts in one answer: tokens, times 1 + logprobs, times n.",
+            low=1,
+            high=1 << 30,
+            metavar="SCORES",
+            group=LIMITS,
+        ),
+    ] = 1 << 18
+    forecast_url: Annotated[
+        str | None,
+        Knob(
+            "OpenAI-compatible server whose model is asked how long each output gets, such as http://127.0.0.1:9000; "
+            "nothing waits for its answers.",
+            metavar="URL",
+            group=FORECASTS,
+        ),
+    ] = None
+    forecast_model: Annotated[
+        str | None, Knob("Model to ask there (default: the one that it serves).", metavar="NAME", group=FORECASTS)
+    ] = None
+    forecast_timeout_s: Annotated[
+        float,
+        Knob(
+            "Time after which such an answer is not waited for any more.",
+            above=0,
+            high=600,
+            metavar="SECONDS",
+            group=FORECASTS,
+        ),
+    ] = 5.0
+    metrics_compat: Annotated[
+        str, Knob("Tell metrics under other names, too", choices=METRICS_COMPAT, group=MEASUREMENT)
+    ] = "none"
+    replicas: Annotated[
+        int,
+        Knob(
+            "Engines behind this server, by Ray Serve; each has the model, and the KV pool, of its own.",
+            low=1,
+            high=4096,
+            group=PARALLELISM,
+        ),
+    ] = 1
+    log_level: Annotated[
+        str,
+        Knob(
+            "What the log has at least; info: a line for each request, but for those that only look",
+            choices=LOG_LEVELS,
+            group=SERVER,
+        ),
+    ] = "info"
+    log_format: Annotated[str, Knob("Form of the log's lines", choices=LOG_FORMATS, group=SERVER)] = "text"
+    enable_debug_routes: Annotated[
+        bool, Knob("Serve GET /debug/requests, the state of every live request.", group=SERVER)
+    ] = False
+    batch_dir: Annotated[
+        str | None,
+        Knob(
+            "Folder of uploaded files and batches; none: this server has no batches (default: in the user's cache "
+            "folder).",
+            metavar="DIR",
+            group=BATCHES,
+        ),
+    ] = None
+    batch_db: Annotated[
+        str | None,
+        Knob(
+            "PostgreSQL database of the batches, which several servers may share if they share the folder, too "
+            "(default: SQLite in the folder).",
+            metavar="postgresql://...",
+            group=BATCHES,
+        ),
+    ] = None
+    batch_inflight: Annotated[
+        int | None,
+        Knob(
+            "Most sequences of batches in the engine, waiting and running (default: twice --max-num-seqs, for each "
+            "replica).",
+            low=1,
+            high=1 << 20,
+            metavar="SEQUENCES",
+            group=BATCHES,
+        ),
+    ] = None
+    batch_max_lines: Annotated[
+        int, Knob("Most lines of a batch.", low=1, high=10_000_000, metavar="LINES", group=BATCHES)
+    ] = 50_000
+    batch_max_file_bytes: Annotated[
+        int, Knob("Largest file that is uploaded.", low=1, high=1 << 40, metavar="BYTES", group=BATCHES)
+    ] = 200_000_000
+    batch_max_line_bytes: Annotated[
+        int, Knob("Longest line of a batch.", low=1, high=1 << 30, metavar="BYTES", group=BATCHES)
+    ] = 4 << 20
+    batch_max_bytes_per_key: Annotated[
+        int,
+        Knob(
+            "Most bytes of files that one key has; uploads beyond are refused with 429.",
+            low=1,
+            high=1 << 50,
+            metavar="BYTES",
+            group=BATCHES,
+        ),
+    ] = 10_000_000_000
+    batch_max_active_per_key: Annotated[
+        int,
+        Knob(
+            "Most unfinished batches that one key has; more are refused with 429.",
+            low=1,
+            high=1 << 30,
+            metavar="BATCHES",
+            group=BATCHES,
+        ),
+    ] = 100
+
+    def __post_init__(self) -> None:
+        check(self)
+        self.check_access()
+        if self.fair_by == "key" and not (self.api_keys or self.api_key_file):
+            raise ConfigError("fair_by key needs API keys, which tell clients apart: set api_keys or api_key_file")
+        _ = self.priorities
+        for name in ("priority_ttft_ms", "priority_tpot_ms"):
+            if getattr(self, name) is not None and self.priority_tier == "none":
+                raise ConfigError(f"{name} is for requests of service_tier priority: set priority_tier all")
+        for name in ("ttft", "tpot"):
+            self._check_order(f"priority_{name}_ms", f"slo_{name}_ms")
+            self._check_order(f"min_slo_{name}_ms", f"max_slo_{name}_ms")
+        if self.forecast_url is not None:
+            base_url("forecast_url", self.forecast_url)
+        else:
+            self._check_unasked("forecast_model", "forecast_timeout_s")
+        self._check_batches()
+
+    @property
+    def hang_limits(self) -> HangLimits:
+        """When an engine of this server hangs."""
+        return HangLimits(self.step_timeout_s, self.hang_timeout_s)
+
+    @property
+    def priorities(self) -> tuple[int, int]:
+        """The lowest and the highest priority that clients may set, besides 0. Raises `ConfigError`."""
+        if self.priority_range is None:
+            return 0, 0
+        try:
+            low, high = map(int, self.priority_range.split(":"))
+        except ValueError:
+            raise ConfigError(f"priority_range must be two integers, LOW:HIGH, got {self.priority_range!r}") from None
+        if not -(1 << 63) <= low <= high < 1 << 63:
+            raise ConfigError(
+                f"priority_range must be LOW:HIGH of 64 bits, LOW at most HIGH, got {self.priority_range!r}"
+            )
+        return low, high
+
+    def default_ms(self, name: str, *, is_urgent: bool) -> float | None:
+        """The objective of requests that bring none, in milliseconds; None: they have none. name: ttft, tpot or jct.
+        is_urgent: with service_tier priority."""
+        default: float | None = getattr(self, f"slo_{name}_ms")
+        if not is_urgent or name == "jct":
+            return default
+        own: float | None = getattr(self, f"priority_{name}_ms")
+        return own if own is not None or default is None else default * PRIORITY_SHARE
+
+    def asked_bounds_ms(self, name: str) -> tuple[float | None, float]:
+        """The least objective that a request may ask for, None for any above 0, and the largest. name: as above."""
+        if name == "jct":
+            return None, MAX_DEADLINE_MS
+        return getattr(self, f"min_slo_{name}_ms"), getattr(self, f"max_slo_{name}_ms") or MAX_DEADLINE_MS
+
+    def _check_order(self, smaller: str, larger: str) -> None:
+        low, high = getattr(self, smaller), getattr(self, larger)
+        if low is not None and high is not None and low > high:
+            raise ConfigError(f"{smaller} must be at most {larger}, which is {high:g}, got {low:g}")
+
+    def _check_unasked(self, *names: str) -> None:
+        for name in names:
+            if getattr(self, name) != settings_of(type(self))[name].default:
+                raise ConfigError(f"{name} is for another server that forecasts: set forecast_url")
+
+    @property
+    def has_batches(self) -> bool:
+        """Whether there is a place for files and batches."""
+        return self.batch_dir != NOWHERE
+
+    def _check_batches(self) -> None:
+        if self.batch_dir == "":
+            raise ConfigError("batch_dir must not be empty")
+        if self.batch_db is None:
+            return
+        if not self.batch_db.startswith(("postgresql://", "postgres://")):
+            # Only its beginning is shown: the rest may have a password.
+            scheme, separator, _ = self.batch_db.partition("://")
+            got = repr(scheme + separator) if separator else "a text without ://"
+            raise ConfigError(f"batch_db must be like postgresql://user@host/name, got {got}")
+        if not self.has_batches:
+            raise ConfigError("batch_db must not be set where batch_dir is none: the files need a folder")

@@ -1,0 +1,97 @@
+"""What the settings of several parts share: groups of the help, and fields that a server, an engine or a simulated
+system have alike."""
+
+from __future__ import annotations
+
+from typing import Annotated
+from urllib.parse import urlsplit
+
+from skipjoin.knobs import ConfigError, Knob, Value
+
+# Groups of the help, in its order.
+MODEL, SCHEDULING, MEMORY, PARALLELISM = "Model", "Scheduling", "Memory", "Parallelism"
+MEASUREMENT, DEPRECATED = "Measurement", "Deprecated aliases"
+SERVER, LIMITS, FORECASTS, BATCHES = "HTTP server", "Limits", "Forecasts", "Files and batches"
+OBJECTIVES = "Objectives of requests without their own"
+ASKED = "Objectives that requests may ask for"
+
+# Fields of an engine that a simulated system has, too, and the default of one.
+MAX_NUM_SEQS = 256
+MaxNumSeqs = Annotated[int, Knob("Most requests in a step.", low=1, high=65536, group=SCHEDULING)]
+MaxBatchedTokens = Annotated[int, Knob("Most tokens in a step.", low=1, high=1 << 20, group=SCHEDULING)]
+Objective = Annotated[
+    float,
+    Knob(
+        "Seconds per output token that users accept: recipes take their parameters from it. It is no objective of a "
+        "request.",
+        above=0,
+        high=1e6,
+        flags=("--slo",),
+        metavar="SECONDS",
+        group=SCHEDULING,
+    ),
+]
+BestEffortWait = Annotated[
+    float,
+    Knob(
+        "Time after which the oldest best-effort request is served as a real-time one, until it ends; one at a time.",
+        above=0,
+        high=1e9,
+        metavar="SECONDS",
+        group=SCHEDULING,
+    ),
+]
+# How clients share the service: see `docs/scheduling.md`.
+FairBy = Annotated[
+    str,
+    Knob("Between which clients the service is shared out evenly", choices=("none", "key"), group=SCHEDULING),
+]
+OutputWeight = Annotated[
+    float,
+    Knob(
+        "With --fair-by key: what a generated token counts, where one of a prompt counts 1.",
+        above=0,
+        high=1000,
+        group=SCHEDULING,
+    ),
+]
+SwapType = Annotated[
+    str,
+    Knob(
+        "KV on the host: as on the device, or rounded to 8 bits, which makes room for 1.6 to 1.8 times as much; "
+        "outputs of requests that were swapped may then differ",
+        choices=("auto", "int8"),
+        group=MEMORY,
+    ),
+]
+
+
+def base_url(field: str, given: str) -> str:
+    """The URL of an OpenAI-compatible server, which may be given with /v1, without it. Raises `ConfigError` for a text
+    that is none. field: the setting that it is for."""
+    try:
+        parts = urlsplit(given)
+        is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_url = False
+    if not is_url:
+        raise ConfigError(f"{field} must be like http://127.0.0.1:8000, got {given!r}")
+    return given.rstrip("/").removesuffix("/v1")
+
+
+def check_swap_type(swap_dtype: str, field: str, size: float | None) -> None:
+    """Raise `ConfigError` for KV that is rounded on the host where there is no host pool. field: the setting of the
+    pool's size, and `size` its value; None: a default."""
+    if swap_dtype == "int8" and size == 0:
+        raise ConfigError(f"swap_dtype int8 is for KV on the host: {field} must be above 0, got {size:g}")
+
+
+def with_aliases(given: dict[str, Value], **aliases: Value | None) -> dict[str, Value]:
+    """Parameters of a recipe and those that were given by their old names; None: not given.
+
+    Raises `ConfigError` for one that is given both ways.
+    """
+    old = {name: value for name, value in aliases.items() if value is not None}
+    if twice := next((name for name in old if name in given), None):
+        raise ConfigError(f"{twice} is given twice, as a parameter of the recipe and by its old name")
+    return given | old

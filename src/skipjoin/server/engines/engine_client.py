@@ -37,6 +37,7 @@ from skipjoin.server.engines.messages import (
     ToEngine,
 )
 from skipjoin.server.engines.sequences import EngineSequence, Mailbox, OnEnd
+from skipjoin.server.engines.trials import Trials
 from skipjoin.server.metrics import Metrics
 
 logger = logging.getLogger(__name__)
@@ -45,11 +46,6 @@ logger = logging.getLogger(__name__)
 PATIENCE_S = 60.0
 # Seconds after a deadline that its engine has to end the sequence itself.
 _DEADLINE_GRACE_S = 0.05
-# Engines that may end while one and the same sequence runs. It fails at the second without a token in between; at a
-# later one if others may have been the cause as well; and at the last one even if it got tokens in between.
-_STUCK, _STUCK_WITH_OTHERS, _MOST_DEATHS = 2, 4, 8
-# Most seconds that the trial of one sequence keeps others from theirs: it may wait in its engine's queue.
-TRIAL_S = 2.0
 
 
 class ConnectedEngine:
@@ -105,10 +101,9 @@ class EngineClient:
     """Submits requests to the engine with the least work, delivers their tokens, moves them when their engine dies.
 
     A moved sequence continues at another engine from its prompt and the tokens that it has: its client sees the same
-    output. One of those that ran when an engine ended may be the cause. So they continue one at a time, each on trial
-    until it has another token: if its engine ends before, the sequence is to blame alone, and it fails at the second
-    death. While no engine is up it waits, for at most `patience_s` seconds; after that, and once no engine will come
-    up any more (`died`), it fails.
+    output. One of those that ran when an engine ended may be the cause: they continue one at a time, and one that is to
+    blame fails (`Trials`). While no engine is up it waits, for at most `patience_s` seconds; after that, and once no
+    engine will come up any more (`died`), it fails.
 
     wanted: how many engines there should be. seed: requests without a seed draw theirs from it. clock: seconds,
     monotonic.
@@ -130,9 +125,7 @@ class EngineClient:
         self._replicas: dict[int, ConnectedEngine] = {}
         self._places: dict[int, ConnectedEngine | None] = {}  # by id of the sequence; None: it waits for an engine
         self._waiting: dict[int, EngineSequence] = {}
-        self._held: dict[int, EngineSequence] = {}  # those that wait for their trial
-        self._trial: EngineSequence | None = None
-        self._trial_timer: asyncio.TimerHandle | None = None
+        self._trials = Trials(self._place)
         self._dispatch = least_work()
         self._gone = Snapshot.zero()  # counts of engines that have ended
         self._joined = 0
@@ -204,7 +197,7 @@ class EngineClient:
         for sequence in orphans.values():
             if sequence.id in self._places:
                 self._place(sequence)
-        self._try_next()
+        self._trials.next()
         return len(orphans)
 
     def died(self) -> None:
@@ -297,7 +290,7 @@ class EngineClient:
     def fail_all(self, error: Exception) -> None:
         """End all sequences; each job gets the error."""
         held = [replica.sequences for replica in self._replicas.values()]
-        sequences = [sequence for some in (*held, self._waiting, self._held) for sequence in some.values()]
+        sequences = [sequence for some in (*held, self._waiting, self._trials.held) for sequence in some.values()]
         for sequence in sequences:
             sequence.mailbox.fail(error)
         self.abort(sequences)
@@ -312,7 +305,7 @@ class EngineClient:
             await asyncio.wait(asked.values(), timeout=timeout_s)
         found = [
             LiveRequest(sequence.label, sequence.index, None, _without_engine(sequence))
-            for sequence in (*self._waiting.values(), *self._held.values())
+            for sequence in (*self._waiting.values(), *self._trials.held.values())
         ]
         silent = []
         for replica, answer in asked.items():
@@ -337,56 +330,22 @@ class EngineClient:
             self._waiting[sequence.id] = sequence
             self._places[sequence.id] = None
             return
-        if sequence.stuck and self._trial is not None:
-            self._held[sequence.id] = sequence
+        if not self._trials.enter(sequence):
             self._places[sequence.id] = None
             return
-        if sequence.stuck:
-            self._trial = sequence
-            self._trial_timer = asyncio.get_running_loop().call_later(TRIAL_S, self._end_trial, sequence)
         replica = self._replicas[self._dispatch.choose(request)]
         replica.sequences[sequence.id] = sequence
         self._places[sequence.id] = replica
         replica.send(sequence.message(now))
 
-    # -- engines that end under sequences ----------------------------------------------------------------------
-
     def _blame(self, orphans: Collection[EngineSequence]) -> None:
-        """Count the end of an engine against the sequences that may be its cause, and fail those that had enough."""
-        begun = [sequence for sequence in orphans if sequence.has_begun]
-        trial = self._trial
-        accused = [trial] if trial is not None and trial in begun else begun
-        if trial in orphans:
-            self._forget_trial()
-        most = _STUCK if len(accused) == 1 else _STUCK_WITH_OTHERS
-        for sequence in accused:
-            sequence.stuck += 1
-        for sequence in begun:
-            sequence.deaths += 1
-            sequence.has_begun = False
-            if sequence.stuck >= most or sequence.deaths >= _MOST_DEATHS:
-                self._metrics.lost("engine_lost")
-                text = (
-                    "%s is not tried again: engines ended %d times while they ran it, %d of them without a token since"
-                )
-                logger.warning(text, sequence.label or f"request {sequence.id}", sequence.deaths, sequence.stuck)
-                sequence.mailbox.fail(LostRequestError(sequence.deaths))
-                self._close(sequence, FinishReason.ERROR)
-
-    def _end_trial(self, sequence: EngineSequence) -> None:
-        if self._trial is sequence:
-            self._forget_trial()
-            self._try_next()
-
-    def _forget_trial(self) -> None:
-        assert self._trial_timer is not None
-        self._trial_timer.cancel()
-        self._trial = None
-
-    def _try_next(self) -> None:
-        """Let the next sequence continue that waits for its trial; all of them if there is no engine."""
-        while self._held and self._trial is None:
-            self._place(self._held.pop(next(iter(self._held))))
+        """Fail those sequences of an engine that has ended which ended enough of them."""
+        for sequence in self._trials.blame(orphans):
+            self._metrics.lost("engine_lost")
+            text = "%s is not tried again: engines ended %d times while they ran it, %d of them without a token since"
+            logger.warning(text, sequence.label or f"request {sequence.id}", sequence.deaths, sequence.stuck)
+            sequence.mailbox.fail(LostRequestError(sequence.deaths))
+            self._close(sequence, FinishReason.ERROR)
 
     # -- ends of sequences --------------------------------------------------------------------------------
 
@@ -417,8 +376,7 @@ class EngineClient:
             request.output.append(token)
             generated(request)
             if sequence.stuck:
-                sequence.stuck = 0
-                self._end_trial(sequence)
+                self._trials.passed(sequence)
             reason = ended.pop(request_id, None) if ended else None
             detail = details.get(position) if details else None
             if detail is not None and sequence.scores:
@@ -450,13 +408,12 @@ class EngineClient:
             sequence.patience.cancel()
         if replica is None:
             self._waiting.pop(sequence.id, None)
-            self._held.pop(sequence.id, None)
         else:
             del replica.sequences[sequence.id]
             self._dispatch.ended(sequence.request, reason)
         if sequence.on_end is not None:
             sequence.on_end(reason, len(sequence.request.output))
-        self._end_trial(sequence)
+        self._trials.leave(sequence)
         return replica
 
     def _tell_replicas(self) -> None:

@@ -6,13 +6,20 @@ import asyncio
 import json
 import logging
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import httpx
+import msgspec
 import pytest
-from server_worlds import Api, MakeApi, StartServer
+from server_worlds import HERE, Api, MakeApi, StartServer
 
+from skipjoin.config import EngineConfig
 from skipjoin.core.request import FinishReason
 from skipjoin.server.api.request_log import RequestLog
+from skipjoin.server.engines.engine_program import ORPHANED
+from skipjoin.server.engines.messages import Setup
 from skipjoin.server.logs import JsonFormatter, TextFormatter
 
 pytestmark = pytest.mark.anyio
@@ -102,3 +109,11 @@ def test_every_line_of_a_servers_log_has_a_time(start_server: StartServer) -> No
     assert "POST /v1/completions" in messages
     assert any(message.startswith("the timeline /dev/full ends here") for message in messages)
     assert any(message.startswith("draining: ") for message in messages)
+
+
+def test_an_engine_whose_server_has_ended_says_so_in_a_line_of_the_log(tokenizer_folder: Path) -> None:
+    setup = msgspec.json.encode(Setup(EngineConfig(), "ipc:///nowhere", parent=1))
+    command = [sys.executable, str(HERE / "simulated_engine.py"), str(tokenizer_folder), "0", "10", "100"]
+    done = subprocess.run(command, input=setup, capture_output=True, check=False, timeout=60)
+    assert done.returncode == ORPHANED
+    assert re.fullmatch(rb"\d{4}-.* ERROR \S+: the engine ends: the process that started it has ended\n", done.stderr)

@@ -10,7 +10,7 @@ ENGINE_COMMAND = (sys.executable, "-m", "skipjoin.server.engines.engine_process"
 # slower as soon as another process uses a core, the API process included. A value in the environment wins.
 THREAD_WAITING = {"GOMP_SPINCOUNT": "2000"}
 LESS_MEMORY = "lower --kv-cache-gib, --swap-space or --max-num-batched-tokens, or give the process more memory"
-# The exit code of an engine whose API process does not answer.
+# The exit code of an engine whose API process does not answer, or has ended while it started.
 ORPHANED = 3
 
 

@@ -368,12 +368,13 @@ def die_with_parent(parent: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
-        sys.exit("the process that started the engine has ended")
+        logger.error("the engine ends: the process that started it has ended")
+        sys.exit(ORPHANED)
 
 
 def serve_engine(load: LoadEngine) -> int:
     """Run the engine process. Its exit code is 0 after a request to end, 1 if the engine could not start or failed or
-    its link broke, `ORPHANED` if the API process does not answer.
+    its link broke, `ORPHANED` if the API process does not answer or has ended before.
 
     The setup is read from standard input; `load` makes the loop from it.
     """

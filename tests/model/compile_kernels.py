@@ -1,7 +1,8 @@
 """Compiles the attention kernels for a card that need not be there, with the arguments that the back end gives them.
 
-python compile_kernels.py [--every] 90:bfloat16:llama-8b,opt-13b ... (capability, type, shapes) prints a
-line per kernel, with --every one per config. In a process without TRITON_INTERPRET.
+python compile_kernels.py [--every] 90:bfloat16:llama-8b,opt-13b ... (capability, type, shapes) prints a line per
+kernel, after --every one per config, and ends with an error if a kernel of decodes spills or is not pipelined. A name
+after the shapes, as in 90:bfloat16:opt-13b:decode, chooses the kernels. In a process without TRITON_INTERPRET.
 """
 
 from __future__ import annotations
@@ -40,6 +41,12 @@ _TYPES = {
     torch.int64: "*i64",
 }
 BLOCK_SIZE = 16
+_MOST_SPLITS = 64
+# Copies are in flight at a wait with so many stages or more.
+_PIPELINED = 3
+# Loads of 16 bytes that a thread of a pipelined decode kernel must have under way when it waits: with 128 threads and
+# the programs that a multiprocessor holds, more than memory returns within its latency.
+_LEAST_IN_FLIGHT = 8
 
 
 class Recorder:
@@ -85,8 +92,19 @@ def recorded() -> dict[str, Recorder]:
     return found
 
 
-def compiled(capability: int, dtype: torch.dtype, shape: str, every: bool) -> Iterator[tuple[str, dict, Any]]:
-    """(kernel, config, what the compiler made) for the first or for every config."""
+def compiled(
+    capability: int, dtype: torch.dtype, shape: str, every: bool, only: str = ""
+) -> Iterator[tuple[str, dict, Any]]:
+    """(kernel, config, what the compiler made) for the first or for every config. only: what the kernels' names begin
+    with."""
+    for name, config, kernel in _calls(dtype, shape, every):
+        if name.startswith(only):
+            yield name, config, kernel.compile(capability)
+        kernel.calls.clear()
+
+
+def _calls(dtype: torch.dtype, shape: str, every: bool) -> Iterator[tuple[str, dict, Recorder]]:
+    """(kernel, config, the recorded call)"""
     heads, kv_heads, dim, rotary = SHAPES[shape]
     kernels, group, itemsize = recorded(), heads // kv_heads, dtype.itemsize
     segments = [Segment([0] * 16, 0, list(range(16))), Segment([0], 40, list(range(16)))]
@@ -98,22 +116,22 @@ def compiled(capability: int, dtype: torch.dtype, shape: str, every: bool) -> It
     out, options = torch.empty((17, heads, dim), dtype=dtype), {"scale": 0.1, "window": 0}
     cos_sin = torch.empty((32, rotary)) if rotary else None
     kv_write.kv_write(query, key, value, keys, values, batch.slots, batch.positions, cos_sin)
-    yield "kv_write", {}, kernels["_kv_write"].compile(capability)
+    yield "kv_write", {}, kernels["_kv_write"]
     for config in decode_configs(group, dim, itemsize)[: None if every else 1]:
-        for splits in (1, 8) if config["BLOCK_N"] else ():
+        for splits in (1, _MOST_SPLITS):
             decode_attention.decode_attention(out, query, keys, values, batch, splits=splits, config=config, **options)
             if splits == 1 or not every:
-                yield f"decode/{splits}", config, kernels["_decode"].compile(capability)
+                yield f"decode/{splits}", config, kernels["_decode"]
             kernels["_decode"].calls.clear()
-    yield "reduce", {}, kernels["_reduce"].compile(capability)
+    yield "reduce", {}, kernels["_reduce"]
     tiles = torch.zeros((4, 2), dtype=torch.int64)
     for config in prefill_configs(group, dim, itemsize, 4096)[: None if every else 1]:
         prefill_attention.prefill_attention(out, query, keys, values, batch, tiles, config=config, **options)
-        yield "prefill", config, kernels["_prefill"].compile(capability)
+        yield "prefill", config, kernels["_prefill"]
 
 
-def describe(kernel: Any) -> str:
-    """Registers and stack (spills), shared memory, and how often instructions of interest occur in the machine code."""
+def dumped(kernel: Any) -> tuple[str, str]:
+    """The kernel's use of resources and its machine code."""
     dump = str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump")
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
@@ -122,6 +140,44 @@ def describe(kernel: Any) -> str:
             subprocess.run([dump, option, file.name], capture_output=True, text=True, check=True).stdout
             for option in ("-res-usage", "-sass")
         )
+    return usage, sass
+
+
+def in_flight(sass: str) -> int:
+    """Copies of 16 bytes to shared memory that a thread has under way while it waits in the kernel's main loop."""
+    code = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", sass)]
+    least = []
+    for end, text in code:
+        branch = re.search(r"\bBRA 0x([0-9a-f]+)", text)
+        begin = int(branch[1], 16) if branch else end
+        body = [text for at, text in code if begin <= at < end]
+        copies = sum("LDGSTS" in text and ".128" in text for text in body)
+        groups = sum("LDGDEPBAR" in text for text in body)
+        waits = [int(n, 16) for n in re.findall(r"DEPBAR.LE SB0, 0x([0-9a-f]+)", "\n".join(body))]
+        if copies and groups and waits:
+            least.append(copies * min(waits) // groups)
+    return min(least, default=0)
+
+
+def check(name: str, config: dict[str, int], kernel: Any) -> None:
+    """Raise AssertionError for a kernel that spills, or a decode kernel that waits for each copy in turn."""
+    usage, sass = dumped(kernel)
+    stack = re.search(r"STACK:(\d+)", usage)[1]
+    if name == "prefill":  # some of its larger tiles spill a few bytes, outside of their loops
+        return
+    spills = stack != "0" or re.search(r"\b(LDL|STL)\b", sass)
+    assert not spills, f"{name} {config} has {stack} bytes on its stack"
+    if name.startswith("decode") and config["STAGES"] >= _PIPELINED:
+        loop = kernel.asm["ttgir"].split("scf.for", 1)[1].split("scf.yield", 1)[0]
+        waits = [int(n) for n in re.findall(r"async_wait .*?num = (\d+)", loop)]
+        assert min(waits, default=0) >= 1, f"{name} {config} waits for all copies but {waits} in its loop"
+        assert in_flight(sass) >= _LEAST_IN_FLIGHT, f"{name} {config} has {in_flight(sass)} copies in flight"
+
+
+def describe(kernel: Any) -> str:
+    """Registers and stack (spills), shared memory, copies in flight, and how often instructions of interest occur in
+    the machine code."""
+    usage, sass = dumped(kernel)
     count = Counter(re.findall(r"\b((?:LDG|STG|LDL|STL|LDGSTS|HMMA|HGMMA|LDSM|LDS|STS|BAR|SHFL|FFMA|MUFU)\S*)", sass))
     loads = {}
     for name, n in count.items():
@@ -130,19 +186,23 @@ def describe(kernel: Any) -> str:
         loads[family] = loads.get(family, 0) + n
     registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage).groups()
     shared = kernel.metadata.shared
-    return f"registers {registers} stack {stack} shared {shared} " + " ".join(
+    return f"registers {registers} stack {stack} shared {shared} in flight {in_flight(sass)} " + " ".join(
         f"{k}:{v}" for k, v in sorted(loads.items())
     )
 
 
 def main() -> None:
-    every = "--every" in sys.argv
-    for wanted in [a for a in sys.argv[1:] if not a.startswith("--")]:
-        capability, dtype, shapes = wanted.split(":")
+    every = False
+    for wanted in sys.argv[1:]:
+        if wanted == "--every":
+            every = True
+            continue
+        capability, dtype, shapes, only = f"{wanted}:".split(":")[:4]
         for shape in shapes.split(","):
-            for name, config, kernel in compiled(int(capability), getattr(torch, dtype), shape, every):
+            for name, config, kernel in compiled(int(capability), getattr(torch, dtype), shape, every, only):
                 sizes = " ".join(f"{k}={v}" for k, v in config.items())
                 print(f"{shape} {name} {sizes}: {describe(kernel)}", flush=True)
+                check(name, config, kernel)
 
 
 if __name__ == "__main__":

@@ -71,6 +71,10 @@ def _decode(
 
     DOT: computes the group's scores with tensor cores; otherwise, for a group of one, by multiplying and adding: every
     row of the tile then has a softmax of its own, so that threads exchange data only at the end.
+
+    STAGES: number of tiles of keys and values in flight, less one. With DOT it is an option of the launch: set on the
+    loop it would hold for the block table too, whose loads of the next tile would then wait for those of this one.
+    Without DOT only a loop that sets it is pipelined, and the table with it.
     """
     kv_head = tl.program_id(0)
     segment = tl.program_id(1).to(tl.int64)
@@ -86,31 +90,39 @@ def _decode(
     values += first
     tokens = tl.arange(0, BLOCK_N)
     columns = tl.arange(0, BLOCK_D)
-    heads = tl.arange(0, BLOCK_H)
     query += token * query_token + kv_head * GROUP * query_head
-    asked = (heads < GROUP)[:, None] & (columns < DIM)[None, :]
-    q = tl.load(query + heads[:, None] * query_head + columns[None, :], mask=asked, other=0.0)
     if DOT:
+        heads = tl.arange(0, BLOCK_H)
+        there = heads < GROUP
+        asked = there[:, None] & (columns < DIM)[None, :]
+        q = tl.load(query + heads[:, None] * query_head + columns[None, :], mask=asked, other=0.0)
         q = q.to(tl.float32) if UPCAST else q
         top = tl.full((BLOCK_H,), _LOWEST, tl.float32)
         total = tl.zeros((BLOCK_H,), tl.float32)
         acc = tl.zeros((BLOCK_H, BLOCK_D), tl.float32)
     else:
-        q = q.to(tl.float32) * scale
+        # Vectors, not tiles of one row: the layout of such a tile would become that of the keys.
+        heads = 0
+        there = True
+        asked = columns < DIM
+        q = tl.load(query + columns, mask=asked, other=0.0).to(tl.float32)[None, :] * scale
         top = tl.full((BLOCK_N,), _LOWEST, tl.float32)
         total = tl.zeros((BLOCK_N,), tl.float32)
         acc = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     last = offset + tl.maximum(end - 1, 0)
-    blocks = token_blocks(table, offset + begin + tokens, last, BLOCK_SIZE)
-    for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
+    if DOT:
+        blocks = token_blocks(table, offset + begin + tokens, last, BLOCK_SIZE)
+    for start in tl.range(begin, end, BLOCK_N, num_stages=None if DOT else STAGES):
         position = start + tokens
         seen = position < end
+        if not DOT:
+            blocks = token_blocks(table, offset + position, last, BLOCK_SIZE)
         rows = token_rows(blocks, offset + position, last, block_stride, step, BLOCK_SIZE)
         k = load_rows(keys, rows, columns, DIM, BLOCK_D)
         v = load_rows(values, rows, columns, DIM, BLOCK_D)
-        # Prefetch the next tile's blocks: keys and values wait for their own loads only.
-        blocks = token_blocks(table, offset + position + BLOCK_N, last, BLOCK_SIZE)
         if DOT:
+            # Prefetch the next tile's blocks: keys and values wait for their own loads only.
+            blocks = token_blocks(table, offset + position + BLOCK_N, last, BLOCK_SIZE)
             if UPCAST:
                 k = k.to(tl.float32)
                 v = v.to(tl.float32)
@@ -132,21 +144,24 @@ def _decode(
     if not DOT:
         higher = tl.max(top, 0)
         shrink = tl.exp2(top - higher)
-        total = tl.sum(total * shrink, 0) + tl.zeros((BLOCK_H,), tl.float32)
-        acc = tl.sum(acc * shrink[:, None], 0)[None, :] + tl.zeros((BLOCK_H, BLOCK_D), tl.float32)
-        top = higher + tl.zeros((BLOCK_H,), tl.float32)
+        total = tl.sum(total * shrink, 0)
+        acc = tl.sum(acc * shrink[:, None], 0)
+        top = higher
     head = kv_head * GROUP + heads
     num_heads = tl.num_programs(0) * GROUP
     if SPLIT:
         row = (tl.program_id(1).to(tl.int64) * num_heads + head) * tl.num_programs(2) + tl.program_id(2)
-        tl.store(stats + row * 2, top, mask=heads < GROUP)
-        tl.store(stats + row * 2 + 1, total, mask=heads < GROUP)
-        tl.store(sums + row[:, None] * DIM + columns[None, :], acc, mask=asked)
+        tl.store(stats + row * 2, top, mask=there)
+        tl.store(stats + row * 2 + 1, total, mask=there)
+        place = sums + (row[:, None] * DIM + columns[None, :] if DOT else row * DIM + columns)
+        tl.store(place, acc, mask=asked)
     else:
         # No keys, as in padding: zeros.
-        acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+        total = tl.where(total > 0, total, 1.0)
         row = token * num_heads + head
-        tl.store(out + row[:, None] * DIM + columns[None, :], acc.to(out.dtype.element_ty), mask=asked)
+        place = out + (row[:, None] * DIM + columns[None, :] if DOT else row * DIM + columns)
+        acc = acc / (total[:, None] if DOT else total)
+        tl.store(place, acc.to(out.dtype.element_ty), mask=asked)
 
 
 @jit
@@ -183,17 +198,19 @@ def _reduce(
 
 
 def decode_configs(group: int, dim: int, itemsize: int) -> list[dict[str, int]]:
-    """Candidate sizes, the default first. STAGES: number of tiles of keys and values in flight."""
+    """Candidate sizes, the default first. STAGES: see `_decode`. maxnreg: where the compiler would keep fewer registers
+    than shared memory lets a multiprocessor use, and spill."""
     rows = 4096 // (padded(dim) * itemsize)  # a quarter of the bytes that must be in flight
     dots = [
         {"DOT": 1, "BLOCK_N": max(16, rows * n), "STAGES": stages, "num_warps": warps}
         for n, stages, warps in ((4, 3, 4), (2, 4, 4), (4, 2, 4), (2, 3, 2), (8, 2, 4))
     ]
+    dots[1]["maxnreg"] = 128
     if group > 1:
         return dots
     plain = [
-        {"DOT": 0, "BLOCK_N": max(4, rows * n), "STAGES": 1, "num_warps": warps}
-        for n, warps in ((2, 4), (4, 8), (2, 2), (1, 1))
+        {"DOT": 0, "BLOCK_N": max(4, rows * n), "STAGES": stages, "num_warps": warps}
+        for n, stages, warps in ((1, 4, 4), (2, 3, 4), (1, 4, 2), (4, 3, 8))
     ]
     return plain + dots[:2]
 
@@ -243,10 +260,12 @@ def decode_attention(
         batch.block_tables.stride(0),
         INDEXED=segments is not None, SPLIT=split, GROUP=heads // kv_heads, DIM=dim, BLOCK_SIZE=block_size,
         SLOT_STRIDE=keys.stride(1), HEAD_STRIDE=keys.stride(2), UPCAST=INTERPRETED,
-        BLOCK_H=padded(heads // kv_heads) if dot else 1, BLOCK_D=block_d, **config,
+        BLOCK_H=padded(heads // kv_heads) if dot else 1, BLOCK_D=block_d,
+        num_stages=config["STAGES"], **config,
     )  # fmt: skip
     if split:
         _reduce[(count, heads)](
             out, sums, stats, index, batch.query_start, splits,
-            INDEXED=segments is not None, DIM=dim, BLOCK_S=splits, BLOCK_D=block_d, num_warps=2,
+            INDEXED=segments is not None, DIM=dim, BLOCK_S=splits, BLOCK_D=block_d,
+            num_warps=min(8, max(2, splits * block_d // 2048)),  # at most 64 sums in a thread: more spill
         )  # fmt: skip

@@ -159,7 +159,7 @@ def prefill_configs(group: int, dim: int, itemsize: int, rows: int) -> list[dict
         sizes = [(32, 32, 4, 2)] if dim <= 64 else [(16, 16, 4, 2)]
     elif dim > 128:
         # The first must fit GPUs with the least shared memory per multiprocessor: 99 KiB.
-        sizes = [(64, 32, 4, 2), (128, 32, 8, 2), (64, 64, 8, 2)]
+        sizes = [(64, 32, 8, 2), (128, 32, 8, 2), (64, 64, 8, 2)]
     elif rows <= SHORT_ROWS:
         sizes = [(64, 64, 4, 3), (64, 128, 4, 2), (64, 32, 4, 4)]
     else:

@@ -16,6 +16,7 @@ from skipjoin.config.shared import (
     OutputWeight,
     SwapType,
     base_url,
+    check_not_one_card,
     check_swap_type,
     with_aliases,
 )
@@ -40,6 +41,7 @@ __all__ = [
     "ServerConfig",
     "SwapType",
     "base_url",
+    "check_not_one_card",
     "check_swap_type",
     "unknown",
     "with_aliases",

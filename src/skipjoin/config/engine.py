@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -19,6 +20,7 @@ from skipjoin.config.shared import (
     MaxNumSeqs,
     Objective,
     SwapType,
+    check_not_one_card,
     check_swap_type,
     with_aliases,
 )
@@ -39,7 +41,9 @@ class EngineConfig:
     dtype: Annotated[
         str, Knob("Type of weights and KV", choices=("auto", "float32", "bfloat16", "float16"), group=MODEL)
     ] = "auto"
-    device: Annotated[str, Knob("Where the model runs", choices=("auto", "cpu", "cuda"), group=MODEL)] = "auto"
+    device: Annotated[
+        str, Knob("Where the model runs: auto, cpu, cuda, or cuda:N, one of several cards.", group=MODEL)
+    ] = "auto"
     attention: Annotated[
         str,
         Knob(
@@ -235,6 +239,8 @@ class EngineConfig:
         if not self.profile:
             raise ConfigError("profile must be auto, off or the file of a profile, got an empty name")
         check(self)
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
+            raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {self.device!r}")
         object.__setattr__(self, "recipe", absolute(self.recipe))  # engines may have another working folder
         check_recipe(
             self.recipe,
@@ -273,6 +279,8 @@ class EngineConfig:
         return self.pipeline_depth or (2 if device == "cuda" else 1)
 
     def _check_ranks(self) -> None:
+        if self.is_distributed:
+            check_not_one_card(self.device)
         if self.pipeline_parallel_size > 1 and self.pipeline_depth is not None:
             raise ConfigError(
                 "pipeline_depth must not be set beside pipeline_parallel_size: every stage has one plan in flight"

@@ -86,6 +86,12 @@ def check_swap_type(swap_dtype: str, field: str, size: float | None) -> None:
         raise ConfigError(f"swap_dtype int8 is for KV on the host: {field} must be above 0, got {size:g}")
 
 
+def check_not_one_card(device: str) -> None:
+    """Raise `ConfigError` for one card by its number, for processes that Ray gives their cards."""
+    if ":" in device:
+        raise ConfigError(f"device must be auto, cpu or cuda where Ray places ranks or replicas on cards, got {device}")
+
+
 def with_aliases(given: dict[str, Value], **aliases: Value | None) -> dict[str, Value]:
     """Parameters of a recipe and those that were given by their old names; None: not given.
 

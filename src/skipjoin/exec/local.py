@@ -13,6 +13,7 @@ from skipjoin.exec.rank_spec import measure_transfers, rank_spec_of, touch
 from skipjoin.exec.transfer import Copier
 from skipjoin.exec.worker import InFlightStep, Worker
 from skipjoin.model.causal_lm import CausalLM
+from skipjoin.model.cuda import use_device
 from skipjoin.profile import Transfer
 
 
@@ -34,6 +35,12 @@ class LocalHandle:
         if self._result is None:
             self._result = self._worker.finish(self._in_flight.result())
         return self._result
+
+
+def _begin_thread(device: torch.device, threads: int) -> None:
+    """Settings that every thread has of its own: its card, and OpenMP's thread count."""
+    use_device(device)
+    torch.set_num_threads(threads)
 
 
 class LocalExecutor:
@@ -61,9 +68,8 @@ class LocalExecutor:
         self._thread = ThreadPoolExecutor(
             max_workers=1,
             thread_name_prefix="skipjoin-model",
-            # OpenMP has a thread count per calling thread.
-            initializer=torch.set_num_threads,
-            initargs=(threads,),
+            initializer=_begin_thread,
+            initargs=(model.device, threads),
         )
         self.rank_specs = (rank_spec_of(model, store.device.block_size, threads, store.swap_dtype),)
 
@@ -79,6 +85,7 @@ class LocalExecutor:
 
     def transfers(self, seconds: float) -> dict[Direction, Transfer]:
         """See `ModelExecutor`."""
+        use_device(self.model.device)  # the caller's thread launches the copies
         return measure_transfers(self.model, self.store.device.block_size, seconds, self.store.swap_dtype)
 
     def submit(self, plan: StepPlan, now: float) -> LocalHandle:

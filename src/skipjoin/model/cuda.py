@@ -192,6 +192,13 @@ def choose_device(name: str, facts: CudaFacts | None = None) -> str:
     return "cpu"
 
 
+def use_device(device: torch.device) -> None:
+    """Make this card the calling thread's own: Triton's kernels are launched on the current device, which is card 0 in
+    every new thread. For other devices it does nothing."""
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
+
+
 @functools.cache
 def warn_once(text: str) -> None:
     """Log a warning, once per process."""

@@ -14,7 +14,7 @@ from skipjoin.model.attention.base import AttentionBackend
 from skipjoin.model.backends import implementations
 from skipjoin.model.causal_lm import CausalLM
 from skipjoin.model.config import DTYPES, ModelConfig, ModelError, read_json
-from skipjoin.model.cuda import check_dtype, choose_device
+from skipjoin.model.cuda import check_dtype, choose_device, use_device
 from skipjoin.model.layers import Weights
 from skipjoin.model.ops.base import LayerOps
 from skipjoin.model.parallel import Alone, Group
@@ -65,7 +65,8 @@ def load_model(
 ) -> CausalLM:
     """Load a model. dtype: "auto" (as saved), or one of `DTYPES`. device: "auto", "cpu", "cuda" or "cuda:N". attention:
     "auto", "torch", "cpp" (CPU) or "triton" (CUDA). load_format: "auto", or "dummy" for random weights, which need no
-    weight file. group: loads the share of this group's rank; None: the whole model.
+    weight file. The device becomes the calling thread's own. group: loads the share of this group's rank; None: the
+    whole model.
 
     Raises `ModelError` if the model cannot run.
     """
@@ -117,6 +118,7 @@ def _places(
 ) -> tuple[torch.dtype, torch.device, LayerOps, AttentionBackend]:
     """Type, device, layer operations and attention back end of a model."""
     torch_dtype, torch_device = _dtype(dtype, config), torch.device(choose_device(device))
+    use_device(torch_device)
     lost = check_dtype(torch_dtype, dtype != "auto", torch_device)
     return torch_dtype, torch_device, *implementations(attention, torch_dtype, torch_device, lost)
 

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import uvloop
 
 from skipjoin.access import is_loopback, with_keys_of_files
-from skipjoin.config import ConfigError, EngineConfig, ForecastConfig, HangLimits, ServerConfig
+from skipjoin.config import ConfigError, EngineConfig, ForecastConfig, HangLimits, ServerConfig, check_not_one_card
 from skipjoin.engine.forecasting import chosen_forecasts, open_keeper
 from skipjoin.model.config import ModelError
 from skipjoin.model.generation_config import sampling_defaults
@@ -115,7 +115,7 @@ def run_server(
         return EXIT_SETTING
     try:
         server_config = with_keys_of_files(server_config)
-        _check_objectives(engine_config, server_config)
+        _check_together(engine_config, server_config)
         if server_config.fair_by == "key":
             engine_config = replace(engine_config, fair_output_weight=server_config.fair_output_weight)
         forecasts = chosen_forecasts(forecast_config, engine_config, url=server_config.forecast_url)
@@ -143,7 +143,9 @@ def run_server(
         return runner.run(Server(engine_config, server_config, forecasts, engine_command, make_engines).run(*listeners))
 
 
-def _check_objectives(engine: EngineConfig, server: ServerConfig) -> None:
+def _check_together(engine: EngineConfig, server: ServerConfig) -> None:
+    if server.replicas > 1:
+        check_not_one_card(engine.device)
     if engine.slo_jct_scale is not None and server.slo_jct_ms is not None:
         raise ConfigError("slo_jct_scale and slo_jct_ms exclude each other: both are for requests without an objective")
 

@@ -298,5 +298,7 @@ def _machine(device_kind: str) -> dict[str, str]:
         "torch": torch.__version__,
     }
     if device_kind == "cuda":
-        described["gpu_memory_gib"] = f"{torch.cuda.get_device_properties(0).total_memory / 2**30:.1f}"
+        described["gpu_memory_gib"] = (
+            f"{torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory / 2**30:.1f}"
+        )
     return described

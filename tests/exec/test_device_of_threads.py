@@ -1,0 +1,93 @@
+"""Which card is the current one of each thread that launches kernels. The cards are faked."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from engines import make_store, tiny_model
+
+from skipjoin.config import ConfigError, EngineConfig
+from skipjoin.core.step import StepPlan
+from skipjoin.exec import local
+from skipjoin.exec.local import LocalExecutor
+from skipjoin.model import cuda, loader
+from skipjoin.model.attention.torch_backend import TorchAttention
+from skipjoin.model.config import ModelConfig
+from skipjoin.model.cuda import Card, CudaFacts
+from skipjoin.model.ops.torch_ops import TorchOps
+
+SECOND = torch.device("cuda", 1)
+
+
+class Current(threading.local):
+    """As CUDA keeps it: each thread begins with card 0."""
+
+    index = 0
+
+    def set_device(self, device: torch.device) -> None:
+        self.index = device.index
+
+
+@pytest.fixture
+def current(monkeypatch: pytest.MonkeyPatch) -> Current:
+    found = Current()
+    monkeypatch.setattr(torch.cuda, "set_device", found.set_device)
+    return found
+
+
+def test_a_model_is_tested_and_loaded_on_its_card(monkeypatch: pytest.MonkeyPatch, current: Current) -> None:
+    card, seen = Card("H100", (9, 0)), []
+
+    def implementations(*args: object) -> tuple[TorchOps, TorchAttention]:
+        seen.append(current.index)
+        return TorchOps(), TorchAttention()
+
+    monkeypatch.setattr(cuda, "cuda_facts", lambda: CudaFacts(runtime="13.0", cards=(card, card), present=True))
+    monkeypatch.setattr(loader, "implementations", implementations)
+    config = tiny_model("llama").config
+    assert isinstance(config, ModelConfig)
+    for name, expected in (("cuda:1", 1), ("cuda:0", 0)):
+        loader._places("float32", name, "auto", config)
+        assert seen.pop() == current.index == expected
+
+
+def test_the_models_thread_launches_on_its_card(monkeypatch: pytest.MonkeyPatch, current: Current) -> None:
+    class Worker:
+        """Says which card kernels would run on."""
+
+        def __init__(self, *args: object, **options: object) -> None:
+            pass
+
+        def begin(self, plan: StepPlan) -> int:
+            return current.index
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(local, "Worker", Worker)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H100")
+    model = tiny_model("llama")
+    store = make_store(model, 2)
+    measured = []
+    monkeypatch.setattr(local, "measure_transfers", lambda *args: measured.append(current.index))
+    for device, expected in ((SECOND, 1), (torch.device("cuda"), 0), (torch.device("cpu"), 0)):
+        model.device = device
+        executor = LocalExecutor(model, store, threads=1)
+        try:
+            assert executor.submit(StepPlan(0, ()), 0.0)._in_flight.result() == expected
+        finally:
+            executor.close()
+    model.device = SECOND
+    executor.transfers(0.1)
+    assert measured == [1]
+
+
+def test_names_of_cards() -> None:
+    assert EngineConfig(device="cuda:1").device == "cuda:1"
+    for name in ("gpu", "cuda:", "cuda:-1", "cuda:1 "):
+        with pytest.raises(ConfigError, match="device must be auto, cpu, cuda or cuda:N, got"):
+            EngineConfig(device=name)
+    with pytest.raises(ConfigError, match=r"device must be auto, cpu or cuda where Ray places .* got cuda:1"):
+        EngineConfig(device="cuda:1", tensor_parallel_size=2)

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import types
 
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from skipjoin.model.kernels import choices, tuning
+from skipjoin.model.kernels.choices import Shape, tune_attention
 from skipjoin.model.kernels.tuning import TunedTable, source_hash, table_path
 
 CONFIGS = [{"BLOCK_N": 64, "num_warps": 4}, {"BLOCK_N": 32, "num_warps": 2}, {"BLOCK_N": 128, "num_warps": 8}]
@@ -17,13 +26,13 @@ class Runs:
     def __init__(self, refuses=()) -> None:
         self.ran, self.refuses = [], refuses
 
-    def run(self, config):
+    def run(self, config, turn):
         if config["BLOCK_N"] in self.refuses:
             raise RuntimeError("out of resources: shared memory")
         self.ran.append(config["BLOCK_N"])
 
-    def timer(self, call):
-        call()
+    def timer(self, call, turns):
+        call(turns - 1)
         return TIMES[self.ran[-1]]
 
 
@@ -90,3 +99,108 @@ def test_where_tables_are(monkeypatch, tmp_path):
     first.write_text("x")
     second.write_text("y")
     assert len({source_hash(str(first)), source_hash(str(second)), source_hash(str(first), str(second))}) == 3
+
+
+class FakeCard:
+    """Stands where torch.cuda would: a clock, kernels that take a millisecond each, Python that takes a second."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.now, self.captured, self.graphs = 0.0, None, []
+        for name, value in {
+            "Event": lambda enable_timing: FakeEvent(self),
+            "CUDAGraph": lambda: types.SimpleNamespace(kernels=0, replay=self.replay),
+            "graph": self.capture,
+            "synchronize": lambda: None,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+
+    @contextlib.contextmanager
+    def capture(self, graph, capture_error_mode):
+        assert capture_error_mode == "thread_local"  # the engine has other threads
+        self.captured = 0
+        yield
+        self.graphs.append(self.captured)
+        self.captured = None
+
+    def launch(self, turn) -> None:
+        self.now += 1000.0
+        if self.captured is not None:
+            assert turn == self.captured
+            self.captured += 1
+
+    def replay(self) -> None:
+        self.now += self.graphs[-1]
+
+
+class FakeEvent:
+    def __init__(self, card) -> None:
+        self.card = card
+
+    def record(self) -> None:
+        self.at = self.card.now
+
+    def elapsed_time(self, end) -> float:
+        return end.at - self.at
+
+
+def test_kernels_are_timed_and_not_python(monkeypatch):
+    card = FakeCard(monkeypatch)
+    assert tuning.cuda_ms(card.launch, 20) == pytest.approx(1.0)
+    assert card.graphs == [20]
+
+
+class Measured:
+    """Stands for a table that knows nothing: keeps what it is to measure."""
+
+    def __init__(self) -> None:
+        self.asked = []
+
+    def known(self, *key) -> bool:
+        return False
+
+    def measure(self, name, *choice_and_work) -> None:
+        _, _, configs, run, turns = choice_and_work
+        self.asked.append((name, turns, [run(configs[0], turn) for turn in range(turns)]))
+
+
+def test_no_call_finds_its_keys_in_the_cache(monkeypatch):
+    """All calls together read more than it holds, each of them keys of its own."""
+    read = []
+    monkeypatch.setattr(choices.decode, "decode_attention", lambda *args, **rest: read.append(args[4].block_tables))
+    monkeypatch.setattr(choices.prefill, "prefill_attention", lambda *args, **rest: read.append(args[4].block_tables))
+    monkeypatch.setattr(choices, "_DECODES", (1, 4))
+    monkeypatch.setattr(choices, "_PROMPTS", (8,))
+    table, shape, cache = Measured(), Shape(torch.float32, 1, 16, 16), 4 << 20
+    tune_attention(table, shape, 1, torch.device("cpu"), 4, cache)
+    token_bytes = 2 * 16 * 4
+    for name, turns, calls in table.asked:
+        tables, read = read[: len(calls)], read[len(calls) :]
+        blocks = torch.cat([one.flatten() for one in tables])
+        assert len(set(blocks.tolist())) == len(blocks), name
+        assert len(blocks) * 16 * token_bytes >= 2 * cache
+        assert turns >= 20
+    assert [name for name, *_ in table.asked] == ["decode", "decode", "prefill"]
+    # Calls that each read more than the memory allows twice share one slice.
+    monkeypatch.setattr(choices, "_POOL_BYTES", 1024 * token_bytes)
+    table, read = Measured(), []
+    tune_attention(table, shape, 1, torch.device("cpu"), 4, cache)
+    assert len({tuple(one.flatten().tolist()) for one in read[: len(table.asked[0][2])]}) == 1
+
+
+def test_choices_measured_in_another_way_are_not_read():
+    """As single calls they were: their entries have another hash."""
+    kernels = [choices.paged, choices.decode, choices.prefill]
+    assert choices.decode_choice(Shape(torch.float32, 1, 16, 16), 1)[1] != source_hash(*(m.__file__ for m in kernels))
+
+
+def test_too_little_memory_to_measure_is_a_warning(monkeypatch, caplog):
+    def full(*args, **rest):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore")
+
+    monkeypatch.setattr(choices.torch, "randn", full)
+    tune_attention(Measured(), Shape(torch.float32, 1, 16, 16), 1, torch.device("cpu"), 4, 1)
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said == (
+        "too little memory to measure kernel sizes; the default sizes are used: "
+        "CUDA out of memory. Tried to allocate 2.00 GiB."
+    )

@@ -94,14 +94,16 @@ class TritonAttention:
         if device.type == "cuda":
             kv_heads = len(shard.kv_heads(config))
             shape = Shape(dtype, len(shard.heads(config)) // kv_heads, config.head_dim, block_size)
-            tune_attention(self._table_of(device), shape, kv_heads, device, self._processors or _processors(device))
+            processors, cache_bytes = _card(device)
+            tune_attention(self._table_of(device), shape, kv_heads, device, self._processors or processors, cache_bytes)
+            torch.cuda.empty_cache()
 
     def _plan(self, query: torch.Tensor, key: torch.Tensor, batch: PackedBatch) -> _Plan:
         device, (_, heads, dim), kv_heads = query.device, query.shape, key.shape[1]
         if dim > MAX_HEAD_DIM:
             raise ValueError(f"head_dim is {dim}, the kernels take at most {MAX_HEAD_DIM}")
         shape = Shape(query.dtype, heads // kv_heads, dim, batch.block_size)
-        table, processors = self._table_of(device), self._processors or _processors(device)
+        table, processors = self._table_of(device), self._processors or _card(device)[0]
         decodes = [i for i, length in enumerate(batch.lengths) if length == 1]
         chunks = [i for i, length in enumerate(batch.lengths) if length > 1]
         slots = batch.block_tables.shape[1] * batch.block_size
@@ -125,8 +127,12 @@ class TritonAttention:
 
 
 @functools.cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+def _card(device: torch.device) -> tuple[int, int]:
+    """Multiprocessors, and bytes of the L2 cache."""
+    if device.type != "cuda":
+        return 1, 0
+    properties = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count, properties.L2_cache_size
 
 
 def check_triton_attention(backend: TritonAttention, dtype: torch.dtype, device: torch.device | str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -9,15 +10,21 @@ import torch
 
 from skipjoin.model.batch import PackedBatch, Segment
 from skipjoin.model.kernels import decode_attention as decode
-from skipjoin.model.kernels import paged
+from skipjoin.model.kernels import paged, tuning
 from skipjoin.model.kernels import prefill_attention as prefill
 from skipjoin.model.kernels.tuning import Config, TunedTable, source_hash
 
-_SOURCES = source_hash(*(str(module.__file__) for module in (paged, decode, prefill)))
+# What is measured, and how: choices of another way to measure are not read either.
+_SOURCES = source_hash(*(str(module.__file__) for module in (paged, decode, prefill, tuning)), __file__)
 # Measured numbers of sequences of a decode and of tokens of a prompt, and the keys per sequence.
 _DECODES, _PROMPTS, _CONTEXT = (1, 4, 16, 64, 256), (8, 4096), 1024
-# Memory of the measured caches, in bytes; far more than the device's caches hold.
-_CACHE_BYTES = 2 << 30
+# Calls that are timed together, at least and at most. Each reads other keys than those before, and all of them more
+# than the device's caches hold, so that none finds its keys there: in a step, other layers' work lies between.
+_CALLS, _MOST_CALLS, _CACHES_FILLED = 20, 512, 2
+# Memory of the measured KV, in bytes.
+_POOL_BYTES = 2 << 30
+
+_log = logging.getLogger(__name__)
 
 
 class Shape(NamedTuple):
@@ -49,59 +56,98 @@ def prefill_choice(shape: Shape, longest: int) -> tuple[str, str, Sequence[objec
     return "prefill", _SOURCES, (*shape.key, "short" if rows <= prefill.SHORT_ROWS else "long"), configs
 
 
-def tune_attention(table: TunedTable, shape: Shape, kv_heads: int, device: torch.device, processors: int) -> None:
-    """Measure the choices for this shape that `table` lacks. Takes seconds, mostly compilation. For CUDA devices."""
-    heads = shape.group * kv_heads
-    options: dict[str, Any] = {"scale": shape.dim**-0.5, "window": 0}
+def tune_attention(
+    table: TunedTable, shape: Shape, kv_heads: int, device: torch.device, processors: int, cache_bytes: int
+) -> None:
+    """Measure the choices for this shape that `table` lacks. Takes seconds, mostly compilation. For CUDA devices; where
+    memory is too small for it, a warning tells, and the default sizes serve. cache_bytes: of the device's L2 cache."""
+    bench = _Bench(table, shape, kv_heads, device, cache_bytes)
+    for measure, sizes in ((bench.decode, _DECODES), (bench.prefill, _PROMPTS)):
+        for size in sizes:
+            try:
+                measure(size, processors)
+            except torch.OutOfMemoryError as error:
+                first = str(error).partition("\n")[0]
+                _log.warning("too little memory to measure kernel sizes; the default sizes are used: %s", first)
+                return
 
-    def drawn(*size: int) -> torch.Tensor:
-        return torch.randn(size, dtype=shape.dtype, device=device)
 
-    def cache_of(tokens: int) -> list[torch.Tensor]:
-        pools = drawn(-(-tokens // shape.block_size), 2, kv_heads, shape.block_size, shape.dim)
-        return [pools[:, i].transpose(1, 2) for i in range(2)]
+class _Bench:
+    """Measures one shape. The numbers in queries and cache are drawn."""
 
-    for count in _DECODES:
-        choice = decode_choice(shape, count * kv_heads)
-        if table.known(*choice[:3]):
-            continue
-        context = min(_CONTEXT, _CACHE_BYTES // (count * 2 * kv_heads * shape.dim * shape.dtype.itemsize))
-        batch, cache = (
-            _decode_batch(count, context, shape.block_size, device),
-            cache_of(count * (context + shape.block_size)),
-        )
-        query = drawn(count, heads, shape.dim)
-        out, slots = torch.empty_like(query), batch.block_tables.shape[1] * shape.block_size
-        splits = decode.choose_splits(count, kv_heads, slots, processors)
+    def __init__(self, table: TunedTable, shape: Shape, kv_heads: int, device: torch.device, cache_bytes: int) -> None:
+        self._table, self._shape, self._kv_heads = table, shape, kv_heads
+        self._device, self._cache_bytes = device, cache_bytes
+        self._options: dict[str, Any] = {"scale": shape.dim**-0.5, "window": 0}
 
-        def run_decode(config: Config, out=out, query=query, cache=cache, batch=batch, splits=splits) -> None:
-            decode.decode_attention(out, query, *cache, batch, splits=splits, config=config, **options)
-
-        table.measure(*choice, run_decode)
-    for length in _PROMPTS:
-        choice = prefill_choice(shape, length)
-        if table.known(*choice[:3]):
-            continue
-        blocks = list(range(-(-(length + _CONTEXT) // shape.block_size)))
-        batch = PackedBatch.build([Segment([0] * length, _CONTEXT, blocks)], shape.block_size, device)
-        cache = cache_of(length + _CONTEXT)
-        query = drawn(length, heads, shape.dim)
+    def decode(self, count: int, processors: int) -> None:
+        shape, choice = self._shape, decode_choice(self._shape, count * self._kv_heads)
+        if self._table.known(*choice[:3]):
+            return
+        context = min(_CONTEXT, _POOL_BYTES // (count * self._token_bytes))
+        turns, slices = self._turns(count * context)
+        width = -(-context // shape.block_size)
+        # Blocks as scattered as on a server.
+        blocks = torch.randperm(slices * count * width, generator=torch.Generator().manual_seed(0)).tolist()
+        tables = [blocks[i * width : (i + 1) * width] for i in range(slices * count)]
+        batches = [
+            PackedBatch.build(
+                [Segment([0], context - 1, table) for table in tables[i : i + count]], shape.block_size, self._device
+            )
+            for i in range(0, len(tables), count)
+        ]
+        query, cache = self._query(count), self._cache(len(blocks))
         out = torch.empty_like(query)
+        splits = decode.choose_splits(count, self._kv_heads, width * shape.block_size, processors)
 
+        def run(config: Config, turn: int) -> None:
+            batch = batches[turn % slices]
+            decode.decode_attention(out, query, *cache, batch, splits=splits, config=config, **self._options)
+
+        self._table.measure(*choice, run, turns)
+
+    def prefill(self, length: int, processors: int) -> None:
+        shape, choice = self._shape, prefill_choice(self._shape, length)
+        if self._table.known(*choice[:3]):
+            return
+        turns, slices = self._turns(length + _CONTEXT)
+        width = -(-(length + _CONTEXT) // shape.block_size)
+        batches = [
+            PackedBatch.build(
+                [Segment([0] * length, _CONTEXT, range(i * width, (i + 1) * width))], shape.block_size, self._device
+            )
+            for i in range(slices)
+        ]
+        query, cache = self._query(length), self._cache(slices * width)
+        out = torch.empty_like(query)
         tiles = {
-            side: torch.from_numpy(prefill.query_tiles(batch, [0], side // shape.group)).to(device)
+            side: torch.from_numpy(prefill.query_tiles(batches[0], [0], side // shape.group)).to(self._device)
             for side in {config["BLOCK_M"] for config in choice[3]}
         }
 
-        def run_prefill(config: Config, out=out, query=query, cache=cache, batch=batch, tiles=tiles) -> None:
-            prefill.prefill_attention(out, query, *cache, batch, tiles[config["BLOCK_M"]], config=config, **options)
+        def run(config: Config, turn: int) -> None:
+            batch, tile = batches[turn % slices], tiles[config["BLOCK_M"]]
+            prefill.prefill_attention(out, query, *cache, batch, tile, config=config, **self._options)
 
-        table.measure(*choice, run_prefill)
+        self._table.measure(*choice, run, turns)
 
+    @property
+    def _token_bytes(self) -> int:
+        """Of one token's keys and values."""
+        return 2 * self._kv_heads * self._shape.dim * self._shape.dtype.itemsize
 
-def _decode_batch(count: int, context: int, block_size: int, device: torch.device) -> PackedBatch:
-    """Sequences of `context` keys whose blocks are as scattered as on a server."""
-    width = -(-context // block_size)
-    blocks = torch.randperm(count * width, generator=torch.Generator().manual_seed(0)).tolist()
-    segments = [Segment([0], context - 1, blocks[i * width : (i + 1) * width]) for i in range(count)]
-    return PackedBatch.build(segments, block_size, device)
+    def _turns(self, tokens: int) -> tuple[int, int]:
+        """Calls that are timed together, and slices of the cache that they read in turn. tokens: read by a call."""
+        size = tokens * self._token_bytes
+        turns = min(_MOST_CALLS, max(_CALLS, -(-_CACHES_FILLED * self._cache_bytes // size)))
+        return turns, max(1, min(turns, _POOL_BYTES // size))
+
+    def _query(self, tokens: int) -> torch.Tensor:
+        shape = self._shape
+        return torch.randn(tokens, shape.group * self._kv_heads, shape.dim, dtype=shape.dtype, device=self._device)
+
+    def _cache(self, blocks: int) -> list[torch.Tensor]:
+        shape = self._shape
+        size = (blocks, 2, self._kv_heads, shape.block_size, shape.dim)
+        pools = torch.randn(size, dtype=shape.dtype, device=self._device)
+        return [pools[:, i].transpose(1, 2) for i in range(2)]

@@ -23,23 +23,32 @@ _log = logging.getLogger(__name__)
 
 # Sizes and launch options of a kernel, by the names of its arguments.
 Config = Mapping[str, int]
-# Milliseconds of one call.
-Timer = Callable[[Callable[[], None]], float]
+# One call of a kernel; the argument is its turn, from 0.
+Call = Callable[[int], None]
+# (call, number of turns) -> milliseconds of one call.
+Timer = Callable[[Call, int], float]
 
 _WARM_UP, _RUNS = 3, 15
 
 
-def cuda_ms(call: Callable[[], None]) -> float:
-    """Median time of several calls in milliseconds, by events of the current stream."""
-    for _ in range(_WARM_UP):
-        call()
+def cuda_ms(call: Call, turns: int) -> float:
+    """Median time of a call in milliseconds: of replays of a graph of all turns. Launched by Python, calls take longer
+    than the kernels that they launch."""
+    for turn in range(_WARM_UP):
+        call(turn % turns)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for turn in range(turns):
+            call(turn)
+    graph.replay()
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(_RUNS)]
     for begin, end in events:
         begin.record()
-        call()
+        graph.replay()
         end.record()
     torch.cuda.synchronize()
-    return statistics.median(begin.elapsed_time(end) for begin, end in events)
+    return statistics.median(begin.elapsed_time(end) for begin, end in events) / turns
 
 
 def source_hash(*files: str) -> str:
@@ -78,16 +87,18 @@ class TunedTable:
         source: str,
         key: Sequence[object],
         configs: Sequence[Config],
-        run: Callable[[Config], None],
+        run: Callable[[Config, int], None],
+        turns: int = 1,
     ) -> Config:
-        """Time `run` with each of `configs`, keep the fastest for `key` and return it.
+        """Time `run` with each of `configs`, keep the fastest for `key` and return it. `run` gets a config and a turn
+        below `turns`.
 
         A config that this device cannot run is skipped; if it can run none, the first is returned and nothing kept.
         """
         times: dict[int, float] = {}
         for i, config in enumerate(configs):
             try:
-                times[i] = self._timer(lambda config=config: run(config))
+                times[i] = self._timer(lambda turn, config=config: run(config, turn), turns)
             except Exception as error:  # errors of the compiler and the driver have no common class
                 _log.info("%s cannot run with %s: %s", name, dict(config), error)
         if not times:

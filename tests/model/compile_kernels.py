@@ -143,14 +143,19 @@ def dumped(kernel: Any) -> tuple[str, str]:
     return usage, sass
 
 
+def loops(sass: str) -> Iterator[list[str]]:
+    """The instructions of each loop, those of the loops within it included."""
+    code = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", sass)]
+    for end, text in code:
+        branch = re.search(r"\bBRA(?:\.U)? .*?0x([0-9a-f]+)", text)
+        if branch and int(branch[1], 16) < end:
+            yield [text for at, text in code if int(branch[1], 16) <= at <= end]
+
+
 def in_flight(sass: str) -> int:
     """Copies of 16 bytes to shared memory that a thread has under way while it waits in the kernel's main loop."""
-    code = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", sass)]
     least = []
-    for end, text in code:
-        branch = re.search(r"\bBRA 0x([0-9a-f]+)", text)
-        begin = int(branch[1], 16) if branch else end
-        body = [text for at, text in code if begin <= at < end]
+    for body in loops(sass):
         copies = sum("LDGSTS" in text and ".128" in text for text in body)
         groups = sum("LDGDEPBAR" in text for text in body)
         waits = [int(n, 16) for n in re.findall(r"DEPBAR.LE SB0, 0x([0-9a-f]+)", "\n".join(body))]

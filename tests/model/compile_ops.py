@@ -1,7 +1,7 @@
-"""Compiles the kernels of norms and activations: python compile_ops.py 80-bf16 90-fp32. Needs no card.
+"""Compiles the kernels of norms and activations: python compile_ops.py 80-bf16 90-fp32 90-thresholds. Needs no card.
 
 Prints a line for each: what it is, bytes on the stack, and how many loads and stores of global memory move less than 16
-bytes in a thread.
+bytes in a thread. Of the kernel of top_k and top_p: see `tell_thresholds`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ import tempfile
 from pathlib import Path
 
 import triton
+from compile_kernels import dumped, loops
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from skipjoin.model.kernels.activations import bias_and_activation_kernel, silu_and_mul_kernel
 from skipjoin.model.kernels.norms import norm_kernel, warps_of
+from skipjoin.model.kernels.thresholds import BLOCK, OPTIONS, thresholds_kernel
 from skipjoin.model.ops.torch_ops import ACTIVATIONS
 
 TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -51,9 +53,32 @@ def tell(label: str, code: bytes) -> None:
     print(f"{label}: {stack} {sum('.128' not in move for move in moves)}")
 
 
+def tell_thresholds(capability: int) -> None:
+    """Prints bytes on the stack, instructions that exchange values between threads in the loops over a row, and whether
+    the row's place is computed in 64 bits."""
+    types = {"scaled": "*fp32", "row_stride": "i32", "top_k": "*i64", "top_p": "*fp64", "out": "*fp32", "vocab": "i32"}
+    source = ASTSource(
+        fn=thresholds_kernel,
+        signature=types | {"BLOCK": "constexpr"},
+        constexprs={"BLOCK": BLOCK},
+        attrs={(i,): [["tt.divisibility", 16]] for i in range(len(types))},
+    )
+    kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=OPTIONS)
+    usage, sass = dumped(kernel)
+    over_row = [body for body in loops(sass) if sum(" BRA " in f" {text} " for text in body) == 1]
+    assert all("LDG" in str(body) for body in over_row), "another loop than those over a row has no loop in it"
+    exchanges = sum(bool(re.search(r"\b(BAR|SHFL|LDS|STS)", text)) for body in over_row for text in body)
+    stack = re.search(r"STACK:(\d+)", usage)[1]
+    wide = bool(re.search(r"arith.muli %index\S*, %row\S* : i64", kernel.asm["ttir"]))
+    print(f"{capability} thresholds in {len(over_row)} loops: {stack} {exchanges} {wide}")
+
+
 def main() -> None:
     for case in sys.argv[1:]:
         capability, value = case.split("-")
+        if value == "thresholds":
+            tell_thresholds(int(capability))
+            continue
         compile_all(case, int(capability), "*" + value)
 
 

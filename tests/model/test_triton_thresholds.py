@@ -9,6 +9,7 @@ from skipjoin.model.sampler import largest_first
 
 pytest.importorskip("triton")
 
+from skipjoin.model.kernels import thresholds
 from skipjoin.model.kernels.thresholds import bisected_thresholds
 
 VOCAB = 5003
@@ -47,3 +48,13 @@ def test_a_share_of_nothing_keeps_the_likeliest():
     tiny = torch.full((2,), 1e-12, dtype=torch.float64)
     found = bisected_thresholds(scaled.to(DEVICE), torch.full((2,), VOCAB, device=DEVICE), tiny.to(DEVICE))
     assert found.cpu().tolist() == [[0.0], [0.0]]
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="counts calls of the interpreter")
+def test_a_pass_over_the_row_leaves_a_quarter(monkeypatch):
+    """31 bits in 16 passes; a pass that told half of them from the others would need 31."""
+    passes, counts = [], thresholds._counts
+    monkeypatch.setattr(thresholds, "_counts", lambda *args: passes.append(1) or counts(*args))
+    everything = torch.ones(1, dtype=torch.float64)
+    bisected_thresholds(rows(1, "smooth"), torch.tensor([40]), everything)
+    assert 8 <= len(passes) <= 16

@@ -8,53 +8,88 @@ import triton.language as tl
 
 # Bits of the largest magnitude, infinity's: numbers up to 0 are ordered by their bits, the likeliest first.
 _INFINITY = tl.constexpr(0x7F800000)
-_BLOCK = 4096
+# Values per turn of a pass, eight in each thread. A thread adds up its own in float32, at most 64 of a vocabulary of
+# 256k; only the threads' sums are added up over the block, in float64.
+BLOCK = 4096
+# As many registers as a multiprocessor has for so many threads: the compiler's own choice spills.
+OPTIONS = {"num_warps": 16, "maxnreg": 128}
 
 
 @triton.jit
-def _kept(row, vocab, most, BLOCK: tl.constexpr):
-    """The number of values of a row with a magnitude of at most `most`, and the sum of their exponentials."""
-    count = tl.zeros((), tl.int64)
-    total = tl.zeros((), tl.float64)
+def _magnitudes(row, start, vocab, BLOCK: tl.constexpr):
+    """The next values of a row and the bits of their magnitudes; infinite beyond the row's end."""
+    at = start + tl.arange(0, BLOCK)
+    values = tl.load(row + at, mask=at < vocab, other=float("-inf"))
+    return values, values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def _counts(row, vocab, first, second, third, BLOCK: tl.constexpr):
+    """How many values of a row have a magnitude of at most `first`, `second` and `third`, all of them finite."""
+    one = tl.zeros((BLOCK,), tl.int32)
+    two = tl.zeros((BLOCK,), tl.int32)
+    three = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, vocab, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        values = tl.load(row + at, mask=at < vocab, other=float("-inf"))
-        kept = (values.to(tl.int32, bitcast=True) & 0x7FFFFFFF) <= most
-        kept = kept & (at < vocab)
-        count += tl.sum(kept.to(tl.int64))
-        total += tl.sum(tl.where(kept, tl.exp(values), 0.0).to(tl.float64))
-    return count, total
+        _, magnitude = _magnitudes(row, start, vocab, BLOCK)
+        one += (magnitude <= first).to(tl.int32)
+        two += (magnitude <= second).to(tl.int32)
+        three += (magnitude <= third).to(tl.int32)
+    return tl.sum(one), tl.sum(two), tl.sum(three)
 
 
 @triton.jit
-def _thresholds(scaled, row_stride, top_k, top_p, out, vocab, BLOCK: tl.constexpr):
-    """One row: the smallest magnitude that keeps enough values, by bisection over its 31 bits."""
-    index = tl.program_id(0)
+def _sums(row, vocab, first, second, third, BLOCK: tl.constexpr):
+    """As `_counts`, the sums of the values' exponentials."""
+    one = tl.zeros((BLOCK,), tl.float32)
+    two = tl.zeros((BLOCK,), tl.float32)
+    three = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, vocab, BLOCK):
+        values, magnitude = _magnitudes(row, start, vocab, BLOCK)
+        shares = tl.exp(values)
+        one += tl.where(magnitude <= first, shares, 0.0)
+        two += tl.where(magnitude <= second, shares, 0.0)
+        three += tl.where(magnitude <= third, shares, 0.0)
+    return tl.sum(one.to(tl.float64)), tl.sum(two.to(tl.float64)), tl.sum(three.to(tl.float64))
+
+
+@triton.jit
+def _least(row, vocab, limit, enough, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    """The smallest magnitude below `limit` that keeps `enough` values, or enough of their sum; else `limit`. Each pass
+    over the row leaves a quarter of the magnitudes."""
+    low = tl.zeros((), tl.int32)
+    while low < limit:
+        quarter = (limit - low) // 4
+        middle = low + (limit - low) // 2
+        first = low + quarter
+        third = middle + quarter
+        if COUNT:
+            one, two, three = _counts(row, vocab, first, middle, third, BLOCK)
+        else:
+            one, two, three = _sums(row, vocab, first, middle, third, BLOCK)
+        low = tl.where(one >= enough, low, tl.where(two >= enough, first, tl.where(three >= enough, middle, third)) + 1)
+        limit = tl.where(one >= enough, first, tl.where(two >= enough, middle, tl.where(three >= enough, third, limit)))
+    return limit
+
+
+@triton.jit
+def thresholds_kernel(scaled, row_stride, top_k, top_p, out, vocab, BLOCK: tl.constexpr):
+    """One row: the smallest magnitude that keeps enough values."""
+    index = tl.program_id(0).to(tl.int64)  # rows times vocabulary may pass 2**31
     row = scaled + index * row_stride
     k, p = tl.load(top_k + index), tl.load(top_p + index)
-    largest = tl.full((), _INFINITY, tl.int32)
-    limit = largest
-    wanted = _kept(row, vocab, largest, BLOCK)[1]
+    limit = tl.full((), _INFINITY, tl.int32)
     if k < vocab:
-        low = tl.zeros((), tl.int32)
-        while low < limit:
-            middle = low + (limit - low) // 2
-            if _kept(row, vocab, middle, BLOCK)[0] >= k:
-                limit = middle
-            else:
-                low = middle + 1
-        # Of values equal to the last one, only as many count as are needed for k.
-        count, inside = _kept(row, vocab, limit - 1, BLOCK)
-        edge = -limit.to(tl.float32, bitcast=True)
-        wanted = inside + (k - count) * tl.exp(edge).to(tl.float64)
+        limit = _least(row, vocab, limit, k, True, BLOCK)
     if p < 1:
-        low = tl.zeros((), tl.int32)
-        while low < limit:
-            middle = low + (limit - low) // 2
-            if _kept(row, vocab, middle, BLOCK)[1] >= p * wanted:
-                limit = middle
-            else:
-                low = middle + 1
+        # Of values equal to the last one that top_k keeps, only as many count as are needed for k.
+        below = limit - 1
+        sums = _sums(row, vocab, limit, below, below, BLOCK)
+        wanted = sums[0]
+        if k < vocab:
+            count = _counts(row, vocab, below, below, below, BLOCK)[0]
+            edge = -limit.to(tl.float32, bitcast=True)
+            wanted = sums[1] + (k - count) * tl.exp(edge).to(tl.float64)
+        limit = _least(row, vocab, limit, p * wanted, False, BLOCK)
     tl.store(out + index, -limit.to(tl.float32, bitcast=True))
 
 
@@ -66,5 +101,5 @@ def bisected_thresholds(scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.
     """
     rows, vocab = scaled.shape
     out = torch.empty((rows, 1), dtype=torch.float32, device=scaled.device)
-    _thresholds[(rows,)](scaled, scaled.stride(0), top_k, top_p, out, vocab, BLOCK=_BLOCK, num_warps=16)
+    thresholds_kernel[(rows,)](scaled, scaled.stride(0), top_k, top_p, out, vocab, BLOCK=BLOCK, **OPTIONS)
     return out

@@ -18,6 +18,7 @@ from skipjoin.exec.graphs import graph_batch_sizes, graph_bytes, record_graphs
 from skipjoin.exec.local import LocalExecutor
 from skipjoin.exec.memory import LargestStep, measure_peak
 from skipjoin.exec.rank_spec import MemoryBudget, ModelExecutor, RankSpec, make_store, memory_budget_of, rank_spec_of
+from skipjoin.exec.warm_up import warm_up
 from skipjoin.model.config import ModelConfig
 from skipjoin.model.loader import load_model, resolve_folder
 from skipjoin.model.parallel import check_shards
@@ -77,7 +78,8 @@ def _load_here(config: EngineConfig, folder: Path, max_len: int, on_progress: On
     if model.device.type == "cuda":
         on_progress("tuning kernels", 0.0)
     model.attention.tune(model.config, model.dtype, model.device, config.block_size, model.shard)
-    peak = measure_peak(model, _largest_step(config, max_len), config.block_size)
+    largest = _largest_step(config, max_len)
+    peak = measure_peak(model, largest, config.block_size)
     # Graphs need attention kernels whose grids depend on shapes only.
     has_graphs = model.attention.name == "triton" and not config.enforce_eager
     sizes = graph_batch_sizes(config.max_num_seqs) if has_graphs else []
@@ -86,6 +88,7 @@ def _load_here(config: EngineConfig, folder: Path, max_len: int, on_progress: On
     rank_specs = (rank_spec_of(model, config.block_size, torch.get_num_threads(), config.swap_dtype),)
     blocks, host_blocks = _pools(config, rank_specs, (budget,), max_len)
     store = make_store(model, blocks, host_blocks, config.block_size, config.swap_dtype)
+    warm_up(model, store.device, largest, partial(on_progress, "compiling kernels"))
     on_record = partial(on_progress, "recording decode steps")
     graphs = record_graphs(model, store.device, sizes, max_len, on_record) if sizes else None
     return LocalExecutor(model, store, threads=config.threads, graphs=graphs)

@@ -30,6 +30,7 @@ from skipjoin.exec.rank_spec import (
 from skipjoin.exec.ranks.cluster import import_ray
 from skipjoin.exec.ranks.links import Address, connect, end_with
 from skipjoin.exec.ranks.rank import Rank
+from skipjoin.exec.warm_up import warm_up
 from skipjoin.exec.worker import Worker
 from skipjoin.model.causal_lm import CausalLM
 from skipjoin.model.cuda import choose_device
@@ -90,6 +91,7 @@ class RankActor:
         self._threads = 1
         self._block_size = 0
         self._swap_dtype = "auto"
+        self._largest: LargestStep | None = None
 
     def place(self) -> RankPlace:
         """The node of this process."""
@@ -111,7 +113,7 @@ class RankActor:
         """
         device = choose_device(model.device)
         self._threads = model.threads or max(1, len(os.sched_getaffinity(0)) // ranks_here)
-        self._block_size, self._swap_dtype = model.block_size, model.swap_dtype
+        self._block_size, self._swap_dtype, self._largest = model.block_size, model.swap_dtype, model.largest
         torch.set_num_threads(self._threads)
         group: Group = Alone() if meeting is None else self._join(shard, meeting, device)
         self._model = load_model(
@@ -148,6 +150,8 @@ class RankActor:
             pools = f"{here:.4g} GiB and, on the host, {there:.4g} GiB"
             why = str(error).partition("\n")[0]
             raise RankError(f"{model.shard.name} cannot allocate {pools} of KV: {why}") from None
+        assert self._largest is not None
+        warm_up(model, self._store.device, self._largest)
 
     def serve(self, address: Address, secret: bytes) -> None:
         """Carry out plans until the engine disconnects; then end this process. address, secret: of the engine's

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -27,6 +28,14 @@ class AttentionBackend(Protocol):
     ) -> None:
         """Measure the fastest kernel sizes for a rank's share of this model, where they are not known. Called before
         the first step and before the cache is allocated; may take seconds, and memory that is freed."""
+        ...
+
+    def versions(
+        self, config: ModelConfig, block_size: int, seqs: int, positions: int, shard: Shard
+    ) -> Sequence[tuple[tuple[int, ...], int]]:
+        """Batches, (lengths of the segments, blocks of the tables), that together need every version of the kernels
+        that a batch of up to `seqs` segments of sequences of up to `positions` tokens can need; empty where nothing is
+        compiled. The same for all ranks of a model."""
         ...
 
     def attend(

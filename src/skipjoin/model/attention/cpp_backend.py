@@ -57,6 +57,10 @@ class CppAttention:
     ) -> None:
         """Does nothing: there are no sizes to choose."""
 
+    def versions(self, config: ModelConfig, block_size: int, seqs: int, positions: int, shard: Shard) -> tuple[()]:
+        """None: nothing is compiled for a batch."""
+        return ()
+
     def attend(
         self,
         query: torch.Tensor,

@@ -21,6 +21,10 @@ class TorchAttention:
     ) -> None:
         """Does nothing: there are no sizes to choose."""
 
+    def versions(self, config: ModelConfig, block_size: int, seqs: int, positions: int, shard: Shard) -> tuple[()]:
+        """None: nothing is compiled for a batch."""
+        return ()
+
     def attend(
         self,
         query: torch.Tensor,

@@ -12,7 +12,7 @@ import triton
 from skipjoin.model.attention.check import agrees
 from skipjoin.model.batch import PackedBatch
 from skipjoin.model.config import ModelConfig
-from skipjoin.model.kernels.choices import Shape, decode_choice, prefill_choice, tune_attention
+from skipjoin.model.kernels.choices import Shape, decode_choice, distinct_batches, prefill_choice, tune_attention
 from skipjoin.model.kernels.decode_attention import choose_splits, decode_attention
 from skipjoin.model.kernels.kv_write import kv_write
 from skipjoin.model.kernels.prefill_attention import prefill_attention, query_tiles
@@ -97,6 +97,13 @@ class TritonAttention:
             processors, cache_bytes = _card(device)
             tune_attention(self._table_of(device), shape, kv_heads, device, self._processors or processors, cache_bytes)
             torch.cuda.empty_cache()
+
+    def versions(
+        self, config: ModelConfig, block_size: int, seqs: int, positions: int, shard: Shard
+    ) -> list[tuple[tuple[int, ...], int]]:
+        """See `AttentionBackend`."""
+        kv_heads = len(shard.kv_heads(config))
+        return distinct_batches(len(shard.heads(config)) // kv_heads, kv_heads, block_size, seqs, positions)
 
     def _plan(self, query: torch.Tensor, key: torch.Tensor, batch: PackedBatch) -> _Plan:
         device, (_, heads, dim), kv_heads = query.device, query.shape, key.shape[1]

@@ -16,8 +16,8 @@ _CHUNK, _WARPS = 4096, 4
 _SPAN_CHUNK = 512
 
 
-# One version for all numbers of blocks, so that no step waits for a compilation.
-@triton.jit(do_not_specialize=["blocks"])
+# One version for all numbers of blocks and any place of their ids, so that no step waits for a compilation.
+@triton.jit(do_not_specialize=["blocks"], do_not_specialize_on_alignment=["target_ids", "source_ids"])
 def _copy(target, source, target_ids, source_ids, blocks, words, target_stride, source_stride, CHUNK: tl.constexpr):
     """The chunks of all blocks are split among the programs, each of which copies its chunks in turn."""
     chunks = tl.cdiv(words, CHUNK)

@@ -56,6 +56,30 @@ def prefill_choice(shape: Shape, longest: int) -> tuple[str, str, Sequence[objec
     return "prefill", _SOURCES, (*shape.key, "short" if rows <= prefill.SHORT_ROWS else "long"), configs
 
 
+def distinct_batches(
+    group: int, kv_heads: int, block_size: int, seqs: int, positions: int
+) -> list[tuple[tuple[int, ...], int]]:
+    """See `AttentionBackend.versions`. Whatever the table chooses, and on whichever card: the fewest and the most
+    sequences that share a choice, since the fewest are split where some are, with tables of any number of splits."""
+    widest = -(-positions // block_size)
+    decodes = [(1, -(-splits * decode.LEAST_KEYS // block_size)) for splits in decode.SPLITS]
+    bucket, most = 1, 0
+    while most < seqs:
+        least, most = most + 1, min(seqs, bucket // kv_heads)
+        if most >= least:
+            decodes += [(count, width) for count in (least, most) for width in (1, widest)]
+        bucket *= 4
+    chunks = [length for length in (2, prefill.SHORT_ROWS // group + 1) if length <= positions]
+    found: dict[tuple[tuple[int, ...], int], None] = {}
+    for count, width in decodes:
+        if width <= widest:
+            found[(1,) * count, width] = None
+            found[(1,) * min(count, seqs - 1) + tuple(chunks[:1]), width] = None
+    for length in chunks:
+        found[(length,), widest] = None
+    return [batch for batch in found if batch[0]]
+
+
 def tune_attention(
     table: TunedTable, shape: Shape, kv_heads: int, device: torch.device, processors: int, cache_bytes: int
 ) -> None:

@@ -15,8 +15,9 @@ from skipjoin.model.kernels.paged import INTERPRETED, jit, load_rows, padded, to
 _LOWEST = tl.constexpr(-1.0e30)
 _LOG2E = 1.4426950408889634
 # A program with fewer keys costs more than the better balance saves.
-_LEAST_KEYS = tl.constexpr(128)
-_MOST_SPLITS = 64
+LEAST_KEYS = 128
+_LEAST_KEYS = tl.constexpr(LEAST_KEYS)
+SPLITS = (1, 2, 4, 8, 16, 32, 64)
 
 
 @triton.jit
@@ -222,7 +223,7 @@ def choose_splits(sequences: int, kv_heads: int, slots: int, processors: int) ->
     length.
     """
     splits = 1
-    most = min(_MOST_SPLITS, slots // _LEAST_KEYS.value)
+    most = min(SPLITS[-1], slots // LEAST_KEYS)
     while splits * 2 <= most and sequences * kv_heads * splits < 8 * processors:
         splits *= 2
     return splits

@@ -1,0 +1,26 @@
+"""Runs every kind of batch once before the first request, so that no step waits for a compiler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from skipjoin.exec.memory import LargestStep
+from skipjoin.model.batch import PackedBatch, Segment
+from skipjoin.model.causal_lm import CausalLM
+from skipjoin.model.kv_cache import PagedKV
+
+# Called with the share done, in [0, 1].
+OnProgress = Callable[[float], None]
+
+
+def warm_up(model: CausalLM, pool: PagedKV, largest: LargestStep, on_progress: OnProgress = lambda share: None) -> None:
+    """Compile the kernels of all batches that the attention back end tells apart; the others are compiled by
+    `measure_peak`. Writes into block 0, which no request holds yet. All ranks of a model must call this at the same
+    time."""
+    seqs = min(largest.seqs, largest.tokens)
+    batches = model.attention.versions(model.config, pool.block_size, seqs, largest.positions, model.shard)
+    for done, (lengths, width) in enumerate(batches):
+        on_progress(done / len(batches))
+        if sum(lengths) <= largest.tokens:
+            segments = [Segment([0] * length, 0, [0] * width) for length in lengths]
+            model.forward(PackedBatch.build(segments, pool.block_size, model.device), pool)

@@ -1,0 +1,123 @@
+"""Counts the versions of Triton's kernels that steps need: python count_compilations.py llama opt ... Needs no card
+and no interpreter: kernels compute nothing, and a version is what Triton's own launcher would look up.
+
+Prints for each family how many the start compiles, and the names of those that later steps need besides.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from typing import Any
+
+import torch
+from engines import BLOCK_SIZE, CONFIGS
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime.jit import create_function_from_signature
+
+from skipjoin.core.request import Request
+from skipjoin.core.step import Slice, StepPlan
+from skipjoin.exec.kv_store import KVStore
+from skipjoin.exec.memory import LargestStep, largest_steps
+from skipjoin.exec.sampling import Sampling
+from skipjoin.exec.warm_up import warm_up
+from skipjoin.exec.worker import Worker
+from skipjoin.model import loader
+from skipjoin.model.attention.triton_backend import TritonAttention
+from skipjoin.model.kernels import (
+    activations,
+    block_copy,
+    decode_attention,
+    kv_write,
+    norms,
+    prefill_attention,
+    thresholds,
+)
+from skipjoin.model.kernels.tuning import TunedTable
+from skipjoin.model.ops.triton_ops import TritonOps
+from skipjoin.sampling import SamplingParams
+
+SEQS, TOKENS, POSITIONS, BLOCKS = 24, 200, 2048, 600
+seen: dict[tuple[str, ...], None] = {}
+
+
+class Launches:
+    """Stands for a kernel and notes the versions that are launched."""
+
+    def __init__(self, kernel: Any) -> None:
+        backend = make_backend(GPUTarget("cuda", 90, 32))
+        self.name, self.bind = kernel.__name__, create_function_from_signature(kernel.signature, kernel.params, backend)
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*args: Any, **options: Any) -> None:
+            _, version, rest = self.bind(*args, **options)
+            seen[self.name, str(version), str(sorted(rest.items()))] = None
+
+        return launch
+
+
+class Varied(TunedTable):
+    """Chooses another config for every key, as a card may."""
+
+    def find(self, name: str, source: str, key: Any, configs: Any) -> Any:
+        return configs[sum(map(ord, str(key))) % len(configs)]
+
+
+def replace_kernels() -> None:
+    for module, *names in (
+        (decode_attention, "_decode", "_reduce"),
+        (prefill_attention, "_prefill"),
+        (kv_write, "_kv_write"),
+        (norms, "norm_kernel"),
+        (activations, "silu_and_mul_kernel", "bias_and_activation_kernel"),
+        (thresholds, "thresholds_kernel"),
+        (block_copy, "_copy"),
+    ):
+        for name in names:
+            setattr(module, name, Launches(getattr(module, name)))
+
+
+def some_step(chance: random.Random, number: int) -> StepPlan:
+    """Decodes, chunks or both, of any number of sequences of any length."""
+    slices, left = [], TOKENS
+    for index in range(chance.randint(1, SEQS)):
+        tokens = 1 if chance.random() < 0.8 else min(left, chance.choice((2, 7, 40, 130)))
+        start = chance.choice((0, 5, 130, 900, POSITIONS - 200)) + (tokens == 1)
+        if tokens < 1:
+            break
+        left -= tokens
+        params = SamplingParams(top_k=chance.choice((0, 5)), top_p=chance.choice((1.0, 0.9)))
+        request = Request(index, 0.0, [0] * (start + tokens), 1, sampling=Sampling(params, index, ()))
+        blocks = tuple(chance.randrange(BLOCKS) for _ in range(-(-(start + tokens) // BLOCK_SIZE)))
+        slices.append(Slice(request, start, tokens, samples=True, awaits=False, blocks=blocks))
+    return StepPlan(number, tuple(slices))
+
+
+def count(family: str) -> None:
+    seen.clear()
+    model = loader.random_model(CONFIGS[family] | {"max_position_embeddings": POSITIONS}, seed=3)
+    store = KVStore(model.config, model.dtype, model.device, device_blocks=BLOCKS, host_blocks=0, block_size=BLOCK_SIZE)
+    worker, largest = Worker(model, store), LargestStep(TOKENS, SEQS, POSITIONS)
+    view, chance = store.device.block_view(), random.Random(7)
+    for step in largest_steps(largest, BLOCK_SIZE):
+        worker.run(step)
+    block_copy.copy_blocks(view, view, *torch.zeros((2, 1), dtype=torch.int64))
+    warm_up(model, store.device, largest)
+    at_start = len(seen)
+    for number in range(150):
+        worker.run(some_step(chance, number))
+        block_copy.copy_blocks(view, view, *torch.zeros((2, chance.randint(1, 9)), dtype=torch.int64))
+    print(family, at_start, *(name for name, *_ in list(seen)[at_start:]))
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    replace_kernels()
+    loader.implementations = lambda *args: (TritonOps(), TritonAttention(Varied(None), processors=4))
+    for family in sys.argv[1:]:
+        count(family)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""No step waits for a compiler: what the start runs needs every version of the kernels that later steps need."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from engines import make_store, tiny_model
+
+from skipjoin.exec.memory import LargestStep
+from skipjoin.exec.warm_up import warm_up
+
+
+def test_steps_compile_nothing() -> None:
+    pytest.importorskip("triton")
+    here = Path(__file__).parent
+    paths = os.pathsep.join([str(here), str(here.parent), *sys.path])
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, str(here / "count_compilations.py"), "mistral", "opt"]
+    done = subprocess.run(
+        command, env=environment | {"PYTHONPATH": paths}, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    for line in done.stdout.splitlines():
+        family, at_start, *later = line.split()
+        assert not later, f"{family}: steps compile {later}"
+        assert int(at_start) > 15
+    assert len(done.stdout.splitlines()) == 2
+
+
+def test_nothing_is_run_where_nothing_is_compiled() -> None:
+    model = tiny_model("llama")
+    pool = make_store(model, 1).device
+    pool.tensor.fill_(7.0)
+    warm_up(model, pool, LargestStep(100, 8, 256))
+    assert (pool.tensor == 7.0).all()

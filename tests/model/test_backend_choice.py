@@ -227,7 +227,7 @@ def test_the_reference_where_it_is_asked_for(warned):
     [
         ("triton", "cpu", "attention triton needs device cuda, got cpu"),
         ("cpp", "cuda", "attention cpp needs device cpu and dtype float32 or bfloat16"),
-        ("magic", "cuda", "attention must be one of auto, torch, cpp, triton; got 'magic'"),
+        ("magic", "cuda", "attention must be one of auto, torch, cpp, triton, flash; got 'magic'"),
     ],
 )
 def test_back_ends_refused(attention, device, message):

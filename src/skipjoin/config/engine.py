@@ -47,8 +47,8 @@ class EngineConfig:
     attention: Annotated[
         str,
         Knob(
-            "What computes the layers, cpp on a CPU and triton on a GPU",
-            choices=("auto", "torch", "cpp", "triton"),
+            "What computes the layers, cpp on a CPU and triton or flash on a GPU",
+            choices=("auto", "torch", "cpp", "triton", "flash"),
             group=MODEL,
         ),
     ] = "auto"

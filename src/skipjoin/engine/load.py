@@ -81,7 +81,7 @@ def _load_here(config: EngineConfig, folder: Path, max_len: int, on_progress: On
     largest = _largest_step(config, max_len)
     peak = measure_peak(model, largest, config.block_size)
     # Graphs need attention kernels whose grids depend on shapes only.
-    has_graphs = model.attention.name == "triton" and not config.enforce_eager
+    has_graphs = model.attention.name in ("triton", "flash") and not config.enforce_eager
     sizes = graph_batch_sizes(config.max_num_seqs) if has_graphs else []
     graphs_take = graph_bytes(model, sizes, peak)
     budget = memory_budget_of(model, config.gpu_memory_utilization, peak=peak, graph_bytes=graphs_take)

@@ -22,5 +22,6 @@ def warm_up(model: CausalLM, pool: PagedKV, largest: LargestStep, on_progress: O
     for done, (lengths, width) in enumerate(batches):
         on_progress(done / len(batches))
         if sum(lengths) <= largest.tokens:
-            segments = [Segment([0] * length, 0, [0] * width) for length in lengths]
+            # Reversed: for other segments a back end may have a library, which compiles nothing.
+            segments = [Segment([0] * length, 0, [0] * width, reverse=True) for length in lengths]
             model.forward(PackedBatch.build(segments, pool.block_size, model.device), pool)

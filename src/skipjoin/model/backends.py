@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib.util
 import logging
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
@@ -11,10 +12,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from skipjoin.model.attention.base import AttentionBackend
+from skipjoin.model.attention.check import agrees
 from skipjoin.model.attention.cpp_backend import CppAttention, check_attention
 from skipjoin.model.attention.torch_backend import TorchAttention
 from skipjoin.model.config import ModelError
-from skipjoin.model.cuda import CudaFacts, cuda_facts, kernels_unusable, one_line, warn_once
+from skipjoin.model.cuda import FLASH_MODULE, CudaFacts, cuda_facts, kernels_unusable, one_line, warn_once
 from skipjoin.model.ops.base import LayerOps
 from skipjoin.model.ops.build import load_library
 from skipjoin.model.ops.check import check_ops
@@ -26,7 +28,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-ATTENTION_BACKENDS = ("auto", "torch", "cpp", "triton")
+ATTENTION_BACKENDS = ("auto", "torch", "cpp", "triton", "flash")
+# FlashAttention 3 is for cards of this compute capability alone.
+_FLASH_CAPABILITY = (9, 0)
 
 Implementations = tuple[LayerOps, AttentionBackend]
 
@@ -43,8 +47,8 @@ def implementations(
         raise ModelError(f"attention must be one of {', '.join(ATTENTION_BACKENDS)}; got {attention!r}")
     if attention == "cpp" and (device.type != "cpu" or dtype not in CPP_DTYPES):
         raise ModelError("attention cpp needs device cpu and dtype float32 or bfloat16")
-    if attention == "triton" and device.type != "cuda":
-        raise ModelError(f"attention triton needs device cuda, got {device.type}")
+    if attention in ("triton", "flash") and device.type != "cuda":
+        raise ModelError(f"attention {attention} needs device cuda, got {device.type}")
     if attention == "torch":
         chosen = None
     elif device.type == "cuda":
@@ -59,12 +63,17 @@ def implementations(
 def _on_cuda(
     attention: str, dtype: torch.dtype, device: torch.device, lost: str | None, facts: CudaFacts
 ) -> tuple[Implementations | None, str | None]:
-    """Triton's; or None and a description of the loss of speed."""
+    """Triton's, with the attention of a library where there is one; or None. And a description of the loss of speed."""
     why = kernels_unusable(facts, device.index or 0) or _triton_failure(dtype, device)
     if why is None:
-        return _triton(), lost
-    if attention == "triton":
-        raise ModelError(f"attention triton: {why}")
+        chosen = _triton()
+        if attention == "triton":
+            return chosen, lost
+        flash, not_used = _flash(attention, dtype, device, facts)
+        lost = "; ".join(filter(None, (not_used, lost))) or None
+        return (chosen[0], flash or chosen[1]), lost
+    if attention != "auto":
+        raise ModelError(f"attention {attention}: {why}")
     slower = "torch's operations are used instead, which makes decoding several times slower"
     return None, f"{why}: {slower}" + ("" if lost is None else f"; {lost}")
 
@@ -75,6 +84,46 @@ def _triton() -> tuple[LayerOps, TritonAttention]:
     from skipjoin.model.ops.triton_ops import TritonOps  # noqa: PLC0415
 
     return TritonOps(), TritonAttention()
+
+
+def _flash(
+    attention: str, dtype: torch.dtype, device: torch.device, facts: CudaFacts
+) -> tuple[AttentionBackend | None, str | None]:
+    """FlashAttention 3, or None and what is lost if it is there and cannot be used. Raises `ModelError` if it was asked
+    for."""
+    card = facts.cards[device.index or 0]
+    if card.capability != _FLASH_CAPABILITY:
+        why: str | None = f"{card.name} has compute capability {'.'.join(map(str, card.capability))}, it is for 9.0"
+    elif attention == "auto" and importlib.util.find_spec(FLASH_MODULE) is None:
+        return None, None
+    else:
+        why = _flash_failure(dtype, device)
+    if why is None:
+        from skipjoin.model.attention.flash_backend import FlashAttention  # noqa: PLC0415
+
+        return FlashAttention(), None
+    if attention == "flash":
+        raise ModelError(f"attention flash: FlashAttention 3 cannot be used: {why}")
+    if card.capability != _FLASH_CAPABILITY:
+        return None, None
+    return None, f"FlashAttention 3 cannot be used ({why}): Triton's attention is slower where contexts differ much"
+
+
+@functools.cache
+def _flash_failure(dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why FlashAttention 3 cannot be used; None: it can. Tests it once per type and device."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"it has no {str(dtype).removeprefix('torch.')}"
+    try:
+        from skipjoin.model.attention.flash_backend import FlashAttention  # noqa: PLC0415
+
+        current = nullcontext() if device.index is None else torch.cuda.device(device)
+        with current, torch.inference_mode():
+            if agrees(FlashAttention(), dtype, device, plain=True):
+                return None
+    except Exception as error:  # a broken library may raise anything
+        return one_line(error)
+    return "it fails its self-test"
 
 
 @functools.cache

@@ -22,6 +22,8 @@ _log = logging.getLogger(__name__)
 # kernels.
 KERNEL_CAPABILITY = (8, 0)
 KERNEL_TRITON = (3, 6)
+# The module that FlashAttention 3 installs.
+FLASH_MODULE = "flash_attn_interface"
 
 
 @dataclass(frozen=True, slots=True)

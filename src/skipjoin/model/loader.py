@@ -64,9 +64,9 @@ def load_model(
     group: Group | None = None,
 ) -> CausalLM:
     """Load a model. dtype: "auto" (as saved), or one of `DTYPES`. device: "auto", "cpu", "cuda" or "cuda:N". attention:
-    "auto", "torch", "cpp" (CPU) or "triton" (CUDA). load_format: "auto", or "dummy" for random weights, which need no
-    weight file. The device becomes the calling thread's own. group: loads the share of this group's rank; None: the
-    whole model.
+    "auto", "torch", "cpp" (CPU), "triton" or "flash" (CUDA). load_format: "auto", or "dummy" for random weights, which
+    need no weight file. The device becomes the calling thread's own. group: loads the share of this group's rank;
+    None: the whole model.
 
     Raises `ModelError` if the model cannot run.
     """

@@ -28,8 +28,11 @@ _SEGMENTS = [
 ]
 
 
-def agrees(backend: AttentionBackend, dtype: torch.dtype, device: torch.device | str = "cpu") -> bool:
-    """Whether `backend` computes the reference's outputs on a small mixed batch and writes the same keys and values."""
+def agrees(
+    backend: AttentionBackend, dtype: torch.dtype, device: torch.device | str = "cpu", *, plain: bool = False
+) -> bool:
+    """Whether `backend` computes the reference's outputs on a small mixed batch and writes the same keys and values.
+    plain: on segments without offset and direction."""
     generator = torch.Generator().manual_seed(0)
     config = ModelConfig.from_dict(_SHAPE)
     caches = [PagedKV(12, 4, config, dtype, device) for _ in range(2)]
@@ -39,7 +42,8 @@ def agrees(backend: AttentionBackend, dtype: torch.dtype, device: torch.device |
     cos_sin = torch.rand(64, 24, generator=generator).to(device)
     # Rounding of rotated keys differs where multiplications are fused.
     tolerance = {torch.float32: 1e-5, torch.float16: 5e-3}.get(dtype, 2e-2)
-    for segments in (_SEGMENTS, _SEGMENTS[:1]):
+    mixed = [one._replace(offset=0, reverse=False) for one in _SEGMENTS] if plain else _SEGMENTS
+    for segments in (mixed, mixed[:1]):
         batch = PackedBatch.build(segments, 4, device)
         for window in (0, 6):
             results = []

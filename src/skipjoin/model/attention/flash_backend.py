@@ -1,0 +1,132 @@
+"""Attention by FlashAttention 3, a library for Hopper GPUs, where it is installed; the Triton kernels do the rest."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from skipjoin.model.attention.triton_backend import MAX_HEAD_DIM, TritonAttention
+from skipjoin.model.batch import PackedBatch
+from skipjoin.model.cuda import FLASH_MODULE
+from skipjoin.model.kernels.kv_write import kv_write
+from skipjoin.model.kernels.tuning import TunedTable
+from skipjoin.model.kv_cache import PagedKV
+
+# Parameters that earlier and other versions lack.
+_PARAMETERS = {
+    "flash_attn_with_kvcache": ("cache_seqlens", "page_table", "cu_seqlens_q", "scheduler_metadata", "window_size"),
+    "get_scheduler_metadata": ("cache_seqlens", "cu_seqlens_q", "page_size", "window_size"),
+}
+_DTYPES = (torch.bfloat16, torch.float16)
+
+
+def library() -> Any:
+    """The library's module. Raises ImportError if it is missing, broken or of another version."""
+    found = import_module(FLASH_MODULE)
+    for name, needed in _PARAMETERS.items():
+        function = getattr(found, name, None)
+        if function is None:
+            raise ImportError(f"{FLASH_MODULE} has no {name}: it is not FlashAttention 3")
+        if missing := [one for one in needed if one not in inspect.signature(function).parameters]:
+            raise ImportError(
+                f"{FLASH_MODULE}.{name} has no {missing[0]}: another version of FlashAttention 3 is needed"
+            )
+    return found
+
+
+@dataclass(slots=True)
+class _Index:
+    """A batch's index tensors as the library takes them, int32. schedules: how its programs share the work, made on the
+    device, by window."""
+
+    batch: PackedBatch
+    tables: torch.Tensor
+    context_lens: torch.Tensor
+    query_start: torch.Tensor
+    longest: int
+    layer: int
+    schedules: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+class FlashAttention(TritonAttention):
+    """See `AttentionBackend`. Triton writes keys and values, and attends for batches that the library cannot take:
+    reversed segments or such with an offset, and other types than half ones.
+
+    All that depends on the contents of a batch's index tensors is computed on the device in each forward pass, so that
+    a CUDA graph can replay it.
+    """
+
+    name = "flash"
+
+    def __init__(self, table: TunedTable | None = None, processors: int | None = None) -> None:
+        super().__init__(table, processors)
+        self._library = library()
+        self._index: _Index | None = None
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv: PagedKV,
+        batch: PackedBatch,
+        *,
+        layer: int,
+        scale: float,
+        window: int = 0,
+        cos_sin: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        dim = query.shape[2]
+        if not batch.plain or query.dtype not in _DTYPES or dim % 8 or dim > MAX_HEAD_DIM:
+            options = {"layer": layer, "scale": scale, "window": window, "cos_sin": cos_sin}
+            return super().attend(query, key, value, kv, batch, **options)
+        keys, values = kv.layer(layer)
+        kv_write(query, key, value, keys, values, batch.slots, batch.positions, cos_sin)
+        index = self._index_of(batch, layer)
+        sides = (window - 1, 0) if window else (-1, -1)
+        if window not in index.schedules:
+            index.schedules[window] = self._library.get_scheduler_metadata(
+                len(batch.lengths),
+                index.longest,
+                index.tables.shape[1] * batch.block_size,
+                query.shape[1],
+                key.shape[1],
+                dim,
+                index.context_lens,
+                qkv_dtype=query.dtype,
+                cu_seqlens_q=index.query_start,
+                page_size=batch.block_size,
+                causal=True,
+                window_size=sides,
+            )
+        out: torch.Tensor = self._library.flash_attn_with_kvcache(
+            query,
+            keys,
+            values,
+            cache_seqlens=index.context_lens,
+            page_table=index.tables,
+            cu_seqlens_q=index.query_start,
+            max_seqlen_q=index.longest,
+            softmax_scale=scale,
+            causal=True,
+            window_size=sides,
+            scheduler_metadata=index.schedules[window],
+        )
+        return out.flatten(1)
+
+    def _index_of(self, batch: PackedBatch, layer: int) -> _Index:
+        """Shared by the layers of one forward pass. The batch of a graph is the same in each pass, its contents are
+        not: a pass begins where the layers' numbers do not go on."""
+        known = self._index
+        if known is None or known.batch is not batch or layer <= known.layer:
+            tables, context_lens, query_start = (
+                one.to(torch.int32) for one in (batch.block_tables, batch.context_lens, batch.query_start)
+            )
+            known = _Index(batch, tables, context_lens, query_start, max(batch.lengths), layer)
+        known.layer = layer
+        self._index = known
+        return known

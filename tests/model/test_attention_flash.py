@@ -1,0 +1,215 @@
+"""Attention by FlashAttention 3, which is played by a double: what it is given, and when it is used."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import sys
+import types
+
+import pytest
+import torch
+from attention_cases import Case, assert_near
+
+pytest.importorskip("triton")
+
+from skipjoin.model import backends, cuda
+from skipjoin.model.attention.flash_backend import FlashAttention
+from skipjoin.model.attention.triton_backend import TritonAttention
+from skipjoin.model.backends import implementations
+from skipjoin.model.config import ModelError
+from skipjoin.model.cuda import Card, CudaFacts
+from skipjoin.model.kernels.paged import INTERPRETED
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="the double computes on the CPU")
+MIX = [(30, 1), (0, 20), (64, 9), (17, 1)]
+CARD = torch.device("cuda")
+
+
+class Library(types.ModuleType):
+    """As FlashAttention 3 defines its two functions, on dense float64. calls: what they were given."""
+
+    def __init__(self) -> None:
+        super().__init__("flash_attn_interface")
+        self.calls: list[dict] = []
+        self.schedules: list[torch.Tensor] = []
+        self.error: Exception | None = None
+        self.wrong = 0.0
+
+    def get_scheduler_metadata(  # noqa: PLR0917 (the library's order)
+        self, batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, cache_seqlens, qkv_dtype=None,
+        cu_seqlens_q=None, page_size=None, causal=False, window_size=(-1, -1),
+    ):  # fmt: skip
+        assert (len(cache_seqlens), len(cu_seqlens_q)) == (batch_size, batch_size + 1)
+        assert max_seqlen_k >= int(cache_seqlens.max())
+        assert max_seqlen_q == int(cu_seqlens_q.diff().max())
+        assert causal
+        # What its programs do follows from the contexts: a stale schedule is seen below.
+        self.schedules.append(torch.cat([cache_seqlens, torch.tensor(window_size)]))
+        return self.schedules[-1]
+
+    def flash_attn_with_kvcache(
+        self, q, k_cache, v_cache, *, cache_seqlens=None, page_table=None, cu_seqlens_q=None, max_seqlen_q=None,
+        softmax_scale=None, causal=False, window_size=(-1, -1), scheduler_metadata=None,
+    ):  # fmt: skip
+        if self.error is not None:
+            raise self.error
+        self.calls.append({"keys": k_cache, "window": window_size})
+        assert q.dtype == k_cache.dtype != torch.float32
+        assert k_cache.stride(-1) == q.stride(-1) == 1
+        assert {one.dtype for one in (cache_seqlens, page_table, cu_seqlens_q)} == {torch.int32}
+        assert torch.equal(scheduler_metadata, torch.cat([cache_seqlens, torch.tensor(window_size)]))
+        assert causal
+        out = torch.zeros_like(q)
+        for i, context in enumerate(cache_seqlens.tolist()):
+            if not context:
+                continue
+            begin, end = cu_seqlens_q[i : i + 2].tolist()
+            table = page_table[i].long()
+            keys, values = (pool[table].flatten(0, 1)[:context].double() for pool in (k_cache, v_cache))
+            keys, values = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (keys, values))
+            scores = torch.einsum("qhd,khd->hqk", q[begin:end].double(), keys) * softmax_scale
+            own, seen = torch.arange(context - (end - begin), context)[:, None], torch.arange(context)
+            hidden = (seen > own) | ((seen < own - window_size[0]) if window_size[0] >= 0 else False)
+            weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+            out[begin:end] = torch.einsum("hqk,khd->qhd", weights, values).to(q.dtype)
+        return out + self.wrong
+
+
+@pytest.fixture
+def library(monkeypatch):
+    found = Library()
+    found.__spec__ = object()
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", found)
+    for cached in (backends._flash_failure, cuda.warn_once):
+        cached.cache_clear()
+    yield found
+    for cached in (backends._flash_failure, cuda.warn_once):
+        cached.cache_clear()
+
+
+def half(mix=MIX, **options) -> Case:
+    return Case(4, 2, 40, mix, dtype=torch.bfloat16, rotary=40, block_size=16, **options)
+
+
+@pytest.mark.parametrize("window", [0, 11])
+def test_it_attends_to_pages_where_they_lie(library, window):
+    case = half(window=window)
+    case.check(FlashAttention(), 1e-2)
+    (call,) = library.calls
+    keys = case.kv.layer(1)[0]
+    # Strided, not copied: a copy of the cache for each layer would cost more than attention.
+    assert (call["keys"].data_ptr(), call["keys"].stride()) == (keys.data_ptr(), keys.stride())
+    assert not keys.is_contiguous()
+
+
+@pytest.mark.parametrize("options", [{"ends": "both"}, {"dtype": torch.float32}])
+def test_triton_attends_where_it_cannot(library, options):
+    case = half(ends="both") if "ends" in options else Case(4, 2, 40, MIX, rotary=40)
+    case.check(FlashAttention(), 1e-2)
+    assert not library.calls
+
+
+def test_a_replayed_batch_is_read_again(library):
+    """As in a graph: the same batch in each pass, with other contents. The layers of a pass share one schedule for each
+    window, the next pass has its own."""
+    first, second = half([(30, 1), (5, 1), (0, 1)]), half([(9, 1), (40, 1), (0, 1)], seed=2)
+    wide = max(case.batch.block_tables.shape[1] for case in (first, second))
+    tables = torch.zeros((3, wide), dtype=torch.int64)
+    names = ("slots", "positions", "context_lens")
+    batch = dataclasses.replace(
+        first.batch, block_tables=tables, **{name: getattr(first.batch, name).clone() for name in names}
+    )
+    backend = FlashAttention()
+    for case in (first, second, first):
+        tables.zero_()[:, : case.batch.block_tables.shape[1]] = case.batch.block_tables
+        for name in names:
+            getattr(batch, name).copy_(getattr(case.batch, name))
+        before = len(library.schedules)
+        past = case.kv.tensor.clone()
+        for layer, window in ((0, 0), (1, 0), (2, 5), (3, 0)):
+            case.kv.tensor.copy_(past)
+            kv = types.SimpleNamespace(layer=lambda number, kv=case.kv: kv.layer(1))
+            parts = case.qkv.clone().split([4, 2, 2], dim=1)
+            out = backend.attend(*parts, kv, batch, layer=layer, scale=0.3, window=window, cos_sin=case.cos_sin)
+            if not window:
+                assert_near(out, case.expected, 1e-2)
+        case.kv.tensor.copy_(past)
+        assert len(library.schedules) - before == 2
+
+
+# -- the choice -----------------------------------------------------------------------------------------------------
+
+
+def facts(capability: tuple[int, int] = (9, 0)) -> CudaFacts:
+    card = Card("H100" if capability == (9, 0) else "A100", capability)
+    return CudaFacts("13.0", (card,), present=True, triton="3.7.1", compiler="gcc")
+
+
+@pytest.fixture
+def chosen(monkeypatch, caplog):
+    """The back end for a name, and the warnings; Triton works, and the self-test runs on the CPU."""
+    test = backends.agrees
+    monkeypatch.setattr(backends, "_triton_failure", lambda dtype, device: None)
+    monkeypatch.setattr(backends, "agrees", lambda backend, dtype, device, **rest: test(backend, dtype, "cpu", **rest))
+
+    def choose(name: str = "auto", dtype: torch.dtype = torch.bfloat16, **card) -> tuple[str, list[str]]:
+        caplog.clear()
+        ops, attention = implementations(name, dtype, CARD, facts=facts(**card))
+        assert ops.name == "triton"
+        said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+        return attention.name, said
+
+    return choose
+
+
+def test_it_comes_first_where_it_works(library, chosen):
+    assert chosen() == chosen("flash") == ("flash", [])
+    assert chosen("triton") == ("triton", [])
+    # For Hopper alone, and no loss elsewhere.
+    assert chosen(capability=(8, 0)) == ("triton", [])
+
+
+def test_without_it_nothing_is_said(chosen):
+    assert chosen() == ("triton", [])
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ("broken", "OSError: libcudart.so.12: cannot open"),
+        ("old", "ImportError: flash_attn_interface.flash_attn_with_kvcache has no cache_seqlens"),
+        ("other", "ImportError: flash_attn_interface has no get_scheduler_metadata"),
+        ("wrong", "it fails its self-test"),
+    ],
+)
+def test_a_library_that_does_not_work_is_one_warning(library, chosen, monkeypatch, fault, reason):
+    if fault == "broken":
+        library.error = OSError("libcudart.so.12: cannot open")
+    if fault == "old":
+        library.flash_attn_with_kvcache = lambda q, k_cache: q
+    if fault == "other":
+        monkeypatch.delattr(Library, "get_scheduler_metadata")
+    if fault == "wrong":
+        library.wrong = 0.5
+    name, (said,) = chosen()
+    assert name == "triton"
+    assert said.startswith(f"FlashAttention 3 cannot be used ({reason}")
+    assert said.endswith("Triton's attention is slower where contexts differ much")
+    assert chosen() == ("triton", [])
+    with pytest.raises(ModelError, match="attention flash: FlashAttention 3 cannot be used: ") as refused:
+        chosen("flash")
+    assert reason in str(refused.value)
+
+
+def test_what_it_is_not_for_is_refused_by_name(library, chosen):
+    with pytest.raises(ModelError, match=r"A100 has compute capability 8\.0, it is for 9\.0"):
+        chosen("flash", capability=(8, 0))
+    with pytest.raises(ModelError, match="it has no float32"):
+        chosen("flash", torch.float32)
+    with pytest.raises(ModelError, match="attention flash needs device cuda, got cpu"):
+        implementations("flash", torch.bfloat16, torch.device("cpu"))
+
+
+def test_it_is_a_triton_back_end_for_all_else(library):
+    assert isinstance(FlashAttention(), TritonAttention)

@@ -20,6 +20,7 @@ from test_invisible_preemption import happened
 from skipjoin.core.events import Computed, Event, Planned, Preemption, Token
 from skipjoin.core.request import Request
 from skipjoin.core.step import Direction, Move, Slice, StageTime, StepPlan
+from skipjoin.exec import worker
 from skipjoin.exec.base import RankError
 from skipjoin.exec.clocks import HostClock
 from skipjoin.exec.kv_store import KVStore
@@ -282,6 +283,43 @@ def test_a_later_stage_moves_while_it_waits_and_its_seconds_are_without_waiting(
     assert 0 < result.seconds <= passed - LaterStage.WAIT_S
 
 
+class Events:
+    """A card's clock: it runs on while marks are taken, and waits only where seconds are asked for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.marks, self.waits = 0, 0
+
+    def mark(self) -> float:
+        self.marks += 1
+        return self.marks * 0.5
+
+    def between(self, start: float, end: float) -> float:
+        self.waits += 1
+        return end - start
+
+    def is_past(self, mark: float) -> bool:
+        return False
+
+
+def test_a_stage_on_a_card_is_timed_by_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And queues its plan without waiting for the card."""
+    monkeypatch.setattr(worker, "DeviceClock", Events)
+    model = random_model(CONFIGS["llama"], group=LaterStage(lambda: None))  # type: ignore[arg-type]
+    pools = dict(device_blocks=4, host_blocks=0, block_size=BLOCK_SIZE, shard=model.shard)
+    store = KVStore(model.config, model.dtype, model.device, **pools)  # type: ignore[arg-type]
+    monkeypatch.setattr(model, "device", torch.device("cuda"))
+    stage = Worker(model, store)
+    monkeypatch.undo()
+    clock, plan = stage._clock, StepPlan(0, (Slice(REQUEST, 0, 2, True, False, (1,)),))
+    assert isinstance(clock, Events)
+    for idle in (0.0, 0.2 + 0.5):
+        begun = stage.begin(plan)
+        assert clock.waits == 0
+        (times,) = stage.finish(begun).stages
+        clock.waits = 0
+        assert times == (pytest.approx(0.5 - 0.2), pytest.approx(idle))
+
+
 # -- one result out of many answers -----------------------------------------------------------------------------------
 
 
@@ -425,6 +463,18 @@ def test_what_goes_wrong_is_told_and_stays_wrong(answers: tuple, message: str) -
         with pytest.raises((RankError, OutOfStepError), match=message):
             handle.result()
         assert handle.done()
+
+
+@pytest.mark.parametrize(
+    ("said", "message"), [(GONE, "process 7 is gone"), (BROKEN, r"rank 1 .* failed: ValueError: bad")]
+)
+def test_a_lost_rank_shows_while_the_others_still_wait_for_it(said: object, message: str) -> None:
+    """They wait on their cards, where NCCL gives up after a minute."""
+    executor = executor_of(ScriptedLink(), ScriptedLink(said), ScriptedLink())
+    handle = executor.submit(PLAN, 0.0)
+    assert handle.done()
+    with pytest.raises(RankError, match=message):
+        handle.result()
 
 
 def test_ranks_that_make_no_stages_are_refused() -> None:

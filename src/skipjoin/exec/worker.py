@@ -42,7 +42,6 @@ class InFlightStep:
     scores: list[tuple[Slice, HostCopy[list[PromptLogprob]]]] = field(default_factory=list)
     given_up: dict[int, str] = field(default_factory=dict)
     end: Mark | None = None
-    stages: tuple[StageTime, ...] = ()
     waited: float = 0.0
 
 
@@ -72,17 +71,15 @@ class Worker:
         self._graphs = graphs
         self._copier = copier or (copier_for(store) if store.host is not None else None)
         self._sampler = _sampler(model)
-        # Several ranks wait for each other on the host, so the host's clock measures their steps.
         self._alone = model.shard.ranks == 1
-        on_device = self._alone and model.device.type == "cuda"
-        self._clock = DeviceClock(model.device) if on_device else HostClock(model.device)
+        self._clock = DeviceClock(model.device) if model.device.type == "cuda" else HostClock()
         # The tokens that the latest plan sampled and the row of each request, for slices of the next plan that await
         # them; and whether that plan gave a slice up.
         self._sampled: SampledTokens | None = None
         self._rows: dict[Request, int] = {}
         self._has_given_up = False
         self._prompts = PromptScores()
-        self._ended: float | None = None  # end of the previous plan, on the host's clock
+        self._ended: Mark | None = None  # end of the previous plan
 
     def run(self, plan: StepPlan) -> StepResult:
         """Carry out a plan: `begin`, then `finish`."""
@@ -104,7 +101,6 @@ class Worker:
             self._compute(plan.slices, in_flight)
         in_flight.end = self._clock.mark()
         in_flight.waited = self.model.group.waited_s - waited
-        in_flight.stages = self._stage_times(in_flight)
         if self._copier is not None:
             more = self._copier.landed(0.0 if plan.slices or plan.blocking else PAUSE_S)
             in_flight.ended.landed.extend(more.landed)
@@ -136,7 +132,7 @@ class Worker:
             moving=moving,
             landed=in_flight.ended.landed,
             failed=in_flight.ended.failed,
-            stages=in_flight.stages,
+            stages=self._stage_times(in_flight, seconds),
             given_up=in_flight.given_up,
         )
 
@@ -150,16 +146,15 @@ class Worker:
         if self._copier is not None:
             self._copier.close()
 
-    def _stage_times(self, in_flight: InFlightStep) -> tuple[StageTime, ...]:
-        """This rank's busy and idle time in a pipeline step, on the host's clock."""
+    def _stage_times(self, in_flight: InFlightStep, busy: float) -> tuple[StageTime, ...]:
+        """This rank's busy and idle time in a pipeline step."""
         if self.model.shard.pp_size == 1:
             return ()
-        start, end = in_flight.start, in_flight.end
-        assert isinstance(start, float)
-        assert isinstance(end, float)
-        idle = in_flight.waited + start - self._ended if self._ended is not None else 0.0
-        self._ended = end
-        return (StageTime(end - start - in_flight.waited, idle),)
+        idle = 0.0
+        if self._ended is not None:
+            idle = in_flight.waited + self._clock.between(self._ended, in_flight.start)
+        self._ended = in_flight.end
+        return (StageTime(busy, idle),)
 
     def _compute(self, slices: Sequence[Slice], in_flight: InFlightStep) -> None:
         """Run the slices. While the device has too little memory for all of them, the largest is given up, first of

@@ -26,6 +26,7 @@ class TorchGroup:
     def __init__(self, shard: Shard, store: dist.Store, *, backend: str = "gloo", timeout_s: float) -> None:
         self.shard = shard
         self.waited_s = 0.0
+        self._is_nccl = backend == "nccl"
         self._sending: tuple[dist.Work, torch.Tensor] | None = None
         self._stage: dist.ProcessGroup | None = None
         timeout = timedelta(seconds=timeout_s)
@@ -67,15 +68,23 @@ class TorchGroup:
         self._sending = (work, x)
 
     def receive(self, x: torch.Tensor) -> None:
+        """Returns when `x` has arrived: NCCL's call returns when it is queued, and the wait would count as work."""
         begin = time.perf_counter()
         with self._group_errors("receiving from the previous stage"):
             dist.recv(x, self.shard.rank - self.shard.tp_size)
+            if x.is_cuda:
+                torch.cuda.current_stream(x.device).synchronize()
         self.waited_s += time.perf_counter() - begin
 
     def close(self) -> None:
         # Connections end with the last reference to their group.
         self._sending = self._stage = None
-        if dist.is_initialized():
+        if not dist.is_initialized():
+            return
+        if self._is_nccl:
+            # Leaving in order waits for what is queued, hence for ranks that may be lost.
+            dist.distributed_c10d._abort_process_group()
+        else:
             dist.destroy_process_group()
 
     def _end_sending(self) -> None:

@@ -116,17 +116,25 @@ class ShardedExecutor:
         """Process answers until the handle has its outcome, or cannot get one. Returns whether that is so. wait: wait
         for answers, and raise the error that prevents the outcome."""
         while handle.outcome is None and self._failure is None:
-            if not (
-                wait or all(early or link.is_ready() for early, link in zip(self._early, self._links, strict=True))
-            ):
-                return False
             try:
+                if not wait and not self._can_settle():
+                    return False
                 self._settle_next()
             except Exception as error:
                 self._failure = error
         if wait and handle.outcome is None and self._failure is not None:
             raise self._failure
         return True
+
+    def _can_settle(self) -> bool:
+        """Whether all ranks have answered, or one has failed: the others may wait for that one on their device, for a
+        minute with NCCL. Raises `RankError` if one is lost."""
+        has_failed = False
+        for early, link in zip(self._early, self._links, strict=True):
+            if not early and link.is_ready():
+                early.append(link.receive(0.0))
+            has_failed = has_failed or (bool(early) and isinstance(FROM_RANK_DECODER.decode(early[0]), RankFailed))
+        return has_failed or all(self._early)
 
     def _settle_next(self) -> None:
         answers = self._answers()

@@ -21,6 +21,7 @@ from torch import distributed
 
 from skipjoin.core.step import Direction, Move
 from skipjoin.exec.base import RankError
+from skipjoin.exec.graphs import DecodeGraphs, GraphRecorder
 from skipjoin.exec.ranks.rank import Rank
 from skipjoin.exec.ranks.sharded import ShardedExecutor
 from skipjoin.exec.worker import Worker
@@ -35,6 +36,7 @@ START_S = 90.0
 GROUP_S = 20.0
 # Of three layers, so that two stages have unequal shares.
 LAYERS = 3
+_INTERPRETER = threading.Lock()
 
 
 class EverySecond:
@@ -59,11 +61,26 @@ def make_rank(
     fails: Sequence[str] = (),
     keeps: Callable[[int], bool] = lambda block: False,
     swap_dtype: str = "auto",
+    recorder: GraphRecorder | None = None,
 ) -> Rank:
-    """A rank of the family's tiny model. See `engines.engine` for the rest; fails: directions."""
+    """A rank of the family's tiny model. See `engines.engine` for the rest; fails: directions. recorder: of its decode
+    steps; its attention then knows padding."""
     model = random_model(CONFIGS[family] | {"num_hidden_layers": LAYERS}, seed=3, group=group)
     store = make_store(model, device_blocks, host_blocks, fails=EverySecond(fails), keeps=keeps, swap_dtype=swap_dtype)
-    return Rank(Worker(model, store, copier=None if late is None else LateCopier(store, late)))
+    graphs = None
+    if recorder is not None:
+        from skipjoin.model.attention.triton_backend import TritonAttention  # noqa: PLC0415
+
+        class OneAtATime(TritonAttention):
+            """Triton's interpreter is for one thread."""
+
+            def attend(self, *args: Any, **options: Any) -> torch.Tensor:
+                with _INTERPRETER:
+                    return super().attend(*args, **options)
+
+        model.attention = OneAtATime()
+        graphs = DecodeGraphs(model, store.device, recorder, sizes=[1, 3], longest=64)
+    return Rank(Worker(model, store, graphs=graphs, copier=None if late is None else LateCopier(store, late)))
 
 
 # -- threads ----------------------------------------------------------------------------------------------------------

@@ -10,11 +10,12 @@ import pytest
 from skipjoin.builtin import builtin_model_path
 from skipjoin.exec.base import RankError
 from skipjoin.exec.memory import LargestStep
+from skipjoin.exec.ranks import rank_actor
 from skipjoin.exec.ranks.rank_actor import RankActor, RankModel
 from skipjoin.model.parallel import Shard
 
 
-def test_a_rank_draws_dummy_weights(tmp_path: Path) -> None:
+def test_a_rank_draws_dummy_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copy(builtin_model_path() / "config.json", tmp_path)
     largest = LargestStep(64, 4, 64)
     of = RankModel(
@@ -36,5 +37,17 @@ def test_a_rank_draws_dummy_weights(tmp_path: Path) -> None:
     )
     assert part == saved
     assert room.ram > 0
+    # A rank whose decode steps cannot be recorded says so, and all launch kernels one by one.
+    assert rank.make_pools(4, 0)
+    monkeypatch.setattr(rank_actor, "replays", lambda model: True)
+    monkeypatch.setattr(
+        rank_actor, "record_graphs", lambda model, pool, sizes, longest: found if sizes == (1, 4) else 0
+    )
+    for found, recorded in ((None, False), ("graphs", True)):
+        rank.load(of._replace(graph_sizes=(1, 4)), Shard(), None, 1)
+        assert rank.make_pools(4, 0) is recorded
+        assert rank._graphs == found
+    rank.forget_graphs()
+    assert rank._graphs is None
     with pytest.raises(RankError, match=r"cannot allocate .* GiB and, on the host, 0 GiB of KV"):
         rank.make_pools(1 << 40, 0)

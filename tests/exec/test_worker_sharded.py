@@ -23,6 +23,7 @@ from skipjoin.core.step import Direction, Move, Slice, StageTime, StepPlan
 from skipjoin.exec import worker
 from skipjoin.exec.base import RankError
 from skipjoin.exec.clocks import HostClock
+from skipjoin.exec.graphs import Run
 from skipjoin.exec.kv_store import KVStore
 from skipjoin.exec.ranks.messages import Done, RankFailed
 from skipjoin.exec.ranks.plan_messages import OutOfStepError, PlanReader
@@ -101,6 +102,32 @@ def test_tokens_are_those_of_one_rank_where_prefixes_are_adopted(case: str) -> N
     assert outputs(requests) == outputs_alone("llama", common=COMMON)
     assert found["adopted"] >= 3
     assert all(found[what] for what in EXPECTED[case]), found
+
+
+class Replays:
+    """Records by keeping the function, whose result lies in the same tensor every time."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def record(self, run: Run) -> Run:
+        first = run().clone()
+
+        def again() -> torch.Tensor:
+            self.count += 1
+            return first.copy_(run())
+
+        return again
+
+
+def test_ranks_replay_decode_steps() -> None:
+    """Two requests in graphs of three: padding passes between stages, too."""
+    pytest.importorskip("triton")
+    requests, recorder = mixed_requests()[:2], Replays()
+    core = make_core(Recompute(), device_blocks=16, seats=2, depth=2)
+    run(core, thread_executor(2, 2, "llama", device_blocks=16, recorder=recorder), requests)
+    assert outputs(requests) == outputs_alone("llama")[:2]
+    assert recorder.count >= 4 * 4
 
 
 @pytest.mark.parametrize("case", FORCED)

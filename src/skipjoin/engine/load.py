@@ -14,7 +14,7 @@ from skipjoin.config import ConfigError, EngineConfig
 from skipjoin.engine.profiling.profiler import profile_key
 from skipjoin.engine.sizing import device_blocks, host_blocks
 from skipjoin.exec.base import RankError
-from skipjoin.exec.graphs import graph_batch_sizes, graph_bytes, record_graphs
+from skipjoin.exec.graphs import graph_batch_sizes, graph_bytes, record_graphs, replays
 from skipjoin.exec.local import LocalExecutor
 from skipjoin.exec.memory import LargestStep, measure_peak
 from skipjoin.exec.rank_spec import MemoryBudget, ModelExecutor, RankSpec, make_store, memory_budget_of, rank_spec_of
@@ -80,9 +80,7 @@ def _load_here(config: EngineConfig, folder: Path, max_len: int, on_progress: On
     model.attention.tune(model.config, model.dtype, model.device, config.block_size, model.shard)
     largest = _largest_step(config, max_len)
     peak = measure_peak(model, largest, config.block_size)
-    # Graphs need attention kernels whose grids depend on shapes only.
-    has_graphs = model.attention.name in ("triton", "flash") and not config.enforce_eager
-    sizes = graph_batch_sizes(config.max_num_seqs) if has_graphs else []
+    sizes = _graph_sizes(config) if replays(model) else ()
     graphs_take = graph_bytes(model, sizes, peak)
     budget = memory_budget_of(model, config.gpu_memory_utilization, peak=peak, graph_bytes=graphs_take)
     rank_specs = (rank_spec_of(model, config.block_size, torch.get_num_threads(), config.swap_dtype),)
@@ -112,6 +110,7 @@ def _load_ranks(config: EngineConfig, folder: Path, max_len: int, on_progress: O
         swap_dtype=config.swap_dtype,
         gpu_share=config.gpu_memory_utilization,
         largest=_largest_step(config, max_len),
+        graph_sizes=_graph_sizes(config),
     )
     sizes = GroupSizes(config.tensor_parallel_size, config.pipeline_parallel_size)
     try:
@@ -129,6 +128,11 @@ def _load_ranks(config: EngineConfig, folder: Path, max_len: int, on_progress: O
 
 def _largest_step(config: EngineConfig, max_len: int) -> LargestStep:
     return LargestStep(config.max_num_batched_tokens, config.max_num_seqs, max_len)
+
+
+def _graph_sizes(config: EngineConfig) -> tuple[int, ...]:
+    """Batch sizes of decode steps to record as CUDA graphs."""
+    return () if config.enforce_eager else tuple(graph_batch_sizes(config.max_num_seqs))
 
 
 def _pools(

@@ -81,6 +81,9 @@ def _sizes() -> Iterator[int]:
 class DecodeGraphs:
     """The model's decode steps as graphs of the given batch sizes; a batch between two sizes is padded to the larger.
 
+    On ranks, sums over a stage's ranks are part of a graph; what a stage receives and sends is not. All ranks of a
+    model must have graphs of the same sizes, or none: they pad alike.
+
     A step fits if `GraphBuffers` holds it. Padding rows are computed and never read; their slot is -1, so that they
     write no keys and values. The attention back end must support that slot.
     """
@@ -103,6 +106,8 @@ class DecodeGraphs:
         self._logits = torch.zeros((self._sizes[-1], model.config.vocab_size), device=model.device)
         tables = (self._sizes[-1], -(-longest // pool.block_size))
         self._tables = torch.zeros(tables, dtype=torch.int64, device=model.device)
+        # What the previous stage sends.
+        self._received = None if model.shard.is_first else model.hidden_buffer(self._sizes[-1]).zero_()
         self._buffers: dict[int, GraphBuffers] = {}
         self._runs: dict[int, Run] = {}
         # The largest graph first: the smaller ones reuse its memory.
@@ -113,8 +118,7 @@ class DecodeGraphs:
             batch = PackedBatch.build([Segment([0], 0, [0])], pool.block_size, model.device, graph_buffers=buffers)
 
             def step(batch: PackedBatch = batch) -> torch.Tensor:
-                batch.fill_in(self._sampled)
-                return model.forward(batch, pool, self._logits[: batch.num_rows])
+                return self._step(batch)
 
             self._buffers[size], self._runs[size] = buffers, recorder.record(step)
 
@@ -123,9 +127,19 @@ class DecodeGraphs:
         largest = self._buffers[self._sizes[-1]]
         return (sampled is None or len(sampled) <= largest.seats) and largest.holds(segments)
 
+    def _step(self, batch: PackedBatch) -> torch.Tensor:
+        """What is recorded: the logits, or the hidden states for the next stage."""
+        batch.fill_in(self._sampled)
+        received = None if self._received is None else self._received[: batch.num_tokens]
+        found = self._model.compute(received, batch, self._pool)
+        if not self._model.shard.is_last:
+            return found
+        return self._logits[: batch.num_rows].copy_(self._model.logits(found))
+
     def run(self, segments: Sequence[Segment], sampled: torch.Tensor | None) -> tuple[PackedBatch, torch.Tensor]:
-        """The batch and its logits [len(segments), vocab_size], which are valid until the next call. sampled: tokens of
-        the previous step, for segments with a pending token. Raises as `CausalLM.check` does."""
+        """The batch and its logits [len(segments), vocab_size], which are valid until the next call; none on a stage
+        that is not the last. sampled: tokens of the previous step, for segments with a pending token. Raises as
+        `CausalLM.check` does."""
         size = self._sizes[bisect_left(self._sizes, len(segments))]
         if sampled is not None:
             self._sampled[: len(sampled)].copy_(sampled)
@@ -133,7 +147,18 @@ class DecodeGraphs:
             segments, self._pool.block_size, self._model.device, graph_buffers=self._buffers[size]
         )
         self._model.check(batch, self._pool)
-        return batch, self._runs[size]()[: len(segments)]
+        if self._received is not None:
+            self._model.receive(self._received[:size])
+        found = self._runs[size]()
+        if self._model.shard.is_last:
+            return batch, found[: len(segments)]
+        self._model.group.send(found.clone())  # on its way while the next step overwrites it
+        return batch, self._logits[:0]
+
+
+def replays(model: CausalLM) -> bool:
+    """Whether graphs can hold the model's decode steps: attention must have grids that depend on shapes only."""
+    return model.attention.name in ("triton", "flash")
 
 
 def graph_bytes(model: CausalLM, sizes: Sequence[int], peak: int) -> int:

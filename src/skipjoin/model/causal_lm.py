@@ -119,10 +119,31 @@ class CausalLM:
         """As `forward`, up to the last layer: [batch.num_rows, hidden], from which `logits` makes those of any of the
         rows; no rows on a stage that is not the last."""
         self.check(batch, kv)
-        hidden = self._decoder.advance(self._enter(batch), LayerInputs(batch, kv, self.attention))
+        received = None if self.shard.is_first else self.receive(self.hidden_buffer(batch.num_tokens))
+        found = self.compute(received, batch, kv)
+        if self._output is not None:
+            return found
+        self.group.send(found)
+        return found[:0]
+
+    def hidden_buffer(self, tokens: int) -> torch.Tensor:
+        """Memory for the hidden states of so many tokens."""
+        return torch.empty((tokens, self.config.hidden_size), dtype=self.dtype, device=self.device)
+
+    def receive(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Fill in the hidden states of the previous stage."""
+        self.group.receive(hidden)
+        return hidden
+
+    @torch.inference_mode()
+    def compute(self, received: torch.Tensor | None, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
+        """What a stage computes between what it receives and what it sends: hidden states, or on the last stage
+        `wanted_rows`. received: of the previous stage; None on the first."""
+        entered = self._decoder.embed(batch) if received is None else received
+        hidden = self._decoder.advance(entered, LayerInputs(batch, kv, self.attention))
         if self._output is None:
-            self.group.send(hidden)
-        if self._output is None or batch.num_rows == 0:
+            return hidden
+        if batch.num_rows == 0:
             return hidden[:0]
         return self._decoder.finish(hidden if batch.logit_rows is None else hidden[batch.logit_rows])
 
@@ -132,11 +153,3 @@ class CausalLM:
         rows in the same order."""
         assert self._output is not None
         return self.group.gather(self._output(rows), self._vocabulary)
-
-    def _enter(self, batch: PackedBatch) -> torch.Tensor:
-        """[T, hidden] from the tokens, or from the previous stage."""
-        if self.shard.is_first:
-            return self._decoder.embed(batch)
-        hidden = torch.empty((batch.num_tokens, self.config.hidden_size), dtype=self.dtype, device=self.device)
-        self.group.receive(hidden)
-        return hidden

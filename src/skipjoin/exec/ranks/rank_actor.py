@@ -8,6 +8,7 @@ import os
 import platform
 import socket
 import struct
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ import torch.distributed as dist
 
 from skipjoin.core.step import Direction
 from skipjoin.exec.base import RankError
+from skipjoin.exec.graphs import DecodeGraphs, graph_bytes, record_graphs, replays
 from skipjoin.exec.kv_store import KVStore
 from skipjoin.exec.memory import LargestStep, measure_peak
 from skipjoin.exec.rank_spec import (
@@ -47,7 +49,7 @@ GROUP_S = 60.0
 
 class RankModel(NamedTuple):
     """What every rank loads. See `EngineConfig` for the fields. gpu_share: share of a GPU's memory. largest: limits of
-    a step on a GPU."""
+    a step on a GPU. graph_sizes: batch sizes of decode steps to record as CUDA graphs there."""
 
     folder: str
     dtype: str
@@ -59,6 +61,7 @@ class RankModel(NamedTuple):
     swap_dtype: str
     gpu_share: float
     largest: LargestStep
+    graph_sizes: tuple[int, ...] = ()
 
 
 class RankPlace(NamedTuple):
@@ -80,7 +83,8 @@ def versions() -> dict[str, str]:
 
 
 class RankActor:
-    """Call in this order: `place`, `open_store` on rank 0, `load`, `make_pools`, `serve`. `progress` may be called
+    """Call in this order: `place`, `open_store` on rank 0, `load`, `make_pools`, `forget_graphs` if one rank has none,
+    `serve`. `progress` may be called
     during `load`; `touch` and `transfers` after `make_pools`. Errors reach the caller unchanged."""
 
     def __init__(self) -> None:
@@ -92,6 +96,8 @@ class RankActor:
         self._block_size = 0
         self._swap_dtype = "auto"
         self._largest: LargestStep | None = None
+        self._graph_sizes: Sequence[int] = ()
+        self._graphs: DecodeGraphs | None = None
 
     def place(self) -> RankPlace:
         """The node of this process."""
@@ -129,14 +135,17 @@ class RankActor:
         loaded.attention.tune(loaded.config, loaded.dtype, loaded.device, model.block_size, loaded.shard)
         peak = measure_peak(loaded, model.largest, model.block_size)
         spec = rank_spec_of(loaded, model.block_size, self._threads, model.swap_dtype)
-        return spec, memory_budget_of(loaded, model.gpu_share, ranks_here, peak=peak)
+        self._graph_sizes = model.graph_sizes if replays(loaded) else ()
+        graphs_take = graph_bytes(loaded, self._graph_sizes, peak)
+        return spec, memory_budget_of(loaded, model.gpu_share, ranks_here, peak=peak, graph_bytes=graphs_take)
 
     def progress(self) -> float:
         """The share of the weights that is loaded, in [0, 1]."""
         return self._share
 
-    def make_pools(self, device_blocks: int, host_blocks: int) -> None:
-        """Allocate the KV pools. Raises `RankError` if the system refuses. On a CPU the system may overcommit, and kill
+    def make_pools(self, device_blocks: int, host_blocks: int) -> bool:
+        """Allocate the KV pools, compile and record. Returns False if graphs were to be recorded and could not be: then
+        no rank may use them. Raises `RankError` if the system refuses. On a CPU the system may overcommit, and kill
         the process when the memory is used."""
         model = self._loaded
         try:
@@ -152,13 +161,20 @@ class RankActor:
             raise RankError(f"{model.shard.name} cannot allocate {pools} of KV: {why}") from None
         assert self._largest is not None
         warm_up(model, self._store.device, self._largest)
+        if self._graph_sizes:
+            self._graphs = record_graphs(model, self._store.device, self._graph_sizes, self._largest.positions)
+        return self._graphs is not None or not self._graph_sizes
+
+    def forget_graphs(self) -> None:
+        """Launch kernels one by one."""
+        self._graphs = None
 
     def serve(self, address: Address, secret: bytes) -> None:
         """Carry out plans until the engine disconnects; then end this process. address, secret: of the engine's
         `RankListener`."""
         assert self._store is not None
         torch.set_num_threads(self._threads)  # the count is per thread, and this is a different thread
-        rank = Rank(Worker(self._loaded, self._store))
+        rank = Rank(Worker(self._loaded, self._store, graphs=self._graphs))
         with contextlib.suppress(EOFError, OSError, RankError):
             connection = connect(address, secret, self._loaded.shard.rank)
             end_with(connection)

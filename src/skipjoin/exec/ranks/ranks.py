@@ -116,7 +116,8 @@ class RankGroup:
         found: list[tuple[RankSpec, MemoryBudget]] = self._answers(loading)
         self.rank_specs = tuple(spec for spec, _ in found)
         self.blocks = pools_for(self.rank_specs, [budget for _, budget in found])
-        self.call("make_pools", *self.blocks)
+        if not all(self.call("make_pools", *self.blocks)):
+            self.call("forget_graphs")
         listener = RankListener(cluster.ip)
         try:
             for actor in self._actors:

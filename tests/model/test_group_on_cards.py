@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from skipjoin.model import torch_group
+from skipjoin.model import one_shot, torch_group
+from skipjoin.model.one_shot import MOST_BYTES
 from skipjoin.model.parallel import Shard
 from skipjoin.model.torch_group import TorchGroup
 
@@ -54,3 +55,69 @@ def test_a_rank_on_a_card_does_not_wait_for_lost_ones_when_it_leaves(
     found = Nccl(monkeypatch)
     group_of(backend).close()
     assert found.left == how
+
+
+class Cards:
+    """Two ranks with equal tensors: their sum is the double. wrong, refuses: of the one-shot kernel; other_works: what
+    the other rank found."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, wrong=0.0, refuses=False, other_works=True) -> None:
+        from torch.distributed import _symmetric_memory as symmetric  # noqa: PLC0415
+
+        self.one_shot, self.nccl, self.wrong, self.other_works = 0, 0, wrong, other_works
+        Nccl(monkeypatch)
+        stage = SimpleNamespace(group_name="7", rank=lambda: 0, size=lambda: 2)
+        monkeypatch.setattr(torch_group.dist, "new_group", lambda *args, **options: stage)
+        monkeypatch.setattr(torch_group.dist, "all_reduce", self.all_reduce)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch_group.torch, "device", lambda *args: "cpu")
+
+        def empty(size: int, dtype: torch.dtype, device: object) -> torch.Tensor:
+            if refuses:
+                raise RuntimeError("no peer access\nmore")
+            return torch.zeros(size, dtype=dtype)
+
+        monkeypatch.setattr(symmetric, "empty", empty)
+        monkeypatch.setattr(symmetric, "rendezvous", lambda held, group: None)
+        kernel = SimpleNamespace(one_shot_all_reduce_out=self.one_shot_all_reduce_out)
+        monkeypatch.setattr(one_shot.torch, "ops", SimpleNamespace(symm_mem=kernel))
+        store: Any = None
+        self.group = TorchGroup(Shard(tp_size=2), store, backend="nccl", timeout_s=60.0)
+
+    def all_reduce(self, x: torch.Tensor, op: Any = None, group: Any = None) -> None:
+        if op == torch_group.dist.ReduceOp.MIN:
+            x.clamp_(max=float(self.other_works))
+            return
+        self.nccl += 1
+        x.mul_(2)
+
+    def one_shot_all_reduce_out(self, held: torch.Tensor, op: str, name: str, out: torch.Tensor) -> None:
+        assert (op, name) == ("sum", "7")
+        # In the probe of the set-up the other rank has one more.
+        other = held if self.one_shot else held + 1
+        self.one_shot += 1
+        out.copy_(held + other + self.wrong)
+
+
+def sums_of(cards: Cards, *sizes: int, dtype: torch.dtype = torch.bfloat16) -> tuple[int, int]:
+    """How many sums each of the two ways made."""
+    before = cards.one_shot, cards.nccl
+    for size in sizes:
+        x = torch.ones((2, size // 2), dtype=dtype)
+        cards.group.all_reduce(x)
+        assert (x == 2).all()
+    return cards.one_shot - before[0], cards.nccl - before[1]
+
+
+def test_small_sums_take_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    cards = Cards(monkeypatch)
+    most = MOST_BYTES // 2
+    assert sums_of(cards, 8, 4096, most) == (3, 0)
+    assert sums_of(cards, most + 8, 4 * most) == (0, 2)
+    assert sums_of(cards, 6) == (0, 1)  # not whole steps of 16 bytes
+    assert sums_of(cards, 4096, dtype=torch.float16) == (0, 1)
+
+
+@pytest.mark.parametrize("fault", [{"wrong": 0.25}, {"refuses": True}, {"other_works": False}])
+def test_ranks_do_without_where_one_must(monkeypatch: pytest.MonkeyPatch, fault: dict[str, Any]) -> None:
+    assert sums_of(Cards(monkeypatch, **fault), 8) == (0, 1)

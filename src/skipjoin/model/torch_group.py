@@ -11,13 +11,15 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from skipjoin.model.one_shot import OneShotSum, one_shot_sum
 from skipjoin.model.parallel import GroupError, Shard
 
 
 class TorchGroup:
     """See `Group`. A process is one rank and has at most one group at a time.
 
-    Gloo carries tensors in host memory. NCCL is for CUDA; not tested on several devices yet.
+    Gloo carries tensors in host memory. NCCL is for CUDA, on the thread's current device, small sums apart; not tested
+    on several devices yet.
 
     store: where the ranks find each other; the same for all of them, and used for nothing else. timeout_s: time limit
     of one call; for the first call, until all ranks have joined. Raises `GroupError`.
@@ -27,6 +29,7 @@ class TorchGroup:
         self.shard = shard
         self.waited_s = 0.0
         self._is_nccl = backend == "nccl"
+        self._small: OneShotSum | None = None
         self._sending: tuple[dist.Work, torch.Tensor] | None = None
         self._stage: dist.ProcessGroup | None = None
         timeout = timedelta(seconds=timeout_s)
@@ -38,14 +41,20 @@ class TorchGroup:
                 made = dist.new_group(list(range(first, first + shard.tp_size)), timeout=timeout)
                 if stage == shard.pp_rank:
                     self._stage = made
+            if self._is_nccl and shard.tp_size > 1 and self._stage is not None:
+                self._small = one_shot_sum(self._stage, torch.device("cuda", torch.cuda.current_device()))
 
     def count_once(self, total: torch.Tensor) -> None:
         if self.shard.tp_rank:
             total.zero_()
 
     def all_reduce(self, x: torch.Tensor) -> None:
-        if self.shard.tp_size > 1:
-            with self._group_errors("adding up"):
+        if self.shard.tp_size == 1:
+            return
+        with self._group_errors("adding up"):
+            if self._small is not None and self._small.takes(x):
+                self._small.add_up(x)
+            else:
                 dist.all_reduce(x, group=self._stage)
 
     def gather(self, part: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
@@ -78,7 +87,7 @@ class TorchGroup:
 
     def close(self) -> None:
         # Connections end with the last reference to their group.
-        self._sending = self._stage = None
+        self._sending = self._stage = self._small = None
         if not dist.is_initialized():
             return
         if self._is_nccl:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 from engines import make_store, tiny_model
 
+from skipjoin.builtin import builtin_model_path
 from skipjoin.config import ConfigError, EngineConfig
 from skipjoin.core.step import StepPlan
 from skipjoin.exec import local
 from skipjoin.exec.local import LocalExecutor
 from skipjoin.model import cuda, loader
 from skipjoin.model.attention.torch_backend import TorchAttention
-from skipjoin.model.config import ModelConfig
+from skipjoin.model.config import ModelConfig, ModelError
 from skipjoin.model.cuda import Card, CudaFacts
 from skipjoin.model.ops.torch_ops import TorchOps
 
@@ -46,6 +49,7 @@ def test_a_model_is_tested_and_loaded_on_its_card(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(cuda, "cuda_facts", lambda: CudaFacts(runtime="13.0", cards=(card, card), present=True))
     monkeypatch.setattr(loader, "implementations", implementations)
+    monkeypatch.setattr(loader, "expand_segments", lambda: None)
     config = tiny_model("llama").config
     assert isinstance(config, ModelConfig)
     for name, expected in (("cuda:1", 1), ("cuda:0", 0)):
@@ -91,3 +95,31 @@ def test_names_of_cards() -> None:
             EngineConfig(device=name)
     with pytest.raises(ConfigError, match=r"device must be auto, cpu or cuda where Ray places .* got cuda:1"):
         EngineConfig(device="cuda:1", tensor_parallel_size=2)
+
+
+def test_the_allocator_expands_segments_unless_it_is_set_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = []
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", told.append)
+    for name, value, expected in (
+        ("PYTORCH_CUDA_ALLOC_CONF", "", ["expandable_segments:True"]),
+        ("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64", []),
+        ("PYTORCH_ALLOC_CONF", "expandable_segments:False", []),
+    ):
+        monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+        monkeypatch.setenv(name, value)
+        told.clear()
+        cuda.expand_segments()
+        assert told == expected
+
+
+def test_a_full_card_is_a_clear_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def full(*args: object, **options: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    shutil.copy(builtin_model_path() / "config.json", tmp_path)
+    places = (torch.float32, SECOND, TorchOps(), TorchAttention())
+    monkeypatch.setattr(loader, "_places", lambda *args: places)
+    monkeypatch.setattr(loader, "CausalLM", full)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 << 29, 80 << 30))
+    with pytest.raises(ModelError, match=r"weights do not fit on device cuda:1: .* 1\.50 of 80\.00 GiB are free; end"):
+        loader.load_model(tmp_path, load_format="dummy")

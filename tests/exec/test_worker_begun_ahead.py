@@ -13,7 +13,7 @@ from skipjoin.core.events import Event, Finished, Token
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.core.step import Slice, StepPlan, StepResult
 from skipjoin.exec.sampling import Sampling
-from skipjoin.exec.worker import InFlightStep, Worker
+from skipjoin.exec.worker import InFlightStep, Worker, halves
 from skipjoin.model import sampler
 from skipjoin.model.batch import PackedBatch
 from skipjoin.model.causal_lm import CausalLM
@@ -77,21 +77,25 @@ def test_scores_arrive_with_the_step_that_they_are_of() -> None:
     assert all(len(detail.prompt) == 9 + number for number, _, detail in by_request[1][::6])
 
 
+TOO_MUCH = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
 class Narrow(CausalLM):
     """A model whose device runs out of memory beyond so many tokens per step."""
 
     room: int
+    error: Exception
 
-    def forward(self, batch: PackedBatch, kv: PagedKV, out: torch.Tensor | None = None) -> torch.Tensor:
+    def wanted_rows(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
         if batch.num_tokens > self.room:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        return super().forward(batch, kv, out)
+            raise self.error
+        return super().wanted_rows(batch, kv)
 
 
-def narrow(room: int) -> CausalLM:
+def narrow(room: int, error: Exception = TOO_MUCH) -> CausalLM:
     model = copy.copy(tiny_model("llama"))
     model.__class__ = Narrow
-    model.room = room  # type: ignore[attr-defined]
+    model.room, model.error = room, error  # type: ignore[attr-defined]
     return model
 
 
@@ -147,15 +151,49 @@ def test_a_request_that_was_given_up_takes_its_next_slice_with_it() -> None:
     events, _ = ahead(model, requests, depth=2)
     failed = [e.request for e in events if isinstance(e, Finished) and e.reason is FinishReason.ERROR]
     assert failed == requests  # no prompt of three tokens fits
-    requests = [greedy(i, 1, 9) for i in range(3)]
-    expected = [greedy(i, 1, 9) for i in range(3)]
-    ahead(tiny_model("llama"), expected, depth=1)
-    events, _ = ahead(narrow(2), requests, depth=2)
-    failed = [e.request for e in events if isinstance(e, Finished) and e.reason is FinishReason.ERROR]
-    assert len(failed) == 1
-    assert [r.output for r in requests if r not in failed] == [
-        r.output for r, own in zip(expected, requests, strict=True) if own not in failed
-    ]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        TOO_MUCH,
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("CUDA error: out of memory"),
+        MemoryError(),
+    ],
+    ids=["torch", "cublas", "driver", "host"],
+)
+@pytest.mark.parametrize("depth", [1, 2])
+def test_what_fits_in_halves_is_given_up_by_no_one(error: Exception, depth: int) -> None:
+    """With all that steps give: tokens, whose next ones are already planned for, and scores."""
+
+    def asked() -> list[Request]:
+        sampling = Sampling(SamplingParams(temperature=1.0, logprobs=2, prompt_logprobs=1), 3, ())
+        return [Request(i, 0.0, [5 * i + 1] * (1 + 2 * i), 7, sampling=sampling) for i in range(3)]
+
+    found = []
+    for model in (tiny_model("llama"), narrow(5, error), narrow(2, error)):
+        events, _ = ahead(model, asked(), depth=depth, chunk=2)
+        tokens = [(e.request.id, e.token, e.detail) for e in events if isinstance(e, Token)]
+        found.append(sorted(tokens, key=lambda item: item[0]))
+        assert not [e for e in events if isinstance(e, Finished) and e.reason is FinishReason.ERROR]
+    assert [[(i, token) for i, token, _ in each] for each in found[1:]] == [[(i, t) for i, t, _ in found[0]]] * 2
+    assert [len(each.prompt) for *_, each in found[2]] == [len(each.prompt) for *_, each in found[0]]
+
+
+def test_another_error_is_not_one_of_memory() -> None:
+    model = narrow(2, RuntimeError("CUDA error: an illegal memory access was encountered"))
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        ahead(model, [greedy(0, 5, 1)], depth=1)
+
+
+def test_halves_take_about_as_much_each() -> None:
+    def parts(*tokens: int) -> tuple[list[int], list[int]]:
+        return halves([Slice(greedy(i, n, 1), 0, n, True, False, ()) for i, n in enumerate(tokens)], range(len(tokens)))
+
+    assert parts(5, 100, 5, 5) == ([1], [0, 2, 3])
+    assert parts(1, 1, 1, 1) == ([2, 3], [0, 1])
+    assert parts(3, 4) == ([1], [0])
 
 
 def test_with_other_ranks_it_is_their_failure_too() -> None:

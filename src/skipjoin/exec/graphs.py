@@ -162,8 +162,8 @@ def replays(model: CausalLM) -> bool:
 
 
 def graph_bytes(model: CausalLM, sizes: Sequence[int], peak: int) -> int:
-    """Device memory of graphs of these sizes. peak: largest memory of a step apart from weights and KV; the tensors of
-    all graphs share one pool of that size, which nothing else uses."""
+    """Device memory of graphs of these sizes. peak: largest memory of a decode step apart from weights and KV; the
+    tensors of all graphs share one pool of that size, which nothing else uses."""
     if not sizes:
         return 0
     return len(sizes) * _NODE_BYTES + peak + sizes[-1] * model.config.vocab_size * 4

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from skipjoin.exec.sampling import Sampling
 from skipjoin.exec.worker import Worker
 from skipjoin.model.causal_lm import CausalLM
 from skipjoin.model.config import ModelError
+from skipjoin.model.cuda import is_out_of_memory
 from skipjoin.sampling import SamplingParams
 
 _GIB = 1 << 30
@@ -37,8 +38,16 @@ class LargestStep(NamedTuple):
     positions: int
 
 
-def measure_peak(model: CausalLM, largest: LargestStep, block_size: int) -> int:
-    """Device memory, in bytes, that a step may need apart from weights and KV; 0 on a CPU, which returns at once.
+class Peaks(NamedTuple):
+    """Device memory, in bytes, that steps may need apart from weights and KV. all: of any step. decodes: of decode
+    steps."""
+
+    all: int = 0
+    decodes: int = 0
+
+
+def measure_peak(model: CausalLM, largest: LargestStep, block_size: int) -> Peaks:
+    """Device memory that a step may need apart from weights and KV; 0 on a CPU, which returns at once.
 
     Runs the largest steps; none of their memory stays allocated. Memory that the first step allocates for good
     (kernels, workspaces) is not counted; it reduces the device's free memory, so query that afterwards. The slices
@@ -47,11 +56,11 @@ def measure_peak(model: CausalLM, largest: LargestStep, block_size: int) -> int:
     All ranks of a model must call this at the same time. Raises `ModelError` if such a step does not fit.
     """
     if model.device.type != "cuda":
-        return 0
+        return Peaks()
     shard = model.shard
     steps = largest_steps(largest, block_size)
 
-    def run() -> None:
+    def run(steps: Sequence[StepPlan]) -> None:
         # One block is enough: all sequences share it, since the results are not used.
         store = KVStore(
             model.config,
@@ -64,13 +73,18 @@ def measure_peak(model: CausalLM, largest: LargestStep, block_size: int) -> int:
         )
         worker = Worker(model, store)
         for step in steps:
-            result = worker.run(step)
-            if result.given_up:
-                raise torch.OutOfMemoryError(next(iter(result.given_up.values())))
+            worker.run(step)
+            if worker.halvings:
+                raise torch.OutOfMemoryError("the step does not fit in one piece")
 
     try:
-        return peak_of(model.device, run)
-    except torch.OutOfMemoryError as error:
+        # Decodes last: what the first step allocates for good is not theirs.
+        prompts = peak_of(model.device, lambda: run(steps[:-1]))
+        decodes = peak_of(model.device, lambda: run(steps[-1:]))
+        return Peaks(max(prompts, decodes), decodes)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
         free, total = torch.cuda.mem_get_info(model.device)
         raise ModelError(
             f"a step of {largest.tokens} tokens or {largest.seqs} requests does not fit on the GPU with weights of "

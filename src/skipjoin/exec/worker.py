@@ -18,7 +18,8 @@ from skipjoin.exec.sampling import Sampling
 from skipjoin.exec.transfer import Copier, Ended, copier_for
 from skipjoin.model.batch import PackedBatch, Segment
 from skipjoin.model.causal_lm import CausalLM
-from skipjoin.model.sampler import PromptLogprob, SampledTokens, Sampler, SampleRow, needs_output
+from skipjoin.model.cuda import is_out_of_memory
+from skipjoin.model.sampler import PromptLogprob, SampledTokens, Sampler, SampleRow, joined, needs_output
 from skipjoin.model.transfer import HostCopy, send
 from skipjoin.sampling import Scored, TokenDetail
 
@@ -43,6 +44,15 @@ class InFlightStep:
     given_up: dict[int, str] = field(default_factory=dict)
     end: Mark | None = None
     waited: float = 0.0
+
+
+@dataclass(slots=True)
+class _Part:
+    """Slices of a plan that ran together. See `InFlightStep`."""
+
+    chosen: list[int] = field(default_factory=list)
+    sampled: SampledTokens | None = None
+    scores: list[tuple[Slice, HostCopy[list[PromptLogprob]]]] = field(default_factory=list)
 
 
 class Worker:
@@ -78,6 +88,7 @@ class Worker:
         self._sampled: SampledTokens | None = None
         self._rows: dict[Request, int] = {}
         self._has_given_up = False
+        self.halvings = 0  # times that memory ran out
         self._prompts = PromptScores()
         self._ended: Mark | None = None  # end of the previous plan
 
@@ -157,25 +168,34 @@ class Worker:
         return (StageTime(busy, idle),)
 
     def _compute(self, slices: Sequence[Slice], in_flight: InFlightStep) -> None:
-        """Run the slices. While the device has too little memory for all of them, the largest is given up, first of
-        those that score their prompts: slices do not depend on each other."""
+        """Run the slices, in halves where the device has too little memory for all of them at once."""
         going = list(range(len(slices)))
         if self._has_given_up:
             going = [index for index in going if not self._is_orphan(slices[index], index, in_flight)]
-        sampled, rows = None, {}
-        while going:
-            try:
-                sampled, rows = self._attempt(slices, going, in_flight)
-                break
-            except torch.OutOfMemoryError as error:
-                if not self._alone:  # the other ranks would run the step with the slice
-                    raise
-                victim = max(going, key=lambda index: (memory_rank(slices[index]), index))
-                in_flight.given_up[victim] = out_of_memory(slices[victim], error)
-                going.remove(victim)
-            # After the except block, whose traceback holds the tensors of the attempt.
-            torch.cuda.empty_cache()
-        self._sampled, self._rows, self._has_given_up = sampled, rows, bool(in_flight.given_up)
+        parts = self._halved(slices, going, in_flight) if going else []
+        in_flight.chosen = [index for part in parts for index in part.chosen]
+        in_flight.scores = [score for part in parts for score in part.scores]
+        in_flight.sampled = joined([part.sampled for part in parts if part.sampled is not None])
+        rows = {slices[index].request: row for row, index in enumerate(in_flight.chosen)}
+        self._sampled, self._rows, self._has_given_up = in_flight.sampled, rows, bool(in_flight.given_up)
+
+    def _halved(self, slices: Sequence[Slice], going: Sequence[int], in_flight: InFlightStep) -> list[_Part]:
+        """Run the slices at these indexes. If memory runs out, each half of them by itself: slices do not depend on
+        each other. A slice that does not fit alone is given up."""
+        try:
+            return [self._attempt(slices, going)]
+        except Exception as error:
+            # The other ranks would run the step with all of it.
+            if not self._alone or not is_out_of_memory(error):
+                raise
+            if len(going) == 1:
+                in_flight.given_up[going[0]] = out_of_memory(slices[going[0]], error)
+        self.halvings += 1
+        # After the except block, whose traceback holds the tensors of the attempt.
+        torch.cuda.empty_cache()
+        if len(going) == 1:
+            return []
+        return [part for half in halves(slices, going) for part in self._halved(slices, half, in_flight)]
 
     def _is_orphan(self, piece: Slice, index: int, in_flight: InFlightStep) -> bool:
         """Whether the slice awaits a token that does not come, because the slice that samples it was given up."""
@@ -184,27 +204,23 @@ class Worker:
             return True
         return False
 
-    def _attempt(
-        self, slices: Sequence[Slice], going: Sequence[int], in_flight: InFlightStep
-    ) -> tuple[SampledTokens | None, dict[Request, int]]:
-        """Run the slices at the indexes in `going`. Returns the sampled tokens and the row of each request."""
-        # Discard the results of a failed attempt.
-        in_flight.scores, in_flight.chosen, in_flight.sampled = [], [], None
+    def _attempt(self, slices: Sequence[Slice], going: Sequence[int]) -> _Part:
+        """Run the slices at the indexes in `going`."""
+        part = _Part()
         pieces = [slices[index] for index in going]
         segments = [self._segment(piece) for piece in pieces]
         chosen = [at for at, piece in enumerate(pieces) if piece.samples]
         if any(segment.all_logits for segment in segments):
-            logits = self._score(pieces, segments, chosen, in_flight)
+            logits = self._score(pieces, segments, chosen, part)
         else:
             logits = self._forward(segments)
-        if not (chosen and self.model.shard.is_last):
-            return None, {}
-        in_flight.sampled = self._sampler.sample(logits, [self._sample_row(pieces[at]) for at in chosen])
-        in_flight.chosen = [going[at] for at in chosen]
-        return in_flight.sampled, {pieces[at].request: row for row, at in enumerate(chosen)}
+        if chosen and self.model.shard.is_last:
+            part.sampled = self._sampler.sample(logits, [self._sample_row(pieces[at]) for at in chosen])
+            part.chosen = [going[at] for at in chosen]
+        return part
 
     def _score(
-        self, pieces: Sequence[Slice], segments: Sequence[Segment], chosen: Sequence[int], in_flight: InFlightStep
+        self, pieces: Sequence[Slice], segments: Sequence[Segment], chosen: Sequence[int], part: _Part
     ) -> torch.Tensor:
         """Run the segments and score prompts; the logits of the rows that predict the next tokens. No more rows have
         logits at once than are scored together: those of a whole prompt may take more memory than the step."""
@@ -214,7 +230,7 @@ class Worker:
             return rows
         for piece, segment, first, end in zip(pieces, segments, batch.row_starts, batch.row_starts[1:], strict=False):
             if segment.all_logits:
-                in_flight.scores.append((piece, score_prompt(piece, rows[first:end], self.model.logits)))
+                part.scores.append((piece, score_prompt(piece, rows[first:end], self.model.logits)))
         if not chosen:
             return rows
         # A segment's last row is the one that predicts the next token.
@@ -289,8 +305,18 @@ def _sampler(model: CausalLM) -> Sampler:
     return Sampler(model.config.vocab_size, bisected_thresholds)
 
 
+def halves(slices: Sequence[Slice], going: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Two parts of these indexes with about as many tokens each: those that take most memory, and the others."""
+    ordered = sorted(going, key=lambda index: (memory_rank(slices[index]), index), reverse=True)
+    left, count = sum(slices[index].tokens for index in going) / 2, 0
+    while left > 0 and count < len(ordered) - 1:
+        left -= slices[ordered[count]].tokens
+        count += 1
+    return sorted(ordered[:count]), sorted(ordered[count:])
+
+
 def memory_rank(piece: Slice) -> tuple[bool, int, int]:
-    """Slices in the order of the memory that they take: the last of them is given up if it runs out."""
+    """Slices in the order of the memory that they take."""
     return wants_scores(piece), piece.tokens, piece.start
 
 

@@ -22,6 +22,9 @@ _log = logging.getLogger(__name__)
 # kernels.
 KERNEL_CAPABILITY = (8, 0)
 KERNEL_TRITON = (3, 6)
+_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+_ALLOCATOR_SETTINGS = "expandable_segments:True"
+_NO_MEMORY = ("out of memory", "ALLOC_FAILED", "allocate memory", "cudaErrorMemoryAllocation")
 # The module that FlashAttention 3 installs.
 FLASH_MODULE = "flash_attn_interface"
 
@@ -192,6 +195,25 @@ def choose_device(name: str, facts: CudaFacts | None = None) -> str:
     if facts.runtime and facts.present:
         warn_once(f"{why}; the model runs on the CPU, which is many times slower")
     return "cpu"
+
+
+def expand_segments() -> None:
+    """Let the allocator grow its segments, so that steps of different sizes leave no gaps that nothing fits; unless the
+    user has set the allocator up. Call before the first tensor on a card."""
+    if any(os.environ.get(name) for name in _ALLOCATOR_VARIABLES):
+        return
+    os.environ[_ALLOCATOR_VARIABLES[0]] = _ALLOCATOR_SETTINGS  # of processes that this one starts
+    try:
+        torch._C._accelerator_setAllocatorSettings(_ALLOCATOR_SETTINGS)
+    except (AttributeError, RuntimeError, ValueError) as error:
+        _log.info("the allocator keeps its settings: %s", one_line(error))
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out: torch's allocator, the driver and cuBLAS each tell it in another way."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
 
 
 def use_device(device: torch.device) -> None:

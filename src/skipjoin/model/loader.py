@@ -14,7 +14,7 @@ from skipjoin.model.attention.base import AttentionBackend
 from skipjoin.model.backends import implementations
 from skipjoin.model.causal_lm import CausalLM
 from skipjoin.model.config import DTYPES, ModelConfig, ModelError, read_json
-from skipjoin.model.cuda import check_dtype, choose_device, use_device
+from skipjoin.model.cuda import check_dtype, choose_device, expand_segments, is_out_of_memory, use_device
 from skipjoin.model.layers import Weights
 from skipjoin.model.ops.base import LayerOps
 from skipjoin.model.parallel import Alone, Group
@@ -81,9 +81,19 @@ def load_model(
         if is_dummy
         else FolderWeights(folder, config, torch_dtype, torch_device, progress)
     )
-    return CausalLM(
-        config, weights, ops=ops, attention=backend, dtype=torch_dtype, device=torch_device, group=group or Alone()
-    )
+    try:
+        return CausalLM(
+            config, weights, ops=ops, attention=backend, dtype=torch_dtype, device=torch_device, group=group or Alone()
+        )
+    except Exception as error:
+        if torch_device.type != "cuda" or not is_out_of_memory(error):
+            raise
+        free, total = (size / (1 << 30) for size in torch.cuda.mem_get_info(torch_device))
+        raise ModelError(
+            f"the weights do not fit on device {torch_device}: beside those loaded so far {free:.2f} of {total:.2f} "
+            "GiB are free; end other programs on the GPU, choose another, or set tensor_parallel_size or "
+            "pipeline_parallel_size"
+        ) from error
 
 
 def random_model(
@@ -118,7 +128,9 @@ def _places(
 ) -> tuple[torch.dtype, torch.device, LayerOps, AttentionBackend]:
     """Type, device, layer operations and attention back end of a model."""
     torch_dtype, torch_device = _dtype(dtype, config), torch.device(choose_device(device))
-    use_device(torch_device)
+    if torch_device.type == "cuda":
+        expand_segments()
+        use_device(torch_device)
     lost = check_dtype(torch_dtype, dtype != "auto", torch_device)
     return torch_dtype, torch_device, *implementations(attention, torch_dtype, torch_device, lost)
 

@@ -54,6 +54,24 @@ class SampledTokens(NamedTuple):
     report: HostCopy[list[Sampled]]
 
 
+def joined(parts: Sequence[SampledTokens]) -> SampledTokens | None:
+    """The tokens of all parts in order; None: there are no parts."""
+    if len(parts) < 2:
+        return parts[0] if parts else None
+    tokens = torch.cat([part.tokens for part in parts])
+    return SampledTokens(tokens, JoinedReports([part.report for part in parts]))
+
+
+class JoinedReports(HostCopy[list[Sampled]]):
+    """Reports that are on their way, one after the other."""
+
+    def __init__(self, parts: Sequence[HostCopy[list[Sampled]]]) -> None:
+        self._parts = parts
+
+    def read(self) -> list[Sampled]:
+        return [sampled for part in self._parts for sampled in part.read()]
+
+
 class PromptLogprob(NamedTuple):
     """Log-probability of a given token, the likeliest tokens in its place, and its rank (1: likeliest)."""
 

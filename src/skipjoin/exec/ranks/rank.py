@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 
 import msgspec
-import torch
 
 from skipjoin.core.step import StepPlan, StepResult
 from skipjoin.exec.ranks.messages import Done, FromRank, RankFailed
 from skipjoin.exec.ranks.plan_messages import OutOfStepError, PlanReader
 from skipjoin.exec.worker import Worker
+from skipjoin.model.cuda import is_out_of_memory
 from skipjoin.model.parallel import GroupError
 
 _log = logging.getLogger(__name__)
@@ -68,6 +68,6 @@ class Rank:
             f"{type(error).__name__}: {error}",
             lost_peer=isinstance(error, GroupError),
             out_of_step=isinstance(error, OutOfStepError),
-            out_of_memory=isinstance(error, torch.OutOfMemoryError | MemoryError),
+            out_of_memory=is_out_of_memory(error),
         )
         return self._failure

@@ -136,8 +136,8 @@ class RankActor:
         peak = measure_peak(loaded, model.largest, model.block_size)
         spec = rank_spec_of(loaded, model.block_size, self._threads, model.swap_dtype)
         self._graph_sizes = model.graph_sizes if replays(loaded) else ()
-        graphs_take = graph_bytes(loaded, self._graph_sizes, peak)
-        return spec, memory_budget_of(loaded, model.gpu_share, ranks_here, peak=peak, graph_bytes=graphs_take)
+        graphs_take = graph_bytes(loaded, self._graph_sizes, peak.decodes)
+        return spec, memory_budget_of(loaded, model.gpu_share, ranks_here, peak=peak.all, graph_bytes=graphs_take)
 
     def progress(self) -> float:
         """The share of the weights that is loaded, in [0, 1]."""

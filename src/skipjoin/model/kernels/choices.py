@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from skipjoin.model.batch import PackedBatch, Segment
+from skipjoin.model.cuda import is_out_of_memory
 from skipjoin.model.kernels import decode_attention as decode
 from skipjoin.model.kernels import paged, tuning
 from skipjoin.model.kernels import prefill_attention as prefill
@@ -90,7 +91,9 @@ def tune_attention(
         for size in sizes:
             try:
                 measure(size, processors)
-            except torch.OutOfMemoryError as error:
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
                 first = str(error).partition("\n")[0]
                 _log.warning("too little memory to measure kernel sizes; the default sizes are used: %s", first)
                 return

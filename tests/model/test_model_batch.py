@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 
@@ -43,6 +45,27 @@ def test_both_ends_of_blocks():
     assert batch.positions.tolist() == [2, 3, 4, 0, 1, 3, 4]
     assert (batch.offsets.tolist(), batch.reversed.tolist(), batch.plain) == ([1, 0, 3], [0, 1, 1], False)
     assert PackedBatch.build([Segment([1], 4, [0, 1])], 4).plain
+
+
+def test_decodes_alone_are_packed_as_beside_a_prompt():
+    draw = random.Random(0)
+    decodes = []
+    for number in range(20):
+        start = draw.randrange(40)
+        blocks = [draw.randrange(90) for _ in range(start // 4 + 1 + draw.randrange(3))]
+        decodes.append(Segment([draw.randrange(10)], start, blocks, sample=bool(number % 5), all_logits=not number % 5))
+    decodes[7] = decodes[7]._replace(tokens=(), awaits=3)
+    n, alone = len(decodes), PackedBatch.build(decodes, 4)
+    beside = PackedBatch.build([*decodes, Segment([1, 2], 0, [95])], 4)
+    for name in ("token_ids", "positions", "slots", "sources", "context_lens", "offsets", "reversed"):
+        assert getattr(alone, name).tolist() == getattr(beside, name)[:n].tolist(), name
+    assert alone.block_tables.tolist() == beside.block_tables[:n].tolist()
+    assert alone.query_start.tolist() == beside.query_start[: n + 1].tolist()
+    assert alone.logit_rows is None
+    assert (alone.starts, alone.lengths, alone.row_starts) == (beside.starts[:n], [1] * n, beside.row_starts[: n + 1])
+    assert (alone.max_context, alone.plain, alone.decode_only) == (beside.max_context, True, True)
+    assert alone.max_block == max(max(segment.blocks) for segment in decodes)
+    assert PackedBatch.build(decodes[:7], 4).sources is None
 
 
 def test_all_rows_need_no_index():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import accumulate, chain, pairwise, repeat
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -138,6 +138,8 @@ class PackedBatch:
         block, or a batch that does not fit `graph_buffers`.
         """
         n = len(segments)
+        if n and graph_buffers is None and all(map(_is_plain_decode, segments)):
+            return cls._of_decodes(segments, block_size, torch.device(device))
         lengths, starts = [s.length for s in segments], [s.start for s in segments]
         if n == 0 or min(lengths) == 0:
             raise ValueError("a batch needs at least one segment, and a segment at least one token")
@@ -200,6 +202,56 @@ class PackedBatch:
             plain=plain,
         )
 
+    @classmethod
+    def _of_decodes(cls, segments: Sequence[Segment], block_size: int, device: torch.device) -> PackedBatch:
+        """As `build`, of segments that `_is_plain_decode` allows: most steps have no others, and then array operations
+        on so few numbers would cost more than the numbers."""
+        n = len(segments)
+        width = max(len(segment.blocks) for segment in segments)
+        tokens, starts, slots, sources = [], [], [], []
+        tables: list[Sequence[int]] = []
+        for i, (known, start, blocks, _, _, awaits, _, _) in enumerate(segments):
+            held = len(blocks)
+            if start < 0:
+                raise ValueError(f"segment {i} starts at {start}")
+            if start >= held * block_size:
+                raise ValueError(f"segment {i} needs {start + 1} slots, its blocks have {held * block_size}")
+            tokens.append(known[0] if awaits is None else 0)
+            starts.append(start)
+            slots.append(blocks[start // block_size] * block_size + start % block_size)
+            sources.append(-1 if awaits is None else awaits)
+            tables.append(blocks)
+            if held < width:
+                tables.append((0,) * (width - held))
+        contexts = [start + 1 for start in starts]
+        sizes = _sizes(n, n, width, 0)
+        # In the order of `_Parts`; the zeros are offsets and directions.
+        numbers = chain(tokens, starts, slots, sources, range(n + 1), contexts, repeat(0, 2 * n), *tables)
+        flat = np.fromiter(numbers, np.int64, sum(sizes))
+        in_tables = flat[-n * width :]
+        if (lowest := int(in_tables.min())) < 0:
+            raise ValueError(f"block {lowest} does not exist")
+        parts = _Parts(*to_device(torch.from_numpy(flat), device).split_with_sizes(sizes))
+        return cls(
+            parts.token_ids,
+            parts.positions,
+            parts.slots,
+            parts.sources if any(segment.awaits is not None for segment in segments) else None,
+            parts.query_start,
+            parts.context_lens,
+            parts.offsets,
+            parts.reversed,
+            parts.tables.view(n, width),
+            None,
+            row_starts=list(range(n + 1)),
+            starts=starts,
+            lengths=[1] * n,
+            max_context=max(contexts),
+            max_block=int(in_tables.max()),
+            block_size=block_size,
+            plain=True,
+        )
+
 
 class _Parts(NamedTuple):
     """The parts of a batch's buffer, in order."""
@@ -216,13 +268,20 @@ class _Parts(NamedTuple):
     wanted: Any
 
 
+def _sizes(tokens: int, segments: int, width: int, rows: int) -> _Parts:
+    """Numbers in the parts of a batch's buffer."""
+    return _Parts(tokens, tokens, tokens, tokens, segments + 1, segments, segments, segments, segments * width, rows)
+
+
 def _bounds(tokens: int, segments: int, width: int, rows: int) -> list[int]:
     """Boundaries of the parts of a batch's buffer."""
-    sizes = _Parts(
-        tokens, tokens, tokens, tokens, segments + 1, segments, segments, segments, segments * width, rows
-    )  # fmt: skip
-    bounds: list[int] = np.cumsum((0, *sizes)).tolist()
-    return bounds
+    return list(accumulate(_sizes(tokens, segments, width, rows), initial=0))
+
+
+def _is_plain_decode(segment: Segment) -> bool:
+    """Whether it is one token, whose logits are wanted, of a sequence that fills its blocks from the first slot."""
+    tokens, _, _, sample, all_logits, awaits, offset, reverse = segment
+    return (sample or all_logits) and not (offset or reverse) and len(tokens) + (awaits is not None) == 1
 
 
 def _fill_tables(tables: np.ndarray, segments: Sequence[Segment], held: np.ndarray) -> None:

@@ -25,6 +25,7 @@ from skipjoin.engine.build import EngineInfo, assemble
 from skipjoin.engine.forecasting import Predicted
 from skipjoin.engine.load import model_folder
 from skipjoin.engine.sizing import host_blocks
+from skipjoin.engine.text import Choice
 from skipjoin.exec import rank_spec
 from skipjoin.exec.rank_spec import MemoryBudget
 from skipjoin.model.config import ModelError
@@ -61,6 +62,25 @@ def test_texts_and_token_ids_are_the_same_prompt(llm: LLM) -> None:
     by_text, by_ids = llm.generate(["Spell apple\n"], GREEDY) + llm.generate([ids], GREEDY)
     assert by_text.token_ids == by_ids.token_ids == llm.generate(ids, GREEDY)[0].token_ids
     assert by_text.prompt_token_ids == ids
+
+
+@pytest.mark.parametrize(("stop", "order"), [((), "psptsptst"), (("never",), "pstpstpst")])
+def test_text_is_made_while_the_next_step_runs_unless_it_may_end_it(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, stop: tuple[str, ...], order: str
+) -> None:
+    """p: a plan is submitted; s: its result is applied; t: a token becomes text."""
+    calls: list[str] = []
+    core, executor = llm.engine.core, llm.engine.executor
+    for owner, name, letter in ((executor, "submit", "p"), (core, "finish_step", "s"), (Choice, "take", "t")):
+        inner = getattr(owner, name)
+
+        def noted(*args: Any, inner: Callable[..., Any] = inner, letter: str = letter) -> Any:
+            calls.append(letter)
+            return inner(*args)
+
+        monkeypatch.setattr(owner, name, noted)
+    llm.generate("Count", SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, stop=stop))
+    assert "".join(calls) == order
 
 
 def test_a_prompt_that_is_given_up_says_why_and_the_others_go_on(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -178,8 +178,10 @@ class LLM:
                 running[self._next_id] = _Running(Generation(text, prompt), choice, predicted)
                 self._next_id += 1
             results = [one.generation for one in running.values()]
+            # A stop string ends a request between two steps, so that the next one must not have begun.
+            ahead = not any(one.stop for one in each)
             with self._progress() as bars:
-                self._drain(running, bars, bars.add_task("generating", total=len(ids)))
+                self._drain(running, bars, bars.add_task("generating", total=len(ids)), ahead=ahead)
         finally:
             # A refused prompt or an interrupt must not leave the others running.
             for request_id, one in running.items():
@@ -187,11 +189,13 @@ class LLM:
                 self._learn(one, FinishReason.ABORT)
         return results
 
-    def _drain(self, running: dict[int, _Running], bars: Progress, task: TaskID) -> None:
-        """Run the loop until all requests have ended."""
+    def _drain(self, running: dict[int, _Running], bars: Progress, task: TaskID, *, ahead: bool) -> None:
+        """Run the loop until all requests have ended. ahead: make text of a step's tokens while the next one runs."""
         cached: dict[int, int] = {}
         while running:
             events = self._loop.step()
+            if ahead:
+                self._loop.submit()
             for event in events:
                 if isinstance(event, Admitted):
                     cached.setdefault(event.request.id, event.cached)

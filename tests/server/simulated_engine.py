@@ -63,6 +63,7 @@ class SimulatedLoop:
         )
         self.core = EngineCore(Scheduler(build(config.recipe, settings), KVLedger(blocks, 0, BLOCK_SIZE)))
         self.on_plan: Callable[[StepPlan], object] = lambda plan: None
+        self._plan: StepPlan | None = None
         self._step_s = step_s
         self._context = context
 
@@ -103,12 +104,17 @@ class SimulatedLoop:
 
     @property
     def idle(self) -> bool:
-        return not self.core.requests
+        return not self.core.requests and self._plan is None
+
+    def submit(self) -> None:
+        if self._plan is None and (plan := self.core.start_step(time.monotonic())) is not None:
+            self.on_plan(plan)
+            self._plan = plan
 
     def step(self) -> list[Event]:
-        plan = self.core.start_step(time.monotonic())
+        self.submit()
+        plan, self._plan = self._plan, None
         if plan is not None:
-            self.on_plan(plan)
             time.sleep(self._step_s)
             if any(_is_lost(piece.request, POISON) for piece in plan.slices):
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -301,6 +301,23 @@ def test_an_engine_with_a_block_in_two_places_ends() -> None:
         recover_blocks(kv, is_idle=False)
 
 
+def test_the_next_step_has_begun_when_the_outcome_of_one_is_sent() -> None:
+    latest: list[int] = []
+
+    class Watching(Wire):
+        def send(self, frame: bytes, flags: int) -> None:
+            super().send(frame, flags)
+            message = self.sent[-1]
+            if isinstance(message, StepOutputs) and message.tokens:
+                latest.append(loop.core.scheduler.latest_plan)
+
+    wire = Watching(Add(1, [5, 6, 7], SamplingParams(max_tokens=4, ignore_eos=True)))
+    loop = SimulatedLoop(Setup(EngineConfig(), "", 0), 0.0, BLOCKS, 100)
+    EngineServer(wire, os.getppid()).run(loop, EngineMetrics(device_blocks=BLOCKS, block_size=16, block_bytes=1))  # type: ignore[arg-type]
+    first = latest[0] - 1
+    assert [plan - first for plan in latest] == [1, 2, 3, 3]
+
+
 # -- over real processes ----------------------------------------------------------------------------------------
 
 

@@ -32,14 +32,16 @@ class StepDriver:
         self._on_plan = on_plan
         self.in_flight: deque[Handle] = deque()
 
-    def turn(self) -> StepResult | None:
-        """The result of the oldest plan, applied to the core; None where no plan is in flight and none can be made.
-
-        Raises what the executor raises, such as `RankError`.
-        """
+    def fill(self) -> None:
+        """Submit all plans that can be made now. Raises what the executor raises, such as `RankError`."""
         while (plan := self.core.start_step(self.clock())) is not None:
             self._on_plan(plan)
             self.in_flight.append(self.executor.submit(plan, self.clock()))
+
+    def turn(self) -> StepResult | None:
+        """`fill`, then the result of the oldest plan, applied to the core; None where no plan is in flight and none can
+        be made. Raises as `fill`."""
+        self.fill()
         if not self.in_flight:
             return None
         result = self.in_flight.popleft().result()

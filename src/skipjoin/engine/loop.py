@@ -95,6 +95,14 @@ class EngineLoop:
         """Whether no request is left, no plan is in flight, and no KV is moving."""
         return not (self.core.requests or self._driver.in_flight or self.core.kv.is_moving)
 
+    def submit(self) -> None:
+        """Fill the pipeline, as `step` does first: what is done between the two is done while the model runs. The next
+        `step` returns the events. Raises as `step`."""
+        try:
+            self._driver.fill()
+        except RankError as error:
+            self._restart(error)
+
     def step(self) -> list[Event]:
         """One turn: fill the pipeline, wait for its oldest plan, commit it. Returns the events, in order.
 
@@ -106,17 +114,21 @@ class EngineLoop:
                 self.engine.executor.check()
             self._driver.turn()
         except RankError as error:
-            self._driver.in_flight.clear()
-            self.core.restart(self.clock())
-            if (blamed := self._losses.blame(self._running, error)) is not None:
-                request, why = blamed
-                self.core.abort(request.id, self.clock(), FinishReason.ERROR, why)
-            self._running.clear()
-            self.engine.executor.restart(error)
+            self._restart(error)
         events = self.core.take_events()
         if self._targets is not None:
             self._targets.observe(events)
         return events
+
+    def _restart(self, error: RankError) -> None:
+        """Start all ranks again, without the request that is to blame for the loss of one."""
+        self._driver.in_flight.clear()
+        self.core.restart(self.clock())
+        if (blamed := self._losses.blame(self._running, error)) is not None:
+            request, why = blamed
+            self.core.abort(request.id, self.clock(), FinishReason.ERROR, why)
+        self._running.clear()
+        self.engine.executor.restart(error)
 
     def _tell_plan(self, plan: StepPlan) -> None:
         self._running.append(plan)

@@ -92,6 +92,7 @@ class Loop(Protocol):
     def abort(self, request_id: int, reason: FinishReason = FinishReason.ABORT) -> bool: ...
     @property
     def idle(self) -> bool: ...
+    def submit(self) -> None: ...
     def step(self) -> list[Event]: ...
     def close(self) -> None: ...
 
@@ -275,14 +276,17 @@ class EngineServer:
         digest = self._digest
         loop.on_plan = self._begin
         while not self._stopping and os.getppid() == self._parent and not self.is_alone:
-            # Messages are taken between steps; only an idle engine waits for one.
-            self._read_inbox(loop, wait=loop.idle)
+            # Only an idle engine waits for messages. After an abort of the last request it is idle, but its events are
+            # still to be sent.
+            self._read_inbox(loop, wait=loop.idle and not loop.core.scheduler.events)
             self.pulse.turned()
             begin = time.monotonic()
-            # After an abort of the last request the engine is idle, but its events are still to be sent.
             events = loop.step()
-            step = digest.fold(events)
             done = not loop.core.requests
+            # The next step begins with what has arrived, and runs while the outcome of this one is sent.
+            self._read_inbox(loop, wait=False)
+            loop.submit()
+            step = digest.fold(events)
             if step is not None and not done:
                 self._send_step(step)
             metrics.observe(events)

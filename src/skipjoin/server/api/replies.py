@@ -127,7 +127,8 @@ class StreamReply(Response):
             async with _watched(self._endpoint, self._job, scope, receive) as run:
                 await send({"type": "http.response.start", "status": 200, "headers": _EVENT_STREAM})
                 try:
-                    last = await self._send_all(run, send)
+                    # In a task of its own: each token would resume all calls of the framework around this one, too.
+                    last = await asyncio.create_task(self._send_all(run, send))
                 except ApiError as error:
                     last = _last_event(scope, error)
                 except EngineError as error:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from skipjoin.container import free_memory, oom_kills
+from skipjoin.container import free_memory, oom_kills, usable_cpus
 
 V1, V2 = "cgroup cgroup rw,memory", "cgroup2 cgroup2 rw,nsdelegate"
 NO_LIMIT = str((1 << 63) - 4096)
@@ -77,3 +77,34 @@ def test_limits_of_both_versions(tmp_path: Path, case: tuple[str, list[str], dic
 def test_files_that_make_no_sense_are_no_limit(tmp_path: Path) -> None:
     files = folder("sys/fs/cgroup", "many", 1, 1, version=2)
     assert free_memory(system(tmp_path, "0::/\n", [f"9 8 0:1 / /sys/fs/cgroup rw - {V2}"], files)) is None
+
+
+def quota_files(path: str, limit: str, *, version: int) -> dict[str, str]:
+    if version == 2:
+        return {f"{path}/cpu.max": f"{limit} 100000\n"}
+    return {f"{path}/cpu.cfs_quota_us": f"{limit}\n", f"{path}/cpu.cfs_period_us": "100000\n"}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        ("0::/", f"/ /sys/fs/cgroup rw - {V2}", quota_files("sys/fs/cgroup", "250000", version=2), 3),
+        ("0::/", f"/ /sys/fs/cgroup rw - {V2}", quota_files("sys/fs/cgroup", "max", version=2), 8),
+        ("0::/", f"/ /sys/fs/cgroup rw - {V2}", quota_files("sys/fs/cgroup", "1000", version=2), 1),
+        (
+            "0::/a/b",
+            f"/ /sys/fs/cgroup rw - {V2}",
+            quota_files("sys/fs/cgroup/a/b", "600000", version=2) | quota_files("sys/fs/cgroup/a", "400000", version=2),
+            4,
+        ),
+        ("3:cpu,cpuacct:/x", "/x /cpu rw - cgroup cgroup rw,cpu,cpuacct", quota_files("cpu", "150000", version=1), 2),
+        ("3:cpu,cpuacct:/x", "/x /cpu rw - cgroup cgroup rw,cpu,cpuacct", quota_files("cpu", "-1", version=1), 8),
+        ("0::/", f"/ /sys/fs/cgroup rw - {V2}", {"sys/fs/cgroup/cpu.max": "some\n"}, 8),
+        ("", "", {}, 8),
+    ],
+)
+def test_processors_that_a_quota_leaves(case, tmp_path: Path, monkeypatch) -> None:
+    own, mount, files, cpus = case
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(8)))
+    mounts = [f"9 8 0:1 {mount}"] if mount else []
+    assert usable_cpus(system(tmp_path, own, mounts, files)) == cpus

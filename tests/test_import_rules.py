@@ -55,8 +55,8 @@ ALLOWED = {
     "exec.base": {"core"},
     "exec.simulated": {"core", "exec.base"},
     "exec": {"container", "core", "model", "exec", "policies.cost", "profile", "machine", "sampling", "version"},
-    "exec.ranks": {"core", "model", "exec", "exec.ranks", "profile", "sampling", "version"},
-    "model": {"durable", "folders", "model", "sampling"},
+    "exec.ranks": {"container", "core", "model", "exec", "exec.ranks", "profile", "sampling", "version"},
+    "model": {"container", "durable", "folders", "model", "sampling"},
     "builtin": set[str](),
     "engine": {
         "builtin",

@@ -1,10 +1,12 @@
-"""Memory limits of the container that this process runs in: cgroups of versions 1 and 2.
+"""Limits of memory and processors of the container that this process runs in: cgroups of versions 1 and 2.
 
 Every function takes the root of the file system, which tests replace.
 """
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -14,7 +16,7 @@ ROOT = Path("/")
 
 
 class _Names(NamedTuple):
-    """Files of a version. cache: the line of memory.stat with page cache that the kernel can drop."""
+    """Files of a version about memory. cache: the line of memory.stat with page cache that the kernel can drop."""
 
     limit: str
     usage: str
@@ -31,17 +33,39 @@ _VERSIONS = {
 def free_memory(root: Path = ROOT) -> int | None:
     """Bytes that this process may still use under the tightest limit of its cgroup and those above it, page cache that
     can be dropped included. None: there is no limit."""
-    return min((left for folder, names in _folders(root) if (left := _left(folder, names)) is not None), default=None)
+    folders = _folders(root, "memory")
+    return min((left for folder, kind in folders if (left := _left(folder, _VERSIONS[kind])) is not None), default=None)
 
 
 def oom_kills(root: Path = ROOT) -> int:
     """Processes of this cgroup, or else of the machine, that the kernel has killed for lack of memory."""
-    for folder, names in _folders(root):
+    for folder, kind in _folders(root, "memory"):
         with suppress(OSError, ValueError, KeyError):
-            return _table(folder / names.kills)["oom_kill"]
+            return _table(folder / _VERSIONS[kind].kills)["oom_kill"]
     with suppress(OSError, ValueError, KeyError):
         return _table(root / "proc/vmstat")["oom_kill"]
     return 0
+
+
+def usable_cpus(root: Path = ROOT) -> int:
+    """Threads that can run at once: the processors that this process may use, or less under a quota of its cgroup or
+    one above it; part of a processor counts as one."""
+    affine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quotas = [quota for folder, kind in _folders(root, "cpu") if (quota := _quota(folder, kind)) is not None]
+    return max(1, min(affine, *(math.ceil(quota) for quota in quotas)) if quotas else affine)
+
+
+def _quota(folder: Path, kind: str) -> float | None:
+    """Processors' worth of time that a cgroup may use; None: there is no limit."""
+    try:
+        if kind == "cgroup2":
+            limit, period = (folder / "cpu.max").read_text(encoding="ascii").split()
+        else:
+            limit = (folder / "cpu.cfs_quota_us").read_text(encoding="ascii").strip()
+            period = (folder / "cpu.cfs_period_us").read_text(encoding="ascii")
+        return None if limit in ("max", "-1") else int(limit) / int(period)
+    except (OSError, ValueError, ZeroDivisionError):
+        return None
 
 
 def _left(folder: Path, names: _Names) -> int | None:
@@ -62,10 +86,11 @@ def _table(file: Path) -> dict[str, int]:
     return {words[0]: int(words[1]) for words in lines if len(words) == 2}
 
 
-def _folders(root: Path) -> Iterator[tuple[Path, _Names]]:
-    """The folders of this process's memory cgroup and of those above it, as far as they are mounted here."""
-    paths = _own_paths(root)
-    for kind, top, mount in _mounts(root):
+def _folders(root: Path, controller: str) -> Iterator[tuple[Path, str]]:
+    """The folders of this process's cgroup and of those above it, as far as they are mounted here, with the version of
+    each, in every hierarchy that may have this controller."""
+    paths = _own_paths(root, controller)
+    for kind, top, mount in _mounts(root, controller):
         own = paths.get(kind)
         if own is None:
             continue
@@ -73,27 +98,27 @@ def _folders(root: Path) -> Iterator[tuple[Path, _Names]]:
         folder = root / mount.lstrip("/")
         below = [part for part in inside.split("/") if part and part != ".."]
         for depth in range(len(below), -1, -1):
-            yield folder.joinpath(*below[:depth]), _VERSIONS[kind]
+            yield folder.joinpath(*below[:depth]), kind
 
 
-def _own_paths(root: Path) -> dict[str, str]:
-    """By version, the path of this process's cgroup in the hierarchy that may limit memory."""
+def _own_paths(root: Path, controller: str) -> dict[str, str]:
+    """By version, the path of this process's cgroup in the hierarchy that may have the controller."""
     found = {}
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
         if not controllers:
             found["cgroup2"] = path
-        elif "memory" in controllers.split(","):
+        elif controller in controllers.split(","):
             found["cgroup"] = path
     return found
 
 
-def _mounts(root: Path) -> Iterator[tuple[str, str, str]]:
-    """Version, root within the hierarchy, and mount point of every hierarchy that may limit memory."""
+def _mounts(root: Path, controller: str) -> Iterator[tuple[str, str, str]]:
+    """Version, root within the hierarchy, and mount point of every hierarchy that may have the controller."""
     for line in _lines(root / "proc/self/mountinfo"):
         place, _, source = line.partition(" - ")
         kind, _, options = source.split(" ", 2)
-        if kind == "cgroup2" or (kind == "cgroup" and "memory" in options.rsplit(" ", 1)[-1].split(",")):
+        if kind == "cgroup2" or (kind == "cgroup" and controller in options.rsplit(" ", 1)[-1].split(",")):
             fields = place.split(" ")
             yield kind, fields[3], fields[4]
 

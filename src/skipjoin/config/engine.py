@@ -77,7 +77,8 @@ class EngineConfig:
         bool, Knob("Launch the kernels of decode steps one by one, without CUDA graphs.", group=MODEL)
     ] = False
     threads: Annotated[
-        int | None, Knob("CPU threads of the model (default: all).", low=1, high=1 << 31, group=MODEL)
+        int | None,
+        Knob("CPU threads of the model (default: as many as can run at once).", low=1, high=1 << 31, group=MODEL),
     ] = None
     seed: Annotated[int, Knob("From which requests without a seed draw theirs.", group=MODEL)] = 0
     recipe: Annotated[

@@ -21,6 +21,7 @@ from skipjoin.exec.rank_spec import MemoryBudget, ModelExecutor, RankSpec, make_
 from skipjoin.exec.warm_up import warm_up
 from skipjoin.model.config import ModelConfig
 from skipjoin.model.loader import load_model, resolve_folder
+from skipjoin.model.ops.threads import default_threads
 from skipjoin.model.parallel import check_shards
 from skipjoin.profile import ProfileKey
 from skipjoin.version import VERSION
@@ -65,8 +66,8 @@ def load(config: EngineConfig, on_progress: OnProgress = lambda what, share: Non
 
 def _load_here(config: EngineConfig, folder: Path, max_len: int, on_progress: OnProgress) -> LocalExecutor:
     """Load the whole model in this process."""
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
+    threads = default_threads(config.threads)
+    torch.set_num_threads(threads)
     model = load_model(
         folder,
         dtype=config.dtype,
@@ -83,13 +84,13 @@ def _load_here(config: EngineConfig, folder: Path, max_len: int, on_progress: On
     sizes = _graph_sizes(config) if replays(model) else ()
     graphs_take = graph_bytes(model, sizes, peak.decodes)
     budget = memory_budget_of(model, config.gpu_memory_utilization, peak=peak.all, graph_bytes=graphs_take)
-    rank_specs = (rank_spec_of(model, config.block_size, torch.get_num_threads(), config.swap_dtype),)
+    rank_specs = (rank_spec_of(model, config.block_size, threads, config.swap_dtype),)
     blocks, host_blocks = _pools(config, rank_specs, (budget,), max_len)
     store = make_store(model, blocks, host_blocks, config.block_size, config.swap_dtype)
     warm_up(model, store.device, largest, partial(on_progress, "compiling kernels"))
     on_record = partial(on_progress, "recording decode steps")
     graphs = record_graphs(model, store.device, sizes, max_len, on_record) if sizes else None
-    return LocalExecutor(model, store, threads=config.threads, graphs=graphs)
+    return LocalExecutor(model, store, threads=threads, graphs=graphs)
 
 
 def _load_ranks(config: EngineConfig, folder: Path, max_len: int, on_progress: OnProgress) -> RankedExecutor:

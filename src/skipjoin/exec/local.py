@@ -37,10 +37,10 @@ class LocalHandle:
         return self._result
 
 
-def _begin_thread(device: torch.device, threads: int) -> None:
-    """Settings that every thread has of its own: its card, and OpenMP's thread count."""
-    use_device(device)
-    torch.set_num_threads(threads)
+def _begin_thread(model: CausalLM, threads: int) -> None:
+    """Settings that every thread has of its own: its card, and its thread count."""
+    use_device(model.device)
+    model.ops.use_threads(threads)
 
 
 class LocalExecutor:
@@ -69,7 +69,7 @@ class LocalExecutor:
             max_workers=1,
             thread_name_prefix="skipjoin-model",
             initializer=_begin_thread,
-            initargs=(model.device, threads),
+            initargs=(model, threads),
         )
         self.rank_specs = (rank_spec_of(model, store.device.block_size, threads, store.swap_dtype),)
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from skipjoin.container import usable_cpus
 from skipjoin.core.step import Direction
 from skipjoin.exec.base import RankError
 from skipjoin.exec.graphs import DecodeGraphs, graph_bytes, record_graphs, replays
@@ -118,7 +119,7 @@ class RankActor:
         ranks_here: ranks on this node. Raises `ModelError`, `GroupError`.
         """
         device = choose_device(model.device)
-        self._threads = model.threads or max(1, len(os.sched_getaffinity(0)) // ranks_here)
+        self._threads = model.threads or max(1, usable_cpus() // ranks_here)
         self._block_size, self._swap_dtype, self._largest = model.block_size, model.swap_dtype, model.largest
         torch.set_num_threads(self._threads)
         group: Group = Alone() if meeting is None else self._join(shard, meeting, device)
@@ -173,7 +174,7 @@ class RankActor:
         """Carry out plans until the engine disconnects; then end this process. address, secret: of the engine's
         `RankListener`."""
         assert self._store is not None
-        torch.set_num_threads(self._threads)  # the count is per thread, and this is a different thread
+        self._loaded.ops.use_threads(self._threads)  # the count is per thread, and this is a different thread
         rank = Rank(Worker(self._loaded, self._store, graphs=self._graphs))
         with contextlib.suppress(EOFError, OSError, RankError):
             connection = connect(address, secret, self._loaded.shard.rank)

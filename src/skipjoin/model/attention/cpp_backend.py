@@ -10,6 +10,7 @@ from skipjoin.model.attention.check import agrees
 from skipjoin.model.batch import PackedBatch
 from skipjoin.model.config import ModelConfig
 from skipjoin.model.kv_cache import PagedKV
+from skipjoin.model.ops.threads import threads_here
 from skipjoin.model.parallel import Shard
 
 _I, _P = ctypes.c_int64, ctypes.c_void_p
@@ -88,7 +89,7 @@ class CppAttention:
             batch.block_tables.data_ptr(), *ends, *batch.block_tables.shape, kv.block_size,
             heads, key.shape[1], dim, window, scale,
         )  # fmt: skip
-        self._run(query.dtype == torch.bfloat16, call, torch.get_num_threads())
+        self._run(query.dtype == torch.bfloat16, call, threads_here())
         return out
 
     def rotate(self, query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> None:
@@ -96,7 +97,7 @@ class CppAttention:
         for x in (query, key):
             self._rotate(
                 x.dtype == torch.bfloat16, x.data_ptr(), x.shape[0], x.stride(0), x.shape[1], x.stride(1),
-                positions.data_ptr(), cos_sin.data_ptr(), cos_sin.shape[1] // 2, torch.get_num_threads(),
+                positions.data_ptr(), cos_sin.data_ptr(), cos_sin.shape[1] // 2, threads_here(),
             )  # fmt: skip
 
 

@@ -41,6 +41,10 @@ class LayerOps(Protocol):
 
     name: str
 
+    def use_threads(self, count: int) -> None:
+        """Use this many CPU threads for what the calling thread computes, torch's operations included."""
+        ...
+
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None = None) -> Linear:
         """Prepare [out, in] weights; may take ownership of the tensor. activation: a `ModelConfig.activation`, which
         follows the bias (fused as in ALISE section 3.3)."""

@@ -17,8 +17,8 @@ from skipjoin.folders import cache_folder
 
 _log = logging.getLogger(__name__)
 
-_SOURCES = ("layer_ops.cpp", "paged_attention.cpp", "block_copy.cpp", "block_quant.cpp")
-_FLAGS = ("-O3", "-march=native", "-fopenmp", "-std=c++17", "-shared", "-fPIC")
+_SOURCES = ("layer_ops.cpp", "paged_attention.cpp", "block_copy.cpp", "block_quant.cpp", "pool.cpp")
+_FLAGS = ("-O3", "-march=native", "-pthread", "-std=c++17", "-shared", "-fPIC")
 # A compiler that takes longer hangs.
 _TIMEOUT_S = 300
 

@@ -9,6 +9,7 @@ import torch
 
 from skipjoin.model.large_pages import Arena
 from skipjoin.model.ops.base import Norm
+from skipjoin.model.ops.threads import share_between, threads_here
 from skipjoin.model.ops.torch_ops import ACTIVATIONS, TorchLayerNorm, TorchRMSNorm
 
 CPP_DTYPES = (torch.float32, torch.bfloat16)
@@ -19,7 +20,7 @@ _I, _P = c_int64, c_void_p
 _SIGNATURES = {
     "skipjoin_scratch_bytes": ([_I] * 4, c_int64),
     "skipjoin_packed_bytes": ([_I] * 4, c_int64),
-    "skipjoin_pack_weights": ([_I, _P, _I, _I, _I, _P], None),
+    "skipjoin_pack_weights": ([_I, _P, _I, _I, _I, _P, _I], None),
     "skipjoin_linear": ([_I, _P, _I, _I, _P, _P, _I, _I, _P, _I, _I, _I, _P, _I], None),
     "skipjoin_rms_norm": ([_I, _P, _I, _I, _I, _I, _I, _P, c_float, _P, _I], None),
 }
@@ -38,6 +39,11 @@ class CppOps:
         self.bf16 = int(dtype == torch.bfloat16)
         self.arena = Arena()
         self._scratch = torch.empty(0, dtype=torch.uint8)
+
+    def use_threads(self, count: int) -> None:
+        share_between(count)
+        # What is left to torch is small, and its threads would spin on the cores of those that do the work.
+        torch.set_num_threads(1)
 
     def scratch(self, m: int, k: int, threads: int) -> int:
         """Address of a buffer for the inputs [m, k] of a product by this many threads."""
@@ -71,7 +77,7 @@ class CppRMSNorm(TorchRMSNorm):
         inner, inner_stride = (x.shape[1], x.stride(1)) if x.dim() == 3 else (1, 0)
         self._ops.library.skipjoin_rms_norm(
             self._ops.bf16, x.data_ptr(), x.shape[0], x.stride(0), inner, inner_stride, x.shape[-1],
-            self.weight.data_ptr(), self.eps, out.data_ptr(), torch.get_num_threads(),
+            self.weight.data_ptr(), self.eps, out.data_ptr(), threads_here(),
         )  # fmt: skip
         return out
 
@@ -89,7 +95,7 @@ class CppLinear:
         self._packed = ops.arena.take(packed_bytes)
         weight = weight.contiguous()
         ops.library.skipjoin_pack_weights(
-            ops.bf16, weight.data_ptr(), self._n, self._k, self._gated, self._packed.data_ptr()
+            ops.bf16, weight.data_ptr(), self._n, self._k, self._gated, self._packed.data_ptr(), threads_here()
         )
         self._bias = None if bias is None else _in_panels(bias.float(), gated)
         self.weight_bytes = packed_bytes + (0 if self._bias is None else self._bias.nbytes)
@@ -104,7 +110,7 @@ class CppLinear:
         return None if then is None else then(total)
 
     def _run(self, x: torch.Tensor, out: torch.Tensor, add: int) -> None:
-        ops, m, threads = self._ops, x.shape[0], torch.get_num_threads()
+        ops, m, threads = self._ops, x.shape[0], threads_here()
         ops.library.skipjoin_linear(
             ops.bf16, x.data_ptr(), x.stride(0), m, self._packed.data_ptr(),
             None if self._bias is None else self._bias.data_ptr(), self._n, self._k, out.data_ptr(),

@@ -3,9 +3,11 @@
 // Plain C entry points, so that building needs only a compiler. Types are bfloat16 (stored as uint16_t) and float. Sums
 // are float32. The result of a row never depends on the other rows: each element's sum runs over k in order, for any
 // number of rows.
+#include "pool.inc.cpp"
 #include "simd.inc.cpp"
 
 #include <algorithm>
+#include <atomic>
 
 namespace {
 
@@ -125,21 +127,20 @@ template <typename T> void linear(const LinearCall<T> &c, T *scratch, int thread
   int64_t tile_size = steps * kStep<T> * rows;
   int64_t panels = (c.n + kPanel - 1) / kPanel, per_block = kRowBlock / kMaxRows;
   int64_t blocks = (tiles + per_block - 1) / per_block;
-#pragma omp parallel num_threads(threads)
-  {
+  bool each_packs = tiles <= kOwnTiles;
+  auto pack = [&](int64_t t, T *to) { pack_inputs(c.x, c.x_stride, c.m, c.k, t * rows, rows, to + t * tile_size); };
+  if (!each_packs) skipjoin::share(threads, tiles, 1, [&](int64_t t) { pack(t, scratch); });
+  std::atomic<int64_t> counter{0};
+  skipjoin::run_on_pool(threads, [&](int thread) {
+    int64_t task = counter.fetch_add(1, std::memory_order_relaxed);
+    if (task >= panels * blocks) return; // the others were faster
     T *packed = scratch;
-    if (tiles <= kOwnTiles) {
-      packed += omp_get_thread_num() * tiles * tile_size;
-      for (int64_t t = 0; t < tiles; t++)
-        pack_inputs(c.x, c.x_stride, c.m, c.k, t * rows, rows, packed + t * tile_size);
-    } else {
-#pragma omp for schedule(static)
-      for (int64_t t = 0; t < tiles; t++)
-        pack_inputs(c.x, c.x_stride, c.m, c.k, t * rows, rows, packed + t * tile_size);
+    if (each_packs) {
+      packed += thread * tiles * tile_size;
+      for (int64_t t = 0; t < tiles; t++) pack(t, packed);
     }
-    // Scheduled one by one: a thread that loses its core for a while must not delay the others.
-#pragma omp for schedule(dynamic, 1) nowait
-    for (int64_t task = 0; task < panels * blocks; task++) {
+    // One by one: a thread that loses its core for a while must not delay the others.
+    for (; task < panels * blocks; task = counter.fetch_add(1, std::memory_order_relaxed)) {
       int64_t panel = task % panels, block = task / panels;
       const T *weights = c.weights + panel * steps * kPanel * kStep<T>;
       for (int64_t t = block * per_block; t < std::min(tiles, (block + 1) * per_block); t++) {
@@ -148,16 +149,16 @@ template <typename T> void linear(const LinearCall<T> &c, T *scratch, int thread
         finish(c, panel, t * rows, std::min<int64_t>(rows, c.m - t * rows), sums);
       }
     }
-  }
+  });
 }
 
 // [n, k] -> panels of 32 outputs, zero-padded. Gated: 16 rows of the first half next to 16 of the second.
-template <typename T> void pack_weights(const T *weights, int64_t n, int64_t k, int64_t gated, T *packed) {
+template <typename T>
+void pack_weights(const T *weights, int64_t n, int64_t k, int64_t gated, T *packed, int threads) {
   constexpr int step = kStep<T>;
   int64_t steps = padded_inputs(k, step) / step, width = gated ? n / 2 : n;
   int64_t per_panel = gated ? 16 : kPanel, panels = (width + per_panel - 1) / per_panel;
-#pragma omp parallel for
-  for (int64_t p = 0; p < panels; p++)
+  skipjoin::share(threads, panels, 1, [&](int64_t p) {
     for (int column = 0; column < kPanel; column++) {
       int64_t row = gated ? p * 16 + column % 16 : p * kPanel + column;
       bool exists = row < width;
@@ -168,16 +169,16 @@ template <typename T> void pack_weights(const T *weights, int64_t n, int64_t k, 
           packed[((p * steps + s) * kPanel + column) * step + i] = exists && at < k ? weights[row * k + at] : T(0);
         }
     }
+  });
 }
 
 // x: [outer][inner][width], strided in the first two; out: contiguous.
 template <typename T>
 void rms_norm(const T *x, int64_t outer, int64_t outer_stride, int64_t inner, int64_t inner_stride, int64_t width,
               const T *weight, float eps, T *out, int threads) {
-  // Below this, starting threads takes longer than the work.
+  // Below this, sharing takes longer than the work.
   bool large = outer * inner * width > 1 << 16;
-#pragma omp parallel for num_threads(threads) if (large)
-  for (int64_t row = 0; row < outer * inner; row++) {
+  skipjoin::share(large ? threads : 1, outer * inner, 16, [&](int64_t row) {
     const T *from = x + row / inner * outer_stride + row % inner * inner_stride;
     __m512 squares = _mm512_setzero_ps();
     for (int64_t i = 0; i < width; i += 16) {
@@ -190,7 +191,7 @@ void rms_norm(const T *x, int64_t outer, int64_t outer_stride, int64_t inner, in
       __m512 value = _mm512_mul_ps(_mm512_mul_ps(load(from + i, lanes), scale), load(weight + i, lanes));
       store(out + row * width + i, value, lanes);
     }
-  }
+  });
 }
 
 // In place over [tokens][heads][...], the first 2 * pairs values of each head. cos_sin: [positions][2 * pairs].
@@ -198,8 +199,7 @@ template <typename T>
 void rotate(T *x, int64_t tokens, int64_t token_stride, int64_t heads, int64_t head_stride, const int64_t *positions,
             const float *cos_sin, int64_t pairs, int threads) {
   bool large = tokens * heads * pairs > 1 << 15;
-#pragma omp parallel for num_threads(threads) if (large)
-  for (int64_t t = 0; t < tokens; t++) {
+  skipjoin::share(large ? threads : 1, tokens, 8, [&](int64_t t) {
     const float *cosine = cos_sin + positions[t] * 2 * pairs, *sine = cosine + pairs;
     for (int64_t h = 0; h < heads; h++) {
       T *first = x + t * token_stride + h * head_stride, *second = first + pairs;
@@ -211,7 +211,7 @@ void rotate(T *x, int64_t tokens, int64_t token_stride, int64_t heads, int64_t h
         store(second + i, _mm512_fmadd_ps(b, c, _mm512_mul_ps(a, s)), lanes);
       }
     }
-  }
+  });
 }
 
 } // namespace
@@ -232,11 +232,12 @@ int64_t skipjoin_packed_bytes(int64_t bf16, int64_t n, int64_t k, int64_t gated)
   return panels * kPanel * (bf16 ? padded_inputs(k, 2) * 2 : k * 4);
 }
 
-void skipjoin_pack_weights(int64_t bf16, const void *weights, int64_t n, int64_t k, int64_t gated, void *packed) {
+void skipjoin_pack_weights(int64_t bf16, const void *weights, int64_t n, int64_t k, int64_t gated, void *packed,
+                           int64_t threads) {
   if (bf16)
-    pack_weights((const bfloat16 *)weights, n, k, gated, (bfloat16 *)packed);
+    pack_weights((const bfloat16 *)weights, n, k, gated, (bfloat16 *)packed, threads);
   else
-    pack_weights((const float *)weights, n, k, gated, (float *)packed);
+    pack_weights((const float *)weights, n, k, gated, (float *)packed, threads);
 }
 
 void skipjoin_linear(int64_t bf16, const void *x, int64_t x_stride, int64_t m, const void *weights, const float *bias,

@@ -3,9 +3,11 @@
 // A task has up to four queries per key-value head (heads of one group, consecutive tokens, or both). It computes the
 // scores of all their keys, then the exponentials, then the weighted values: contexts on CPUs are short enough for the
 // scores to stay in the second-level cache.
+#include "pool.inc.cpp"
 #include "simd.inc.cpp"
 
 #include <algorithm>
+#include <atomic>
 #include <vector>
 
 namespace {
@@ -253,15 +255,14 @@ template <typename T> void write(const Call &c, int64_t token) {
 template <typename T> void paged_attention(const Call &c, int threads) {
   int64_t tokens = c.query_start[c.segments];
   std::vector<Task> tasks = make_tasks(c, threads);
-  // Few tokens are written faster than threads start.
-#pragma omp parallel for num_threads(threads) if (tokens > 64)
-  for (int64_t t = 0; t < tokens; t++) write<T>(c, t);
-#pragma omp parallel num_threads(threads)
-  {
-    Scratch scratch;
-#pragma omp for schedule(dynamic, 1) nowait
-    for (size_t i = 0; i < tasks.size(); i++) attend<T>(c, tasks[i], scratch);
-  }
+  // Few tokens are written faster than they are shared.
+  skipjoin::share(tokens > 64 ? threads : 1, tokens, 16, [&](int64_t t) { write<T>(c, t); });
+  std::atomic<size_t> counter{0};
+  skipjoin::run_on_pool(threads, [&](int) {
+    thread_local Scratch scratch;
+    scratch.segment = -1;
+    for (size_t i; (i = counter.fetch_add(1, std::memory_order_relaxed)) < tasks.size();) attend<T>(c, tasks[i], scratch);
+  });
 }
 
 } // namespace

@@ -91,6 +91,9 @@ class TorchOps:
 
     name = "torch"
 
+    def use_threads(self, count: int) -> None:
+        torch.set_num_threads(count)
+
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None = None) -> TorchLinear:
         return TorchLinear(weight, bias) if activation is None else TorchActivatedLinear(weight, bias, activation)
 

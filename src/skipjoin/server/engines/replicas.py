@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import secrets
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +18,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from skipjoin.config import HANG_LIMITS, EngineConfig, HangLimits
+from skipjoin.container import usable_cpus
 from skipjoin.exec.ranks.cluster import Cluster, ClusterError
 from skipjoin.server.engines.engine_client import ConnectedEngine, EngineClient
 from skipjoin.server.engines.engine_handle import EngineStartError
@@ -155,7 +155,7 @@ class ReplicaSet:
         """Divide this machine's cores between the engines, if all run here and `threads` is not set."""
         if config.threads is not None or self._address is not None:
             return config
-        return replace(config, threads=max(1, (os.cpu_count() or 1) // (self._client.wanted * config.ranks)))
+        return replace(config, threads=max(1, usable_cpus() // (self._client.wanted * config.ranks)))
 
     def _fail_start(self, reason: str) -> None:
         if self._started is not None and not self._started.done():

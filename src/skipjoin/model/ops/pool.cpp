@@ -1,0 +1,177 @@
+// See pool.inc.cpp.
+//
+// An OpenMP team waits for its last thread at the end of every loop. Where another process has one of the cores, that is
+// a scheduler's tick per operation. Here the caller opens a run, works, and closes it as soon as no task is left: a
+// thread that has not begun by then is not waited for.
+//
+// Waiting threads spin for about as long as Python takes from one operation to the next, then sleep: an idle server uses
+// no processor, and a neighbour loses a moment per step.
+#include "pool.inc.cpp"
+
+#include <climits>
+#include <csignal>
+#include <ctime>
+#include <new>
+#include <pthread.h>
+#include <system_error>
+#include <thread>
+
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#else
+#include <condition_variable>
+#include <mutex>
+#endif
+
+namespace {
+
+constexpr int64_t kWorkerSpinNs = 150000; // the longest pause between two operations of a step
+constexpr int64_t kCallerSpinNs = 20000;  // longer than a task that was nearly done
+constexpr int kLooks = 64;                // at what is waited for, between two looks at the clock
+
+void relax() {
+#if defined(__x86_64__) || defined(__i386__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__) || defined(__arm__)
+  asm volatile("yield");
+#endif
+}
+
+int64_t now_ns() {
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return now.tv_sec * 1000000000ll + now.tv_nsec;
+}
+
+// A number that threads wait on: until it is no longer `old`, spinning at first.
+class Gate {
+public:
+  std::atomic<int> value{0};
+
+  // Returns the new value.
+  int wait_while(int old, int64_t spin_ns) {
+    int64_t until = now_ns() + spin_ns;
+    for (int now, looks = 1;; looks++) {
+      if ((now = value.load(std::memory_order_acquire)) != old) return now;
+      relax();
+      if (looks % kLooks || now_ns() < until) continue;
+      // The order of these two and that of `wake` make one of both see what the other did.
+      sleepers_.fetch_add(1, std::memory_order_seq_cst);
+      sleep(old);
+      sleepers_.fetch_sub(1, std::memory_order_relaxed);
+    }
+  }
+
+  // Call after every change of the value, which must be sequentially consistent.
+  void wake() {
+    if (sleepers_.load(std::memory_order_seq_cst) == 0) return;
+#if defined(__linux__)
+    syscall(SYS_futex, reinterpret_cast<int *>(&value), FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
+#else
+    { std::lock_guard<std::mutex> lock(mutex_); }
+    changed_.notify_all();
+#endif
+  }
+
+private:
+  // Returns when the value is not `old`; may return before.
+  void sleep(int old) {
+#if defined(__linux__)
+    syscall(SYS_futex, reinterpret_cast<int *>(&value), FUTEX_WAIT_PRIVATE, old, nullptr, nullptr, 0);
+#else
+    std::unique_lock<std::mutex> lock(mutex_);
+    changed_.wait(lock, [&] { return value.load(std::memory_order_seq_cst) != old; });
+#endif
+  }
+
+  std::atomic<int> sleepers_{0};
+#if !defined(__linux__)
+  std::mutex mutex_;
+  std::condition_variable changed_;
+#endif
+};
+
+class Pool {
+public:
+  void run(int threads, void (*work)(void *, int), void *context) {
+    // A second caller, or a task that is itself a caller, works alone: the cores are taken.
+    if (threads <= 1 || taken_.exchange(true, std::memory_order_acquire)) return work(context, 0);
+    start(threads - 1);
+    work_ = work, context_ = context, wanted_ = std::min(threads - 1, started_);
+    if (wanted_ == 0) {
+      work(context, 0);
+    } else {
+      inside_.value.store(kOpen, std::memory_order_release);
+      turn_.value.fetch_add(1, std::memory_order_seq_cst);
+      turn_.wake();
+      work(context, 0);
+      int inside = inside_.value.fetch_and(~kOpen, std::memory_order_seq_cst) & ~kOpen;
+      while (inside) inside = inside_.wait_while(inside, kCallerSpinNs);
+    }
+    taken_.store(false, std::memory_order_release);
+  }
+
+private:
+  static constexpr int kOpen = 1 << 30; // beside the number of threads that are inside
+
+  // At least this many threads, if the system gives them.
+  void start(int count) {
+    if (started_ >= count || is_refused_) return;
+    // Signals are for the threads of Python.
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    try {
+      for (; started_ < count; started_++) std::thread([this, i = started_ + 1] { serve(i); }).detach();
+    } catch (const std::system_error &) {
+      is_refused_ = true; // those that there are do the work
+    }
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  }
+
+  [[noreturn]] void serve(int index) {
+#if defined(__linux__)
+    pthread_setname_np(pthread_self(), "skipjoin-pool");
+#endif
+    for (int turn = 0;;) {
+      turn = turn_.wait_while(turn, kWorkerSpinNs);
+      int inside = inside_.value.load(std::memory_order_relaxed);
+      while (inside & kOpen)
+        if (inside_.value.compare_exchange_weak(inside, inside + 1, std::memory_order_acquire)) {
+          // From here on until the thread leaves, nothing of this run changes.
+          if (index <= wanted_) work_(context_, index);
+          inside_.value.fetch_sub(1, std::memory_order_seq_cst);
+          inside_.wake();
+          break;
+        }
+    }
+  }
+
+  std::atomic<bool> taken_{false};
+  alignas(64) Gate turn_;   // the number of runs so far
+  alignas(64) Gate inside_; // who works
+  void (*work_)(void *, int) = nullptr;
+  void *context_ = nullptr;
+  int wanted_ = 0, started_ = 0;
+  bool is_refused_ = false;
+};
+
+// Never destroyed: threads wait in it until the process ends.
+alignas(Pool) unsigned char memory[sizeof(Pool)];
+
+Pool &pool() {
+  static Pool *made = [] {
+    // A forked process has none of the threads, and perhaps a run that nothing will end.
+    pthread_atfork(nullptr, nullptr, [] { new (memory) Pool; });
+    return new (memory) Pool;
+  }();
+  return *made;
+}
+
+} // namespace
+
+void skipjoin::run_on_pool(int threads, void (*work)(void *, int), void *context) {
+  pool().run(threads, work, context);
+}

@@ -1,0 +1,37 @@
+"""The number of CPU threads that compiled operations share their work between: one per calling thread, as torch's."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import torch
+
+from skipjoin.container import usable_cpus
+
+_log = logging.getLogger(__name__)
+_own = threading.local()
+
+
+def default_threads(wanted: int | None = None) -> int:
+    """The CPU threads of a model: as many as are wanted, or as can run at once. Warns of more than that."""
+    usable = usable_cpus()
+    if wanted is None:
+        return min(torch.get_num_threads(), usable)
+    if wanted > usable:
+        _log.warning(
+            "threads %d: only %d can run at once (affinity and CPU quota), so that steps take longer than with %d",
+            wanted, usable, usable,
+        )  # fmt: skip
+    return wanted
+
+
+def share_between(count: int) -> None:
+    """Set the number for operations that the calling thread calls."""
+    _own.count = count
+
+
+def threads_here() -> int:
+    """The number for operations that the calling thread calls; torch's if it was not set."""
+    count: int | None = getattr(_own, "count", None)
+    return torch.get_num_threads() if count is None else count

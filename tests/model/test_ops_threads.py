@@ -1,0 +1,116 @@
+"""The threads that compiled operations share: forked processes, two callers at once, and rest while nothing runs."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from skipjoin.model.ops import build, threads
+from skipjoin.model.ops.cpp_ops import CppOps
+
+LIBRARY = build.load_library()
+needs_library = pytest.mark.skipif(LIBRARY is None, reason="no compiled operations")
+THREADS = 3
+
+
+@pytest.fixture
+def share():
+    threads.share_between(THREADS)
+    yield
+    del threads._own.count
+
+
+def products(ops: CppOps, seed: int) -> torch.Tensor:
+    """Of a large product, again and again: they must be the same."""
+    generator = torch.Generator().manual_seed(seed)
+    linear = ops.linear(torch.randn(400, 96, generator=generator), None)
+    x = torch.randn(130, 96, generator=generator)
+    first = linear(x)
+    assert all(torch.equal(linear(x), first) for _ in range(50))
+    return first
+
+
+@needs_library
+def test_callers_at_the_same_time(share):
+    alone = [products(CppOps(LIBRARY, torch.float32), seed) for seed in range(4)]
+    with ThreadPoolExecutor(4, initializer=partial(threads.share_between, THREADS)) as callers:
+        together = list(callers.map(lambda seed: products(CppOps(LIBRARY, torch.float32), seed), range(4)))
+    assert all(map(torch.equal, alone, together))
+
+
+# A forked process has none of the threads; that of the parent that forks in the middle of a run has a run, too.
+FORK = """
+import os, signal, sys, threading
+import torch
+from skipjoin.model.ops import build, threads
+from skipjoin.model.ops.cpp_ops import CppOps
+ops = CppOps(build.load_library(), torch.float32)
+threads.share_between(3)
+linear, x = ops.linear(torch.ones(400, 96), None), torch.ones(130, 96)
+linear(x)
+def run():
+    threads.share_between(3)
+    own = CppOps(ops.library, torch.float32).linear(torch.ones(400, 96), None)
+    while not done:
+        own(x)
+done = []
+other = threading.Thread(target=run)
+other.start()
+codes = []
+for _ in range(20):
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)
+        os._exit(0 if (linear(x) == 96).all() and threads.threads_here() == 3 else 1)
+    codes.append(os.waitpid(child, 0)[1])
+done.append(True)
+other.join()
+assert (linear(x) == 96).all()
+sys.exit(max(codes))
+"""
+
+
+@needs_library
+def test_forked_processes_have_threads_of_their_own():
+    subprocess.run([sys.executable, "-W", "ignore", "-c", FORK], check=True, timeout=120)
+
+
+@needs_library
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are not shown here")
+def test_threads_sleep_while_nothing_runs(share):
+    products(CppOps(LIBRARY, torch.float32), 0)
+    tasks = [task for task in Path("/proc/self/task").iterdir() if "pool" in (task / "comm").read_text()]
+    assert len(tasks) >= THREADS - 1
+    awake = list(tasks)
+    while awake:  # the time limit of the tests ends this
+        awake = [task for task in awake if (task / "stat").read_text().rpartition(")")[2].split()[0] != "S"]
+
+
+def test_number_of_threads(monkeypatch, caplog):
+    monkeypatch.setattr(threads, "usable_cpus", lambda: 2)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    assert threads.default_threads() == 2
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    assert threads.default_threads() == 1
+    with caplog.at_level(logging.WARNING):
+        assert threads.default_threads(2) == 2
+        assert not caplog.records
+        assert threads.default_threads(4) == 4
+    assert "threads 4: only 2 can run at once (affinity and CPU quota)" in caplog.text
+
+
+@needs_library
+def test_torch_keeps_to_the_calling_thread():
+    def count() -> tuple[int, int]:
+        CppOps(LIBRARY, torch.float32).use_threads(2)
+        return threads.threads_here(), torch.get_num_threads()
+
+    with ThreadPoolExecutor(1) as another:
+        assert another.submit(count).result() == (2, 1)

@@ -226,7 +226,7 @@ def test_the_reference_where_it_is_asked_for(warned):
     ("attention", "device", "message"),
     [
         ("triton", "cpu", "attention triton needs device cuda, got cpu"),
-        ("cpp", "cuda", "attention cpp needs device cpu and dtype float32 or bfloat16"),
+        ("cpp", "cuda", "attention cpp needs device cpu and dtype float32, bfloat16 or float16"),
         ("magic", "cuda", "attention must be one of auto, torch, cpp, triton, flash; got 'magic'"),
     ],
 )

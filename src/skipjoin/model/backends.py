@@ -18,9 +18,9 @@ from skipjoin.model.attention.torch_backend import TorchAttention
 from skipjoin.model.config import ModelError
 from skipjoin.model.cuda import FLASH_MODULE, CudaFacts, cuda_facts, kernels_unusable, one_line, warn_once
 from skipjoin.model.ops.base import LayerOps
-from skipjoin.model.ops.build import load_library
-from skipjoin.model.ops.check import check_ops
-from skipjoin.model.ops.cpp_ops import CPP_DTYPES, CppOps
+from skipjoin.model.ops.build import cpu_features, libraries, path_of, say_once
+from skipjoin.model.ops.check import check_ops, rows_are_independent
+from skipjoin.model.ops.cpp_ops import CPP_DTYPES, CppOps, has_dtype
 from skipjoin.model.ops.torch_ops import TorchOps
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def implementations(
     if attention not in ATTENTION_BACKENDS:
         raise ModelError(f"attention must be one of {', '.join(ATTENTION_BACKENDS)}; got {attention!r}")
     if attention == "cpp" and (device.type != "cpu" or dtype not in CPP_DTYPES):
-        raise ModelError("attention cpp needs device cpu and dtype float32 or bfloat16")
+        raise ModelError("attention cpp needs device cpu and dtype float32, bfloat16 or float16")
     if attention in ("triton", "flash") and device.type != "cuda":
         raise ModelError(f"attention {attention} needs device cuda, got {device.type}")
     if attention == "torch":
@@ -147,20 +147,54 @@ def _triton_failure(dtype: torch.dtype, device: torch.device) -> str | None:
 def _on_cpu(attention: str, dtype: torch.dtype) -> Implementations | None:
     """The compiled implementations, or None."""
     library = _compiled(dtype) if dtype in CPP_DTYPES else None
+    say_once(f"CPU operations: {'torch' if library is None else path_of(library)}{_faster(library)}")
     if library is not None:
         return CppOps(library, dtype), CppAttention(library)
     if attention == "cpp":
-        raise ModelError("attention cpp needs a C++ compiler and a CPU with AVX-512 BF16; see the previous warning")
+        raise ModelError(f"attention cpp cannot run {dtype} here; see the previous warning")
     return None
 
 
 @functools.cache
 def _compiled(dtype: torch.dtype) -> ctypes.CDLL | None:
-    """The compiled operations, tested once per type; None if they cannot be built or fail the test."""
-    library = load_library()
-    if library is None:
-        return None
-    if check_ops(CppOps(library, dtype), dtype) and check_attention(CppAttention(library), dtype):
-        return library
-    _log.warning("the compiled CPU operations fail their self-test; the slower torch operations are used instead")
+    """The fastest compiled operations that pass their self-test, made once per type; None if there are none."""
+    failed = None
+    for library in libraries():
+        if not has_dtype(library, dtype):
+            continue
+        if _passes(library, dtype):
+            if failed is not None:
+                path = path_of(library)
+                _log.warning("the compiled CPU operations for %s fail their self-test; those for %s run", failed, path)
+            return library
+        failed = failed or path_of(library)
+    if failed is not None:
+        _log.warning("the compiled CPU operations fail their self-test; the slower torch operations are used instead")
     return None
+
+
+def _passes(library: ctypes.CDLL, dtype: torch.dtype) -> bool:
+    ops = CppOps(library, dtype)
+    is_right = check_ops(ops, dtype) and rows_are_independent(ops, dtype)
+    return is_right and check_attention(CppAttention(library), dtype)
+
+
+def _faster(library: ctypes.CDLL | None) -> str:
+    """What would make the CPU path faster, as a part of a sentence."""
+    if library is None:
+        return " (a C++ compiler makes them several times faster: install g++ or clang++, or set CXX)"
+    for feature, name, path in _FEATURES:
+        if feature in cpu_features() and path_of(library) != path:
+            return f" (this CPU has {name}: a newer compiler makes them faster)"
+        if path_of(library) == path:
+            break
+    return ""
+
+
+# Of the flags of /proc/cpuinfo, the fastest first.
+_FEATURES = (
+    ("avx512_bf16", "AVX-512 BF16", "avx512-bf16"),
+    ("avx512bw", "AVX-512", "avx512"),
+    ("avx2", "AVX2", "avx2"),
+    ("asimd", "NEON", "neon"),
+)

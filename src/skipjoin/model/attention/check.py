@@ -55,3 +55,20 @@ def agrees(
                 if not (ours - expected).norm() <= tolerance * expected.norm():
                     return False
     return True
+
+
+def cuts_change_nothing(backend: AttentionBackend, dtype: torch.dtype) -> bool:
+    """Whether a token's output has the same bits in a prompt as alone, as a decode."""
+    config, tokens = ModelConfig.from_dict(_SHAPE), 21
+    qkv = torch.randn(tokens, 8, 40, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+    def outputs(lengths: list[int]) -> torch.Tensor:
+        kv, parts, start = PagedKV(6, 4, config, dtype, "cpu"), [], 0
+        for length in lengths:
+            batch = PackedBatch.build([Segment([0] * length, start, [3, 0, 5, 1, 4, 2])], 4)
+            split = qkv[start : start + length].split([4, 2, 2], dim=1)
+            parts.append(backend.attend(*split, kv, batch, layer=0, scale=0.2))
+            start += length
+        return torch.cat(parts)
+
+    return torch.equal(outputs([tokens]), outputs([11, *[1] * (tokens - 11)]))

@@ -1,4 +1,4 @@
-"""Attention in compiled code, for CPUs with AVX-512 and its bfloat16 products; float32 and bfloat16."""
+"""Attention in compiled code, for CPUs; types as in cpp_ops.py."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import ctypes
 
 import torch
 
-from skipjoin.model.attention.check import agrees
+from skipjoin.model.attention.check import agrees, cuts_change_nothing
 from skipjoin.model.batch import PackedBatch
 from skipjoin.model.config import ModelConfig
 from skipjoin.model.kv_cache import PagedKV
+from skipjoin.model.ops.cpp_ops import CPP_DTYPES
 from skipjoin.model.ops.threads import threads_here
 from skipjoin.model.parallel import Shard
 
@@ -89,18 +90,18 @@ class CppAttention:
             batch.block_tables.data_ptr(), *ends, *batch.block_tables.shape, kv.block_size,
             heads, key.shape[1], dim, window, scale,
         )  # fmt: skip
-        self._run(query.dtype == torch.bfloat16, call, threads_here())
+        self._run(CPP_DTYPES.index(query.dtype), call, threads_here())
         return out
 
     def rotate(self, query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> None:
         """Rotary embedding in place of [n, heads, head_dim] views."""
         for x in (query, key):
             self._rotate(
-                x.dtype == torch.bfloat16, x.data_ptr(), x.shape[0], x.stride(0), x.shape[1], x.stride(1),
+                CPP_DTYPES.index(x.dtype), x.data_ptr(), x.shape[0], x.stride(0), x.shape[1], x.stride(1),
                 positions.data_ptr(), cos_sin.data_ptr(), cos_sin.shape[1] // 2, threads_here(),
             )  # fmt: skip
 
 
 def check_attention(backend: CppAttention, dtype: torch.dtype) -> bool:
-    """Whether compiled attention agrees with the reference on a small mixed batch."""
-    return agrees(backend, dtype)
+    """Whether compiled attention agrees with the reference on a small mixed batch, and does not depend on cuts."""
+    return agrees(backend, dtype) and cuts_change_nothing(backend, dtype)

@@ -14,8 +14,7 @@ void skipjoin_copy_blocks(char *to, const char *from, int64_t block_bytes, const
       if (source[next] != source[i] + next - i || target[next] != target[i] + next - i) break;
     copy_bytes(to + target[i] * block_bytes, from + source[i] * block_bytes, (next - i) * block_bytes);
   }
-  // Streaming stores are unordered: a thread that learns that the copy is done must see all of it.
-  _mm_sfence();
+  end_copies();
 }
 
 // For all i < count: slots first[i] to first[i] + slots[i] of block source[i] to the same slots of block target[i], of

@@ -10,6 +10,7 @@ import os
 import shlex
 import shutil
 import subprocess
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from skipjoin.durable import is_sealed, scratch_folder, sealed, write_durably
@@ -17,35 +18,69 @@ from skipjoin.folders import cache_folder
 
 _log = logging.getLogger(__name__)
 
-_SOURCES = ("layer_ops.cpp", "paged_attention.cpp", "block_copy.cpp", "block_quant.cpp", "pool.cpp")
-_FLAGS = ("-O3", "-march=native", "-pthread", "-std=c++17", "-shared", "-fPIC")
+SOURCES = ("layer_ops.cpp", "paged_attention.cpp", "block_copy.cpp", "block_quant.cpp", "pool.cpp")
+FLAGS = (
+    "-O3", "-std=c++17", "-shared", "-fPIC", "-pthread", "-w",
+    # Sums and products are fused where the sources say so: two functions that compute the same return the same bits.
+    "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fno-strict-aliasing",
+)  # fmt: skip
+# What the compiler is told of the processor, the fastest first: all that it finds; what most x86 processors have, for a
+# compiler that does not know this one; nothing.
+_NATIVE, AVX2, _PLAIN = ("-march=native",), ("-mavx2", "-mfma", "-mf16c"), ()
+AVX2_NEEDS = {"avx2", "fma", "f16c"}
 # A compiler that takes longer hangs.
 _TIMEOUT_S = 300
 
 
 @functools.cache
 def load_library() -> ctypes.CDLL | None:
-    """The compiled operations, or None if they cannot be built; the reason is logged once as a warning.
-
-    torch must be imported first: the library then shares torch's OpenMP threads.
-    """
-    try:
-        return ctypes.CDLL(str(compiled_library()))
-    except (OSError, subprocess.SubprocessError) as error:
-        detail = getattr(error, "stderr", None) or str(error)
-        lines = [line for line in detail.splitlines() if "error" in line] or detail.splitlines() or [""]
-        _log.warning("no compiled CPU operations; the slower torch operations are used instead: %s", lines[0])
-        return None
+    """The fastest of `libraries`, or None."""
+    return next(libraries(), None)
 
 
-def compiled_library() -> Path:
-    """The library file, built if it does not exist or is not what was built: loading one that was cut off ends the
-    process. Raises `OSError` or `SubprocessError` if it cannot be built."""
+def libraries() -> Iterator[ctypes.CDLL]:
+    """The compiled operations that can be had here, the fastest first. Where a faster one cannot be built or loaded,
+    one warning says why and what runs instead."""
+    why = None
+    for target in _targets():
+        try:
+            library = ctypes.CDLL(str(compiled_library(target)))
+            path = path_of(library)
+        except (OSError, AttributeError, subprocess.SubprocessError) as error:
+            why = why or _first_line(error)
+            continue
+        if why is not None:
+            say_once(
+                f"compiled CPU operations for {path} are used, which are not the fastest for this CPU: {why}",
+                logging.WARNING,
+            )
+            why = None
+        yield library
+    if why is not None:
+        say_once(f"no compiled CPU operations; the slower torch operations are used instead: {why}", logging.WARNING)
+
+
+def path_of(library: ctypes.CDLL) -> str:
+    """The instructions that a library was compiled for; see layer_ops.cpp."""
+    library.skipjoin_path.restype = ctypes.c_char_p
+    path: bytes = library.skipjoin_path()
+    return path.decode()
+
+
+@functools.cache
+def say_once(text: str, level: int = logging.INFO) -> None:
+    """Log a line, once per process."""
+    _log.log(level, "%s", text)
+
+
+def compiled_library(target: Sequence[str] = _NATIVE) -> Path:
+    """The library file for a processor, built if it does not exist or is not what was built: loading one that was cut
+    off ends the process. Raises `OSError` or `SubprocessError` if it cannot be built."""
     folder = Path(__file__).parent
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
     if compiler is None:
         raise OSError("no C++ compiler found (g++, c++ or clang++, or set CXX)")
-    digest = hashlib.sha256(" ".join((compiler, *_FLAGS, _cpu(), "sealed")).encode())
+    digest = hashlib.sha256(" ".join((compiler, _version(compiler), *FLAGS, *target, _cpu(), "sealed")).encode())
     for source in sorted(folder.glob("*.cpp")):
         digest.update(source.read_bytes())
     cache = cache_folder()
@@ -57,15 +92,41 @@ def compiled_library() -> Path:
     cache.mkdir(mode=0o700, parents=True, exist_ok=True)
     with scratch_folder(cache) as scratch:
         made = Path(scratch) / library.name
-        command = [*shlex.split(compiler), *_FLAGS, *(str(folder / source) for source in _SOURCES), "-o", str(made)]
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=_TIMEOUT_S)
+        command = [*shlex.split(compiler), *FLAGS, *target, *(str(folder / source) for source in SOURCES)]
+        subprocess.run([*command, "-o", str(made)], check=True, capture_output=True, text=True, timeout=_TIMEOUT_S)
         # Atomically: another process may be building the same file. Loaders ignore what follows the library.
         write_durably(library, sealed(made.read_bytes()))
     return library
 
 
+def cpu_features() -> frozenset[str]:
+    """What Linux says that this processor has."""
+    return frozenset(_cpu().partition(":")[2].split())
+
+
+def _targets() -> list[tuple[str, ...]]:
+    return [_NATIVE, *([AVX2] if cpu_features() >= AVX2_NEEDS else []), _PLAIN]
+
+
+def _first_line(error: Exception) -> str:
+    """Of a compiler's errors, the first."""
+    detail = getattr(error, "stderr", None) or str(error)
+    lines = [line for line in detail.splitlines() if "error" in line] or detail.splitlines() or [""]
+    return lines[0]
+
+
+def _version(compiler: str) -> str:
+    """What changes when the compiler is replaced by another under the same name."""
+    found = shutil.which(shlex.split(compiler)[0])
+    try:
+        status = os.stat(found or "")
+    except OSError:
+        return ""
+    return f"{status.st_size} {status.st_mtime_ns}"
+
+
 def _cpu() -> str:
-    """The inputs of -march=native: a home folder may be shared by different machines."""
+    """The line of /proc/cpuinfo with the inputs of -march=native: a home folder may be shared by different machines."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -38,3 +38,11 @@ def check_ops(ops: LayerOps, dtype: torch.dtype, device: torch.device | str = "c
     pairs = zip(results(ops), results(TorchOps()), strict=True)
     # A NaN compares as false.
     return all(bool((ours - theirs).float().norm() <= tolerance * theirs.float().norm()) for ours, theirs in pairs)
+
+
+def rows_are_independent(ops: LayerOps, dtype: torch.dtype) -> bool:
+    """Whether a product's row has the same bits whatever rows are computed beside it."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(n, 70, generator=generator).to(dtype) for n in (64, 68))
+    linears = (ops.linear(weight, None), ops.gated_linear(weight, None))
+    return all(torch.equal(linear(x[-n:]), linear(x)[-n:]) for linear in linears for n in (1, 17, 33))

@@ -1,4 +1,4 @@
-"""Layer operations in compiled code, for CPUs with AVX-512 BF16; float32 and bfloat16."""
+"""Layer operations in compiled code, for CPUs; float32, bfloat16 and, where the processor converts it, float16."""
 
 from __future__ import annotations
 
@@ -12,18 +12,38 @@ from skipjoin.model.ops.base import Norm
 from skipjoin.model.ops.threads import share_between, threads_here
 from skipjoin.model.ops.torch_ops import ACTIVATIONS, TorchLayerNorm, TorchRMSNorm
 
-CPP_DTYPES = (torch.float32, torch.bfloat16)
+# In the order of `Type` in layer_ops.cpp.
+CPP_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # In the order of `Activation` in layer_ops.cpp.
 _ACTIVATIONS = (None, *ACTIVATIONS)
 
 _I, _P = c_int64, c_void_p
+
+
+class _Linear(ctypes.Structure):
+    """The argument of `skipjoin_linear`, field by field as in layer_ops.cpp."""
+
+    _fields_ = (
+        ("x", _P), ("x_stride", _I), ("rows", _I), ("weights", _P), ("bias", _P), ("scales", _P), ("n", _I), ("k", _I),
+        ("out", _P), ("gated", _I), ("add", _I), ("activation", _I), ("scratch", _P), ("threads", _I),
+    )  # fmt: skip
+
+
 _SIGNATURES = {
+    "skipjoin_has_float16": ([], c_int64),
+    "skipjoin_panel": ([], c_int64),
+    "skipjoin_linear_bytes": ([], c_int64),
     "skipjoin_scratch_bytes": ([_I] * 4, c_int64),
-    "skipjoin_packed_bytes": ([_I] * 4, c_int64),
-    "skipjoin_pack_weights": ([_I, _P, _I, _I, _I, _P, _I], None),
-    "skipjoin_linear": ([_I, _P, _I, _I, _P, _P, _I, _I, _P, _I, _I, _I, _P, _I], None),
+    "skipjoin_packed_bytes": ([_I] * 5, c_int64),
+    "skipjoin_pack_weights": ([_I, _P, _I, _I, _I, _P, _P, _I], None),
+    "skipjoin_linear": ([_I, ctypes.POINTER(_Linear)], None),
     "skipjoin_rms_norm": ([_I, _P, _I, _I, _I, _I, _I, _P, c_float, _P, _I], None),
 }
+
+
+def has_dtype(library: ctypes.CDLL, dtype: torch.dtype) -> bool:
+    """Whether the compiled operations compute in this one of `CPP_DTYPES`."""
+    return dtype != torch.float16 or bool(library.skipjoin_has_float16())
 
 
 class CppOps:
@@ -35,8 +55,10 @@ class CppOps:
         for name, (arguments, result) in _SIGNATURES.items():
             getattr(library, name).argtypes = arguments
             getattr(library, name).restype = result
+        if library.skipjoin_linear_bytes() != ctypes.sizeof(_Linear):
+            raise OSError("the compiled operations have another version")
         self.library = library
-        self.bf16 = int(dtype == torch.bfloat16)
+        self.type = CPP_DTYPES.index(dtype)
         self.arena = Arena()
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
@@ -47,7 +69,7 @@ class CppOps:
 
     def scratch(self, m: int, k: int, threads: int) -> int:
         """Address of a buffer for the inputs [m, k] of a product by this many threads."""
-        needed = self.library.skipjoin_scratch_bytes(self.bf16, m, k, threads)
+        needed = self.library.skipjoin_scratch_bytes(self.type, m, k, threads)
         if needed > self._scratch.numel():
             self._scratch = torch.empty(needed, dtype=torch.uint8)
         return self._scratch.data_ptr()
@@ -76,28 +98,28 @@ class CppRMSNorm(TorchRMSNorm):
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         inner, inner_stride = (x.shape[1], x.stride(1)) if x.dim() == 3 else (1, 0)
         self._ops.library.skipjoin_rms_norm(
-            self._ops.bf16, x.data_ptr(), x.shape[0], x.stride(0), inner, inner_stride, x.shape[-1],
+            self._ops.type, x.data_ptr(), x.shape[0], x.stride(0), inner, inner_stride, x.shape[-1],
             self.weight.data_ptr(), self.eps, out.data_ptr(), threads_here(),
         )  # fmt: skip
         return out
 
 
 class CppLinear:
-    """Weights in panels of 32 outputs, each read once per product, in order. Bias and activation are applied to sums
-    that are still in registers."""
+    """Weights in panels of outputs, each read once per product, in order. Bias and activation are applied to sums that
+    are still in registers."""
 
     def __init__(
         self, ops: CppOps, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None, *, gated: bool
     ) -> None:
         self._ops, self._gated, self._activation = ops, int(gated), _ACTIVATIONS.index(activation)
         self._n, self._k = weight.shape
-        packed_bytes = ops.library.skipjoin_packed_bytes(ops.bf16, self._n, self._k, self._gated)
+        packed_bytes = ops.library.skipjoin_packed_bytes(ops.type, self._n, self._k, self._gated, 0)
         self._packed = ops.arena.take(packed_bytes)
         weight = weight.contiguous()
         ops.library.skipjoin_pack_weights(
-            ops.bf16, weight.data_ptr(), self._n, self._k, self._gated, self._packed.data_ptr(), threads_here()
+            ops.type, weight.data_ptr(), self._n, self._k, self._gated, self._packed.data_ptr(), None, threads_here()
         )
-        self._bias = None if bias is None else _in_panels(bias.float(), gated)
+        self._bias = None if bias is None else _in_panels(bias.float(), gated, ops.library.skipjoin_panel())
         self.weight_bytes = packed_bytes + (0 if self._bias is None else self._bias.nbytes)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -111,16 +133,18 @@ class CppLinear:
 
     def _run(self, x: torch.Tensor, out: torch.Tensor, add: int) -> None:
         ops, m, threads = self._ops, x.shape[0], threads_here()
-        ops.library.skipjoin_linear(
-            ops.bf16, x.data_ptr(), x.stride(0), m, self._packed.data_ptr(),
-            None if self._bias is None else self._bias.data_ptr(), self._n, self._k, out.data_ptr(),
+        bias = None if self._bias is None else self._bias.data_ptr()
+        call = _Linear(
+            x.data_ptr(), x.stride(0), m, self._packed.data_ptr(), bias, None, self._n, self._k, out.data_ptr(),
             self._gated, add, self._activation, ops.scratch(m, self._k, threads), threads,
         )  # fmt: skip
+        ops.library.skipjoin_linear(ops.type, call)
 
 
-def _in_panels(bias: torch.Tensor, gated: bool) -> torch.Tensor:
-    """A bias in the order of the packed outputs, padded with zeros to whole panels of 32."""
+def _in_panels(bias: torch.Tensor, gated: bool, panel: int) -> torch.Tensor:
+    """A bias in the order of the packed outputs, padded with zeros to whole panels."""
     if not gated:
-        return torch.nn.functional.pad(bias, (0, -len(bias) % 32))
-    halves = torch.nn.functional.pad(bias.view(2, -1), (0, -(len(bias) // 2) % 16))
-    return halves.view(2, -1, 16).transpose(0, 1).flatten()
+        return torch.nn.functional.pad(bias, (0, -len(bias) % panel))
+    half = panel // 2
+    halves = torch.nn.functional.pad(bias.view(2, -1), (0, -(len(bias) // 2) % half))
+    return halves.view(2, -1, half).transpose(0, 1).flatten()

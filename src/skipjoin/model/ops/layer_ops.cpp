@@ -1,82 +1,22 @@
-// Layer operations for CPUs with AVX-512 BF16: matrix products for few rows, norms, rotation.
+// Layer operations for CPUs: matrix products for few rows, norms, rotation.
 //
-// Plain C entry points, so that building needs only a compiler. Types are bfloat16 (stored as uint16_t) and float. Sums
-// are float32. The result of a row never depends on the other rows: each element's sum runs over k in order, for any
-// number of rows.
+// Plain C entry points, so that building needs only a compiler. Types are float, bfloat16 and, where the processor
+// converts it, float16; sums are float. The result of a row never depends on the other rows: see products.inc.cpp.
 #include "pool.inc.cpp"
-#include "simd.inc.cpp"
+#include "products.inc.cpp"
 
 #include <algorithm>
 #include <atomic>
+#include <vector>
 
 namespace {
 
-constexpr int kPanel = 32;   // output columns computed together: two vectors
-constexpr int kMaxRows = 12; // 12 x 2 accumulators, 2 of weights and 1 of inputs fit the 32 registers
 constexpr int kRowBlock = 10 * kMaxRows; // rows per task: their inputs stay in the second-level cache
 constexpr int kOwnTiles = 2; // up to this many tiles of inputs, each thread packs its own: faster than waiting
-constexpr int kAhead = 4096; // bytes of weights fetched ahead of use: about one memory latency
-
-// Inputs per step of the inner loop: bfloat16 products take pairs.
-template <typename T> constexpr int kStep = sizeof(T) == 2 ? 2 : 1;
-
-int64_t padded_inputs(int64_t k, int step) { return (k + step - 1) / step * step; }
-
-// One tile: ROWS rows times one panel. inputs: [k / step][ROWS][step]; weights: [k / step][32][step].
-template <typename T, int ROWS>
-inline void multiply(const T *inputs, const T *weights, int64_t steps, __m512 (*sums)[2]) {
-  constexpr int step = kStep<T>;
-  __m512 acc[ROWS][2];
-  for (int r = 0; r < ROWS; r++) acc[r][0] = acc[r][1] = _mm512_setzero_ps();
-  for (int64_t s = 0; s < steps; s++) {
-    const char *at = reinterpret_cast<const char *>(weights) + s * 128;
-    _mm_prefetch(at + kAhead, _MM_HINT_T0);
-    _mm_prefetch(at + kAhead + 64, _MM_HINT_T0);
-    __m512 low = _mm512_loadu_ps(at), high = _mm512_loadu_ps(at + 64);
-#pragma GCC unroll 12
-    for (int r = 0; r < ROWS; r++) {
-      const T *in = inputs + (s * ROWS + r) * step;
-      if constexpr (step == 2) {
-        int pair;
-        std::memcpy(&pair, in, 4);
-        __m512bh x = (__m512bh)_mm512_set1_epi32(pair);
-        acc[r][0] = _mm512_dpbf16_ps(acc[r][0], x, (__m512bh)low);
-        acc[r][1] = _mm512_dpbf16_ps(acc[r][1], x, (__m512bh)high);
-      } else {
-        __m512 x = _mm512_set1_ps(*in);
-        acc[r][0] = _mm512_fmadd_ps(x, low, acc[r][0]);
-        acc[r][1] = _mm512_fmadd_ps(x, high, acc[r][1]);
-      }
-    }
-  }
-  for (int r = 0; r < ROWS; r++) sums[r][0] = acc[r][0], sums[r][1] = acc[r][1];
-}
-
-template <typename T, int ROWS = kMaxRows>
-void multiply_rows(int rows, const T *inputs, const T *weights, int64_t steps, __m512 (*sums)[2]) {
-  if (rows == ROWS) return multiply<T, ROWS>(inputs, weights, steps, sums);
-  if constexpr (ROWS > 1) multiply_rows<T, ROWS - 1>(rows, inputs, weights, steps, sums);
-}
-
-// Rows [first, first + rows) of x, zero-padded, in the order in which `multiply` reads them.
-template <typename T>
-void pack_inputs(const T *x, int64_t stride, int64_t m, int64_t k, int64_t first, int rows, T *packed) {
-  constexpr int step = kStep<T>;
-  int64_t steps = padded_inputs(k, step) / step;
-  for (int r = 0; r < rows; r++) {
-    const T *row = x + (first + r) * stride;
-    bool exists = first + r < m;
-    for (int64_t s = 0; s < steps; s++)
-      for (int i = 0; i < step; i++) {
-        int64_t at = s * step + i;
-        packed[(s * rows + r) * step + i] = exists && at < k ? row[at] : T(0);
-      }
-  }
-}
 
 enum Activation { kNone, kRelu, kSilu, kGelu, kGeluTanh };
 
-inline __m512 activated(int64_t activation, __m512 x) {
+inline Floats activated(int64_t activation, Floats x) {
   switch (activation) {
   case kRelu: return relu(x);
   case kSilu: return silu(x);
@@ -86,88 +26,151 @@ inline __m512 activated(int64_t activation, __m512 x) {
   }
 }
 
-template <typename T> struct LinearCall {
-  const T *x;
-  int64_t x_stride, m;
-  const T *weights;
-  const float *bias; // [panels * 32] or null
+// The argument of `skipjoin_linear`, field by field as in cpp_ops.py.
+struct Linear {
+  const void *x;
+  int64_t x_stride, rows;
+  const void *weights;
+  const float *bias, *scales; // [panels * kPanel] or null; scales: of weights of 8 bits
   int64_t n, k;
-  T *out; // [m, n], or [m, n / 2] if gated
+  void *out; // [rows, n], or [rows, n / 2] if gated
   int64_t gated, add, activation;
+  void *scratch;
+  int64_t threads;
 };
 
-// Sums of one tile -> output rows, with bias and gate, activation or addition.
-template <typename T>
-void finish(const LinearCall<T> &c, int64_t panel, int64_t first, int64_t rows, __m512 (*sums)[2]) {
-  int64_t width = c.gated ? c.n / 2 : c.n;
-  for (int64_t r = 0; r < rows; r++) {
-    T *row = c.out + (first + r) * width;
-    for (int half = 0; half < 2; half++)
-      if (c.bias) sums[r][half] = _mm512_add_ps(sums[r][half], _mm512_loadu_ps(c.bias + panel * kPanel + half * 16));
-    if (c.gated) {
-      int64_t column = panel * 16;
-      store(row + column, _mm512_mul_ps(silu(sums[r][0]), sums[r][1]), first_lanes(width - column));
-      continue;
-    }
-    for (int half = 0; half < 2; half++) {
-      int64_t column = panel * kPanel + half * 16;
-      if (column >= width) break;
-      __mmask16 lanes = first_lanes(width - column);
-      __m512 value = activated(c.activation, sums[r][half]);
-      if (c.add) value = _mm512_add_ps(value, load(row + column, lanes));
-      store(row + column, value, lanes);
+// Panels: gated ones have half of the columns of each half of the outputs.
+int64_t panels_of(int64_t n, int64_t gated) {
+  int64_t width = gated ? n / 2 : n, per_panel = gated ? kPanel / 2 : kPanel;
+  return (width + per_panel - 1) / per_panel;
+}
+
+// The output in a panel's column, or -1.
+int64_t output_of(int64_t n, int64_t gated, int64_t panel, int column) {
+  int64_t width = gated ? n / 2 : n, half = kPanel / 2;
+  int64_t output = gated ? panel * half + column % half : panel * kPanel + column;
+  if (output >= width) return -1;
+  return gated && column >= half ? output + width : output;
+}
+
+// Rows [first, first + rows) of x in the order in which `multiply` reads them; zeros behind the last.
+template <typename T> void pack_inputs(const Linear &c, int64_t first, int rows, Unit<T> *packed) {
+  int64_t units = units_of<T>(c.k);
+  for (int r = 0; r < rows; r++) {
+    const T *row = (const T *)c.x + (first + r) * c.x_stride;
+    for (int64_t u = 0; u < units; u += kLanes) {
+      Unit<T> values[kLanes] = {};
+      if (first + r < c.rows) load_units(row + u * kInputs<T>, c.k - u * kInputs<T>, values);
+      for (int64_t i = 0; i < std::min<int64_t>(kLanes, units - u); i++) packed[(u + i) * rows + r] = values[i];
     }
   }
 }
 
-template <typename T> void linear(const LinearCall<T> &c, T *scratch, int threads) {
-  int64_t steps = padded_inputs(c.k, kStep<T>) / kStep<T>;
-  int64_t tiles = (c.m + kMaxRows - 1) / kMaxRows;
-  int rows = (c.m + tiles - 1) / tiles;
-  int64_t tile_size = steps * kStep<T> * rows;
-  int64_t panels = (c.n + kPanel - 1) / kPanel, per_block = kRowBlock / kMaxRows;
-  int64_t blocks = (tiles + per_block - 1) / per_block;
-  bool each_packs = tiles <= kOwnTiles;
-  auto pack = [&](int64_t t, T *to) { pack_inputs(c.x, c.x_stride, c.m, c.k, t * rows, rows, to + t * tile_size); };
-  if (!each_packs) skipjoin::share(threads, tiles, 1, [&](int64_t t) { pack(t, scratch); });
+// Sums of one tile -> output rows, with scales, bias and gate, activation or addition.
+template <typename T>
+void finish(const Linear &c, int64_t panel, int64_t first, int64_t rows, Floats (*sums)[kVectors]) {
+  constexpr int half = kVectors / 2;
+  int64_t width = c.gated ? c.n / 2 : c.n;
+  for (int64_t r = 0; r < rows; r++) {
+    T *row = (T *)c.out + (first + r) * width;
+    for (int v = 0; v < kVectors; v++) {
+      int64_t at = panel * kPanel + v * kLanes;
+      if (c.scales) sums[r][v] *= load(c.scales + at);
+      if (c.bias) sums[r][v] += load(c.bias + at);
+    }
+    for (int v = 0; v < (c.gated ? half : kVectors); v++) {
+      int64_t column = panel * (c.gated ? kPanel / 2 : kPanel) + v * kLanes;
+      if (column >= width) break;
+      Floats value = c.gated ? silu(sums[r][v]) * sums[r][half + v] : activated(c.activation, sums[r][v]);
+      if (c.add) value += load(row + column, width - column);
+      store(row + column, value, width - column);
+    }
+  }
+}
+
+template <typename T, typename W, int ROWS = kMaxRows>
+void multiply_rows(int rows, const Unit<T> *inputs, const W *weights, int64_t units, Floats (*sums)[kVectors]) {
+  if (rows == ROWS) return multiply<Unit<T>, W, ROWS, 1, ROWS>(inputs, weights, units, sums);
+  if constexpr (ROWS > 1) multiply_rows<T, W, ROWS - 1>(rows, inputs, weights, units, sums);
+}
+
+// Rows of a tile: all tiles have as many.
+struct Tiles {
+  int64_t count;
+  int rows;
+  explicit Tiles(int64_t m) : count((m + kMaxRows - 1) / kMaxRows), rows(count ? (m + count - 1) / count : 0) {}
+};
+
+template <typename T, typename W> void linear(const Linear &c) {
+  int64_t units = units_of<T>(c.k), panels = panels_of(c.n, c.gated);
+  Tiles tiles(c.rows);
+  int64_t tile_size = units * tiles.rows, per_block = kRowBlock / kMaxRows;
+  int64_t blocks = (tiles.count + per_block - 1) / per_block;
+  bool each_packs = tiles.count <= kOwnTiles;
+  auto pack = [&](int64_t t, Unit<T> *to) { pack_inputs<T>(c, t * tiles.rows, tiles.rows, to + t * tile_size); };
+  auto *scratch = (Unit<T> *)c.scratch;
+  if (!each_packs) skipjoin::share(c.threads, tiles.count, 1, [&](int64_t t) { pack(t, scratch); });
   std::atomic<int64_t> counter{0};
-  skipjoin::run_on_pool(threads, [&](int thread) {
+  skipjoin::run_on_pool(c.threads, [&](int thread) {
     int64_t task = counter.fetch_add(1, std::memory_order_relaxed);
     if (task >= panels * blocks) return; // the others were faster
-    T *packed = scratch;
+    Unit<T> *packed = scratch;
     if (each_packs) {
-      packed += thread * tiles * tile_size;
-      for (int64_t t = 0; t < tiles; t++) pack(t, packed);
+      packed += thread * tiles.count * tile_size;
+      for (int64_t t = 0; t < tiles.count; t++) pack(t, packed);
     }
     // One by one: a thread that loses its core for a while must not delay the others.
     for (; task < panels * blocks; task = counter.fetch_add(1, std::memory_order_relaxed)) {
       int64_t panel = task % panels, block = task / panels;
-      const T *weights = c.weights + panel * steps * kPanel * kStep<T>;
-      for (int64_t t = block * per_block; t < std::min(tiles, (block + 1) * per_block); t++) {
-        __m512 sums[kMaxRows][2];
-        multiply_rows(rows, packed + t * tile_size, weights, steps, sums);
-        finish(c, panel, t * rows, std::min<int64_t>(rows, c.m - t * rows), sums);
+      const W *weights = (const W *)c.weights + panel * units * kStep<Unit<T>, W>;
+      for (int64_t t = block * per_block; t < std::min(tiles.count, (block + 1) * per_block); t++) {
+        Floats sums[kMaxRows][kVectors] = {};
+        multiply_rows<T>(tiles.rows, packed + t * tile_size, weights, units, sums);
+        finish<T>(c, panel, t * tiles.rows, std::min<int64_t>(tiles.rows, c.rows - t * tiles.rows), sums);
       }
     }
   });
 }
 
-// [n, k] -> panels of 32 outputs, zero-padded. Gated: 16 rows of the first half next to 16 of the second.
-template <typename T>
-void pack_weights(const T *weights, int64_t n, int64_t k, int64_t gated, T *packed, int threads) {
-  constexpr int step = kStep<T>;
-  int64_t steps = padded_inputs(k, step) / step, width = gated ? n / 2 : n;
-  int64_t per_panel = gated ? 16 : kPanel, panels = (width + per_panel - 1) / per_panel;
-  skipjoin::share(threads, panels, 1, [&](int64_t p) {
+template <typename T> using Stored = std::conditional_t<kInputs<T> == 2, Pair, T>;
+
+// [n, k] -> panels, zero-padded.
+template <typename T> void pack_weights(const T *weights, int64_t n, int64_t k, int64_t gated, T *packed, int threads) {
+  constexpr int per = kInputs<T>;
+  int64_t units = units_of<T>(k);
+  skipjoin::share(threads, panels_of(n, gated), 1, [&](int64_t p) {
+    T *panel = packed + p * units * kPanel * per;
     for (int column = 0; column < kPanel; column++) {
-      int64_t row = gated ? p * 16 + column % 16 : p * kPanel + column;
-      bool exists = row < width;
-      if (column >= per_panel) row += width;
-      for (int64_t s = 0; s < steps; s++)
-        for (int i = 0; i < step; i++) {
-          int64_t at = s * step + i;
-          packed[((p * steps + s) * kPanel + column) * step + i] = exists && at < k ? weights[row * k + at] : T(0);
-        }
+      int64_t output = output_of(n, gated, p, column);
+      for (int64_t i = 0; i < units * per; i++)
+        panel[(i / per * kPanel + column) * per + i % per] = output >= 0 && i < k ? weights[output * k + i] : T(0);
+    }
+  });
+}
+
+// The same with 8 bits per weight: round(weight / scale), of which the largest of an output is 127.
+template <typename T>
+void quantize_weights(const T *weights, int64_t n, int64_t k, int64_t gated, int8_t *packed, float *scales,
+                      int threads) {
+  constexpr int per = kInputs<T>;
+  int64_t units = units_of<T>(k);
+  skipjoin::share(threads, panels_of(n, gated), 1, [&](int64_t p) {
+    int8_t *panel = packed + p * units * kPanel * per;
+    std::vector<float> row(units * per + kLanes);
+    for (int column = 0; column < kPanel; column++) {
+      int64_t output = output_of(n, gated, p, column);
+      Floats most{};
+      for (int64_t i = 0; i < units * per; i += kLanes) {
+        Floats value = output >= 0 ? load(weights + output * k + i, k - i) : Floats{};
+        store(&row[i], value);
+        most = larger(magnitude(value), most);
+      }
+      float scale = largest(most) / 127.0f;
+      scales[p * kPanel + column] = scale;
+      for (int64_t i = 0; i < units * per; i++) {
+        float code = scale > 0.0f ? std::nearbyint(row[i] / scale) : 0.0f;
+        panel[i * kPanel + column] = (int8_t)std::min(127.0f, std::max(-127.0f, code));
+      }
     }
   });
 }
@@ -180,17 +183,14 @@ void rms_norm(const T *x, int64_t outer, int64_t outer_stride, int64_t inner, in
   bool large = outer * inner * width > 1 << 16;
   skipjoin::share(large ? threads : 1, outer * inner, 16, [&](int64_t row) {
     const T *from = x + row / inner * outer_stride + row % inner * inner_stride;
-    __m512 squares = _mm512_setzero_ps();
-    for (int64_t i = 0; i < width; i += 16) {
-      __m512 value = load(from + i, first_lanes(width - i));
-      squares = _mm512_fmadd_ps(value, value, squares);
+    Floats squares{};
+    for (int64_t i = 0; i < width; i += kLanes) {
+      Floats value = load(from + i, width - i);
+      squares = fma(value, value, squares);
     }
-    __m512 scale = _mm512_set1_ps(1.0f / std::sqrt(_mm512_reduce_add_ps(squares) / width + eps));
-    for (int64_t i = 0; i < width; i += 16) {
-      __mmask16 lanes = first_lanes(width - i);
-      __m512 value = _mm512_mul_ps(_mm512_mul_ps(load(from + i, lanes), scale), load(weight + i, lanes));
-      store(out + row * width + i, value, lanes);
-    }
+    Floats scale = splat(1.0f / std::sqrt(sum_of(squares) / width + eps));
+    for (int64_t i = 0; i < width; i += kLanes)
+      store(out + row * width + i, load(from + i, width - i) * scale * load(weight + i, width - i), width - i);
   });
 }
 
@@ -203,71 +203,105 @@ void rotate(T *x, int64_t tokens, int64_t token_stride, int64_t heads, int64_t h
     const float *cosine = cos_sin + positions[t] * 2 * pairs, *sine = cosine + pairs;
     for (int64_t h = 0; h < heads; h++) {
       T *first = x + t * token_stride + h * head_stride, *second = first + pairs;
-      for (int64_t i = 0; i < pairs; i += 16) {
-        __mmask16 lanes = first_lanes(pairs - i);
-        __m512 a = load(first + i, lanes), b = load(second + i, lanes);
-        __m512 c = _mm512_maskz_loadu_ps(lanes, cosine + i), s = _mm512_maskz_loadu_ps(lanes, sine + i);
-        store(first + i, _mm512_fmsub_ps(a, c, _mm512_mul_ps(b, s)), lanes);
-        store(second + i, _mm512_fmadd_ps(b, c, _mm512_mul_ps(a, s)), lanes);
+      for (int64_t i = 0; i < pairs; i += kLanes) {
+        int64_t count = pairs - i;
+        Floats a = load(first + i, count), b = load(second + i, count);
+        Floats c = load(cosine + i, count), s = load(sine + i, count);
+        store(first + i, fma(a, c, -(b * s)), count);
+        store(second + i, fma(b, c, a * s), count);
       }
     }
   });
 }
 
+enum Type { kFloat32, kBfloat16, kFloat16 };
+
+// work(T()) with the type of this number.
+template <typename Work> void with_type(int64_t type, Work &&work) {
+  if (type == kFloat32) work(float());
+  if (type == kBfloat16) work(bfloat16());
+  if constexpr (kHasHalf)
+    if (type == kFloat16) work(half());
+}
+
 } // namespace
 
-// bf16: 1 for bfloat16, 0 for float. Strides are in elements.
+// type: see `Type`. Strides are in elements.
 extern "C" {
 
-int64_t skipjoin_scratch_bytes(int64_t bf16, int64_t m, int64_t k, int64_t threads) {
-  int64_t tiles = (m + kMaxRows - 1) / kMaxRows;
-  int64_t rows = (m + tiles - 1) / tiles * tiles;
-  if (tiles <= kOwnTiles) rows *= threads;
-  return bf16 ? rows * padded_inputs(k, 2) * 2 : rows * k * 4;
+// What the library was compiled for; see `paths` in build.py.
+const char *skipjoin_path() {
+#if defined(SKIPJOIN_BF16)
+  return "avx512-bf16";
+#elif defined(SKIPJOIN_AVX512)
+  return "avx512";
+#elif defined(SKIPJOIN_AVX2)
+  return "avx2";
+#elif defined(SKIPJOIN_NEON)
+  return "neon";
+#else
+  return "generic";
+#endif
 }
 
-int64_t skipjoin_packed_bytes(int64_t bf16, int64_t n, int64_t k, int64_t gated) {
-  int64_t panels = gated ? (n / 2 + 15) / 16 : (n + kPanel - 1) / kPanel;
+int64_t skipjoin_has_float16() { return kHasHalf; }
+
+// Columns of a panel.
+int64_t skipjoin_panel() { return kPanel; }
+
+int64_t skipjoin_scratch_bytes(int64_t type, int64_t m, int64_t k, int64_t threads) {
+  Tiles tiles(m);
+  int64_t rows = tiles.rows * tiles.count * (tiles.count <= kOwnTiles ? threads : 1), bytes = 0;
+  with_type(type, [&](auto t) { bytes = rows * units_of<decltype(t)>(k) * 4; });
+  return bytes;
+}
+
+int64_t skipjoin_packed_bytes(int64_t type, int64_t n, int64_t k, int64_t gated, int64_t quantized) {
   // Prefetching may pass the end: a hint cannot fault.
-  return panels * kPanel * (bf16 ? padded_inputs(k, 2) * 2 : k * 4);
+  int64_t bytes = 0;
+  with_type(type, [&](auto t) {
+    using T = decltype(t);
+    bytes = panels_of(n, gated) * kPanel * units_of<T>(k) * kInputs<T> * (quantized ? 1 : sizeof(T));
+  });
+  return bytes;
 }
 
-void skipjoin_pack_weights(int64_t bf16, const void *weights, int64_t n, int64_t k, int64_t gated, void *packed,
-                           int64_t threads) {
-  if (bf16)
-    pack_weights((const bfloat16 *)weights, n, k, gated, (bfloat16 *)packed, threads);
-  else
-    pack_weights((const float *)weights, n, k, gated, (float *)packed, threads);
+// scales: null, or where those of weights of 8 bits go, [panels * kPanel].
+void skipjoin_pack_weights(int64_t type, const void *weights, int64_t n, int64_t k, int64_t gated, void *packed,
+                           float *scales, int64_t threads) {
+  with_type(type, [&](auto t) {
+    using T = decltype(t);
+    if (scales)
+      quantize_weights((const T *)weights, n, k, gated, (int8_t *)packed, scales, threads);
+    else
+      pack_weights((const T *)weights, n, k, gated, (T *)packed, threads);
+  });
 }
 
-void skipjoin_linear(int64_t bf16, const void *x, int64_t x_stride, int64_t m, const void *weights, const float *bias,
-                     int64_t n, int64_t k, void *out, int64_t gated, int64_t add, int64_t activation, void *scratch,
-                     int64_t threads) {
-  if (bf16)
-    linear(LinearCall<bfloat16>{(const bfloat16 *)x, x_stride, m, (const bfloat16 *)weights, bias, n, k,
-                                (bfloat16 *)out, gated, add, activation},
-           (bfloat16 *)scratch, threads);
-  else
-    linear(LinearCall<float>{(const float *)x, x_stride, m, (const float *)weights, bias, n, k, (float *)out, gated,
-                             add, activation},
-           (float *)scratch, threads);
+int64_t skipjoin_linear_bytes() { return sizeof(Linear); }
+
+void skipjoin_linear(int64_t type, const Linear *call) {
+  with_type(type, [&](auto t) {
+    using T = decltype(t);
+    if (call->scales)
+      linear<T, int8_t>(*call);
+    else
+      linear<T, Stored<T>>(*call);
+  });
 }
 
-void skipjoin_rms_norm(int64_t bf16, const void *x, int64_t outer, int64_t outer_stride, int64_t inner,
+void skipjoin_rms_norm(int64_t type, const void *x, int64_t outer, int64_t outer_stride, int64_t inner,
                        int64_t inner_stride, int64_t width, const void *weight, float eps, void *out, int64_t threads) {
-  if (bf16)
-    rms_norm((const bfloat16 *)x, outer, outer_stride, inner, inner_stride, width, (const bfloat16 *)weight, eps, (bfloat16 *)out,
-             threads);
-  else
-    rms_norm((const float *)x, outer, outer_stride, inner, inner_stride, width, (const float *)weight, eps, (float *)out,
-             threads);
+  with_type(type, [&](auto t) {
+    using T = decltype(t);
+    rms_norm((const T *)x, outer, outer_stride, inner, inner_stride, width, (const T *)weight, eps, (T *)out, threads);
+  });
 }
 
-void skipjoin_rotate(int64_t bf16, void *x, int64_t tokens, int64_t token_stride, int64_t heads, int64_t head_stride,
+void skipjoin_rotate(int64_t type, void *x, int64_t tokens, int64_t token_stride, int64_t heads, int64_t head_stride,
                      const int64_t *positions, const float *cos_sin, int64_t pairs, int64_t threads) {
-  if (bf16)
-    rotate((bfloat16 *)x, tokens, token_stride, heads, head_stride, positions, cos_sin, pairs, threads);
-  else
-    rotate((float *)x, tokens, token_stride, heads, head_stride, positions, cos_sin, pairs, threads);
+  with_type(type, [&](auto t) {
+    rotate((decltype(t) *)x, tokens, token_stride, heads, head_stride, positions, cos_sin, pairs, threads);
+  });
 }
 }

@@ -5,7 +5,7 @@
 // thread that has not begun by then is not waited for.
 //
 // Waiting threads spin for about as long as Python takes from one operation to the next, then sleep: an idle server uses
-// no processor, and a neighbour loses a moment per step.
+// no processor.
 #include "pool.inc.cpp"
 
 #include <climits>
@@ -27,9 +27,10 @@
 
 namespace {
 
-constexpr int64_t kWorkerSpinNs = 150000; // the longest pause between two operations of a step
-constexpr int64_t kCallerSpinNs = 20000;  // longer than a task that was nearly done
-constexpr int kLooks = 64;                // at what is waited for, between two looks at the clock
+// Longer than most pauses between two operations, and than a task that was nearly done. What a thread spins beyond that,
+// it loses again where other processes want its core: the system then takes the core away in the middle of a task.
+constexpr int64_t kSpinNs = 20000;
+constexpr int kLooks = 32; // at what is waited for, between two looks at the clock
 
 void relax() {
 #if defined(__x86_64__) || defined(__i386__)
@@ -51,8 +52,8 @@ public:
   std::atomic<int> value{0};
 
   // Returns the new value.
-  int wait_while(int old, int64_t spin_ns) {
-    int64_t until = now_ns() + spin_ns;
+  int wait_while(int old) {
+    int64_t until = now_ns() + kSpinNs;
     for (int now, looks = 1;; looks++) {
       if ((now = value.load(std::memory_order_acquire)) != old) return now;
       relax();
@@ -108,7 +109,7 @@ public:
       turn_.wake();
       work(context, 0);
       int inside = inside_.value.fetch_and(~kOpen, std::memory_order_seq_cst) & ~kOpen;
-      while (inside) inside = inside_.wait_while(inside, kCallerSpinNs);
+      while (inside) inside = inside_.wait_while(inside);
     }
     taken_.store(false, std::memory_order_release);
   }
@@ -136,7 +137,7 @@ private:
     pthread_setname_np(pthread_self(), "skipjoin-pool");
 #endif
     for (int turn = 0;;) {
-      turn = turn_.wait_while(turn, kWorkerSpinNs);
+      turn = turn_.wait_while(turn);
       int inside = inside_.value.load(std::memory_order_relaxed);
       while (inside & kOpen)
         if (inside_.value.compare_exchange_weak(inside, inside + 1, std::memory_order_acquire)) {

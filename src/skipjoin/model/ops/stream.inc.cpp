@@ -1,5 +1,5 @@
 // Copies bytes past the caches: streaming stores write whole lines without reading them, and the weights and KV that
-// the model reads meanwhile stay cached. Included by the sources that move KV.
+// the model reads meanwhile stay cached. Processors other than x86 copy plainly. Included by the sources that move KV.
 #pragma once
 
 #include "simd.inc.cpp"
@@ -13,12 +13,25 @@ constexpr int64_t kPage = 4096;
 constexpr int kStreams = 4; // pages copied in turn: a single one leaves memory idle between its lines
 constexpr int kLines = 4;   // lines of a page per turn
 
+#if defined(SKIPJOIN_AVX512) || defined(SKIPJOIN_AVX2)
+
+#if defined(SKIPJOIN_AVX512)
+using Piece = __m512i;
+inline Piece load_piece(const char *from) { return _mm512_loadu_si512(from); }
+inline void stream_piece(char *to, Piece piece) { _mm512_stream_si512((Piece *)to, piece); }
+#else
+using Piece = __m256i;
+inline Piece load_piece(const char *from) { return _mm256_loadu_si256((const Piece *)from); }
+inline void stream_piece(char *to, Piece piece) { _mm256_stream_si256((Piece *)to, piece); }
+#endif
+
 template <int STREAMS> inline void stream(char *to, const char *from, int64_t step) {
-  __m512i lines[kLines];
+  constexpr int count = kLines * kLine / sizeof(Piece);
+  Piece pieces[count];
 #pragma GCC unroll 4
   for (int s = 0; s < STREAMS; s++) {
-    for (int i = 0; i < kLines; i++) lines[i] = _mm512_loadu_si512(from + s * step + i * kLine);
-    for (int i = 0; i < kLines; i++) _mm512_stream_si512((__m512i *)(to + s * step + i * kLine), lines[i]);
+    for (int i = 0; i < count; i++) pieces[i] = load_piece(from + s * step + i * sizeof(Piece));
+    for (int i = 0; i < count; i++) stream_piece(to + s * step + i * sizeof(Piece), pieces[i]);
   }
 }
 
@@ -32,5 +45,16 @@ void copy_bytes(char *to, const char *from, int64_t bytes) {
   for (; at + kLines * kLine <= bytes; at += kLines * kLine) stream<1>(to + at, from + at, 0);
   std::memcpy(to + at, from + at, bytes - at);
 }
+
+// Streaming stores are unordered: a thread that learns that the copy is done must see all of it.
+inline void end_copies() { _mm_sfence(); }
+
+#else
+
+inline void copy_bytes(char *to, const char *from, int64_t bytes) { std::memcpy(to, from, bytes); }
+
+inline void end_copies() {}
+
+#endif
 
 } // namespace

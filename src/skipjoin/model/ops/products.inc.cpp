@@ -1,0 +1,113 @@
+// The product that all others are made of: a few rows times one panel of columns. Included by the other sources.
+//
+// A column is a lane. An element's sum runs over the inputs in order in one lane, from 0 or from what is there: its bits
+// depend on its row and column alone, not on the rows beside it and not on where a caller cuts the inputs.
+#pragma once
+
+#include "simd.inc.cpp"
+
+#include <type_traits>
+
+namespace {
+
+// Vectors per panel and rows per product: accumulators, a panel's vectors and one input fit the registers.
+#if defined(SKIPJOIN_AVX512)
+constexpr int kVectors = 2, kMaxRows = 12; // of 32
+#elif defined(SKIPJOIN_NEON)
+constexpr int kVectors = 4, kMaxRows = 6; // of 32
+#elif defined(SKIPJOIN_AVX2)
+constexpr int kVectors = 2, kMaxRows = 6; // of 16
+#else
+constexpr int kVectors = 4, kMaxRows = 2; // of 16
+#endif
+constexpr int kPanel = kVectors * kLanes;
+
+// What an input is in the registers: bfloat16 comes in pairs where there are instructions for them.
+#ifdef SKIPJOIN_BF16
+template <typename T> using Unit = std::conditional_t<std::is_same_v<T, bfloat16>, Pair, float>;
+#else
+template <typename T> using Unit = float;
+#endif
+template <typename T> constexpr int kInputs = std::is_same_v<Unit<T>, Pair> ? 2 : 1; // per unit
+
+template <typename T> int64_t units_of(int64_t inputs) { return (inputs + kInputs<T> - 1) / kInputs<T>; }
+
+// The bits of kLanes units from memory.
+template <typename T> SKIPJOIN_INLINE Words whole_units(const T *from) {
+  Words units;
+  if constexpr (kInputs<T> == 2)
+    std::memcpy(&units, from, sizeof units);
+  else
+    units = (Words)load(from);
+  return units;
+}
+
+// kLanes units from memory, of which `count` inputs exist.
+template <typename T> SKIPJOIN_INLINE void load_units(const T *from, int64_t count, Unit<T> *to) {
+  if constexpr (kInputs<T> == 2) {
+    if (count < 2 * kLanes) std::memset(to, 0, 4 * kLanes);
+    std::memcpy(to, from, (count < 2 * kLanes ? count : 2 * kLanes) * sizeof(T));
+  } else {
+    store(to, load(from, count));
+  }
+}
+
+// Column lanes of one unit of weights. Weights of 8 bits are expanded exactly; those for pairs are in two halves.
+SKIPJOIN_INLINE Words lanes_of(const Pair *weights, int vector) {
+  Words lanes;
+  std::memcpy(&lanes, weights + vector * kLanes, sizeof lanes);
+  return lanes;
+}
+
+template <typename W> SKIPJOIN_INLINE Floats lanes_of(const W *weights, int vector) {
+  return load(weights + vector * kLanes);
+}
+
+SKIPJOIN_INLINE Words pairs_of(const int8_t *weights, int vector) {
+  // A number of 8 bits has as many digits as a bfloat16: the lower half of its float is zero.
+  Words first = (Words)load(weights + vector * kLanes), second = (Words)load(weights + kPanel + vector * kLanes);
+  return first >> 16 | second;
+}
+
+template <typename In, typename W> SKIPJOIN_INLINE auto operand(const W *weights, int vector) {
+  if constexpr (std::is_same_v<In, Pair> && std::is_same_v<W, int8_t>)
+    return pairs_of(weights, vector);
+  else
+    return lanes_of(weights, vector);
+}
+
+// Numbers of type W per unit and panel.
+template <typename In, typename W>
+constexpr int kStep = std::is_same_v<In, Pair> && std::is_same_v<W, int8_t> ? 2 * kPanel : kPanel;
+
+constexpr int kAhead = 4096; // bytes of weights fetched ahead of use: about one memory latency
+
+// sums[ROWS][kVectors] += inputs times panel. The input of a row and unit is at row * ROW + unit * UNIT.
+template <typename In, typename W, int ROWS, int ROW, int UNIT>
+SKIPJOIN_INLINE void multiply(const In *inputs, const W *weights, int64_t units, Floats (*sums)[kVectors]) {
+  constexpr int step = kStep<In, W>, bytes = step * sizeof(W);
+  Floats acc[ROWS][kVectors];
+#pragma GCC unroll 16
+  for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; v++) acc[r][v] = sums[r][v];
+  for (int64_t u = 0; u < units; u++, weights += step) {
+#pragma GCC unroll 4
+    for (int at = 0; at < bytes; at += 64) __builtin_prefetch((const char *)weights + kAhead + at, 0, 3);
+    decltype(operand<In>(weights, 0)) columns[kVectors];
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; v++) columns[v] = operand<In>(weights, v);
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; r++) {
+      auto input = splat(inputs[r * ROW + u * UNIT]);
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; v++) acc[r][v] = fma(input, columns[v], acc[r][v]);
+    }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; v++) sums[r][v] = acc[r][v];
+}
+
+} // namespace

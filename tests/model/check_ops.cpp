@@ -1,0 +1,116 @@
+// The compiled operations without Python, for processors that only an emulator has here. Prints the path and "ok", or what
+// is wrong. Includes the sources: their structures are their own.
+#include "layer_ops.cpp"
+#include "paged_attention.cpp"
+
+#include <cstdio>
+#include <cstdlib>
+
+namespace {
+
+constexpr int kThreads = 2;
+
+[[noreturn]] void fail(const char *what, int64_t type, int64_t at) {
+  std::printf("%s, type %d, at %d\n", what, (int)type, (int)at);
+  std::exit(1);
+}
+
+template <typename T> double number(T x) { return load(&x, 1)[0]; }
+
+template <typename T> std::vector<T> drawn(int64_t count) {
+  static uint32_t state = 1;
+  std::vector<T> numbers(count);
+  for (T &to : numbers) {
+    state = state * 1664525 + 1013904223;
+    store(&to, splat((float)(int32_t)state / 2e9f), 1);
+  }
+  return numbers;
+}
+
+template <typename T> bool equal(const T *a, const T *b, int64_t count) { return !std::memcmp(a, b, count * sizeof(T)); }
+
+template <typename T> void check_linear(int64_t type, bool quantized) {
+  const int64_t rows = 33, n = 70, k = 45;
+  auto x = drawn<T>(rows * k), weights = drawn<T>(n * k);
+  std::vector<char> packed(skipjoin_packed_bytes(type, n, k, 0, quantized));
+  std::vector<float> scales(panels_of(n, 0) * kPanel);
+  skipjoin_pack_weights(type, weights.data(), n, k, 0, packed.data(), quantized ? scales.data() : nullptr, kThreads);
+  auto product = [&](int64_t first, int64_t count) {
+    std::vector<T> out(count * n);
+    std::vector<char> scratch(skipjoin_scratch_bytes(type, count, k, kThreads));
+    Linear call{};
+    call.x = &x[first * k], call.x_stride = k, call.rows = count, call.weights = packed.data();
+    call.scales = quantized ? scales.data() : nullptr;
+    call.n = n, call.k = k, call.out = out.data(), call.scratch = scratch.data(), call.threads = kThreads;
+    skipjoin_linear(type, &call);
+    return out;
+  };
+  auto all = product(0, rows);
+  for (int64_t i = 0; i < rows * n; i++) {
+    double exact = 0;
+    for (int64_t j = 0; j < k; j++) exact += number(x[i / n * k + j]) * number(weights[i % n * k + j]);
+    if (!(std::fabs(exact - number(all[i])) < (quantized ? 0.2 : type ? 0.05 : 1e-4))) fail("product", type, i);
+  }
+  for (int64_t count : {1, 2, 5, 7, 13})
+    for (int64_t first = 0; first + count <= rows; first += count)
+      if (!equal(product(first, count).data(), &all[first * n], count * n)) fail("rows", type, count);
+}
+
+template <typename T> void check_attention(int64_t type) {
+  const int64_t tokens = 150, heads = 6, kv_heads = 2, dim = 40, block = 8, blocks = (tokens + block - 1) / block;
+  auto query = drawn<T>(tokens * heads * dim), key = drawn<T>(tokens * kv_heads * dim), value = drawn<T>(key.size());
+  std::vector<int64_t> slots(tokens), table(blocks);
+  for (int64_t i = 0; i < blocks; i++) table[i] = blocks - 1 - i;
+  for (int64_t t = 0; t < tokens; t++) slots[t] = table[t / block] * block + t % block;
+  auto attended = [&](int64_t piece, int64_t window) {
+    std::vector<T> keys(blocks * block * kv_heads * dim), values(keys.size()), out(tokens * heads * dim);
+    for (int64_t from = 0; from < tokens; from += piece) {
+      int64_t count = std::min(piece, tokens - from), starts[] = {0, count}, context = from + count;
+      Call c{};
+      c.query = &query[from * heads * dim], c.key = &key[from * kv_heads * dim], c.value = &value[from * kv_heads * dim];
+      c.query_token = heads * dim, c.key_token = c.value_token = kv_heads * dim;
+      c.query_head = c.key_head = c.value_head = dim;
+      c.keys = keys.data(), c.values = values.data();
+      c.block_stride = block * kv_heads * dim, c.slot_stride = kv_heads * dim, c.head_stride = dim;
+      c.out = &out[from * heads * dim];
+      c.slots = &slots[from], c.query_start = starts, c.context = &context, c.tables = table.data();
+      c.segments = 1, c.table_width = blocks, c.block_size = block;
+      c.heads = heads, c.kv_heads = kv_heads, c.dim = dim, c.window = window, c.scale = 0.3;
+      skipjoin_paged_attention(type, &c, kThreads);
+    }
+    return out;
+  };
+  for (int64_t window : {0, 21}) {
+    auto whole = attended(tokens, window);
+    for (int64_t i = 0; i < tokens * heads; i++) {
+      int64_t t = i / heads, head = i % heads / (heads / kv_heads);
+      std::vector<double> sums(dim);
+      double total = 0;
+      for (int64_t s = window ? std::max<int64_t>(0, t + 1 - window) : 0; s <= t; s++) {
+        double score = 0;
+        for (int64_t d = 0; d < dim; d++)
+          score += number(query[i * dim + d]) * number(key[(s * kv_heads + head) * dim + d]);
+        double weight = std::exp(score * 0.3);
+        total += weight;
+        for (int64_t d = 0; d < dim; d++) sums[d] += weight * number(value[(s * kv_heads + head) * dim + d]);
+      }
+      for (int64_t d = 0; d < dim; d++)
+        if (!(std::fabs(sums[d] / total - number(whole[i * dim + d])) < (type ? 0.02 : 1e-5))) fail("attention", type, i);
+    }
+    for (int64_t piece : {1, 7, 64})
+      if (!equal(attended(piece, window).data(), whole.data(), tokens * heads * dim)) fail("cuts", type, piece);
+  }
+}
+
+} // namespace
+
+int main() {
+  for (int64_t type : {0, 1, 2})
+    with_type(type, [&](auto t) {
+      using T = decltype(t);
+      check_linear<T>(type, false);
+      check_linear<T>(type, true);
+      check_attention<T>(type);
+    });
+  std::printf("%s ok\n", skipjoin_path());
+}

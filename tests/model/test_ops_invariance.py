@@ -1,0 +1,191 @@
+"""Compiled operations for several processors: right, and the same bits for a row whatever is computed beside it.
+
+Each library is compiled with the flags of a processor that this one can stand in for. test_ops_arm.py does the
+same for ARM under an emulator.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import subprocess
+
+import pytest
+import torch
+from model_zoo import CONFIGS
+
+from skipjoin.model import backends
+from skipjoin.model.attention.check import cuts_change_nothing
+from skipjoin.model.attention.cpp_backend import CppAttention, check_attention
+from skipjoin.model.attention.torch_backend import TorchAttention
+from skipjoin.model.batch import PackedBatch, Segment
+from skipjoin.model.config import ModelConfig
+from skipjoin.model.kv_cache import PagedKV
+from skipjoin.model.loader import random_model
+from skipjoin.model.ops import build
+from skipjoin.model.ops.check import check_ops, rows_are_independent
+from skipjoin.model.ops.cpp_ops import CPP_DTYPES, CppOps, has_dtype
+from skipjoin.model.ops.torch_ops import TorchOps
+
+# By the path that the library must name: the flags, and what the processor must have.
+TARGETS = {
+    "avx512-bf16": (("-march=native",), {"avx512bw", "avx512vl", "avx512dq", "avx512_bf16"}),
+    "avx512": (("-march=native", "-mno-avx512bf16"), {"avx512bw", "avx512vl", "avx512dq"}),
+    "avx2": (build.AVX2, build.AVX2_NEEDS),
+    "generic": ((), set()),
+}
+# Fewer rows than a tile, one more, several tiles, several blocks of tiles, and threads that share them.
+ROWS = (1, 2, 17, 33, 64, 600)
+dtypes = pytest.mark.parametrize("dtype", CPP_DTYPES, ids=str)
+
+
+@pytest.fixture(scope="module", params=TARGETS)
+def library(request) -> ctypes.CDLL:
+    flags, needs = TARGETS[request.param]
+    if not build.cpu_features() >= needs:
+        pytest.skip(f"this CPU lacks {', '.join(sorted(needs - build.cpu_features()))}")
+    try:
+        made = ctypes.CDLL(str(build.compiled_library(flags)))
+    except (OSError, subprocess.SubprocessError) as error:
+        pytest.skip(f"no compiler for {request.param}: {error}")
+    assert build.path_of(made) == request.param
+    return made
+
+
+def drawn(dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@dtypes
+def test_results_are_right(library, dtype):
+    ops = CppOps(library, dtype)
+    assert has_dtype(library, dtype) == (dtype != torch.float16 or build.path_of(library) != "generic")
+    if has_dtype(library, dtype):
+        assert check_ops(ops, dtype)
+        assert check_attention(CppAttention(library), dtype)
+
+
+@dtypes
+def test_a_row_has_the_same_bits_in_every_batch(library, dtype):
+    if not has_dtype(library, dtype):
+        pytest.skip("this processor does not convert the type")
+    ops, most = CppOps(library, dtype), max(ROWS)
+    for outputs, inputs in ((96, 128), (70, 33)):
+        x, weight = drawn(dtype, most, inputs), drawn(dtype, 2 * outputs, inputs, seed=1)
+        bias, total = drawn(dtype, 2 * outputs, seed=2), drawn(dtype, most, 2 * outputs, seed=3)
+        linears = [ops.linear(weight, bias), ops.linear(weight, bias, "gelu"), ops.gated_linear(weight, None)]
+
+        def results(rows: slice) -> list[torch.Tensor]:
+            sums = total[rows].clone()  # noqa: B023 - called before it changes
+            linears[0].add_to(x[rows], sums)  # noqa: B023
+            return [*(linear(x[rows]) for linear in linears), sums]  # noqa: B023
+
+        together = results(slice(None))
+        for count in ROWS:
+            for first in (0, most - count):
+                rows = slice(first, first + count)
+                for ours, expected in zip(results(rows), together, strict=True):
+                    assert torch.equal(ours, expected[rows]), (outputs, inputs, rows)
+
+
+# Query heads, key-value heads, size of a head; the second has a group of five, and a size of no whole vector.
+HEADS = [(4, 4, 64), (5, 1, 40), (2, 2, 300)]
+CUTS = {
+    "tokens": [1] * 300,
+    "pieces": [7, 1, 120, 1, 64, 40, 2, 65],
+    "halves": [150, 150],
+    "all but the last": [299, 1],
+}
+
+
+@dtypes
+@pytest.mark.parametrize("window", [0, 37])
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_a_token_has_the_same_bits_however_its_prompt_is_cut(library, dtype, heads, window):
+    if not has_dtype(library, dtype):
+        pytest.skip("this processor does not convert the type")
+    query_heads, kv_heads, dim = heads
+    sizes = {"hidden_size": query_heads * dim, "num_attention_heads": query_heads, "num_key_value_heads": kv_heads}
+    sizes |= {"num_hidden_layers": 1, "vocab_size": 8, "intermediate_size": 8, "max_position_embeddings": 512}
+    config = ModelConfig.from_dict({"model_type": "llama", "head_dim": dim, **sizes})
+    qkv = drawn(dtype, 300, query_heads + 2 * kv_heads, dim)
+    tables = torch.randperm(60, generator=torch.Generator().manual_seed(1)).tolist()
+
+    def attended(cut: list[int], beside: bool) -> torch.Tensor:
+        kv, outputs, start = PagedKV(60, 8, config, dtype, "cpu"), [], 0
+        kv.tensor.fill_(torch.nan)
+        for count in cut:
+            segments = [Segment([0] * count, start, tables[:38])]
+            parts = [qkv[start : start + count]]
+            if beside:  # a decode and a prompt of others
+                segments += [Segment([0], 0, tables[38:39]), Segment([0] * 30, 0, tables[39:])]
+                parts += [qkv[:1], qkv[:30]]
+            batch = PackedBatch.build(segments, 8)
+            split = torch.cat(parts).split([query_heads, kv_heads, kv_heads], dim=1)
+            out = CppAttention(library).attend(*split, kv, batch, layer=0, scale=0.3, window=window)
+            outputs.append(out[:count])
+            start += count
+        return torch.cat(outputs)
+
+    whole = attended([300], beside=False)
+    assert whole.isfinite().all()
+    for name, cut in CUTS.items():
+        if name == "tokens" and heads != HEADS[0]:
+            continue  # the others have a long enough run of decodes in `pieces`
+        assert torch.equal(attended(cut, beside=name != "halves"), whole), name
+
+
+def test_one_line_says_what_runs(caplog):
+    raw = CONFIGS["llama"]().to_dict() | {"architectures": ["LlamaForCausalLM"]}
+    build.say_once.cache_clear()
+    with caplog.at_level(logging.INFO):
+        ops, _ = (random_model(raw, dtype="bfloat16").ops for _ in range(2))
+    path = build.path_of(ops.library) if ops.name == "cpp" else "torch"
+    (said,) = [line for line in caplog.messages if "CPU operations" in line]
+    assert said.startswith(f"CPU operations: {path}")
+
+
+@pytest.mark.parametrize(
+    ("path", "features", "hint"),
+    [
+        ("avx512-bf16", {"avx2", "avx512bw", "avx512_bf16"}, ""),
+        (
+            "avx2",
+            {"avx2", "avx512bw", "avx512_bf16"},
+            " (this CPU has AVX-512 BF16: a newer compiler makes them faster)",
+        ),
+        ("avx2", {"avx2"}, ""),
+        ("generic", {"asimd"}, " (this CPU has NEON: a newer compiler makes them faster)"),
+        ("generic", set(), ""),
+        (None, {"avx2"}, " (a C++ compiler makes them several times faster: install g++ or clang++, or set CXX)"),
+    ],
+)
+def test_what_would_be_faster(path, features, hint, monkeypatch):
+    monkeypatch.setattr(backends, "cpu_features", lambda: features)
+    monkeypatch.setattr(backends, "path_of", lambda library: library)
+    assert backends._faster(path) == hint
+
+
+class RowsMatter(TorchOps):
+    """A product whose last bit depends on the number of rows."""
+
+    def linear(self, weight, bias, activation=None):
+        exact = super().linear(weight, bias, activation)
+        return lambda x: exact(x).nextafter(torch.tensor(torch.inf)) if len(x) == 17 else exact(x)
+
+
+class CutsMatter(TorchAttention):
+    """Attention whose last bit depends on the number of tokens."""
+
+    def attend(self, query, *arguments, **options):
+        out = super().attend(query, *arguments, **options)
+        return out.nextafter(torch.tensor(torch.inf)) if len(query) == 1 else out
+
+
+def test_self_tests_see_a_single_bit():
+    library = build.load_library()
+    assert not rows_are_independent(RowsMatter(), torch.float32)
+    assert not cuts_change_nothing(CutsMatter(), torch.float32)
+    if library is not None:
+        assert rows_are_independent(CppOps(library, torch.float32), torch.float32)
+        assert cuts_change_nothing(CppAttention(library), torch.float32)

@@ -61,6 +61,10 @@ class KVLedger(TwoEnds):
         """The same, the latest first."""
         return reversed(self._held)
 
+    def holds(self, request: Request) -> bool:
+        """Whether the request holds or claims anything."""
+        return request in self._held
+
     def is_settled(self, request: Request) -> bool:
         """Whether the request holds something and none of it is in transit."""
         held = self._held.get(request)

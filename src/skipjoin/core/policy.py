@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
+from skipjoin.core.accounts import KVAccounts
 from skipjoin.core.claims import Account, Lender
 from skipjoin.core.context import StepContext
 from skipjoin.core.events import Preemption
-from skipjoin.core.kv import KVLedger
 from skipjoin.core.request import Request
 from skipjoin.core.step import Slice, StepShape
 from skipjoin.core.waits import WaitReason
@@ -43,7 +43,7 @@ class Callbacks:
     def arrived(self, request: Request, now: float) -> None:
         """The request entered the engine."""
 
-    def begin(self, now: float, kv: KVLedger) -> Iterable[tuple[Account, int]]:
+    def begin(self, now: float, kv: KVAccounts) -> Iterable[tuple[Account, int]]:
         """A step is about to be decided. Returns accounts and how many blocks each is to have: it gets as many as are
         available."""
         return ()
@@ -177,7 +177,7 @@ class Wait(Enum):
 class AdmissionPolicy(Protocol):
     """How much KV a request is granted when it gets its first block, and when its claim reaches no further."""
 
-    def claim(self, request: Request, target: int, kv: KVLedger) -> Grant | Wait:
+    def claim(self, request: Request, target: int, kv: KVAccounts) -> Grant | Wait:
         """Decide over a request that is to have `target` tokens on the device, and that has no claim or one that ends
         before. `kv` as of now; what evictions would free is not counted. Must be pure: it is asked speculatively, and
         before the request arrives where its KV is to come from another engine (`EngineCore.expect`)."""
@@ -215,7 +215,7 @@ class EvictionPolicy(Protocol):
         ...
 
     def victims(
-        self, short: int, candidates: Sequence[Request], kv: KVLedger, now: float, newcomer: Request | None
+        self, short: int, candidates: Sequence[Request], kv: KVAccounts, now: float, newcomer: Request | None
     ) -> Sequence[Eviction]:
         """Which requests make way, and how, until `short` blocks are available. Pure.
 
@@ -230,7 +230,7 @@ class EvictionPolicy(Protocol):
         """KV of that many tokens was dropped for a newcomer."""
 
     def ahead(
-        self, settled: Sequence[Request], ordering: Ordering, kv: KVLedger, now: float
+        self, settled: Sequence[Request], ordering: Ordering, kv: KVAccounts, now: float
     ) -> tuple[Sequence[Request], Sequence[Request]]:
         """Requests to move out and in with overlapped moves of this step, which none of them joins. Asked once per
         step, before it is filled; may change the policy.
@@ -261,7 +261,7 @@ class Policies:
     batcher: Batcher
     admission: AdmissionPolicy
     eviction: EvictionPolicy
-    on_begin: tuple[Callable[[float, KVLedger], Iterable[tuple[Account, int]]], ...] = field(
+    on_begin: tuple[Callable[[float, KVAccounts], Iterable[tuple[Account, int]]], ...] = field(
         init=False, repr=False, compare=False
     )
     on_arrived: tuple[Callable[[Request, float], None], ...] = field(init=False, repr=False, compare=False)

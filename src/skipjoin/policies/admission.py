@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from skipjoin.core.kv import KVLedger
+from skipjoin.core.accounts import KVAccounts
 from skipjoin.core.policy import Grant, Wait
 from skipjoin.core.request import Request
 
@@ -21,7 +21,7 @@ class OnDemand:
             raise ValueError(f"watermark must be in [0, 1), got {watermark}")
         self.watermark = watermark
 
-    def claim(self, request: Request, target: int, kv: KVLedger) -> Grant:
+    def claim(self, request: Request, target: int, kv: KVAccounts) -> Grant:
         known = kv.blocks_for(request.known)
         # Never more than the pool has: a request nearly as large as it gets in on an empty device, or by evicting all.
         spare = max(0, min(int(self.watermark * kv.device_total), kv.device_total - known))
@@ -33,6 +33,6 @@ class WholeMaximum:
 
     rests = True
 
-    def claim(self, request: Request, target: int, kv: KVLedger) -> Grant | Wait:
+    def claim(self, request: Request, target: int, kv: KVAccounts) -> Grant | Wait:
         blocks = kv.blocks_for(request.max_total_tokens)
         return Grant(now=blocks, blocks=blocks) if blocks <= kv.available else Wait.WAIT

@@ -9,9 +9,9 @@ from enum import IntEnum
 from itertools import count
 from typing import Any, NamedTuple
 
+from skipjoin.core.accounts import KVAccounts
 from skipjoin.core.claims import Account
 from skipjoin.core.context import StepContext, eligible_tokens
-from skipjoin.core.kv import KVLedger
 from skipjoin.core.policy import PROMPT_DOES_NOT_FIT, BatchBuilder, Callbacks, CostModel, Grant, Refusal, Wait
 from skipjoin.core.request import Request
 from skipjoin.policies.batching import TargetBuilder, TargetForward
@@ -34,11 +34,11 @@ class Room:
 
     def __init__(self) -> None:
         self.steps = 0
-        self._kv: KVLedger | None = None
+        self._kv: KVAccounts | None = None
         self._target = self._tokens = self._seats = 0
         self._blocks = 0
 
-    def begin(self, kv: KVLedger) -> None:
+    def begin(self, kv: KVAccounts) -> None:
         """The KV of the step that is about to be decided."""
         self._kv = kv
 
@@ -99,17 +99,17 @@ class WholeClaims(Callbacks):
         self._group = group
         self._now = 0.0
 
-    def begin(self, now: float, kv: KVLedger) -> Iterable[tuple[Account, int]]:
+    def begin(self, now: float, kv: KVAccounts) -> Iterable[tuple[Account, int]]:
         self._now = now
         if self._room is not None:
             self._room.begin(kv)
         return ()
 
-    def claim(self, request: Request, target: int, kv: KVLedger) -> Grant | Wait:
+    def claim(self, request: Request, target: int, kv: KVAccounts) -> Grant | Wait:
         tokens = self._lengths.kv_tokens(request, max(0, target - len(request.prompt)))
         blocks = kv.blocks_for(tokens)
         fits = kv.shortfall_of_claim(request, blocks, None) <= 0
-        if kv.blocks_of(request) is None:
+        if not kv.holds(request):
             group = None if self._group is None else self._group(request, self._now)
             return Grant(now=blocks, blocks=blocks, tokens=tokens, group=group) if fits else Wait.WAIT
         if not fits:

@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from skipjoin.core.accounts import KVAccounts
 from skipjoin.core.events import Preemption
-from skipjoin.core.kv import KVLedger
 from skipjoin.core.policy import CostModel, Eviction, Ordering
 from skipjoin.core.request import Request
 from skipjoin.core.step import LINK, Direction, StepShape
@@ -17,7 +17,7 @@ from skipjoin.policies.arrivals import ArrivalHistory
 DROP_SHARE = 0.05
 
 
-def _until_enough(short: int, candidates: Sequence[Request], kv: KVLedger) -> Iterator[tuple[Request, int]]:
+def _until_enough(short: int, candidates: Sequence[Request], kv: KVAccounts) -> Iterator[tuple[Request, int]]:
     """The first candidates that free enough, each with how many blocks are short without it."""
     for victim in candidates:
         if short <= 0:
@@ -37,7 +37,7 @@ class Recompute:
         return False
 
     def victims(
-        self, short: int, candidates: Sequence[Request], kv: KVLedger, now: float, newcomer: Request | None
+        self, short: int, candidates: Sequence[Request], kv: KVAccounts, now: float, newcomer: Request | None
     ) -> Sequence[Eviction]:
         return [Eviction(victim, Preemption.DROP) for victim, _ in _until_enough(short, candidates, kv)]
 
@@ -45,7 +45,7 @@ class Recompute:
         pass
 
     def ahead(
-        self, still: Sequence[Request], ordering: Ordering, kv: KVLedger, now: float
+        self, still: Sequence[Request], ordering: Ordering, kv: KVAccounts, now: float
     ) -> tuple[Sequence[Request], Sequence[Request]]:
         return (), ()
 
@@ -57,7 +57,7 @@ class Defer(Recompute):
     rests = True
 
     def victims(
-        self, short: int, candidates: Sequence[Request], kv: KVLedger, now: float, newcomer: Request | None
+        self, short: int, candidates: Sequence[Request], kv: KVAccounts, now: float, newcomer: Request | None
     ) -> Sequence[Eviction]:
         return super().victims(short, candidates, kv, now, newcomer) if newcomer is None else ()
 
@@ -67,7 +67,7 @@ class KeepKv(Recompute):
     that runs them. It is dropped only where the host is full."""
 
     def victims(
-        self, short: int, candidates: Sequence[Request], kv: KVLedger, now: float, newcomer: Request | None
+        self, short: int, candidates: Sequence[Request], kv: KVAccounts, now: float, newcomer: Request | None
     ) -> Sequence[Eviction]:
         return [Eviction(victim, Preemption.SWAP) for victim, _ in _until_enough(short, candidates, kv)]
 
@@ -95,7 +95,7 @@ class Swap(Recompute):
         self._next_drop = -math.inf  # none before, for a newcomer
 
     def victims(
-        self, short: int, candidates: Sequence[Request], kv: KVLedger, now: float, newcomer: Request | None
+        self, short: int, candidates: Sequence[Request], kv: KVAccounts, now: float, newcomer: Request | None
     ) -> Sequence[Eviction]:
         found = []
         room, is_free = kv.host_free, newcomer is None or now >= self._next_drop
@@ -111,7 +111,7 @@ class Swap(Recompute):
                 return ()
         return found
 
-    def part(self, victim: Request, missing: int, kv: KVLedger) -> int | None:
+    def part(self, victim: Request, missing: int, kv: KVAccounts) -> int | None:
         """How many blocks the victim gives up where so many are short; None: all."""
         return None
 
@@ -119,12 +119,12 @@ class Swap(Recompute):
         seconds = self._cost.step(StepShape(prefill=tokens, attention=tokens * (tokens + 1) // 2))
         self._next_drop = max(now, self._next_drop) + seconds / self._drop_share
 
-    def is_worth_moving(self, request: Request, kv: KVLedger, keep: int = 0) -> bool:
+    def is_worth_moving(self, request: Request, kv: KVAccounts, keep: int = 0) -> bool:
         """Whether the request has its prompt behind it, and its KV behind the first `keep` blocks goes and returns
         faster than it is recomputed."""
         return request.known - request.computed <= 1 and self._moves_faster(request, kv, keep)
 
-    def _moves_faster(self, request: Request, kv: KVLedger, keep: int) -> bool:
+    def _moves_faster(self, request: Request, kv: KVAccounts, keep: int) -> bool:
         kept = kv.tokens_in(request, keep)
         tokens = request.computed - kept
         again = StepShape(prefill=tokens, attention=tokens * kept + tokens * (tokens + 1) // 2)
@@ -140,7 +140,7 @@ class Vacate(Swap):
     rests = True
 
     def victims(
-        self, short: int, candidates: Sequence[Request], kv: KVLedger, now: float, newcomer: Request | None
+        self, short: int, candidates: Sequence[Request], kv: KVAccounts, now: float, newcomer: Request | None
     ) -> Sequence[Eviction]:
         guests = [one for one in candidates if isinstance(kv.lender_of(one), Request)]
         others = [one for one in candidates if not isinstance(kv.lender_of(one), Request)]
@@ -160,17 +160,17 @@ class Spill(Swap):
     rests = True
 
     def victims(
-        self, short: int, candidates: Sequence[Request], kv: KVLedger, now: float, newcomer: Request | None
+        self, short: int, candidates: Sequence[Request], kv: KVAccounts, now: float, newcomer: Request | None
     ) -> Sequence[Eviction]:
         def place(victim: Request) -> tuple[bool, bool]:
             return not victim.is_best_effort, not kv.footprint_on_host(victim)
 
         return super().victims(short, sorted(candidates, key=place), kv, now, newcomer)
 
-    def is_worth_moving(self, request: Request, kv: KVLedger, keep: int = 0) -> bool:
+    def is_worth_moving(self, request: Request, kv: KVAccounts, keep: int = 0) -> bool:
         return self._moves_faster(request, kv, keep)
 
-    def part(self, victim: Request, missing: int, kv: KVLedger) -> int | None:
+    def part(self, victim: Request, missing: int, kv: KVAccounts) -> int | None:
         return missing if victim.is_best_effort and missing < kv.footprint(victim) else None
 
 
@@ -184,13 +184,13 @@ class Lend(Spill):
     lends = True
 
     def victims(
-        self, short: int, candidates: Sequence[Request], kv: KVLedger, now: float, newcomer: Request | None
+        self, short: int, candidates: Sequence[Request], kv: KVAccounts, now: float, newcomer: Request | None
     ) -> Sequence[Eviction]:
         emptiest = sorted(candidates, key=lambda victim: -kv.empty_slots(victim))
         found = super().victims(short, emptiest, kv, now, newcomer)
         return [one._replace(lent=one.request.reverse and one.how is not Preemption.DROP) for one in found]
 
-    def is_worth_moving(self, request: Request, kv: KVLedger, keep: int = 0) -> bool:
+    def is_worth_moving(self, request: Request, kv: KVAccounts, keep: int = 0) -> bool:
         # What is lent costs nothing until it is overwritten, and no more than that.
         return request.reverse or super().is_worth_moving(request, kv, keep)
 
@@ -233,7 +233,7 @@ class ProactiveSwap(Swap):
         self._new.append(request)
 
     def ahead(
-        self, still: Sequence[Request], ordering: Ordering, kv: KVLedger, now: float
+        self, still: Sequence[Request], ordering: Ordering, kv: KVAccounts, now: float
     ) -> tuple[Sequence[Request], Sequence[Request]]:
         self._time_step(now, is_idle=not still)
         spare = self._spare(kv, now)
@@ -246,7 +246,7 @@ class ProactiveSwap(Swap):
         exchange = _Exchange(self, kv, spare)
         return exchange.choose(ordering.next_turns(still, now)) if exchange.is_possible else ((), ())
 
-    def _finds_moves_cheap(self, holders: int, kv: KVLedger) -> bool:
+    def _finds_moves_cheap(self, holders: int, kv: KVAccounts) -> bool:
         """Whether moving what a request holds takes next to no time beside a decode of all that is on the device.
 
         By the profile, not by the time of late steps: moves before steps make those longer, and look cheap for it.
@@ -256,7 +256,7 @@ class ProactiveSwap(Swap):
         held = used + kv.host_total - kv.host_free
         return self._cost.transfer(held // max(1, kv.holder_count)) <= _CHEAP_SHARE * self._cost.step(step)
 
-    def link_room(self, direction: Direction, kv: KVLedger) -> int:
+    def link_room(self, direction: Direction, kv: KVAccounts) -> int:
         """Blocks that may still begin to move that way: no more than the link moves in the time ahead, so that moves
         do not queue and decisions stay fresh; but always one request."""
         seconds = self._cost.transfer(1)
@@ -270,7 +270,7 @@ class ProactiveSwap(Swap):
         # Time that passes while no request holds KV is no step.
         self._last = None if is_idle else now
 
-    def _spare(self, kv: KVLedger, now: float) -> int:
+    def _spare(self, kv: KVAccounts, now: float) -> int:
         """Device blocks to keep free."""
         tokens = self._arrivals.tokens_within(_LEAD_STEPS * self._step_s, now)
         new, self._new = self._new, []
@@ -283,7 +283,7 @@ class ProactiveSwap(Swap):
 class _Exchange:
     """One choice of the requests that leave and that return."""
 
-    def __init__(self, eviction: ProactiveSwap, kv: KVLedger, spare: int) -> None:
+    def __init__(self, eviction: ProactiveSwap, kv: KVAccounts, spare: int) -> None:
         self._eviction = eviction
         self._kv = kv
         self._free = kv.available - spare  # blocks to come back into
@@ -298,12 +298,11 @@ class _Exchange:
 
     def choose(self, turns: list[tuple[Any, Request]]) -> tuple[Sequence[Request], Sequence[Request]]:
         """turns: as `Ordering.next_turns` tells them."""
-        blocks_of = self._kv.blocks_of
+        kv = self._kv
         on_host: list[tuple[Any, Request]] = []
         on_device: list[tuple[Any, Request]] = []
         for one in turns:
-            held = blocks_of(one[1])
-            (on_host if held is not None and held.host else on_device).append(one)
+            (on_host if kv.footprint_on_host(one[1]) else on_device).append(one)
         self._leaving = on_device[::-1]
         self._at = 0
         self._make_room(0, None)

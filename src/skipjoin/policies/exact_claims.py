@@ -9,9 +9,9 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
 from operator import itemgetter
 
+from skipjoin.core.accounts import KVAccounts
 from skipjoin.core.claims import Account, Lender
 from skipjoin.core.forecast import Forecast
-from skipjoin.core.kv import KVLedger
 from skipjoin.core.policy import Callbacks, Grant, Wait
 from skipjoin.core.request import UNLIMITED, Band, Request
 from skipjoin.policies.econo import PaddedLengths, Phase, phase_of
@@ -43,11 +43,11 @@ class Hosts:
         """A step begins: what hosts have unused is looked at again, when the first guest asks."""
         self._unused = None
 
-    def need(self, blocks: int, steps: int, kv: KVLedger) -> int:
+    def need(self, blocks: int, steps: int, kv: KVAccounts) -> int:
         """The unused blocks that a host must have."""
         return blocks + kv.blocks_for(math.ceil(steps * (1 + self._buffer)))
 
-    def seek(self, guest: Request, need: int, kv: KVLedger) -> Request | None:
+    def seek(self, guest: Request, need: int, kv: KVAccounts) -> Request | None:
         """A host for the guest, if there is one."""
         if self._unused is None:
             self._unused = self._sorted(kv)
@@ -60,13 +60,13 @@ class Hosts:
                 return host
         return None
 
-    def has_room(self, kv: KVLedger) -> bool:
+    def has_room(self, kv: KVAccounts) -> bool:
         """Whether any host has a block for a guest, and one to grow into beside it."""
         if self._unused is None:
             self._unused = self._sorted(kv)
         return bool(self._unused)
 
-    def _sorted(self, kv: KVLedger) -> list[tuple[int, int, Request]]:
+    def _sorted(self, kv: KVAccounts) -> list[tuple[int, int, Request]]:
         """The hosts by their unused blocks, least first."""
         found = []
         for request in kv.holders():
@@ -78,7 +78,7 @@ class Hosts:
         return found
 
     @staticmethod
-    def _lends_to(guest: Request, host: Request, kv: KVLedger) -> bool:
+    def _lends_to(guest: Request, host: Request, kv: KVAccounts) -> bool:
         """Whether the guest itself lends the host its claim."""
         lender: Lender = host
         while isinstance(lender, Request):
@@ -126,7 +126,7 @@ class ExactClaims(Callbacks):
         # By request: its forecast and its known tokens, and what follows from them; see `_whole`.
         self._wholes: dict[Request, tuple[Forecast | None, int, tuple[int, int, int]]] = {}
 
-    def begin(self, now: float, kv: KVLedger) -> Iterable[tuple[Account, int]]:
+    def begin(self, now: float, kv: KVAccounts) -> Iterable[tuple[Account, int]]:
         self._now = now
         if self._hosts is not None:
             self._hosts.begin()
@@ -142,8 +142,8 @@ class ExactClaims(Callbacks):
         if not self._bands[band]:
             del self._bands[band]
 
-    def claim(self, request: Request, target: int, kv: KVLedger) -> Grant | Wait:
-        if kv.blocks_of(request) is None:
+    def claim(self, request: Request, target: int, kv: KVAccounts) -> Grant | Wait:
+        if not kv.holds(request):
             return self._first_claim(request, kv)
         generated = max(0, target - len(request.prompt))
         if self._has_outgrown(request, kv) and (more := self._more(request, target, kv)) is not None:
@@ -163,7 +163,7 @@ class ExactClaims(Callbacks):
             return Grant(now=blocks, blocks=blocks, tokens=tokens, draws=PROMPTS, group=group)
         return Wait.PASS
 
-    def _first_claim(self, request: Request, kv: KVLedger) -> Grant | Wait:
+    def _first_claim(self, request: Request, kv: KVAccounts) -> Grant | Wait:
         """A claim for a request without KV, for its prompt or, with a host, for all of it."""
         known = request.known
         if self._hosts is not None:
@@ -181,11 +181,11 @@ class ExactClaims(Callbacks):
             return Wait.WAIT
         return Wait.PASS if unused or (self._hosts is not None and self._hosts.has_room(kv)) else Wait.WAIT
 
-    def _has_outgrown(self, request: Request, kv: KVLedger) -> bool:
+    def _has_outgrown(self, request: Request, kv: KVAccounts) -> bool:
         """Whether the request has used up an exact claim, and not one for its prompt."""
         return kv.lender_of(request) is not PROMPTS and len(request.prompt) < request.claimed < UNLIMITED
 
-    def _more(self, request: Request, target: int, kv: KVLedger) -> Grant | None:
+    def _more(self, request: Request, target: int, kv: KVAccounts) -> Grant | None:
         """What is added to the claim of a request that outgrew it: as much as it is expected to need or, failing that,
         a block."""
         tokens = self._lengths.kv_tokens(request, target - len(request.prompt))
@@ -196,7 +196,7 @@ class ExactClaims(Callbacks):
                 return Grant(now=blocks, blocks=blocks, tokens=most, lender=lender, draws=PROMPTS)
         return None
 
-    def _whole(self, request: Request, kv: KVLedger) -> tuple[int, int, int]:
+    def _whole(self, request: Request, kv: KVAccounts) -> tuple[int, int, int]:
         """For a request without KV: tokens and blocks for all of it, and what a host must have unused."""
         # Asked for at every step, for many that wait.
         known, forecast = request.known, request.forecast
@@ -210,7 +210,7 @@ class ExactClaims(Callbacks):
             kept = self._wholes[request] = forecast, known, (tokens, blocks, need)
         return kept[2]
 
-    def _may_displace(self, request: Request, kv: KVLedger) -> bool:
+    def _may_displace(self, request: Request, kv: KVAccounts) -> bool:
         """Whether a request of a later band holds KV, which may then have to make way."""
         band = request.band
         if len(self._bands) <= 1 or max(self._bands) <= band:
@@ -218,7 +218,7 @@ class ExactClaims(Callbacks):
         return any(one.band > band for one in kv.holders())
 
     @staticmethod
-    def _generation_waits(kv: KVLedger) -> bool:
+    def _generation_waits(kv: KVAccounts) -> bool:
         # Those that came last wait most likely.
         return any(
             phase_of(request, request.known) is Phase.WAITING and request.finish_reason is None
@@ -226,7 +226,7 @@ class ExactClaims(Callbacks):
         )
 
     @staticmethod
-    def _is_stuck(request: Request, kv: KVLedger) -> bool:
+    def _is_stuck(request: Request, kv: KVAccounts) -> bool:
         """Whether no other request will give KV back."""
         return not any(
             one.in_flight or phase_of(one, one.known) is Phase.RUNNING for one in kv.holders() if one is not request

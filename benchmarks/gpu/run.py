@@ -203,7 +203,7 @@ def _decode_line(batch: str, found: Mapping[str, Any]) -> str:
         return f"batch {batch}: {found['skipped']}"
     gap = found.get("gpu", {}).get("gap_share")
     return (
-        f"batch {batch:>3}: {found['step_ms']['median']:.4g} ms, {found['of_floor']:.2f} of what memory allows, "
+        f"batch {batch:>3}: {found['step_ms']['median']:.4g} ms, {found['of_floor']:.2f} of what the card allows, "
         f"scheduling {found['scheduling_share']:.2%}" + ("" if gap is None else f", gap {gap:.1%}")
     )
 

@@ -28,6 +28,7 @@ from common import (
     synchronize,
     tokens,
 )
+from floor import floor_of
 
 from skipjoin.config import EngineConfig
 from skipjoin.core.engine import EngineCore
@@ -113,8 +114,7 @@ def _decode_config(task: Task, folder: Any, sizes: _Sizes, shape: ModelShape) ->
 
 
 def _decode(task: Task, model: _Model, sizes: _Sizes, batch: int) -> tuple[Figures, StepPlan]:
-    """Steps of so many requests, and the last one's plan. The floor is what it takes to read the weights, but for the
-    table of embeddings, and the KV once."""
+    """Steps of so many requests, and the last one's plan."""
     loaded, config, shape = model
     loop = EngineLoop(engine_around(loaded, config))
     for number in range(batch):
@@ -135,9 +135,7 @@ def _decode(task: Task, model: _Model, sizes: _Sizes, batch: int) -> tuple[Figur
             contexts.append(step.context)
             seconds.append(result.seconds)
     wall = statistics.median(walls)
-    read = shape.parameter_bytes * (shape.layers * shape.layer_parameters + shape.head_parameters)
-    read += int(statistics.fmean(contexts)) * shape.kv_bytes_per_token
-    floor = read / task.ceilings["copy_bytes_per_s"]
+    read, floor = floor_of(shape, batch, statistics.fmean(contexts), task.ceilings)
     found: Figures = {
         "step_ms": spread(walls, 1e3),
         "executor_ms": spread(seconds, 1e3),

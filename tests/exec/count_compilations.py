@@ -1,5 +1,5 @@
-"""Counts the versions of Triton's kernels that steps need: python count_compilations.py llama opt ... Needs no card
-and no interpreter: kernels compute nothing, and a version is what Triton's own launcher would look up.
+"""Counts the versions of Triton's kernels that steps need: python count_compilations.py llama opt:invariant. Needs no
+card and no interpreter: kernels compute nothing, and a version is what Triton's own launcher would look up.
 
 Prints for each family how many the start compiles, and the names of those that later steps need besides.
 """
@@ -32,10 +32,11 @@ from skipjoin.model.kernels import (
     kv_write,
     norms,
     prefill_attention,
+    products,
     thresholds,
 )
 from skipjoin.model.kernels.tuning import TunedTable
-from skipjoin.model.ops.triton_ops import TritonOps
+from skipjoin.model.ops.triton_ops import InvariantOps, TritonOps
 from skipjoin.sampling import SamplingParams
 
 SEQS, TOKENS, POSITIONS, BLOCKS = 24, 200, 2048, 600
@@ -73,6 +74,7 @@ def replace_kernels() -> None:
         (activations, "silu_and_mul_kernel", "bias_and_activation_kernel"),
         (thresholds, "thresholds_kernel"),
         (block_copy, "_copy"),
+        (products, "product_kernel"),
     ):
         for name in names:
             setattr(module, name, Launches(getattr(module, name)))
@@ -114,8 +116,12 @@ def count(family: str) -> None:
 def main() -> None:
     torch.set_num_threads(1)
     replace_kernels()
-    loader.implementations = lambda *args: (TritonOps(), TritonAttention(Varied(None), processors=4))
-    for family in sys.argv[1:]:
+    for argument in sys.argv[1:]:
+        family, _, kind = argument.partition(":")
+        invariant = kind == "invariant"
+        ops = InvariantOps() if invariant else TritonOps()
+        attention = TritonAttention(Varied(None), processors=4, invariant=invariant)
+        loader.implementations = lambda *args, found=(ops, attention), **options: found
         count(family)
 
 

@@ -43,7 +43,7 @@ def current(monkeypatch: pytest.MonkeyPatch) -> Current:
 def test_a_model_is_tested_and_loaded_on_its_card(monkeypatch: pytest.MonkeyPatch, current: Current) -> None:
     card, seen = Card("H100", (9, 0)), []
 
-    def implementations(*args: object) -> tuple[TorchOps, TorchAttention]:
+    def implementations(*args: object, **options: object) -> tuple[TorchOps, TorchAttention]:
         seen.append(current.index)
         return TorchOps(), TorchAttention()
 

@@ -1,4 +1,4 @@
-"""Compiles the attention kernels for a card that need not be there, with the arguments that the back end gives them.
+"""Compiles the kernels of attention and products for a card that need not be there, with a back end's arguments.
 
 python compile_kernels.py [--every] 90:bfloat16:llama-8b,opt-13b ... (capability, type, shapes) prints a line per
 kernel, after --every one per config, and ends with an error if a kernel of decodes spills or is not pipelined. A name
@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from skipjoin.model.batch import PackedBatch, Segment
-from skipjoin.model.kernels import decode_attention, kv_write, prefill_attention
+from skipjoin.model.kernels import decode_attention, kv_write, prefill_attention, products
 from skipjoin.model.kernels.decode_attention import decode_configs
 from skipjoin.model.kernels.prefill_attention import prefill_configs
 
@@ -85,6 +85,7 @@ def recorded() -> dict[str, Recorder]:
         (decode_attention, "_decode"),
         (decode_attention, "_reduce"),
         (prefill_attention, "_prefill"),
+        (products, "product_kernel"),
     ):
         kernel = getattr(module, name)
         found[name] = Recorder(kernel.kernel if isinstance(kernel, Recorder) else kernel)
@@ -128,6 +129,9 @@ def _calls(dtype: torch.dtype, shape: str, every: bool) -> Iterator[tuple[str, d
     for config in prefill_configs(group, dim, itemsize, 4096)[: None if every else 1]:
         prefill_attention.prefill_attention(out, query, keys, values, batch, tiles, config=config, **options)
         yield "prefill", config, kernels["_prefill"]
+    weight = torch.empty((1024, heads * dim), dtype=dtype)
+    products.product(out.flatten(1), weight, None)
+    yield "product", {"STAGES": _PIPELINED}, kernels["product_kernel"]
 
 
 def dumped(kernel: Any) -> tuple[str, str]:
@@ -172,7 +176,7 @@ def check(name: str, config: dict[str, int], kernel: Any) -> None:
         return
     spills = stack != "0" or re.search(r"\b(LDL|STL)\b", sass)
     assert not spills, f"{name} {config} has {stack} bytes on its stack"
-    if name.startswith("decode") and config["STAGES"] >= _PIPELINED:
+    if name.startswith(("decode", "product")) and config["STAGES"] >= _PIPELINED:
         loop = kernel.asm["ttgir"].split("scf.for", 1)[1].split("scf.yield", 1)[0]
         waits = [int(n) for n in re.findall(r"async_wait .*?num = (\d+)", loop)]
         assert min(waits, default=0) >= 1, f"{name} {config} waits for all copies but {waits} in its loop"

@@ -182,7 +182,7 @@ def test_kernels_compile_without_a_card(tmp_path):
     lines = said.stdout.splitlines()
     names = [line.split()[1].rstrip(":") for line in lines]
     # The script asserts that decodes have copies in flight and spill nothing.
-    first = ["kv_write", "decode/1", "decode/64", "reduce", "prefill"]
+    first = ["kv_write", "decode/1", "decode/64", "reduce", "prefill", "product"]
     assert names == [*first, *first, "reduce", *["decode/1"] * 6]
     for line in lines:
         assert " stack 0 " in line

@@ -194,7 +194,7 @@ def test_warps():
 )
 def test_whole_models(name, tmp_path, monkeypatch):
     reference = save_reference(name, tmp_path).to(DEVICE)
-    monkeypatch.setattr(loader, "implementations", lambda *_: (TritonOps(), TorchAttention()))
+    monkeypatch.setattr(loader, "implementations", lambda *_, **options: (TritonOps(), TorchAttention()))
     model = loader.load_model(tmp_path, dtype="float32", device=DEVICE)
     assert model.ops.name == "triton"
     ids = [[3, 1, 4, 1, 5, 9, 2], list(range(20, 33))]

@@ -29,6 +29,7 @@ _MEASURED = (
     "threads",
     "max_model_len",
     "enforce_eager",
+    "batch_invariant",
     "max_num_seqs",
     "max_num_batched_tokens",
     "block_size",

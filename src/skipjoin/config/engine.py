@@ -76,6 +76,10 @@ class EngineConfig:
     enforce_eager: Annotated[
         bool, Knob("Launch the kernels of decode steps one by one, without CUDA graphs.", group=MODEL)
     ] = False
+    batch_invariant: Annotated[
+        bool,
+        Knob("On a GPU, compute a token alike whatever else is in the batch, with slower products.", group=MODEL),
+    ] = False
     threads: Annotated[
         int | None,
         Knob("CPU threads of the model (default: as many as can run at once).", low=1, high=1 << 31, group=MODEL),
@@ -282,6 +286,11 @@ class EngineConfig:
     def _check_ranks(self) -> None:
         if self.is_distributed:
             check_not_one_card(self.device)
+        if self.batch_invariant and self.tensor_parallel_size > 1:
+            raise ConfigError(
+                "tensor_parallel_size must be 1 with batch_invariant, since sums over ranks depend on the batch, "
+                f"got {self.tensor_parallel_size}"
+            )
         if self.pipeline_parallel_size > 1 and self.pipeline_depth is not None:
             raise ConfigError(
                 "pipeline_depth must not be set beside pipeline_parallel_size: every stage has one plan in flight"

@@ -75,6 +75,7 @@ def _load_here(config: EngineConfig, folder: Path, max_len: int, on_progress: On
         attention=config.attention,
         load_format=config.load_format,
         progress=lambda done, total: on_progress("loading weights", done / total),
+        batch_invariant=config.batch_invariant,
     )
     if model.device.type == "cuda":
         on_progress("tuning kernels", 0.0)
@@ -112,6 +113,7 @@ def _load_ranks(config: EngineConfig, folder: Path, max_len: int, on_progress: O
         gpu_share=config.gpu_memory_utilization,
         largest=_largest_step(config, max_len),
         graph_sizes=_graph_sizes(config),
+        batch_invariant=config.batch_invariant,
     )
     sizes = GroupSizes(config.tensor_parallel_size, config.pipeline_parallel_size)
     try:

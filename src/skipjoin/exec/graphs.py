@@ -158,7 +158,7 @@ class DecodeGraphs:
 
 def replays(model: CausalLM) -> bool:
     """Whether graphs can hold the model's decode steps: attention must have grids that depend on shapes only."""
-    return model.attention.name in ("triton", "flash")
+    return model.attention.name in ("triton", "triton-invariant", "flash")
 
 
 def graph_bytes(model: CausalLM, sizes: Sequence[int], peak: int) -> int:

@@ -36,13 +36,24 @@ Implementations = tuple[LayerOps, AttentionBackend]
 
 
 def implementations(
-    attention: str, dtype: torch.dtype, device: torch.device, lost: str | None = None, facts: CudaFacts | None = None
+    attention: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    lost: str | None = None,
+    facts: CudaFacts | None = None,
+    *,
+    invariant: bool = False,
 ) -> Implementations:
     """Compiled ones on a CPU that supports them, Triton's on a GPU that can run them, torch's elsewhere.
 
-    lost: a known loss of speed, for inclusion in the one warning. facts: of CUDA; None: of this process. Raises
-    `ModelError` if the requested back end cannot run.
+    lost: a known loss of speed, for inclusion in the one warning. facts: of CUDA; None: of this process. invariant:
+    results of a sequence must not depend on the rest of the batch, which Triton's alone promise. Raises `ModelError` if
+    what is requested cannot run.
     """
+    if invariant:
+        if device.type != "cuda" or attention not in ("auto", "triton"):
+            raise ModelError(f"batch_invariant needs device cuda and attention triton, got {device.type}, {attention}")
+        attention = "triton"
     if attention not in ATTENTION_BACKENDS:
         raise ModelError(f"attention must be one of {', '.join(ATTENTION_BACKENDS)}; got {attention!r}")
     if attention == "cpp" and (device.type != "cpu" or dtype not in CPP_DTYPES):
@@ -53,6 +64,8 @@ def implementations(
         chosen = None
     elif device.type == "cuda":
         chosen, lost = _on_cuda(attention, dtype, device, lost, cuda_facts() if facts is None else facts)
+        if invariant:
+            chosen = _invariant()
     else:
         chosen = _on_cpu(attention, dtype)
     if lost is not None:
@@ -84,6 +97,13 @@ def _triton() -> tuple[LayerOps, TritonAttention]:
     from skipjoin.model.ops.triton_ops import TritonOps  # noqa: PLC0415
 
     return TritonOps(), TritonAttention()
+
+
+def _invariant() -> Implementations:
+    from skipjoin.model.attention.triton_backend import TritonAttention  # noqa: PLC0415
+    from skipjoin.model.ops.triton_ops import InvariantOps  # noqa: PLC0415
+
+    return InvariantOps(), TritonAttention(invariant=True)
 
 
 def _flash(

@@ -62,11 +62,12 @@ def load_model(
     load_format: str = "auto",
     progress: Progress | None = None,
     group: Group | None = None,
+    batch_invariant: bool = False,
 ) -> CausalLM:
     """Load a model. dtype: "auto" (as saved), or one of `DTYPES`. device: "auto", "cpu", "cuda" or "cuda:N". attention:
     "auto", "torch", "cpp" (CPU), "triton" or "flash" (CUDA). load_format: "auto", or "dummy" for random weights, which
     need no weight file. The device becomes the calling thread's own. group: loads the share of this group's rank;
-    None: the whole model.
+    None: the whole model. batch_invariant: see `implementations`.
 
     Raises `ModelError` if the model cannot run.
     """
@@ -75,7 +76,7 @@ def load_model(
     is_dummy = load_format == "dummy"
     folder = resolve_folder(name_or_path, weights=not is_dummy)
     config = ModelConfig.from_folder(folder)
-    torch_dtype, torch_device, ops, backend = _places(dtype, device, attention, config)
+    torch_dtype, torch_device, ops, backend = _places(dtype, device, attention, config, batch_invariant)
     weights: Weights = (
         RandomWeights(0, torch_dtype, torch_device)
         if is_dummy
@@ -124,7 +125,7 @@ def _dtype(name: str, config: ModelConfig) -> torch.dtype:
 
 
 def _places(
-    dtype: str, device: str, attention: str, config: ModelConfig
+    dtype: str, device: str, attention: str, config: ModelConfig, invariant: bool = False
 ) -> tuple[torch.dtype, torch.device, LayerOps, AttentionBackend]:
     """Type, device, layer operations and attention back end of a model."""
     torch_dtype, torch_device = _dtype(dtype, config), torch.device(choose_device(device))
@@ -132,7 +133,7 @@ def _places(
         expand_segments()
         use_device(torch_device)
     lost = check_dtype(torch_dtype, dtype != "auto", torch_device)
-    return torch_dtype, torch_device, *implementations(attention, torch_dtype, torch_device, lost)
+    return torch_dtype, torch_device, *implementations(attention, torch_dtype, torch_device, lost, invariant=invariant)
 
 
 class FolderWeights:

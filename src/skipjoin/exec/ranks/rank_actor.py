@@ -63,6 +63,7 @@ class RankModel(NamedTuple):
     gpu_share: float
     largest: LargestStep
     graph_sizes: tuple[int, ...] = ()
+    batch_invariant: bool = False
 
 
 class RankPlace(NamedTuple):
@@ -131,6 +132,7 @@ class RankActor:
             load_format=model.load_format,
             progress=self._note_progress,
             group=group,
+            batch_invariant=model.batch_invariant,
         )
         loaded = self._model
         loaded.attention.tune(loaded.config, loaded.dtype, loaded.device, model.block_size, loaded.shard)

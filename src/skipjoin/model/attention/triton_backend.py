@@ -13,7 +13,7 @@ from skipjoin.model.attention.check import agrees
 from skipjoin.model.batch import PackedBatch
 from skipjoin.model.config import ModelConfig
 from skipjoin.model.kernels.choices import Shape, decode_choice, distinct_batches, prefill_choice, tune_attention
-from skipjoin.model.kernels.decode_attention import choose_splits, decode_attention
+from skipjoin.model.kernels.decode_attention import INVARIANT_SPLITS, choose_splits, decode_attention
 from skipjoin.model.kernels.kv_write import kv_write
 from skipjoin.model.kernels.prefill_attention import prefill_attention, query_tiles
 from skipjoin.model.kernels.tuning import Config, TunedTable, table_path
@@ -46,10 +46,16 @@ class TritonAttention:
 
     name = "triton"
 
-    def __init__(self, table: TunedTable | None = None, processors: int | None = None) -> None:
+    def __init__(
+        self, table: TunedTable | None = None, processors: int | None = None, *, invariant: bool = False
+    ) -> None:
         """table: the kernels' sizes; None: the device's table on disk. processors: number of multiprocessors to split
-        the work for; None: the device's."""
+        the work for; None: the device's. invariant: a sequence's result must not depend on the others: sizes and
+        number of splits are the same for all batches."""
         self._table, self._processors = table, processors
+        self._invariant = invariant
+        if invariant:
+            self.name = "triton-invariant"
         self._planned: tuple[PackedBatch, _Plan] | None = None
 
     def attend(
@@ -91,7 +97,7 @@ class TritonAttention:
     ) -> None:
         """See `AttentionBackend`: measures kernel sizes and keeps them on disk. Must not run in a capture; takes up to
         2 GiB. Without CUDA it does nothing."""
-        if device.type == "cuda":
+        if device.type == "cuda" and not self._invariant:
             kv_heads = len(shard.kv_heads(config))
             shape = Shape(dtype, len(shard.heads(config)) // kv_heads, config.head_dim, block_size)
             processors, cache_bytes = _card(device)
@@ -117,6 +123,9 @@ class TritonAttention:
         decode_config = table.find(*decode_choice(shape, len(decodes) * kv_heads))
         prefill_config = table.find(*prefill_choice(shape, max(batch.lengths)))
         splits = choose_splits(len(decodes), kv_heads, slots, processors)
+        if self._invariant:
+            decode_config = decode_choice(shape, 1)[-1][0]
+            prefill_config, splits = prefill_choice(shape, 4096)[-1][0], INVARIANT_SPLITS
         segments = tiles = None
         if chunks:
             tile_list = query_tiles(batch, chunks, prefill_config["BLOCK_M"] // shape.group)

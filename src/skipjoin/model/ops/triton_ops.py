@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from skipjoin.model.kernels.activations import bias_and_activation, silu_and_mul
 from skipjoin.model.kernels.norms import MAX_WIDTH, normalise
+from skipjoin.model.kernels.products import product
 from skipjoin.model.ops.base import Norm
 from skipjoin.model.ops.torch_ops import TorchActivatedLinear, TorchLinear, TorchOps
 
@@ -58,3 +59,45 @@ class TritonNorm:
 
     def after(self, product: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
         return normalise(total, self._weight, self._bias, self._eps, centre=self._centre, product=product)
+
+
+class InvariantOps(TritonOps):
+    """As `TritonOps`, with products whose rows do not depend on the batch."""
+
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None = None) -> TorchLinear:
+        return InvariantLinear(weight, bias) if activation is None else InvariantActivated(weight, bias, activation)
+
+    def gated_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> InvariantGated:
+        return InvariantGated(weight, bias)
+
+
+class InvariantLinear(TorchLinear):
+    """A product by Triton's kernel."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return product(x, self.weight, self.bias)
+
+    def add_to(self, x: torch.Tensor, total: torch.Tensor, then: Norm | None = None) -> torch.Tensor | None:
+        found = product(x, self.weight, self.bias)
+        if then is not None:
+            return then.after(found, total)
+        total.add_(found)
+        return None
+
+
+class InvariantActivated(InvariantLinear):
+    """A product, then one kernel for bias and activation."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str) -> None:
+        super().__init__(weight, bias)
+        self.activation = activation
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return bias_and_activation(product(x, self.weight, None), self.bias, self.activation)
+
+
+class InvariantGated(InvariantLinear):
+    """Gate and up projections in one product, then one kernel."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return silu_and_mul(super().__call__(x))

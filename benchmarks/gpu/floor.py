@@ -1,0 +1,28 @@
+"""The least time that a decode step takes on a card."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from skipjoin.sim.models import ModelShape
+
+
+def floor_of(shape: ModelShape, batch: int, context: float, ceilings: Mapping[str, float]) -> tuple[int, float]:
+    """Bytes that a decode step reads, and the least seconds that it takes: products follow one another, and each takes
+    as long as its weights take to read or its multiplications to do, whichever is longer. context: of all requests
+    together. The table of embeddings is not read."""
+    queries, both = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim * 2
+    layer = [
+        shape.hidden * (queries + both),
+        queries * shape.hidden,
+        shape.hidden * shape.intermediate * (2 if shape.gated else 1),
+        shape.intermediate * shape.hidden,
+    ]
+    weights = [*layer * shape.layers, shape.head_parameters]
+    pieces = [(size * shape.parameter_bytes, 2 * size * batch) for size in weights]
+    kv_bytes = int(context) * shape.kv_bytes_per_token
+    pieces += [(kv_bytes, int(4 * shape.layers * queries * context))]
+    bandwidth, rate = ceilings["copy_bytes_per_s"], ceilings["matmul_flop_per_s"]
+    return sum(size for size, _ in pieces), sum(max(size / bandwidth, flop / rate) for size, flop in pieces)

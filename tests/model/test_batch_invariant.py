@@ -1,0 +1,99 @@
+"""Products and attention that compute a row alike in every batch: in the interpreter here, to the bit on a card."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attention_cases import Case
+from model_zoo import VOCAB, PagedRunner, save_reference
+
+pytest.importorskip("triton")
+
+from skipjoin.config import ConfigError, EngineConfig
+from skipjoin.model import loader
+from skipjoin.model.attention.triton_backend import TritonAttention
+from skipjoin.model.backends import implementations
+from skipjoin.model.config import ModelError
+from skipjoin.model.kernels.paged import INTERPRETED
+from skipjoin.model.kernels.products import product
+from skipjoin.model.ops import torch_ops, triton_ops
+from skipjoin.model.ops.check import check_ops
+from skipjoin.model.ops.triton_ops import InvariantOps
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="no CUDA device, Triton not interpreted")
+
+
+def drawn(*size: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("rows", "inputs", "outs"), [(1, 128, 40), (70, 100, 65)])
+def test_products(rows: int, inputs: int, outs: int, dtype: torch.dtype) -> None:
+    wide = drawn(rows, inputs + 24, dtype=dtype)
+    x, weight, bias = wide[:, :inputs], drawn(outs, inputs, dtype=dtype, seed=1), drawn(outs, dtype=dtype, seed=2)
+    for shift in (None, bias):
+        expected = x.double() @ weight.double().t() + (0 if shift is None else shift.double())
+        found = product(x, weight, shift)
+        assert found.dtype == dtype
+        error = (found.double() - expected).norm() / expected.norm()
+        assert error < (1e-5 if dtype == torch.float32 else 5e-3)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
+def test_all_kinds_of_products() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        assert check_ops(InvariantOps(), dtype, DEVICE)
+
+
+def test_whole_models_use_no_other_product(tmp_path, monkeypatch) -> None:
+    reference = save_reference("opt", tmp_path).to(DEVICE)
+    found = InvariantOps(), TritonAttention(invariant=True)
+    monkeypatch.setattr(loader, "implementations", lambda *args, **options: found)
+    model = loader.load_model(tmp_path, dtype="float32", device=DEVICE)
+
+    def refused(*args, **options):
+        raise AssertionError("cuBLAS chooses by batch size")
+
+    ids = [[i * 7 % VOCAB for i in range(n)] for n in (1, 5)]
+    expected = [reference(torch.tensor([tokens], device=DEVICE)).logits[0].detach() for tokens in ids]
+    for module in (torch_ops, triton_ops):
+        monkeypatch.setattr(module.F, "linear", refused)
+    monkeypatch.setattr(torch.Tensor, "addmm_", refused)
+    for theirs, ours in zip(expected, PagedRunner(model, ids, 4, seed=1).run(), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4 if DEVICE == "cpu" else 1e-3, rtol=0)
+
+
+def test_attention_shares_a_context_out_alike_in_every_batch() -> None:
+    few, many, mixed = ([(900, 1)], [(900, 1)] * 40, [(900, 1), (0, 3), (0, 200)])
+    plans = {}
+    for invariant in (True, False):
+        backend = TritonAttention(processors=4, invariant=invariant)
+        for mix in (few, many, mixed):
+            case = Case(4, 2, 40, mix, block_size=16)
+            query, key, _ = case.qkv.split([4, 2, 2], dim=1)
+            plan = backend._plan(query, key, case.batch)
+            plans.setdefault(invariant, []).append((plan.splits, plan.decode_config, plan.prefill_config))
+    assert plans[True][0] == plans[True][1] == plans[True][2]
+    assert plans[False][0] != plans[False][1]
+    Case(4, 2, 40, [(900, 1), (0, 9), (3, 1)], block_size=16).check(TritonAttention(invariant=True), 1e-5)
+
+
+def test_what_it_is_not_for() -> None:
+    for device, attention in (("cpu", "auto"), ("cuda", "flash"), ("cuda", "torch")):
+        with pytest.raises(ModelError, match="batch_invariant needs device cuda and attention triton, got"):
+            implementations(attention, torch.bfloat16, torch.device(device), invariant=True)
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size must be 1 with batch_invariant, .* got 2"):
+        EngineConfig(batch_invariant=True, tensor_parallel_size=2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="no CUDA device")
+def test_rows_are_the_same_to_the_bit_on_the_card() -> None:
+    for outs in (4096, 14336):
+        x = drawn(300, 4096, dtype=torch.bfloat16)
+        weight = drawn(outs, 4096, dtype=torch.bfloat16, seed=1)
+        together = product(x, weight, None)
+        for rows in (slice(0, 1), slice(63, 66), slice(100, 300)):
+            assert torch.equal(product(x[rows], weight, None), together[rows])

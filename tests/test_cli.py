@@ -312,7 +312,10 @@ STREAM = "name=other,lengths=alpaca,share=0.5,key=other"
         ),
         (["serve", "--fair-output-weight", "0"], "--fair-output-weight must be in (0, 1000], got 0"),
         (["serve", "--dtype", "bfloat"], "got 'bfloat'; did you mean bfloat16"),
-        (["serve", "--attention", "tritn"], "one of auto, torch, cpp, triton, flash, got 'tritn'; did you mean triton?"),
+        (
+            ["serve", "--attention", "tritn"],
+            "one of auto, torch, cpp, triton, flash, got 'tritn'; did you mean triton?",
+        ),
         (["serve", "--priority-range", "5"], "--priority-range must be two integers, LOW:HIGH, got '5'"),
         (["serve", "--priority-range", "-1:-2"], "--priority-range must be LOW:HIGH of 64 bits, LOW at most HIGH"),
         (["serve", "--min-slo-ttft-ms", "nan"], "--min-slo-ttft-ms must be in (0, 604800000], got nan"),

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 from skipjoin.core.request import Request
-from skipjoin.core.step import Direction, Move, Slice, StepPlan, StepResult
+from skipjoin.core.step import LINK, Direction, Move, Slice, StepPlan, StepResult
 from skipjoin.exec.kv_store import KVStore
 from skipjoin.exec.local import LocalExecutor
 from skipjoin.exec.sampling import Sampling
@@ -106,7 +106,7 @@ def measure_copies(block_kib: int, repeats: int) -> list[dict[str, Any]]:
     assert store.host is not None
     draw, owner = random.Random(0), Request(0, 0.0, [0], 1)
     results = []
-    for direction in Direction:
+    for direction in LINK:
         source, target = (tuple(draw.sample(range(2 * blocks), blocks)) for _ in range(2))
         move = Move(direction, owner, source, target, blocks * BLOCK_TOKENS)
         device, host = store.device.tensor.data_ptr(), store.host.tensor.data_ptr()

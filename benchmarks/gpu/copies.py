@@ -34,7 +34,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 from skipjoin.core.request import Request
-from skipjoin.core.step import Direction, Move
+from skipjoin.core.step import LINK, Direction, Move
 from skipjoin.exec.kv_store import KVStore
 from skipjoin.exec.transfer import copier_for
 from skipjoin.model.config import ModelConfig
@@ -181,7 +181,7 @@ def measure_moves(device: str, name: str, block_bytes: int, link: Figures) -> It
     small = make_store(device, block_bytes, 2 * counts[-1], "int8")
     kernel = store._kernel
     for blocks in counts:
-        for direction in Direction:
+        for direction in LINK:
             source, target = (tuple(draw.sample(range(2 * counts[-1]), blocks)) for _ in range(2))
             move = Move(direction, _OWNER, source, target, blocks * store.device.block_size)
             store._kernel = kernel
@@ -237,10 +237,10 @@ class Traffic:
         self._move_bytes = per_move * block_bytes
         self._most = max(2, _ON_WAY_BYTES[device] // self._move_bytes)
         self._next: dict[Direction, Iterator[Move]] = {}
-        self._on_way = dict.fromkeys(Direction, 0)
+        self._on_way = dict.fromkeys(LINK, 0)
         self.moved = 0  # bytes that landed
         tokens = per_move * store.device.block_size
-        for index, direction in enumerate(Direction):
+        for index, direction in enumerate(LINK):
             here, there = (draw.sample(range(index * half, (index + 1) * half), half) for _ in range(2))
             moves = [
                 Move(direction, _OWNER, tuple(here[at : at + per_move]), tuple(there[at : at + per_move]), tokens)

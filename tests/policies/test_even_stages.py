@@ -180,7 +180,7 @@ def test_prompts_of_a_static_batch_are_not_held_back_while_it_recruits() -> None
     context=st.sampled_from([0.0, 1e-7, 1e-3]),
     seats=st.booleans(),
 )
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=3, deadline=None)
 def test_nobody_is_left_over_for_long(recipe: str, stages: int, seed: int, context: float, seats: bool) -> None:
     """While seats and tokens are left, who holds KV and could run is passed over in at most `stages` - 1 plans in a
     row, however fast contexts become dear. And no stage is without a plan while somebody could run."""

@@ -17,7 +17,7 @@ from server_worlds import Api, MakeApi
 
 from skipjoin.core.request import FinishReason, ServiceClass
 from skipjoin.server.api.service import Phase
-from skipjoin.server.batches import runner
+from skipjoin.server.batches import chores, runner, service
 from skipjoin.server.batches.records import NoSpace, StoreUnavailable
 from skipjoin.server.batches.service import Batches
 from skipjoin.server.batches.store import Store
@@ -83,7 +83,10 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 @pytest.fixture
-def open_place(make_api: MakeApi, tmp_path: Path) -> Callable[..., Any]:
+def open_place(make_api: MakeApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    monkeypatch.setattr(service, "_LOOK_S", 0.2)
+    monkeypatch.setattr(chores, "_LONGEST_S", 1.0)
+
     @asynccontextmanager
     async def make(most: int = INFLIGHT, **settings: Any) -> AsyncIterator[Place]:
         async with make_api(batch_dir=str(tmp_path / "batches"), **settings) as api:

@@ -22,7 +22,7 @@ from skipjoin.server.api.service import Service
 from skipjoin.server.engines.engine_client import EngineClient
 from skipjoin.server.metrics import Metrics
 
-SOME = settings(max_examples=10, suppress_health_check=list(HealthCheck))
+SOME = settings(max_examples=6, suppress_health_check=list(HealthCheck))
 
 
 def check(response: Any) -> None:
@@ -111,13 +111,13 @@ PATHS = {
     st.dictionaries(st.sampled_from(FIELDS), anything, max_size=3),
     st.dictionaries(st.sampled_from(FIELDS), numbers | st.none() | st.booleans(), max_size=3),
 )
-@settings(max_examples=80, suppress_health_check=list(HealthCheck))
+@settings(max_examples=50, suppress_health_check=list(HealthCheck))
 def test_any_json_in_any_field(server: ServerProcess, path: str, some: dict[str, Any], more: dict[str, Any]) -> None:
     check(client(server).post(path, json={**PATHS[path], **some, **more}))
 
 
 @given(st.sampled_from(sorted(PATHS)), st.binary(max_size=200) | st.text(max_size=100).map(str.encode))
-@settings(max_examples=40, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, suppress_health_check=list(HealthCheck))
 def test_any_bytes(server: ServerProcess, path: str, body: bytes) -> None:
     response = client(server).post(path, content=body, headers=JSON)
     check(response)

@@ -5,21 +5,40 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+from pathlib import Path
 
 from skipjoin.machine import cpu_name
 
+# Of x86, then of ARM, by the names that Linux has for them.
+_INSTRUCTIONS = (
+    *("avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16"),
+    *("amx_tile", "amx_int8", "amx_bf16", "amx_fp16"),
+    *("asimd", "asimddp", "fphp", "bf16", "i8mm", "sve", "sve2", "sme"),
+)
+
 
 def describe_machine() -> dict[str, object]:
-    """CPU, cores, memory, load, versions; no names or paths."""
+    """CPU, cores, instructions, memory, load, versions; no names or paths."""
     return {
         "cpu": cpu_name(),
         "cores": os.cpu_count(),
+        "instructions": instructions(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "load_1min": os.getloadavg()[0],
         "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY", "default"),
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in ("skipjoin", "torch", "transformers")},
     }
+
+
+def instructions() -> list[str] | None:
+    """Which of the instructions that models are fast with this processor has; None where the system does not tell."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    flags = next((line.split(":", 1)[1].split() for line in lines if line.startswith(("flags", "Features"))), [])
+    return [name for name in _INSTRUCTIONS if name in flags]
 
 
 def _version(name: str) -> str | None:

@@ -3,43 +3,51 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
-import signal
-import socket
 import subprocess
-import sys
 import time
-import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Protocol
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig
-from transformers.generation.configuration_utils import ContinuousBatchingConfig
-from workload import BATCH, Job
+from workload import SEATS, Job
 
+import servers
+from peer_venvs import PeerUnavailableError, python_of
 from skipjoin import LLM, SamplingParams
+
+HERE = Path(__file__).parent
+
+
+class Engine(Protocol):
+    """Something that runs jobs."""
+
+    def run(self, jobs: list[Job]) -> float:
+        """Run the jobs, all at once; the seconds that this took."""
+        ...
 
 
 class Ours:
     """`skipjoin.LLM`, in this process."""
 
     def __init__(self, folder: Path) -> None:
-        self._llm = LLM(str(folder), progress=False, max_num_seqs=4 * BATCH)
-        self.weight_bytes = self._llm.engine.info.weight_bytes
+        self.llm = LLM(str(folder), progress=False, max_num_seqs=SEATS)
+        self.weight_bytes = self.llm.engine.info.weight_bytes
 
     def run(self, jobs: list[Job]) -> float:
         params = [SamplingParams(max_tokens=job.output, temperature=0, ignore_eos=True) for job in jobs]
         start = time.perf_counter()
-        results = self._llm.generate([job.prompt for job in jobs], params)
+        results = self.llm.generate([job.prompt for job in jobs], params)
         seconds = time.perf_counter() - start
         assert [len(result.token_ids) for result in results] == [job.output for job in jobs]
         return seconds
 
     def scheduling_share(self, jobs: list[Job]) -> float:
         """Share of a run that the engine core's decisions take."""
-        core = self._llm.engine.core
+        core = self.llm.engine.core
         spent = 0.0
         originals = core.start_step, core.finish_step
 
@@ -61,32 +69,13 @@ class Ours:
             core.start_step, core.finish_step = originals
         return spent / seconds
 
-    def close(self) -> None:
-        self._llm.close()
 
+class OverHttp:
+    """A server in processes of its own, one stream per request."""
 
-class OursOverHttp:
-    """`skipjoin serve` in processes of its own, one stream per request, as many at a time as the engine batches."""
-
-    def __init__(self, folder: Path) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self._port = probe.getsockname()[1]
-        skipjoin = Path(sys.executable).with_name("skipjoin")
-        command = [skipjoin, "serve", folder, "--port", str(self._port), "--max-num-seqs", str(4 * BATCH)]
-        self._server = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-        deadline = time.monotonic() + 120
-        while not self._ready():
-            if self._server.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError("the server did not start")
-            time.sleep(0.2)
-        with urllib.request.urlopen(f"http://127.0.0.1:{self._port}/v1/models") as answer:
-            self._name = json.load(answer)["data"][0]["id"]
-
-    def _ready(self) -> bool:
-        with contextlib.suppress(OSError):
-            return urllib.request.urlopen(f"http://127.0.0.1:{self._port}/ready").status == 200
-        return False
+    def __init__(self, server: servers.Server) -> None:
+        self.server = server
+        self._port = int(server.url.rsplit(":", 1)[1])
 
     def run(self, jobs: list[Job]) -> float:
         return asyncio.run(self._run(jobs))
@@ -102,7 +91,7 @@ class OursOverHttp:
         """Tokens of one streamed completion, by the usage that the server reports at its end."""
         body = json.dumps(
             {
-                "model": self._name,
+                "model": self.server.name,
                 "prompt": job.prompt,
                 "max_tokens": job.output,
                 "temperature": 0,
@@ -119,65 +108,85 @@ class OursOverHttp:
         while piece := await reader.read(1 << 16):
             tail = (tail + piece)[-2048:]
         writer.close()
+        if b'"completion_tokens"' not in tail:
+            raise RuntimeError(f"the server ended a stream with {tail!r}")
         usage = tail[tail.rindex(b'"completion_tokens"') :]
         return int(usage.split(b":", 1)[1].split(b",")[0].split(b"}")[0])
 
-    def close(self) -> None:
-        self._server.send_signal(signal.SIGTERM)
-        self._server.wait(30)
 
+class Transformers:
+    """One of transformers' ways to generate. process: that of `transformers_peer.py`."""
 
-class Generate:
-    """transformers' `generate`, in batches of 16 in the order given, padded on the left."""
-
-    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=False).eval()
-
-    @torch.inference_mode()
-    def run(self, jobs: list[Job]) -> float:
-        start = time.perf_counter()
-        for first in range(0, len(jobs), BATCH):
-            batch = jobs[first : first + BATCH]
-            width = max(len(job.prompt) for job in batch)
-            ids = torch.tensor([[0] * (width - len(job.prompt)) + job.prompt for job in batch])
-            mask = torch.tensor([[0] * (width - len(job.prompt)) + [1] * len(job.prompt) for job in batch])
-            longest = max(job.output for job in batch)
-            self.model.generate(
-                ids, attention_mask=mask, max_new_tokens=longest, min_new_tokens=longest, do_sample=False
-            )
-        return time.perf_counter() - start
-
-    def close(self) -> None:
-        pass
-
-
-class ContinuousBatching:
-    """transformers' continuous batching, with a cache that the jobs fit in."""
-
-    def __init__(self, generate: Generate) -> None:
-        self._model = generate.model
+    def __init__(self, process: subprocess.Popen[str], engine: str) -> None:
+        self._process, self._engine = process, engine
 
     def run(self, jobs: list[Job]) -> float:
-        config = GenerationConfig(max_new_tokens=256, do_sample=False, eos_token_id=-1, pad_token_id=0)
-        batching = ContinuousBatchingConfig(page_size=32, num_blocks=512, max_batch_tokens=1024)
-        manager = self._model.init_continuous_batching(generation_config=config, continuous_batching_config=batching)
-        manager.start()
-        start = time.perf_counter()
-        for job in jobs:
-            manager.add_request(job.prompt, max_new_tokens=job.output)
-        done, tokens = 0, 0
-        while done < len(jobs):
-            result = manager.get_result(timeout=60)
-            if result is not None and result.is_finished():
-                done += 1
-                tokens += len(result.generated_tokens)
-        seconds = time.perf_counter() - start
-        manager.stop(block=True)
-        assert tokens == sum(job.output for job in jobs), tokens
-        return seconds
+        task = {"engine": self._engine, "jobs": [(job.prompt, job.output) for job in jobs]}
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(task) + "\n")
+        self._process.stdin.flush()
+        return float(_line(self._process))
 
-    def close(self) -> None:
-        pass
+
+@contextmanager
+def transformers(folder: Path, dtype: str) -> Iterator[subprocess.Popen[str]]:
+    """The process of `transformers_peer.py`, once it has loaded the model."""
+    command = [python_of("transformers"), HERE / "transformers_peer.py", folder, "--dtype", dtype]
+    process = subprocess.Popen(
+        [str(part) for part in command],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, "PYTHONPATH": ""},
+    )
+    try:
+        _line(process)
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    if not (line := process.stdout.readline()):
+        raise RuntimeError("transformers ended")
+    return line
+
+
+@contextmanager
+def engines(folder: Path, dtype: str, names: list[str]) -> Iterator[tuple[dict[str, Engine], dict[str, str]]]:
+    """The engines: ours, and those of the named peers that can be had; of the others, why not."""
+    found: dict[str, Engine] = {}
+    missing: dict[str, str] = {}
+    with ExitStack() as stack:
+        ours = Ours(folder)
+        stack.callback(ours.llm.close)
+        found["skipjoin LLM"] = ours
+        found["skipjoin HTTP"] = OverHttp(stack.enter_context(servers.skipjoin(folder, "--max-num-seqs", SEATS)))
+        for name in names:
+            try:
+                found |= _peer(stack, name, folder, dtype)
+            except (PeerUnavailableError, RuntimeError) as error:
+                missing[name] = str(error)
+                print(f"{name} is left out: {error}", flush=True)
+        yield found, missing
+
+
+def _peer(stack: ExitStack, name: str, folder: Path, dtype: str) -> dict[str, Engine]:
+    if name == "transformers":
+        process = stack.enter_context(transformers(folder, dtype))
+        return {
+            "transformers generate": Transformers(process, "generate"),
+            "transformers continuous batching": Transformers(process, "continuous"),
+        }
+    if name == "llamacpp":
+        server = servers.llamacpp(python_of("llamacpp"), folder, seqs=SEATS)
+        return {"llama.cpp HTTP": OverHttp(stack.enter_context(server))}
+    is_eager = name == "vllm-eager"
+    server = servers.vllm(python_of("vllm"), folder, seqs=SEATS, dtype=dtype, is_eager=is_eager)
+    return {"vLLM eager HTTP" if is_eager else "vLLM HTTP": OverHttp(stack.enter_context(server))}
 
 
 def memory_bandwidth() -> float:
@@ -189,6 +198,3 @@ def memory_bandwidth() -> float:
         data.sum()
         best = max(best, data.nbytes / (time.perf_counter() - start))
     return best
-
-
-os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -1,106 +1,125 @@
-"""Output tokens per second on this CPU: Skipjoin through LLM and over HTTP, and transformers, in one run.
+"""Tokens per second on this CPU: Skipjoin through LLM and over HTTP, and other engines, in one run.
 
-    python benchmarks/engine_throughput/run.py [--repeats 5] [--ragged-repeats 2] [--out FILE]
+    python benchmarks/engine_throughput/run.py [--peers vllm,transformers,llamacpp] [--repeats 3] [--sets even,long]
+        [--dtypes bfloat16] [--out FILE]
 
-A random-weight Llama of 97.5M parameters, greedy, end-of-sequence ignored. `even`: 16 requests of 64 + 64 tokens;
-`ragged`: 32 requests, prompts of 8 to 512 and outputs of 8 to 256 tokens, which `generate` runs in padded batches of 16
-and the other engines in batches of their own. The engines run in turns; printed are the median, least and greatest, and
-the median of the ratios of each turn. `floor` is the rate at which reading the weights once per step of 16 tokens would
-take the memory bandwidth measured in the same run.
+A random-weight Llama of 97.5M parameters, greedy, end-of-sequence ignored, all requests at once. Sets, in tokens of
+prompt and output: `even` 16 x (64 + 64), `one` 1 x (64 + 128), `wide` 64 x (64 + 64), `ragged` 32 x (8 to 512 + 8 to
+256), `prefill` 16 x (900 + 1), `long` 16 x (700 + 128). Rates are of output tokens, in `prefill` of prompt tokens.
+
+Each peer runs in an environment of its own (`peer_venvs.py`), which is made on first use; one that cannot be had is
+left out, and the record says why. vLLM and llama.cpp are loaded over HTTP as Skipjoin is. vLLM compiles its model;
+`vllm-eager` is vLLM without. The engines run in turns, each turn with new prompts; printed are the median, least and
+greatest rates, and the median of each turn's ratios of Skipjoin's rates to those of the others. `floor` is the rate at
+which reading the weights once per step of 16 tokens would take the memory bandwidth measured in the same run.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import shutil
+import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable
+import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from peers import ContinuousBatching, Generate, Ours, OursOverHttp, memory_bandwidth
+from peers import Ours, engines, memory_bandwidth
 from rich.progress import Progress
-from workload import BATCH, Job, even, ragged
+from workload import SETS, WARM_UP
 
 from machine import describe_machine
+from peer_venvs import names_of
 from random_model import make_model
 
-SETS: dict[str, Callable[[], list[Job]]] = {"even": even, "ragged": ragged}
+OURS = ("skipjoin LLM", "skipjoin HTTP")
+# Seconds between two engines: threads of the one before may still wait for work on the processor.
+PAUSE_S = 0.3
+FLOOR_BATCH = 16
+Figures = dict[str, Any]
 
 
-def measure(dtype: torch.dtype, turns: dict[str, int], bars: Progress) -> dict[str, object]:
-    """All engines on both sets, in turn."""
-    folder = Path(tempfile.mkdtemp(prefix="skipjoin-bench-"))
-    make_model(folder, dtype)
-    ours, generate = Ours(folder), Generate(folder, dtype)
-    engines = {
-        "skipjoin LLM": ours,
-        "skipjoin HTTP": OursOverHttp(folder),
-        "transformers generate": generate,
-        "transformers continuous batching": ContinuousBatching(generate),
-    }
-    record: dict[str, object] = {"dtype": str(dtype).removeprefix("torch.")}
-    try:
-        for runner in engines.values():  # code and memory touched for the first time
-            runner.run(even())
-        for name, make in SETS.items():
-            jobs = make()
-            tokens = sum(job.output for job in jobs)
-            task = bars.add_task(f"{record['dtype']} {name}", total=turns[name] * len(engines))
-            rates: dict[str, list[float]] = {engine: [] for engine in engines}
-            for _ in range(turns[name]):
-                for engine, runner in engines.items():
-                    rates[engine].append(tokens / runner.run(jobs))
-                    bars.advance(task)
-            record[name] = summary(rates)
-        bandwidth = memory_bandwidth()
-        steps = bandwidth / ours.weight_bytes
-        record["scheduling_share"] = round(ours.scheduling_share(even()), 4)
-        record["floor"] = {
-            "weight_bytes": ours.weight_bytes,
-            "bandwidth_gb_s": round(bandwidth / 1e9, 1),
-            "tokens_per_s": round(steps * BATCH, 1),
-        }
-    finally:
-        for runner in engines.values():
-            runner.close()
-        shutil.rmtree(folder)
+def measure(dtype: torch.dtype, args: argparse.Namespace, bars: Progress) -> Figures:
+    """All engines on all sets, in turn."""
+    name = str(dtype).removeprefix("torch.")
+    with tempfile.TemporaryDirectory(prefix="skipjoin-bench-") as scratch:
+        folder = Path(scratch) / "model"
+        make_model(folder, dtype)
+        with engines(folder, name, args.peers) as (found, missing):
+            record: Figures = {"dtype": name, "missing": missing, "sets": {}}
+            for engine in found.values():  # code and memory touched for the first time
+                engine.run(WARM_UP(-1))
+            for label in args.sets:
+                work = SETS[label]
+                task = bars.add_task(f"{name} {label}", total=args.repeats * len(found))
+                rates: dict[str, list[float]] = {engine: [] for engine in found}
+                loads = []
+                for turn in range(args.repeats):
+                    for engine, runner in found.items():
+                        time.sleep(PAUSE_S)
+                        rates[engine].append(work.tokens / runner.run(work.jobs(turn)))
+                        loads.append(os.getloadavg()[0])
+                        bars.advance(task)
+                record["sets"][label] = summary(rates) | {"load_1min": round(statistics.median(loads), 1)}
+                print(label, json.dumps(record["sets"][label]), flush=True)
+            ours = found["skipjoin LLM"]
+            assert isinstance(ours, Ours)
+            bandwidth = memory_bandwidth()
+            record["scheduling_share"] = round(ours.scheduling_share(SETS["even"].jobs(-2)), 4)
+            record["floor"] = {
+                "weight_bytes": ours.weight_bytes,
+                "bandwidth_gb_s": round(bandwidth / 1e9, 1),
+                "tokens_per_s": round(bandwidth / ours.weight_bytes * FLOOR_BATCH, 1),
+            }
     return record
 
 
-def summary(rates: dict[str, list[float]]) -> dict[str, object]:
-    """Median and spread per engine, and the ratio to `generate` turn by turn."""
-    base = rates["transformers generate"]
-    result: dict[str, object] = {}
+def summary(rates: dict[str, list[float]]) -> Figures:
+    """Median and spread per engine, and Skipjoin's ratios to the others turn by turn."""
+    result: Figures = {}
     for engine, values in rates.items():
-        ratios = [value / other for value, other in zip(values, base, strict=True)]
         result[engine] = {
             "tokens_per_s": round(statistics.median(values), 1),
             "min": round(min(values), 1),
             "max": round(max(values), 1),
-            "ratio_to_generate": round(statistics.median(ratios), 2),
         }
-    pairs = zip(rates["skipjoin HTTP"], rates["skipjoin LLM"], strict=True)
-    result["http_over_llm"] = round(statistics.median(http / llm for http, llm in pairs), 3)
+    result["ratios"] = {
+        f"{ours} / {other}": ratio(rates[ours], rates[other]) for ours in OURS for other in rates if other not in OURS
+    }
+    result["ratios"]["skipjoin HTTP / skipjoin LLM"] = ratio(rates["skipjoin HTTP"], rates["skipjoin LLM"])
     return result
+
+
+def ratio(ours: list[float], others: list[float]) -> float:
+    """The median of the ratios of each turn."""
+    return round(statistics.median(one / other for one, other in zip(ours, others, strict=True)), 3)
+
+
+def sets_of(text: str) -> list[str]:
+    """Sets from a comma-separated list, for argparse."""
+    names = [name.strip() for name in text.split(",")]
+    if unknown := [name for name in names if name not in SETS]:
+        raise argparse.ArgumentTypeError(f"sets must be of {', '.join(SETS)}, got {', '.join(unknown)}")
+    return names
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--ragged-repeats", type=int, default=2)
-    parser.add_argument("--dtypes", nargs="*", default=["bfloat16", "float32"])
+    parser.add_argument("--peers", type=names_of, default=["transformers"])
+    parser.add_argument("--sets", type=sets_of, default=[*SETS])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--dtypes", nargs="*", default=["bfloat16"], choices=["bfloat16", "float32"])
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    machine = describe_machine()
     with Progress(transient=True) as bars:
-        turns = {"even": args.repeats, "ragged": args.ragged_repeats}
-        records = [measure(getattr(torch, dtype), turns, bars) for dtype in args.dtypes]
-    result = {"machine": describe_machine(), "turns": turns, "results": records}
+        records = [measure(getattr(torch, dtype), args, bars) for dtype in args.dtypes]
+    result = {"machine": machine, "turns": args.repeats, "results": records}
     print(json.dumps(result, indent=1))
     if args.out:
         args.out.write_text(json.dumps(result, indent=1) + "\n")

@@ -1,13 +1,15 @@
-"""The two sets of requests that every engine gets."""
+"""The sets of requests that every engine gets."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from random_model import VOCAB
 
-BATCH = 16
+# Most requests in flight at once, of any set.
+SEATS = 64
 
 
 @dataclass(frozen=True)
@@ -18,17 +20,35 @@ class Job:
     output: int
 
 
-def even() -> list[Job]:
-    """16 requests of 64 tokens in and 64 out."""
-    draw = random.Random(0)
-    return [Job(_prompt(draw, 64), 64) for _ in range(BATCH)]
+@dataclass(frozen=True)
+class WorkloadSet:
+    """Lengths of requests, prompt and output. counts_prompts: the rate is of prompt tokens, not of output tokens."""
+
+    lengths: list[tuple[int, int]]
+    counts_prompts: bool = False
+
+    def jobs(self, turn: int) -> list[Job]:
+        """Requests of these lengths. Each turn has other prompts: engines keep the KV of those that they have seen."""
+        draw = random.Random(f"{turn}")
+        return [Job([draw.randrange(3, VOCAB) for _ in range(prompt)], output) for prompt, output in self.lengths]
+
+    @property
+    def tokens(self) -> int:
+        """Those that the rate counts."""
+        return sum(prompt if self.counts_prompts else output for prompt, output in self.lengths)
 
 
-def ragged() -> list[Job]:
-    """32 requests, prompts of 8 to 512 and outputs of 8 to 256 tokens."""
+def _ragged() -> list[tuple[int, int]]:
     draw = random.Random(1)
-    return [Job(_prompt(draw, draw.randint(8, 512)), draw.randint(8, 256)) for _ in range(2 * BATCH)]
+    return [(draw.randint(8, 512), draw.randint(8, 256)) for _ in range(32)]
 
 
-def _prompt(draw: random.Random, length: int) -> list[int]:
-    return [draw.randrange(3, VOCAB) for _ in range(length)]
+SETS: dict[str, WorkloadSet] = {
+    "even": WorkloadSet([(64, 64)] * 16),
+    "one": WorkloadSet([(64, 128)]),
+    "wide": WorkloadSet([(64, 64)] * 64),
+    "ragged": WorkloadSet(_ragged()),
+    "prefill": WorkloadSet([(900, 1)] * 16, counts_prompts=True),
+    "long": WorkloadSet([(700, 128)] * 16),
+}
+WARM_UP: Callable[[int], list[Job]] = WorkloadSet([(64, 4)] * 16 + [(900, 4)]).jobs

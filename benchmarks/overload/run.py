@@ -1,11 +1,11 @@
 """A server at one to ten times its capacity: how fast it refuses, what it tells, and what it still does.
 
-    python benchmarks/overload/run.py [--factors 1,2,5,10] [--seconds 30] [--longest 60] [--peer PYTHON] [--out FILE]
+    python benchmarks/overload/run.py [--factors 1,2,5,10] [--seconds 30] [--longest 60] [--peers vllm] [--out FILE]
 
 Serves the built-in model with a queue of `PLACES` requests, measures its capacity with as many streams in flight, then
 sends streams at so many times that rate, none of which waits for another; the last factor lasts `--longest` seconds.
-Every request is sent when it is due. `--peer`: a Python interpreter that has vLLM, which then serves the same model
-for the same loads, at its own capacity; it has no limit on its queue.
+Every request is sent when it is due. `--peers vllm`: vLLM, in an environment of its own (`peer_venvs.py`), serves the
+same model for the same loads, at its own capacity; it has no limit on its queue.
 
 Wanted at every factor: of the refusals 99 % within 50 ms, each with a `Retry-After` in which a place comes free and
 which is not far longer than that takes; of the admitted requests 95 % within the objectives; as many such requests
@@ -27,10 +27,12 @@ from typing import Any
 import uvloop
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from servers import peer, skipjoin
 from streams import Outcome, closed_loop, open_loop
 
 from machine import describe_machine
+from peer_venvs import available
+from servers import skipjoin, vllm
+from skipjoin.builtin import builtin_model_path
 from skipjoin.observe.record import percentile
 
 PLACES = 64
@@ -162,7 +164,7 @@ def main() -> int:
     parser.add_argument("--factors", type=lambda text: [float(part) for part in text.split(",")], default=[1, 2, 5, 10])
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--longest", type=float, default=60.0)
-    parser.add_argument("--peer", type=Path, help="a Python interpreter that has vLLM")
+    parser.add_argument("--peers", choices=["vllm"])
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     record: Figures = {
@@ -171,14 +173,14 @@ def main() -> int:
         "tokens": {"prompt": PROMPT, "output": OUTPUT},
         "objectives": {"ttft_s": TTFT_S, "tpot_s": TPOT_S},
     }
-    servers = {"skipjoin": skipjoin(PLACES)}
-    if args.peer is not None and args.peer.exists():
-        servers["vllm"] = peer(args.peer)
-    else:
-        print("vLLM is left out: --peer names no interpreter that has it", flush=True)
+    # The model gets one core, the other is for HTTP and for the client.
+    limits = ("--max-num-queued-reqs", PLACES, "--threads", 1, "--kv-cache-gib", 0.5)
+    servers = {"skipjoin": skipjoin(builtin_model_path(), *limits)}
+    for name, python in available([args.peers] if args.peers else []).items():
+        servers[name] = vllm(python, builtin_model_path(), seqs=128, kv_gib=1, is_eager=True, cores="0")
     for name, serving in servers.items():
-        with serving as (url, model):
-            record[name] = uvloop.run(measure(url, model, args.factors, args.seconds, args.longest))
+        with serving as server:
+            record[name] = uvloop.run(measure(server.url, server.name, args.factors, args.seconds, args.longest))
     record["holds"] = verdict(record["skipjoin"])
     print(json.dumps(record["holds"], indent=2))
     if args.out is not None:

@@ -1,0 +1,125 @@
+"""llama.cpp's server over a Hugging Face folder of a Llama: runs in the environment of the peer `llamacpp`.
+
+    PYTHON benchmarks/llamacpp_server.py FOLDER --port PORT [--parallel 16]
+
+The folder's weights are written as GGUF, in their own type, into a temporary folder first. The file has a vocabulary of
+as many words as the model has ids: prompts are to be token ids.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+import gguf
+import torch
+import xllamacpp
+from safetensors.torch import load_file
+
+# Most tokens of one request.
+CONTEXT = 1024
+# Names of the tensors of a layer, theirs and ours.
+LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+def convert(folder: Path, target: Path) -> None:
+    """Write the model as GGUF."""
+    config = json.loads((folder / "config.json").read_text())
+    weights = {
+        name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()
+    }
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    writer = gguf.GGUFWriter(target, "llama")
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_rope_dimension_count(config["hidden_size"] // heads)
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(config["vocab_size"])
+    add_words(writer, config)
+    add(writer, "token_embd.weight", weights["model.embed_tokens.weight"])
+    add(writer, "output_norm.weight", weights["model.norm.weight"])
+    add(writer, "output.weight", weights["lm_head.weight"])
+    for layer in range(config["num_hidden_layers"]):
+        for theirs, ours in LAYER.items():
+            tensor = weights[f"model.layers.{layer}.{ours}.weight"]
+            if theirs in ("attn_q", "attn_k"):
+                tensor = interleaved(tensor, heads if theirs == "attn_q" else kv_heads)
+            add(writer, f"blk.{layer}.{theirs}.weight", tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def add(writer: gguf.GGUFWriter, name: str, tensor: torch.Tensor) -> None:
+    """Matrices in their own type, the rest in float32."""
+    if tensor.dim() == 2 and tensor.dtype == torch.bfloat16:
+        writer.add_tensor(name, tensor.view(torch.uint8).numpy(), raw_dtype=gguf.GGMLQuantizationType.BF16)
+    else:
+        writer.add_tensor(name, tensor.float().numpy())
+
+
+def interleaved(tensor: torch.Tensor, heads: int) -> torch.Tensor:
+    """llama.cpp rotates neighbouring elements of a head where transformers rotates its halves."""
+    out, width = tensor.shape
+    return tensor.view(heads, 2, out // heads // 2, width).transpose(1, 2).reshape(out, width).contiguous()
+
+
+def add_words(writer: gguf.GGUFWriter, config: dict[str, int]) -> None:
+    """A word for each id. The first ones are the special ones that llama.cpp expects."""
+    words = ["<unk>", "<s>", "</s>", *(f"w{number}" for number in range(3, config["vocab_size"]))]
+    kinds = [gguf.TokenType.UNKNOWN, gguf.TokenType.CONTROL, gguf.TokenType.CONTROL]
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(words)
+    writer.add_token_scores([-float(number) for number in range(len(words))])
+    writer.add_token_types([*kinds, *[gguf.TokenType.NORMAL] * (len(words) - 3)])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--parallel", type=int, default=16)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="skipjoin-bench-") as scratch:
+        file = Path(scratch) / "model.gguf"
+        convert(args.folder, file)
+        print(xllamacpp.get_system_info(), file=sys.stderr)
+        params = xllamacpp.CommonParams()
+        params.model.path = str(file)
+        params.model_alias = {args.folder.name}
+        params.port = args.port
+        params.n_parallel = args.parallel
+        params.n_ctx = args.parallel * CONTEXT
+        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = len(os.sched_getaffinity(0))
+        server = xllamacpp.Server(params)
+        print(f"serving at {server.listening_address}", file=sys.stderr, flush=True)
+        ended = threading.Event()
+        signal.signal(signal.SIGTERM, lambda *_: ended.set())
+        ended.wait()
+
+
+if __name__ == "__main__":
+    main()

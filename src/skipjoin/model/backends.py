@@ -167,7 +167,9 @@ def _triton_failure(dtype: torch.dtype, device: torch.device) -> str | None:
 def _on_cpu(attention: str, dtype: torch.dtype) -> Implementations | None:
     """The compiled implementations, or None."""
     library = _compiled(dtype) if dtype in CPP_DTYPES else None
-    say_once(f"CPU operations: {'torch' if library is None else path_of(library)}{_faster(library)}")
+    path = None if library is None else path_of(library)
+    slower = _slower(path)
+    say_once(f"CPU operations: {path or 'torch'}{slower}", logging.WARNING if slower and path else logging.INFO)
     if library is not None:
         return CppOps(library, dtype), CppAttention(library)
     if attention == "cpp":
@@ -199,22 +201,24 @@ def _passes(library: ctypes.CDLL, dtype: torch.dtype) -> bool:
     return is_right and check_attention(CppAttention(library), dtype)
 
 
-def _faster(library: ctypes.CDLL | None) -> str:
-    """What would make the CPU path faster, as a part of a sentence."""
-    if library is None:
-        return " (a C++ compiler makes them several times faster: install g++ or clang++, or set CXX)"
-    for feature, name, path in _FEATURES:
-        if feature in cpu_features() and path_of(library) != path:
-            return f" (this CPU has {name}: a newer compiler makes them faster)"
-        if path_of(library) == path:
-            break
-    return ""
-
-
 # Of the flags of /proc/cpuinfo, the fastest first.
 _FEATURES = (
+    ("amx_bf16", "AMX", "amx"),
     ("avx512_bf16", "AVX-512 BF16", "avx512-bf16"),
     ("avx512bw", "AVX-512", "avx512"),
     ("avx2", "AVX2", "avx2"),
     ("asimd", "NEON", "neon"),
 )
+
+
+def _slower(path: str | None) -> str:
+    """Why the CPU operations are not the fastest of this CPU, as a part of a sentence. path: None: those of torch."""
+    if path is None:
+        return " (a C++ compiler makes them several times faster: install g++ or clang++, or set CXX)"
+    for feature, name, its_path in _FEATURES:
+        if path == its_path:
+            break
+        if feature in cpu_features():
+            refused = ", or the system refuses it (a seccomp filter, a small signal stack)" if name == "AMX" else ""
+            return f": this CPU has {name}, which is faster, but the compiler does not know it{refused}"
+    return ""

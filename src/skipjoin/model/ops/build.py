@@ -24,8 +24,8 @@ FLAGS = (
     # Sums and products are fused where the sources say so: two functions that compute the same return the same bits.
     "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fno-strict-aliasing",
 )  # fmt: skip
-# What the compiler is told of the processor, the fastest first: all that it finds; what most x86 processors have, for a
-# compiler that does not know this one; nothing.
+# What the compiler is told of the processor, the fastest first: all that it finds (and all but AMX); what most x86
+# processors have, for a compiler that does not know this one; nothing.
 _NATIVE, AVX2, _PLAIN = ("-march=native",), ("-mavx2", "-mfma", "-mf16c"), ()
 AVX2_NEEDS = {"avx2", "fma", "f16c"}
 # A compiler that takes longer hangs.
@@ -105,7 +105,9 @@ def cpu_features() -> frozenset[str]:
 
 
 def _targets() -> list[tuple[str, ...]]:
-    return [_NATIVE, *([AVX2] if cpu_features() >= AVX2_NEEDS else []), _PLAIN]
+    known = cpu_features()
+    without_amx = [(*_NATIVE, "-mno-amx-tile", "-mno-amx-bf16", "-mno-amx-int8")] if "amx_bf16" in known else []
+    return [_NATIVE, *without_amx, *([AVX2] if known >= AVX2_NEEDS else []), _PLAIN]
 
 
 def _first_line(error: Exception) -> str:

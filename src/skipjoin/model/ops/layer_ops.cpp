@@ -3,7 +3,7 @@
 // Plain C entry points, so that building needs only a compiler. Types are float, bfloat16 and, where the processor
 // converts it, float16; sums are float. The result of a row never depends on the other rows: see products.inc.cpp.
 #include "pool.inc.cpp"
-#include "products.inc.cpp"
+#include "tiles.inc.cpp"
 
 #include <algorithm>
 #include <atomic>
@@ -38,6 +38,12 @@ struct Linear {
   void *scratch;
   int64_t threads;
 };
+
+// Units of the inputs in packed weights: whole tiles where there are tiles.
+template <typename T> int64_t packed_units(int64_t k) {
+  int64_t whole = kInputs<T> == 2 ? kTilePairs : 1;
+  return (units_of<T>(k) + whole - 1) / whole * whole;
+}
 
 // Panels: gated ones have half of the columns of each half of the outputs.
 int64_t panels_of(int64_t n, int64_t gated) {
@@ -122,7 +128,7 @@ template <typename T, typename W> void linear(const Linear &c) {
     // One by one: a thread that loses its core for a while must not delay the others.
     for (; task < panels * blocks; task = counter.fetch_add(1, std::memory_order_relaxed)) {
       int64_t panel = task % panels, block = task / panels;
-      const W *weights = (const W *)c.weights + panel * units * kStep<Unit<T>, W>;
+      const W *weights = (const W *)c.weights + panel * packed_units<T>(c.k) * kStep<Unit<T>, W>;
       for (int64_t t = block * per_block; t < std::min(tiles.count, (block + 1) * per_block); t++) {
         Floats sums[kMaxRows][kVectors] = {};
         multiply_rows<T>(tiles.rows, packed + t * tile_size, weights, units, sums);
@@ -132,12 +138,131 @@ template <typename T, typename W> void linear(const Linear &c) {
   });
 }
 
+#ifdef SKIPJOIN_TILES
+
+constexpr int64_t kTileBytes = 640 << 10; // inputs per task: they stay in the second-level cache
+constexpr int kChunk = 8;                 // of tiles of inputs: a panel's weights for so many stay in the first level
+constexpr int kTileSums = kTile * kTile;  // floats of a tile of sums
+
+// Adds one or two (PAIR) tiles of inputs times `steps` tiles of a panel to sums, [2][2][kTileSums]. inputs, others: their
+// first rows. ahead: weights that are fetched meanwhile, `lines` cache lines per step.
+template <bool PAIR>
+inline void add_tiles(const bfloat16 *inputs, const bfloat16 *others, int64_t pitch, const Pair *weights, int64_t steps,
+                      bool is_first, float *sums, const char *ahead, int64_t lines) {
+  if (is_first) {
+    SKIPJOIN_ZERO_TILE(0);
+    SKIPJOIN_ZERO_TILE(1);
+    if constexpr (PAIR) {
+      SKIPJOIN_ZERO_TILE(2);
+      SKIPJOIN_ZERO_TILE(3);
+    }
+  } else {
+    SKIPJOIN_LOAD_TILE(0, sums, 64);
+    SKIPJOIN_LOAD_TILE(1, sums + kTileSums, 64);
+    if constexpr (PAIR) {
+      SKIPJOIN_LOAD_TILE(2, sums + 2 * kTileSums, 64);
+      SKIPJOIN_LOAD_TILE(3, sums + 3 * kTileSums, 64);
+    }
+  }
+  for (int64_t s = 0; s < steps; s++, ahead += 64 * lines) {
+    const Pair *at = weights + s * kTilePairs * kPanel;
+    for (int64_t i = 0; i < lines; i++) __builtin_prefetch(ahead + 64 * i, 0, 2);
+    SKIPJOIN_LOAD_TILE(4, inputs + s * 2 * kTilePairs, pitch);
+    SKIPJOIN_LOAD_TILE(6, at, 4 * kPanel);
+    SKIPJOIN_MULTIPLY_TILES(0, 4, 6);
+    SKIPJOIN_LOAD_TILE(7, at + kTile, 4 * kPanel);
+    SKIPJOIN_MULTIPLY_TILES(1, 4, 7);
+    if constexpr (PAIR) {
+      SKIPJOIN_LOAD_TILE(5, others + s * 2 * kTilePairs, pitch);
+      SKIPJOIN_MULTIPLY_TILES(2, 5, 6);
+      SKIPJOIN_MULTIPLY_TILES(3, 5, 7);
+    }
+  }
+  SKIPJOIN_STORE_TILE(0, sums, 64);
+  SKIPJOIN_STORE_TILE(1, sums + kTileSums, 64);
+  if constexpr (PAIR) {
+    SKIPJOIN_STORE_TILE(2, sums + 2 * kTileSums, 64);
+    SKIPJOIN_STORE_TILE(3, sums + 3 * kTileSums, 64);
+  }
+}
+
+// Rows of sums as `finish` takes them.
+inline void finish_tile(const Linear &c, int64_t panel, int64_t first, int64_t skipped, int64_t rows,
+                        const float *sums) {
+  Floats values[kTile][kVectors];
+  for (int64_t r = skipped; r < rows; r++)
+    for (int v = 0; v < kVectors; v++) values[r - skipped][v] = load(sums + v * kTileSums + r * kTile);
+  finish<bfloat16>(c, panel, first + skipped, rows - skipped, values);
+}
+
+int64_t tile_scratch(int64_t m, int64_t k) { return k % (2 * kTilePairs) ? m * packed_units<bfloat16>(k) * 4 : 0; }
+
+void linear_by_tiles(const Linear &c) {
+  if (c.rows == 0) return;
+  int64_t units = packed_units<bfloat16>(c.k), steps = units / kTilePairs, x_stride = c.x_stride;
+  auto *x = (const bfloat16 *)c.x;
+  if (units * 2 != c.k) { // rows that are no whole tiles: a copy with zeros at their ends
+    auto *copy = (bfloat16 *)c.scratch;
+    for (int64_t r = 0; r < c.rows; r++) {
+      std::memcpy(copy + r * units * 2, x + r * x_stride, c.k * 2);
+      std::memset(copy + r * units * 2 + c.k, 0, (units * 2 - c.k) * 2);
+    }
+    x = copy, x_stride = units * 2;
+  }
+  // The last tile ends with the last row: some rows may be computed twice.
+  int64_t rows = std::min<int64_t>(c.rows, kTile), tiles = (c.rows + rows - 1) / rows;
+  auto first_row = [&](int64_t tile) { return std::min(tile * rows, c.rows - rows); };
+  int64_t panels = panels_of(c.n, c.gated), blocks = (c.rows * units * 4 + kTileBytes - 1) / kTileBytes;
+  int64_t per_block = ((tiles + blocks - 1) / blocks + 1) / 2 * 2;
+  blocks = (tiles + per_block - 1) / per_block;
+  auto *weights = (const Pair *)c.weights;
+  std::atomic<int64_t> counter{0};
+  skipjoin::run_on_pool(c.threads, [&](int) {
+    shape_tiles((int)rows);
+    thread_local std::vector<float> memory;
+    memory.resize(std::max<size_t>(memory.size(), per_block / 2 * 4 * kTileSums + kTile));
+    auto *all = (float *)(((uintptr_t)memory.data() + 63) & ~(uintptr_t)63);
+    // Each thread knows its next task before it begins one: the first weights of that are fetched meanwhile.
+    int64_t next = counter++;
+    for (int64_t task = next; task < panels * blocks; task = next) {
+      next = counter++;
+      int64_t panel = task % panels, begin = task / panels * per_block, end = std::min(tiles, begin + per_block);
+      int64_t passes = (end - begin + 1) / 2, lines = (2 * kTilePairs + passes - 1) / passes;
+      const Pair *own = weights + panel * units * kPanel;
+      for (int64_t s = 0; s < steps; s += kChunk) {
+        int64_t some = std::min<int64_t>(kChunk, steps - s);
+        bool is_last = s + some == steps;
+        const Pair *at = own + s * kTilePairs * kPanel;
+        const Pair *later = is_last ? weights + next % panels * units * kPanel : at + some * kTilePairs * kPanel;
+        for (int64_t t = begin; t < end; t += 2) {
+          int64_t pass = (t - begin) / 2, count = std::min<int64_t>(2, end - t);
+          const bfloat16 *in = x + first_row(t) * x_stride + s * 2 * kTilePairs;
+          const bfloat16 *other = x + first_row(t + count - 1) * x_stride + s * 2 * kTilePairs;
+          float *sums = all + pass * 4 * kTileSums;
+          const char *ahead = (const char *)later + pass * 64 * lines * some;
+          if (count == 2)
+            add_tiles<true>(in, other, x_stride * 2, at, some, s == 0, sums, ahead, lines);
+          else
+            add_tiles<false>(in, other, x_stride * 2, at, some, s == 0, sums, ahead, lines);
+          for (int64_t i = 0; is_last && i < count; i++) {
+            int64_t first = first_row(t + i);
+            finish_tile(c, panel, first, (t + i) * rows - first, rows, sums + i * 2 * kTileSums);
+          }
+        }
+      }
+    }
+    release_tiles();
+  });
+}
+
+#endif
+
 template <typename T> using Stored = std::conditional_t<kInputs<T> == 2, Pair, T>;
 
 // [n, k] -> panels, zero-padded.
 template <typename T> void pack_weights(const T *weights, int64_t n, int64_t k, int64_t gated, T *packed, int threads) {
   constexpr int per = kInputs<T>;
-  int64_t units = units_of<T>(k);
+  int64_t units = packed_units<T>(k);
   skipjoin::share(threads, panels_of(n, gated), 1, [&](int64_t p) {
     T *panel = packed + p * units * kPanel * per;
     for (int column = 0; column < kPanel; column++) {
@@ -153,7 +278,7 @@ template <typename T>
 void quantize_weights(const T *weights, int64_t n, int64_t k, int64_t gated, int8_t *packed, float *scales,
                       int threads) {
   constexpr int per = kInputs<T>;
-  int64_t units = units_of<T>(k);
+  int64_t units = packed_units<T>(k);
   skipjoin::share(threads, panels_of(n, gated), 1, [&](int64_t p) {
     int8_t *panel = packed + p * units * kPanel * per;
     std::vector<float> row(units * per + kLanes);
@@ -229,8 +354,9 @@ template <typename Work> void with_type(int64_t type, Work &&work) {
 // type: see `Type`. Strides are in elements.
 extern "C" {
 
-// What the library was compiled for; see `paths` in build.py.
+// What the library runs, if this process may.
 const char *skipjoin_path() {
+  if (have_tiles()) return "amx";
 #if defined(SKIPJOIN_BF16)
   return "avx512-bf16";
 #elif defined(SKIPJOIN_AVX512)
@@ -253,6 +379,9 @@ int64_t skipjoin_scratch_bytes(int64_t type, int64_t m, int64_t k, int64_t threa
   Tiles tiles(m);
   int64_t rows = tiles.rows * tiles.count * (tiles.count <= kOwnTiles ? threads : 1), bytes = 0;
   with_type(type, [&](auto t) { bytes = rows * units_of<decltype(t)>(k) * 4; });
+#ifdef SKIPJOIN_TILES
+  if (type == kBfloat16) bytes = std::max(bytes, tile_scratch(m, k));
+#endif
   return bytes;
 }
 
@@ -261,7 +390,7 @@ int64_t skipjoin_packed_bytes(int64_t type, int64_t n, int64_t k, int64_t gated,
   int64_t bytes = 0;
   with_type(type, [&](auto t) {
     using T = decltype(t);
-    bytes = panels_of(n, gated) * kPanel * units_of<T>(k) * kInputs<T> * (quantized ? 1 : sizeof(T));
+    bytes = panels_of(n, gated) * kPanel * packed_units<T>(k) * kInputs<T> * (quantized ? 1 : sizeof(T));
   });
   return bytes;
 }
@@ -281,6 +410,10 @@ void skipjoin_pack_weights(int64_t type, const void *weights, int64_t n, int64_t
 int64_t skipjoin_linear_bytes() { return sizeof(Linear); }
 
 void skipjoin_linear(int64_t type, const Linear *call) {
+#ifdef SKIPJOIN_TILES
+  // A weight has one path for good: sums of tiles are rounded differently.
+  if (type == kBfloat16 && !call->scales && have_tiles()) return linear_by_tiles(*call);
+#endif
   with_type(type, [&](auto t) {
     using T = decltype(t);
     if (call->scales)

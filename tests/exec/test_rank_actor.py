@@ -29,6 +29,7 @@ def test_a_rank_draws_dummy_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         gpu_share=0.9,
         largest=largest,
         swap_dtype="auto",
+        quantization="none",
     )
     rank = RankActor()
     part, room = rank.load(of, Shard(), None, 1)

@@ -178,6 +178,28 @@ def test_whole_model_in_two_threads(tmp_path, two_threads):
 
 
 @needs_library
+@pytest.mark.parametrize("name", ["llama-tied-mha", "opt", "gpt-neox"])
+def test_logits_of_a_model_with_weights_of_8_bits(name, tmp_path):
+    save_reference(name, tmp_path)
+    ids = [[i % 90 for i in range(40)], [3, 4, 5]]
+    ours, expected = (
+        torch.cat(PagedRunner(load_model(tmp_path, quantization=kept), ids, 4, seed=1).run())
+        for kept in ("int8", "none")
+    )
+    # What docs/cpu.md says of the error.
+    assert 0 < (ours - expected).norm() <= 0.05 * expected.norm()
+
+
+@needs_library
+def test_weights_of_8_bits_are_refused_elsewhere():
+    raw = CONFIGS["llama"]().to_dict() | {"architectures": ["LlamaForCausalLM"]}
+    with pytest.raises(ModelError, match=r"quantization int8 needs .* got device cpu, attention torch"):
+        random_model(raw, attention="torch", quantization="int8")
+    with pytest.raises(ModelError, match="quantization must be one of none, int8; got 'int4'"):
+        random_model(raw, quantization="int4")
+
+
+@needs_library
 def test_choice_of_operations():
     raw = CONFIGS["llama"]().to_dict() | {"architectures": ["LlamaForCausalLM"]}
     for dtype in ("float32", "bfloat16", "float16"):

@@ -26,6 +26,7 @@ _MEASURED = (
     "device",
     "attention",
     "load_format",
+    "quantization",
     "threads",
     "max_model_len",
     "enforce_eager",

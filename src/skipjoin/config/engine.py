@@ -60,6 +60,14 @@ class EngineConfig:
             group=MODEL,
         ),
     ] = "auto"
+    quantization: Annotated[
+        str,
+        Knob(
+            "Weights of products as they are, or rounded to 8 bits, which makes decoding on a CPU faster",
+            choices=("none", "int8"),
+            group=MODEL,
+        ),
+    ] = "none"
     max_model_len: Annotated[
         int | None,
         Knob("Most tokens of prompt and output together (default: the model's).", low=1, high=1 << 31, group=MODEL),

@@ -74,6 +74,7 @@ def _load_here(config: EngineConfig, folder: Path, max_len: int, on_progress: On
         device=config.device,
         attention=config.attention,
         load_format=config.load_format,
+        quantization=config.quantization,
         progress=lambda done, total: on_progress("loading weights", done / total),
         batch_invariant=config.batch_invariant,
     )
@@ -107,6 +108,7 @@ def _load_ranks(config: EngineConfig, folder: Path, max_len: int, on_progress: O
         device=config.device,
         attention=config.attention,
         load_format=config.load_format,
+        quantization=config.quantization,
         threads=config.threads,
         block_size=config.block_size,
         swap_dtype=config.swap_dtype,

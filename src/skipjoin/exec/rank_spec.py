@@ -105,7 +105,7 @@ class ModelExecutor(Executor[Handle], Protocol):
 
 def rank_spec_of(model: CausalLM, block_size: int, threads: int, swap_dtype: str = "auto") -> RankSpec:
     """The properties of a model, or of this rank's share of it."""
-    config, shard = model.config, model.shard
+    config, shard, quantization = model.config, model.shard, model.ops.quantization
     block_bytes = PagedKV.bytes_per_block(config, block_size, model.dtype, shard)
     is_quantized = swap_dtype == "int8"
     return RankSpec(
@@ -114,7 +114,7 @@ def rank_spec_of(model: CausalLM, block_size: int, threads: int, swap_dtype: str
         block_bytes=block_bytes,
         host_block_bytes=QuantizedKV.bytes_per_block(config, block_size, shard) if is_quantized else block_bytes,
         attention_width=len(shard.layers(config)) * len(shard.heads(config)) * config.head_dim,
-        dtype=str(model.dtype).removeprefix("torch."),
+        dtype=str(model.dtype).removeprefix("torch.") + ("" if quantization == "none" else f", {quantization} weights"),
         swap_dtype=swap_dtype,
         itemsize=model.dtype.itemsize,
         device_kind=model.device.type,

@@ -31,6 +31,7 @@ _log = logging.getLogger(__name__)
 ATTENTION_BACKENDS = ("auto", "torch", "cpp", "triton", "flash")
 # FlashAttention 3 is for cards of this compute capability alone.
 _FLASH_CAPABILITY = (9, 0)
+QUANTIZATIONS = ("none", "int8")
 
 Implementations = tuple[LayerOps, AttentionBackend]
 
@@ -43,13 +44,16 @@ def implementations(
     facts: CudaFacts | None = None,
     *,
     invariant: bool = False,
+    quantization: str = "none",
 ) -> Implementations:
     """Compiled ones on a CPU that supports them, Triton's on a GPU that can run them, torch's elsewhere.
 
     lost: a known loss of speed, for inclusion in the one warning. facts: of CUDA; None: of this process. invariant:
-    results of a sequence must not depend on the rest of the batch, which Triton's alone promise. Raises `ModelError` if
-    what is requested cannot run.
+    results of a sequence must not depend on the rest of the batch, which Triton's alone promise. quantization: see
+    `LayerOps`. Raises `ModelError` if what is requested cannot run.
     """
+    if quantization not in QUANTIZATIONS:
+        raise ModelError(f"quantization must be one of {', '.join(QUANTIZATIONS)}; got {quantization!r}")
     if invariant:
         if device.type != "cuda" or attention not in ("auto", "triton"):
             raise ModelError(f"batch_invariant needs device cuda and attention triton, got {device.type}, {attention}")
@@ -67,10 +71,16 @@ def implementations(
         if invariant:
             chosen = _invariant()
     else:
-        chosen = _on_cpu(attention, dtype)
+        chosen = _on_cpu(attention, dtype, quantization)
     if lost is not None:
         warn_once(lost)
-    return chosen or (TorchOps(), TorchAttention())
+    chosen = chosen or (TorchOps(), TorchAttention())
+    if chosen[0].quantization != quantization:
+        raise ModelError(
+            f"quantization {quantization} needs the compiled CPU operations: device cpu, attention auto or cpp, and a "
+            f"C++ compiler; got device {device.type}, attention {chosen[1].name}"
+        )
+    return chosen
 
 
 def _on_cuda(
@@ -164,14 +174,14 @@ def _triton_failure(dtype: torch.dtype, device: torch.device) -> str | None:
     return "the Triton kernels fail their self-test"
 
 
-def _on_cpu(attention: str, dtype: torch.dtype) -> Implementations | None:
+def _on_cpu(attention: str, dtype: torch.dtype, quantization: str) -> Implementations | None:
     """The compiled implementations, or None."""
     library = _compiled(dtype) if dtype in CPP_DTYPES else None
     path = None if library is None else path_of(library)
     slower = _slower(path)
     say_once(f"CPU operations: {path or 'torch'}{slower}", logging.WARNING if slower and path else logging.INFO)
     if library is not None:
-        return CppOps(library, dtype), CppAttention(library)
+        return CppOps(library, dtype, quantization), CppAttention(library)
     if attention == "cpp":
         raise ModelError(f"attention cpp cannot run {dtype} here; see the previous warning")
     return None

@@ -60,14 +60,16 @@ def load_model(
     device: str = "cpu",
     attention: str = "auto",
     load_format: str = "auto",
+    quantization: str = "none",
     progress: Progress | None = None,
     group: Group | None = None,
     batch_invariant: bool = False,
 ) -> CausalLM:
     """Load a model. dtype: "auto" (as saved), or one of `DTYPES`. device: "auto", "cpu", "cuda" or "cuda:N". attention:
     "auto", "torch", "cpp" (CPU), "triton" or "flash" (CUDA). load_format: "auto", or "dummy" for random weights, which
-    need no weight file. The device becomes the calling thread's own. group: loads the share of this group's rank;
-    None: the whole model. batch_invariant: see `implementations`.
+    need no weight file. quantization: "none", or "int8" for products' weights with 8 bits (CPU). The device becomes the
+    calling thread's own. group: loads the share of this group's rank; None: the whole model. batch_invariant: see
+    `implementations`.
 
     Raises `ModelError` if the model cannot run.
     """
@@ -76,7 +78,9 @@ def load_model(
     is_dummy = load_format == "dummy"
     folder = resolve_folder(name_or_path, weights=not is_dummy)
     config = ModelConfig.from_folder(folder)
-    torch_dtype, torch_device, ops, backend = _places(dtype, device, attention, config, batch_invariant)
+    torch_dtype, torch_device, ops, backend = _places(
+        dtype, device, attention, quantization, config, invariant=batch_invariant
+    )
     weights: Weights = (
         RandomWeights(0, torch_dtype, torch_device)
         if is_dummy
@@ -104,13 +108,14 @@ def random_model(
     device: str = "cpu",
     attention: str = "auto",
     *,
+    quantization: str = "none",
     group: Group | None = None,
 ) -> CausalLM:
-    """A model of the given shape (a `ModelConfig` or the contents of a config.json) with random weights. group: makes
-    the share of this group's rank; None: the whole model."""
+    """A model of the given shape (a `ModelConfig` or the contents of a config.json) with random weights. quantization:
+    as in `load_model`. group: makes the share of this group's rank; None: the whole model."""
     if not isinstance(config, ModelConfig):
         config = ModelConfig.from_dict(config)
-    torch_dtype, torch_device, ops, backend = _places(dtype, device, attention, config)
+    torch_dtype, torch_device, ops, backend = _places(dtype, device, attention, quantization, config)
     weights = RandomWeights(seed, torch_dtype, torch_device)
     return CausalLM(
         config, weights, ops=ops, attention=backend, dtype=torch_dtype, device=torch_device, group=group or Alone()
@@ -125,7 +130,7 @@ def _dtype(name: str, config: ModelConfig) -> torch.dtype:
 
 
 def _places(
-    dtype: str, device: str, attention: str, config: ModelConfig, invariant: bool = False
+    dtype: str, device: str, attention: str, quantization: str, config: ModelConfig, *, invariant: bool = False
 ) -> tuple[torch.dtype, torch.device, LayerOps, AttentionBackend]:
     """Type, device, layer operations and attention back end of a model."""
     torch_dtype, torch_device = _dtype(dtype, config), torch.device(choose_device(device))
@@ -133,7 +138,8 @@ def _places(
         expand_segments()
         use_device(torch_device)
     lost = check_dtype(torch_dtype, dtype != "auto", torch_device)
-    return torch_dtype, torch_device, *implementations(attention, torch_dtype, torch_device, lost, invariant=invariant)
+    chosen = implementations(attention, torch_dtype, torch_device, lost, invariant=invariant, quantization=quantization)
+    return torch_dtype, torch_device, *chosen
 
 
 class FolderWeights:

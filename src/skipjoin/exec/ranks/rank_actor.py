@@ -57,6 +57,7 @@ class RankModel(NamedTuple):
     device: str
     attention: str
     load_format: str
+    quantization: str
     threads: int | None
     block_size: int
     swap_dtype: str
@@ -130,6 +131,7 @@ class RankActor:
             device=device,
             attention=model.attention,
             load_format=model.load_format,
+            quantization=model.quantization,
             progress=self._note_progress,
             group=group,
             batch_invariant=model.batch_invariant,

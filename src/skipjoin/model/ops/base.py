@@ -40,6 +40,8 @@ class LayerOps(Protocol):
     """Operations on [tokens, features]. Inputs are not changed unless stated."""
 
     name: str
+    # How weights are kept: "none" as they are, "int8" with 8 bits per weight.
+    quantization: str
 
     def use_threads(self, count: int) -> None:
         """Use this many CPU threads for what the calling thread computes, torch's operations included."""

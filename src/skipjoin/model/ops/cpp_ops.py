@@ -51,13 +51,14 @@ class CppOps:
 
     name = "cpp"
 
-    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
+    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, quantization: str = "none") -> None:
         for name, (arguments, result) in _SIGNATURES.items():
             getattr(library, name).argtypes = arguments
             getattr(library, name).restype = result
         if library.skipjoin_linear_bytes() != ctypes.sizeof(_Linear):
             raise OSError("the compiled operations have another version")
         self.library = library
+        self.quantization = quantization
         self.type = CPP_DTYPES.index(dtype)
         self.arena = Arena()
         self._scratch = torch.empty(0, dtype=torch.uint8)
@@ -106,21 +107,29 @@ class CppRMSNorm(TorchRMSNorm):
 
 class CppLinear:
     """Weights in panels of outputs, each read once per product, in order. Bias and activation are applied to sums that
-    are still in registers."""
+    are still in registers.
+
+    Quantised weights are round(weight / scale) in 8 bits, with a scale per output. They are expanded to the model's
+    type, exactly, and a sum is multiplied by its scale: what a row gives does not depend on its batch.
+    """
 
     def __init__(
         self, ops: CppOps, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None, *, gated: bool
     ) -> None:
         self._ops, self._gated, self._activation = ops, int(gated), _ACTIVATIONS.index(activation)
         self._n, self._k = weight.shape
-        packed_bytes = ops.library.skipjoin_packed_bytes(ops.type, self._n, self._k, self._gated, 0)
+        is_quantized, panel = ops.quantization == "int8", ops.library.skipjoin_panel()
+        packed_bytes = ops.library.skipjoin_packed_bytes(ops.type, self._n, self._k, self._gated, int(is_quantized))
         self._packed = ops.arena.take(packed_bytes)
+        zeros = torch.zeros(self._n)
+        self._scales = _in_panels(zeros, gated, panel) if is_quantized else None
         weight = weight.contiguous()
         ops.library.skipjoin_pack_weights(
-            ops.type, weight.data_ptr(), self._n, self._k, self._gated, self._packed.data_ptr(), None, threads_here()
-        )
-        self._bias = None if bias is None else _in_panels(bias.float(), gated, ops.library.skipjoin_panel())
-        self.weight_bytes = packed_bytes + (0 if self._bias is None else self._bias.nbytes)
+            ops.type, weight.data_ptr(), self._n, self._k, self._gated, self._packed.data_ptr(),
+            _address(self._scales), threads_here(),
+        )  # fmt: skip
+        self._bias = None if bias is None else _in_panels(bias.float(), gated, panel)
+        self.weight_bytes = packed_bytes + sum(x.nbytes for x in (self._bias, self._scales) if x is not None)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         out = torch.empty((x.shape[0], self._n // 2 if self._gated else self._n), dtype=x.dtype)
@@ -133,12 +142,16 @@ class CppLinear:
 
     def _run(self, x: torch.Tensor, out: torch.Tensor, add: int) -> None:
         ops, m, threads = self._ops, x.shape[0], threads_here()
-        bias = None if self._bias is None else self._bias.data_ptr()
         call = _Linear(
-            x.data_ptr(), x.stride(0), m, self._packed.data_ptr(), bias, None, self._n, self._k, out.data_ptr(),
-            self._gated, add, self._activation, ops.scratch(m, self._k, threads), threads,
+            x.data_ptr(), x.stride(0), m, self._packed.data_ptr(), _address(self._bias), _address(self._scales),
+            self._n, self._k, out.data_ptr(), self._gated, add, self._activation, ops.scratch(m, self._k, threads),
+            threads,
         )  # fmt: skip
         ops.library.skipjoin_linear(ops.type, call)
+
+
+def _address(values: torch.Tensor | None) -> int | None:
+    return None if values is None else values.data_ptr()
 
 
 def _in_panels(bias: torch.Tensor, gated: bool, panel: int) -> torch.Tensor:

@@ -90,6 +90,7 @@ class TorchOps:
     """See `LayerOps`."""
 
     name = "torch"
+    quantization = "none"
 
     def use_threads(self, count: int) -> None:
         torch.set_num_threads(count)

@@ -58,7 +58,7 @@ class StepPlanner:
         if last is not None:  # only requests that hold KV can still run: a long queue behind them costs nothing
             self._fill(evictor.holders_after(last), builder)
         if not (self._slices or evictor.blocking or context.in_flight or self._kv.is_moving):
-            self._force(builder)
+            self._force()
         for request in evictor.evicted:
             for evicted in self._policies.on_evicted:
                 evicted(request, context.now)
@@ -150,10 +150,12 @@ class StepPlanner:
         request.computed = request.planned = hit.tokens
         return eligible_tokens(request, self._context)
 
-    def _force(self, builder: BatchBuilder) -> None:
+    def _force(self) -> None:
         """No request was chosen, and nothing is under way that would change that: run the first one that the batcher
-        takes, whatever the other policies say."""
+        takes, whatever the other policies say. It begins anew, without candidates: those that there were find no
+        space."""
         context = self._context
+        builder = self._policies.batcher.open(context)
         for account in self._kv.accounts:
             self._kv.disband(account)
         for request in islice(self._policies.ordering.ranked(context.now), _MOST_FORCED):

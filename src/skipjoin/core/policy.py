@@ -145,7 +145,8 @@ class Batcher(Protocol):
         ...
 
     def open(self, context: StepContext) -> BatchBuilder:
-        """Begin a step's batch. May change the batcher; called once per step."""
+        """Begin a step's batch. May change the batcher; called once per step, and once more, without candidates, where
+        nothing of the first batch can run."""
         ...
 
 

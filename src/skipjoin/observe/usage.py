@@ -130,6 +130,7 @@ class EngineUsage:
         for known in (self._live, self._resident, self._on_host, self._dropped, self._spilled):
             known.clear()
         self.claims.close()
+        self.shared_ends.close()
         self.prefixes.close()
         if not keeps_series:
             self._points.clear()
@@ -165,6 +166,7 @@ class EngineUsage:
         # What KV on the host follows goes last.
         tokens = max(self._leave(request), self._on_host.pop(request, 0))
         if how is Preemption.DROP:
+            self.shared_ends.lost(request)
             self._dropped[request] = max(tokens, self._dropped.get(request, 0))
         elif tokens > kept or not kept:
             self._on_host[request] = tokens
@@ -179,6 +181,7 @@ class EngineUsage:
         self._on_host.pop(request, None)
         self._dropped.pop(request, None)
         self.claims.finished(request)
+        self.shared_ends.lost(request)
         self.prefixes.finished(request)
 
     def _release(self, event: Released) -> None:

@@ -99,7 +99,6 @@ class Pack:
         self._load = StepLoad()
         self._urgent: set[Request] = set()  # real-time requests that could run
         self._last: list[Request] = []  # real-time requests that are to join, the least urgent last
-        self._held: set[Request] | None = set()  # those that were refused; None: one has joined
 
     @property
     def seconds(self) -> float:
@@ -171,17 +170,9 @@ class Pack:
         return False
 
     def offer(self, request: Request, pending: int) -> int | Refusal:
-        if self._held is not None and request in self._held:  # a second time: all that was chosen finds no memory
-            self._start_anew()
-        verdict = self._verdict(request, pending)
-        if verdict is HELD and self._held is not None:
-            self._held.add(request)
-        return verdict
-
-    def _verdict(self, request: Request, pending: int) -> int | Refusal:
         if (tokens := self.chosen.get(request)) is not None:
             return tokens
-        if not self._seats:  # there was no candidate: each request has to take its memory from others
+        if not self._seats:  # there is no candidate: each request has to take its memory from others
             return min(pending, self._tokens)
         if not self.chosen:
             return ALL_HELD
@@ -190,14 +181,8 @@ class Pack:
         return HELD
 
     def take(self, request: Request, tokens: int) -> None:
-        self._held = None
         if self.chosen.pop(request, None) is None:
             self._join(request, tokens)
-
-    def _start_anew(self) -> None:
-        """Nothing is chosen, and each request may join that finds memory."""
-        self.chosen.clear()
-        self._seats, self._tokens, self._load = 0, self._rules.max_tokens, StepLoad()
 
     def _room_for(self, request: Request, pending: int) -> int:
         """How many of the request's pending tokens there are seats and time for."""

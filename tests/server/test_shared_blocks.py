@@ -1,0 +1,108 @@
+"""The recipe bros over HTTP, with far too little KV: two requests fill a block, and no token differs for it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+import tiny_model as tiny
+
+SKIPJOIN = Path(sys.executable).with_name("skipjoin")
+OPTIONS = (
+    *("--recipe", "bros", "--port", "0", "--device", "cpu", "--dtype", "float32", "--profile", "off", "--threads", "1"),
+    *("--kv-cache-gib", "0.00015", "--swap-space", "0.02", "--max-num-seqs", "16", "--no-enable-prefix-caching"),
+)
+BEST_EFFORT, REAL_TIME, BURST = 30, 24, 6
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.write_model(tmp_path_factory.mktemp("model"))
+
+
+@contextmanager
+def serving(folder: Path, *options: str) -> Iterator[str]:
+    """The url of a server."""
+    command = [str(SKIPJOIN), "serve", str(folder), *OPTIONS, *options]
+    with subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as server:
+        try:
+            assert server.stdout is not None
+            yield server.stdout.readline().split(" at ")[1].split()[0]
+        finally:
+            server.terminate()
+            server.communicate(timeout=30)
+
+
+def loads() -> tuple[list[dict[str, object]], list[dict[str, object]]]:
+    """Best-effort requests, and real-time ones."""
+    draw = random.Random(18)
+
+    def bodies(count: int, tier: str, tokens: tuple[int, int]) -> list[dict[str, object]]:
+        return [
+            {
+                "prompt": "".join(draw.choices("abcdefgh ", k=draw.randint(8, 90))),
+                "max_tokens": draw.randint(*tokens),
+                "ignore_eos": True,
+                "temperature": 0,
+                "service_tier": tier,
+            }
+            for _ in range(count)
+        ]
+
+    return bodies(BEST_EFFORT, "flex", (80, 160)), bodies(REAL_TIME, "default", (8, 40))
+
+
+async def metrics(http: httpx.AsyncClient) -> dict[str, float]:
+    text = (await http.get("/metrics")).text
+    return {name: float(value) for name, value in re.findall(r"^skipjoin:(kv_\w+|recomputed_\w+) (\S+)$", text, re.M)}
+
+
+async def burst(url: str) -> None:
+    async with httpx.AsyncClient(base_url=url, timeout=120) as http:
+
+        async def text_of(body: dict[str, object]) -> str:
+            return str((await http.post("/v1/completions", json=body)).json()["choices"][0]["text"])
+
+        best_effort, real_time = loads()
+        # Best effort takes little of a server that has had real-time requests within a minute.
+        alone = [await text_of(body | {"service_tier": "flex"}) for body in (*best_effort, *real_time)]
+        before = await metrics(http)
+        tasks = [asyncio.create_task(text_of(body)) for body in best_effort]
+        while not (await metrics(http))["kv_cache_usage_perc"] > 0.8:
+            assert not all(task.done() for task in tasks)
+            await asyncio.sleep(0.002)
+        for number, body in enumerate(real_time):
+            tasks.append(asyncio.create_task(text_of(body)))
+            if number % BURST == BURST - 1:
+                await asyncio.wait(tasks[-BURST:])
+        assert await asyncio.gather(*tasks) == alone
+        after = await metrics(http)
+        assert after["kv_checkpointed_slots_total"] > 0
+        assert after["kv_restores_total"] > 0
+        assert after["recomputed_tokens_total"] == before["recomputed_tokens_total"] == 0
+        # Clients that leave while blocks are shared, or just after that.
+        tasks = [asyncio.create_task(text_of(body)) for body in (*best_effort, *real_time)]
+        while (await metrics(http))["kv_checkpointed_slots_total"] == after["kv_checkpointed_slots_total"]:
+            assert not all(task.done() for task in tasks)
+            await asyncio.sleep(0.002)
+        for task in tasks:
+            task.cancel()
+        found = await metrics(http)
+        while found["kv_lent_blocks"] or found["kv_cache_usage_perc"]:
+            await asyncio.sleep(0.02)
+            found = await metrics(http)
+        assert await text_of(real_time[0]) == alone[BEST_EFFORT]
+
+
+@pytest.mark.parametrize("options", [(), ("--attention", "torch")], ids=["auto", "torch"])
+def test_a_flood_and_bursts_get_the_tokens_of_an_idle_server(folder: Path, options: tuple[str, ...]) -> None:
+    with serving(folder, *options) as url:
+        asyncio.run(asyncio.wait_for(burst(url), 200))

@@ -34,7 +34,7 @@ from skipjoin.model.loader import random_model
 from skipjoin.model.parallel import Shard
 from skipjoin.policies.eviction import Recompute
 from skipjoin.sampling import SamplingParams
-from support.policies import SpillAll
+from support.policies import LendAll, SpillAll
 
 LAYOUTS = ((2, 1), (1, 2), (2, 2), (1, 3))
 _RESTLESS = dict(eviction=lambda: Restless(5), device_blocks=40, host_blocks=40, seats=2, chunk=5)
@@ -44,6 +44,7 @@ FORCED = {
     "swapped": _SWAPPED,
     "swapped, copies fail": _SWAPPED | dict(fails=["OUT", "IN"], chunk=7),
     "spilled, copies fail": _SWAPPED | dict(eviction=SpillAll, fails=["OUT", "IN"], chunk=7),
+    "shared": dict(eviction=LendAll, device_blocks=8, host_blocks=60, seats=3, chunk=5),
     "moved beside": _RESTLESS,
     "moved beside, landing late": _RESTLESS | dict(late=4),
     "moved beside, late copies fail": _RESTLESS | dict(late=3, fails=["OUT", "IN"]),
@@ -53,6 +54,7 @@ EXPECTED = {
     "swapped": {"moved out blocking", "moved in blocking"},
     "swapped, copies fail": {"failed out blocking", "failed in blocking", Preemption.DROP},
     "spilled, copies fail": {"failed out blocking", "failed in blocking", Preemption.SPILL},
+    "shared": {"saved slots"},
     "moved beside": {"moved out overlapped", "moved in overlapped"},
     "moved beside, landing late": {"moved out overlapped", "moved in overlapped"},
     "moved beside, late copies fail": {"failed out overlapped", "failed in overlapped", Preemption.DROP},

@@ -70,7 +70,9 @@ def main() -> None:
     args = parser.parse_args()
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # whatever libraries print
-    model = AutoModelForCausalLM.from_pretrained(args.folder, dtype=getattr(torch, args.dtype)).eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        args.folder, dtype=getattr(torch, args.dtype), trust_remote_code=False
+    ).eval()
     print(json.dumps("loaded"), file=answers)
     for line in sys.stdin:
         task = json.loads(line)

@@ -262,10 +262,12 @@ _APART = 4
 COMMON = (7, 5, 3, 2, 11, 13, 17, 19, 23)
 
 
-def mixed_requests(eos: int | None = None, common: Sequence[int] = (), *, adopts: bool = False) -> list[Request]:
+def mixed_requests(
+    eos: int | None = None, common: Sequence[int] = (), *, adopts: bool = False, has_classes: bool = True
+) -> list[Request]:
     """Seven requests of mixed lengths: greedy, seeded sampling, penalties, bias, min_tokens. common: what their prompts
-    begin with, which does not lengthen the longest. adopts: whether they use the KV of others. Every second one is best
-    effort."""
+    begin with, which does not lengthen the longest. adopts: whether they use the KV of others.
+    has_classes: every second one is best effort."""
     kinds = [
         {"temperature": 0},
         {"temperature": 1.0, "top_p": 0.9},
@@ -292,7 +294,7 @@ def mixed_requests(eos: int | None = None, common: Sequence[int] = (), *, adopts
                 stop_tokens=ends,
                 sampling=Sampling(params, seed=100 + number, eos_token_ids=tuple(ends)),
                 prefix=ContentPrefix(BLOCK_SIZE) if adopts else None,
-                options=RequestOptions(service=tuple(ServiceClass)[number % 2]),
+                options=RequestOptions(service=tuple(ServiceClass)[number % 2 if has_classes else 0]),
             )
         )
     return requests

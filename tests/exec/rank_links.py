@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from copiers import LateCopier
+from copiers import Keeps, LateCopier
 from engines import CONFIGS, make_store
 from torch import distributed
 
@@ -59,7 +59,7 @@ def make_rank(
     host_blocks: int = 0,
     late: int | None = None,
     fails: Sequence[str] = (),
-    keeps: Callable[[int], bool] = lambda block: False,
+    keeps: Keeps = lambda block, is_part: False,
     swap_dtype: str = "auto",
     recorder: GraphRecorder | None = None,
 ) -> Rank:

@@ -262,7 +262,7 @@ def test_tokens_are_those_of_a_request_alone_under_exact_claims(depth: int, host
     policies = build("econoserve", Settings(LinearCost(floor=1.0, prefill_token=1.0), 8, 64), params)
     ledger = KVLedger(9, host_blocks, BLOCK_SIZE)
     core = EngineCore(Scheduler(policies, ledger, depth=depth, overlap=depth > 1))
-    requests = mixed_requests()
+    requests = mixed_requests(has_classes=False)
     for request in requests:
         request.forecast = Forecast((2, request.max_tokens)[request.id % 2], "test")
     events = run(core, LocalExecutor(model, make_store(model, 9, host_blocks)), requests)

@@ -312,6 +312,14 @@ def test_a_later_stage_moves_while_it_waits_and_its_seconds_are_without_waiting(
     assert 0 < result.seconds <= passed - LaterStage.WAIT_S
 
 
+class LaterStageOnCard(LaterStage):
+    """It waits for a time that the card tells."""
+
+    def receive(self, x: torch.Tensor) -> None:
+        self.waited_s += self.WAIT_S
+        x.fill_(0.5)
+
+
 class Events:
     """A card's clock: it runs on while marks are taken, and waits only where seconds are asked for."""
 
@@ -333,7 +341,7 @@ class Events:
 def test_a_stage_on_a_card_is_timed_by_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
     """And queues its plan without waiting for the card."""
     monkeypatch.setattr(worker, "DeviceClock", Events)
-    model = random_model(CONFIGS["llama"], group=LaterStage(lambda: None))  # type: ignore[arg-type]
+    model = random_model(CONFIGS["llama"], group=LaterStageOnCard(lambda: None))  # type: ignore[arg-type]
     pools = dict(device_blocks=4, host_blocks=0, block_size=BLOCK_SIZE, shard=model.shard)
     store = KVStore(model.config, model.dtype, model.device, **pools)  # type: ignore[arg-type]
     monkeypatch.setattr(model, "device", torch.device("cuda"))

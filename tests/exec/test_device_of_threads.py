@@ -53,7 +53,7 @@ def test_a_model_is_tested_and_loaded_on_its_card(monkeypatch: pytest.MonkeyPatc
     config = tiny_model("llama").config
     assert isinstance(config, ModelConfig)
     for name, expected in (("cuda:1", 1), ("cuda:0", 0)):
-        loader._places("float32", name, "auto", config)
+        loader._places("float32", name, "auto", "none", config)
         assert seen.pop() == current.index == expected
 
 
@@ -77,13 +77,13 @@ def test_the_models_thread_launches_on_its_card(monkeypatch: pytest.MonkeyPatch,
     measured = []
     monkeypatch.setattr(local, "measure_transfers", lambda *args: measured.append(current.index))
     for device, expected in ((SECOND, 1), (torch.device("cuda"), 0), (torch.device("cpu"), 0)):
-        model.device = device
+        monkeypatch.setattr(model, "device", device)  # other tests have the same model
         executor = LocalExecutor(model, store, threads=1)
         try:
             assert executor.submit(StepPlan(0, ()), 0.0)._in_flight.result() == expected
         finally:
             executor.close()
-    model.device = SECOND
+    monkeypatch.setattr(model, "device", SECOND)
     executor.transfers(0.1)
     assert measured == [1]
 
@@ -118,7 +118,7 @@ def test_a_full_card_is_a_clear_error(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
     shutil.copy(builtin_model_path() / "config.json", tmp_path)
     places = (torch.float32, SECOND, TorchOps(), TorchAttention())
-    monkeypatch.setattr(loader, "_places", lambda *args: places)
+    monkeypatch.setattr(loader, "_places", lambda *args, **options: places)
     monkeypatch.setattr(loader, "CausalLM", full)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 << 29, 80 << 30))
     with pytest.raises(ModelError, match=r"weights do not fit on device cuda:1: .* 1\.50 of 80\.00 GiB are free; end"):

@@ -10,7 +10,7 @@ import pytest
 from skipjoin.core.events import Computed, Event, Moved, MoveFailed, Planned
 from skipjoin.core.kv import KVLedger
 from skipjoin.core.request import Request
-from skipjoin.core.step import Direction, Move
+from skipjoin.core.step import LINK, Direction, Move
 from skipjoin.exec.simulated import SimulatedExecutor
 from skipjoin.observe.record import Record, add_usage, rounded
 from skipjoin.observe.usage import POINTS, EngineUsage
@@ -53,7 +53,7 @@ def test_used_kv_is_what_requests_have_computed_on_the_device(
     )
     core, usage = world.core(), usage_of(world)
     seen: list[float] = []
-    bytes_moved = dict.fromkeys(Direction, 0)
+    bytes_moved = dict.fromkeys(LINK, 0)
 
     def look(events: list[Event]) -> None:
         usage.observe(events)
@@ -89,7 +89,7 @@ def events_of(stepper: Stepper) -> list[Event]:
     return events
 
 
-@pytest.mark.parametrize("direction", list(Direction))
+@pytest.mark.parametrize("direction", LINK)
 @pytest.mark.parametrize("when", ["blocking", "overlapped"])
 def test_a_failed_move_moved_no_bytes_and_what_it_lost_is_not_used(direction: Direction, when: str) -> None:
     """Request 1 goes to the host and comes back, of 9 tokens; one of its moves fails. Request 0 is there for company,

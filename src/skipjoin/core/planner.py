@@ -46,19 +46,17 @@ class StepPlanner:
         self._context = context
         self._evictor = Evictor(policies, kv, events, context)
         self._slices: list[Slice] = []
-        self._residency = Residency(policies, kv, events, context, evictor=self._evictor, slices=self._slices)
+        self._residency = self._new_residency()
 
     def plan(self) -> StepPlan:
         """Decide; the plan may be empty."""
-        context, residency, evictor = self._context, self._residency, self._evictor
+        context, evictor = self._context, self._evictor
         begin_decision(self._policies, self._kv, context.now)
         overlapped = self._move_ahead() if self._kv.host_total else []
-        builder = self._policies.batcher.open(self._with_candidates(context))
-        last = self._fill(self._policies.ordering.ranked(context.now), builder)
-        if last is not None:  # only requests that hold KV can still run: a long queue behind them costs nothing
-            self._fill(evictor.holders_after(last), builder)
+        self._fill_from_first(self._policies.batcher.open(self._with_candidates(context)))
         if not (self._slices or evictor.blocking or context.in_flight or self._kv.is_moving):
-            self._force()
+            self._begin_anew()
+        residency = self._residency
         for request in evictor.evicted:
             for evicted in self._policies.on_evicted:
                 evicted(request, context.now)
@@ -150,12 +148,31 @@ class StepPlanner:
         request.computed = request.planned = hit.tokens
         return eligible_tokens(request, self._context)
 
-    def _force(self) -> None:
-        """No request was chosen, and nothing is under way that would change that: run the first one that the batcher
-        takes, whatever the other policies say. It begins anew, without candidates: those that there were find no
-        space."""
+    def _new_residency(self) -> Residency:
+        return Residency(
+            self._policies, self._kv, self._events, self._context, evictor=self._evictor, slices=self._slices
+        )
+
+    def _fill_from_first(self, builder: BatchBuilder) -> None:
+        """Offer all requests to the batch, the best first."""
+        last = self._fill(self._policies.ordering.ranked(self._context.now), builder)
+        if last is not None:  # only requests that hold KV can still run: a long queue behind them costs nothing
+            self._fill(self._evictor.holders_after(last), builder)
+
+    def _begin_anew(self) -> None:
+        """No request was chosen, and nothing is under way that would change that. The batch begins anew, without
+        candidates: those that there were find no space."""
+        before, self._residency = self._residency, self._new_residency()
+        self._residency.first, self._residency.claimed = before.first, before.claimed
+        self.waiting.clear()
+        builder = self._policies.batcher.open(self._context)
+        self._fill_from_first(builder)
+        if not (self._slices or self._evictor.blocking):
+            self._force(builder)
+
+    def _force(self, builder: BatchBuilder) -> None:
+        """Run the first request that the batcher takes, whatever the other policies say."""
         context = self._context
-        builder = self._policies.batcher.open(context)
         for account in self._kv.accounts:
             self._kv.disband(account)
         for request in islice(self._policies.ordering.ranked(context.now), _MOST_FORCED):

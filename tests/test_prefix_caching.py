@@ -16,11 +16,12 @@ SEEDED = SamplingParams(temperature=1.0, seed=7, max_tokens=8, ignore_eos=True)
 Pair = tuple[LLM, LLM]
 
 
-@pytest.fixture(scope="module", params=["auto", "torch"])
+@pytest.fixture(scope="module", params=[("auto", 0.01), ("torch", 0)], ids=["auto, host", "torch"])
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     """One that caches, and one that does not. Either holds little more KV than the longest request has."""
+    attention, swap_gib = request.param
     settings = dict(
-        progress=False, threads=1, profile="off", attention=request.param, kv_cache_gib=0.0045, swap_space_gib=0
+        progress=False, threads=1, profile="off", attention=attention, kv_cache_gib=0.0045, swap_space_gib=swap_gib
     )
     with ExitStack() as stack:
         caching, plain = (
@@ -68,6 +69,17 @@ def test_the_next_turn_finds_the_output_and_another_beginning_nothing(pair: Pair
     assert caching.generate(turn, GREEDY)[0].cached_tokens == (len(turn) - 2) // BLOCK * BLOCK
     assert caching.generate([*prompt[:470], 1], GREEDY)[0].cached_tokens == 464
     assert caching.generate([prompt[0] + 1, *prompt[1:]], GREEDY)[0].cached_tokens == 0
+
+
+def test_what_the_device_has_lost_is_found_on_the_host(pair: Pair) -> None:
+    caching, plain = pair
+    prompt = prompt_of(15, 300)
+    caching.generate(prompt, GREEDY)
+    caching.generate(prompt_of(16, 1000), GREEDY)
+    (again,) = caching.generate(prompt, GREEDY)
+    has_all = again.cached_tokens == full_blocks(prompt)
+    assert has_all == (caching.engine.info.host_blocks > 0)
+    assert again.token_ids == plain.generate(prompt, GREEDY)[0].token_ids
 
 
 def test_of_an_aborted_prompt_only_what_was_computed_is_found(pair: Pair) -> None:

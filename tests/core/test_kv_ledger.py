@@ -33,6 +33,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.kv = KVLedger(DEVICE, HOST, BLOCK)
         self.kv.reserve(ACCOUNT, 2)
         self.transit: dict[Request, tuple[Move, bool]] = {}
+        self.copied: Move | None = None
         self.content: dict[tuple[str, int], Hashable] = {}
         self.names: dict[Request, list[int]] = {}
         self.count = 0
@@ -65,14 +66,14 @@ class LedgerMachine(RuleBasedStateMachine):
         kv = self.kv
         if kv.blocks_of(request) is not None:
             return
-        tokens, held, _ = kv.hit(request)
-        available, free = kv.available, kv.device_free
-        taken = tokens // BLOCK - held
+        tokens, held, _, away = kv.hit(request)
+        available, free, host_free = kv.available, kv.device_free, kv.host_free
+        taken = tokens // BLOCK - held - away
         if taken > available:
             return
-        assert kv.adopt(request) == tokens < request.known
+        assert kv.adopt(request).tokens == tokens < request.known
         request.computed = request.planned = tokens
-        assert (kv.available, kv.device_free) == (available - taken, free - taken)
+        assert (kv.available, kv.device_free, kv.host_free) == (available - taken, free - taken, host_free - away)
         assert (kv.blocks_of(request) is None) == (tokens == 0)
 
     @rule(
@@ -286,17 +287,37 @@ class LedgerMachine(RuleBasedStateMachine):
             assert self.places(request) == (device[:keep], [])
             assert not set(device[:keep]).intersection(move.source, move.target)
 
+    @rule()
+    def keep_cached(self) -> None:
+        move = self.kv.keep_cached()
+        assert move is None or self.copied is None
+        self.copied = self.copied or move
+
+    @rule(fails=st.booleans())
+    def end_copy(self, fails: bool) -> None:
+        if self.copied is None:
+            return
+        if not fails:  # whatever lies there by now
+            self.content |= {
+                ("host", target): self.content.get(("device", source))
+                for source, target in zip(self.copied.source, self.copied.target, strict=True)
+            }
+        assert (self.kv.fail if fails else self.kv.land)(self.copied) is None
+        self.copied = None
+
     @invariant()
     def conserved(self) -> None:
         kv = self.kv
         for direction in Direction:
             blocks = sum(len(move.source) for move, _ in self.transit.values() if move.direction is direction)
-            assert kv.blocks_in_transit[direction] == blocks
-        assert kv.is_moving == bool(self.transit)
+            copied = len(self.copied.source) if self.copied and direction is Direction.OUT else 0
+            assert kv.blocks_in_transit[direction] == blocks + copied
+        assert kv.is_moving == bool(self.transit or self.copied)
         kv.check()
         held = [kv.blocks_of(request) for request in kv.holders()]
         assert kv.device_free + len({block for one in held if one for block in one.device}) == DEVICE
-        assert kv.host_free + sum(len(one.host) for one in held if one) == HOST
+        copied = len(self.copied.target) if self.copied else 0
+        assert kv.host_free + sum(len(one.host) for one in held if one) + copied == HOST
         top = sum(self.size(one) for one in kv.holders() if kv.lender_of(one) is None)
         account = max(kv._accounts[ACCOUNT].promised, sum(map(self.size, kv.guests(ACCOUNT))))
         assert kv.available == DEVICE - top - account
@@ -312,8 +333,10 @@ class LedgerMachine(RuleBasedStateMachine):
             assert [self.content[place] for place in filled] == [
                 self.content_of(request, n) for n in range(len(filled))
             ]
-        for name, block in self.kv._device._blocks.items():
-            assert self.content["device", block] == int.from_bytes(name[:8], "big", signed=True)
+        for tier, pool in (("device", self.kv._device), ("host", self.kv._host)):
+            for name, block in pool._blocks.items():
+                if tier == "device" or pool.find_free(name) is not None:
+                    assert self.content[tier, block] == int.from_bytes(name[:8], "big", signed=True)
 
     def size(self, request: Request) -> int:
         held = self.kv.blocks_of(request)
@@ -322,6 +345,7 @@ class LedgerMachine(RuleBasedStateMachine):
         return max(held.promised, len(held.device) + lent) - held.adopted
 
     def teardown(self) -> None:
+        self.end_copy(fails=False)
         for request in list(self.transit):
             self.land(request)
         for request in list(self.names):
@@ -330,6 +354,7 @@ class LedgerMachine(RuleBasedStateMachine):
             self.kv.release(request)
         self.kv.check()
         assert not self.kv._device._waiting
+        assert not self.kv._host._waiting
         self.kv.reserve(ACCOUNT, 0)
         assert (self.kv.device_free, self.kv.host_free, self.kv.available) == (DEVICE, HOST, DEVICE)
 
@@ -635,7 +660,7 @@ def test_blocks_that_no_account_knows_are_freed_and_no_others() -> None:
     kv.offer(first)
     device, host = kv._device.take(2), kv._host.take(3)
     assert kv._device.name(device[0], b"lost")
-    assert kv.adopt(second) == 3 * BLOCK
+    assert kv.adopt(second).tokens == 3 * BLOCK
     assert kv.astray == (2, 3)
     with pytest.raises(LedgerError, match="leaked or doubled"):
         kv.check()

@@ -403,7 +403,7 @@ def test_hits_count_when_a_request_is_first_admitted() -> None:
     metrics.observe(
         [Admitted(first, 0.0, 32), Admitted(resumed, 0.0, 32), Admitted(apart, 0.0), Admitted(first, 1.0, 16)]
     )
-    metrics.shares(cached=3, shared=2, lent=1)
+    metrics.shares(cached=3, cached_on_host=4, shared=2, lent=1)
     found = metrics.snapshot()
     assert (found.row("prefix_cache_queries_total"), found.row("prefix_cache_hits_total")) == ([40], [32])
     assert (found.row("kv_cached_blocks"), found.row("kv_shared_blocks")) == ([3], [2])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from itertools import chain
+from itertools import chain, islice
 
 # Names the content of a full block and of all that comes before it.
 Key = bytes
@@ -29,6 +29,7 @@ class BlockPool:
         self._keys: dict[int, Key] = {}
         self._blocks: dict[Key, int] = {}
         self._waiting: Counter[Key] = Counter()
+        self._read: set[int] = set()  # their KV is being copied, and is still there
 
     @property
     def free(self) -> int:
@@ -39,6 +40,11 @@ class BlockPool:
     def cached(self) -> int:
         """Free blocks whose KV can be found."""
         return len(self._cached) + len(self._wanted)
+
+    @property
+    def empty(self) -> int:
+        """Free blocks whose KV, if they have any, cannot be found."""
+        return len(self._empty)
 
     def take(self, count: int) -> list[int]:
         """Hand out blocks; what KV they hold is lost. Ask `free` first."""
@@ -62,8 +68,8 @@ class BlockPool:
         lost."""
         lost = sorted(set(range(self.total)).difference(held, self.free_blocks()))
         for block in lost:
-            if (key := self._keys.pop(block, None)) is not None:
-                del self._blocks[key]
+            if block in self._keys:
+                self.unname(block)
         self._empty += lost
         return lost
 
@@ -72,6 +78,20 @@ class BlockPool:
     def find(self, key: Key) -> int | None:
         """The block with this KV."""
         return self._blocks.get(key)
+
+    def find_free(self, key: Key) -> int | None:
+        """The block with this KV, if it is cached."""
+        block = self._blocks.get(key)
+        return block if block in self._cached or block in self._wanted else None
+
+    def next_cached(self, count: int) -> Iterator[tuple[int, Key]]:
+        """The cached blocks that are handed out next, in that order, and the keys of their KV."""
+        keys = self._keys
+        return ((block, keys[block]) for block in islice(chain(self._cached, self._wanted), count))
+
+    def has_key(self, block: int) -> bool:
+        """Whether the KV of the block can be found."""
+        return block in self._keys
 
     def name(self, block: int, key: Key) -> bool:
         """Let the KV of a block that is handed out be found; False: another block has the same."""
@@ -83,6 +103,17 @@ class BlockPool:
     def unname(self, block: int) -> None:
         """Let the KV of a block that is handed out be found no more."""
         del self._blocks[self._keys.pop(block)]
+        self._read.discard(block)
+
+    def begin_read(self, blocks: Iterable[int]) -> None:
+        """The KV of these blocks, which have keys, is being copied elsewhere."""
+        self._read.update(blocks)
+
+    def end_read(self, block: int) -> bool:
+        """It is copied. False: the block was handed out meanwhile, or lost its key, and the copy may be of anything."""
+        was_there = block in self._read
+        self._read.discard(block)
+        return was_there
 
     def revive(self, block: int) -> bool:
         """Hand out a cached block for the KV that it holds; False: it is handed out already."""
@@ -115,7 +146,7 @@ class BlockPool:
         cached = self._cached or self._wanted
         block = next(iter(cached))
         del cached[block]
-        del self._blocks[self._keys.pop(block)]
+        self.unname(block)
         return block
 
     # -- the proof ----------------------------------------------------------------------------------------

@@ -48,6 +48,12 @@ class RequestBlocks(Claim):
     lost_from: int | None = None
 
     @property
+    def request(self) -> Request:
+        """Its owner."""
+        assert isinstance(self.owner, Request)
+        return self.owner
+
+    @property
     def away(self) -> int:
         """Blocks with KV that has to come back from the host before the request can run."""
         return len(self.host) + self.overwritten

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from skipjoin.core.blocks import BlockPool
 from skipjoin.core.claim_tree import LedgerError, RequestBlocks, SharedBlock
 from skipjoin.core.prefix_cache import PrefixCache
 from skipjoin.core.request import Request
@@ -52,10 +51,7 @@ class TwoEnds(PrefixCache):
     """
 
     def __init__(self, device_blocks: int, host_blocks: int, block_size: int, *, is_exact: bool) -> None:
-        super().__init__(device_blocks, block_size)
-        self.host_total = host_blocks
-        self._is_exact = is_exact
-        self._host = BlockPool(host_blocks)
+        super().__init__(device_blocks, host_blocks, block_size, is_exact=is_exact)
         self._ends: dict[int, SharedBlock] = {}
         self._idle_parts: set[Move] = set()
         self.blocks_in_transit = dict.fromkeys(Direction, 0)
@@ -85,9 +81,7 @@ class TwoEnds(PrefixCache):
         held = self._held.get(request)
         for end in held.borrows.values() if held is not None else ():
             if tokens - end.at * self.block_size > end.split and self._reach(end, tokens) > self._limit(end):
-                owner = end.owner.owner
-                assert isinstance(owner, Request)
-                yield owner
+                yield end.owner.request
 
     def extra(self, request: Request, tokens: int) -> int:
         """Device blocks that the request needs, beside those that carry `tokens` tokens, in place of blocks in which
@@ -165,7 +159,7 @@ class TwoEnds(PrefixCache):
         assert end.copy is not None
         copies = Copies.none()
         copies.add(end.block, end.copy, Span(self._limit(end), count))
-        move = copies.move(Direction.OUT, _request(owner))
+        move = copies.move(Direction.OUT, owner.request)
         owner.overwritten += not end.saved
         end.saved += count
         owner.parts[move] = end.index
@@ -234,9 +228,9 @@ class TwoEnds(PrefixCache):
 
     def _end(self, move: Move) -> tuple[RequestBlocks | None, int | None]:
         """The move is in transit no more. Returns what its request holds, and the place of the block of which it saved
-        slots, if that is what it did. No request: nothing depends on it any more."""
-        if move in self._idle_parts:
-            self._idle_parts.remove(move)
+        slots, if that is what it did. None: no request depends on it, or none does any more."""
+        if move.request is None or move in self._idle_parts:
+            self._idle_parts.discard(move)
             self.blocks_in_transit[move.direction] -= len(move.source)
             return None, None
         held, index = self._held[move.request], None
@@ -265,7 +259,7 @@ class TwoEnds(PrefixCache):
 
     def _filled_slots(self, held: RequestBlocks, index: int) -> int:
         """Slots of the request's block that have KV of it, on the device or saved, or get some in plans in flight."""
-        return min(self.block_size, max(0, _request(held).planned - index * self.block_size))
+        return min(self.block_size, max(0, held.request.planned - index * self.block_size))
 
     def _limit(self, end: SharedBlock) -> int:
         """The first slot of the owner that is not saved."""
@@ -278,7 +272,7 @@ class TwoEnds(PrefixCache):
     def _taken(self, end: SharedBlock) -> int:
         """Slots that the borrower has filled, or fills in plans in flight."""
         borrower = end.borrower
-        return max(0, self._reach(end, _request(borrower).planned)) if borrower is not None else 0
+        return max(0, self._reach(end, borrower.request.planned)) if borrower is not None else 0
 
     def _need(self, end: SharedBlock, tokens: int) -> int:
         """Slots that the owner fills with `tokens` tokens."""
@@ -335,11 +329,11 @@ class TwoEnds(PrefixCache):
             self._host.put([end.copy])
 
     def _refresh_owner(self, end: SharedBlock) -> None:
-        end.owner.room = self._room(_request(end.owner), end.owner)
+        end.owner.room = self._room(end.owner.request, end.owner)
 
     def _refresh_borrower(self, end: SharedBlock) -> None:
         assert end.borrower is not None
-        end.borrower.room = self._room(_request(end.borrower), end.borrower)
+        end.borrower.room = self._room(end.borrower.request, end.borrower)
 
     def _give_back(self, held: RequestBlocks, blocks: Sequence[int]) -> None:
         if not self._ends:
@@ -349,7 +343,6 @@ class TwoEnds(PrefixCache):
 
     def _forget_blocks(self) -> None:
         super()._forget_blocks()
-        self._host = BlockPool(self.host_total)
         self._ends.clear()
         self._idle_parts.clear()
         self.blocks_in_transit = dict.fromkeys(Direction, 0)
@@ -372,20 +365,15 @@ class TwoEnds(PrefixCache):
     def _problem_of(self, block: int, end: SharedBlock) -> str:
         owner, borrower = end.owner, end.borrower
         filled = self._filled_slots(owner, end.index)
-        if not _request(owner).reverse or owner.lends.get(end.index) is not end or owner.device[end.index] != block:
+        if not owner.request.reverse or owner.lends.get(end.index) is not end or owner.device[end.index] != block:
             return "is not its owner's"
         if end.copy is None or not filled or end.saved > filled:
             return "has slots saved that are not filled"
         if borrower is None:
             return "" if end.saved else "is used by its owner alone"
-        if _request(borrower).reverse or borrower.borrows.get(end.at) is not end or borrower.device[end.at] != block:
+        if borrower.request.reverse or borrower.borrows.get(end.at) is not end or borrower.device[end.at] != block:
             return "is not its borrower's"
-        taken = max(0, self._reach(end, _request(borrower).computed))
+        taken = max(0, self._reach(end, borrower.request.computed))
         if taken > end.split or end.split > self._limit(end):
             return "has slots that both may fill"
         return ""
-
-
-def _request(held: RequestBlocks) -> Request:
-    assert isinstance(held.owner, Request)
-    return held.owner

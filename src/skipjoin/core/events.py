@@ -29,11 +29,13 @@ class Arrived(NamedTuple):
 
 
 class Admitted(NamedTuple):
-    """The request got its first KV blocks, or the first after an eviction. cached: tokens whose KV it found there."""
+    """The request got its first KV blocks, or the first after an eviction. cached: tokens whose KV it found there, the
+    last `on_host` of them on the host."""
 
     request: Request
     now: float
     cached: int = 0
+    on_host: int = 0
 
 
 class Claimed(NamedTuple):

@@ -225,7 +225,7 @@ class KVLedger(TwoEnds):
         held = self._held.values()
         return (
             device.total - device.free - sum(len(one.device) - one.adopted for one in held),
-            host.total - host.free - sum(len(one.host) for one in held) - sum(1 for _ in self.copies()),
+            host.total - host.free - sum(len(one.host) for one in held) - sum(1 for _ in self._copies()),
         )
 
     def recover(self) -> int:
@@ -234,7 +234,7 @@ class KVLedger(TwoEnds):
         lost = self._device.recover({block for one in held for block in one.device})
         for block in lost:
             self._holders.pop(block, None)
-        return len(lost) + len(self._host.recover({*self.copies(), *(block for one in held for block in one.host)}))
+        return len(lost) + len(self._host.recover({*self._copies(), *(block for one in held for block in one.host)}))
 
     # -- moving -------------------------------------------------------------------------------------------
 
@@ -352,12 +352,16 @@ class KVLedger(TwoEnds):
         """The move has ended well: lift its fence. Returns what `fail` would, of a move before it."""
         held, part = self._end(move)
         if held is None:
+            if move.request is None:
+                self._host_cache.end(has_landed=True)
             return None
         if move.direction is Direction.IN:
             self._free_host(held)
             held.is_private = held.is_private or not self._is_exact
         elif part is None and move.direction is Direction.OUT and _is_held(held, move):
-            self._cut(move.request, held, len(held.device) - len(move.source))
+            self._cut(held.request, held, len(held.device) - len(move.source))
+        if part is None and move.direction is Direction.OUT and not move.spans:
+            self._name_on_host(held, move)
         return _lost_from(held)
 
     def fail(self, move: Move) -> int | None:
@@ -366,6 +370,8 @@ class KVLedger(TwoEnds):
         to be given up with `drop`."""
         held, part = self._end(move)
         if held is None:
+            if move.request is None:
+                self._host_cache.end(has_landed=False)
             return None
         if part is not None:
             keep = min(part, len(held.device))
@@ -374,12 +380,37 @@ class KVLedger(TwoEnds):
             return None
         elif move.direction is Direction.OUT:
             keep = len(held.device)
+            self._host_cache.forget(move.target)
         else:
             keep = held.device.index(move.target[0])
+            if move.direction is Direction.IN:  # else the request would find it there again, and fail to get it again
+                self._host_cache.forget(move.source)
         if part is None and move.direction is not Direction.WITHIN:
             self._free_host(held)
         held.lost_from = keep if held.lost_from is None else min(keep, held.lost_from)
         return _lost_from(held)
+
+    def keep_cached(self) -> Move | None:
+        """Begin to copy to the host what the device has cached and is about to lose: an overlapped move, of no request.
+        None: there is nothing, or a copy is under way."""
+        move = self._host_cache.begin()
+        if move is not None:
+            self.blocks_in_transit[Direction.OUT] += len(move.source)
+        return move
+
+    def _name_on_host(self, held: RequestBlocks, move: Move) -> None:
+        """What the move has brought to the host is found there once the request does not hold it any more."""
+        request = held.request
+        if request.prefix is None or held.is_private or not held.host or held.host[0] != move.target[0]:
+            return
+        first = len(held.device)
+        keys = request.prefix.keys(request, request.computed)[first : request.computed // self.block_size]
+        for block, key in zip(move.target, keys, strict=False):
+            self._host_cache.name(block, key)
+
+    def _copies(self) -> Iterator[int]:
+        """The host blocks with KV that no request holds, and that cannot be found."""
+        return chain(self.copies(), self._host_cache.targets)
 
     # -- the proof ----------------------------------------------------------------------------------------
 
@@ -388,7 +419,7 @@ class KVLedger(TwoEnds):
         tokens lie in blocks that it holds, and what is kept for speed agrees with what it is kept from."""
         for tier, pool in (("device", self._device), ("host", self._host)):
             held_blocks = (getattr(held, tier) for held in self._held.values())
-            copies = self.copies() if pool is self._host else ()
+            copies = self._copies() if pool is self._host else ()
             places = sorted(chain(pool.free_blocks(), copies, *held_blocks))
             if places != sorted(chain(range(pool.total), self._doubly_held(pool))):
                 raise LedgerError(f"a {tier} block leaked or doubled")
@@ -409,7 +440,7 @@ class KVLedger(TwoEnds):
         for held in self._held.values():
             for move in filter(None, (held.move, held.aside, *held.parts)):
                 moving[move.direction] += len(move.source)
-        moving[Direction.OUT] += len(self._idle_parts)
+        moving[Direction.OUT] += len(self._idle_parts) + len(self._host_cache.targets)
         if moving != self.blocks_in_transit:
             raise LedgerError(f"{self.blocks_in_transit} blocks are counted as in transit, {moving} are")
 
@@ -442,6 +473,7 @@ class KVLedger(TwoEnds):
         """The move, with the slots that it copies."""
         if move.spans:
             return move
+        assert move.request is not None
         size, reverse = self.block_size, move.request.reverse
         counts = [min(size, move.tokens - index * size) for index in range(len(move.source))]
         return move._replace(spans=tuple(Span(size - count if reverse else 0, count) for count in counts))

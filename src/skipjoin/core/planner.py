@@ -57,6 +57,10 @@ class StepPlanner:
         if not (self._slices or evictor.blocking or context.in_flight or self._kv.is_moving):
             self._begin_anew()
         residency = self._residency
+        overlapped += residency.overlapped
+        # Last: what this step takes is lost.
+        if self._slices and context.may_leave and (copy := self._kv.keep_cached()) is not None:
+            overlapped.append(copy)
         for request in evictor.evicted:
             for evicted in self._policies.on_evicted:
                 evicted(request, context.now)
@@ -131,7 +135,7 @@ class StepPlanner:
                 if meets:
                     request.computed = request.planned = 0
                 return None
-            if meets and held is None:
+            if meets and held is None and blocks_of(request) is None:
                 request.computed = request.planned = 0
             if residency.closed is not None and not was_closed:
                 self.tail = residency.closed
@@ -164,6 +168,7 @@ class StepPlanner:
         candidates: those that there were find no space."""
         before, self._residency = self._residency, self._new_residency()
         self._residency.first, self._residency.claimed = before.first, before.claimed
+        self._residency.overlapped = before.overlapped
         self.waiting.clear()
         builder = self._policies.batcher.open(self._context)
         self._fill_from_first(builder)

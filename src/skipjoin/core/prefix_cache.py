@@ -9,35 +9,41 @@ from typing import NamedTuple
 
 from skipjoin.core.blocks import BlockPool, Key
 from skipjoin.core.claim_tree import ClaimTree, LedgerError, RequestBlocks
+from skipjoin.core.host_cache import HostCache
 from skipjoin.core.request import Request
 
 
 class Hit(NamedTuple):
-    """KV on the device that a request can use: tokens of it, always fewer than are known, and how many of its blocks
-    other requests hold. The others take up blocks that were available. leader: the request that is to compute the block
-    after these."""
+    """KV that a request can use: tokens of it, always fewer than are known, and how many of its blocks other requests
+    hold. The others take up blocks that were available. leader: the request that is to compute the block after these.
+    away: how many of the blocks, the last ones, are on the host."""
 
     tokens: int
     held: int
     leader: Request | None = None
+    away: int = 0
 
 
 MISS = Hit(0, 0)
 
 
 class PrefixCache(ClaimTree):
-    """The device's blocks by the keys of their KV.
+    """The blocks of both tiers by the keys of their KV.
 
     A block with a key is full, and nothing writes to it while a request holds it. Of the requests that hold it the one
-    that has for longest counts it in its claim.
+    that has for longest counts it in its claim. What is found on the host one request alone gets, which brings it back;
+    its host blocks are free again, and can be found, once it is there.
 
-    device_blocks: pool size in blocks. block_size: tokens per block.
+    device_blocks, host_blocks: pool sizes in blocks. block_size: tokens per block. is_exact: whether KV comes back from
+    the host as it went there: others use it only then.
     """
 
-    def __init__(self, device_blocks: int, block_size: int) -> None:
+    def __init__(self, device_blocks: int, host_blocks: int, block_size: int, *, is_exact: bool) -> None:
         super().__init__(device_blocks)
+        self.host_total = host_blocks
         self.block_size = block_size
-        self._device = BlockPool(device_blocks)
+        self._is_exact = is_exact
+        self._make_pools()
         self._holders: dict[int, list[RequestBlocks]] = {}  # of blocks with keys
         self._awaited: dict[Request, list[Key]] = {}  # by requests that hold nothing
         # What requests are about to compute, and which of them does.
@@ -51,18 +57,31 @@ class PrefixCache(ClaimTree):
         if request.prefix is None:
             return MISS
         find, holders = self._device.find, self._holders
-        tokens = held = 0
-        for key in self._usable(request):
+        blocks = held = away = 0
+        keys = iter(self._usable(request))
+        for key in keys:
             if (block := find(key)) is None:
-                return Hit(tokens, held, self._coming.get(key))
-            tokens += self.block_size
+                break
+            blocks += 1
             held += block in holders
-        return Hit(tokens, held)
+        else:
+            return Hit(blocks * self.block_size, held)
+        missing: Key | None = key
+        while missing is not None and self._host_cache.find(missing) is not None:
+            away += 1
+            missing = next(keys, None)
+        leader = self._coming.get(missing) if missing is not None else None
+        return Hit((blocks + away) * self.block_size, held, leader, away)
 
     @property
     def cached_blocks(self) -> int:
         """Free device blocks whose KV can be found."""
         return self._device.cached
+
+    @property
+    def cached_host_blocks(self) -> int:
+        """Free host blocks whose KV can be found."""
+        return self._host.cached
 
     def shared_within(self, requests: Iterable[Request]) -> int:
         """Device blocks that these requests share with each other alone: no footprint of one has them."""
@@ -78,19 +97,25 @@ class PrefixCache(ClaimTree):
 
     # -- using what is there ------------------------------------------------------------------------------
 
-    def adopt(self, request: Request) -> int:
-        """Let a request that holds nothing hold the blocks that `hit` tells of; returns their tokens."""
-        tokens = self.hit(request).tokens
-        if not tokens:
-            return 0
+    def adopt(self, request: Request) -> Hit:
+        """Let a request that holds nothing hold the blocks that `hit` tells of; returns that."""
+        hit = self.hit(request)
+        if not hit.tokens:
+            return hit
         held = self._holding(request)
-        for key in islice(self._usable(request), tokens // self.block_size):
+        keys = islice(self._usable(request), hit.tokens // self.block_size)
+        for key in islice(keys, hit.tokens // self.block_size - hit.away):
             block = self._device.find(key)
             assert block is not None
             self._join(held, block)
         held.keyed = len(held.device)
+        for key in keys:
+            block = self._host_cache.find(key)
+            assert block is not None
+            self._host.revive(block)
+            held.host.append(block)
         self._refresh(request, held)
-        return tokens
+        return hit
 
     def offer(self, request: Request) -> None:
         """Let others find the KV of the request's full blocks, as far as it is computed."""
@@ -118,7 +143,8 @@ class PrefixCache(ClaimTree):
         """The request waits and holds nothing: what it could use stays for longer, until it holds something."""
         if request.prefix is not None:
             self._awaited[request] = list(self._usable(request))
-            self._device.want(self._awaited[request])
+            for pool in (self._device, self._host):
+                pool.want(self._awaited[request])
 
     def announce(self, request: Request) -> None:
         """The request is about to compute what it knows and does not hold: it leads those that can use it."""
@@ -131,7 +157,9 @@ class PrefixCache(ClaimTree):
 
     def forget_prefix(self, request: Request) -> None:
         """It waits no longer; no effect if it did not."""
-        self._device.unwant(self._awaited.pop(request, ()))
+        keys = self._awaited.pop(request, ())
+        for pool in (self._device, self._host):
+            pool.unwant(keys)
 
     def _usable(self, request: Request) -> Iterable[Key]:
         """The keys of blocks that the request could use: at least one known token is always computed."""
@@ -208,10 +236,15 @@ class PrefixCache(ClaimTree):
     def _room(self, request: Request, held: RequestBlocks) -> int:
         return min(len(held.device) * self.block_size, request.claimed)
 
-    def _forget_blocks(self) -> None:
-        """Begin again with nothing on the device."""
-        self._forget_claims()
+    def _make_pools(self) -> None:
         self._device = BlockPool(self.device_total)
+        self._host = BlockPool(self.host_total)
+        self._host_cache = HostCache(self._device, self._host, self.block_size, is_exact=self._is_exact)
+
+    def _forget_blocks(self) -> None:
+        """Begin again with nothing on either tier."""
+        self._forget_claims()
+        self._make_pools()
         self._holders.clear()
         self._awaited.clear()
         self._announced.clear()
@@ -227,8 +260,9 @@ class PrefixCache(ClaimTree):
     def _check_sharing(self) -> None:
         """Raise `LedgerError` unless each block with a key is held by those that are known to hold it, and counted in
         one claim."""
-        if problem := self._device.problem():
-            raise LedgerError(problem)
+        for pool in (self._device, self._host):
+            if problem := pool.problem():
+                raise LedgerError(problem)
         several, seen = set(self._holders), set[int]()
         for held in self._held.values():
             several |= seen.intersection(held.device)

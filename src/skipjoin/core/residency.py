@@ -10,8 +10,9 @@ from skipjoin.core.events import Admitted, Claimed, Event
 from skipjoin.core.evictor import Evictor
 from skipjoin.core.kv import KVLedger
 from skipjoin.core.policy import Grant, Policies, Wait
+from skipjoin.core.prefix_cache import MISS, Hit
 from skipjoin.core.request import Request
-from skipjoin.core.step import Slice
+from skipjoin.core.step import Move, Slice
 from skipjoin.core.waits import WaitReason
 
 # Requests that an admission policy may refuse in a step while others still get in: a long queue is not read to its end.
@@ -24,7 +25,8 @@ class Residency:
     closed: why no request without KV gets in any more in this step, or None. short: blocks that were missing for the
     last request that got none. first: the request that matters most, or None where nothing depends on it.
     waiting_for_kv: requests that would run if all their KV were on the device. claimed: those that were granted claims,
-    of which the policies must hear when the ordering is not iterated over any more.
+    of which the policies must hear when the ordering is not iterated over any more. overlapped: moves of KV that
+    requests found on the host, and wait for.
 
     slices: of the step, as far as it is filled.
     """
@@ -44,6 +46,7 @@ class Residency:
         self.first: Request | None = None
         self.waiting_for_kv: list[Request] = []
         self.claimed: list[Request] = []
+        self.overlapped: list[Move] = []
         self._is_forced = False
         self._drawn = 0  # blocks that an account gave up for the claim at hand
         self._passes = 0  # requests that the admission policy refused
@@ -72,13 +75,13 @@ class Residency:
             self.closed = WaitReason.BEHIND_MEMORY
             return WaitReason.BEHIND_MEMORY
         # Held first: an eviction for it might take what it finds.
-        cached = self._kv.adopt(request) if request.computed else 0
-        found = self._get_in(request, target, cached)
-        if cached and isinstance(found, WaitReason):
+        hit = self._kv.adopt(request) if request.computed else MISS
+        found = self._get_in(request, target, hit)
+        if hit.tokens and isinstance(found, WaitReason) and found is not WaitReason.KV_IN_TRANSIT:
             self._kv.release(request)
         return found
 
-    def _get_in(self, request: Request, target: int, cached: int) -> RequestBlocks | WaitReason:
+    def _get_in(self, request: Request, target: int, hit: Hit) -> RequestBlocks | WaitReason:
         grant = self._ask(request, target)
         if isinstance(grant, WaitReason):
             return grant
@@ -90,12 +93,18 @@ class Residency:
         if (reason := self._make_room(request, grant, newcomer=True)) is not None:
             self.closed = WaitReason.BEHIND_MEMORY
             return reason
-        self._events.append(Admitted(request, self._context.now, cached))
+        self._events.append(Admitted(request, self._context.now, hit.tokens, hit.away * kv.block_size))
         self._claim(request, grant)
         request.is_fresh = True
+        kv.announce(request)
+        if hit.away:
+            if self._policies.eviction.returns_overlapped(request) and kv.holder_count > 1:
+                self.overlapped.append(kv.move_in(request))
+                self._miss(request, kv.blocks_for(request.computed))
+                return WaitReason.KV_IN_TRANSIT
+            self._evictor.blocking += kv.restore(request, target)
         held = kv.grow(request, target)
         self._evictor.take_slots(request, target)
-        kv.announce(request)
         return held
 
     # -- claims -------------------------------------------------------------------------------------------

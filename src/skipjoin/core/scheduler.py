@@ -215,7 +215,8 @@ class Scheduler:
         for request, keep in lost.items():
             self._forget(request, keep, now)
         for move in (*result.landed, *result.failed):
-            self._release_if_finished(move.request)
+            if move.request is not None:
+                self._release_if_finished(move.request)
         return void
 
     def restart(self, now: float) -> None:
@@ -241,8 +242,7 @@ class Scheduler:
         self._has_failed_move = self._has_failed_move or bool(result.failed)
         for keep, event in settled:
             self.events.append(event)
-            if keep is not None:
-                request = event.move.request
+            if keep is not None and (request := event.move.request) is not None:
                 lost[request] = min(keep, lost.get(request, keep))
         return lost
 

@@ -47,7 +47,8 @@ class Span(NamedTuple):
 
 
 class Move(NamedTuple):
-    """KV blocks of one request crossing between the tiers, or changing places: source[i] is copied to target[i].
+    """KV blocks of one request crossing between the tiers, or changing places: source[i] is copied to target[i]. None:
+    full blocks that no request needs to hold, copied to the host so that later ones find them.
 
     The blocks follow each other in the request's table, whose first ones need not be among them. tokens: that the moved
     blocks hold, from the first slot of the first one on: all slots of all blocks, but for those behind the request's
@@ -58,7 +59,7 @@ class Move(NamedTuple):
     """
 
     direction: Direction
-    request: Request
+    request: Request | None
     source: tuple[int, ...]
     target: tuple[int, ...]
     tokens: int

@@ -64,8 +64,9 @@ def copier_for(store: KVStore) -> Copier:
 def log_failure(move: Move, error: BaseException) -> None:
     """Log why a move failed. The request's KV is lost; the request continues."""
     _log.error(
-        "copying %d KV blocks of request %s, %s, failed: %s",
-        len(move.source), move.request.id, move.direction.value, error, exc_info=error,
+        "copying %d KV blocks of %s, %s, failed: %s",
+        len(move.source), f"request {move.request.id}" if move.request is not None else "the prefix cache",
+        move.direction.value, error, exc_info=error,
     )  # fmt: skip
 
 
@@ -132,7 +133,8 @@ class StreamCopier:
       blocking move out are free at once; every other block becomes free when the plan or move that uses it is settled,
       hence has passed on its stream.
     - No two overlapped moves share a block. The ledger fences source and target until the move has landed, so that no
-      other move or step can use them; a move back starts after the move out has landed.
+      other move or step can use them; a move back starts after the move out has landed. A copy for the prefix cache
+      alone has no fence around its source: where something writes there before it has landed, nothing reads the copy.
     """
 
     def __init__(self, store: KVStore) -> None:

@@ -68,7 +68,7 @@ _OCTAVES = (0.125, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
 FINISH_REASONS = tuple(reason.value for reason in FinishReason)
 PREEMPTIONS = tuple(how.name.lower() for how in Preemption)
 _PROACTIVE = ("false", "true")
-_TIERS = ("device",)
+_TIERS = ("device", "host")
 # The index is `is_best_effort`.
 CLASSES = (ServiceClass.REAL_TIME.value, ServiceClass.BEST_EFFORT.value)
 # What makes forecasts of output lengths, as `Forecast.source` says.
@@ -106,6 +106,7 @@ ENGINE_METRICS = (
     Metric("kv_compressed_bytes", "gauge", "KV on the host as 8-bit codes, as stored.", in_vllm=False),
     Metric("kv_cache_usage_perc", "gauge", "Share of the device's KV blocks that are not free, 0 to 1.", is_share=True),
     Metric("kv_cached_blocks", "gauge", "Free KV blocks of the device whose KV later prompts may use.", in_vllm=False),
+    Metric("kv_host_cached_blocks", "gauge", "The same on the host.", in_vllm=False),
     Metric("kv_shared_blocks", "gauge", "KV blocks of the device that several requests hold.", in_vllm=False),
     Metric("kv_lent_blocks", "gauge", "KV blocks that two requests fill from both ends.", in_vllm=False),
     Metric(
@@ -134,6 +135,12 @@ ENGINE_METRICS = (
         "tier",
         _TIERS,
         vllm_sum=_TIERS,
+    ),
+    Metric(
+        "prefix_cache_saved_bytes_total",
+        "counter",
+        "Bytes of KV that were copied to the host before the device lost them, for later prompts.",
+        in_vllm=False,
     ),
     Metric(
         "num_preemptions_total",

@@ -179,6 +179,7 @@ class EngineMetrics:
         rows = self._rows
         self._stall = rows["swap_stall_seconds_total"]
         self._prompt_tokens = rows["prompt_tokens_total"]
+        self._saved = rows["prefix_cache_saved_bytes_total"]
         self._late = rows["deadline_dropped_total"]
         self._restarts = rows["engine_restarts_total"]
         self._swapped = {
@@ -208,10 +209,11 @@ class EngineMetrics:
                 self._classes[is_best_effort].next(gap, count)
             gaps.clear()
 
-    def shares(self, *, cached: int, shared: int, lent: int) -> None:
-        """Take how many device blocks are free and cached, how many have several holders, and in how many of those each
-        has slots of its own, which no event tells."""
+    def shares(self, *, cached: int, cached_on_host: int, shared: int, lent: int) -> None:
+        """Take how many device and host blocks are free and cached, how many device blocks have several holders, and in
+        how many of those each has slots of its own, which no event tells."""
         self._rows["kv_cached_blocks"][0] = cached
+        self._rows["kv_host_cached_blocks"][0] = cached_on_host
         self._rows["kv_shared_blocks"][0] = shared
         self._rows["kv_lent_blocks"][0] = lent
 
@@ -276,7 +278,8 @@ class EngineMetrics:
             self._batch.observe(sum(piece.tokens for piece in plan.slices))
         for proactive, moves in enumerate((plan.blocking, plan.overlapped)):
             for move in moves:
-                if (row := self._swapped.get(move.direction)) is not None:
+                row = self._swapped.get(move.direction) if move.request is not None else None
+                if row is not None:
                     row[proactive] += round(move.blocks(self._block_size) * self._block_bytes)
 
     def _restart(self, event: Restarted) -> None:
@@ -286,7 +289,9 @@ class EngineMetrics:
 
     def _move(self, event: Moved) -> None:
         move = event.move
-        if move.direction is Direction.IN:
+        if move.request is None:
+            self._saved[0] += len(move.source) * self._block_bytes
+        elif move.direction is Direction.IN:
             self._on_host.pop(move.request, None)
         elif move.request in self._live:
             self._on_host[move.request] = self._on_host.get(move.request, 0) + len(move.target)
@@ -303,7 +308,10 @@ class EngineMetrics:
         self._new.remove(request)
         if request.prefix is not None and not request.resumed_tokens:  # else another engine has counted them
             self._rows["prefix_cache_queries_total"][0] += len(request.prompt)
-            self._rows["prefix_cache_hits_total"][0] += event.cached
+            on_device, on_host = range(2)
+            hits = self._rows["prefix_cache_hits_total"]
+            hits[on_device] += event.cached - event.on_host
+            hits[on_host] += event.on_host
 
     def _start(self, event: Started) -> None:
         self._running.add(event.request)

@@ -12,7 +12,8 @@ class PrefixUse:
     """What requests whose KV has keys found of it.
 
     queried: prompt tokens of those that were admitted for the first time. hit: how many of these were cached. regained:
-    tokens that requests found after an eviction, their own KV or that of others.
+    tokens that requests found after an eviction, their own KV or that of others. hit_on_host: how many of `hit` came
+    from the host. saved_bytes: of KV that was copied there before the device lost it.
     """
 
     def __init__(self) -> None:
@@ -24,12 +25,20 @@ class PrefixUse:
         request = event.request
         if request.prefix is None or request.resumed_tokens:
             return
-        queried, hit, regained = self.counts
+        counts = self.counts
         if request in self._admitted:
-            self.counts = PrefixCounts(queried, hit, regained + event.cached)
-        else:
-            self._admitted.add(request)
-            self.counts = PrefixCounts(queried + len(request.prompt), hit + event.cached, regained)
+            self.counts = counts._replace(regained=counts.regained + event.cached)
+            return
+        self._admitted.add(request)
+        self.counts = counts._replace(
+            queried=counts.queried + len(request.prompt),
+            hit=counts.hit + event.cached,
+            hit_on_host=counts.hit_on_host + event.on_host,
+        )
+
+    def saved(self, copied: int) -> None:
+        """So many bytes are on the host."""
+        self.counts = self.counts._replace(saved_bytes=self.counts.saved_bytes + copied)
 
     def finished(self, request: Request) -> None:
         """The request is over."""
@@ -41,8 +50,10 @@ class PrefixUse:
 
 
 class PrefixCounts(NamedTuple):
-    """Tokens, as in `PrefixUse`."""
+    """Tokens and bytes, as in `PrefixUse`."""
 
     queried: int = 0
     hit: int = 0
     regained: int = 0
+    hit_on_host: int = 0
+    saved_bytes: int = 0

@@ -139,14 +139,16 @@ def add_usage(record: Record, usages: Sequence[EngineUsage], *, target_tokens: i
 
 def _prefix(counts: Sequence[PrefixCounts]) -> Record | None:
     """What was found in the caches of replicas; None where no request looked."""
-    queried, hit, regained = map(sum, zip(*counts, strict=True))
-    if not queried:
+    total = PrefixCounts(*map(sum, zip(*counts, strict=True)))
+    if not total.queried:
         return None
     return {
-        "queried_tokens": queried,
-        "hit_tokens": hit,
-        "hit_rate": rounded(hit / queried),
-        "regained_tokens": regained,
+        "queried_tokens": total.queried,
+        "hit_tokens": total.hit,
+        "hit_rate": rounded(total.hit / total.queried),
+        "hit_on_host_tokens": total.hit_on_host,
+        "regained_tokens": total.regained,
+        "saved_bytes": total.saved_bytes,
     }
 
 

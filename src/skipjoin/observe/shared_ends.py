@@ -32,6 +32,8 @@ class SharedEndUse:
 
     def moved(self, move: Move) -> None:
         """A move landed."""
+        if move.request is None:
+            return
         if move.direction is Direction.OUT and move.spans:
             self.slots += move.tokens
             self._saved.add(move.request)

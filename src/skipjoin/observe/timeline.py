@@ -289,7 +289,11 @@ class Timeline:
         for move in moves:
             done += len(move.source)
             until = begin + (end - begin) * done // total
-            args = {"request": move.request.id, "blocks": len(move.source), "when": when}
+            args: dict[str, Any] = {
+                "request": move.request.id if move.request is not None else None,
+                "blocks": len(move.source),
+                "when": when,
+            }
             self._trace.span(lane, name, since, until, args)
             since = until
 

@@ -150,7 +150,9 @@ class EngineUsage:
         self.shared_ends.planned(event.lent)
         for move in event.plan.blocking:
             # A slot more of a request that is away already; the first ones come with its preemption.
-            if move.spans and move.direction is Direction.OUT and move.request not in self._spilled:
+            if not move.spans or move.request is None:
+                continue
+            if move.direction is Direction.OUT and move.request not in self._spilled:
                 self._reside(move.request, self._leave(move.request) - move.tokens)
         self._spilled.clear()
         self._note(event.now, len(event.plan.slices))
@@ -231,6 +233,9 @@ class EngineUsage:
         if move.direction is Direction.WITHIN:
             return
         moved_bytes = round(move.blocks(self._block_size) * self._block_bytes)
+        if move.request is None:
+            self.prefixes.saved(moved_bytes)
+            return
         if move.direction is Direction.OUT:
             self.swapped_out_bytes += moved_bytes
             return
@@ -241,7 +246,7 @@ class EngineUsage:
         """A failed overlapped move out leaves the KV where it was; what else fails is lost, and the request is
         preempted next."""
         move, request = event.move, event.move.request
-        if move.direction is Direction.OUT and request in self._on_host:
+        if move.direction is Direction.OUT and request is not None and request in self._on_host:
             self._reside(request, self._resident.get(request, 0) + move.tokens)
             if self._resident.get(request) == self._on_host[request]:
                 del self._on_host[request]

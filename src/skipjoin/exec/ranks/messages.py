@@ -55,7 +55,7 @@ class MovePart(msgspec.Struct, frozen=True, array_like=True, gc=False):
     blocking moves come first."""
 
     direction: int
-    request: int
+    request: int | None
     source: list[int]
     target: list[int]
     tokens: int

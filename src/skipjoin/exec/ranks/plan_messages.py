@@ -91,10 +91,9 @@ class PlanWriter:
         )
 
     def _move(self, move: Move, new: list[NewRequest]) -> MovePart:
-        number = self._state_of(move.request, new).number
         return MovePart(
             direction=_DIRECTIONS.index(move.direction),
-            request=number,
+            request=self._state_of(move.request, new).number if move.request is not None else None,
             source=list(move.source),
             target=list(move.target),
             tokens=move.tokens,
@@ -194,7 +193,8 @@ class PlanReader:
     def _read_moves(self, parts: Sequence[MovePart]) -> tuple[Move, ...]:
         moves = []
         for part in parts:
-            direction, request = _DIRECTIONS[part.direction], self._requests[part.request].request
+            request = self._requests[part.request].request if part.request is not None else None
+            direction = _DIRECTIONS[part.direction]
             move = Move(direction, request, tuple(part.source), tuple(part.target), part.tokens, tuple(part.spans))
             self._moves[move] = self._next_move
             self._next_move += 1

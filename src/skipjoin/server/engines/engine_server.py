@@ -360,7 +360,12 @@ class EngineServer:
             return
         kv = loop.core.kv
         metrics.recovered(recover_blocks(kv, is_idle=loop.idle))
-        metrics.shares(cached=kv.cached_blocks, shared=kv.shared_blocks, lent=kv.lent_blocks)
+        metrics.shares(
+            cached=kv.cached_blocks,
+            cached_on_host=kv.cached_host_blocks,
+            shared=kv.shared_blocks,
+            lent=kv.lent_blocks,
+        )
         stats = Stats(kv.device_total - kv.device_free, metrics.snapshot())
         if stats != self._sent or now - self._sent_at >= HEARTBEAT_S:
             self.send(stats)

@@ -1,7 +1,7 @@
-"""Prefix caching in the simulator: hit rates over cache sizes and orders of eviction, what it saves where requests are
-recomputed, and how long a request waits that nothing is cached for.
+"""Prefix caching in the simulator: hit rates over cache sizes, tiers and orders of eviction, what it saves where
+requests are recomputed, and how long a request waits that nothing is cached for.
 
-    SKIPJOIN_TRACES=FOLDER python benchmarks/prefix/run.py [--parts sizes,order,recompute,flood] [--out FILE]
+    SKIPJOIN_TRACES=FOLDER python benchmarks/prefix/run.py [--parts sizes,tiers,order,recompute,flood] [--out FILE]
 
 With Mooncake's conversation_trace.jsonl, with its hash_ids, in the folder, `sizes` and `order` are of it, too.
 """
@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -64,9 +65,9 @@ def _names(group: int, conversation: int, tokens: int) -> tuple[int, ...]:
     return tuple(index + 1000 * (group if index < common else 10 + conversation) for index in range(tokens // PART))
 
 
-def system(recipe: str, blocks: int, block_size: int = PART, *, length: int = 20_000) -> System:
-    """A GPU with so much KV; no host pool, so that what makes way is computed again."""
-    machine = Machine(hardware="a100-80gb", model="qwen3-8b", block_size=block_size, swap_gib=0)
+def system(recipe: str, blocks: int, block_size: int = PART, *, length: int = 20_000, host_gib: float = 0) -> System:
+    """A GPU with so much KV; without a host pool what makes way is computed again."""
+    machine = Machine(hardware="a100-80gb", model="qwen3-8b", block_size=block_size, swap_gib=host_gib)
     (found,) = machine.systems(recipe)
     return replace(found, kv_blocks=blocks, max_model_len=length, max_num_batched_tokens=8192)
 
@@ -123,6 +124,24 @@ def sizes() -> Result:
             print(trace.name, rows[-1], flush=True)
         infinite = hit_rate(prompts_of(trace), block_size, None)
         results[trace.name] = {"requests": len(trace.rows), "sequence_unlimited": infinite, "simulated": rows}
+    return results
+
+
+def tiers() -> Result:
+    """The same with a host pool, which gets what the device loses, and where more arrives than the device can hold."""
+    results: Result = {}
+    for name, rate, pools in (("sizes", 0.6, (1017, 2034)), ("twice the load", 1.2, (800,))):
+        trace = conversations(0, 1500, rate=rate)
+        rows = []
+        for recipe, blocks, host_gib in product(("fcfs", "fastserve"), pools, (0, 8, 64)):
+            record = run(Cell(system(recipe, blocks, host_gib=host_gib), Replay(trace), WHOLE))
+            use = {"recipe": recipe, "kv_blocks": blocks, "host_gib": host_gib, **found(record)}
+            use["hit_rate_on_host"] = record["prefix"]["hit_on_host_tokens"] / record["prefix"]["queried_tokens"]
+            use["saved_gb"] = record["prefix"]["saved_bytes"] / 1e9
+            use["swapped_out_gb"] = record["kv"]["swapped_out_bytes"] / 1e9
+            rows.append(use)
+            print(name, use, flush=True)
+        results[name] = {"sequence_unlimited": hit_rate(prompts_of(trace), PART, None), "simulated": rows}
     return results
 
 
@@ -208,7 +227,13 @@ def _waits(facts: list[Any], end: float) -> Result:
     }
 
 
-PARTS: dict[str, Callable[[], Result]] = {"sizes": sizes, "order": order, "recompute": recompute, "flood": flood}
+PARTS: dict[str, Callable[[], Result]] = {
+    "sizes": sizes,
+    "tiers": tiers,
+    "order": order,
+    "recompute": recompute,
+    "flood": flood,
+}
 
 
 def main() -> None:

@@ -38,7 +38,9 @@ def test_full_blocks_before_the_last_token_are_found() -> None:
         "queried_tokens": 544,
         "hit_tokens": hits,
         "hit_rate": pytest.approx(hits / 544, rel=1e-5),
+        "hit_on_host_tokens": 0,
         "regained_tokens": 0,
+        "saved_bytes": 0,
     }
     cold = run(Cell(replace(LARGE, enable_prefix_caching=False), workload, Extent(None, None, 0)))
     assert "prefix" not in cold

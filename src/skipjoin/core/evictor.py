@@ -90,8 +90,9 @@ class Evictor:
             if not evictions:
                 return WaitReason.HELD_BY_EVICTION
             for one in evictions:
-                self._evict(one)
+                self._evict(one._replace(blocks=None))  # a part of what is shared would free nothing
                 victims.remove(one.request)
+            comes = None  # begun, it is not broken off: the first ones would have made way for nothing
         return None if kv.headroom(lender) >= enough else WaitReason.NO_KV
 
     def hindered(self, request: Request, tokens: int) -> WaitReason | None:

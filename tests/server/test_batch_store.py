@@ -48,7 +48,7 @@ OTHER = "b" * 64
 
 def result(line: Line, state: LineState = LineState.DONE, tokens: int = 2) -> LineResult:
     body = json.dumps({"custom_id": line.custom_id, "attempt": line.attempt}).encode()
-    return LineResult(line=line, state=state, body=body, prompt_tokens=1, completion_tokens=tokens)
+    return LineResult(line=line, state=state, body=body, prompt_tokens=1, completion_tokens=tokens, cached_tokens=1)
 
 
 def file_of(store: Store, **fields: object) -> FileRow:
@@ -188,7 +188,8 @@ class Model:
                 states[LineState.DONE],
                 states[LineState.FAILED],
             )
-            assert row.completion_tokens == 2 * (row.completed + row.failed)
+            ended = row.completed + row.failed
+            assert (row.completion_tokens, row.cached_tokens) == (2 * ended, ended)
             assert (await self.stores[0].batch(OTHER if owner == OWNER else OWNER, batch_id)) is None
 
 

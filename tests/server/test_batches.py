@@ -51,7 +51,8 @@ def other(server: ServerProcess) -> Iterator[openai.OpenAI]:
 
 def test_answers_are_those_of_direct_requests(client: openai.OpenAI) -> None:
     """Joined by custom_id; lines that the endpoint refuses are in the error file with what it says."""
-    chats = {f"id {n}": [{"role": "user", "content": f"Count from {n} to {n + 3}"}] for n in range(LINES)}
+    alike = "Count well. " * 8
+    chats = {f"id {n}": [{"role": "user", "content": f"{alike}Count from {n} to {n + 3}"}] for n in range(LINES)}
     asked = {"temperature": 0, "max_tokens": 24}
     lines = [line(name, CHAT, model="tally", messages=messages, **asked) for name, messages in chats.items()]
     lines.append(line("bad", CHAT, messages=[], **asked))
@@ -63,7 +64,7 @@ def test_answers_are_those_of_direct_requests(client: openai.OpenAI) -> None:
     assert done.model == "tally"
     found = answers(client, done.output_file_id)
     assert ids(found) == list(chats)
-    generated = 0
+    generated = cached = 0
     for one in found:
         direct = client.chat.completions.create(model="tally", messages=chats[one["custom_id"]], **asked)  # type: ignore[call-overload]
         assert one["response"]["status_code"] == 200
@@ -71,8 +72,10 @@ def test_answers_are_those_of_direct_requests(client: openai.OpenAI) -> None:
         body = one["response"]["body"]
         assert body["choices"][0]["message"]["content"] == direct.choices[0].message.content
         generated += body["usage"]["completion_tokens"]
+        cached += body["usage"]["prompt_tokens_details"]["cached_tokens"]
     assert done.usage is not None
     assert done.usage.output_tokens == generated
+    assert done.usage.input_tokens_details.cached_tokens == cached > 0
     ((refused),) = answers(client, done.error_file_id)
     assert refused["custom_id"] == "bad"
     assert refused["response"]["status_code"] == 400

@@ -17,11 +17,13 @@ from skipjoin.server.api.generation import Endpoint, Job
 from skipjoin.server.api.limits import Admission
 from skipjoin.server.api.options import cache_salt, client_of
 from skipjoin.server.api.protocol import GenerationBody
+from skipjoin.server.api.responses import Usage
 from skipjoin.server.batches.endings import request_id
 from skipjoin.server.batches.records import Line, LineResult, LineState
 
 # Lines of more bytes are read in a thread, so that streams do not stall.
 _LARGE = 8192
+_NO_USAGE = Usage(0, 0, 0)
 
 
 class _Fields(msgspec.Struct):
@@ -91,7 +93,7 @@ def seed_of(line: Line, choice: int) -> int:
     return SEED_MIN + int.from_bytes(hashlib.sha256(text.encode()).digest()[:8])
 
 
-def ended(line: Line, status: int, body: bytes, prompt_tokens: int = 0, completion_tokens: int = 0) -> LineResult:
+def ended(line: Line, status: int, body: bytes, usage: Usage = _NO_USAGE) -> LineResult:
     """The end of a line that has got an answer. status: of HTTP; 200 goes to the output file, all others to that of
     errors. body: JSON."""
     custom_id = msgspec.json.encode(line.custom_id)
@@ -101,6 +103,7 @@ def ended(line: Line, status: int, body: bytes, prompt_tokens: int = 0, completi
         line=line,
         state=LineState.DONE if status == 200 else LineState.FAILED,
         body=b"".join((name, custom_id, b",", head, body, b'},"error":null}')),
-        prompt_tokens=prompt_tokens,
-        completion_tokens=completion_tokens,
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        cached_tokens=usage.prompt_tokens_details.cached_tokens,
     )

@@ -69,7 +69,7 @@ class RequestCounts(msgspec.Struct, frozen=True):
 
 
 class InputDetails(msgspec.Struct, frozen=True):
-    """cached_tokens: they are not added up over lines; the usage of each line's answer has its own."""
+    """cached_tokens: tokens of the prompts whose KV was there when they first ran."""
 
     cached_tokens: int = 0
 
@@ -141,7 +141,7 @@ def batch_object(row: BatchRow) -> BatchObject:
         metadata=None if row.metadata is None else dict(row.metadata),
         errors=ErrorList(row.errors) if row.errors else None,
         request_counts=RequestCounts(row.total, row.completed, row.failed),
-        usage=BatchUsage(*tokens, sum(tokens)),
+        usage=BatchUsage(*tokens, sum(tokens), InputDetails(row.cached_tokens)),
     )
 
 

@@ -76,8 +76,8 @@ class LineError:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRow:
     """A batch. total, completed, failed: lines; failed ones are those whose request has failed, not the expired and
-    the cancelled ones. prompt_tokens, completion_tokens: of all lines that have ended so far. output_expires_after_s:
-    from the time that the output is written; None: it stays. model: the one that is to run it; None: any."""
+    the cancelled ones. prompt_tokens, completion_tokens: of all lines that have ended so far; cached_tokens: those of
+    the prompts whose KV was there. output_expires_after_s: from the time that the output is written; None: it stays. model: the one that is to run it; None: any."""
 
     id: str
     owner: str
@@ -101,6 +101,7 @@ class BatchRow:
     failed: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    cached_tokens: int = 0
     metadata: Mapping[str, str] | None = None
     errors: tuple[LineError, ...] = ()
     output_expires_after_s: int | None = None
@@ -144,13 +145,14 @@ class Line:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LineResult:
     """The end of a line. state: DONE or FAILED. body: JSON of its line in the output or error file, without the end of
-    the line."""
+    the line. cached_tokens: those of the prompt whose KV was there."""
 
     line: Line
     state: LineState
     body: bytes
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    cached_tokens: int = 0
 
 
 class StoreError(Exception):

@@ -233,7 +233,7 @@ class Runner:
             finally:
                 usage = run.usage()
                 self._service.metrics.batch_tokens(usage.completion_tokens)
-        self._commits.finish(ended(line, 200, body, usage.prompt_tokens, usage.completion_tokens))
+        self._commits.finish(ended(line, 200, body, usage))
 
     # -- lines that fail ----------------------------------------------------------------------------------------
 

@@ -72,6 +72,7 @@ batches = Table(
     Column("failed", Integer, nullable=False),
     Column("prompt_tokens", BigInteger, nullable=False, server_default="0"),
     Column("completion_tokens", BigInteger, nullable=False, server_default="0"),
+    Column("cached_tokens", BigInteger, nullable=False, server_default="0"),
     Column("metadata", JSON(none_as_null=True)),
     Column("errors", JSON, nullable=False),
     Column("output_expires_after_s", BigInteger),

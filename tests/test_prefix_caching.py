@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 
 from skipjoin import LLM, SamplingParams
+from skipjoin.sampling import ParameterError
 
 BLOCK = 16
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -106,3 +108,41 @@ def test_scores_of_a_prompt_are_those_without_a_cache(pair: Pair) -> None:
     assert ours.cached_tokens == 0
     assert ours.details == theirs.details
     assert len(ours.details[0].prompt) == len(prompt)
+
+
+def test_prompts_find_what_has_their_salt(pair: Pair) -> None:
+    """One for all prompts, or one for each; texts of a chat likewise."""
+    caching, _ = pair
+    prompt, full = prompt_of(40, 100), 96
+    cached = [
+        [one.cached_tokens for one in caching.generate(prompts, GREEDY, cache_salt=salt)]
+        for prompts, salt in (
+            (prompt, "a"),
+            ([prompt, prompt], ["a", "b"]),
+            (prompt, None),
+            ([prompt, prompt, prompt], ("b", None, "a")),
+            (prompt, "c" * 256),
+        )
+    ]
+    assert cached == [[0], [full, 0], [0], [full] * 3, [0]]
+    chat = [{"role": "user", "content": "Count from 1 to 3. " * 20}]
+    found = [caching.chat(chat, GREEDY, cache_salt=salt)[0].cached_tokens for salt in ("a", "b", "a")]
+    assert found[:2] == [0, 0] < [found[2]] * 2
+
+
+@pytest.mark.parametrize(
+    ("salt", "text"),
+    [
+        ("", "must have 1 to 256 characters, got 0"),
+        ("x" * 257, "must have 1 to 256 characters, got 257"),
+        (["a", ""], "must have 1 to 256 characters, got 0"),
+        (["a"], r"must be one, or one per prompt \(2\), got 1"),
+        (["a", 5], "must be a text or None, got int 5"),
+        (b"ab", "must be a text, or one of them or None per prompt, got bytes b'ab'"),
+        ("\ud800", "must be Unicode text, and half a surrogate pair is none"),
+    ],
+)
+def test_a_salt_out_of_bounds_is_named(pair: Pair, salt: Any, text: str) -> None:
+    with pytest.raises(ParameterError, match=f"cache_salt {text}") as raised:
+        pair[1].generate([[5, 6], [7]], GREEDY, cache_salt=salt)
+    assert raised.value.param == "cache_salt"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import reprlib
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from numbers import Integral
 from types import TracebackType
@@ -25,9 +25,10 @@ from skipjoin.engine.text import Choice, Output, TextRules
 from skipjoin.knobs import settings_of
 from skipjoin.model.generation_config import sampling_defaults
 from skipjoin.model.tokenizer import Tokenizer, load_tokenizer
-from skipjoin.sampling import ParameterError, SamplingParams, TokenDetail
+from skipjoin.sampling import MAX_SALT, ParameterError, SamplingParams, TokenDetail
 
 Message = Mapping[str, Any]
+Salts = str | Sequence[str | None] | None
 
 
 @dataclass(slots=True)
@@ -129,20 +130,22 @@ class LLM:
         service: str = ServiceClass.REAL_TIME,
         priority: int = 0,
         target: Target = NO_TARGET,
+        cache_salt: Salts = None,
     ) -> list[Generation]:
         """Complete one prompt or many, each a text or its token ids; results are in the order of the prompts.
 
         params: one for all prompts, or one for each; None: `default_params`. service: "best-effort" prompts run on what
         real-time ones leave, and have no objectives for first and further tokens. priority: lower is earlier. target:
-        soft objectives of each prompt, in seconds above 0.
+        soft objectives of each prompt, in seconds above 0. cache_salt: one for all prompts, or one for each, of 1 to
+        256 characters; prompts use the KV of earlier ones with the same salt alone; None: of those without one.
 
-        Raises `ParameterError`, before anything runs, for a prompt, parameter, class or objective outside its bounds,
-        and RuntimeError after `close`.
+        Raises `ParameterError`, before anything runs, for a prompt, parameter, class, objective or salt outside its
+        bounds, and RuntimeError after `close`.
         """
         given = _as_list(prompts)
         ids = [self.tokenizer.encode(item) if isinstance(item, str) else item for item in given]
         texts = [item if isinstance(item, str) else None for item in given]
-        return self._run(ids, texts, params, _options(service, priority, target))
+        return self._run(ids, texts, params, _options(service, priority, target), cache_salt)
 
     def chat(
         self,
@@ -152,11 +155,12 @@ class LLM:
         service: str = ServiceClass.REAL_TIME,
         priority: int = 0,
         target: Target = NO_TARGET,
+        cache_salt: Salts = None,
     ) -> list[Generation]:
         """Answer one conversation or many through the model's chat template, each a list of messages with a role and a
         content. See `generate`."""
         ids = [self.tokenizer.chat(conversation) for conversation in _conversations(messages)]
-        return self._run(ids, [None] * len(ids), params, _options(service, priority, target))
+        return self._run(ids, [None] * len(ids), params, _options(service, priority, target), cache_salt)
 
     def _run(
         self,
@@ -164,14 +168,16 @@ class LLM:
         texts: Sequence[str | None],
         params: SamplingParams | Sequence[SamplingParams] | None,
         options: RequestOptions,
+        cache_salt: Salts,
     ) -> list[Generation]:
         if self._is_closed:
             raise RuntimeError("this LLM is closed: make another one to generate")
         each = _per_prompt(self.default_params if params is None else params, len(ids))
+        salted = [replace(options, cache_salt=salt) for salt in _salts(cache_salt, len(ids))]
         running: dict[int, _Running] = {}
         try:
-            for prompt, text, one in zip(ids, texts, each, strict=True):
-                self._loop.add(self._next_id, prompt, one, options=options)
+            for prompt, text, one, asked in zip(ids, texts, each, salted, strict=True):
+                self._loop.add(self._next_id, prompt, one, options=asked)
                 rules = TextRules(stop=one.stop, min_tokens=one.min_tokens)
                 choice = Choice(0, prompt, text, self.tokenizer, rules)
                 predicted = self._forecast(self._next_id, prompt, one)
@@ -244,6 +250,30 @@ def _options(service: str, priority: int, target: Target) -> RequestOptions:
         if service == ServiceClass.BEST_EFFORT and name != "jct_s" and seconds < inf:
             raise ParameterError(f"target.{name}", f"target.{name} must not be set with service {service}")
     return RequestOptions(service=ServiceClass(service), priority=priority, target=target)
+
+
+def _salts(given: Salts, count: int) -> list[str]:
+    """The salt of each of so many prompts; empty: it has none. Raises `ParameterError`."""
+    salts = [given] * count if given is None or isinstance(given, str) else given
+    if not isinstance(salts, list | tuple):
+        raise ParameterError(
+            "cache_salt", f"cache_salt must be a text, or one of them or None per prompt, got {_shown(given)}"
+        )
+    if len(salts) != count:
+        raise ParameterError("cache_salt", f"cache_salt must be one, or one per prompt ({count}), got {len(salts)}")
+    return [_salt(one) for one in salts]
+
+
+def _salt(given: Any) -> str:
+    if given is None:
+        return ""
+    if not isinstance(given, str):
+        raise ParameterError("cache_salt", f"cache_salt must be a text or None, got {_shown(given)}")
+    if not 1 <= len(given) <= MAX_SALT:
+        raise ParameterError("cache_salt", f"cache_salt must have 1 to {MAX_SALT} characters, got {len(given)}")
+    if any("\ud800" <= character <= "\udfff" for character in given):
+        raise ParameterError("cache_salt", "cache_salt must be Unicode text, and half a surrogate pair is none")
+    return given
 
 
 def _outputs(events: Iterable[Event]) -> dict[int, Output]:

@@ -13,6 +13,8 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_TOKENS = 128
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 300
+# Characters of a request's cache_salt.
+MAX_SALT = 256
 # Seeds travel as signed 64-bit integers.
 SEED_MIN, SEED_MAX = -(2**63), 2**63 - 1
 # Logits divided by it stay far within float32.

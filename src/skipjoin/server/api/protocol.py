@@ -38,6 +38,7 @@ from skipjoin.config import MAX_DEADLINE_MS
 from skipjoin.sampling import (
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
+    MAX_SALT,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKENS,
     MIN_REPETITION_PENALTY,
@@ -51,7 +52,6 @@ MAX_MESSAGES = 4096
 # The search for a stop string costs its length at each token.
 MAX_STOP_LENGTH = 512
 MAX_LABEL = 512
-MAX_SALT = 256
 INT32, INT64 = 2**31 - 1, 2**63 - 1
 
 

@@ -77,7 +77,8 @@ class LineError:
 class BatchRow:
     """A batch. total, completed, failed: lines; failed ones are those whose request has failed, not the expired and
     the cancelled ones. prompt_tokens, completion_tokens: of all lines that have ended so far; cached_tokens: those of
-    the prompts whose KV was there. output_expires_after_s: from the time that the output is written; None: it stays. model: the one that is to run it; None: any."""
+    the prompts whose KV was there. output_expires_after_s: from the time that the output is written; None: it stays.
+    model: the one that is to run it; None: any."""
 
     id: str
     owner: str

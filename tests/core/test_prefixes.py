@@ -144,6 +144,15 @@ def test_blocks_that_a_waiting_request_can_use_are_handed_out_last() -> None:
     kv.check()
 
 
+def test_keys_are_the_same_by_parts_at_once_and_in_a_copy() -> None:
+    one, two = asking(0, TEXT), asking(1, TEXT)
+    begun = list(one.prefix.keys(one, 30))
+    copy = one.prefix.copy()
+    assert list(one.prefix.keys(one, 100)) == list(two.prefix.keys(two, 100))
+    other = asking(2, [*TEXT[:30], *range(50)])
+    assert [list(copy.keys(other, 80))[index] in begun for index in range(8)] == [True] * 7 + [False]
+
+
 def test_names_of_a_trace_cover_whole_blocks() -> None:
     keys = NamedPrefix([7, 8], 8, BLOCK).keys(make(0), 16)
     assert len(set(keys)) == 4

@@ -43,11 +43,21 @@ class ContentPrefix:
         size, keys = self._block_size, self._keys
         if not keys and request.reverse:
             self._last = _reversed(self._last)
-        for index in range(len(keys), tokens // size):
-            data = array("q", request.tokens(index * size, (index + 1) * size)).tobytes()
-            self._last = blake2b(self._last + data, digest_size=_KEY_BYTES).digest()
-            keys.append(self._last)
+        begin, end = len(keys) * size, tokens // size * size
+        if begin < end:
+            data = array("q", request.tokens(begin, end))
+            width = size * data.itemsize
+            of_all = data.tobytes()
+            for at in range(0, len(of_all), width):
+                self._last = blake2b(self._last + of_all[at : at + width], digest_size=_KEY_BYTES).digest()
+                keys.append(self._last)
         return keys
+
+    def copy(self) -> ContentPrefix:
+        """For another request with the same prompt and salt: what is hashed is not hashed again."""
+        other = ContentPrefix(self._block_size)
+        other._keys, other._last = list(self._keys), self._last
+        return other
 
 
 class NamedPrefix:

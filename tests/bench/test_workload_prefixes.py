@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from skipjoin.bench.prefixes import PromptParts
 from skipjoin.bench.simulation import Cell, Extent, run
-from skipjoin.bench.trace import Trace, TraceRow
+from skipjoin.bench.trace import Trace, TraceRow, read_trace
 from skipjoin.bench.workload import Replay, parse_closed, synthetic, with_closed
 from skipjoin.config import ConfigError
 from support.simulated import CELL, SYSTEM, repeatable
@@ -89,3 +91,31 @@ def test_blocks_lie_in_one_part_each() -> None:
         cell.check()
     assert run(replace(cell, system=replace(LARGE, block_size=8)))["prefix"]["queried_tokens"] == 90
     assert run(replace(cell, system=replace(LARGE, enable_prefix_caching=False)))["requests"]["finished"] == 1
+
+
+def test_replicas_take_the_conversations_whose_prefixes_they_hold(tmp_path: Path) -> None:
+    """Of a trace with `hash_ids`: three conversations of three turns, in another order each time."""
+    lines = [
+        {"timestamp": 5000 * at, "input_length": 70 + 64 * turn, "output_length": 5, "hash_ids": [*ids, 100 + at]}
+        for at, (turn, ids) in enumerate((turn, [own, *range(10, 10 + turn)]) for turn, own in _TURNS)
+    ]
+    path = tmp_path / "mooncake.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    replicas = replace(LARGE, replicas=3)
+    workload = Replay(read_trace(path, hash_tokens=64))
+    records = {
+        name: run(Cell(replace(replicas, dispatch=name), workload, Extent(None, None, 0)))
+        for name in ("round-robin", "prefix-aware")
+    }
+    assert records["prefix-aware"]["prefix"]["hit_tokens"] == 3 * (64 + 128)
+    assert records["round-robin"]["prefix"]["hit_tokens"] == 0
+    cold = replace(replicas, enable_prefix_caching=False)
+    aware, plain = (
+        repeatable(run(Cell(replace(cold, dispatch=name), workload, Extent(None, None, 0))))
+        for name in ("prefix-aware", "least-work")
+    )
+    assert aware.pop("settings") | {"dispatch": "least-work"} == plain.pop("settings")
+    assert aware == plain
+
+
+_TURNS = ((0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (1, 1), (2, 3), (2, 1), (2, 2))

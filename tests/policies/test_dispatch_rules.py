@@ -1,4 +1,5 @@
-"""Least work: where requests go as work is done, and as replicas come and go; and what lengths are expected."""
+"""Least work, and prefixes: where requests go as work is done, and as replicas come and go; and what lengths are
+expected."""
 
 from __future__ import annotations
 
@@ -6,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from skipjoin.core.prefixes import ContentPrefix
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.policies.cost import LinearCost
-from skipjoin.policies.dispatch import LeastWork, least_work
+from skipjoin.policies.dispatch import MOST_KEYS, OWN_WEIGHT, LeastWork, PrefixAware, least_work
 from skipjoin.policies.predictors import LearntLength, most_tokens
 
 COST = LinearCost(floor=0.01, prefill_token=1e-4, decode=2e-4)
@@ -101,10 +103,15 @@ def test_work_is_zero_once_all_is_over(requests: list[tuple[int, int]]) -> None:
     assert [rule.work(0), rule.work(1)] == pytest.approx([0, 0], abs=1e-9)
 
 
-@given(st.lists(st.tuples(st.sampled_from(["choose", "token", "end", "join", "leave"]), st.integers(0, 11))))
-def test_the_chosen_replica_has_the_least_work(story: list[tuple[str, int]]) -> None:
-    """Whatever happened before, and whichever replicas are there; among equals it is the first."""
-    rule, present, live = rule_of(0), {0}, dict[Request, int]()
+@given(
+    st.sampled_from([LeastWork, PrefixAware]),
+    st.lists(st.tuples(st.sampled_from(["choose", "token", "end", "join", "leave"]), st.integers(0, 11))),
+)
+def test_the_chosen_replica_has_the_least_work(kind: type[LeastWork], story: list[tuple[str, int]]) -> None:
+    """Whatever happened before, and whichever replicas are there; among equals it is the first. So do requests without
+    prefixes."""
+    rule, present, live = kind(most_tokens), {0}, dict[Request, int]()
+    rule.join(0, COST)
     for number, (what, which) in enumerate(story):
         some = list(live)[which % len(live)] if live else None
         if what == "choose":
@@ -124,6 +131,140 @@ def test_the_chosen_replica_has_the_least_work(story: list[tuple[str, int]]) -> 
             rule.leave(which)
             present.remove(which)
             live = {one: replica for one, replica in live.items() if replica != which}
+
+
+# -- prefixes ---------------------------------------------------------------------------------------------------
+
+BLOCK = 4
+
+
+def aware(replicas: int = 2, blocks: int = 1000) -> PrefixAware:
+    rule = PrefixAware(most_tokens)
+    for replica in range(replicas):
+        rule.join(replica, COST, blocks, BLOCK)
+    return rule
+
+
+def asking(number: int, prompt: list[int], max_tokens: int = 2, *, salt: bytes = b"") -> Request:
+    return Request(number, 0.0, prompt, max_tokens, prefix=ContentPrefix(BLOCK, salt))
+
+
+def text(first: int, tokens: int) -> list[int]:
+    return list(range(first * 1000, first * 1000 + tokens))
+
+
+def complete(rule: LeastWork, one: Request, *output: int) -> None:
+    for token in output:
+        one.output.append(token)
+        rule.generated(one)
+    rule.ended(one, FinishReason.LENGTH)
+
+
+def test_the_next_turn_goes_where_the_last_one_was_and_others_share_what_is_left() -> None:
+    """By prompt, output and salt; the work of a hit is that of the rest."""
+    rule = aware(3)
+    turns = [asking(number, text(number, 400)) for number in range(3)]
+    assert [rule.choose(one) for one in turns] == [0, 1, 2]
+    for one in turns:
+        complete(rule, one, *range(7000 + one.id, 7008 + one.id))
+    second = asking(3, [*turns[2].prompt, *turns[2].output, 5, 6, 7])
+    assert rule.choose(second) == 2
+    assert rule.work(2) == pytest.approx(COST.prefill_token * 7 + 2 * (COST.floor / 32 + COST.decode))  # 404 are found
+    complete(rule, second, 1, 2)
+    other_salt, other_start = asking(4, turns[1].prompt, salt=b"x"), asking(5, [1, *turns[1].prompt[1:]])
+    assert [rule.choose(one) for one in (other_salt, other_start)] == [0, 1]
+    assert rule.work(0) == rule.work(1) > 0.04
+    assert rule.choose(request(6)) == 2
+
+
+def test_what_a_replica_has_lost_is_not_expected_of_it() -> None:
+    """When it is started anew, when it has no blocks left for it, and when it says that it has none."""
+    rule = aware(blocks=150)
+    first = asking(0, text(0, 400))
+    rule.choose(first)
+    complete(rule, first, 1, 2)
+    rule.leave(0)
+    rule.join(0, COST, 150, BLOCK)
+    lost = asking(1, text(0, 400))
+    assert (rule.choose(lost), rule.work(0)) == (0, pytest.approx(0.04 + 2 * (COST.floor / 32 + COST.decode)))
+    complete(rule, lost, 1, 2)
+    again = asking(2, text(0, 400))
+    rule.choose(again)
+    cheap = rule.work(0)
+    rule.found(again, 0)
+    assert rule.work(0) == pytest.approx(cheap + 0.0396)
+    complete(rule, again, 1, 2)
+    assert rule.work(0) == pytest.approx(0)
+    rule.leave(1)
+    for number in (3, 4):
+        filler = asking(number, text(number, 400))
+        rule.choose(filler)
+        complete(rule, filler, 1, 2)
+    late = asking(5, text(0, 400))
+    rule.choose(late)
+    assert rule.work(0) > 0.04
+    assert len(rule._held._holders) <= 150
+
+
+@given(st.integers(2, 5), st.integers(1, 60), st.lists(st.integers(1, 40), min_size=20, max_size=60))
+def test_a_prefix_that_all_requests_share_goes_to_all_replicas(replicas: int, blocks: int, outputs: list[int]) -> None:
+    """Once it is shared, a replica is ahead of the others by no more than what it saves."""
+    rule, common = aware(replicas), text(0, BLOCK * blocks)
+    places: list[int] = []
+    for number, tokens in enumerate(outputs):
+        one, before = asking(number, [*common, number], tokens), [rule.work(replica) for replica in range(replicas)]
+        places.append(rule.choose(one))
+        if places[:-1].count(places[-1]) >= 2:
+            assert before[places[-1]] - min(before) <= COST.prefill_token * len(one.prompt) + 1e-9
+    longest = COST.prefill_token * (len(common) + 1) + 40 * (COST.floor / 32 + COST.decode)
+    if sum(outputs) * COST.decode > (OWN_WEIGHT + 2) * replicas * longest:
+        assert set(places) == set(range(replicas))
+
+
+def test_few_keys_of_a_long_prompt_are_looked_up() -> None:
+    rule, prompt = aware(blocks=10**6), text(0, BLOCK * (MOST_KEYS + 500))
+    rule.choose(asking(0, prompt))
+    assert len(rule._held._holders) == MOST_KEYS
+    assert rule.choose(asking(1, prompt)) == 0
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["choose", "choose", "token", "end", "leave", "join"]), st.integers(0, 4), st.integers(0, 9)
+        )
+    )
+)
+def test_a_prefix_puts_no_more_on_a_replica_than_it_saves(story: list[tuple[str, int, int]]) -> None:
+    """The work of the chosen replica is above the least by at most the weighted seconds of the request's own prompt,
+    whatever happened before; and a replica is never taken to hold more blocks than it has."""
+    rule, present, live = aware(3, blocks=60), {0, 1, 2}, list[Request]()
+    for number, (what, which, length) in enumerate(story):
+        one = live[which % len(live)] if live else None
+        if what == "choose":
+            live.append(new := asking(number, text(which, 4 + 40 * length), 1 + 9 * length))
+            before = {replica: rule.work(replica) for replica in present}
+            saved = before[rule.choose(new)] - min(before.values())
+            assert saved <= OWN_WEIGHT * COST.prefill_token * len(new.prompt) + 1e-9
+        elif what == "token" and one is not None:
+            generate(rule, one)
+        elif what == "end" and one is not None:
+            live.remove(one)
+            rule.ended(one, FinishReason.STOP)
+        elif what == "leave" and which in present and len(present) > 1:
+            present.remove(which)
+            live = [one for one in live if rule._left[one].replica != which]
+            rule.leave(which)
+        elif what == "join" and which not in present:
+            present.add(which)
+            rule.join(which, COST, 60, BLOCK)
+        assert all(len(held) <= 60 for held in rule._held._held.values())
+    for one in live:
+        rule.ended(one, FinishReason.STOP)
+    assert [rule.work(replica) for replica in present] == pytest.approx([0.0] * len(present), abs=1e-9)
+    for replica in present:
+        rule.leave(replica)
+    assert not rule._held._holders
 
 
 # -- lengths ----------------------------------------------------------------------------------------------------

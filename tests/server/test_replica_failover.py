@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
+from msgspec.structs import replace
 from server_worlds import READY, Api, MakeApi, ScriptedEngine
 from tiny_model import EOS
 
@@ -19,7 +20,7 @@ from skipjoin.sampling import SamplingParams
 from skipjoin.server.engines import trials
 from skipjoin.server.engines.engine_client import EngineClient
 from skipjoin.server.engines.errors import EngineDeadError, LostRequestError, NoReplicaError
-from skipjoin.server.engines.messages import Refused, StepOutputs
+from skipjoin.server.engines.messages import Ready, Refused, StepOutputs
 from skipjoin.server.engines.sequences import EngineSequence, Mailbox, OnEnd
 from skipjoin.server.metrics import Metrics
 
@@ -41,8 +42,9 @@ class Clock:
 class World:
     """A client over paused engines."""
 
-    def __init__(self, engines: int = 2, **settings: Any) -> None:
+    def __init__(self, engines: int = 2, ready: Ready = READY, **settings: Any) -> None:
         self.clock = Clock()
+        self.ready = ready
         self.metrics = Metrics()
         self.client = EngineClient(self.metrics, wanted=engines, clock=self.clock, **settings)
         self.engines = [self.new_engine() for _ in range(engines)]
@@ -52,7 +54,7 @@ class World:
     def new_engine(self) -> ScriptedEngine:
         engine = ScriptedEngine(self.client)
         engine.paused = True
-        engine.join(READY)
+        engine.join(self.ready)
         return engine
 
     def submit(self, index: int = 0, prompt: list[int] = PROMPT, **options: Any) -> EngineSequence:
@@ -92,6 +94,51 @@ async def test_at_whichever_token_the_engine_dies_the_output_is_the_same() -> No
             assert [output.reason for output in outputs] == [None] * 9 + [FinishReason.LENGTH]
             assert world.ended == [0]
             assert world.client.active == 0
+
+
+@pytest.mark.parametrize("caches", [True, False])
+async def test_a_prompt_goes_where_its_beginning_was(caches: bool) -> None:
+    """With what was generated, and of the same salt, while that engine lives; without caching to the least work."""
+    world = World(engines=3, ready=replace(READY, caches_prefixes=caches))
+
+    def place(prompt: list[int], salt: str = "", scores: int | None = None) -> int:
+        before = [len(engine.added) for engine in world.engines]
+        params = SamplingParams(max_tokens=20, prompt_logprobs=scores)
+        world.submit(prompt=prompt, params=params, options=RequestOptions(cache_salt=salt))
+        (place,) = (at for at, engine in enumerate(world.engines) if len(engine.added) > before[at])
+        return place
+
+    def finish() -> None:
+        for engine in world.engines:
+            while engine.live:
+                engine.step()
+
+    firsts = [[number] * 200 for number in (1, 2, 3)]
+    assert [place(prompt) for prompt in firsts] == [0, 1, 2]
+    finish()
+    assert [place(prompt + prompt[:20] + [9, 9]) for prompt in firsts[::-1]] == ([2, 1, 0] if caches else [0, 1, 2])
+    finish()
+    assert place(firsts[2], "salt") == 0
+    finish()
+    assert place(firsts[2], scores=1) == 0
+    finish()
+    world.engines[2].die()
+    world.engines[2] = world.new_engine()
+    assert place(firsts[2]) == 0
+    finish()
+    assert place(firsts[1], "salt") == 0
+
+
+async def test_choices_of_a_prompt_share_its_keys_and_one_engine_needs_none() -> None:
+    world, prompt = World(), list(range(100))
+    first = world.submit(prompt=prompt)
+    second = world.submit(1, prompt, like=first)
+    one, two = (sequence.request.prefix for sequence in (first, second))
+    assert one is not None
+    assert two is not None
+    assert one is not two
+    assert one.keys(first.request, 96) == two.keys(second.request, 96)
+    assert World(engines=1).submit(prompt=prompt).request.prefix is None
 
 
 async def test_an_engine_that_dies_after_the_last_token_is_not_asked_again() -> None:

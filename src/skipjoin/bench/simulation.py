@@ -190,7 +190,7 @@ class Run:
         (prefills, others), taken = self._counts(shard), self._dealt(shard)
         machines = [*[system.prefill_system] * prefills, *[system] * others]
         watch = _Watch(machines, len(taken), len(self.jobs), on_share, on_events)
-        dispatch = make_dispatch(system.dispatch, others, system.cost, lambda request: lengths[request.id])
+        dispatch = _dispatch(system, system, others, lambda request: lengths[request.id])
         foreseeing = None if predictor is None else Foreseeing(dispatch, predictor, jct=jct)
         handovers = watch.handovers = Handovers(watch.logs, prefills, foreseeing) if prefills else None
         # Dispatch rules that weigh work, and a timeline, are told of every token when it comes.
@@ -286,7 +286,7 @@ class Run:
             replicas,
             prefills,
             arrivals,
-            prefill=make_dispatch(system.dispatch, prefills, system.prefill_system.cost, lambda request: 1),
+            prefill=_dispatch(system, system.prefill_system, prefills, lambda request: 1),
             decode=decode,
             network=Network(system.network_bytes_per_s),
             token_bytes=system.token_bytes,
@@ -420,6 +420,13 @@ def _execution(cost: CostModel) -> Record:
     names = ("t0_s", "alpha_s", "beta_s", "r2_prefill", "r2_decode")
     values = (time.t0, time.alpha, time.beta, *time.quality)
     return {name: rounded(value) for name, value in zip(names, values, strict=True)}
+
+
+def _dispatch(system: System, machine: System, replicas: int, lengths: Callable[[Request], int]) -> Dispatch:
+    """The system's rule for so many replicas of a kind. machine: what those are. lengths: the true ones."""
+    return make_dispatch(
+        system.dispatch, replicas, machine.cost, lengths, blocks=machine.kv_blocks, block_size=machine.block_size
+    )
 
 
 def _replica(system: System, lengths: Sequence[int], *, together: bool, keeps_kv: bool) -> Replica:

@@ -109,7 +109,7 @@ class System:
     dispatch: Annotated[
         str,
         Knob(
-            "Which copy gets a request (least-work learns the lengths of outputs)",
+            "Which copy gets a request (prefix-aware, as in the server, and least-work learn the lengths of outputs)",
             choices=tuple(DISPATCH_RULES),
             group="System",
         ),

@@ -120,6 +120,7 @@ class JobRun:
                     options=options,
                     forecast=expected.forecast,
                     label=job.format.id,
+                    like=self._sequences[-1] if len(self._sequences) % job.copies else None,
                     on_start=slot.started,
                     on_end=expected.ended,
                 )

@@ -16,10 +16,11 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from skipjoin.core.forecast import Forecast
+from skipjoin.core.prefixes import ContentPrefix
 from skipjoin.core.request import DEFAULT_OPTIONS, FinishReason, Request, RequestOptions
 from skipjoin.engine.text import Output
 from skipjoin.observe.metric_table import Snapshot, merged
-from skipjoin.policies.dispatch import least_work
+from skipjoin.policies.dispatch import prefix_aware
 from skipjoin.sampling import SamplingParams, TokenDetail
 from skipjoin.server.engines.errors import EngineDeadError, LostRequestError, NoReplicaError, RefusedError
 from skipjoin.server.engines.messages import (
@@ -98,7 +99,7 @@ class EngineLoad(NamedTuple):
 
 
 class EngineClient:
-    """Submits requests to the engine with the least work, delivers their tokens, moves them when their engine dies.
+    """Submits requests to the engine that `PrefixAware` chooses, delivers their tokens, moves them when it dies.
 
     A moved sequence continues at another engine from its prompt and the tokens that it has: its client sees the same
     output. One of those that ran when an engine ended may be the cause: they continue one at a time, and one that is to
@@ -126,7 +127,7 @@ class EngineClient:
         self._places: dict[int, ConnectedEngine | None] = {}  # by id of the sequence; None: it waits for an engine
         self._waiting: dict[int, EngineSequence] = {}
         self._trials = Trials(self._place)
-        self._dispatch = least_work()
+        self._dispatch = prefix_aware()
         self._gone = Snapshot.zero()  # counts of engines that have ended
         self._joined = 0
         # Ids are made here, so that they are distinct whatever ids clients send.
@@ -168,7 +169,7 @@ class EngineClient:
         """Add an engine that takes requests, and give it those that wait for one."""
         number = next(number for number in itertools.count() if number not in self._replicas)
         replica = self._replicas[number] = ConnectedEngine(number, info, send)
-        self._dispatch.join(number, info.cost)
+        self._dispatch.join(number, info.cost, info.device_blocks, info.block_size)
         self._joined += 1
         self._tell_replicas()
         waiting, self._waiting = self._waiting, {}
@@ -238,12 +239,14 @@ class EngineClient:
         options: RequestOptions = DEFAULT_OPTIONS,
         forecast: Forecast | None = None,
         label: str = "",
+        like: EngineSequence | None = None,
         on_start: Callable[[], None] | None = None,
         on_end: OnEnd | None = None,
     ) -> EngineSequence:
         """Start a sequence whose outputs go to `mailbox` as number `index`.
 
-        forecast: of its output; `reforecast` changes it. label: the id of the answer that it belongs to. on_start:
+        forecast: of its output; `reforecast` changes it. label: the id of the answer that it belongs to. like: one
+        of the same prompt and options, if there is one. on_start:
         called when it first runs, if it does, and again if it must start anew. on_end: called once at its end, with the
         reason and the tokens that it got from all engines. Raises `EngineDeadError` or
         `NoReplicaError` if there is no engine.
@@ -263,6 +266,7 @@ class EngineClient:
             params.max_tokens or max(1, info.max_model_len - len(prompt)),
             options=options,
             forecast=forecast,
+            prefix=self._prefix(info, params, options, like),
         )
         sequence = EngineSequence(request, params, mailbox, index, label)
         sequence.on_start, sequence.on_end = on_start, on_end
@@ -320,8 +324,18 @@ class EngineClient:
 
     # -- inside -------------------------------------------------------------------------------------------
 
+    def _prefix(
+        self, info: Ready, params: SamplingParams, options: RequestOptions, like: EngineSequence | None
+    ) -> ContentPrefix | None:
+        """The keys by which an engine is chosen; None: the sequence uses no KV of others, or there is one engine."""
+        if self.wanted == 1 or not info.caches_prefixes or params.prompt_logprobs is not None:
+            return None
+        if like is not None and isinstance(like.request.prefix, ContentPrefix):
+            return like.request.prefix.copy()
+        return ContentPrefix(info.block_size, options.cache_salt.encode())
+
     def _place(self, sequence: EngineSequence) -> None:
-        """Send the sequence to the engine with the least work, or let it wait until one is up."""
+        """Send the sequence to the engine that `PrefixAware` chooses, or let it wait until one is up."""
         sequence.scores.clear()
         request, now = sequence.request, self._clock()
         if not self._replicas:
@@ -366,7 +380,9 @@ class EngineClient:
         sequences, details, generated = replica.sequences, step.details, self._dispatch.generated
         for request_id in step.started:
             if (sequence := sequences.get(request_id)) is not None:
-                sequence.started(step.cached.get(request_id, 0))
+                cached = step.cached.get(request_id, 0)
+                self._dispatch.found(sequence.request, cached)
+                sequence.started(cached)
         ended = {request_id: FinishReason(reason) for request_id, reason in step.ended}
         for position, (request_id, token) in enumerate(zip(step.ids, step.tokens, strict=True)):
             sequence = sequences.get(request_id)

@@ -23,8 +23,9 @@ def load_engine(setup: Setup, on_progress: OnProgress) -> tuple[Loop, Ready]:
     engine = assemble(setup.config, on_progress)
     if engine.info.notice:
         logger.info("%s", engine.info.notice)
-    facts = {name: getattr(engine.info, name) for name in Ready.__struct_fields__}
-    return EngineLoop(engine), Ready(**facts | {"cost": engine.info.cost.current})
+    own = {"cost": engine.info.cost.current, "caches_prefixes": engine.caches_prefixes}
+    facts = {name: getattr(engine.info, name) for name in Ready.__struct_fields__ if name not in own}
+    return EngineLoop(engine), Ready(**facts, **own)
 
 
 if __name__ == "__main__":

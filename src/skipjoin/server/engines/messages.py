@@ -105,7 +105,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready", array_like=True):
 
     folder: of the tokenizer. max_model_len: most tokens of prompt and output together. device_blocks, host_blocks: KV
     blocks of block_size tokens on each tier; there they have block_bytes and host_block_bytes, swap_dtype says why.
-    cost: of steps, as known at the start.
+    caches_prefixes: whether requests use the KV of others whose prompts begin alike. cost: of steps, as known at the
+    start.
     """
 
     model: str
@@ -122,6 +123,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready", array_like=True):
     dtype: str
     device: str
     cost: LinearCost
+    caches_prefixes: bool = True
 
 
 class EngineFailed(msgspec.Struct, frozen=True, tag="failed", array_like=True):

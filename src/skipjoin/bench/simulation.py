@@ -425,7 +425,7 @@ def _execution(cost: CostModel) -> Record:
 def _dispatch(system: System, machine: System, replicas: int, lengths: Callable[[Request], int]) -> Dispatch:
     """The system's rule for so many replicas of a kind. machine: what those are. lengths: the true ones."""
     return make_dispatch(
-        system.dispatch, replicas, machine.cost, lengths, blocks=machine.kv_blocks, block_size=machine.block_size
+        system.dispatch, replicas, machine.cost, lengths, blocks=machine.cache_blocks, block_size=machine.block_size
     )
 
 

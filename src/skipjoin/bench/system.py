@@ -186,6 +186,11 @@ class System:
         """Of a token's KV on the device, all layers."""
         return self.block_bytes / self.block_size
 
+    @property
+    def cache_blocks(self) -> int:
+        """KV blocks of a replica that may hold prefixes: those of the host keep them where copies are exact."""
+        return self.kv_blocks + (self.host_blocks if self.swap_dtype == "auto" else 0)
+
     def predictor_for(self, workload: Workload) -> str | None:
         """What foresees lengths in a run of this workload; None: the recipe reads no forecasts."""
         match find(self.recipe).forecasts:

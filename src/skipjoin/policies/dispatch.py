@@ -22,7 +22,7 @@ _MOST_ENTRIES = 4
 # What a second of computing that a prefix saves counts for, against a second of work, where hardly any other request
 # uses it: what waits on a replica passes, and the next turn of a conversation finds the prefix there again.
 OWN_WEIGHT = 8.0
-# Keys of a prompt that are looked up, so that a choice takes a few milliseconds at most.
+# Most keys of a prompt that are looked up, so that a choice takes a few milliseconds at most.
 MOST_KEYS = 2048
 # Requests that ended so have generated all that they were to generate.
 _OWN_ENDS = (FinishReason.STOP, FinishReason.LENGTH)

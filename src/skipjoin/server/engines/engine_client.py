@@ -169,7 +169,7 @@ class EngineClient:
         """Add an engine that takes requests, and give it those that wait for one."""
         number = next(number for number in itertools.count() if number not in self._replicas)
         replica = self._replicas[number] = ConnectedEngine(number, info, send)
-        self._dispatch.join(number, info.cost, info.device_blocks, info.block_size)
+        self._dispatch.join(number, info.cost, info.cache_blocks, info.block_size)
         self._joined += 1
         self._tell_replicas()
         waiting, self._waiting = self._waiting, {}

@@ -125,6 +125,11 @@ class Ready(msgspec.Struct, frozen=True, tag="ready", array_like=True):
     cost: LinearCost
     caches_prefixes: bool = True
 
+    @property
+    def cache_blocks(self) -> int:
+        """KV blocks that may hold prefixes: those of the host keep them where copies are exact."""
+        return self.device_blocks + (self.host_blocks if self.swap_dtype == "auto" else 0)
+
 
 class EngineFailed(msgspec.Struct, frozen=True, tag="failed", array_like=True):
     """The engine cannot start or continue; the process ends. text: for the operator, never for clients."""

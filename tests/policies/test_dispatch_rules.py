@@ -4,7 +4,7 @@ expected."""
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skipjoin.core.prefixes import ContentPrefix
@@ -206,6 +206,7 @@ def test_what_a_replica_has_lost_is_not_expected_of_it() -> None:
     assert len(rule._held._holders) <= 150
 
 
+@settings(max_examples=30)
 @given(st.integers(2, 5), st.integers(1, 60), st.lists(st.integers(1, 40), min_size=20, max_size=60))
 def test_a_prefix_that_all_requests_share_goes_to_all_replicas(replicas: int, blocks: int, outputs: list[int]) -> None:
     """Once it is shared, a replica is ahead of the others by no more than what it saves."""

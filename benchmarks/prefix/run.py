@@ -1,7 +1,7 @@
 """Prefix caching in the simulator: hit rates over cache sizes, tiers and orders of eviction, what it saves where
-requests are recomputed, and how long a request waits that nothing is cached for.
+requests are recomputed, how long a request waits that nothing is cached for, and where requests go among replicas.
 
-    SKIPJOIN_TRACES=FOLDER python benchmarks/prefix/run.py [--parts sizes,tiers,order,recompute,flood] [--out FILE]
+    SKIPJOIN_TRACES=FOLDER python benchmarks/prefix/run.py [--parts sizes,tiers,order,...] [--out FILE]
 
 With Mooncake's conversation_trace.jsonl, with its hash_ids, in the folder, `sizes` and `order` are of it, too.
 """
@@ -18,6 +18,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from statistics import median
+from time import process_time
 from typing import Any
 from unittest.mock import patch
 
@@ -29,8 +31,13 @@ from skipjoin.bench.prefixes import PromptParts
 from skipjoin.bench.simulation import Cell, Extent, Run, run
 from skipjoin.bench.system import System
 from skipjoin.bench.trace import Trace, TraceRow, read_trace
-from skipjoin.bench.workload import Replay, synthetic
+from skipjoin.bench.workload import Replay, Workload, synthetic
 from skipjoin.core.kv import KVLedger
+from skipjoin.core.prefixes import ContentPrefix
+from skipjoin.core.request import Request
+from skipjoin.policies import dispatch
+from skipjoin.policies.cost import LinearCost
+from skipjoin.policies.dispatch import OWN_WEIGHT, prefix_aware
 
 Result = dict[str, Any]
 MOONCAKE = "conversation_trace.jsonl"
@@ -227,12 +234,63 @@ def _waits(facts: list[Any], end: float) -> Result:
     }
 
 
+def replicas() -> Result:
+    """Four replicas behind the dispatch rules: conversations at a load that they can take and at one that is too much,
+    and requests that have one system prompt of 4,096 tokens in common."""
+    fast = [row._replace(arrival_s=(row.arrival_s or 0.0) / 4) for row in conversations(0, 4000, rate=4.0).rows]
+    system_prompt = synthetic("uniform:50-400,50-400", "poisson", [], "4096:1")
+    loads: dict[str, tuple[Workload, Extent]] = {
+        "conversations": (Replay(conversations(0, 2000, rate=2.4)), WHOLE),
+        "conversations, overload": (Replay(Trace("fast", tuple(fast))), WHOLE),
+        "one system prompt, 8 req/s": (system_prompt, Extent(8.0, 30.0, 0)),
+        "one system prompt, 32 req/s": (system_prompt, Extent(32.0, 30.0, 0)),
+    }
+    rules = ("round-robin", 1.0), ("least-work", 1.0), *(("prefix-aware", weight) for weight in (OWN_WEIGHT, 1.0, 16.0))
+    results: Result = {}
+    for load, (workload, extent) in loads.items():
+        for rule, weight in rules:
+            chosen = replace(system("fcfs", 4000), replicas=4, dispatch=rule)
+            with patch.object(dispatch, "OWN_WEIGHT", weight):
+                record = run(Cell(chosen, workload, extent))
+            name = f"{load}, {rule}" + (f", weight {weight:g}" if rule == "prefix-aware" else "")
+            results[name] = found(record) | {"ttft_p99_s": record["ttft_s"]["p99"]}
+            print(name, results[name], flush=True)
+    return results
+
+
+def routing_cost() -> Result:
+    """Processor time that the API process takes to choose one of four replicas for a prompt: to hash it, and to look
+    the keys up and remember them."""
+    results: Result = {}
+    for tokens in (1000, 10_000, 30_000, 100_000):
+        rule = prefix_aware()
+        for replica in range(4):
+            rule.join(replica, LinearCost(floor=0.01, prefill_token=1e-4, decode=2e-4), 20_000, 16)
+        draw, times = random.Random(0), []
+        for number in range(41):
+            prompt = [draw.randrange(150_000) for _ in range(tokens)]
+            for turn in range(2):  # the second one finds what the first one left
+                request = Request(2 * number + turn, 0.0, prompt, 100, prefix=ContentPrefix(16))
+                begun = process_time()
+                rule.choose(request)
+                times.append(1e3 * (process_time() - begun))
+        new, known = times[::2], times[1::2]
+        results[f"{tokens} tokens"] = {
+            name: {"median_ms": median(some), "least_ms": min(some), "greatest_ms": max(some)}
+            for name, some in (("new", new), ("known", known))
+        }
+        print(tokens, results[f"{tokens} tokens"], flush=True)
+    return results
+
+
 PARTS: dict[str, Callable[[], Result]] = {
     "sizes": sizes,
     "tiers": tiers,
     "order": order,
     "recompute": recompute,
     "flood": flood,
+    "replicas": replicas,
+    "routing_cost": routing_cost,
 }
 
 

@@ -149,7 +149,13 @@ class Driver:
         if served is first and not found:
             answered = [checks.as_outcome(this.lines[int(one["custom_id"])], one["response"]["body"]) for one in lines]
             after = await served.metrics()
-            found += checks.metrics(before, after, play.outcomes, answered, fault)
+            # The engine tells its counts from time to time: last when it has read that the last client has left.
+            end = time.monotonic() + checks.IDLE_S
+            while found := list(checks.metrics(before, after, play.outcomes, answered, fault)):
+                if time.monotonic() > end:
+                    break
+                await asyncio.sleep(0.1)
+                after = await served.metrics()
             self.seen.update({name: int(checks.grown(before, after, name)) for name in _COUNTED})
         return found
 

@@ -60,7 +60,7 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/python tools/check_words.py
 	$(BIN)/mypy -p skipjoin.core -p skipjoin.policies -p skipjoin.sim -p skipjoin.observe -p skipjoin.bench -p skipjoin.forecast \
-		-p skipjoin.recipes -m skipjoin.access -m skipjoin.knobs -m skipjoin.profile -p skipjoin.config -m skipjoin.sampling -m skipjoin.exec.base \
+		-p skipjoin.recipes -m skipjoin.access -m skipjoin.key_files -m skipjoin.knobs -m skipjoin.profile -p skipjoin.config -m skipjoin.sampling -m skipjoin.exec.base \
 		-m skipjoin.exec.simulated
 
 check: lint

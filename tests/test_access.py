@@ -75,6 +75,24 @@ def test_an_empty_variable_is_an_error_and_opens_nothing(
         (b"# none\n\n", "--api-key-file FILE must have a key"),
         (b"\xff\xfe", "--api-key-file FILE is not UTF-8 text"),
         (b"right\nsecr\xc3\xa9t\n", "--api-key-file FILE, line 2: must be printable ASCII"),
+        (
+            b"[priority-range=5]\na",
+            "--api-key-file FILE, line 1: priority-range must be two integers, LOW:HIGH, got '5'",
+        ),
+        (
+            b"a\n[priority-range=3:2]\nb",
+            "--api-key-file FILE, line 2: priority-range must be LOW:HIGH of 64 bits, LOW at",
+        ),
+        (b"[priority-tier=flex]\na", "--api-key-file FILE, line 1: priority-tier must be one of none, all, got 'flex'"),
+        (b"[secret]\na", "--api-key-file FILE, line 1: a line that begins with [ must be like [priority-range=-2:5 p"),
+        (b"[priority-tier=all]secret", "--api-key-file FILE, line 1: a line that begins with [ must be like [priority"),
+        (b"[priority-tier=all priority-tier=all]\na", "--api-key-file FILE, line 1: a line that begins with [ must be"),
+        (b"a\n[priority-range=0:5]\n# b\n[]\nc", "--api-key-file FILE, line 2: no key follows"),
+        (b"a\n[priority-range=0:5]", "--api-key-file FILE, line 2: no key follows"),
+        (
+            b"secret\n[priority-range=0:5]\nsecret",
+            "--api-key-file FILE, line 3: this key is also further up, in another",
+        ),
     ],
 )
 def test_files_without_usable_keys_are_refused_and_not_shown(
@@ -88,6 +106,23 @@ def test_files_without_usable_keys_are_refused_and_not_shown(
     assert run.stderr.startswith(f"error: {message.replace('FILE', str(file))}")
     assert "secr" not in run.output
     assert not configs
+
+
+def test_settings_of_keys_that_would_be_without_effect_are_refused(configs: list[ServerConfig], tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("[priority-tier=all]\nsecret\n")
+    run = serve("--metrics-key-file", file)
+    assert run.stderr == f"error: --metrics-key-file {file}: keys that open /metrics alone have no settings\n"
+    run = serve("--api-key-file", file, "--api-key", "secret")
+    assert run.stderr == f"error: --api-key-file {file} gives settings to a key that api_key gives, too\n"
+    # The file opens the tier that these are for; the next one does not.
+    assert serve("--api-key-file", file, "--priority-ttft-ms", 5).exit_code == 0
+    file.write_text("secret\n")
+    run = serve("--api-key-file", file, "--priority-ttft-ms", 5)
+    assert run.stderr.startswith(
+        "error: --priority-ttft-ms is for requests of service_tier priority: set --priority-tier"
+    )
+    assert len(configs) == 1
 
 
 @pytest.mark.parametrize("key", ["", " key7", "key7\n", "\tkey7", "key7é", "key7\x00b"])

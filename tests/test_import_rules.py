@@ -40,8 +40,9 @@ ALLOWED = {
         "version",
         "bench",
     },
-    "access": {"knobs"},
-    "config": {"access", "config", "knobs", "recipes"},
+    "key_files": {"knobs"},
+    "access": {"key_files", "knobs"},
+    "config": {"access", "config", "key_files", "knobs", "recipes"},
     "sampling": set[str](),
     "machine": set[str](),
     "container": set[str](),
@@ -99,6 +100,7 @@ ALLOWED = {
         "core",
         "engine.forecasting",
         "engine.text",
+        "key_files",
         "model.config",
         "model.tokenizer",
         "sampling",
@@ -156,7 +158,18 @@ ALLOWED = {
 APART = {"exec": {"exec.ranks"}}
 # Those that import nothing but the standard library and parts of skipjoin, and read neither clock nor chance.
 PURE = {"core", "knobs", "policies", "recipes"}
-STDLIB_ONLY = {"access", "sim", "observe", "config", "sampling", "profile", "version", "exec.base", "exec.simulated"}
+STDLIB_ONLY = {
+    "access",
+    "key_files",
+    "sim",
+    "observe",
+    "config",
+    "sampling",
+    "profile",
+    "version",
+    "exec.base",
+    "exec.simulated",
+}
 # Nobody below the server knows of it.
 BELOW_SERVER = {
     "core",
@@ -175,6 +188,7 @@ BELOW_SERVER = {
     "exec.simulated",
     "model",
     "access",
+    "key_files",
     "config",
     "profile",
 }

@@ -1,13 +1,14 @@
-"""Which requests a server answers, as settings: the part of `ServerConfig` that is about access, and files of keys."""
+"""Which requests a server answers, as settings: the part of `ServerConfig` that is about access."""
 
 from __future__ import annotations
 
 import ipaddress
 import re
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Annotated, TypeVar
 
+from skipjoin.key_files import AS_ALL, KeyRights, check_key, owner_of_key, read_keys
 from skipjoin.knobs import ConfigError, Knob
 
 ACCESS = "Access"
@@ -21,7 +22,8 @@ _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\sA-Z]+")
 class AccessConfig:
     """api_keys: any of them opens every route but health; empty: no key is asked for. metrics_keys: any of them opens
     /metrics, as those do; empty: only those. allowed_hosts: names that the Host header may have besides localhost and
-    IP addresses; empty: any, but for a server without keys on a loopback address.
+    IP addresses; empty: any, but for a server without keys on a loopback address. key_rights: by `owner_of_key`, of
+    keys of the file.
     """
 
     api_keys: Annotated[
@@ -37,7 +39,12 @@ class AccessConfig:
     ] = ()
     api_key_file: Annotated[
         str | None,
-        Knob("File with such keys, one per line; lines that begin with # are left out.", metavar="FILE", group=ACCESS),
+        Knob(
+            "File with such keys, one per line; lines that begin with # are left out. A line like "
+            "[priority-range=0:5 priority-tier=all] is about the keys that follow.",
+            metavar="FILE",
+            group=ACCESS,
+        ),
     ] = None
     metrics_keys: Annotated[
         tuple[str, ...],
@@ -84,11 +91,13 @@ class AccessConfig:
         ),
     ] = ()
 
+    key_rights: Mapping[str, KeyRights] = field(default_factory=dict, hash=False)
+
     def check_access(self) -> None:
         """Raise `ConfigError` for settings that have no meaning."""
-        for field, keys in (("api_key", self.api_keys), ("metrics_key", self.metrics_keys)):
+        for name, keys in (("api_key", self.api_keys), ("metrics_key", self.metrics_keys)):
             for key in keys:
-                check_key(field, key)
+                check_key(name, key)
         for name in self.allowed_hosts:
             if name != ANY and not _HOST_NAME.fullmatch(name):
                 raise ConfigError(
@@ -106,40 +115,22 @@ ConfigT = TypeVar("ConfigT", bound=AccessConfig)
 
 
 def with_keys_of_files(config: ConfigT) -> ConfigT:
-    """The configuration with the keys of its files among its keys. Raises `ConfigError` for a file without any."""
+    """The configuration with the keys of its files among its keys. Raises `ConfigError` for a file without any, and for
+    settings of keys that have no meaning."""
+    found = read_keys("api_key_file", config.api_key_file)
+    for_metrics = read_keys("metrics_key_file", config.metrics_key_file)
+    if set(for_metrics.values()) - {AS_ALL}:
+        raise ConfigError(f"metrics_key_file {config.metrics_key_file}: keys that open /metrics alone have no settings")
+    if any(found.get(key, AS_ALL) != AS_ALL for key in config.api_keys):
+        raise ConfigError(f"api_key_file {config.api_key_file} gives settings to a key that api_key gives, too")
     return replace(
         config,
-        api_keys=(*config.api_keys, *_keys_in("api_key_file", config.api_key_file)),
-        metrics_keys=(*config.metrics_keys, *_keys_in("metrics_key_file", config.metrics_key_file)),
+        api_keys=(*config.api_keys, *found),
+        metrics_keys=(*config.metrics_keys, *for_metrics),
+        key_rights={owner_of_key(key.encode()): rights for key, rights in found.items()},
         api_key_file=None,
         metrics_key_file=None,
     )
-
-
-def _keys_in(field: str, file: str | None) -> tuple[str, ...]:
-    """The keys in a file. field: the setting that names it; the error shows no key."""
-    if file is None:
-        return ()
-    try:
-        lines = [line.strip() for line in Path(file).read_text(encoding="utf-8").splitlines()]
-    except OSError as error:
-        raise ConfigError(f"{field} {file} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise ConfigError(f"{field} {file} is not UTF-8 text") from error
-    keys = {number: line for number, line in enumerate(lines, 1) if line and not line.startswith("#")}
-    if not keys:
-        raise ConfigError(f"{field} {file} must have a key, one per line, and has none")
-    for number, key in keys.items():
-        check_key(f"{field} {file}, line {number}:", key)
-    return tuple(keys.values())
-
-
-def check_key(field: str, key: str) -> None:
-    """Raise `ConfigError` for a key that no header can carry. The error does not show the key."""
-    if not key:
-        raise ConfigError(f"{field} must not be empty")
-    if not (key.isascii() and key.isprintable() and key == key.strip()):
-        raise ConfigError(f"{field} must be printable ASCII characters without blanks at the ends")
 
 
 def is_loopback(address: str) -> bool:

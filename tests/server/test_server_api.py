@@ -7,6 +7,8 @@ import json
 import statistics
 import threading
 import time
+from collections.abc import Awaitable
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,6 +17,7 @@ import tiny_model as tiny
 from msgspec.structs import replace
 from server_worlds import JSON, Api, MakeApi
 
+from skipjoin.access import with_keys_of_files
 from skipjoin.config import ConfigError, ServerConfig
 from skipjoin.core.request import NO_TARGET, FinishReason, RequestOptions, ServiceClass, Target
 from skipjoin.server.api.app import build_app
@@ -741,6 +744,44 @@ async def test_priorities_are_those_of_the_operator(make_api: MakeApi) -> None:
                 f"must be 0 or an integer in [-5, -2] on this server (--priority-range), got {priority}"
                 in error["message"]
             )
+
+
+async def test_keys_have_priorities_and_tiers_of_their_own(make_api: MakeApi, tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text(
+        "all\n[priority-range=0:5 priority-tier=none]\nlow\n[priority-range=0:0]\nnone\n[priority-range=-9:-9]\nnine"
+    )
+    config = with_keys_of_files(ServerConfig(api_key_file=str(file), priority_range="-1:0", priority_tier="all"))
+    settings = {name: getattr(config, name) for name in ("api_keys", "key_rights", "priority_range", "priority_tier")}
+    server, own = "on this server (--priority-range)", "with this API key"
+    async with make_api(**settings) as api:
+
+        def complete(key: str, **body: Any) -> Awaitable[httpx.Response]:
+            headers = {"Authorization": f"Bearer {key}"}
+            return api.http.post("/v1/completions", json={"prompt": "a", **body}, headers=headers)
+
+        for key, priority, refusal in (
+            ("all", -1, None),
+            ("all", 1, f"must be 0 or an integer in [-1, 0] {server}, got 1"),
+            ("low", 5, None),
+            ("low", -1, f"must be 0 or an integer in [0, 5] {own}, got -1"),
+            ("none", 0, None),
+            ("none", -1, f"must be 0 or null {own}, got -1"),
+            ("nine", -9, None),
+            ("nine", -8, f"must be 0 or an integer in [-9, -9] {own}, got -8"),
+        ):
+            answer = await complete(key, priority=priority)
+            if refusal is None:
+                assert answer.status_code == 200
+                assert api.engine.added[-1].options.priority == priority
+            else:
+                error = error_of(answer, 400)
+                assert (error["param"], error["message"]) == ("priority", f"priority {refusal}")
+        for key in ("all", "none"):
+            assert (await complete(key, service_tier="priority")).status_code == 200
+        error = error_of(await complete("low", service_tier="priority"), 400)
+        assert error["param"] == "service_tier"
+        assert error["message"].endswith("this API key has no tier priority (--priority-tier)")
 
 
 async def test_tier_priority_is_the_operators_to_open(api: Api) -> None:

@@ -19,6 +19,7 @@ from skipjoin.config.shared import (
     OutputWeight,
     base_url,
 )
+from skipjoin.key_files import AS_ALL, PRIORITY_TIERS, KeyRights, priority_bounds
 from skipjoin.knobs import ConfigError, Knob, check, settings_of
 from skipjoin.recipes import OUTPUT_WEIGHT
 
@@ -108,7 +109,7 @@ class ServerConfig(AccessConfig):
         str,
         Knob(
             "Which clients may ask for service_tier priority, whose requests displace those of the other tiers",
-            choices=("none", "all"),
+            choices=PRIORITY_TIERS,
             group=LIMITS,
         ),
     ] = "none"
@@ -319,7 +320,7 @@ class ServerConfig(AccessConfig):
             raise ConfigError("fair_by key needs API keys, which tell clients apart: set api_keys or api_key_file")
         _ = self.priorities
         for name in ("priority_ttft_ms", "priority_tpot_ms"):
-            if getattr(self, name) is not None and self.priority_tier == "none":
+            if getattr(self, name) is not None and not self._may_have_priority_tier:
                 raise ConfigError(f"{name} is for requests of service_tier priority: set priority_tier all")
         for name in ("ttft", "tpot"):
             self._check_order(f"priority_{name}_ms", f"slo_{name}_ms")
@@ -331,6 +332,12 @@ class ServerConfig(AccessConfig):
         self._check_batches()
 
     @property
+    def _may_have_priority_tier(self) -> bool:
+        """Whether requests of service_tier priority are for some, or may be, by a file that is not read yet."""
+        some = self.priority_tier == "all" or any(rights.tier for rights in self.key_rights.values())
+        return some or self.api_key_file is not None
+
+    @property
     def hang_limits(self) -> HangLimits:
         """When an engine of this server hangs."""
         return HangLimits(self.step_timeout_s, self.hang_timeout_s)
@@ -338,17 +345,15 @@ class ServerConfig(AccessConfig):
     @property
     def priorities(self) -> tuple[int, int]:
         """The lowest and the highest priority that clients may set, besides 0. Raises `ConfigError`."""
-        if self.priority_range is None:
-            return 0, 0
-        try:
-            low, high = map(int, self.priority_range.split(":"))
-        except ValueError:
-            raise ConfigError(f"priority_range must be two integers, LOW:HIGH, got {self.priority_range!r}") from None
-        if not -(1 << 63) <= low <= high < 1 << 63:
-            raise ConfigError(
-                f"priority_range must be LOW:HIGH of 64 bits, LOW at most HIGH, got {self.priority_range!r}"
-            )
-        return low, high
+        return (0, 0) if self.priority_range is None else priority_bounds("priority_range", self.priority_range)
+
+    def rights_of(self, owner: str) -> KeyRights:
+        """What requests of an owner may ask for, by its key or else as all. owner: a hash of its key."""
+        own = self.key_rights.get(owner, AS_ALL)
+        return KeyRights(
+            self.priorities if own.priorities is None else own.priorities,
+            self.priority_tier == "all" if own.tier is None else own.tier,
+        )
 
     def default_ms(self, name: str, *, is_urgent: bool) -> float | None:
         """The objective of requests that bring none, in milliseconds; None: they have none. name: ttft, tpot or jct.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import re
 import uuid
@@ -10,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from skipjoin.key_files import owner_of_key
 from skipjoin.server.api.browsers import ANY_SITE, SiteRules, with_cors
 from skipjoin.server.api.errors import ApiError, unauthorized
 
@@ -114,7 +114,7 @@ def _owner(headers: Iterable[tuple[bytes, bytes]], keys: Collection[bytes]) -> s
     scheme, _, key = values[0].partition(b" ")
     # Every key is compared, each in constant time, so that the time taken reveals nothing.
     matches = [hmac.compare_digest(key.strip(), known) for known in keys]
-    return hashlib.sha256(key.strip()).hexdigest() if scheme.lower() == b"bearer" and any(matches) else None
+    return owner_of_key(key.strip()) if scheme.lower() == b"bearer" and any(matches) else None
 
 
 def _bounded(receive: Receive, limit: int) -> Receive:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from skipjoin.config import MAX_DEADLINE_MS, ServerConfig
 from skipjoin.core.request import RequestOptions, ServiceClass, Target
+from skipjoin.key_files import AS_ALL
 from skipjoin.server.api.auth import ANONYMOUS
 from skipjoin.server.api.errors import bad_request
 from skipjoin.server.api.protocol import GenerationBody, ServiceTier, Slo
@@ -22,14 +23,14 @@ def request_options(
     """What the body asks for, or else the headers, or else the server's default. Raises 400 for a header that is out of
     bounds, for a tier, a priority or an objective that the operator does not allow, and for one that requests of the
     body's tier do not have. owner: a hash of the client's key."""
-    slo, tier = body.slo or _NO_SLO, _tier(body, config)
+    slo, tier = body.slo or _NO_SLO, _tier(body, config, owner)
     deadline_ms = body.deadline_ms if body.deadline_ms is not None else slo.deadline_ms
     if deadline_ms is None:
         deadline_ms = _deadline_ms(headers)
     return RequestOptions(
         service=ServiceClass.BEST_EFFORT if tier == "flex" else ServiceClass.REAL_TIME,
         is_urgent=tier == "priority",
-        priority=_priority(body.priority or 0, config),
+        priority=_priority(body.priority or 0, config, owner),
         deadline_s=deadline_ms / 1000 if deadline_ms is not None else config.default_deadline_s,
         target=_target(slo, headers, config, tier),
         client=client_of(owner, config),
@@ -56,23 +57,30 @@ def served_tier(options: RequestOptions) -> ServiceTier:
     return "priority" if options.is_urgent else "default"
 
 
-def _tier(body: GenerationBody, config: ServerConfig) -> ServiceTier | None:
-    """What the body asks for. Requests of tier priority displace others: the operator says whether there are any."""
-    if body.service_tier == "priority" and config.priority_tier == "none":
+def _tier(body: GenerationBody, config: ServerConfig, owner: str) -> ServiceTier | None:
+    """What the body asks for. Requests of tier priority displace others: the operator says which keys may have them."""
+    if body.service_tier == "priority" and not config.rights_of(owner).tier:
+        which = "this API key" if _has_own(config, owner, "tier") else "this server"
         raise bad_request(
-            "service_tier must be auto, default, flex or null: this server has no tier priority (--priority-tier)",
+            f"service_tier must be auto, default, flex or null: {which} has no tier priority (--priority-tier)",
             "service_tier",
         )
     return body.service_tier
 
 
-def _priority(asked: int, config: ServerConfig) -> int:
+def _priority(asked: int, config: ServerConfig, owner: str) -> int:
     """What a client may ask for. A request of a lower number displaces others: the operator says which there are."""
-    low, high = config.priorities
+    low, high = bounds = config.rights_of(owner).priorities or (0, 0)
     if not asked or low <= asked <= high:
         return asked
-    bounds = f"must be 0 or an integer in [{low}, {high}]" if config.priority_range else "must be 0 or null"
-    raise bad_request(f"priority {bounds} on this server (--priority-range), got {asked}", "priority")
+    allowed = "must be 0 or null" if bounds == (0, 0) else f"must be 0 or an integer in [{low}, {high}]"
+    which = "with this API key" if _has_own(config, owner, "priorities") else "on this server (--priority-range)"
+    raise bad_request(f"priority {allowed} {which}, got {asked}", "priority")
+
+
+def _has_own(config: ServerConfig, owner: str, right: str) -> bool:
+    """Whether the file of keys says this of the owner's key. right: a field of `KeyRights`."""
+    return getattr(config.key_rights.get(owner, AS_ALL), right) is not None
 
 
 def _deadline_ms(headers: Mapping[str, str]) -> int | None:

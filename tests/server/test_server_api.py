@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import statistics
+import tempfile
 import threading
 import time
 from collections.abc import Awaitable
@@ -18,11 +19,12 @@ from msgspec.structs import replace
 from server_worlds import JSON, Api, MakeApi
 
 from skipjoin.access import with_keys_of_files
-from skipjoin.config import ConfigError, ServerConfig
+from skipjoin.config import ConfigError, EngineConfig, ServerConfig
 from skipjoin.core.request import NO_TARGET, FinishReason, RequestOptions, ServiceClass, Target
 from skipjoin.server.api.app import build_app
 from skipjoin.server.api.service import Service
 from skipjoin.server.engines.engine_client import EngineClient
+from skipjoin.server.engines.engine_handle import EngineHandle, EngineStartError
 from skipjoin.server.engines.messages import Refused
 from skipjoin.server.metrics import Metrics
 from support.pace import most_stall_s
@@ -782,6 +784,18 @@ async def test_keys_have_priorities_and_tiers_of_their_own(make_api: MakeApi, tm
         error = error_of(await complete("low", service_tier="priority"), 400)
         assert error["param"] == "service_tier"
         assert error["message"].endswith("this API key has no tier priority (--priority-tier)")
+
+
+async def test_an_engine_has_no_folder_before_its_server_handles_signals(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    handle = EngineHandle(EngineClient(Metrics()), command=("false",))
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(EngineStartError):
+        await handle.start(EngineConfig())
+    await handle.stop()
+    assert not list(tmp_path.iterdir())
 
 
 async def test_tier_priority_is_the_operators_to_open(api: Api) -> None:

@@ -46,9 +46,9 @@ class EngineHandle:
         self._oom_kills = oom_kills()
         self._command = command
         self._on_progress = on_progress
-        # Only this user may open the socket's folder. It is there until the engine is connected, so that a server that
-        # is killed later leaves none.
-        self._folder = OwnFolder("skipjoin-engine-")
+        # Of the socket. It is there from `start`, when the server handles signals, until the engine is connected, so
+        # that a server which is ended at another time leaves none.
+        self._folder: OwnFolder | None = None
         self._context = zmq.Context()
         self._channel: Channel | None = None
         self._replica: ConnectedEngine | None = None
@@ -66,6 +66,8 @@ class EngineHandle:
     async def start(self, config: EngineConfig, limits: HangLimits = HANG_LIMITS) -> Ready:
         """Start the process and wait until it takes requests. limits: when it hangs. Raises `EngineStartError`."""
         loop = asyncio.get_running_loop()
+        # Only this user may open it.
+        self._folder = OwnFolder("skipjoin-engine-")
         endpoint = f"ipc://{self._folder.path / 'engine'}"
         zmq_socket = self._context.socket(zmq.PAIR)
         zmq_socket.set_hwm(0)  # messages in transit are bounded by the queue's limits
@@ -108,12 +110,16 @@ class EngineHandle:
         if self._channel is not None:
             self._channel.close()
         self._context.term()
-        self._folder.close()
+        self._close_folder()
 
     def kill(self) -> None:
         """End the process at once, whatever it does."""
         if self._process is not None and self._process.returncode is None:
             self._process.send_signal(signal.SIGKILL)
+
+    def _close_folder(self) -> None:
+        if self._folder is not None:
+            self._folder.close()
 
     def _send(self, message: ToEngine) -> None:
         assert self._channel is not None
@@ -121,7 +127,7 @@ class EngineHandle:
 
     def _receive(self, message: FromEngine) -> None:
         if isinstance(message, LoadProgress | Ready):
-            self._folder.close()
+            self._close_folder()
         if isinstance(message, LoadProgress):
             self._on_progress(message.what, message.share)
         elif isinstance(message, EngineFailed):

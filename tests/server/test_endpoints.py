@@ -39,7 +39,7 @@ def without_id(data: bytes) -> dict[str, Any]:
 async def test_a_job_brings_the_body_that_http_brings(api: Api, kind: type[Endpoint[Any]], fields: Any) -> None:
     endpoint = kind(api.service)
     expected = await api.http.post(endpoint.path, json=fields)
-    with endpoint.run(await endpoint.prepare(body_of(kind, fields))) as run:
+    async with endpoint.run(await endpoint.prepare(body_of(kind, fields))) as run:
         assert without_id(await run.whole()) == without_id(expected.content)
 
 
@@ -47,11 +47,11 @@ async def test_a_job_brings_the_body_that_http_brings(api: Api, kind: type[Endpo
 async def test_the_parts_of_a_job_are_the_whole(api: Api, kind: type[Endpoint[Any]], fields: Any) -> None:
     endpoint = kind(api.service)
     body = body_of(kind, fields)
-    with endpoint.run(await endpoint.prepare(body)) as run:
+    async with endpoint.run(await endpoint.prepare(body)) as run:
         whole = await run.whole()
     job = await endpoint.prepare(body)
     texts = dict.fromkeys(job.choices, "")
-    with endpoint.run(job) as run:
+    async with endpoint.run(job) as run:
         async for deltas in run:
             for choice, text in deltas.items():
                 texts[choice] += text
@@ -64,7 +64,7 @@ async def test_the_parts_of_a_job_are_the_whole(api: Api, kind: type[Endpoint[An
 async def test_options_reach_the_engine_as_they_are(api: Api, kind: type[Endpoint[Any]], fields: Any) -> None:
     endpoint = kind(api.service)
     options = RequestOptions(priority=-7)
-    with endpoint.run(await endpoint.prepare(body_of(kind, fields), options)) as run:
+    async with endpoint.run(await endpoint.prepare(body_of(kind, fields), options)) as run:
         await run.whole()
     assert {add.options for add in api.engine.added} == {options}
 
@@ -81,7 +81,7 @@ async def test_whatever_ends_a_job_nothing_of_it_is_left(
         job.close()  # never run
         assert api.is_clean()
 
-        with endpoint.run(await endpoint.prepare(body)) as run:
+        async with endpoint.run(await endpoint.prepare(body)) as run:
             await anext(run)  # left half done
         assert api.is_clean()
         assert not api.engine.live
@@ -93,7 +93,7 @@ async def test_whatever_ends_a_job_nothing_of_it_is_left(
         ]
         api.engine.paused = True
         for end, error, text in ends:
-            with endpoint.run(await endpoint.prepare(body)) as run:
+            async with endpoint.run(await endpoint.prepare(body)) as run:
                 asyncio.get_running_loop().call_soon(end)
                 with pytest.raises(error, match=text):
                     await run.whole()
@@ -101,7 +101,8 @@ async def test_whatever_ends_a_job_nothing_of_it_is_left(
 
         late = await endpoint.prepare(body, RequestOptions(deadline_s=1.0), arrived=0.0)
         with pytest.raises(ApiError, match="deadline"):
-            endpoint.run(late)
+            async with endpoint.run(late):
+                raise AssertionError("it runs")
         assert api.is_clean()
 
 

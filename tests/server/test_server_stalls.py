@@ -22,7 +22,7 @@ from server_worlds import JSON, Api, MakeApi, StartServer
 from skipjoin.engine.text import Output
 from skipjoin.sampling import Scored, TokenDetail
 from skipjoin.server.engines.sequences import MOST_OF_SEQUENCE, MOST_WAITING, Mailbox
-from support.pace import STALL_S, most_stall_s
+from support.pace import STALL_S, most_stall_s, slowness
 
 pytestmark = pytest.mark.anyio
 LARGEST = 4 << 20
@@ -60,13 +60,16 @@ def _frozen() -> Iterator[None]:
     gc.unfreeze()
 
 
-async def stall_of(work: Callable[[], Awaitable[Any]], tries: int = 3) -> float:
-    """The stall by some work; the least of three, if the first are too long: the least is its own."""
+async def stall_of(work: Callable[[], Awaitable[Any]], tries: int = 5) -> float:
+    """The stall by some work on a machine with nothing else to do: each that is measured over how slow the machine was
+    before and after; the least of so many, if the first are too long."""
     stalls: list[float] = []
     while len(stalls) < tries and min(stalls, default=STALL_S) >= STALL_S:
+        gc.freeze()  # the application, as in a server, and what the scripted engine keeps of the last try
+        before = slowness()
         async with Loop() as loop:
             await work()
-        stalls.append(loop.longest_s)
+        stalls.append(loop.longest_s / max(before, slowness()))
     return min(stalls)
 
 
@@ -110,7 +113,7 @@ async def test_no_body_stalls_the_others(api: Api, path: str, body: bytes, statu
 
     peak_memory()
     before = peak_memory()
-    assert await stall_of(post) < most_stall_s()
+    assert await stall_of(post) < STALL_S
     assert peak_memory() - before < MEMORY
 
 
@@ -129,7 +132,7 @@ async def test_no_number_of_prompts_stalls_the_others(api: Api, fields: dict[str
     async def post() -> None:
         assert (await api.complete(**fields, max_tokens=1)).status_code == 200
 
-    assert await stall_of(post) < most_stall_s()
+    assert await stall_of(post) < STALL_S
 
 
 PATHS = {
@@ -158,7 +161,7 @@ def test_no_value_in_no_field_takes_time_or_memory(
     size = LARGEST // 8 if path == "/tokenize" else LARGEST
     status, stall_s, memory = loop_of_bodies(path, filled(f'{{"{name}":{begin}', unit, end + "}", size))
     assert status == 400 or path == "/tokenize"
-    assert stall_s < most_stall_s()
+    assert stall_s < STALL_S
     assert memory < MEMORY
 
 
@@ -210,7 +213,7 @@ async def test_scores_of_prompts_are_formatted_beside_the_loop(
     async def post() -> None:
         answers.append(await api.complete(**body))
 
-    assert await stall_of(post) < most_stall_s()
+    assert await stall_of(post) < STALL_S
     if not stream:
         assert [len(choice["logprobs"]["tokens"]) for choice in answers[0].json()["choices"]] == [501] * 24
 

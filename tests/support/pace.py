@@ -12,9 +12,14 @@ _USUAL_S = 0.003
 _BODY = b"[" + b'{"a":1},' * 20_000 + b"1]"
 
 
+def slowness() -> float:
+    """How many times longer than usual this machine takes at present for the same work; at least 1."""
+    return max(1.0, statistics.median(_seconds() for _ in range(5)) / _USUAL_S)
+
+
 def most_stall_s() -> float:
-    """STALL_S, or as many times longer as this machine takes at present for the same work."""
-    return STALL_S * max(1.0, statistics.median(_seconds() for _ in range(5)) / _USUAL_S)
+    """STALL_S, or as many times longer as this machine is slow at present."""
+    return STALL_S * slowness()
 
 
 def _seconds() -> float:

@@ -1,7 +1,7 @@
 """Generation without HTTP: an endpoint makes a job from a body, and the job runs at the engine.
 
     job = await endpoint.prepare(body)
-    with endpoint.run(job) as run:
+    async with endpoint.run(job) as run:
         async for deltas in run:
             ...
 
@@ -92,51 +92,57 @@ class Job:
 
 
 class JobRun:
-    """A job at the engine: an iterator over what is new, and a context manager, after which nothing of the job is left
-    at the engine or in the queue.
+    """A job at the engine: a context manager, after which nothing of the job is left at the engine or in the queue, and
+    an iterator over what is new.
 
     first_token_at: when the first token came, in seconds on the monotonic clock; None: it has not.
-    Raises `ApiError` or `EngineError` if the job cannot begin: its deadline has passed, or there is no engine.
+    Entering raises `ApiError` or `EngineError` if the job cannot begin: its deadline has passed, or there is no engine.
     """
 
     def __init__(self, job: Job, service: Service) -> None:
         self.job = job
         self._service = service
-        client = self._client = service.client
+        self._client = service.client
         self._mailbox = Mailbox(self._give_up, len(job.choices))
         self._sequences: list[EngineSequence] = []
         self._unfinished = len(job.choices)
         self.first_token_at: float | None = None
+
+    async def __aenter__(self) -> JobRun:
+        """Hand the choices to the engine, some at a time: other clients are served between them."""
         try:
-            options = _remaining(job.options, job.arrived)
-            for choice, params, slot, expected in zip(
-                job.choices, job.params, job.slots, job.expectations, strict=True
-            ):
-                sequence = client.submit(
-                    self._mailbox,
-                    choice.index,
-                    choice.prompt,
-                    params,
-                    options=options,
-                    forecast=expected.forecast,
-                    label=job.format.id,
-                    like=self._sequences[-1] if len(self._sequences) % job.copies else None,
-                    on_start=slot.started,
-                    on_end=expected.ended,
-                )
-                self._sequences.append(sequence)
-                expected.follow(partial(client.reforecast, sequence))
+            options = _remaining(self.job.options, self.job.arrived)
+            for number in range(len(self.job.choices)):
+                self._submit(number, options)
+                if number % _AT_ONCE == _AT_ONCE - 1:
+                    await asyncio.sleep(0)
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> JobRun:
         return self
 
-    def __exit__(
+    async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _submit(self, number: int, options: RequestOptions) -> None:
+        job, client = self.job, self._client
+        choice, expected = job.choices[number], job.expectations[number]
+        sequence = client.submit(
+            self._mailbox,
+            choice.index,
+            choice.prompt,
+            job.params[number],
+            options=options,
+            forecast=expected.forecast,
+            label=job.format.id,
+            like=self._sequences[-1] if number % job.copies else None,
+            on_start=job.slots[number].started,
+            on_end=expected.ended,
+        )
+        self._sequences.append(sequence)
+        expected.follow(partial(client.reforecast, sequence))
 
     def __aiter__(self) -> JobRun:
         return self
@@ -292,7 +298,7 @@ class Endpoint(ABC, Generic[BodyT]):
             raise
 
     def run(self, job: Job) -> JobRun:
-        """Begin to generate. Raises as `JobRun` does."""
+        """What generates, once it is entered."""
         return JobRun(job, self.service)
 
     @abstractmethod

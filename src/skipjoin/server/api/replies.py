@@ -77,7 +77,7 @@ async def _watched(endpoint: Endpoint[BodyT], job: Job, scope: Scope, receive: R
     """The job's run, which fails with `DisconnectedError` when the client disconnects."""
     endpoint.service.busy += 1
     try:
-        with endpoint.run(job) as run:
+        async with endpoint.run(job) as run:
             note_of(scope).run = run
             watcher = asyncio.create_task(_watch(receive, run))
             try:

@@ -227,7 +227,7 @@ class Runner:
         self._changed.set()
 
     async def _generate(self, line: Line, ready: LineJob) -> None:
-        with self._endpoints[line.endpoint].run(ready.job) as run:
+        async with self._endpoints[line.endpoint].run(ready.job) as run:
             try:
                 body = await run.whole()
             finally:

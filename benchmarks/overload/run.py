@@ -62,6 +62,8 @@ async def measure(url: str, model: str, factors: Sequence[float], seconds: float
     """The capacity of a server, and what it does at so many times that."""
     await closed_loop(url, bodies(model, 0), PLACES, 3.0)  # code and memory touched for the first time
     done = await closed_loop(url, bodies(model, 1), PLACES, CAPACITY_S)
+    if not done:
+        raise RuntimeError(f"no request has ended within {CAPACITY_S:g} s: the machine is too busy")
     capacity = done / CAPACITY_S
     print(f"{url}: capacity {capacity:.1f} requests/s", flush=True)
     loads = {}

@@ -122,6 +122,8 @@ def metrics(
     complete = [one for one in (*outcomes, *lines) if one.is_complete]
     open_ended = [one for one in outcomes if not one.is_complete]
     done, unsure = sum(_choices(one) for one in complete), sum(_choices(one) for one in open_ended)
+    # One whose output a stop string ended may meet its deadline at the engine, before that is told of the end.
+    late = sum(_choices(one) for one in complete if "deadline_ms" in one.ask.extra and "stop" in _entry(one).body)
     tokens = sum(one.tokens for one in complete)
     # A request that ended early may have had all its tokens in the engine, one with a stop string a few more.
     most_tokens = tokens + sum(_entry(one).max_tokens for one in open_ended)
@@ -132,7 +134,7 @@ def metrics(
         (
             "ends by stop or length",
             grown(before, after, "request_success_total", "stop", "length"),
-            done,
+            done - late,
             done + unsure,
         ),
         ("ends", grown(before, after, "request_success_total"), done, done + unsure),

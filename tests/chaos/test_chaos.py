@@ -15,7 +15,7 @@ from chaos.clients import Outcome, take_event
 from chaos.driver import possible_worlds, run_rounds
 from chaos.faults import FAULTS
 from chaos.plan import WORLDS, Ask, Round, plan
-from chaos.soak import slope
+from chaos.soak import ROOM_MIB, Memory, growth, slope, verdict
 
 SEED = 20
 # In this order the server is started anew once after each kill, and once for the disk.
@@ -117,3 +117,16 @@ def test_counts_that_do_not_agree_are_noticed() -> None:
 
 def test_slope() -> None:
     assert slope([(0, 1), (1, 3), (2, 5), (3, 100), (4, 9)]) == 2
+
+
+def test_a_leak_is_told_and_what_fills_caches_is_not() -> None:
+    def noted(leak_mib: float) -> list[Memory]:
+        """An hour with a round in a minute: caches fill for twelve of them, then all of the leak comes."""
+        held = [min(minute, 12) + leak_mib * max(0, minute - 15) / 45 + minute % 2 for minute in range(61)]
+        return [Memory(60 * at, 20 * at, 100 + one, 130 + one) for at, one in enumerate(held)]
+
+    assert growth(noted(0))[1] == 900
+    assert abs(growth(noted(0))[0]) < 0.1
+    assert abs(growth(noted(9))[0] - 9) < 0.2
+    assert verdict({"api": noted(0), "engine 0": noted(ROOM_MIB - 1)}) == 0
+    assert verdict({"api": noted(0), "engine 0": noted(ROOM_MIB + 1)}) == 1

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from skipjoin.model.sampler import Sampler, SampleRow, prompt_logprobs, uniform
+from skipjoin.model.sampler import Sampler, SampleRow, largest_first, prompt_logprobs, uniform
 from skipjoin.sampling import SamplingParams
 
 VOCAB = 1000
@@ -192,6 +192,39 @@ def test_prompt_logprobs():
         assert [token for token, _ in got.top] == logits[i].topk(2).indices.tolist()
     assert prompt_logprobs(logits, targets, 0).read()[0].top == ()
     assert prompt_logprobs(logits[:0], [], 1).read() == []
+
+
+def sorted_threshold(scaled: torch.Tensor, top_k: int, top_p: float) -> float:
+    """The smallest value that top_k, then top_p keep, of the whole row in order."""
+    kept = scaled.sort(descending=True).values[:top_k]
+    if top_p == 1:
+        return float(kept[-1]) if top_k < len(scaled) else -math.inf
+    sums = kept.double().exp().cumsum(0)
+    return float(kept[int((sums >= top_p * sums[-1]).nonzero()[0])])
+
+
+@pytest.mark.parametrize("kind", ["smooth", "flat", "equals", "forbidden"])
+def test_thresholds_in_a_large_vocabulary_are_those_of_the_sorted_row(kind):
+    ks = [1, 40, 299, 5003, 5003, 5003, 700, 20]
+    ps = [1.0, 0.95, 0.3, 0.9, 1.0, 0.999, 0.5, 1.0]
+    scaled = torch.randn(len(ks), 5003, generator=torch.Generator().manual_seed(4)) * (0.1 if kind == "flat" else 3)
+    if kind == "equals":
+        scaled = scaled.round()
+    if kind == "forbidden":
+        scaled[:, 30:] = -torch.inf
+    scaled -= scaled.amax(-1, keepdim=True)
+    expected = [sorted_threshold(*of) for of in zip(scaled, ks, ps, strict=True)]
+    for size in (1, len(ks)):  # top_k alone needs fewer candidates than together with top_p
+        parts = (scaled.split(size), torch.tensor(ks).split(size), torch.tensor(ps, dtype=torch.float64).split(size))
+        found = [largest_first(*part)[:, 0] for part in zip(*parts, strict=True)]
+        assert torch.cat(found).tolist() == pytest.approx(expected, abs=0)
+
+
+def test_logits_that_are_no_numbers_are_no_error():
+    logits = torch.zeros(3, 5003)
+    logits[0], logits[1, ::2], logits[2, 7] = torch.nan, torch.nan, torch.nan
+    rows = [row(top_k=40), row(top_p=0.5), row(top_k=3, top_p=0.9)]
+    assert all(0 <= s.token < 5003 for s in Sampler(5003).sample(logits, rows).report.read())
 
 
 def test_equal_logits_share_their_fate():

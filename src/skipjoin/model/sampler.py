@@ -18,6 +18,8 @@ from skipjoin.sampling import SamplingParams
 _MASK = (1 << 64) - 1
 # Number of candidates before a full sort: top-p rarely keeps more.
 _CANDIDATES = 256
+# Groups of a row for each of its largest values that are wanted: more give a closer bound, and take longer themselves.
+_GROUPS = 4
 # Rows of prompt scores at a time: each needs a copy of the vocabulary's logits.
 _SCORED_ROWS = 256
 # Least temperature that logits are divided by: the quotients stay within float32. Already at larger ones a token has
@@ -268,37 +270,72 @@ def _draw(logits: torch.Tensor, rows: Sequence[SampleRow], find_thresholds: Find
     scaled = logits / _column([max(row.params.temperature, _COLDEST) for row in rows], logits)
     scaled -= scaled.amax(-1, keepdim=True)  # the maximum becomes 0, so exp cannot overflow
     filtered = [i for i, row in enumerate(rows) if row.params.top_k or row.params.top_p < 1 or row.params.min_p]
+    weights = scaled.exp()
     if filtered:
-        threshold = scaled.new_full((len(rows), 1), -torch.inf)
-        index = send(filtered, logits.device)
-        threshold[index] = _thresholds(scaled[index], [rows[i].params for i in filtered], find_thresholds)
-        scaled.masked_fill_(scaled < threshold, -torch.inf)
+        params = [rows[i].params for i in filtered]
+        if len(filtered) == len(rows):
+            threshold = _thresholds(scaled, params, find_thresholds)
+        else:
+            threshold = scaled.new_full((len(rows), 1), -torch.inf)
+            index = send(filtered, logits.device)
+            threshold[index] = _thresholds(scaled[index], params, find_thresholds)
+        # In place, 1 or 0 in the type of the logits: a CPU makes Booleans many times more slowly.
+        weights *= scaled.ge_(threshold)
     uniforms = [uniform(row.seed, len(row.prompt) + len(row.output)) for row in rows]
-    return _invert(scaled.exp_(), send(uniforms, logits.device, torch.float64))
+    return _invert(weights, send(uniforms, logits.device, torch.float64))
 
 
 def _thresholds(scaled: torch.Tensor, params: Sequence[SamplingParams], find: FindThresholds) -> torch.Tensor:
     """The smallest scaled logit that top_k, then top_p, then min_p keep: [n, 1]. Row maxima are 0."""
     vocab, device = scaled.shape[-1], scaled.device
-    top_k = send([p.top_k if 0 < p.top_k < vocab else vocab for p in params], device)
-    top_p = send([p.top_p for p in params], device, torch.float64)
+    limits = [p.top_k if 0 < p.top_k < vocab else vocab for p in params]
     min_p = _column([p.min_p for p in params], scaled).log()
+    if all(k == vocab and p.top_p >= 1 for k, p in zip(limits, params, strict=True)):
+        return min_p
+    top_k, top_p = send(limits, device), send([p.top_p for p in params], device, torch.float64)
     return torch.maximum(find(scaled, top_k, top_p), min_p)
 
 
 def largest_first(scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     """See `FindThresholds`. Tries the largest logits first, and sorts the rows for which those are too few."""
     vocab = scaled.shape[-1]
-    wanted = max([k for k in top_k.tolist() if k < vocab], default=0)
-    best = scaled.topk(min(max(wanted, _CANDIDATES), vocab)).values
-    # Sums in float64: they are compared with probabilities near 1.
-    totals = scaled.double().exp_().sum(-1, keepdim=True)
+    limits, shares = top_k.tolist(), top_p.tolist()
+    wanted = max([k for k in limits if k < vocab], default=0)
+    has_unlimited = any(k == vocab for k in limits)
+    best = _largest(scaled, min(max(wanted, _CANDIDATES), vocab) if has_unlimited else wanted)
+    if any(k == vocab and p < 1 for k, p in zip(limits, shares, strict=True)):
+        # Sums in float64: they are compared with probabilities near 1.
+        totals = scaled.double().exp_().sum(-1, keepdim=True)
+    else:  # `_from_best` takes those of top_k
+        totals = scaled.new_zeros((len(limits), 1), dtype=torch.float64)
     threshold, enough = _from_best(best, totals, top_k[:, None], top_p[:, None])
     if not enough.all():
         index = (~enough).nonzero()[:, 0]
-        full = scaled[index].sort(-1, descending=True).values
+        full = _largest(scaled[index], vocab)
         threshold[index], _ = _from_best(full, totals[index], top_k[index, None], top_p[index, None])
     return threshold
+
+
+def _largest(values: torch.Tensor, count: int) -> torch.Tensor:
+    """The `count` largest of each row, descending: [n, count]. On a CPU numpy sorts many times faster than torch, and
+    fewer numbers: as many groups as `count` have a maximum of at least some bound, so that no smaller number counts."""
+    if values.device.type != "cpu":
+        return values.topk(count).values
+    rows = values.numpy()
+    size = rows.shape[1] // (_GROUPS * count)
+    if size < 2:
+        return torch.from_numpy(np.sort(rows)[:, : -count - 1 : -1].copy())
+    groups = rows.shape[1] // size
+    maxima = rows[:, : groups * size].reshape(len(rows), size, groups).max(1)
+    bounds = np.partition(maxima, groups - count)[:, groups - count]
+    found = np.empty((len(rows), count), rows.dtype)
+    for row, bound, best in zip(rows, bounds, found, strict=True):
+        above = row[row >= bound]
+        if len(above) < count:  # some are no numbers
+            above = row.copy()
+        above.sort()
+        best[:] = above[: -count - 1 : -1]
+    return torch.from_numpy(found)
 
 
 def _from_best(
@@ -328,7 +365,9 @@ def _invert(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """Index at which the running sum of each row passes its share `uniforms` of the row's sum: int64 [n]."""
     n, vocab = weights.shape
     runs = -(-vocab // _RUN)
-    padded = torch.nn.functional.pad(weights, (0, runs * _RUN - vocab)).view(n, runs, _RUN)
+    if missing := runs * _RUN - vocab:
+        weights = torch.nn.functional.pad(weights, (0, missing))
+    padded = weights.view(n, runs, _RUN)
     run_ends = padded.sum(-1, dtype=torch.float64).cumsum(-1)
     target = uniforms[:, None] * run_ends[:, -1:]
     run = torch.searchsorted(run_ends, target, right=True).clamp_(max=runs - 1)

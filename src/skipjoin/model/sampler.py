@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
-from skipjoin.model.transfer import HostCopy, send
+from skipjoin.model.transfer import HostCopy, send, to_device
 from skipjoin.sampling import SamplingParams
 
 _MASK = (1 << 64) - 1
@@ -149,26 +149,35 @@ class Sampler:
         return logits
 
     def _penalise(self, logits: torch.Tensor, rows: list[tuple[int, SampleRow]]) -> None:
-        """Apply repetition, then frequency and presence penalties to the given rows, in place."""
-        device = logits.device
-        index = send([i for i, _ in rows], device)
-        output = self._counts([row.output for _, row in rows], device)
-        chosen = logits[index]
-        if any(row.params.repetition_penalty != 1 for _, row in rows):
-            seen = (output + self._counts([row.prompt for _, row in rows], device)) > 0
-            factor = _column([row.params.repetition_penalty for _, row in rows], logits)
-            chosen = torch.where(seen, torch.where(chosen > 0, chosen / factor, chosen * factor), chosen)
-        chosen = chosen - _column([row.params.frequency_penalty for _, row in rows], logits) * output
-        chosen -= _column([row.params.presence_penalty for _, row in rows], logits) * (output > 0)
-        logits[index] = chosen
+        """Apply repetition, then frequency and presence penalties to the given rows, in place. Only the logits of
+        tokens that there were are touched: they are few, compared to the vocabulary."""
+        flat, device = logits.view(-1), logits.device
+        repeated = [(i, row) for i, row in rows if row.params.repetition_penalty != 1]
+        if repeated:
+            parts = [part for i, row in repeated for part in (self._places(i, row.prompt), self._places(i, row.output))]
+            lengths = [len(row.prompt) + len(row.output) for _, row in repeated]
+            factors = np.repeat(np.array([row.params.repetition_penalty for _, row in repeated], np.float32), lengths)
+            # A token that occurs twice is written twice, with the same value.
+            index, factor = (
+                to_device(torch.from_numpy(np.concatenate(parts)), device),
+                to_device(torch.from_numpy(factors), device),
+            )
+            values = flat[index]
+            flat[index] = torch.where(values > 0, values / factor, values * factor)
+        counted = [(i, row) for i, row in rows if row.params.frequency_penalty or row.params.presence_penalty]
+        places = [self._places(i, row.output) for i, row in counted]
+        if counted and any(map(len, places)):
+            seen, counts = np.unique(np.concatenate(places), return_counts=True)
+            of = np.searchsorted([i for i, _ in counted], seen // self.vocab_size)
+            frequency = np.array([row.params.frequency_penalty for _, row in counted], np.float32)[of]
+            presence = np.array([row.params.presence_penalty for _, row in counted], np.float32)[of]
+            index = to_device(torch.from_numpy(seen), device)
+            values = flat[index] - to_device(torch.from_numpy(frequency * counts.astype(np.float32)), device)
+            flat[index] = values - to_device(torch.from_numpy(presence), device)
 
-    def _counts(self, sequences: list[Sequence[int]], device: torch.device) -> torch.Tensor:
-        """The number of occurrences of each token in each sequence: float32 [len(sequences), vocab_size]."""
-        counts = torch.zeros(len(sequences) * self.vocab_size, device=device)
-        flat = [np.asarray(ids, np.int64) + i * self.vocab_size for i, ids in enumerate(sequences)]
-        index = send(np.concatenate(flat), device)
-        counts.scatter_add_(0, index, torch.ones(len(index), device=device))
-        return counts.view(len(sequences), self.vocab_size)
+    def _places(self, row: int, tokens: Sequence[int]) -> np.ndarray:
+        """Where the logits of a row's tokens are, of all logits one after the other: int64 [len(tokens)]."""
+        return np.asarray(tokens, np.int64) + row * self.vocab_size
 
 
 def uniform(seed: int, position: int) -> float:
@@ -225,9 +234,13 @@ def _report(logits: torch.Tensor, tokens: torch.Tensor, rows: Sequence[SampleRow
     wanted = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
     if not wanted:
         return HostCopy([tokens], lambda host: [Sampled(token) for token in host[0].tolist()])
-    index = send(wanted, logits.device)
-    logprobs = logits[index].log_softmax(-1)
-    chosen = logprobs.gather(1, tokens[index, None])[:, 0]
+    if len(wanted) == len(rows):
+        logprobs = logits.log_softmax(-1)
+        chosen = logprobs.gather(1, tokens[:, None])[:, 0]
+    else:
+        index = send(wanted, logits.device)
+        logprobs = logits[index].log_softmax(-1)
+        chosen = logprobs.gather(1, tokens[index, None])[:, 0]
     best = logprobs.topk(min(max(rows[i].params.logprobs or 0 for i in wanted), logprobs.shape[-1]))
     counts = [rows[i].params.logprobs for i in wanted]
 

@@ -283,7 +283,7 @@ def _draw(logits: torch.Tensor, rows: Sequence[SampleRow], find_thresholds: Find
     scaled = logits / _column([max(row.params.temperature, _COLDEST) for row in rows], logits)
     scaled -= scaled.amax(-1, keepdim=True)  # the maximum becomes 0, so exp cannot overflow
     filtered = [i for i, row in enumerate(rows) if row.params.top_k or row.params.top_p < 1 or row.params.min_p]
-    weights = scaled.exp()
+    weights = scaled.exp() if filtered else scaled.exp_()
     if filtered:
         params = [rows[i].params for i in filtered]
         if len(filtered) == len(rows):

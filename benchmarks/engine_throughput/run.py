@@ -1,7 +1,7 @@
 """Tokens per second on this CPU: Skipjoin through LLM and over HTTP, and other engines, in one run.
 
-    python benchmarks/engine_throughput/run.py [--peers vllm,transformers,llamacpp] [--repeats 3] [--sets even,long]
-        [--dtypes bfloat16] [--out FILE]
+    python benchmarks/engine_throughput/run.py [--peers vllm,transformers,llamacpp] [--repeats 3] [--once transformers]
+        [--sets even,long] [--dtypes bfloat16] [--out FILE]
 
 A random-weight Llama of 97.5M parameters, greedy, end-of-sequence ignored, all requests at once. Sets, in tokens of
 prompt and output: `even` 16 x (64 + 64), `one` 1 x (64 + 128), `wide` 64 x (64 + 64), `ragged` 32 x (8 to 512 + 8 to
@@ -9,9 +9,10 @@ prompt and output: `even` 16 x (64 + 64), `one` 1 x (64 + 128), `wide` 64 x (64 
 
 Each peer runs in an environment of its own (`peer_venvs.py`), which is made on first use; one that cannot be had is
 left out, and the record says why. vLLM and llama.cpp are loaded over HTTP as Skipjoin is. vLLM compiles its model;
-`vllm-eager` is vLLM without. The engines run in turns, each turn with new prompts; printed are the median, least and
-greatest rates, and the median of each turn's ratios of Skipjoin's rates to those of the others. `floor` is the rate at
-which reading the weights once per step of 16 tokens would take the memory bandwidth measured in the same run.
+`vllm-eager` is vLLM without. The engines run in turns, each turn with new prompts; those whose names begin with one of
+`--once`, since they may take minutes, in the first turn only. Printed are the median, least and greatest rates, and the
+median of each turn's ratios of Skipjoin's rates to those of the others. `floor` is the rate at which reading the
+weights once per step of 16 tokens would take the memory bandwidth measured in the same run.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from rich.progress import Progress
 from workload import SETS, WARM_UP
 
 from machine import describe_machine
-from peer_venvs import names_of
+from peer_venvs import PEERS, names_of
 from random_model import make_model
 
 OURS = ("skipjoin LLM", "skipjoin HTTP")
@@ -51,19 +52,22 @@ def measure(dtype: torch.dtype, args: argparse.Namespace, bars: Progress) -> Fig
         folder = Path(scratch) / "model"
         make_model(folder, dtype)
         with engines(folder, name, args.peers) as (found, missing):
-            record: Figures = {"dtype": name, "missing": missing, "sets": {}}
+            packages = {peer: PEERS[peer.removesuffix("-eager")].installed for peer in args.peers}
+            record: Figures = {"dtype": name, "packages": packages, "missing": missing, "sets": {}}
             for engine in found.values():  # code and memory touched for the first time
                 engine.run(WARM_UP(-1))
             for label in args.sets:
                 work = SETS[label]
                 task = bars.add_task(f"{name} {label}", total=args.repeats * len(found))
+                once = tuple(name for name in args.once.split(",") if name)
                 rates: dict[str, list[float]] = {engine: [] for engine in found}
                 loads = []
                 for turn in range(args.repeats):
                     for engine, runner in found.items():
-                        time.sleep(PAUSE_S)
-                        rates[engine].append(work.tokens / runner.run(work.jobs(turn)))
-                        loads.append(os.getloadavg()[0])
+                        if turn == 0 or not engine.startswith(once):
+                            time.sleep(PAUSE_S)
+                            rates[engine].append(work.tokens / runner.run(work.jobs(turn)))
+                            loads.append(os.getloadavg()[0])
                         bars.advance(task)
                 record["sets"][label] = summary(rates) | {"load_1min": round(statistics.median(loads), 1)}
                 print(label, json.dumps(record["sets"][label]), flush=True)
@@ -87,6 +91,7 @@ def summary(rates: dict[str, list[float]]) -> Figures:
             "tokens_per_s": round(statistics.median(values), 1),
             "min": round(min(values), 1),
             "max": round(max(values), 1),
+            "turns": len(values),
         }
     result["ratios"] = {
         f"{ours} / {other}": ratio(rates[ours], rates[other]) for ours in OURS for other in rates if other not in OURS
@@ -96,8 +101,8 @@ def summary(rates: dict[str, list[float]]) -> Figures:
 
 
 def ratio(ours: list[float], others: list[float]) -> float:
-    """The median of the ratios of each turn."""
-    return round(statistics.median(one / other for one, other in zip(ours, others, strict=True)), 3)
+    """The median of the ratios of each turn that both have."""
+    return round(statistics.median(one / other for one, other in zip(ours, others, strict=False)), 3)
 
 
 def sets_of(text: str) -> list[str]:
@@ -113,6 +118,7 @@ def main() -> None:
     parser.add_argument("--peers", type=names_of, default=["transformers"])
     parser.add_argument("--sets", type=sets_of, default=[*SETS])
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--once", default="", help="names of engines, separated by commas")
     parser.add_argument("--dtypes", nargs="*", default=["bfloat16"], choices=["bfloat16", "float32"])
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 import torch
@@ -37,7 +39,7 @@ TARGETS = {
     "generic": ((), set()),
 }
 # Fewer rows than a tile, one more, several tiles, several blocks of tiles, and threads that share them.
-ROWS = (1, 2, 17, 33, 64, 600)
+ROWS = (1, 2, 17, 33, 600, 2048)
 dtypes = pytest.mark.parametrize("dtype", CPP_DTYPES, ids=str)
 
 
@@ -91,6 +93,14 @@ def test_a_row_has_the_same_bits_in_every_batch(library, dtype, quantization):
                     assert torch.equal(ours, expected[rows]), (outputs, inputs, rows)
 
 
+def test_instructions_for_tiles_compile(tmp_path):
+    flags = ["-march=native", "-mamx-tile", "-mamx-bf16"]
+    if not build.cpu_features() >= TARGETS["avx512-bf16"][1] or shutil.which("g++") is None:
+        pytest.skip("needs g++ and AVX-512 BF16")
+    sources = [Path(build.__file__).parent / name for name in ("layer_ops.cpp", "paged_attention.cpp")]
+    subprocess.run(["g++", *build.FLAGS, *flags, "-O0", "-fsyntax-only", *map(str, sources)], check=True, timeout=280)
+
+
 @dtypes
 def test_weights_of_8_bits(library, dtype):
     if not has_dtype(library, dtype):
@@ -119,6 +129,7 @@ def test_weights_of_8_bits(library, dtype):
 
 # Query heads, key-value heads, size of a head; the second has a group of five, and a size of no whole vector.
 HEADS = [(4, 4, 64), (5, 1, 40), (2, 2, 300)]
+# The last of them in reversed blocks.
 CUTS = {
     "tokens": [1] * 300,
     "pieces": [7, 1, 120, 1, 64, 40, 2, 65],
@@ -140,11 +151,11 @@ def test_a_token_has_the_same_bits_however_its_prompt_is_cut(library, dtype, hea
     qkv = drawn(dtype, 300, query_heads + 2 * kv_heads, dim)
     tables = torch.randperm(60, generator=torch.Generator().manual_seed(1)).tolist()
 
-    def attended(cut: list[int], beside: bool) -> torch.Tensor:
+    def attended(cut: list[int], beside: bool, reverse: bool = False) -> torch.Tensor:
         kv, outputs, start = PagedKV(60, 8, config, dtype, "cpu"), [], 0
         kv.tensor.fill_(torch.nan)
         for count in cut:
-            segments = [Segment([0] * count, start, tables[:38])]
+            segments = [Segment([0] * count, start, tables[:38], offset=3 * reverse, reverse=reverse)]
             parts = [qkv[start : start + count]]
             if beside:  # a decode and a prompt of others
                 segments += [Segment([0], 0, tables[38:39]), Segment([0] * 30, 0, tables[39:])]
@@ -161,7 +172,7 @@ def test_a_token_has_the_same_bits_however_its_prompt_is_cut(library, dtype, hea
     for name, cut in CUTS.items():
         if name == "tokens" and heads != HEADS[0]:
             continue  # the others have a long enough run of decodes in `pieces`
-        assert torch.equal(attended(cut, beside=name != "halves"), whole), name
+        assert torch.equal(attended(cut, beside=name != "halves", reverse=name == "all but the last"), whole), name
 
 
 def test_one_line_says_what_runs(caplog):

@@ -94,12 +94,6 @@ void finish(const Linear &c, int64_t panel, int64_t first, int64_t rows, Floats 
   }
 }
 
-template <typename T, typename W, int ROWS = kMaxRows>
-void multiply_rows(int rows, const Unit<T> *inputs, const W *weights, int64_t units, Floats (*sums)[kVectors]) {
-  if (rows == ROWS) return multiply<Unit<T>, W, ROWS, 1, ROWS>(inputs, weights, units, sums);
-  if constexpr (ROWS > 1) multiply_rows<T, W, ROWS - 1>(rows, inputs, weights, units, sums);
-}
-
 // Rows of a tile: all tiles have as many.
 struct Tiles {
   int64_t count;
@@ -131,7 +125,9 @@ template <typename T, typename W> void linear(const Linear &c) {
       const W *weights = (const W *)c.weights + panel * packed_units<T>(c.k) * kStep<Unit<T>, W>;
       for (int64_t t = block * per_block; t < std::min(tiles.count, (block + 1) * per_block); t++) {
         Floats sums[kMaxRows][kVectors] = {};
-        multiply_rows<T>(tiles.rows, packed + t * tile_size, weights, units, sums);
+        with_count<kMaxRows>(tiles.rows, [&](auto rows) {
+          multiply<rows>(packed + t * tile_size, 1, rows, weights, units, sums);
+        });
         finish<T>(c, panel, t * tiles.rows, std::min<int64_t>(tiles.rows, c.rows - t * tiles.rows), sums);
       }
     }
@@ -142,58 +138,7 @@ template <typename T, typename W> void linear(const Linear &c) {
 
 constexpr int64_t kTileBytes = 640 << 10; // inputs per task: they stay in the second-level cache
 constexpr int kChunk = 8;                 // of tiles of inputs: a panel's weights for so many stay in the first level
-constexpr int kTileSums = kTile * kTile;  // floats of a tile of sums
-
-// Adds one or two (PAIR) tiles of inputs times `steps` tiles of a panel to sums, [2][2][kTileSums]. inputs, others: their
-// first rows. ahead: weights that are fetched meanwhile, `lines` cache lines per step.
-template <bool PAIR>
-inline void add_tiles(const bfloat16 *inputs, const bfloat16 *others, int64_t pitch, const Pair *weights, int64_t steps,
-                      bool is_first, float *sums, const char *ahead, int64_t lines) {
-  if (is_first) {
-    SKIPJOIN_ZERO_TILE(0);
-    SKIPJOIN_ZERO_TILE(1);
-    if constexpr (PAIR) {
-      SKIPJOIN_ZERO_TILE(2);
-      SKIPJOIN_ZERO_TILE(3);
-    }
-  } else {
-    SKIPJOIN_LOAD_TILE(0, sums, 64);
-    SKIPJOIN_LOAD_TILE(1, sums + kTileSums, 64);
-    if constexpr (PAIR) {
-      SKIPJOIN_LOAD_TILE(2, sums + 2 * kTileSums, 64);
-      SKIPJOIN_LOAD_TILE(3, sums + 3 * kTileSums, 64);
-    }
-  }
-  for (int64_t s = 0; s < steps; s++, ahead += 64 * lines) {
-    const Pair *at = weights + s * kTilePairs * kPanel;
-    for (int64_t i = 0; i < lines; i++) __builtin_prefetch(ahead + 64 * i, 0, 2);
-    SKIPJOIN_LOAD_TILE(4, inputs + s * 2 * kTilePairs, pitch);
-    SKIPJOIN_LOAD_TILE(6, at, 4 * kPanel);
-    SKIPJOIN_MULTIPLY_TILES(0, 4, 6);
-    SKIPJOIN_LOAD_TILE(7, at + kTile, 4 * kPanel);
-    SKIPJOIN_MULTIPLY_TILES(1, 4, 7);
-    if constexpr (PAIR) {
-      SKIPJOIN_LOAD_TILE(5, others + s * 2 * kTilePairs, pitch);
-      SKIPJOIN_MULTIPLY_TILES(2, 5, 6);
-      SKIPJOIN_MULTIPLY_TILES(3, 5, 7);
-    }
-  }
-  SKIPJOIN_STORE_TILE(0, sums, 64);
-  SKIPJOIN_STORE_TILE(1, sums + kTileSums, 64);
-  if constexpr (PAIR) {
-    SKIPJOIN_STORE_TILE(2, sums + 2 * kTileSums, 64);
-    SKIPJOIN_STORE_TILE(3, sums + 3 * kTileSums, 64);
-  }
-}
-
-// Rows of sums as `finish` takes them.
-inline void finish_tile(const Linear &c, int64_t panel, int64_t first, int64_t skipped, int64_t rows,
-                        const float *sums) {
-  Floats values[kTile][kVectors];
-  for (int64_t r = skipped; r < rows; r++)
-    for (int v = 0; v < kVectors; v++) values[r - skipped][v] = load(sums + v * kTileSums + r * kTile);
-  finish<bfloat16>(c, panel, first + skipped, rows - skipped, values);
-}
+constexpr int kTileSums = 2 * kTile * kPanel; // floats that one or two tiles of inputs make
 
 int64_t tile_scratch(int64_t m, int64_t k) { return k % (2 * kTilePairs) ? m * packed_units<bfloat16>(k) * 4 : 0; }
 
@@ -218,9 +163,9 @@ void linear_by_tiles(const Linear &c) {
   auto *weights = (const Pair *)c.weights;
   std::atomic<int64_t> counter{0};
   skipjoin::run_on_pool(c.threads, [&](int) {
-    shape_tiles((int)rows);
+    shape_tiles(TileShapes((int)rows));
     thread_local std::vector<float> memory;
-    memory.resize(std::max<size_t>(memory.size(), per_block / 2 * 4 * kTileSums + kTile));
+    memory.resize(std::max<size_t>(memory.size(), per_block / 2 * kTileSums + kTile));
     auto *all = (float *)(((uintptr_t)memory.data() + 63) & ~(uintptr_t)63);
     // Each thread knows its next task before it begins one: the first weights of that are fetched meanwhile.
     int64_t next = counter++;
@@ -238,15 +183,16 @@ void linear_by_tiles(const Linear &c) {
           int64_t pass = (t - begin) / 2, count = std::min<int64_t>(2, end - t);
           const bfloat16 *in = x + first_row(t) * x_stride + s * 2 * kTilePairs;
           const bfloat16 *other = x + first_row(t + count - 1) * x_stride + s * 2 * kTilePairs;
-          float *sums = all + pass * 4 * kTileSums;
+          float *sums = all + pass * kTileSums;
           const char *ahead = (const char *)later + pass * 64 * lines * some;
           if (count == 2)
             add_tiles<true>(in, other, x_stride * 2, at, some, s == 0, sums, ahead, lines);
           else
             add_tiles<false>(in, other, x_stride * 2, at, some, s == 0, sums, ahead, lines);
           for (int64_t i = 0; is_last && i < count; i++) {
-            int64_t first = first_row(t + i);
-            finish_tile(c, panel, first, (t + i) * rows - first, rows, sums + i * 2 * kTileSums);
+            int64_t first = (t + i) * rows, skipped = first - first_row(t + i);
+            auto *own = (Floats(*)[kVectors])sums + i * kTile + skipped;
+            finish<bfloat16>(c, panel, first, rows - skipped, own);
           }
         }
       }

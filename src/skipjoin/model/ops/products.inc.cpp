@@ -76,15 +76,23 @@ template <typename In, typename W> SKIPJOIN_INLINE auto operand(const W *weights
     return lanes_of(weights, vector);
 }
 
+// A template's function for a number that is known at run time: calls work(std::integral_constant<int, count>()), for
+// count in [1, MOST].
+template <int MOST, typename Work> SKIPJOIN_INLINE void with_count(int64_t count, Work &&work) {
+  if (count == MOST) return work(std::integral_constant<int, MOST>());
+  if constexpr (MOST > 1) with_count<MOST - 1>(count, work);
+}
+
 // Numbers of type W per unit and panel.
 template <typename In, typename W>
 constexpr int kStep = std::is_same_v<In, Pair> && std::is_same_v<W, int8_t> ? 2 * kPanel : kPanel;
 
 constexpr int kAhead = 4096; // bytes of weights fetched ahead of use: about one memory latency
 
-// sums[ROWS][kVectors] += inputs times panel. The input of a row and unit is at row * ROW + unit * UNIT.
-template <typename In, typename W, int ROWS, int ROW, int UNIT>
-SKIPJOIN_INLINE void multiply(const In *inputs, const W *weights, int64_t units, Floats (*sums)[kVectors]) {
+// sums[ROWS][kVectors] += inputs times panel. The input of a row and unit is at row * row_step + unit * unit_step.
+template <int ROWS, typename In, typename W>
+SKIPJOIN_INLINE void multiply(const In *inputs, int64_t row_step, int64_t unit_step, const W *weights, int64_t units,
+                              Floats (*sums)[kVectors]) {
   constexpr int step = kStep<In, W>, bytes = step * sizeof(W);
   Floats acc[ROWS][kVectors];
 #pragma GCC unroll 16
@@ -99,7 +107,7 @@ SKIPJOIN_INLINE void multiply(const In *inputs, const W *weights, int64_t units,
     for (int v = 0; v < kVectors; v++) columns[v] = operand<In>(weights, v);
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; r++) {
-      auto input = splat(inputs[r * ROW + u * UNIT]);
+      auto input = splat(inputs[r * row_step + u * unit_step]);
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; v++) acc[r][v] = fma(input, columns[v], acc[r][v]);
     }

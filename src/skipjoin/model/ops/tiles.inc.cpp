@@ -22,35 +22,46 @@ namespace {
 constexpr int kTile = 16;      // rows, and columns
 constexpr int kTilePairs = 16; // in a row of a tile
 
+// Rows of each tile and their bytes, as the processor takes them.
+struct alignas(64) TileShapes {
+  uint8_t palette = 1, start = 0, reserved[14] = {};
+  uint16_t bytes[16] = {};
+  uint8_t rows[16] = {};
+
+  // Tiles 0 to 3 have sums and 4 and 5 inputs, of `count` rows; 6 and 7 have weights.
+  explicit TileShapes(int count) {
+    for (int i = 0; i < 8; i++) bytes[i] = 64, rows[i] = i < 6 ? count : kTile;
+  }
+};
+
 #if defined(SKIPJOIN_PLAIN_TILES)
 
 struct PlainTile {
   char rows[kTile][64];
 };
 thread_local PlainTile plain_tiles[8];
-thread_local int plain_rows[8];
+thread_local TileShapes plain_shapes(0);
 
 inline bool have_tiles() { return true; }
 
-// Tiles 0 to 3 have sums and 4 and 5 inputs, of `rows` rows; 6 and 7 have weights.
-inline void shape_tiles(int rows) {
-  for (int i = 0; i < 8; i++) plain_rows[i] = i < 6 ? rows : kTile;
-}
+inline void shape_tiles(const TileShapes &shapes) { plain_shapes = shapes; }
 
-inline void release_tiles() {}
+inline void release_tiles() { plain_shapes = TileShapes(0); }
 
 inline void zero_tile(int tile) { std::memset(&plain_tiles[tile], 0, sizeof(PlainTile)); }
 
 inline void load_tile(int tile, const void *from, int64_t pitch) {
-  for (int r = 0; r < plain_rows[tile]; r++) std::memcpy(plain_tiles[tile].rows[r], (const char *)from + r * pitch, 64);
+  for (int r = 0; r < plain_shapes.rows[tile]; r++)
+    std::memcpy(plain_tiles[tile].rows[r], (const char *)from + r * pitch, plain_shapes.bytes[tile]);
 }
 
 inline void store_tile(int tile, void *to, int64_t pitch) {
-  for (int r = 0; r < plain_rows[tile]; r++) std::memcpy((char *)to + r * pitch, plain_tiles[tile].rows[r], 64);
+  for (int r = 0; r < plain_shapes.rows[tile]; r++)
+    std::memcpy((char *)to + r * pitch, plain_tiles[tile].rows[r], plain_shapes.bytes[tile]);
 }
 
 inline void multiply_tiles(int to, int inputs, int columns) {
-  for (int r = 0; r < plain_rows[to]; r++) {
+  for (int r = 0; r < plain_shapes.rows[to]; r++) {
     Floats even{}, odd{}, sums;
     for (int k = 0; k < kTilePairs; k++) {
       Pair input;
@@ -80,15 +91,7 @@ inline bool have_tiles() {
   return granted;
 }
 
-struct alignas(64) TileShapes {
-  uint8_t palette = 1, start = 0, reserved[14] = {};
-  uint16_t bytes[16] = {};
-  uint8_t rows[16] = {};
-};
-
-inline void shape_tiles(int rows) {
-  TileShapes shapes;
-  for (int i = 0; i < 8; i++) shapes.bytes[i] = 64, shapes.rows[i] = i < 6 ? rows : kTile; // as above
+inline void shape_tiles(const TileShapes &shapes) {
   // The compiler's intrinsic reads only eight bytes as far as some optimisers know.
   asm volatile("ldtilecfg %0" ::"m"(shapes));
 }
@@ -103,6 +106,52 @@ inline void release_tiles() { asm volatile("tilerelease" ::: "memory"); }
 #define SKIPJOIN_MULTIPLY_TILES(sums, inputs, weights) _tile_dpbf16ps(sums, inputs, weights)
 
 #endif
+
+// Adds one or two (PAIR) tiles of inputs, `pitch` bytes from row to row, times `steps` tiles of a panel to
+// sums[2 * kTile][kPanel]. inputs, others: their first rows. ahead: weights that are fetched meanwhile, `lines` cache
+// lines per step.
+template <bool PAIR>
+inline void add_tiles(const void *inputs, const void *others, int64_t pitch, const Pair *weights, int64_t steps,
+                      bool is_first, float *sums, const char *ahead = nullptr, int64_t lines = 0) {
+  static_assert(kVectors == 2 && kLanes == kTile);
+  constexpr int64_t row = 4 * kPanel;
+  float *below = sums + kTile * kPanel;
+  if (is_first) {
+    SKIPJOIN_ZERO_TILE(0);
+    SKIPJOIN_ZERO_TILE(1);
+    if constexpr (PAIR) {
+      SKIPJOIN_ZERO_TILE(2);
+      SKIPJOIN_ZERO_TILE(3);
+    }
+  } else {
+    SKIPJOIN_LOAD_TILE(0, sums, row);
+    SKIPJOIN_LOAD_TILE(1, sums + kTile, row);
+    if constexpr (PAIR) {
+      SKIPJOIN_LOAD_TILE(2, below, row);
+      SKIPJOIN_LOAD_TILE(3, below + kTile, row);
+    }
+  }
+  for (int64_t s = 0; s < steps; s++, ahead += 64 * lines) {
+    const Pair *at = weights + s * kTilePairs * kPanel;
+    for (int64_t i = 0; i < lines; i++) __builtin_prefetch(ahead + 64 * i, 0, 2);
+    SKIPJOIN_LOAD_TILE(4, (const Pair *)inputs + s * kTilePairs, pitch);
+    SKIPJOIN_LOAD_TILE(6, at, row);
+    SKIPJOIN_MULTIPLY_TILES(0, 4, 6);
+    SKIPJOIN_LOAD_TILE(7, at + kTile, row);
+    SKIPJOIN_MULTIPLY_TILES(1, 4, 7);
+    if constexpr (PAIR) {
+      SKIPJOIN_LOAD_TILE(5, (const Pair *)others + s * kTilePairs, pitch);
+      SKIPJOIN_MULTIPLY_TILES(2, 5, 6);
+      SKIPJOIN_MULTIPLY_TILES(3, 5, 7);
+    }
+  }
+  SKIPJOIN_STORE_TILE(0, sums, row);
+  SKIPJOIN_STORE_TILE(1, sums + kTile, row);
+  if constexpr (PAIR) {
+    SKIPJOIN_STORE_TILE(2, below, row);
+    SKIPJOIN_STORE_TILE(3, below + kTile, row);
+  }
+}
 
 } // namespace
 

@@ -181,7 +181,7 @@ def host_seconds(executor: Executor, cost: CostModel) -> float:
 def profile_of(executor: ModelExecutor, config: ModelConfig, dtype: str, seconds: float) -> Profile:
     """Of the pipeline as it is now."""
     host_s = host_seconds(executor, WARM)
-    key = ProfileKey("random", "-", "cpu", "-", 1, dtype, "auto", "-", 1, STAGES, "-")
+    key = ProfileKey("random", "-", "cpu", "-", 1, dtype, "auto", "-", "-", 1, STAGES, "-")
     limits = Limits(MAX_TOKENS, MOST_REQUESTS, LONGEST, DEVICE_BLOCKS * BLOCK_SIZE)
     return measure_profile(
         executor, config, key, limits, Effort(seconds, 0.02), host_s=host_s, on_progress=lambda what, share: None

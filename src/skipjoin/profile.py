@@ -27,7 +27,7 @@ except ImportError:  # not on Windows
     fcntl = None  # type: ignore[assignment]
 
 # Incremented when older files can no longer be read.
-FORMAT = 4
+FORMAT = 5
 # Environment variable with the folder of cached profiles.
 CACHE_VARIABLE = "SKIPJOIN_PROFILE_CACHE"
 
@@ -42,7 +42,8 @@ class ProfileKey:
     model: a name for messages, not part of the identity. shape: a hash of the model's configuration, so that a renamed
     folder or other weights of the same shape find their profile. device_kind: cpu or cuda. device: model name of the
     CPU or GPU. threads: CPU threads of the model. swap_dtype: of KV on the host, auto or int8. attention: the attention
-    back end. tp, pp: tensor and pipeline parallelism. version: of Skipjoin.
+    back end. operators: what the other operations run on, such as amx, avx512-bf16, torch or triton. tp, pp: tensor and
+    pipeline parallelism. version: of Skipjoin.
     """
 
     model: str
@@ -53,6 +54,7 @@ class ProfileKey:
     dtype: str
     swap_dtype: str
     attention: str
+    operators: str
     tp: int
     pp: int
     version: str

@@ -374,7 +374,7 @@ def test_kv_of_8_bits_needs_a_host_pool() -> None:
 
 def test_the_host_pool_of_a_profile_is_as_large_as_its_kv_pool(tmp_path: Path) -> None:
     profile = Profile(
-        key=ProfileKey("a/model", "0123", "cpu", "Some CPU", 2, "float32", "auto", "torch", 1, 1, "0.1.0"),
+        key=ProfileKey("a/model", "0123", "cpu", "Some CPU", 2, "float32", "auto", "torch", "torch", 1, 1, "0.1.0"),
         cost=LinearCost(1e-3, 2e-5),
         transfer_out=Transfer(7e-5, 6e-6),
         transfer_in=Transfer(5e-5, 4e-6),

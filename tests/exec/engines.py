@@ -48,9 +48,9 @@ BLOCK_SIZE = 4
 
 
 @cache
-def tiny_model(family: str, attention: str = "auto") -> CausalLM:
+def tiny_model(family: str, attention: str = "auto", quantization: str = "none") -> CausalLM:
     """A model of the family with random float32 weights, large enough that logits differ."""
-    return random_model(CONFIGS[family], seed=3, attention=attention)
+    return random_model(CONFIGS[family], seed=3, attention=attention, quantization=quantization)
 
 
 class Rotating(Callbacks):

@@ -29,6 +29,7 @@ from skipjoin.core.request import Request
 from skipjoin.core.scheduler import Scheduler
 from skipjoin.core.step import Direction, Move
 from skipjoin.exec.local import LocalExecutor
+from skipjoin.model.ops.build import load_library
 from skipjoin.policies.cost import LinearCost
 from skipjoin.policies.eviction import Recompute
 from skipjoin.recipes import Settings, build
@@ -142,11 +143,13 @@ EXPECTED = {
 FEWEST = 3
 
 
-def forced(case: str, family: str, attention: str = "auto") -> tuple[EngineCore, LocalExecutor]:
+def forced(
+    case: str, family: str, attention: str = "auto", quantization: str = "none"
+) -> tuple[EngineCore, LocalExecutor]:
     """The engine of a case."""
     options = dict(FORCED[case])
     fails = options.pop("fails", lambda: lambda move: False)
-    return engine(tiny_model(family, attention), options.pop("eviction")(), fails=fails(), **options)
+    return engine(tiny_model(family, attention, quantization), options.pop("eviction")(), fails=fails(), **options)
 
 
 def happened(events: list[Event]) -> Counter[object]:
@@ -179,12 +182,16 @@ def happened(events: list[Event]) -> Counter[object]:
 
 @cache
 def outputs_alone(
-    family: str, eos: int | None = None, common: Sequence[int] = (), attention: str = "auto"
+    family: str,
+    eos: int | None = None,
+    common: Sequence[int] = (),
+    attention: str = "auto",
+    quantization: str = "none",
 ) -> list[list[int]]:
     """Each request's output when it has an engine of its own."""
     outputs = []
     for request in mixed_requests(eos, common):
-        run(*engine(tiny_model(family, attention), Recompute(), device_blocks=60), [request])
+        run(*engine(tiny_model(family, attention, quantization), Recompute(), device_blocks=60), [request])
         outputs.append(request.output)
     return outputs
 
@@ -203,6 +210,16 @@ def test_tokens_are_those_of_a_request_alone(turn: int, case: str) -> None:
     assert outputs(requests) == outputs_alone(family)
     found = happened(events)
     assert all(found[what] >= FEWEST for what in EXPECTED.get(case, ())), found
+
+
+@pytest.mark.skipif(load_library() is None, reason="no compiler")
+@pytest.mark.parametrize("case", ["dropped at every step", "parts moved beside", "overlapped, swapped, chunks"])
+def test_tokens_are_those_of_a_request_alone_with_weights_of_8_bits(case: str) -> None:
+    requests = mixed_requests()
+    found = happened(run(*forced(case, "llama", quantization="int8"), requests))
+    assert outputs(requests) == outputs_alone("llama", quantization="int8")
+    assert all(found[what] >= FEWEST for what in EXPECTED[case]), found
+    assert outputs(requests) != outputs_alone("llama")  # the weights are not those of the other tests
 
 
 @pytest.mark.parametrize("case", FORCED)

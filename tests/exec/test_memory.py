@@ -173,7 +173,19 @@ def test_the_pool_gets_what_steps_and_others_leave(monkeypatch: pytest.MonkeyPat
 
 def parts(weights_gib: float, kind: str = "cuda") -> RankSpec:
     return RankSpec(
-        0, int(weights_gib * GIB), 2 << 20, 2 << 20, 4096, "bfloat16", "auto", 2, kind, "some device", "torch", 1
+        0,
+        int(weights_gib * GIB),
+        2 << 20,
+        2 << 20,
+        4096,
+        "bfloat16",
+        "auto",
+        2,
+        kind,
+        "some device",
+        "torch",
+        "torch",
+        1,
     )
 
 

@@ -24,7 +24,7 @@ from skipjoin.model.batch import PackedBatch, Segment
 from skipjoin.model.config import ModelConfig
 from skipjoin.model.kv_cache import PagedKV
 from skipjoin.model.loader import random_model
-from skipjoin.model.ops import build
+from skipjoin.model.ops import build, choice
 from skipjoin.model.ops.check import check_ops, rows_are_independent
 from skipjoin.model.ops.cpp_ops import CPP_DTYPES, CppOps, has_dtype
 from skipjoin.model.ops.torch_ops import TorchOps
@@ -62,7 +62,7 @@ def drawn(dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:
 
 @dtypes
 def test_results_are_right(library, dtype):
-    ops = CppOps(library, dtype)
+    ops = CppOps(library, dtype, way="tiles")
     assert has_dtype(library, dtype) == (dtype != torch.float16 or build.path_of(library) != "generic")
     if has_dtype(library, dtype):
         assert check_ops(ops, dtype)
@@ -74,7 +74,7 @@ def test_results_are_right(library, dtype):
 def test_a_row_has_the_same_bits_in_every_batch(library, dtype, quantization):
     if not has_dtype(library, dtype):
         pytest.skip("this processor does not convert the type")
-    ops, most = CppOps(library, dtype, quantization), max(ROWS)
+    ops, most = CppOps(library, dtype, quantization, way="tiles"), max(ROWS)
     for outputs, inputs in ((96, 128), (70, 33)):
         x, weight = drawn(dtype, most, inputs), drawn(dtype, 2 * outputs, inputs, seed=1)
         bias, total = drawn(dtype, 2 * outputs, seed=2), drawn(dtype, most, 2 * outputs, seed=3)
@@ -91,6 +91,37 @@ def test_a_row_has_the_same_bits_in_every_batch(library, dtype, quantization):
                 rows = slice(first, first + count)
                 for ours, expected in zip(results(rows), together, strict=True):
                     assert torch.equal(ours, expected[rows]), (outputs, inputs, rows)
+
+
+def residue(linear, x: torch.Tensor) -> torch.Tensor:
+    """What a product's rounding to its type leaves of its sums: their last bits."""
+    total = -linear(x)
+    linear.add_to(x, total)
+    return total
+
+
+def test_a_weight_keeps_the_faster_way(library, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    dtype, weights = torch.bfloat16, [drawn(torch.bfloat16, n, 96, seed=n) for n in (64, 70)]
+    x, asked = drawn(dtype, 40, 96), []
+
+    def faster(seconds):
+        asked.append(all(seconds(way, 16) > 0 for way in choice.WAYS))
+        return "tiles" if len(asked) == 1 else "vectors"
+
+    def residues(ways: tuple[str | None, ...]) -> list[torch.Tensor]:
+        pairs = zip(weights, ways, strict=True)
+        return [residue(CppOps(library, dtype, way=way).linear(weight, None), x) for weight, way in pairs]
+
+    monkeypatch.setattr(choice, "faster", faster)
+    expected, others = residues(("tiles", "vectors")), residues(("vectors", "tiles"))
+    for _ in range(2):  # the second time from the file
+        assert all(map(torch.equal, residues((None, None)), expected))
+    has_tiles = build.path_of(library) == "amx"
+    assert asked == [True, True] * has_tiles
+    assert [file.name.split("-")[1] for file in (tmp_path / "skipjoin").glob("*.json")] == ["amx"] * has_tiles
+    # The ways differ, so that this says something.
+    assert any(map(torch.equal, others, expected)) is not has_tiles
 
 
 def test_instructions_for_tiles_compile(tmp_path):

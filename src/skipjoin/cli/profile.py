@@ -85,7 +85,8 @@ def _print(found: Profile, path: Path) -> None:
     key, cost, errors = found.key, found.cost, found.errors
     parallel = "" if key.tp == key.pp == 1 else f", tp {key.tp}, pp {key.pp}"
     table = Table(
-        title=f"{key.model}, {key.dtype}, {key.attention} attention{parallel}\n{key.device}", show_header=False
+        title=f"{key.model}, {key.dtype}, {key.attention} attention on {key.operators}{parallel}\n{key.device}",
+        show_header=False,
     )
     rows = [
         ("every step", f"{cost.floor * 1e3:.3f} ms"),

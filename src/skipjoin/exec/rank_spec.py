@@ -50,6 +50,7 @@ class RankSpec(NamedTuple):
     device_kind: str
     device: str
     attention: str
+    operators: str
     threads: int
 
 
@@ -120,6 +121,7 @@ def rank_spec_of(model: CausalLM, block_size: int, threads: int, swap_dtype: str
         device_kind=model.device.type,
         device=torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else cpu_name(),
         attention=model.attention.name,
+        operators=model.ops.path,
         threads=threads,
     )
 

@@ -206,8 +206,8 @@ def _compiled(dtype: torch.dtype) -> ctypes.CDLL | None:
 
 
 def _passes(library: ctypes.CDLL, dtype: torch.dtype) -> bool:
-    ops = CppOps(library, dtype)
-    is_right = check_ops(ops, dtype) and rows_are_independent(ops, dtype)
+    each_way = (CppOps(library, dtype, way=way) for way in CppOps(library, dtype).ways())
+    is_right = all(check_ops(ops, dtype) and rows_are_independent(ops, dtype) for ops in each_way)
     return is_right and check_attention(CppAttention(library), dtype)
 
 

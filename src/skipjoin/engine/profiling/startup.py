@@ -119,7 +119,7 @@ def _check_profile(profile: Profile, key: ProfileKey, name: str) -> None:
             if field == "shape":
                 theirs, ours = profile.key.model, f"{key.model}, which has another shape"
             raise ConfigError(f"profile {name} is of {what} {theirs}, but the engine runs {ours}")
-    for field in ("device", "threads", "swap_dtype", "attention", "tp", "pp"):
+    for field in ("device", "threads", "swap_dtype", "attention", "operators", "tp", "pp"):
         theirs, ours = getattr(profile.key, field), getattr(key, field)
         if theirs != ours:
             _log.warning("profile %s was measured with %s %s, but the engine uses %s", name, field, theirs, ours)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import time
 from ctypes import c_float, c_int64, c_void_p
+from pathlib import Path
 
 import torch
 
 from skipjoin.model.large_pages import Arena
 from skipjoin.model.ops.base import Norm
+from skipjoin.model.ops.build import path_of
+from skipjoin.model.ops.choice import WAYS, Choices
 from skipjoin.model.ops.threads import share_between, threads_here
 from skipjoin.model.ops.torch_ops import ACTIVATIONS, TorchLayerNorm, TorchRMSNorm
 
@@ -26,12 +30,14 @@ class _Linear(ctypes.Structure):
     _fields_ = (
         ("x", _P), ("x_stride", _I), ("rows", _I), ("weights", _P), ("bias", _P), ("scales", _P), ("n", _I), ("k", _I),
         ("out", _P), ("gated", _I), ("add", _I), ("activation", _I), ("scratch", _P), ("threads", _I),
+        ("way", _I),
     )  # fmt: skip
 
 
 _SIGNATURES = {
     "skipjoin_has_float16": ([], c_int64),
     "skipjoin_panel": ([], c_int64),
+    "skipjoin_has_tiles": ([_I, _I], c_int64),
     "skipjoin_linear_bytes": ([], c_int64),
     "skipjoin_scratch_bytes": ([_I] * 4, c_int64),
     "skipjoin_packed_bytes": ([_I] * 5, c_int64),
@@ -51,15 +57,21 @@ class CppOps:
 
     name = "cpp"
 
-    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, quantization: str = "none") -> None:
+    def __init__(
+        self, library: ctypes.CDLL, dtype: torch.dtype, quantization: str = "none", way: str | None = None
+    ) -> None:
+        """way: one of `WAYS`, for all weights where the library has it; None: the faster one for each shape."""
         for name, (arguments, result) in _SIGNATURES.items():
             getattr(library, name).argtypes = arguments
             getattr(library, name).restype = result
         if library.skipjoin_linear_bytes() != ctypes.sizeof(_Linear):
             raise OSError("the compiled operations have another version")
-        self.library = library
+        self.library, self.path = library, path_of(library)
         self.quantization = quantization
         self.type = CPP_DTYPES.index(dtype)
+        self._way = way
+        # The library's name depends on its sources and the processor.
+        self._choices = Choices(f"{self.path}-{Path(library._name).stem}")
         self.arena = Arena()
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
@@ -74,6 +86,17 @@ class CppOps:
         if needed > self._scratch.numel():
             self._scratch = torch.empty(needed, dtype=torch.uint8)
         return self._scratch.data_ptr()
+
+    def ways(self) -> tuple[str, ...]:
+        """Those of `WAYS` that a product of these weights can be made in."""
+        has_tiles = self.library.skipjoin_has_tiles(self.type, int(self.quantization == "int8"))
+        return WAYS if has_tiles else WAYS[:1]
+
+    def way(self, linear: CppLinear) -> str:
+        """The way that serves a new product for good."""
+        if len(ways := self.ways()) == 1:
+            return ways[0]
+        return self._way or self._choices.way(linear.shape(), linear.seconds)
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None = None) -> CppLinear:
         return CppLinear(self, weight, bias, activation, gated=False)
@@ -130,6 +153,23 @@ class CppLinear:
         )  # fmt: skip
         self._bias = None if bias is None else _in_panels(bias.float(), gated, panel)
         self.weight_bytes = packed_bytes + sum(x.nbytes for x in (self._bias, self._scales) if x is not None)
+        self._dtype, self._way = weight.dtype, 0
+        self._way = WAYS.index(ops.way(self))
+
+    def shape(self) -> str:
+        """What the time of a product depends on, besides its rows."""
+        gated = " gated" * self._gated
+        return f"{self._n} x {self._k}{gated}, {str(self._dtype).removeprefix('torch.')}, threads {threads_here()}"
+
+    def seconds(self, way: str, rows: int) -> float:
+        """Of one product of so many rows, in one of `WAYS`."""
+        before, self._way = self._way, WAYS.index(way)
+        x = torch.ones(rows, self._k, dtype=self._dtype)
+        begin = time.perf_counter()
+        self(x)
+        taken = time.perf_counter() - begin
+        self._way = before
+        return taken
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         out = torch.empty((x.shape[0], self._n // 2 if self._gated else self._n), dtype=x.dtype)
@@ -145,7 +185,7 @@ class CppLinear:
         call = _Linear(
             x.data_ptr(), x.stride(0), m, self._packed.data_ptr(), _address(self._bias), _address(self._scales),
             self._n, self._k, out.data_ptr(), self._gated, add, self._activation, ops.scratch(m, self._k, threads),
-            threads,
+            threads, self._way,
         )  # fmt: skip
         ops.library.skipjoin_linear(ops.type, call)
 

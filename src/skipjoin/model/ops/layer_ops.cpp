@@ -36,8 +36,11 @@ struct Linear {
   void *out; // [rows, n], or [rows, n / 2] if gated
   int64_t gated, add, activation;
   void *scratch;
-  int64_t threads;
+  int64_t threads, way; // see `Way`
 };
+
+// How a product is made. A weight has one for good: sums of tiles are rounded differently.
+enum Way { kByVectors, kByTiles };
 
 // Units of the inputs in packed weights: whole tiles where there are tiles.
 template <typename T> int64_t packed_units(int64_t k) {
@@ -318,6 +321,9 @@ const char *skipjoin_path() {
 
 int64_t skipjoin_has_float16() { return kHasHalf; }
 
+// Whether products of this type may be made by tiles. quantized: with weights of 8 bits.
+int64_t skipjoin_has_tiles(int64_t type, int64_t quantized) { return type == kBfloat16 && !quantized && have_tiles(); }
+
 // Columns of a panel.
 int64_t skipjoin_panel() { return kPanel; }
 
@@ -357,8 +363,7 @@ int64_t skipjoin_linear_bytes() { return sizeof(Linear); }
 
 void skipjoin_linear(int64_t type, const Linear *call) {
 #ifdef SKIPJOIN_TILES
-  // A weight has one path for good: sums of tiles are rounded differently.
-  if (type == kBfloat16 && !call->scales && have_tiles()) return linear_by_tiles(*call);
+  if (call->way == kByTiles && skipjoin_has_tiles(type, call->scales != nullptr)) return linear_by_tiles(*call);
 #endif
   with_type(type, [&](auto t) {
     using T = decltype(t);

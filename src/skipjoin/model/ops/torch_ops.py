@@ -89,7 +89,7 @@ class TorchLayerNorm:
 class TorchOps:
     """See `LayerOps`."""
 
-    name = "torch"
+    name = path = "torch"
     quantization = "none"
 
     def use_threads(self, count: int) -> None:

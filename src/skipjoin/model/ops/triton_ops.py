@@ -15,7 +15,7 @@ from skipjoin.model.ops.torch_ops import TorchActivatedLinear, TorchLinear, Torc
 class TritonOps(TorchOps):
     """See `LayerOps`. Kernels are launched on the current CUDA device. Rows wider than `MAX_WIDTH` use torch."""
 
-    name = "triton"
+    name = path = "triton"
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None = None) -> TorchLinear:
         return TorchLinear(weight, bias) if activation is None else TritonActivatedLinear(weight, bias, activation)

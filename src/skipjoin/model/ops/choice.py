@@ -1,0 +1,93 @@
+"""Which of a library's ways to multiply serves a weight: measured once per shape, and kept in the user's cache.
+
+The ways round differently, so a weight keeps the one that it got; so do later processes, while the file is there.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from skipjoin.durable import is_sealed, sealed, write_durably
+from skipjoin.folders import cache_folder
+
+try:
+    import fcntl
+except ImportError:  # not on Windows
+    fcntl = None  # type: ignore[assignment]
+
+_log = logging.getLogger(__name__)
+
+# By number, as in layer_ops.cpp.
+WAYS = ("vectors", "tiles")
+# A decode, a batch of decodes, a prompt's chunk: the way with the smaller product of times serves all of them.
+ROWS = (1, 16, 128)
+_RUNS = 3
+_SEAL_BYTES = len(sealed(b""))
+
+
+class Choices:
+    """The ways of one library by shape. name: of the library and its path, for the file."""
+
+    def __init__(self, name: str) -> None:
+        self._path = cache_folder() / f"products-{name}.json"
+        self._known: dict[str, str] = {}
+
+    def way(self, shape: str, seconds: Callable[[str, int], float]) -> str:
+        """One of `WAYS` for this shape. seconds(way, rows): measures one product; called if the shape is not known."""
+        if shape not in self._known:
+            with self._alone():
+                self._known = self._read() | self._known
+                if shape not in self._known:
+                    self._known[shape] = faster(seconds)
+                    self._write()
+        return self._known[shape]
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Processes that start together agree: one measures, the others read. Where files cannot be locked, each
+        measures."""
+        try:
+            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            lock = self._path.with_suffix(".lock").open("w")
+        except OSError:
+            yield
+            return
+        with lock:
+            if fcntl is not None:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+    def _read(self) -> dict[str, str]:
+        try:
+            content = self._path.read_bytes()
+        except OSError:
+            return {}
+        found = json.loads(content[:-_SEAL_BYTES]) if is_sealed(content) else None
+        if not isinstance(found, dict) or not set(found.values()) <= set(WAYS):
+            _log.warning("%s is damaged: the ways to multiply are measured again", self._path)
+            return {}
+        return found
+
+    def _write(self) -> None:
+        try:
+            write_durably(self._path, sealed(json.dumps(self._known, indent=1).encode()))
+        except OSError as error:
+            _log.warning(
+                "%s cannot be written: the next start measures the ways to multiply again, and may choose others, "
+                "which round differently: %s", self._path, error,
+            )  # fmt: skip
+
+
+def faster(seconds: Callable[[str, int], float]) -> str:
+    """The way whose times have the smaller product. They take turns, and the least of some runs counts: what else runs
+    on the machine only ever adds."""
+    least = {(way, rows): math.inf for rows in ROWS for way in WAYS}
+    for rows in ROWS:
+        for _ in range(_RUNS):
+            for way in WAYS:
+                least[way, rows] = min(least[way, rows], seconds(way, rows))
+    return min(WAYS, key=lambda way: math.prod(least[way, rows] for rows in ROWS))

@@ -43,14 +43,18 @@ class Case:
     @property
     def name(self) -> str:
         start, length = self.mix[0]
-        return f"{self.kind} {self.model} {len(self.mix)} x {length} after {start}"
+        last = self.mix[-1][0]
+        return f"{self.kind} {self.model} {len(self.mix)} x {length} after {start}" + (
+            f" to {last}" if last != start else ""
+        )
 
 
 def decode_cases(models: Sequence[str] = tuple(MODELS)) -> list[Case]:
-    """Batches of decodes of equal contexts, and one of very different ones."""
+    """Batches of decodes of equal contexts, of very different ones, and of one long context among short ones."""
     sizes = ((1, 1024), (16, 1024), (64, 1024), (256, 1024), (64, 4096))
     cases = [Case("decode", model, ((context - 1, 1),) * count) for model in models for count, context in sizes]
-    return cases + [Case("decode", model, tuple((16 + 31 * i, 1) for i in range(128))) for model in models]
+    uneven = (tuple((16 + 31 * i, 1) for i in range(128)), ((32_767, 1), *((511, 1),) * 63))
+    return cases + [Case("decode", model, mix) for model in models for mix in uneven]
 
 
 def prefill_cases(models: Sequence[str] = tuple(MODELS)) -> list[Case]:
@@ -89,7 +93,7 @@ class _Work:
         self.packed = torch.randn(self.batch.num_tokens, width, self.dim, device=device, dtype=self.dtype)
         self.fresh = self.packed.clone()
         self.qkv = self.packed.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
-        angles = torch.rand(16384, self.dim // 2, device=device)
+        angles = torch.rand(32768, self.dim // 2, device=device)
         self.cos_sin = torch.cat([angles.cos(), angles.sin()], dim=-1) if rotates else None
         self.scale = self.dim**-0.5
         self.kv_bytes = sum(s + n for s, n in case.mix) * 2 * self.kv_heads * self.dim * self.dtype.itemsize
@@ -246,7 +250,7 @@ def _matmul_rate(device: str) -> float:
 
 def _config(heads: int, kv_heads: int, dim: int, layers: int) -> ModelConfig:
     sizes = {"hidden_size": heads * dim, "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": dim}
-    sizes |= {"num_hidden_layers": layers, "vocab_size": 8, "intermediate_size": 8, "max_position_embeddings": 16384}
+    sizes |= {"num_hidden_layers": layers, "vocab_size": 8, "intermediate_size": 8, "max_position_embeddings": 32768}
     return ModelConfig.from_dict({"model_type": "llama", **sizes})
 
 

@@ -67,7 +67,7 @@ class Varied(TunedTable):
 
 def replace_kernels() -> None:
     for module, *names in (
-        (decode_attention, "_decode", "_reduce"),
+        (decode_attention, "_share_out", "_decode", "_reduce"),
         (prefill_attention, "_prefill"),
         (kv_write, "_kv_write"),
         (norms, "norm_kernel"),

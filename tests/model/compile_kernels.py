@@ -1,8 +1,8 @@
 """Compiles the kernels of attention and products for a card that need not be there, with a back end's arguments.
 
 python compile_kernels.py [--every] 90:bfloat16:llama-8b,opt-13b ... (capability, type, shapes) prints a line per
-kernel, after --every one per config, and ends with an error if a kernel of decodes spills or is not pipelined. A name
-after the shapes, as in 90:bfloat16:opt-13b:decode, chooses the kernels. In a process without TRITON_INTERPRET.
+kernel, after --every one per config, and ends with an error if one spills or a kernel of decodes is not pipelined. A
+name after the shapes, as in 90:bfloat16:opt-13b:decode, chooses the kernels. In a process without TRITON_INTERPRET.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ _TYPES = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
     torch.int64: "*i64",
+    torch.int32: "*i32",
 }
 BLOCK_SIZE = 16
 _MOST_SPLITS = 64
@@ -82,6 +83,7 @@ def recorded() -> dict[str, Recorder]:
     found = {}
     for module, name in (
         (kv_write, "_kv_write"),
+        (decode_attention, "_share_out"),
         (decode_attention, "_decode"),
         (decode_attention, "_reduce"),
         (prefill_attention, "_prefill"),
@@ -98,17 +100,17 @@ def compiled(
 ) -> Iterator[tuple[str, dict, Any]]:
     """(kernel, config, what the compiler made) for the first or for every config. only: what the kernels' names begin
     with."""
-    for name, config, kernel in _calls(dtype, shape, every):
+    for name, config, kernel in _calls(dtype, shape, every, wgmma=capability // 10 == 9):
         if name.startswith(only):
             yield name, config, kernel.compile(capability)
         kernel.calls.clear()
 
 
-def _calls(dtype: torch.dtype, shape: str, every: bool) -> Iterator[tuple[str, dict, Recorder]]:
+def _calls(dtype: torch.dtype, shape: str, every: bool, wgmma: bool) -> Iterator[tuple[str, dict, Recorder]]:
     """(kernel, config, the recorded call)"""
     heads, kv_heads, dim, rotary = SHAPES[shape]
     kernels, group, itemsize = recorded(), heads // kv_heads, dtype.itemsize
-    segments = [Segment([0] * 16, 0, list(range(16))), Segment([0], 40, list(range(16)))]
+    segments = [Segment([0] * 16, 0, list(range(16))), Segment([0], 40, list(range(32)))]
     batch = PackedBatch.build(segments, BLOCK_SIZE)
     cache = torch.empty((32, 4, 2, kv_heads, BLOCK_SIZE, dim), dtype=dtype)
     keys, values = cache[:, 0, 0].transpose(1, 2), cache[:, 0, 1].transpose(1, 2)
@@ -118,15 +120,17 @@ def _calls(dtype: torch.dtype, shape: str, every: bool) -> Iterator[tuple[str, d
     cos_sin = torch.empty((32, rotary)) if rotary else None
     kv_write.kv_write(query, key, value, keys, values, batch.slots, batch.positions, cos_sin)
     yield "kv_write", {}, kernels["_kv_write"]
+    for segments in (None, torch.ones(1, dtype=torch.int64)):
+        work = decode_attention.share_out(batch, segments, window=0)
+    yield "share_out", {}, kernels["_share_out"]
     for config in decode_configs(group, dim, itemsize)[: None if every else 1]:
-        for splits in (1, _MOST_SPLITS):
-            decode_attention.decode_attention(out, query, keys, values, batch, splits=splits, config=config, **options)
-            if splits == 1 or not every:
-                yield f"decode/{splits}", config, kernels["_decode"]
-            kernels["_decode"].calls.clear()
+        decode_attention.decode_attention(
+            out, query, keys, values, batch.block_tables, work, scale=0.1, processors=132, config=config
+        )
+        yield "decode", config, kernels["_decode"]
     yield "reduce", {}, kernels["_reduce"]
     tiles = torch.zeros((4, 2), dtype=torch.int64)
-    for config in prefill_configs(group, dim, itemsize, 4096)[: None if every else 1]:
+    for config in prefill_configs(group, dim, itemsize, 4096, wgmma=wgmma)[: None if every else 1]:
         prefill_attention.prefill_attention(out, query, keys, values, batch, tiles, config=config, **options)
         yield "prefill", config, kernels["_prefill"]
     weight = torch.empty((1024, heads * dim), dtype=dtype)
@@ -148,12 +152,13 @@ def dumped(kernel: Any) -> tuple[str, str]:
 
 
 def loops(sass: str) -> Iterator[list[str]]:
-    """The instructions of each loop, those of the loops within it included."""
+    """The instructions of each loop that has no other within it."""
     code = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", sass)]
-    for end, text in code:
-        branch = re.search(r"\bBRA(?:\.U)? .*?0x([0-9a-f]+)", text)
-        if branch and int(branch[1], 16) < end:
-            yield [text for at, text in code if int(branch[1], 16) <= at <= end]
+    branches = [(re.search(r"\bBRA(?:\.U)? .*?0x([0-9a-f]+)", text), end) for end, text in code]
+    found = [(int(to[1], 16), end) for to, end in branches if to and int(to[1], 16) < end]
+    for begin, end in found:
+        if not any(begin <= first and last <= end and (first, last) != (begin, end) for first, last in found):
+            yield [text for at, text in code if begin <= at <= end]
 
 
 def in_flight(sass: str) -> int:
@@ -169,15 +174,14 @@ def in_flight(sass: str) -> int:
 
 
 def check(name: str, config: dict[str, int], kernel: Any) -> None:
-    """Raise AssertionError for a kernel that spills, or a decode kernel that waits for each copy in turn."""
+    """Raise AssertionError for a kernel that spills, or a kernel of decodes or products that waits for each copy in
+    turn."""
     usage, sass = dumped(kernel)
     stack = re.search(r"STACK:(\d+)", usage)[1]
-    if name == "prefill":  # its larger tiles spill; see docs/gpu.md
-        return
     spills = stack != "0" or re.search(r"\b(LDL|STL)\b", sass)
     assert not spills, f"{name} {config} has {stack} bytes on its stack"
     if name.startswith(("decode", "product")) and config["STAGES"] >= _PIPELINED:
-        loop = kernel.asm["ttgir"].split("scf.for", 1)[1].split("scf.yield", 1)[0]
+        loop = kernel.asm["ttgir"].rsplit("scf.for", 1)[1].split("scf.yield", 1)[0]
         waits = [int(n) for n in re.findall(r"async_wait .*?num = (\d+)", loop)]
         assert min(waits, default=0) >= 1, f"{name} {config} waits for all copies but {waits} in its loop"
         assert in_flight(sass) >= _LEAST_IN_FLIGHT, f"{name} {config} has {in_flight(sass)} copies in flight"

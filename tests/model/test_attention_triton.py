@@ -15,6 +15,7 @@ import torch
 from attention_cases import SCALE, Case, assert_near, shape
 from model_zoo import VOCAB, PagedRunner, save_reference
 
+from skipjoin.model.batch import PackedBatch, Segment
 from skipjoin.model.loader import load_model
 from skipjoin.model.parallel import WHOLE
 
@@ -23,7 +24,7 @@ pytest.importorskip("triton")
 from skipjoin.model.attention.triton_backend import TritonAttention, check_triton_attention
 from skipjoin.model.kernels import choices
 from skipjoin.model.kernels.choices import Shape, decode_choice, tune_attention
-from skipjoin.model.kernels.decode_attention import choose_splits, decode_configs
+from skipjoin.model.kernels.decode_attention import CHUNK_KEYS, MOST_CHUNKS, decode_configs, share_out
 from skipjoin.model.kernels.paged import INTERPRETED
 from skipjoin.model.kernels.prefill_attention import prefill_configs, query_tiles
 from skipjoin.model.kernels.tuning import TunedTable
@@ -77,15 +78,66 @@ def test_half_types(shape, dtype):
 @pytest.mark.parametrize("window", [0, 900])
 @pytest.mark.parametrize("shape", ["mha", "gqa3"])
 def test_shared_out_contexts(shape, window):
-    """Most splits of the short sequences have nothing to do."""
+    """Programs with several items, and more programs than items."""
     long = case(shape, LONG, window=window, ends="both")
-    splits = choose_splits(4, 2, long.batch.block_tables.shape[1] * long.block_size, 132)
-    assert splits == 8
-    long.check(TritonAttention(processors=132), 1e-5)
+    long.check(TritonAttention(processors=132 if window else 1), 1e-5)
 
 
-def test_splits_of_some_segments():
+def test_chunks_of_some_segments():
     case("gqa4", [(300, 1), (0, 5), (290, 1)]).check(TritonAttention(processors=132), 1e-5)
+
+
+class Decodes:
+    """The work list of decodes with these contexts, and items as (segment, first key, end)."""
+
+    def __init__(self, contexts, segments=None, window=0, offset=0):
+        tables = [[0] * -(-(offset + context) // 16) for context in contexts]
+        new = [Segment([0], context - 1, table, offset=offset) for context, table in zip(contexts, tables, strict=True)]
+        index = None if segments is None else torch.tensor(segments, device=DEVICE)
+        self.list = share_out(PackedBatch.build(new, 16, DEVICE), index, window=window)
+        records = self.list.items[: int(self.list.total)].tolist()
+        self.items = [(one[0], one[2] - offset, one[3] - offset) for one in records]
+        self.keys = [end - begin for _, begin, end in self.items]
+
+    def chunks(self, number):
+        """Of the sequence with this place in the list of segments, in the order in which they are added up."""
+        first, chunks, token, _ = self.list.sequences[number].tolist()
+        found = self.items[first : first + chunks]
+        assert [segment for segment, *_ in found] == [token] * chunks
+        return [(begin, end) for _, begin, end in found]
+
+
+def test_a_long_context_among_short_ones_is_shared_out_evenly():
+    contexts = [500 + i for i in range(63)]
+    contexts.insert(20, 32_768)
+    work = Decodes(contexts)
+    assert max(work.keys) <= 2 * CHUNK_KEYS  # 32 blocks of 2048
+    assert work.keys[:64] == [512] * 64  # first to start
+    # As the programs of a card take them; before, one had a sixty-fourth of the longest and the others next to nothing.
+    programs = [sum(work.keys[i::132]) for i in range(132)]
+    assert sum(programs) == sum(contexts)
+    assert max(programs) <= sum(contexts) / 132 + 2 * CHUNK_KEYS
+    for number, context in enumerate(contexts):
+        chunks = work.chunks(number)
+        assert [begin for begin, _ in chunks] == [0, *(end for _, end in chunks[:-1])]
+        assert chunks[-1][1] == context
+
+
+def test_chunks_follow_from_a_sequence_alone():
+    edges = [1, 2, CHUNK_KEYS, CHUNK_KEYS + 1, 5000, CHUNK_KEYS * MOST_CHUNKS, CHUNK_KEYS * MOST_CHUNKS + 1, 131_072]
+    for window, offset in ((0, 0), (700, 5)):
+        together = Decodes(edges, window=window, offset=offset)
+        some = Decodes(edges, [7, 4, 1], window=window, offset=offset)
+        # More than a program looks at together.
+        many = Decodes([*edges, *[300] * 125], window=window, offset=offset) if window else together
+        for number, context in enumerate(edges):
+            alone = Decodes([context], window=window, offset=offset).chunks(0)
+            assert together.chunks(number) == many.chunks(number) == alone
+            assert len(alone) <= MOST_CHUNKS
+            assert alone[0][0] == (max(context - window, 0) if window else 0)
+            assert alone[-1][1] == context
+        assert [some.chunks(i) for i in range(3)] == [together.chunks(i) for i in (7, 4, 1)]
+        assert len(some.items) == sum(len(some.chunks(i)) for i in range(3))
 
 
 @pytest.mark.parametrize(("shape", "count"), [("opt", 6), ("gqa4", 5)])
@@ -175,19 +227,20 @@ def test_kernels_compile_without_a_card(tmp_path):
         "80:float16:wide:reduce",
         "--every",
         "90:bfloat16:opt-13b:decode",
+        "80:bfloat16:llama-8b:prefill",
     ]
     command = [sys.executable, str(script), *cases]
     said = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
     assert said.returncode == 0, said.stderr[-2000:]
     lines = said.stdout.splitlines()
     names = [line.split()[1].rstrip(":") for line in lines]
-    # The script asserts that decodes have copies in flight and spill nothing.
-    first = ["kv_write", "decode/1", "decode/64", "reduce", "prefill", "product"]
-    assert names == [*first, *first, "reduce", *["decode/1"] * 6]
+    # The script asserts that decodes have copies in flight, and that nothing spills.
+    first = ["kv_write", "share_out", "decode", "reduce", "prefill", "product"]
+    assert names == [*first, *first, "reduce", *["decode"] * 6, *["prefill"] * 3]
     for line in lines:
         assert " stack 0 " in line
-        assert re.search(r"LDG(STS)?\.128", line)
-    assert "HMMA" in lines[1]
+        assert "share_out" in line or re.search(r"LDG(STS)?\.128", line)
+    assert "HMMA" in lines[2]
     assert "HGMMA" in lines[4]
 
 

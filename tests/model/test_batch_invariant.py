@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_cases import Case
+from attention_cases import SCALE, Case, assert_near
 from model_zoo import VOCAB, PagedRunner, save_reference
 
 pytest.importorskip("triton")
@@ -13,9 +13,11 @@ from skipjoin.config import ConfigError, EngineConfig
 from skipjoin.model import loader
 from skipjoin.model.attention.triton_backend import TritonAttention
 from skipjoin.model.backends import implementations
+from skipjoin.model.batch import PackedBatch
 from skipjoin.model.config import ModelError
 from skipjoin.model.kernels.paged import INTERPRETED
 from skipjoin.model.kernels.products import product
+from skipjoin.model.kernels.tuning import TunedTable
 from skipjoin.model.ops import torch_ops, triton_ops
 from skipjoin.model.ops.check import check_ops
 from skipjoin.model.ops.triton_ops import InvariantOps
@@ -26,6 +28,13 @@ pytestmark = pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="no 
 
 def drawn(*size: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+class Varied(TunedTable):
+    """Chooses another config for every key, as a card may."""
+
+    def find(self, name, source, key, configs):
+        return configs[len(str(key)) % len(configs)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -65,19 +74,37 @@ def test_whole_models_use_no_other_product(tmp_path, monkeypatch) -> None:
         torch.testing.assert_close(ours, theirs, atol=1e-4 if DEVICE == "cpu" else 1e-3, rtol=0)
 
 
-def test_attention_shares_a_context_out_alike_in_every_batch() -> None:
-    few, many, mixed = ([(900, 1)], [(900, 1)] * 40, [(900, 1), (0, 3), (0, 200)])
-    plans = {}
-    for invariant in (True, False):
-        backend = TritonAttention(processors=4, invariant=invariant)
-        for mix in (few, many, mixed):
+@pytest.mark.parametrize(("heads", "window"), [(2, 0), (1, 600)])
+def test_a_row_is_the_same_alone_and_beside_a_long_context(heads: int, window: int) -> None:
+    """To the bit, on any number of multiprocessors: also the long one's, and those of a batch with a prompt in it."""
+    case = Case(heads, 1, 16, [(900, 1), (32_767, 1), (0, 20), (5, 1)], block_size=16, window=window, device=DEVICE)
+
+    def rows(chosen: list[int], backend: TritonAttention) -> list[torch.Tensor]:
+        batch = PackedBatch.build([case.segments[i] for i in chosen], 16, DEVICE)
+        parts = [case.qkv[first[i] : first[i + 1]] for i in chosen]
+        query, key, value = torch.cat(parts).to(DEVICE).split([heads, 1, 1], dim=1)
+        found = backend.attend(query, key, value, case.kv, batch, layer=1, scale=SCALE, window=window)
+        return list(found.split([len(part) for part in parts]))
+
+    first = [0, 1, 2, 22, 23]
+    together = rows([0, 1, 2, 3], TritonAttention(processors=132, invariant=True))
+    assert_near(torch.cat(together), case.expected, 1e-5)
+    for chosen in ([0], [3, 0], [1]):
+        for number, found in zip(chosen, rows(chosen, TritonAttention(processors=3, invariant=True)), strict=True):
+            assert torch.equal(found, together[number])
+
+
+def test_its_sizes_are_those_of_every_batch() -> None:
+    sizes = {True: [], False: []}
+    for invariant, found in sizes.items():
+        backend = TritonAttention(Varied(None), processors=4, invariant=invariant)
+        for mix in ([(900, 1)], [(900, 1)] * 40, [(900, 1), (0, 3), (0, 200)]):
             case = Case(4, 2, 40, mix, block_size=16)
             query, key, _ = case.qkv.split([4, 2, 2], dim=1)
             plan = backend._plan(query, key, case.batch)
-            plans.setdefault(invariant, []).append((plan.splits, plan.decode_config, plan.prefill_config))
-    assert plans[True][0] == plans[True][1] == plans[True][2]
-    assert plans[False][0] != plans[False][1]
-    Case(4, 2, 40, [(900, 1), (0, 9), (3, 1)], block_size=16).check(TritonAttention(invariant=True), 1e-5)
+            found.append((plan.decode_config, plan.prefill_config))
+    assert sizes[True][0] == sizes[True][1] == sizes[True][2]
+    assert sizes[False][0] != sizes[False][1]
 
 
 def test_what_it_is_not_for() -> None:

@@ -166,7 +166,8 @@ class Measured:
 def test_no_call_finds_its_keys_in_the_cache(monkeypatch):
     """All calls together read more than it holds, each of them keys of its own."""
     read = []
-    monkeypatch.setattr(choices.decode, "decode_attention", lambda *args, **rest: read.append(args[4].block_tables))
+    monkeypatch.setattr(choices.decode, "share_out", lambda batch, **rest: None)
+    monkeypatch.setattr(choices.decode, "decode_attention", lambda *args, **rest: read.append(args[4]))
     monkeypatch.setattr(choices.prefill, "prefill_attention", lambda *args, **rest: read.append(args[4].block_tables))
     monkeypatch.setattr(choices, "_DECODES", (1, 4))
     monkeypatch.setattr(choices, "_PROMPTS", (8,))

@@ -21,8 +21,8 @@ _GIB = 1 << 30
 # The allocator reserves more than is in use: steps of different sizes leave gaps. It allocates large segments in steps
 # of 2 MiB and splits them no further, so the share is small. Where it is not enough, a step gives up a request.
 _MARGIN = 0.05
-# Context of the sequences in the decode step. Kernels need no more memory for longer contexts. The reference back end,
-# which gathers keys and values, does, but not all sequences can have the longest context at once.
+# Context of the sequences in the decode step. Kernels need more memory for wider block tables, not for longer contexts.
+# The reference back end, which gathers keys and values, does, but not all sequences can have the longest at once.
 _DECODE_CONTEXT = 1024
 # Sampling parameters that make every copy of the logits that can be made.
 _GREEDIEST = SamplingParams(
@@ -110,7 +110,7 @@ def peak_of(device: torch.device, work: Callable[[], None]) -> int:
 
 def largest_steps(largest: LargestStep, block_size: int) -> list[StepPlan]:
     """The steps that need most memory: as few whole prompts as possible, as many as possible, and decodes only. All
-    slices use block 0."""
+    slices use block 0, in tables as wide as any."""
     seqs, positions = largest.seqs, largest.positions
     tokens = min(largest.tokens, seqs * positions)
     few, many = -(-tokens // positions), min(seqs, tokens)
@@ -120,8 +120,9 @@ def largest_steps(largest: LargestStep, block_size: int) -> list[StepPlan]:
         [(0, size) for size in _shares(tokens, many)],
         [(context - 1, 1)] * min(seqs, tokens),
     ]
+    blocks = (0,) * -(-positions // block_size)
     return [
-        StepPlan(number, tuple(_slice(index, *piece, block_size) for index, piece in enumerate(batch)))
+        StepPlan(number, tuple(_slice(index, *piece, blocks) for index, piece in enumerate(batch)))
         for number, batch in enumerate(batches)
     ]
 
@@ -132,8 +133,6 @@ def _shares(total: int, parts: int) -> list[int]:
     return [size + (index < more) for index in range(parts)]
 
 
-def _slice(number: int, start: int, tokens: int, block_size: int) -> Slice:
-    end = start + tokens
-    request = Request(number, 0.0, [0] * end, 1, sampling=Sampling(_GREEDIEST, number, ()))
-    blocks = (0,) * -(-end // block_size)
+def _slice(number: int, start: int, tokens: int, blocks: tuple[int, ...]) -> Slice:
+    request = Request(number, 0.0, [0] * (start + tokens), 1, sampling=Sampling(_GREEDIEST, number, ()))
     return Slice(request, start, tokens, samples=True, awaits=False, blocks=blocks)

@@ -92,7 +92,7 @@ def _cached(
     """
     tables, size = batch.block_tables[segments], batch.block_size
     if batch.plain:
-        tables = tables if context is None else tables[:, : -(-context // size)]
+        tables = tables[:, : -(-(batch.max_context if context is None else context) // size)]
         return keys[tables].flatten(1, 2)[:, :context], values[tables].flatten(1, 2)[:, :context]
     last = tables.shape[1] * size - 1
     position = torch.arange(batch.max_context if context is None else context, device=tables.device)

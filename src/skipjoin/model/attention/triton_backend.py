@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from skipjoin.model.attention.check import agrees
 from skipjoin.model.batch import PackedBatch
 from skipjoin.model.config import ModelConfig
 from skipjoin.model.kernels.choices import Shape, decode_choice, distinct_batches, prefill_choice, tune_attention
-from skipjoin.model.kernels.decode_attention import INVARIANT_SPLITS, choose_splits, decode_attention
+from skipjoin.model.kernels.decode_attention import WorkList, decode_attention, share_out
 from skipjoin.model.kernels.kv_write import kv_write
 from skipjoin.model.kernels.prefill_attention import prefill_attention, query_tiles
 from skipjoin.model.kernels.tuning import Config, TunedTable, table_path
@@ -24,17 +25,30 @@ from skipjoin.model.transfer import to_device
 MAX_HEAD_DIM = 256
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Plan:
     """Values shared by all layers of one batch. decodes: number of segments of one token; their indexes are `segments`,
-    None: all. tiles: of the other segments' queries."""
+    None: all. tiles: of the other segments' queries. work: of the decodes, by window, in the forward pass that has come
+    to `layer`."""
 
+    batch: PackedBatch
     decodes: int
     segments: torch.Tensor | None
-    splits: int
     decode_config: Config
     tiles: torch.Tensor | None
     prefill_config: Config
+    layer: int = -1
+    work: dict[int, WorkList] = field(default_factory=dict)
+
+    def work_of(self, layer: int, window: int) -> WorkList:
+        """Made anew in each pass, which begins where the layers' numbers do not go on: the batch of a graph is the same
+        in each, the lengths of its contexts are not."""
+        if layer <= self.layer:
+            self.work = {}
+        self.layer = layer
+        if window not in self.work:
+            self.work[window] = share_out(self.batch, self.segments, window=window)
+        return self.work[window]
 
 
 class TritonAttention:
@@ -49,14 +63,14 @@ class TritonAttention:
     def __init__(
         self, table: TunedTable | None = None, processors: int | None = None, *, invariant: bool = False
     ) -> None:
-        """table: the kernels' sizes; None: the device's table on disk. processors: number of multiprocessors to split
-        the work for; None: the device's. invariant: a sequence's result must not depend on the others: sizes and
-        number of splits are the same for all batches."""
+        """table: the kernels' sizes; None: the device's table on disk. processors: number of multiprocessors to share
+        the work out over; None: the device's. invariant: a sequence's result must not depend on the others: sizes are
+        the same for all batches."""
         self._table, self._processors = table, processors
         self._invariant = invariant
         if invariant:
             self.name = "triton-invariant"
-        self._planned: tuple[PackedBatch, _Plan] | None = None
+        self._planned: _Plan | None = None
 
     def attend(
         self,
@@ -73,22 +87,22 @@ class TritonAttention:
     ) -> torch.Tensor:
         keys, values = kv.layer(layer)
         # Compared by identity; holding the batch keeps its identity from being reused.
-        if self._planned is None or self._planned[0] is not batch:
-            self._planned = batch, self._plan(query, key, batch)
-        plan = self._planned[1]
+        if self._planned is None or self._planned.batch is not batch:
+            self._planned = self._plan(query, key, batch)
+        plan = self._planned
         kv_write(query, key, value, keys, values, batch.slots, batch.positions, cos_sin)
         tokens, heads, dim = query.shape
         out = torch.empty((tokens, heads * dim), dtype=query.dtype, device=query.device)
         shaped = out.view(tokens, heads, dim)
-        options = {"scale": scale, "window": window}
         if plan.decodes:
             decode_attention(
-                shaped, query, keys, values, batch,
-                splits=plan.splits, config=plan.decode_config, segments=plan.segments, **options,
+                shaped, query, keys, values, batch.block_tables, plan.work_of(layer, window),
+                scale=scale, processors=self._processors or _card(query.device).processors, config=plan.decode_config,
             )  # fmt: skip
         if plan.tiles is not None:
             prefill_attention(
-                shaped, query, keys, values, batch, plan.tiles, config=plan.prefill_config, **options
+                shaped, query, keys, values, batch, plan.tiles,
+                scale=scale, window=window, config=plan.prefill_config,
             )  # fmt: skip
         return out
 
@@ -99,9 +113,10 @@ class TritonAttention:
         2 GiB. Without CUDA it does nothing."""
         if device.type == "cuda" and not self._invariant:
             kv_heads = len(shard.kv_heads(config))
-            shape = Shape(dtype, len(shard.heads(config)) // kv_heads, config.head_dim, block_size)
-            processors, cache_bytes = _card(device)
-            tune_attention(self._table_of(device), shape, kv_heads, device, self._processors or processors, cache_bytes)
+            card, group = _card(device), len(shard.heads(config)) // kv_heads
+            shape = Shape(dtype, group, config.head_dim, block_size, card.wgmma)
+            processors = self._processors or card.processors
+            tune_attention(self._table_of(device), shape, kv_heads, device, processors, card.cache_bytes)
             torch.cuda.empty_cache()
 
     def versions(
@@ -115,24 +130,22 @@ class TritonAttention:
         device, (_, heads, dim), kv_heads = query.device, query.shape, key.shape[1]
         if dim > MAX_HEAD_DIM:
             raise ValueError(f"head_dim is {dim}, the kernels take at most {MAX_HEAD_DIM}")
-        shape = Shape(query.dtype, heads // kv_heads, dim, batch.block_size)
-        table, processors = self._table_of(device), self._processors or _card(device)[0]
+        shape = Shape(query.dtype, heads // kv_heads, dim, batch.block_size, _card(device).wgmma)
+        table = self._table_of(device)
         decodes = [i for i, length in enumerate(batch.lengths) if length == 1]
         chunks = [i for i, length in enumerate(batch.lengths) if length > 1]
-        slots = batch.block_tables.shape[1] * batch.block_size
         decode_config = table.find(*decode_choice(shape, len(decodes) * kv_heads))
         prefill_config = table.find(*prefill_choice(shape, max(batch.lengths)))
-        splits = choose_splits(len(decodes), kv_heads, slots, processors)
         if self._invariant:
             decode_config = decode_choice(shape, 1)[-1][0]
-            prefill_config, splits = prefill_choice(shape, 4096)[-1][0], INVARIANT_SPLITS
+            prefill_config = prefill_choice(shape, 4096)[-1][0]
         segments = tiles = None
         if chunks:
             tile_list = query_tiles(batch, chunks, prefill_config["BLOCK_M"] // shape.group)
             listed = np.concatenate([np.asarray(decodes, np.int64), tile_list.ravel()])
             index = to_device(torch.from_numpy(listed), device)
             segments, tiles = index[: len(decodes)], index[len(decodes) :].view(-1, 2)
-        return _Plan(len(decodes), segments, splits, decode_config, tiles, prefill_config)
+        return _Plan(batch, len(decodes), segments, decode_config, tiles, prefill_config)
 
     def _table_of(self, device: torch.device) -> TunedTable:
         if self._table is None:
@@ -142,13 +155,20 @@ class TritonAttention:
         return self._table
 
 
+class _Card(NamedTuple):
+    """Multiprocessors, bytes of the L2 cache, and `Shape.wgmma`."""
+
+    processors: int
+    cache_bytes: int
+    wgmma: bool
+
+
 @functools.cache
-def _card(device: torch.device) -> tuple[int, int]:
-    """Multiprocessors, and bytes of the L2 cache."""
+def _card(device: torch.device) -> _Card:
     if device.type != "cuda":
-        return 1, 0
-    properties = torch.cuda.get_device_properties(device)
-    return properties.multi_processor_count, properties.L2_cache_size
+        return _Card(1, 0, wgmma=True)
+    found = torch.cuda.get_device_properties(device)
+    return _Card(found.multi_processor_count, found.L2_cache_size, wgmma=found.major == 9)
 
 
 def check_triton_attention(backend: TritonAttention, dtype: torch.dtype, device: torch.device | str) -> bool:

@@ -29,12 +29,14 @@ _log = logging.getLogger(__name__)
 
 
 class Shape(NamedTuple):
-    """The attention shape that a kernel is compiled for. group: query heads per key-value head."""
+    """The attention shape that a kernel is compiled for. group: query heads per key-value head. wgmma: see
+    `prefill_configs`; the same for all entries of a device's table."""
 
     dtype: torch.dtype
     group: int
     dim: int
     block_size: int
+    wgmma: bool = True
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -53,32 +55,27 @@ def decode_choice(shape: Shape, work: int) -> tuple[str, str, Sequence[object], 
 def prefill_choice(shape: Shape, longest: int) -> tuple[str, str, Sequence[object], list[dict[str, int]]]:
     """The arguments of `TunedTable.find` for other segments. longest: tokens of the longest."""
     rows = longest * shape.group
-    configs = prefill.prefill_configs(shape.group, shape.dim, shape.dtype.itemsize, rows)
+    configs = prefill.prefill_configs(shape.group, shape.dim, shape.dtype.itemsize, rows, wgmma=shape.wgmma)
     return "prefill", _SOURCES, (*shape.key, "short" if rows <= prefill.SHORT_ROWS else "long"), configs
 
 
 def distinct_batches(
     group: int, kv_heads: int, block_size: int, seqs: int, positions: int
 ) -> list[tuple[tuple[int, ...], int]]:
-    """See `AttentionBackend.versions`. Whatever the table chooses, and on whichever card: the fewest and the most
-    sequences that share a choice, since the fewest are split where some are, with tables of any number of splits."""
+    """See `AttentionBackend.versions`. Whatever the table chooses, and on whichever card: the fewest decodes that share
+    a choice, with tables that hold several chunks, and decodes beside others."""
     widest = -(-positions // block_size)
-    decodes = [(1, -(-splits * decode.LEAST_KEYS // block_size)) for splits in decode.SPLITS]
     bucket, most = 1, 0
+    batches: list[tuple[int, ...]] = []
     while most < seqs:
         least, most = most + 1, min(seqs, bucket // kv_heads)
         if most >= least:
-            decodes += [(count, width) for count in (least, most) for width in (1, widest)]
+            batches.append((1,) * least)
         bucket *= 4
-    chunks = [length for length in (2, prefill.SHORT_ROWS // group + 1) if length <= positions]
-    found: dict[tuple[tuple[int, ...], int], None] = {}
-    for count, width in decodes:
-        if width <= widest:
-            found[(1,) * count, width] = None
-            found[(1,) * min(count, seqs - 1) + tuple(chunks[:1]), width] = None
-    for length in chunks:
-        found[(length,), widest] = None
-    return [batch for batch in found if batch[0]]
+    for length in (2, prefill.SHORT_ROWS // group + 1):
+        if length <= positions:
+            batches += [(length,), (1, length)][:seqs]
+    return [(batch, widest) for batch in batches]
 
 
 def tune_attention(
@@ -105,7 +102,6 @@ class _Bench:
     def __init__(self, table: TunedTable, shape: Shape, kv_heads: int, device: torch.device, cache_bytes: int) -> None:
         self._table, self._shape, self._kv_heads = table, shape, kv_heads
         self._device, self._cache_bytes = device, cache_bytes
-        self._options: dict[str, Any] = {"scale": shape.dim**-0.5, "window": 0}
 
     def decode(self, count: int, processors: int) -> None:
         shape, choice = self._shape, decode_choice(self._shape, count * self._kv_heads)
@@ -125,11 +121,13 @@ class _Bench:
         ]
         query, cache = self._query(count), self._cache(len(blocks))
         out = torch.empty_like(query)
-        splits = decode.choose_splits(count, self._kv_heads, width * shape.block_size, processors)
+        # The layers of a pass share the list, so it is no part of what is measured. It is the same for all slices.
+        work = decode.share_out(batches[0], window=0)
+        options: dict[str, Any] = {"scale": shape.dim**-0.5, "processors": processors}
 
         def run(config: Config, turn: int) -> None:
-            batch = batches[turn % slices]
-            decode.decode_attention(out, query, *cache, batch, splits=splits, config=config, **self._options)
+            tables = batches[turn % slices].block_tables
+            decode.decode_attention(out, query, *cache, tables, work, config=config, **options)
 
         self._table.measure(*choice, run, turns)
 
@@ -151,10 +149,11 @@ class _Bench:
             side: torch.from_numpy(prefill.query_tiles(batches[0], [0], side // shape.group)).to(self._device)
             for side in {config["BLOCK_M"] for config in choice[3]}
         }
+        options: dict[str, Any] = {"scale": shape.dim**-0.5, "window": 0}
 
         def run(config: Config, turn: int) -> None:
             batch, tile = batches[turn % slices], tiles[config["BLOCK_M"]]
-            prefill.prefill_attention(out, query, *cache, batch, tile, config=config, **self._options)
+            prefill.prefill_attention(out, query, *cache, batch, tile, config=config, **options)
 
         self._table.measure(*choice, run, turns)
 

@@ -1,8 +1,14 @@
-"""Attention of one query token per sequence over the paged cache; a sequence's keys are split over programs."""
+"""Attention of one query token per sequence over the paged cache.
+
+The keys of a sequence are cut into chunks by its own length alone, whatever else is in the batch. A kernel makes the
+list of all chunks on the device, programs take their items from it by number, and a second kernel combines the partial
+results of each sequence in the chunks' order.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 import triton
@@ -14,25 +20,97 @@ from skipjoin.model.kernels.paged import INTERPRETED, jit, load_rows, padded, to
 # Below every score, and finite: the difference of two of them is zero, not NaN.
 _LOWEST = tl.constexpr(-1.0e30)
 _LOG2E = 1.4426950408889634
-# A program with fewer keys costs more than the better balance saves.
-LEAST_KEYS = 128
-_LEAST_KEYS = tl.constexpr(LEAST_KEYS)
-SPLITS = (1, 2, 4, 8, 16, 32, 64)
-# For all batches, where results must not depend on the batch.
-INVARIANT_SPLITS = 8
+# Keys of a chunk: a multiple of CHUNK_KEYS, the least with which a sequence has at most MOST_CHUNKS. With fewer keys
+# partial results would be more than a few percent of the bytes that are read.
+CHUNK_KEYS = 256
+MOST_CHUNKS = 64
+_CHUNK_KEYS, _MOST_CHUNKS = tl.constexpr(CHUNK_KEYS), tl.constexpr(MOST_CHUNKS)
+# Programs per multiprocessor, more than it holds at a time: those that start last balance the others.
+_PROGRAMS = 8
+# int32 values of a record: a record of an item is one sector of memory.
+_ITEM, _SEQUENCE = tl.constexpr(8), tl.constexpr(4)
+# Lengths that a program of `_share_out` compares at a time, and partial results that one of `_reduce` adds up.
+_LENGTHS, _PARTS = tl.constexpr(128), tl.constexpr(16)
+
+
+class WorkList(NamedTuple):
+    """What the programs of a batch of decodes do; made by `share_out`. Tensors are int32 on the device.
+
+    items: [most, 8], a record per chunk, those with most keys first: (segment, token, first index, end, whether
+    reversed, number of chunks of its sequence, -, -). Indexes are logical ones: offset + position. sequences: [n, 4]:
+    (its first item, number of chunks, token, -). total: [1], number of items.
+    """
+
+    items: torch.Tensor
+    sequences: torch.Tensor
+    total: torch.Tensor
+
+
+def most_chunks(slots: int) -> int:
+    """Chunks of a sequence of up to `slots` tokens, at most."""
+    return min(MOST_CHUNKS, -(-slots // CHUNK_KEYS))
 
 
 @triton.jit
-def _span(context_lens, offsets, backward, segment, window, BLOCK_N: tl.constexpr):
-    """(first position, end, offset, direction) of this program's share of its sequence's keys."""
-    context = tl.load(context_lens + segment).to(tl.int32)
-    offset = tl.load(offsets + segment).to(tl.int32)
-    down = tl.load(backward + segment).to(tl.int32)
+def _chunks(context, window):
+    """(first key, keys, keys of a chunk, chunks) of sequences of these lengths, at least one chunk."""
     low = tl.where(window > 0, tl.maximum(context - window, 0), 0)
-    share = tl.maximum(tl.cdiv(context - low, tl.num_programs(2)), _LEAST_KEYS)
-    share = tl.cdiv(share, BLOCK_N) * BLOCK_N
-    begin = low + tl.program_id(2) * share
-    return begin, tl.minimum(begin + share, context), offset, down
+    keys = context - low
+    size = tl.maximum(tl.cdiv(tl.cdiv(keys, _MOST_CHUNKS), _CHUNK_KEYS), 1) * _CHUNK_KEYS
+    return low, keys, size, tl.maximum(tl.cdiv(keys, size), 1)
+
+
+@jit
+def _share_out(
+    items,
+    sequences,
+    total,
+    context_lens,
+    offsets,
+    backward,
+    segments,
+    query_start,
+    count,
+    window,
+    INDEXED: tl.constexpr,
+):
+    """Program (sequence): finds the place of its items among those of all `count` sequences, and writes them."""
+    own = tl.program_id(0)
+    segment = tl.load(segments + own).to(tl.int32) if INDEXED else own
+    token = tl.load(query_start + segment).to(tl.int32) if INDEXED else own
+    context = tl.load(context_lens + segment).to(tl.int32)
+    low, keys, size, chunks = _chunks(context, window)
+    first = 0
+    everything = 0
+    for start in range(0, count, _LENGTHS):
+        other = start + tl.arange(0, _LENGTHS)
+        there = other < count
+        place = tl.load(segments + other, mask=there, other=0) if INDEXED else other
+        _, their_keys, their_size, their_chunks = _chunks(
+            tl.load(context_lens + place, mask=there, other=0).to(tl.int32), window
+        )
+        their_chunks = tl.where(there, their_chunks, 0)
+        more = tl.minimum(their_keys, their_size) - tl.minimum(keys, size)
+        earlier = (more > 0) | ((more == 0) & (other < own))
+        first += tl.sum(tl.where(earlier, their_chunks, 0), 0)
+        everything += tl.sum(their_chunks, 0)
+    if own == 0:
+        tl.store(total, everything)
+    tl.store(sequences + own * _SEQUENCE, first)
+    tl.store(sequences + own * _SEQUENCE + 1, chunks)
+    tl.store(sequences + own * _SEQUENCE + 2, token)
+    offset = tl.load(offsets + segment).to(tl.int32)
+    chunk = tl.arange(0, _MOST_CHUNKS)
+    begin = low + chunk * size
+    there = chunk < chunks
+    record = items + (first + chunk) * _ITEM
+    whole = tl.zeros_like(chunk)
+    tl.store(record, whole + segment, mask=there)
+    tl.store(record + 1, whole + token, mask=there)
+    tl.store(record + 2, offset + begin, mask=there)
+    tl.store(record + 3, offset + tl.minimum(begin + size, context), mask=there)
+    tl.store(record + 4, whole + tl.load(backward + segment).to(tl.int32), mask=there)
+    tl.store(record + 5, whole + chunks, mask=there)
 
 
 @jit
@@ -44,19 +122,13 @@ def _decode(
     keys,
     values,
     tables,
-    context_lens,
-    offsets,
-    backward,
-    segments,
-    query_start,
+    items,
+    total_items,
     scale,
-    window,
     query_token,
     query_head,
     block_stride,
     table_width,
-    INDEXED: tl.constexpr,
-    SPLIT: tl.constexpr,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -69,8 +141,9 @@ def _decode(
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Program (key-value head, sequence, split): all query heads of the group over its share of the keys. Heads are the
-    first grid axis: the keys of a block's heads are adjacent, so programs that start together read one run of memory.
+    """Program (key-value head, number): all query heads of the group over the chunks of every so many-th item. Heads
+    are the first grid axis: the keys of a block's heads are adjacent, so programs that start together read one run of
+    memory. The only chunk of a sequence is its result; others are kept for `_reduce`.
 
     DOT: computes the group's scores with tensor cores; otherwise, for a group of one, by multiplying and adding: every
     row of the tile then has a softmax of its own, so that threads exchange data only at the end.
@@ -80,124 +153,120 @@ def _decode(
     Without DOT only a loop that sets it is pipelined, and the table with it.
     """
     kv_head = tl.program_id(0)
-    segment = tl.program_id(1).to(tl.int64)
-    token = segment
-    if INDEXED:
-        segment = tl.load(segments + segment)
-        token = tl.load(query_start + segment)
-    begin, end, offset, down = _span(context_lens, offsets, backward, segment, window, BLOCK_N)
-    table = tables + segment * table_width
-    first = tl.where(down > 0, (BLOCK_SIZE - 1) * SLOT_STRIDE, 0) + kv_head * HEAD_STRIDE
-    step = tl.where(down > 0, -SLOT_STRIDE, SLOT_STRIDE)
-    keys += first
-    values += first
     tokens = tl.arange(0, BLOCK_N)
     columns = tl.arange(0, BLOCK_D)
-    query += token * query_token + kv_head * GROUP * query_head
-    if DOT:
-        heads = tl.arange(0, BLOCK_H)
-        there = heads < GROUP
-        asked = there[:, None] & (columns < DIM)[None, :]
-        q = tl.load(query + heads[:, None] * query_head + columns[None, :], mask=asked, other=0.0)
-        q = q.to(tl.float32) if UPCAST else q
-        top = tl.full((BLOCK_H,), _LOWEST, tl.float32)
-        total = tl.zeros((BLOCK_H,), tl.float32)
-        acc = tl.zeros((BLOCK_H, BLOCK_D), tl.float32)
-    else:
-        # Vectors, not tiles of one row: the layout of such a tile would become that of the keys.
-        heads = 0
-        there = True
-        asked = columns < DIM
-        q = tl.load(query + columns, mask=asked, other=0.0).to(tl.float32)[None, :] * scale
-        top = tl.full((BLOCK_N,), _LOWEST, tl.float32)
-        total = tl.zeros((BLOCK_N,), tl.float32)
-        acc = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-    last = offset + tl.maximum(end - 1, 0)
-    if DOT:
-        blocks = token_blocks(table, offset + begin + tokens, last, BLOCK_SIZE)
-    for start in tl.range(begin, end, BLOCK_N, num_stages=None if DOT else STAGES):
-        position = start + tokens
-        seen = position < end
-        if not DOT:
-            blocks = token_blocks(table, offset + position, last, BLOCK_SIZE)
-        rows = token_rows(blocks, offset + position, last, block_stride, step, BLOCK_SIZE)
-        k = load_rows(keys, rows, columns, DIM, BLOCK_D)
-        v = load_rows(values, rows, columns, DIM, BLOCK_D)
-        if DOT:
-            # Prefetch the next tile's blocks: keys and values wait for their own loads only.
-            blocks = token_blocks(table, offset + position + BLOCK_N, last, BLOCK_SIZE)
-            if UPCAST:
-                k = k.to(tl.float32)
-                v = v.to(tl.float32)
-            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-            scores = tl.where(seen[None, :], scores, float("-inf"))
-            higher = tl.maximum(top, tl.max(scores, 1))
-            weights = tl.exp2(scores - higher[:, None])
-            shrink = tl.exp2(top - higher)
-            total = total * shrink + tl.sum(weights, 1)
-            acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
-        else:
-            scores = tl.where(seen, tl.sum(q * k.to(tl.float32), 1), float("-inf"))
-            higher = tl.maximum(top, scores)
-            weights = tl.exp2(scores - higher)
-            shrink = tl.exp2(top - higher)
-            total = total * shrink + weights
-            acc = acc * shrink[:, None] + weights[:, None] * v.to(tl.float32)
-        top = higher
-    if not DOT:
-        higher = tl.max(top, 0)
-        shrink = tl.exp2(top - higher)
-        total = tl.sum(total * shrink, 0)
-        acc = tl.sum(acc * shrink[:, None], 0)
-        top = higher
-    head = kv_head * GROUP + heads
+    # Vectors without DOT, not tiles of one row: the layout of such a tile would become that of the keys.
+    heads = tl.arange(0, BLOCK_H) if DOT else 0
+    there = heads < GROUP if DOT else True
+    asked = there[:, None] & (columns < DIM)[None, :] if DOT else columns < DIM
     num_heads = tl.num_programs(0) * GROUP
-    if SPLIT:
-        row = (tl.program_id(1).to(tl.int64) * num_heads + head) * tl.num_programs(2) + tl.program_id(2)
-        tl.store(stats + row * 2, top, mask=there)
-        tl.store(stats + row * 2 + 1, total, mask=there)
-        place = sums + (row[:, None] * DIM + columns[None, :] if DOT else row * DIM + columns)
-        tl.store(place, acc, mask=asked)
-    else:
-        # No keys, as in padding: zeros.
-        total = tl.where(total > 0, total, 1.0)
-        row = token * num_heads + head
-        place = out + (row[:, None] * DIM + columns[None, :] if DOT else row * DIM + columns)
-        acc = acc / (total[:, None] if DOT else total)
-        tl.store(place, acc.to(out.dtype.element_ty), mask=asked)
+    head = kv_head * GROUP + heads
+    query += kv_head * GROUP * query_head
+    keys += kv_head * HEAD_STRIDE
+    values += kv_head * HEAD_STRIDE
+    for item in range(tl.program_id(1), tl.load(total_items), tl.num_programs(1)):
+        record = items + item * _ITEM
+        segment = tl.load(record).to(tl.int64)
+        token = tl.load(record + 1).to(tl.int64)
+        begin = tl.load(record + 2)
+        end = tl.load(record + 3)
+        down = tl.load(record + 4)
+        chunks = tl.load(record + 5)
+        table = tables + segment * table_width
+        turn = tl.where(down > 0, (BLOCK_SIZE - 1) * SLOT_STRIDE, 0)
+        step = tl.where(down > 0, -SLOT_STRIDE, SLOT_STRIDE)
+        asking = query + token * query_token
+        if DOT:
+            q = tl.load(asking + heads[:, None] * query_head + columns[None, :], mask=asked, other=0.0)
+            q = q.to(tl.float32) if UPCAST else q
+            top = tl.full((BLOCK_H,), _LOWEST, tl.float32)
+            total = tl.zeros((BLOCK_H,), tl.float32)
+            acc = tl.zeros((BLOCK_H, BLOCK_D), tl.float32)
+        else:
+            q = tl.load(asking + columns, mask=asked, other=0.0).to(tl.float32)[None, :] * scale
+            top = tl.full((BLOCK_N,), _LOWEST, tl.float32)
+            total = tl.zeros((BLOCK_N,), tl.float32)
+            acc = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+        last = tl.maximum(end - 1, 0)
+        if DOT:
+            blocks = token_blocks(table, begin + tokens, last, BLOCK_SIZE)
+        for start in tl.range(begin, end, BLOCK_N, num_stages=None if DOT else STAGES):
+            index = start + tokens
+            seen = index < end
+            if not DOT:
+                blocks = token_blocks(table, index, last, BLOCK_SIZE)
+            rows = token_rows(blocks, index, last, block_stride, step, BLOCK_SIZE) + turn
+            k = load_rows(keys, rows, columns, DIM, BLOCK_D)
+            v = load_rows(values, rows, columns, DIM, BLOCK_D)
+            if DOT:
+                # Prefetch the next tile's blocks: keys and values wait for their own loads only.
+                blocks = token_blocks(table, index + BLOCK_N, last, BLOCK_SIZE)
+                if UPCAST:
+                    k = k.to(tl.float32)
+                    v = v.to(tl.float32)
+                scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+                scores = tl.where(seen[None, :], scores, float("-inf"))
+                higher = tl.maximum(top, tl.max(scores, 1))
+                weights = tl.exp2(scores - higher[:, None])
+                shrink = tl.exp2(top - higher)
+                total = total * shrink + tl.sum(weights, 1)
+                acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+            else:
+                scores = tl.where(seen, tl.sum(q * k.to(tl.float32), 1), float("-inf"))
+                higher = tl.maximum(top, scores)
+                weights = tl.exp2(scores - higher)
+                shrink = tl.exp2(top - higher)
+                total = total * shrink + weights
+                acc = acc * shrink[:, None] + weights[:, None] * v.to(tl.float32)
+            top = higher
+        if not DOT:
+            higher = tl.max(top, 0)
+            shrink = tl.exp2(top - higher)
+            total = tl.sum(total * shrink, 0)
+            acc = tl.sum(acc * shrink[:, None], 0)
+            top = higher
+        if chunks > 1:
+            row = (item * num_heads + head).to(tl.int64)
+            tl.store(stats + row * 2, top, mask=there)
+            tl.store(stats + row * 2 + 1, total, mask=there)
+            tl.store(sums + (row[:, None] * DIM + columns[None, :] if DOT else row * DIM + columns), acc, mask=asked)
+        else:
+            # No keys, as in padding: zeros.
+            least = tl.where(total > 0, total, 1.0)
+            found = (acc / (least[:, None] if DOT else least)).to(out.dtype.element_ty)
+            row = token * num_heads + head
+            tl.store(out + (row[:, None] * DIM + columns[None, :] if DOT else row * DIM + columns), found, mask=asked)
 
 
 @jit
-def _reduce(
-    out,
-    sums,
-    stats,
-    segments,
-    query_start,
-    splits,
-    INDEXED: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """Program (sequence, head): combines the results of the splits."""
-    segment = tl.program_id(0).to(tl.int64)
-    row = segment * tl.num_programs(1) + tl.program_id(1)
-    token = segment
-    if INDEXED:
-        token = tl.load(query_start + tl.load(segments + segment))
-    split = tl.arange(0, BLOCK_S)
+def _reduce(out, sums, stats, sequences, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Program (sequence, head): combines the results of the sequence's chunks, where there are several. The order of
+    the sums follows from their number alone."""
+    record = sequences + tl.program_id(0) * _SEQUENCE
+    first = tl.load(record)
+    chunks = tl.load(record + 1)
+    token = tl.load(record + 2).to(tl.int64)
+    head = tl.program_id(1)
     columns = tl.arange(0, BLOCK_D)
-    there = split < splits
-    top = tl.load(stats + (row * splits + split) * 2, mask=there, other=_LOWEST)
-    total = tl.load(stats + (row * splits + split) * 2 + 1, mask=there, other=0.0)
-    wanted = (there & (total > 0))[:, None] & (columns < DIM)[None, :]
-    part = tl.load(sums + (row * splits + split)[:, None] * DIM + columns[None, :], mask=wanted, other=0.0)
-    shrink = tl.exp2(top - tl.max(top, 0))
-    total = tl.sum(total * shrink, 0)
-    acc = tl.sum(part * shrink[:, None], 0) / tl.where(total > 0, total, 1.0)
-    place = out + (token * tl.num_programs(1) + tl.program_id(1)) * DIM + columns
-    tl.store(place, acc.to(out.dtype.element_ty), mask=columns < DIM)
+    if chunks > 1:
+        top = tl.full((), _LOWEST, tl.float32)
+        total = tl.full((), 0.0, tl.float32)
+        acc = tl.zeros((BLOCK_D,), tl.float32)
+        for start in range(0, chunks, _PARTS):
+            chunk = start + tl.arange(0, _PARTS)
+            there = chunk < chunks
+            row = (first + chunk).to(tl.int64) * tl.num_programs(1) + head
+            tops = tl.load(stats + row * 2, mask=there, other=_LOWEST)
+            totals = tl.load(stats + row * 2 + 1, mask=there, other=0.0)
+            wanted = there[:, None] & (columns < DIM)[None, :]
+            part = tl.load(sums + row[:, None] * DIM + columns[None, :], mask=wanted, other=0.0)
+            higher = tl.maximum(top, tl.max(tops, 0))
+            shrink = tl.exp2(tops - higher)
+            total = total * tl.exp2(top - higher) + tl.sum(totals * shrink, 0)
+            acc = acc * tl.exp2(top - higher) + tl.sum(part * shrink[:, None], 0)
+            top = higher
+        place = out + (token * tl.num_programs(1) + head) * DIM + columns
+        tl.store(place, (acc / total).to(out.dtype.element_ty), mask=columns < DIM)
 
 
 def decode_configs(group: int, dim: int, itemsize: int) -> list[dict[str, int]]:
@@ -215,20 +284,27 @@ def decode_configs(group: int, dim: int, itemsize: int) -> list[dict[str, int]]:
         {"DOT": 0, "BLOCK_N": max(4, rows * n), "STAGES": stages, "num_warps": warps}
         for n, stages, warps in ((1, 4, 4), (2, 3, 4), (1, 4, 2), (4, 3, 8))
     ]
+    plain[3]["maxnreg"] = 128
     return plain + dots[:2]
 
 
-def choose_splits(sequences: int, kv_heads: int, slots: int, processors: int) -> int:
-    """Number of programs that share a sequence's keys: a power of two, from shapes only, so that a graph can replay it.
+def share_out(batch: PackedBatch, segments: torch.Tensor | None = None, *, window: int) -> WorkList:
+    """The work list of the segments of length one; None: all segments of a batch of decodes.
 
-    slots: number covered by a block table's width. Eight programs per multiprocessor balance contexts of unequal
-    length.
+    segments: int64 indexes. A launch whose grid follows from shapes, so that a graph can replay it: the list is that of
+    the lengths which the batch's index tensors then hold.
     """
-    splits = 1
-    most = min(SPLITS[-1], slots // LEAST_KEYS)
-    while splits * 2 <= most and sequences * kv_heads * splits < 8 * processors:
-        splits *= 2
-    return splits
+    count = len(batch.lengths) if segments is None else segments.shape[0]
+    most = count * most_chunks(batch.block_tables.shape[1] * batch.block_size)
+    items, sequences, total = (
+        torch.empty(size, dtype=torch.int32, device=batch.context_lens.device) for size in ((most, 8), (count, 4), 1)
+    )
+    _share_out[(count,)](
+        items, sequences, total, batch.context_lens, batch.offsets, batch.reversed,
+        batch.query_start if segments is None else segments, batch.query_start, count, window,
+        INDEXED=segments is not None,
+    )  # fmt: skip
+    return WorkList(items, sequences, total)
 
 
 def decode_attention(
@@ -236,39 +312,33 @@ def decode_attention(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    batch: PackedBatch,
+    tables: torch.Tensor,
+    work: WorkList,
     *,
     scale: float,
-    window: int,
-    splits: int,
+    processors: int,
     config: Mapping[str, int],
-    segments: torch.Tensor | None = None,
 ) -> None:
-    """Attend for the tokens of these segments of length one; None: all segments of a batch of decodes.
+    """Attend for the tokens of the segments that `work` was made of.
 
     out: [T, heads, head_dim], contiguous; the segments' rows are written. query: [T, heads, head_dim]. keys, values:
-    one layer of the cache, with the new tokens written. splits: see `choose_splits`. config: one of `decode_configs`.
+    one layer of the cache, with the new tokens written. tables: the batch's block tables. processors: multiprocessors
+    to share the work out over. config: one of `decode_configs`.
     """
     heads, dim = query.shape[1:]
     kv_heads, block_size = keys.shape[2], keys.shape[1]
-    count = len(batch.lengths) if segments is None else segments.shape[0]
-    split = splits > 1
-    index = batch.query_start if segments is None else segments
-    sums = torch.empty((count, heads, splits, dim), dtype=torch.float32, device=query.device) if split else out
-    stats = torch.empty((count, heads, splits, 2), dtype=torch.float32, device=query.device) if split else out
+    count, most = work.sequences.shape[0], work.items.shape[0]
+    parts = most if most > count else 0  # with as many items as sequences none has several
+    sums = torch.empty((parts, heads, dim), dtype=torch.float32, device=query.device)
+    stats = torch.empty((parts, heads, 2), dtype=torch.float32, device=query.device)
     block_d, dot = padded(dim), config["DOT"]
-    _decode[(kv_heads, count, splits)](
-        out, sums, stats, query, keys, values, batch.block_tables, batch.context_lens, batch.offsets, batch.reversed,
-        index, batch.query_start, scale * _LOG2E, window, query.stride(0), query.stride(1), keys.stride(0),
-        batch.block_tables.stride(0),
-        INDEXED=segments is not None, SPLIT=split, GROUP=heads // kv_heads, DIM=dim, BLOCK_SIZE=block_size,
+    _decode[(kv_heads, min(most, -(-_PROGRAMS * processors // kv_heads)))](
+        out, sums, stats, query, keys, values, tables, work.items, work.total, scale * _LOG2E,
+        query.stride(0), query.stride(1), keys.stride(0), tables.stride(0),
+        GROUP=heads // kv_heads, DIM=dim, BLOCK_SIZE=block_size,
         SLOT_STRIDE=keys.stride(1), HEAD_STRIDE=keys.stride(2), UPCAST=INTERPRETED,
         BLOCK_H=padded(heads // kv_heads) if dot else 1, BLOCK_D=block_d,
         num_stages=config["STAGES"], **config,
     )  # fmt: skip
-    if split:
-        _reduce[(count, heads)](
-            out, sums, stats, index, batch.query_start, splits,
-            INDEXED=segments is not None, DIM=dim, BLOCK_S=splits, BLOCK_D=block_d,
-            num_warps=min(8, max(2, splits * block_d // 2048)),  # at most 64 sums in a thread: more spill
-        )  # fmt: skip
+    if parts:
+        _reduce[(count, heads)](out, sums, stats, work.sequences, DIM=dim, BLOCK_D=block_d, num_warps=4)

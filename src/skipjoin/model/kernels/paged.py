@@ -29,7 +29,7 @@ INDEX_TENSORS = (
     "slots",
     "positions",
 )
-VARYING = ("window", "table_width", "splits")
+VARYING = ("window", "table_width", "count")
 
 
 def jit(kernel):

@@ -153,13 +153,19 @@ def _prefill(
     tl.store(out + place[:, None] + columns[None, :], acc.to(out.dtype.element_ty), mask=asked)
 
 
-def prefill_configs(group: int, dim: int, itemsize: int, rows: int) -> list[dict[str, int]]:
-    """Candidate sizes, the default first. rows: queries of the longest segment times heads of a group."""
+def prefill_configs(group: int, dim: int, itemsize: int, rows: int, *, wgmma: bool = True) -> list[dict[str, int]]:
+    """Candidate sizes, the default first. rows: queries of the longest segment times heads of a group. wgmma: products
+    read their operands from shared memory, as on compute capability 9.0; elsewhere they are in registers too, and the
+    same tiles would spill."""
     if itemsize > 2:  # exact products without tensor cores
         sizes = [(32, 32, 4, 2)] if dim <= 64 else [(16, 16, 4, 2)]
     elif dim > 128:
         # The first must fit GPUs with the least shared memory per multiprocessor: 99 KiB.
-        sizes = [(64, 32, 8, 2), (128, 32, 8, 2), (64, 64, 8, 2)]
+        sizes = [(64, 32, 8, 2), (128, 32, 8, 2), (64, 64, 8, 2)] if wgmma else [(64, 32, 8, 2)]
+    elif not wgmma and dim > 64:
+        sizes = [(64, 32, 4, 4), (64, 64, 8, 3)]
+        if rows > SHORT_ROWS:
+            sizes.insert(0, (128, 32, 8, 4))
     elif rows <= SHORT_ROWS:
         sizes = [(64, 64, 4, 3), (64, 128, 4, 2), (64, 32, 4, 4)]
     else:

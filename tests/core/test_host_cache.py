@@ -153,3 +153,16 @@ def test_requests_get_host_blocks_before_the_cache() -> None:
             assert kv.cached_host_blocks == 7
     assert (kv.host_free, kv.cached_host_blocks) == (0, 0)
     kv.check()
+
+
+def test_a_move_that_is_not_made_after_all_leaves_nothing_on_the_host() -> None:
+    kv = KVLedger(DEVICE, 40, BLOCK)
+    request = asking(0, text(1))
+    kv.grow(request, 28)
+    request.computed = request.planned = 28
+    move = kv.move_out(request, blocking=True, keep=3)
+    assert move is not None
+    kv.recall(move)
+    kv.drop(request)
+    assert (kv.host_free, kv.cached_host_blocks) == (40, 0)
+    kv.check()

@@ -23,11 +23,12 @@ def spoil(rows: torch.Tensor, blocks: Sequence[int] | slice) -> None:
     rows[blocks if isinstance(blocks, slice) else list(blocks)] = 255 if rows.dtype == torch.uint8 else torch.nan
 
 
-# Says of a device block whether other requests may still read it; true: the slots that a request has in it.
-Keeps = Callable[[int, bool], bool]
+# Says of a block whether others may still read it. The second argument: of the slots that a request has in it. The
+# third one: it is on the host.
+Keeps = Callable[[int, bool, bool], bool]
 
 
-def _keeps_nothing(block: int, is_part: bool) -> bool:
+def keeps_nothing(block: int, is_part: bool, on_host: bool) -> bool:
     return False
 
 
@@ -39,7 +40,7 @@ class HarshStore(KVStore):
     """
 
     fails: Callable[[Move], bool] = staticmethod(lambda move: False)
-    keeps: Keeps = staticmethod(_keeps_nothing)
+    keeps: Keeps = staticmethod(keeps_nothing)
     delay_s = 0.0
 
     def copy(self, move: Move) -> None:
@@ -49,24 +50,26 @@ class HarshStore(KVStore):
         target = self.host if move.direction is Direction.OUT else self.device
         if self.fails(move):
             self._spoil(target, move.target, move)
-            raise CopyError(f"request {move.request.id}")
+            raise CopyError(f"request {move.request.id}" if move.request is not None else "the cache")
         super().copy(move)
-        self._spoil(source, move.source, move, self.keeps if source is self.device else _keeps_nothing)
+        if move.request is not None:  # else the source stays where it is
+            self._spoil(source, move.source, move, self.keeps)
 
     def _spoil(
         self,
         pool: PagedKV | QuantizedKV,
         blocks: Sequence[int],
         move: Move,
-        keeps: Keeps = _keeps_nothing,
+        keeps: Keeps = keeps_nothing,
     ) -> None:
         """What the move concerns of these blocks."""
+        on_host = pool is self.host
         if not move.spans:
-            spoil(pool.block_view(), [block for block in blocks if not keeps(block, False)])
+            spoil(pool.block_view(), [block for block in blocks if not keeps(block, False, on_host)])
             return
         assert isinstance(pool, PagedKV)
         for block, (first, count) in zip(blocks, move.spans, strict=True):
-            if not keeps(block, True):
+            if not keeps(block, True, on_host):
                 spoil(pool.head_view()[block].transpose(0, 1), slice(first, first + count))
 
 

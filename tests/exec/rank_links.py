@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from copiers import Keeps, LateCopier
+from copiers import Keeps, LateCopier, keeps_nothing
 from engines import CONFIGS, make_store
 from torch import distributed
 
@@ -59,7 +59,7 @@ def make_rank(
     host_blocks: int = 0,
     late: int | None = None,
     fails: Sequence[str] = (),
-    keeps: Keeps = lambda block, is_part: False,
+    keeps: Keeps = keeps_nothing,
     swap_dtype: str = "auto",
     recorder: GraphRecorder | None = None,
 ) -> Rank:

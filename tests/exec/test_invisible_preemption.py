@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Sequence
 from functools import cache
@@ -37,15 +38,14 @@ from support.policies import DropTails, LendAll, SpillAll
 
 
 class Fails:
-    """Says that every second move in these directions does."""
+    """Says that half of the moves in these directions do: drawn, so that no load keeps step with them."""
 
     def __init__(self, *directions: Direction) -> None:
         self._directions = directions
-        self._seen = 0
+        self._draw = random.Random(0)
 
     def __call__(self, move: Move) -> bool:
-        self._seen += move.direction in self._directions
-        return move.direction in self._directions and self._seen % 2 == 0
+        return move.direction in self._directions and self._draw.random() < 0.5
 
 
 OUT, IN = Direction.OUT, Direction.IN
@@ -171,6 +171,9 @@ def happened(events: list[Event]) -> Counter[object]:
                     kinds[id(move)], begun[id(move)] = kind, steps
         elif isinstance(event, Moved | MoveFailed):
             move = event.move
+            if move.request is None:
+                found["copied for the cache"] += 1
+                continue
             what = "moved" if isinstance(event, Moved) else "failed"
             found[f"{what} {move.direction.name.lower()} {kinds[id(move)]}"] += 1
             found[SLOTS[move.direction]] += bool(move.spans)

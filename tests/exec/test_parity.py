@@ -100,7 +100,7 @@ class Run:
                 plan = event.plan
                 pieces = tuple((piece.request.id, *piece[1:]) for piece in plan.slices)
                 moves = [
-                    tuple((move.direction, move.request.id, *move[2:]) for move in part)
+                    tuple((move.direction, move.request and move.request.id, *move[2:]) for move in part)
                     for part in (plan.blocking, plan.overlapped)
                 ]
                 self._begun.update((move, len(self.made)) for move in (*plan.blocking, *plan.overlapped))

@@ -213,7 +213,7 @@ class Evictor:
             return Preemption.SPILL
         if (begun := self._leaving.pop(victim, None)) is not None:
             self.blocking.remove(begun)
-            kv.land(begun)
+            kv.recall(begun)
         if how is Preemption.DROP or not kv.can_move_out(victim, keep=keep):
             kv.drop(victim, keep=keep)
             return Preemption.DROP

@@ -250,7 +250,7 @@ class KVLedger(TwoEnds):
 
         blocking: the copy is taken before the plan's slices run, so the device blocks are free at once;
         otherwise they are fenced until `land`. before: a blocking move of the same plan, which carries what follows,
-        and which ended with `land`: the move takes its place.
+        and which ended with `recall`: the move takes its place.
         """
         held = self._held[request]
         if not self.can_move_out(request, keep=keep):
@@ -363,6 +363,12 @@ class KVLedger(TwoEnds):
         if part is None and move.direction is Direction.OUT and not move.spans:
             self._name_on_host(held, move)
         return _lost_from(held)
+
+    def recall(self, move: Move) -> None:
+        """The blocking move out of a plan that is still being made is not made after all: either another one does what
+        it would have done, or what it would have moved is dropped."""
+        self.land(move)
+        self._host_cache.forget(move.target)
 
     def fail(self, move: Move) -> int | None:
         """The move has ended badly. None: no KV is lost, it lies where it did, or moves of the request are in transit

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import random
+import statistics
+from bisect import bisect_right
 from collections import deque
 
 import pytest
@@ -10,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skipjoin.server.api.errors import ApiError
-from skipjoin.server.api.limits import Admission, estimate_tokens
+from skipjoin.server.api.limits import Admission, AdmissionSlot, estimate_tokens
 from skipjoin.server.metrics import Metrics
 
 
@@ -53,7 +56,8 @@ def test_counts_never_pass_the_caps_and_come_home(requests: list[tuple[int, list
                 place.ended()
     for place in places:
         place.ended()
-    assert (admission.requests, admission.tokens) == (0, 0)
+        place.started()  # it is told late
+    assert (admission.requests, admission.tokens, admission.runs) == (0, 0, 0)
 
 
 def test_what_outgrows_its_estimate_is_refused() -> None:
@@ -127,13 +131,55 @@ def test_where_requests_end_together_retry_after_is_until_the_next_do() -> None:
     admission = Admission(10, 10_000, METRICS, clock)
     for _ in range(8):
         slots = admission.reserve([10] * 10)
+        for slot in slots:
+            slot.started()
         clock.now += 4.0
         for slot in slots:
             slot.ended()
-    admission.reserve([10] * 10)
-    assert retry_after(admission, 10) == 4
-    clock.now += 9.0
-    assert retry_after(admission, 10) == 9
+    for slot in admission.reserve([10] * 10):
+        slot.started()
+    assert retry_after(admission, 10) == 5  # a little more than 4
+    clock.now += 1.5
+    assert retry_after(admission, 10) == 3
+    clock.now += 8.5  # 6 s later than those before
+    assert retry_after(admission, 10) == 7
+
+
+@pytest.mark.parametrize("factor", [2, 5, 10])
+def test_retry_after_is_true_where_load_rises_at_once(factor: int) -> None:
+    """Requests of one length, of which there are many times as many as the server can take; its steps take longer, the
+    more run. Nearly always the next place is free in the time that was told, which is not much longer."""
+    clock, draw = Clock(), random.Random(factor)
+    live: deque[tuple[int, AdmissionSlot]] = deque()
+    made = 0
+    admission = Admission(32, 10_000, METRICS, clock, lambda: made)
+    told: list[tuple[float, int]] = []
+    taken: list[float] = []
+
+    def arrive() -> None:
+        try:
+            (slot,) = admission.reserve([1])
+        except ApiError as refused:
+            told.append((clock.now, int(refused.headers["Retry-After"])))
+        else:
+            taken.append(clock.now)
+            slot.started()
+            live.append((made + 150, slot))
+
+    due = 0.0
+    while due < 60:
+        # For the first half a minute there are no more than a third of those that it can take.
+        due += draw.expovariate((1 / 3 if due < 30 else factor) * 32 / (150 * 0.042))
+        while clock.now < due:
+            clock.now += (0.01 + 0.001 * len(live)) * draw.uniform(0.8, 1.2)
+            made += 1
+            while live and live[0][0] <= made:
+                live.popleft()[1].ended()
+        arrive()
+    pairs = [(taken[at] - when, said) for when, said in told if (at := bisect_right(taken, when)) < len(taken)]
+    assert len(pairs) > 100
+    assert sum(true <= said for true, said in pairs) >= 0.95 * len(pairs)
+    assert statistics.median(said for _, said in pairs) <= 2 * statistics.median(true for true, _ in pairs) + 1
 
 
 def test_before_any_request_has_ended_retry_after_is_as_long_as_that_takes() -> None:

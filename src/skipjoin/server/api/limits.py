@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import time
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import islice
 
 from skipjoin.server.api.errors import bad_request, overloaded
 from skipjoin.server.metrics import Metrics
@@ -16,6 +18,10 @@ _BYTES_PER_TOKEN = 4
 _SOONEST_S, _LATEST_S = 1.0, 60.0
 # What has left a queue counts for so many seconds, and in any case until so many others have.
 _WINDOW_S, _LEAST_EVENTS = 10.0, 32
+# Of what is foretold: how likely it may be wrong, for how long it is told again, how fine it is, and of how many
+# sequences it is made, and how many times as long is told, since no pace is steady.
+_DOUBT, _TOLD_S, _FINE_S, _SAMPLED, _MARGIN = 0.05, 0.1, 0.05, 64, 1.05
+_PACE_S = 0.5
 # Of either limit, what a best-effort request leaves free: real-time ones find room beside any flood of them.
 _KEPT_SHARE = 0.25
 
@@ -59,9 +65,106 @@ class Throughput:
     def seconds_until(self, amount: float) -> float:
         """About how long it takes until so much more has left: requests that began together end together, so it is no
         less than the longest gap of late, the present one included."""
+        return max(self.by_rate(amount), self._gap_s, self._clock() - self._latest)
+
+    def by_rate(self, amount: float) -> float:
+        """How long so much has taken lately, on the average; 0 if nothing has left."""
+        return (self._clock() - self._since) * amount / self._sum if self._sum else 0.0
+
+
+class Pace:
+    """Seconds for each step of the engines, over the last half second to second.
+
+    clock: seconds. steps: how many there were.
+    """
+
+    def __init__(self, clock: Callable[[], float], steps: Callable[[], float]) -> None:
+        self._clock, self._steps = clock, steps
+        self._latest_s = 0.0
+        self.start()
+
+    def start(self) -> None:
+        """There was no work until now."""
+        self._before = self._mark = (self._clock(), self._steps())
+
+    def seconds(self) -> float:
+        """For a step; while none has ended, as long as it takes, and no less than those before."""
+        now = (self._clock(), self._steps())
+        if now[0] - self._mark[0] >= _PACE_S:
+            self._before, self._mark = self._mark, now
+        passed_s, steps = now[0] - self._before[0], now[1] - self._before[1]
+        if not steps > 0:
+            return max(self._latest_s, passed_s)
+        self._latest_s = passed_s / steps
+        return self._latest_s
+
+
+class Runs:
+    """How long sequences ran, by which it foretells when those end that run.
+
+    It counts steps of the engines, whose pace changes with the load, and takes each of the lengths of late for as
+    likely as the others.
+    """
+
+    def __init__(self, clock: Callable[[], float], steps: Callable[[], float]) -> None:
+        self._clock, self._steps = clock, steps
+        self._pace = Pace(clock, steps)
+        self._live: dict[AdmissionSlot, float] = {}  # since which step each is there, in this order
+        self._over: deque[float] = deque(maxlen=_LEAST_EVENTS)
+        self._told: dict[int, float] = {}  # by number of sequences: when they will have ended
+        self._told_at = -math.inf
+
+    def __len__(self) -> int:
+        """Sequences that run."""
+        return len(self._live)
+
+    def begin(self, slot: AdmissionSlot) -> None:
+        """A sequence runs, perhaps again."""
+        if not self._live:
+            self._pace.start()
+        self._live.setdefault(slot, self._steps())
+
+    def end(self, slot: AdmissionSlot) -> None:
+        """It has ended, if it ran at all."""
+        if (since := self._live.pop(slot, None)) is not None:
+            self._over.append(self._steps() - since)
+            self._pace.seconds()  # of the work that may be over now
+
+    def seconds_until(self, count: int) -> float | None:
+        """In how many seconds so many of those that run will have ended, or all; None while none has ended."""
+        if not (self._over and self._live):
+            return None
         now = self._clock()
-        by_rate = (now - self._since) * amount / self._sum if self._sum else 0.0
-        return max(by_rate, self._gap_s, now - self._latest)
+        if not now < self._told_at + _TOLD_S:
+            self._told, self._told_at = {}, now
+        if count not in self._told:
+            self._told[count] = now + self._foretell(count)
+        return max(0.0, self._told[count] - now)
+
+    def _foretell(self, count: int) -> float:
+        now, pace, over = self._steps(), max(self._pace.seconds(), 1e-9), sorted(self._over)
+        every = -(-len(self._live) // _SAMPLED)  # of many, a part stands for all
+        ages = [now - since for since in islice(self._live.values(), 0, None, every)]
+
+        def have_ended(seconds: float) -> bool:
+            shares = [_share_ended(over, age, seconds / pace) for age in ages]
+            none_ended = math.prod(1 - share for share in shares) ** every
+            return every * sum(shares) >= min(count, len(self._live)) and none_ended <= _DOUBT
+
+        low, high = 0.0, _LATEST_S
+        while high - low > _FINE_S:
+            middle = (low + high) / 2
+            low, high = (low, middle) if have_ended(middle) else (middle, high)
+        return _MARGIN * high
+
+
+def _share_ended(over: Sequence[float], age: float, more: float) -> float:
+    """How likely it is that a run that lasts for `age` ends in so much more. over: the lengths of others, sorted. One
+    that is longer than all of them is taken to last as long again as it is longer."""
+    shorter = bisect_right(over, age)
+    if shorter == len(over):
+        return float(more >= age - over[-1])
+    return (bisect_right(over, age + more) - shorter) / (len(over) - shorter)
 
 
 class AdmissionSlot:
@@ -87,14 +190,15 @@ class AdmissionSlot:
 
     def started(self) -> None:
         """The sequence runs: its prompt waits no longer."""
-        self._admission.note_start(self._tokens)
-        self._tokens = 0
+        if self._open:
+            self._admission.note_start(self, self._tokens)
+            self._tokens = 0
 
     def ended(self) -> None:
         """The sequence has ended, or will never begin."""
         if self._open:
             self._open = False
-            self._admission.note_end(self._tokens)
+            self._admission.note_end(self, self._tokens)
             self._tokens = 0
 
 
@@ -102,11 +206,17 @@ class Admission:
     """The counts and their bounds. Used on the event loop only, so that checking and counting are one operation.
 
     requests: sequences in the server, waiting or running. tokens: prompt tokens of those that have not run yet.
-    A quarter of either limit is for real-time requests alone.
+    A quarter of either limit is for real-time requests alone. clock: in seconds. steps: how many the engines have made;
+    None: one in each second.
     """
 
     def __init__(
-        self, max_requests: int, max_tokens: int, metrics: Metrics, clock: Callable[[], float] = time.monotonic
+        self,
+        max_requests: int,
+        max_tokens: int,
+        metrics: Metrics,
+        clock: Callable[[], float] = time.monotonic,
+        steps: Callable[[], float] | None = None,
     ) -> None:
         self.max_requests = max_requests
         self.max_tokens = max_tokens
@@ -118,6 +228,7 @@ class Admission:
         self._busy_s = 0.0  # until it was empty for the last time
         self._ends = Throughput(self._busy_time)
         self._starts = Throughput(self._busy_time)
+        self._runs = Runs(clock, steps or clock)
 
     def reserve(
         self, prompt_tokens: Sequence[int], *, is_best_effort: bool = False, param: str = "prompt"
@@ -138,7 +249,7 @@ class Admission:
             self._metrics.rejected("requests")
             raise overloaded(
                 f"the queue is full{whose}: {self.requests} of {most} requests",
-                _retry_after(self._ends.seconds_until(excess)),
+                _retry_after(self._seconds_until(excess)),
             )
         self._check_room(tokens, most_tokens, whose)
         if self._began is None and count:
@@ -146,6 +257,11 @@ class Admission:
         self.requests += count
         self.tokens += tokens
         return [AdmissionSlot(self, share) for share in prompt_tokens]
+
+    def _seconds_until(self, count: int) -> float:
+        """About how long it takes until so many more sequences have ended."""
+        foretold = self._runs.seconds_until(count)
+        return self._ends.seconds_until(count) if foretold is None else max(foretold, self._ends.by_rate(count))
 
     def resize(
         self, slots: Sequence[AdmissionSlot], prompt_tokens: Sequence[int], *, is_best_effort: bool = False
@@ -160,6 +276,11 @@ class Admission:
             self._check_room(growth, most_tokens, whose)
         for slot, size in zip(slots, prompt_tokens, strict=True):
             slot.resize(size)
+
+    @property
+    def runs(self) -> int:
+        """Sequences that run, or have run and may again."""
+        return len(self._runs)
 
     def _limits(self, is_best_effort: bool) -> tuple[int, int, str]:
         """Most requests and most prompt tokens in the server when one of this class has come, and whose limits these
@@ -187,14 +308,16 @@ class Admission:
                 _retry_after(self._starts.seconds_until(excess)),
             )
 
-    def note_start(self, tokens: int) -> None:
+    def note_start(self, slot: AdmissionSlot, tokens: int) -> None:
         """A request runs: its `tokens` prompt tokens wait no longer."""
+        self._runs.begin(slot)
         if tokens:
             self.tokens -= tokens
             self._starts.add(tokens)
 
-    def note_end(self, tokens: int) -> None:
+    def note_end(self, slot: AdmissionSlot, tokens: int) -> None:
         """A request has ended; `tokens` of its prompt never ran."""
+        self._runs.end(slot)
         self.tokens -= tokens
         self._ends.add(1)
         self.requests -= 1

@@ -61,7 +61,9 @@ class Service:
         self.config = config
         self.client = client
         self.metrics = metrics
-        self.admission = Admission(config.max_queued_requests, config.max_queued_tokens, metrics)
+        self.admission = Admission(
+            config.max_queued_requests, config.max_queued_tokens, metrics, steps=lambda: client.steps
+        )
         self.phase = Phase.STARTING
         self.created = int(time.time())
         self.name = config.served_model_name or ""

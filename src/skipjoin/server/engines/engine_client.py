@@ -107,7 +107,7 @@ class EngineClient:
     engine will come up any more (`died`), it fails.
 
     wanted: how many engines there should be. seed: requests without a seed draw theirs from it. clock: seconds,
-    monotonic.
+    monotonic. steps: how many steps all engines have told of.
     """
 
     def __init__(
@@ -134,6 +134,7 @@ class EngineClient:
         self._ids = itertools.count(1)
         self._questions = itertools.count()
         self.wanted = wanted
+        self.steps = 0
         self.dead = False
         self._tell_replicas()
 
@@ -212,6 +213,7 @@ class EngineClient:
     def receive(self, replica: ConnectedEngine, message: FromEngine) -> None:
         """Take a message from an engine. Messages from one that was removed are ignored."""
         if isinstance(message, StepOutputs):
+            self.steps += 1
             self._deliver(replica, message)
         elif isinstance(message, PromptScores):
             if (sequence := replica.sequences.get(message.id)) is not None:

@@ -12,7 +12,8 @@ left out, and the record says why. vLLM and llama.cpp are loaded over HTTP as Sk
 `vllm-eager` is vLLM without. The engines run in turns, each turn with new prompts; those whose names begin with one of
 `--once`, since they may take minutes, in the first turn only. Printed are the median, least and greatest rates, and the
 median of each turn's ratios of Skipjoin's rates to those of the others. `floor` is the rate at which reading the
-weights once per step of 16 tokens would take the memory bandwidth measured in the same run.
+weights once per step of 16 tokens would take the memory bandwidth measured in the same run. The result is written
+after every set.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +47,8 @@ FLOOR_BATCH = 16
 Figures = dict[str, Any]
 
 
-def measure(dtype: torch.dtype, args: argparse.Namespace, bars: Progress) -> Figures:
-    """All engines on all sets, in turn."""
+def measure(dtype: torch.dtype, args: argparse.Namespace, bars: Progress, keep: Callable[[Figures], None]) -> Figures:
+    """All engines on all sets, in turn. keep: gets the record after each set."""
     name = str(dtype).removeprefix("torch.")
     with tempfile.TemporaryDirectory(prefix="skipjoin-bench-") as scratch:
         folder = Path(scratch) / "model"
@@ -71,6 +73,7 @@ def measure(dtype: torch.dtype, args: argparse.Namespace, bars: Progress) -> Fig
                         bars.advance(task)
                 record["sets"][label] = summary(rates) | {"load_1min": round(statistics.median(loads), 1)}
                 print(label, json.dumps(record["sets"][label]), flush=True)
+                keep(record)
             ours = found["skipjoin LLM"]
             assert isinstance(ours, Ours)
             bandwidth = memory_bandwidth()
@@ -122,13 +125,17 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="*", default=["bfloat16"], choices=["bfloat16", "float32"])
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    machine = describe_machine()
+    result: Figures = {"machine": describe_machine(), "turns": args.repeats, "results": []}
+
+    def keep(*more: Figures) -> None:
+        if args.out:
+            args.out.write_text(json.dumps(result | {"results": [*result["results"], *more]}, indent=1) + "\n")
+
     with Progress(transient=True) as bars:
-        records = [measure(getattr(torch, dtype), args, bars) for dtype in args.dtypes]
-    result = {"machine": machine, "turns": args.repeats, "results": records}
+        for dtype in args.dtypes:
+            result["results"].append(measure(getattr(torch, dtype), args, bars, keep))
     print(json.dumps(result, indent=1))
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    keep()
 
 
 if __name__ == "__main__":

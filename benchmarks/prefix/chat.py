@@ -9,8 +9,8 @@ gives those as tokens everywhere: what is generated is found by none. All first 
 ones, and so on, four at a time, so that between two turns of a conversation all others have theirs.
 
 Two sizes of KV: "ample", for all conversations, and "small", for a quarter of their tokens, with a host pool that has
-room for all (vLLM has none on a CPU). The servers of a size are up together, and take turns: a round of each with new
-conversations, then the next round. The result is written after every round.
+room for all; vLLM has none on a CPU, and no such small pool. The servers of a size are up together, and take turns: a
+round of each with new conversations, then the next round. The result is written after every round.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def servers(args: argparse.Namespace, kv_gib: float, model: Path, stack: ExitSta
         "skipjoin, no caching": ("--swap-space", HOST_GIB, "--no-enable-prefix-caching"),
     }
     found = {name: stack.enter_context(skipjoin(model, *ours, *options)) for name, options in kinds.items()}
-    for name in args.peers:
+    for name in args.peers if kv_gib % 1 == 0 else ():  # vLLM's pool on a CPU has whole GiB
         try:
             peer = vllm(python_of(name), model, seqs=SEATS, kv_gib=kv_gib, is_eager=name == "vllm-eager")
             found[name] = stack.enter_context(peer)

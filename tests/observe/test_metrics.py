@@ -401,12 +401,13 @@ def test_hits_count_when_a_request_is_first_admitted() -> None:
     apart = make(2, 40)
     metrics.observe(Arrived(request, 0.0) for request in (first, resumed, apart))
     metrics.observe(
-        [Admitted(first, 0.0, 32), Admitted(resumed, 0.0, 32), Admitted(apart, 0.0), Admitted(first, 1.0, 16)]
+        [Admitted(first, 0.0, 32, 12), Admitted(resumed, 0.0, 32), Admitted(apart, 0.0), Admitted(first, 1.0, 16)]
     )
     metrics.shares(cached=3, cached_on_host=4, shared=2, lent=1)
     found = metrics.snapshot()
-    assert (found.row("prefix_cache_queries_total"), found.row("prefix_cache_hits_total")) == ([40], [32])
-    assert (found.row("kv_cached_blocks"), found.row("kv_shared_blocks")) == ([3], [2])
+    assert (found.row("prefix_cache_queries_total"), found.row("prefix_cache_hits_total")) == ([40], [20, 12])
+    assert (found.row("kv_cached_blocks"), found.row("kv_host_cached_blocks")) == ([3], [4])
+    assert found.row("kv_shared_blocks") == [2]
 
 
 def test_a_snapshot_does_not_change() -> None:

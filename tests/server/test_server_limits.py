@@ -138,11 +138,11 @@ def test_where_requests_end_together_retry_after_is_until_the_next_do() -> None:
             slot.ended()
     for slot in admission.reserve([10] * 10):
         slot.started()
-    assert retry_after(admission, 10) == 5  # a little more than 4
+    assert retry_after(admission, 10) == 6  # a little more than 4
     clock.now += 1.5
-    assert retry_after(admission, 10) == 3
+    assert retry_after(admission, 10) == 4
     clock.now += 8.5  # 6 s later than those before
-    assert retry_after(admission, 10) == 7
+    assert retry_after(admission, 10) == 8
 
 
 @pytest.mark.parametrize("factor", [2, 5, 10])

@@ -20,7 +20,7 @@ _SOONEST_S, _LATEST_S = 1.0, 60.0
 _WINDOW_S, _LEAST_EVENTS = 10.0, 32
 # Of what is foretold: how likely it may be wrong, for how long it is told again, how fine it is, and of how many
 # sequences it is made, and how many times as long is told, since no pace is steady.
-_DOUBT, _TOLD_S, _FINE_S, _SAMPLED, _MARGIN = 0.05, 0.1, 0.05, 64, 1.05
+_DOUBT, _TOLD_S, _FINE_S, _SAMPLED, _MARGIN = 0.05, 0.1, 0.05, 64, 1.3
 _PACE_S = 0.5
 # Of either limit, what a best-effort request leaves free: real-time ones find room beside any flood of them.
 _KEPT_SHARE = 0.25

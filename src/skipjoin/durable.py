@@ -11,8 +11,14 @@ import secrets
 import shutil
 import tempfile
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:  # not on Windows
+    fcntl = None  # type: ignore[assignment]
 
 _PREFIX = ".new-"
 # Seconds after which a temporary file or folder belongs to no writer any more.
@@ -36,6 +42,22 @@ def write_durably(path: Path, content: bytes, mode: int = 0o600) -> None:
         temporary.unlink(missing_ok=True)
         raise
     _sync_folder(path.parent)
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[str]:
+    """Hold the lock of a cache file, a file beside it, among the processes of this machine: those that start together
+    make its content once. Where files cannot be locked it does not wait; gives the problem, or an empty text."""
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = path.with_suffix(".lock").open("w")
+    except OSError as error:
+        yield error.strerror or str(error)
+        return
+    with lock:
+        if fcntl is not None:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield ""
 
 
 def scratch_folder(parent: Path) -> tempfile.TemporaryDirectory[str]:

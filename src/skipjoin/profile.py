@@ -17,14 +17,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from skipjoin.config import ConfigError
-from skipjoin.durable import write_durably
+from skipjoin.durable import locked, write_durably
 from skipjoin.folders import cache_folder
 from skipjoin.policies.cost import LinearCost
-
-try:
-    import fcntl
-except ImportError:  # not on Windows
-    fcntl = None  # type: ignore[assignment]
 
 # Incremented when older files can no longer be read.
 FORMAT = 5
@@ -147,17 +142,9 @@ def cache_path(key: ProfileKey) -> Path:
 def one_at_a_time(key: ProfileKey) -> Iterator[None]:
     """Hold a lock per key among the processes of this machine, so that engines that start together measure once and
     undisturbed: the others read the first one's result. Where files cannot be locked, does not wait."""
-    path = cache_path(key).with_suffix(".lock")
-    try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = path.open("w")
-    except OSError as error:
-        _log.warning("the profile cannot be locked, so several engines may measure at once: %s", error.strerror)
-        yield
-        return
-    with lock:
-        if fcntl is not None:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+    with locked(cache_path(key)) as problem:
+        if problem:
+            _log.warning("the profile cannot be locked, so several engines may measure at once: %s", problem)
         yield
 
 

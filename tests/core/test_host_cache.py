@@ -44,6 +44,15 @@ def on_host(steps: Stepper) -> list[int]:
     return [event.on_host for event in steps.events if isinstance(event, Admitted)]
 
 
+def computed(kv: KVLedger, number: int, of: int) -> Request:
+    """A request that holds the KV of a text, which others find."""
+    request = asking(number, text(of))
+    kv.grow(request, 28)
+    request.computed = request.planned = 28
+    kv.offer(request)
+    return request
+
+
 def serve(steps: Stepper, *texts: int) -> None:
     """One request after the other, each of which fills more than half of the device."""
     for number in texts:
@@ -102,10 +111,7 @@ def test_where_others_run_it_comes_back_beside_them() -> None:
 
 def test_what_was_swapped_is_found_after_its_request_has_ended() -> None:
     kv = KVLedger(DEVICE, 8, BLOCK)
-    first = asking(0, text(1))
-    kv.grow(first, 28)
-    first.computed = first.planned = 28
-    kv.offer(first)
+    first = computed(kv, 0, 1)
     move = kv.move_out(first, blocking=False)
     assert move is not None
     kv.land(move)
@@ -119,10 +125,7 @@ def test_what_was_swapped_is_found_after_its_request_has_ended() -> None:
 
 def test_a_copy_whose_block_is_handed_out_meanwhile_is_worth_nothing() -> None:
     kv = KVLedger(DEVICE, 40, BLOCK)
-    first = asking(0, text(1))
-    kv.grow(first, 28)
-    first.computed = first.planned = 28
-    kv.offer(first)
+    first = computed(kv, 0, 1)
     first.finish_reason = FinishReason.STOP
     kv.release(first)
     kv.grow(make(1, 4), BLOCK)
@@ -140,10 +143,7 @@ def test_a_copy_whose_block_is_handed_out_meanwhile_is_worth_nothing() -> None:
 def test_requests_get_host_blocks_before_the_cache() -> None:
     kv = KVLedger(DEVICE, 7, BLOCK)
     for number in range(2):
-        request = asking(number, text(number))
-        kv.grow(request, 28)
-        request.computed = request.planned = 28
-        kv.offer(request)
+        request = computed(kv, number, number)
         move = kv.move_out(request, blocking=True)
         assert move is not None
         kv.land(move)
@@ -157,9 +157,7 @@ def test_requests_get_host_blocks_before_the_cache() -> None:
 
 def test_a_move_that_is_not_made_after_all_leaves_nothing_on_the_host() -> None:
     kv = KVLedger(DEVICE, 40, BLOCK)
-    request = asking(0, text(1))
-    kv.grow(request, 28)
-    request.computed = request.planned = 28
+    request = computed(kv, 0, 1)
     move = kv.move_out(request, blocking=True, keep=3)
     assert move is not None
     kv.recall(move)

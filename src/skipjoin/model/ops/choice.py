@@ -8,16 +8,10 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
-from skipjoin.durable import is_sealed, sealed, write_durably
+from skipjoin.durable import is_sealed, locked, sealed, write_durably
 from skipjoin.folders import cache_folder
-
-try:
-    import fcntl
-except ImportError:  # not on Windows
-    fcntl = None  # type: ignore[assignment]
 
 _log = logging.getLogger(__name__)
 
@@ -39,27 +33,12 @@ class Choices:
     def way(self, shape: str, seconds: Callable[[str, int], float]) -> str:
         """One of `WAYS` for this shape. seconds(way, rows): measures one product; called if the shape is not known."""
         if shape not in self._known:
-            with self._alone():
+            with locked(self._path):  # processes that start together agree: one measures, the others read
                 self._known = self._read() | self._known
                 if shape not in self._known:
                     self._known[shape] = faster(seconds)
                     self._write()
         return self._known[shape]
-
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Processes that start together agree: one measures, the others read. Where files cannot be locked, each
-        measures."""
-        try:
-            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            lock = self._path.with_suffix(".lock").open("w")
-        except OSError:
-            yield
-            return
-        with lock:
-            if fcntl is not None:
-                fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
 
     def _read(self) -> dict[str, str]:
         try:

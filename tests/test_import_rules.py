@@ -170,6 +170,8 @@ STDLIB_ONLY = {
     "exec.base",
     "exec.simulated",
 }
+# Of `core`: the modules of one ledger. `claims` and `blocks` have words that others use too.
+LEDGER = {"kv", "ends", "prefix_cache", "host_cache", "claim_tree"}
 # Nobody below the server knows of it.
 BELOW_SERVER = {
     "core",
@@ -324,6 +326,17 @@ def test_what_tests_need_imports_only_the_standard_library(part: str) -> None:
         if part_of(found.file) == part and found.module.split(".")[0] not in sys.stdlib_module_names | {"skipjoin"}
     ]
     assert not wrong, broken(f"{part} imports the standard library only", wrong)
+
+
+def test_what_plans_knows_no_ledger() -> None:
+    wrong = [
+        found
+        for found in IMPORTS
+        if part_of(found.file) == "core"
+        and found.file.stem not in LEDGER
+        and any(is_within(found.module, f"core.{module}") for module in LEDGER)
+    ]
+    assert not wrong, broken("what plans asks `core.accounts`, which another ledger may stand behind", wrong)
 
 
 def test_nobody_below_the_server_imports_it() -> None:

@@ -28,11 +28,19 @@ class Overlapped(Recompute):
         return True
 
 
-def stepper(*, host: int = 40, is_exact: bool = True, eviction: EvictionPolicy | None = None) -> Stepper:
+def stepper(
+    *,
+    device: int = DEVICE,
+    host: int = 40,
+    is_exact: bool = True,
+    eviction: EvictionPolicy | None = None,
+    depth: int = 1,
+) -> Stepper:
     policies = Policies(
         Ranks(dict.fromkeys(range(100), 0)), Greedy(8, 64, chunked=True), OnDemand(0.0), eviction or Recompute()
     )
-    return Stepper(WatchedCore(Scheduler(policies, KVLedger(DEVICE, host, BLOCK, is_exact=is_exact))))
+    kv = KVLedger(device, host, BLOCK, is_exact=is_exact)
+    return Stepper(WatchedCore(Scheduler(policies, kv, depth=depth, overlap=depth > 1)))
 
 
 def text(number: int) -> range:
@@ -129,15 +137,27 @@ def test_a_copy_whose_block_is_handed_out_meanwhile_is_worth_nothing() -> None:
     first.finish_reason = FinishReason.STOP
     kv.release(first)
     kv.grow(make(1, 4), BLOCK)
-    move = kv.keep_cached()
+    move = kv.keep_cached(1)
     assert move is not None
-    assert kv.keep_cached() is None  # one at a time
+    assert kv.keep_cached(1) is None  # one at a time
     assert len(move.source) == 2
     kv.grow(make(2, 4), 5 * BLOCK)  # the four that are empty, and the last one of its blocks
     kv.land(move)
     kv.check()
     assert (kv.cached_blocks, kv.cached_host_blocks) == (6, 1)
     assert kv.hit(asking(3, text(1))) == (24, 0, None, 0)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 6])
+@pytest.mark.parametrize(("late", "sizes"), [(0, [8, 16]), (2, [8, 16]), (4, [8, 4])])
+def test_copies_grow_that_land_soon_after_their_plan(depth: int, late: int, sizes: list[int]) -> None:
+    steps = stepper(device=200, host=600, depth=depth)
+    steps.late = late
+    for number in range(2):
+        steps.add(asking(number, range(1000 * number, 1000 * number + 150 * BLOCK), 2))
+        steps.drain()
+    moves = [event.move for event in steps.events if isinstance(event, Moved) and event.move.request is None]
+    assert [len(move.source) for move in moves[:2]] == sizes
 
 
 def test_requests_get_host_blocks_before_the_cache() -> None:

@@ -289,7 +289,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule()
     def keep_cached(self) -> None:
-        move = self.kv.keep_cached()
+        move = self.kv.keep_cached(1)
         assert move is None or self.copied is None
         self.copied = self.copied or move
 

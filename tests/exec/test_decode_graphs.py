@@ -58,7 +58,7 @@ def test_same_tokens_as_kernel_by_kernel(family: str, depth: int, eviction: type
     model, recorder = interpreted(family), Again()
     core, _ = engine(model, eviction(), device_blocks=15, host_blocks=40, seats=3, depth=depth)
     store = make_store(model, 15, 40)
-    graphs = DecodeGraphs(model, store.device, recorder, sizes=[1, 3], longest=64)
+    graphs = DecodeGraphs(model, store.device, recorder, sizes=[1, 3], longest=28)
     run(core, LocalExecutor(model, store, graphs=graphs), graphed)
     assert [request.output for request in graphed] == [request.output for request in plain]
     assert recorder.replays > 10

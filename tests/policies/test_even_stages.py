@@ -23,7 +23,7 @@ from support.load import load, make
 from support.policies import COST, SYSTEMS, SwapAll
 from support.watch import Stepper, World
 
-ROOMY = World(device_blocks=4000, host_blocks=0, max_seqs=200, max_tokens=4096)
+ROOMY = World(device_blocks=1000, host_blocks=0, block_size=16, max_seqs=200, max_tokens=4096)
 # These compute prompts whole, and those claim KV: what runs does not follow from the load alone.
 COUPLED = {"multires", "synccoupled"}
 CLAIMING = COUPLED | {recipe for recipe in RECIPES if recipe.startswith("econoserve")}

@@ -13,7 +13,7 @@ from skipjoin.core.events import Preemption
 from skipjoin.core.kv import KVLedger
 from skipjoin.core.policy import Eviction, EvictionPolicy
 from skipjoin.core.request import Request, RequestOptions, ServiceClass
-from skipjoin.policies.eviction import Defer, ProactiveSwap, Recompute, Spill, Swap, Vacate
+from skipjoin.policies.eviction import Defer, Lend, ProactiveSwap, Recompute, Spill, Swap, Vacate
 from support.load import make
 from support.policies import COST, EVICTIONS, Ranks
 
@@ -170,6 +170,19 @@ def test_spill_weighs_the_part_and_makes_a_newcomer_wait_where_dropping_is_not_i
     assert spill.victims(2, [victim], kv, 0.0, make(9, 1, 1)) == [Eviction(victim, Preemption.SPILL, 2)], (
         "it loses no KV"
     )
+
+
+def test_lend_takes_the_emptiest_of_best_effort_requests_then_the_least_urgent_of_others() -> None:
+    kv = KVLedger(30, 30, 4)
+    least_urgent, urgent, full, emptier = requests = holders(kv, [2, 2, 2, 2])
+    for request in (full, emptier):
+        request.options, request.reverse = RequestOptions(service=ServiceClass.BEST_EFFORT), True
+    for request in (urgent, emptier):
+        request.computed = request.planned = request.computed - 3
+    victims = Lend(COST).victims(8, requests, kv, 0.0, None)
+    assert [(one.request, one.lent) for one in victims] == [
+        (emptier, True), (full, True), (least_urgent, False), (urgent, False),
+    ]  # fmt: skip
 
 
 def test_swap_moves_nothing_ahead() -> None:

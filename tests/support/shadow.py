@@ -38,13 +38,16 @@ class Shadow:
             self._copy(move)
         read: set[Slot] = set()
         written: list[Slot] = []
+        find = self._device.get
         for piece in plan.slices:
-            for position, slot in self._slots(piece.request, piece.blocks, 0, piece.start):
-                self._assert_is(slot, piece.request, position)
-                read.add(slot)
-            written += (
-                slot for _, slot in self._slots(piece.request, piece.blocks, piece.start, piece.start + piece.tokens)
-            )
+            request, start = piece.request, piece.start
+            slots = self._slots(request, piece.blocks, 0, start + piece.tokens)
+            for position, slot in enumerate(slots[:start]):
+                found = find(slot)
+                if found is None or found[1] != position or found[0]() is not request:
+                    self._assert_may_read(slot, request, position)
+            read.update(slots[:start])
+            written += slots[start:]
         assert len(set(written)) == len(written), "two slices write to one slot"
         assert read.isdisjoint(written), "a slice writes to a slot that another one reads"
         for piece in plan.slices:
@@ -53,7 +56,7 @@ class Shadow:
     def fill(self, request: Request, blocks: Sequence[int], start: int, end: int) -> None:
         """The request's tokens from `start` to `end` are computed."""
         owner = ref(request)
-        for position, slot in self._slots(request, blocks, start, end):
+        for position, slot in enumerate(self._slots(request, blocks, start, end), start):
             self._device[slot] = Content(owner, position)
 
     def lose(self, moves: Iterable[Move]) -> None:
@@ -70,12 +73,14 @@ class Shadow:
         self._device.clear()
         self._host.clear()
 
-    def _slots(self, request: Request, blocks: Sequence[int], start: int, end: int) -> Iterator[tuple[int, Slot]]:
-        """The positions from `start` to `end`, and where they lie."""
+    def _slots(self, request: Request, blocks: Sequence[int], start: int, end: int) -> list[Slot]:
+        """Where the positions from `start` to `end` lie."""
         size = self._kv.block_size
-        for position in range(start, end):
-            index, slot = divmod(position, size)
-            yield position, (blocks[index], size - 1 - slot if request.reverse else slot)
+        first = start // size
+        order = range(size - 1, -1, -1) if request.reverse else range(size)
+        slots = [(block, slot) for block in blocks[first : -(-end // size)] for slot in order]
+        assert len(slots) >= end - first * size, f"request {request.id} has too few blocks"
+        return slots[start - first * size : end - first * size]
 
     def _pairs(self, move: Move) -> Iterator[tuple[Slot, Slot]]:
         """Slots that the move reads, and those that it writes."""
@@ -93,7 +98,7 @@ class Shadow:
             else:
                 there.pop(target, None)
 
-    def _assert_is(self, slot: Slot, request: Request, position: int) -> None:
+    def _assert_may_read(self, slot: Slot, request: Request, position: int) -> None:
         found = self._device.get(slot)
         assert found is not None, f"slot {slot} of request {request.id} holds nothing"
         assert found.position == position, f"request {request.id} reads the KV of another token"

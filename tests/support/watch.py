@@ -113,8 +113,14 @@ class WatchedCore(EngineCore):
         self._fruitless = 0  # plans since somebody got a token
 
     def start_step(self, now: float) -> StepPlan | None:
-        before = {request: _State.of(request, self) for request in self.requests.values()}
+        latest, live = self.scheduler.latest_plan, len(self.requests)
+        # A scheduler whose pipeline is full decides nothing; only deadlines may end requests then.
+        is_full = len(self.plans) >= self.scheduler.depth
+        before = {} if is_full else {one: _State.of(one, self.kv, latest) for one in self.requests.values()}
         plan = super().start_step(now)
+        if is_full and len(self.requests) == live:
+            assert plan is None
+            return None
         self.kv.check()
         if plan is None:
             assert self.plans or not self.requests, f"idle at {now} while requests {list(self.requests)} wait"
@@ -215,7 +221,7 @@ class WatchedCore(EngineCore):
         none at all can run with the blocks that it has."""
         ordering = self.scheduler.policies.ordering
         ran = [piece.request for piece in plan.slices]
-        grown = [r for r in ran if before[r].device and before[r].claim != _State.of(r, self).claim]
+        grown = [r for r in ran if before[r].device and before[r].claim != _State.of(r, self.kv, 0).claim]
         grown += [r for r in ran if (held := self.kv.blocks_of(r)) is not None and held.borrows]
         grown += [move.request for move in plan.blocking if move.direction is Direction.WITHIN]
         new = [r for r in ran if before[r].device == 0]
@@ -255,21 +261,16 @@ class _State(NamedTuple):
     latest: int
 
     @classmethod
-    def of(cls, request: Request, core: EngineCore) -> _State:
-        held = core.kv.blocks_of(request)
-        on_device = len(held.device) if held is not None and held.moving is None and not held.away else 0
-        return cls(
-            request.known,
-            request.planned,
-            request.pending_samples,
-            request.evictions,
-            on_device,
-            held is not None and on_device > 0 and held.room >= request.known + request.pending_samples,
-            (held.size + held.adopted - held.lent if held is not None else 0, core.kv.lender_of(request)),
-            request.is_fresh,
-            request.last_plan,
-            core.scheduler.latest_plan,
-        )
+    def of(cls, request: Request, kv: KVLedger, latest: int) -> _State:
+        held = kv.blocks_of(request)
+        device, has_room, claim = 0, False, (0, None)
+        if held is not None:
+            device = len(held.device) if held.moving is None and not held.away else 0
+            has_room = device > 0 and held.room >= request.known + request.pending_samples
+            claim = held.size + held.adopted - held.lent, kv.lender_of(request)
+        known, planned, pending = request.known, request.planned, request.pending_samples
+        evictions, is_fresh, last_plan = request.evictions, request.is_fresh, request.last_plan
+        return cls(known, planned, pending, evictions, device, has_room, claim, is_fresh, last_plan, latest)
 
 
 def plan_value(plan: StepPlan) -> Any:

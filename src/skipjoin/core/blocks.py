@@ -159,7 +159,7 @@ class BlockPool:
         """What is wrong with the keys, in words; empty: nothing."""
         if self._blocks != {key: block for block, key in self._keys.items()}:
             return "a key leads to another block than to its own"
-        if any(block in self._keys for block in self._empty):
+        if self._keys and not self._keys.keys().isdisjoint(self._empty):
             return "an empty block has a key"
         if not all(self._is_sorted(block, wanted) for wanted, cached in self._tiers() for block in cached):
             return "a cached block has no key, or is among the wrong ones"

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from skipjoin.core.accounts import MISS, Hit, KVAccounts
 from skipjoin.core.context import StepContext, eligible_tokens
 from skipjoin.core.evictor import Evictor
-from skipjoin.core.kv import KVLedger
 from skipjoin.core.policy import Grant, Policies, Wait
-from skipjoin.core.prefix_cache import MISS, Hit
 from skipjoin.core.request import Request
 
 # Longest that a request waits for KV that another one computes, in seconds.
@@ -16,7 +15,7 @@ MOST_BEHIND_S = 5.0
 
 
 def find_candidates(
-    policies: Policies, kv: KVLedger, evictor: Evictor, context: StepContext
+    policies: Policies, kv: KVAccounts, evictor: Evictor, context: StepContext
 ) -> Iterator[tuple[Request, int]]:
     """See `StepContext.candidates`."""
     admission, blocks_of, returns_overlapped = policies.admission, kv.blocks_of, policies.eviction.returns_overlapped
@@ -68,7 +67,7 @@ class _Space:
     them has too many is no best-effort candidate's: an eviction may leave it where it is.
     """
 
-    def __init__(self, kv: KVLedger, evictor: Evictor) -> None:
+    def __init__(self, kv: KVAccounts, evictor: Evictor) -> None:
         self.given_up: set[Request] = set()
         self._kv = kv
         self._evictor = evictor

@@ -100,10 +100,13 @@ class Claim:
 
     def problem(self) -> str:
         """What is wrong with this claim, in words; empty: nothing."""
-        if self.lent != sum(guest.size for guest in self.guests):
+        lent = 0
+        for guest in self.guests:
+            lent += guest.size
+            if guest.lender is not self:
+                return "has a guest of another lender"
+        if self.lent != lent:
             return "counts other blocks as lent than its guests claim"
-        if any(guest.lender is not self for guest in self.guests):
-            return "has a guest of another lender"
         if self.lender is not None and self.size != max(self.promised, len(self.device) + self.lent) - self.adopted:
             return "has another size than what is promised, held and lent"
         return ""

@@ -352,6 +352,8 @@ class TwoEnds(PrefixCache):
     def _check_ends(self) -> None:
         """Raise `LedgerError` unless each shared block has one owner and at most one borrower, which know of it, and
         no slot of either is the other's."""
+        if not (self._ends or any(held.lends or held.borrows or held.overwritten for held in self._held.values())):
+            return
         known = {id(end) for held in self._held.values() for end in (*held.lends.values(), *held.borrows.values())}
         if known != {id(end) for end in self._ends.values()}:
             raise LedgerError("a request knows of other shared blocks than there are")

@@ -7,9 +7,9 @@ import math
 from collections.abc import Sequence
 from itertools import accumulate
 
+from skipjoin.core.accounts import KVAccounts
 from skipjoin.core.events import Arrived, Decoded, Event, Finished, Token
 from skipjoin.core.forecast import Forecast
-from skipjoin.core.kv import KVLedger
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.core.scheduler import Scheduler
 from skipjoin.core.step import StepPlan, StepResult
@@ -33,7 +33,7 @@ class EngineCore:
         self._with_deadline = 0  # live requests that have one
 
     @property
-    def kv(self) -> KVLedger:
+    def kv(self) -> KVAccounts:
         """The block accounts, to be read."""
         return self.scheduler.kv
 
@@ -135,7 +135,7 @@ class EngineCore:
         The outcome is that of the single steps, but for the ids of plans and blocks and for the events (`Decoded`).
         Raises ValueError if blocks are short.
         """
-        steps, kv, requests = len(ends), self.kv, tuple(self.requests.values())
+        steps, kv, requests = len(ends), self.scheduler.kv, tuple(self.requests.values())
         grown = kv.growth(requests, steps)
         if grown is None:
             raise ValueError(f"{steps} steps need more blocks than are available")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from skipjoin.core.accounts import Ledger
 from skipjoin.core.claims import Lender
 from skipjoin.core.context import StepContext
 from skipjoin.core.events import Event, Preempted, Preemption
-from skipjoin.core.kv import KVLedger
 from skipjoin.core.policy import Eviction, Policies
 from skipjoin.core.request import NEVER, Request
 from skipjoin.core.step import Move
@@ -22,7 +22,7 @@ class Evictor:
     blocks, whatever the policy asks of them.
     """
 
-    def __init__(self, policies: Policies, kv: KVLedger, events: list[Event], context: StepContext) -> None:
+    def __init__(self, policies: Policies, kv: Ledger, events: list[Event], context: StepContext) -> None:
         self.blocking: list[Move] = []
         self.evicted: list[Request] = []
         self.takes_all = False

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from skipjoin.core.accounts import Ledger
 from skipjoin.core.events import Admitted, Claimed, Event
-from skipjoin.core.kv import KVLedger
 from skipjoin.core.planner import begin_decision
 from skipjoin.core.policy import Grant, Policies, Wait
 from skipjoin.core.request import Request
@@ -12,7 +12,7 @@ from skipjoin.core.request import Request
 class Incoming:
     """The requests whose KV is on its way. Until it is there, no policy knows them but the one that admitted them."""
 
-    def __init__(self, policies: Policies, kv: KVLedger) -> None:
+    def __init__(self, policies: Policies, kv: Ledger) -> None:
         self._policies = policies
         self._kv = kv
         self._grants: dict[Request, Grant] = {}

@@ -11,8 +11,9 @@ from skipjoin.core.step import Direction, Move
 _AHEAD = 256
 # Blocks of one copy, at most and at first.
 _MOST, _FIRST = 64, 8
-# Decisions within which a copy should land: moves of requests wait behind it on the link.
-_SOON = 3
+# Decisions within which a copy should land: moves of requests wait behind it on the link. With many plans in flight,
+# those that are decided before its own plan commits, and two.
+_SOON, _AFTER = 3, 2
 
 
 class HostCache:
@@ -34,6 +35,7 @@ class HostCache:
         self._ahead = min(_AHEAD, device.total // 2)
         self._most = _FIRST
         self._waited = 0  # decisions since the copy began
+        self._soon = _SOON  # within how many it should land
         self._copy: Move | None = None
         self._keys: list[Key] = []  # of its blocks
 
@@ -57,8 +59,9 @@ class HostCache:
             if self._host.has_key(block):
                 self._host.unname(block)
 
-    def begin(self) -> Move | None:
-        """Begin to copy what the device is about to lose; None: nothing, or a copy is under way."""
+    def begin(self, depth: int) -> Move | None:
+        """Begin to copy what the device is about to lose; None: nothing, or a copy is under way. depth: plans that may
+        be in flight at once."""
         device, host = self._device, self._host
         if self._copy is not None:
             self._waited += 1
@@ -79,7 +82,7 @@ class HostCache:
         target = host.take(len(found))
         self._copy = Move(Direction.OUT, None, tuple(source), tuple(target), len(found) * self._block_size)
         device.begin_read(self._copy.source)
-        self._waited = 0
+        self._waited, self._soon = 0, max(_SOON, depth - 1 + _AFTER)
         return self._copy
 
     def end(self, *, has_landed: bool) -> None:
@@ -90,5 +93,5 @@ class HostCache:
             if self._device.end_read(block) and has_landed:
                 self._host.name(target, key)
         self._host.put(copy.target)
-        is_late = self._waited > _SOON or not has_landed
+        is_late = self._waited > self._soon or not has_landed
         self._most = max(1, self._most // 2) if is_late else min(2 * self._most, _MOST)

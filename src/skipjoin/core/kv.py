@@ -1,4 +1,4 @@
-"""KVLedger: the one owner of KV block accounting on both tiers."""
+"""KVLedger: the one owner of KV block accounting on both tiers; planners know it as `Ledger` (`core.accounts`)."""
 
 from __future__ import annotations
 
@@ -396,10 +396,10 @@ class KVLedger(TwoEnds):
         held.lost_from = keep if held.lost_from is None else min(keep, held.lost_from)
         return _lost_from(held)
 
-    def keep_cached(self) -> Move | None:
+    def keep_cached(self, depth: int) -> Move | None:
         """Begin to copy to the host what the device has cached and is about to lose: an overlapped move, of no request.
-        None: there is nothing, or a copy is under way."""
-        move = self._host_cache.begin()
+        None: there is nothing, or a copy is under way. depth: plans that may be in flight at once."""
+        move = self._host_cache.begin(depth)
         if move is not None:
             self.blocks_in_transit[Direction.OUT] += len(move.source)
         return move
@@ -424,10 +424,10 @@ class KVLedger(TwoEnds):
         """Raise `LedgerError` unless every block on both tiers is in exactly one place, every request's computed
         tokens lie in blocks that it holds, and what is kept for speed agrees with what it is kept from."""
         for tier, pool in (("device", self._device), ("host", self._host)):
-            held_blocks = (getattr(held, tier) for held in self._held.values())
-            copies = self._copies() if pool is self._host else ()
-            places = sorted(chain(pool.free_blocks(), copies, *held_blocks))
-            if places != sorted(chain(range(pool.total), self._doubly_held(pool))):
+            places = [*pool.free_blocks(), *(self._copies() if pool is self._host else ())]
+            for held in self._held.values():
+                places += held.device if pool is self._device else held.host
+            if sorted(places) != sorted([*range(pool.total), *self._doubly_held(pool)]):
                 raise LedgerError(f"a {tier} block leaked or doubled")
         if any(self.astray):
             raise LedgerError(f"{self.astray} blocks are astray by the count")
@@ -444,8 +444,9 @@ class KVLedger(TwoEnds):
                 raise LedgerError(f"request {request.id} has a stale block table")
         moving = dict.fromkeys(Direction, 0)
         for held in self._held.values():
-            for move in filter(None, (held.move, held.aside, *held.parts)):
-                moving[move.direction] += len(move.source)
+            if held.move is not None or held.aside is not None or held.parts:
+                for move in filter(None, (held.move, held.aside, *held.parts)):
+                    moving[move.direction] += len(move.source)
         moving[Direction.OUT] += len(self._idle_parts) + len(self._host_cache.targets)
         if moving != self.blocks_in_transit:
             raise LedgerError(f"{self.blocks_in_transit} blocks are counted as in transit, {moving} are")

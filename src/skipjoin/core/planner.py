@@ -6,12 +6,11 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import islice
 
+from skipjoin.core.accounts import HeldBlocks, Ledger
 from skipjoin.core.candidates import comes_soon, find_candidates
-from skipjoin.core.claim_tree import RequestBlocks
 from skipjoin.core.context import StepContext, eligible_tokens
 from skipjoin.core.events import Event, Started, Waited
 from skipjoin.core.evictor import Evictor
-from skipjoin.core.kv import KVLedger
 from skipjoin.core.policy import BatchBuilder, Policies, Refusal, Scope
 from skipjoin.core.request import Request
 from skipjoin.core.residency import Residency
@@ -22,7 +21,7 @@ from skipjoin.core.waits import WaitReason, WaitState
 _MOST_FORCED = 64
 
 
-def begin_decision(policies: Policies, kv: KVLedger, now: float) -> None:
+def begin_decision(policies: Policies, kv: Ledger, now: float) -> None:
     """Let accounts have the blocks that the policies want them to have."""
     for begin in policies.on_begin:
         for account, blocks in begin(now, kv):
@@ -36,7 +35,7 @@ class StepPlanner:
     many requests of the batch did not run until now.
     """
 
-    def __init__(self, policies: Policies, kv: KVLedger, events: list[Event], context: StepContext) -> None:
+    def __init__(self, policies: Policies, kv: Ledger, events: list[Event], context: StepContext) -> None:
         self.waiting: list[Request] = []
         self.tail = WaitReason.NOT_EXAMINED
         self.started = 0
@@ -59,7 +58,7 @@ class StepPlanner:
         residency = self._residency
         overlapped += residency.overlapped
         # Last: what this step takes is lost.
-        if self._slices and context.may_leave and (copy := self._kv.keep_cached()) is not None:
+        if self._slices and context.may_leave and (copy := self._kv.keep_cached(context.depth)) is not None:
             overlapped.append(copy)
         for request in evictor.evicted:
             for evicted in self._policies.on_evicted:
@@ -186,13 +185,13 @@ class StepPlanner:
             if self._slices:
                 return
 
-    def _secure(self, request: Request, held: RequestBlocks | None, target: int) -> RequestBlocks | None:
+    def _secure(self, request: Request, held: HeldBlocks | None, target: int) -> HeldBlocks | None:
         """Device space for `target` tokens of the request, or None if it waits."""
         found = self._residency.secure(request, held, target)
-        if isinstance(found, RequestBlocks):
-            return found
-        self._wait(request, found, self._residency.short)
-        return None
+        if isinstance(found, WaitReason):
+            self._wait(request, found, self._residency.short)
+            return None
+        return found
 
     def _refuse(self, request: Request, refusal: Refusal) -> Scope:
         """The batcher does not take the request; returns which others it does not take either."""

@@ -5,26 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import islice
 from math import inf
-from typing import NamedTuple
 
+from skipjoin.core.accounts import MISS, Hit
 from skipjoin.core.blocks import BlockPool, Key
 from skipjoin.core.claim_tree import ClaimTree, LedgerError, RequestBlocks
 from skipjoin.core.host_cache import HostCache
 from skipjoin.core.request import Request
-
-
-class Hit(NamedTuple):
-    """KV that a request can use: tokens of it, always fewer than are known, and how many of its blocks other requests
-    hold. The others take up blocks that were available. leader: the request that is to compute the block after these.
-    away: how many of the blocks, the last ones, are on the host."""
-
-    tokens: int
-    held: int
-    leader: Request | None = None
-    away: int = 0
-
-
-MISS = Hit(0, 0)
 
 
 class PrefixCache(ClaimTree):
@@ -263,6 +249,8 @@ class PrefixCache(ClaimTree):
         for pool in (self._device, self._host):
             if problem := pool.problem():
                 raise LedgerError(problem)
+        if not (self._holders or any(held.adopted or held.shared for held in self._held.values())):
+            return  # no block is in two places, as `check` has found
         several, seen = set(self._holders), set[int]()
         for held in self._held.values():
             several |= seen.intersection(held.device)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from skipjoin.core.claim_tree import RequestBlocks
+from skipjoin.core.accounts import MISS, HeldBlocks, Hit, Ledger
 from skipjoin.core.context import StepContext
 from skipjoin.core.events import Admitted, Claimed, Event
 from skipjoin.core.evictor import Evictor
-from skipjoin.core.kv import KVLedger
 from skipjoin.core.policy import Grant, Policies, Wait
-from skipjoin.core.prefix_cache import MISS, Hit
 from skipjoin.core.request import Request
 from skipjoin.core.step import Move, Slice
 from skipjoin.core.waits import WaitReason
@@ -34,7 +32,7 @@ class Residency:
     def __init__(
         self,
         policies: Policies,
-        kv: KVLedger,
+        kv: Ledger,
         events: list[Event],
         context: StepContext,
         *,
@@ -60,7 +58,7 @@ class Residency:
         self._owed = 0  # blocks that requests passed over while their KV is on the host need to come back
         self._first_waits = False  # for space, with plans in flight
 
-    def secure(self, request: Request, held: RequestBlocks | None, target: int) -> RequestBlocks | WaitReason:
+    def secure(self, request: Request, held: HeldBlocks | None, target: int) -> HeldBlocks | WaitReason:
         """Device space for `target` tokens of the request, or why it waits."""
         self.short = 0
         found = self._admit(request, target) if held is None else self._extend(request, held, target)
@@ -68,7 +66,7 @@ class Residency:
             self._first_waits = self._first_waits or (request is self.first and self._context.depth > 1)
         return found
 
-    def _admit(self, request: Request, target: int) -> RequestBlocks | WaitReason:
+    def _admit(self, request: Request, target: int) -> HeldBlocks | WaitReason:
         """First blocks for a request that holds none. A refusal closes the step: no request overtakes it, unless the
         admission policy lets others pass."""
         if self._evictor.is_below_floor(request):
@@ -81,7 +79,7 @@ class Residency:
             self._kv.release(request)
         return found
 
-    def _get_in(self, request: Request, target: int, hit: Hit) -> RequestBlocks | WaitReason:
+    def _get_in(self, request: Request, target: int, hit: Hit) -> HeldBlocks | WaitReason:
         grant = self._ask(request, target)
         if isinstance(grant, WaitReason):
             return grant
@@ -166,7 +164,7 @@ class Residency:
 
     # -- of holders ---------------------------------------------------------------------------------------
 
-    def _extend(self, request: Request, held: RequestBlocks, target: int) -> RequestBlocks | WaitReason:
+    def _extend(self, request: Request, held: HeldBlocks, target: int) -> HeldBlocks | WaitReason:
         """Space for a request that holds KV, on either tier or on its way."""
         if held.moving is not None or held.parts:
             self._miss(request, self._kv.blocks_for(request.computed))
@@ -196,7 +194,7 @@ class Residency:
             self.closed = self.closed or WaitReason.BEHIND_MEMORY
         return found
 
-    def _grow(self, request: Request, target: int, *, newcomer: bool) -> RequestBlocks | WaitReason:
+    def _grow(self, request: Request, target: int, *, newcomer: bool) -> HeldBlocks | WaitReason:
         kv, evictor = self._kv, self._evictor
         self.short = kv.shortfall(request, target)
         reason = evictor.hindered(request, target) or evictor.make_room(
@@ -209,7 +207,7 @@ class Residency:
         evictor.take_slots(request, target)
         return held
 
-    def _return(self, request: Request, target: int, *, newcomer: bool) -> RequestBlocks | WaitReason:
+    def _return(self, request: Request, target: int, *, newcomer: bool) -> HeldBlocks | WaitReason:
         """Bring the request's KV back from the host with a blocking move."""
         kv = self._kv
         self.short = kv.shortfall(request, target)

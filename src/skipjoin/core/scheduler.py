@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
+from skipjoin.core.accounts import Ledger
 from skipjoin.core.context import StepContext
 from skipjoin.core.events import (
     Computed,
@@ -18,7 +19,6 @@ from skipjoin.core.events import (
     Waited,
 )
 from skipjoin.core.handover import Incoming
-from skipjoin.core.kv import KVLedger
 from skipjoin.core.planner import StepPlanner
 from skipjoin.core.policy import Policies
 from skipjoin.core.request import NEVER, Request
@@ -39,7 +39,7 @@ class Scheduler:
     def __init__(
         self,
         policies: Policies,
-        kv: KVLedger,
+        kv: Ledger,
         *,
         depth: int = 1,
         overlap: bool = False,

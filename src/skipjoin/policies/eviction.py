@@ -186,7 +186,8 @@ class Lend(Spill):
     def victims(
         self, short: int, candidates: Sequence[Request], kv: KVAccounts, now: float, newcomer: Request | None
     ) -> Sequence[Eviction]:
-        emptiest = sorted(candidates, key=lambda victim: -kv.empty_slots(victim))
+        # Real-time requests lend nothing, and stay in their order: the least urgent one first.
+        emptiest = sorted(candidates, key=lambda victim: -kv.empty_slots(victim) if victim.is_best_effort else 0)
         found = super().victims(short, emptiest, kv, now, newcomer)
         return [one._replace(lent=one.request.reverse and one.how is not Preemption.DROP) for one in found]
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 
+from skipjoin.core.accounts import Ledger
 from skipjoin.core.claim_tree import LedgerError
-from skipjoin.core.kv import KVLedger
 
 logger = logging.getLogger(__name__)
 
 
-def recover_blocks(kv: KVLedger, *, is_idle: bool) -> int:
+def recover_blocks(kv: Ledger, *, is_idle: bool) -> int:
     """Free the blocks that nothing accounts for; how many there were. Without a bug there are none. is_idle: no request
     is left, no plan in flight and no KV moving, so that no block may be held.
 

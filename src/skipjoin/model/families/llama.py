@@ -4,34 +4,20 @@ from __future__ import annotations
 
 import torch
 
-from skipjoin.model.batch import PackedBatch
-from skipjoin.model.layers import Builder, LayerInputs, Rotary, SelfAttention, advance
+from skipjoin.model.families.rotary import RotaryDecoder
+from skipjoin.model.layers import Builder, LayerInputs, Rotary, SelfAttention
 from skipjoin.model.ops.base import Norm
 
 
-class LlamaDecoder:
+class LlamaDecoder(RotaryDecoder):
     """Embedding, layers of attention and gated MLP between root-mean-square norms, final norm."""
 
     EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 
     def __init__(self, builder: Builder, device: torch.device | str) -> None:
-        config, shard = builder.config, builder.shard
-        self.embedding = builder.embedding(self.EMBEDDING) if shard.is_first else None
-        rotary = Rotary(config, device)
-        self._layers = [_LlamaLayer(builder, i, rotary) for i in shard.layers(config)]
-        self._norm = builder.rms_norm("model.norm", config.hidden_size) if shard.is_last else None
-
-    def embed(self, batch: PackedBatch) -> torch.Tensor:
-        """The embeddings of the batch's tokens, [T, hidden], on the first stage."""
-        return self.embedding(batch.token_ids)
-
-    def advance(self, x: torch.Tensor, step: LayerInputs) -> torch.Tensor:
-        """Pass [T, hidden] through this rank's layers; may change `x`."""
-        return advance(self._layers, x, step)
-
-    def finish(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[rows, hidden] -> the input of the output projection, on the last stage."""
-        return self._norm(hidden)
+        super().__init__(
+            builder, device, _LlamaLayer, lambda: builder.rms_norm("model.norm", builder.config.hidden_size)
+        )
 
 
 class _LlamaLayer:

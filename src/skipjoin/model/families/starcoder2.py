@@ -4,34 +4,18 @@ from __future__ import annotations
 
 import torch
 
-from skipjoin.model.batch import PackedBatch
-from skipjoin.model.layers import Builder, LayerInputs, Rotary, SelfAttention, advance
+from skipjoin.model.families.rotary import RotaryDecoder
+from skipjoin.model.layers import Builder, LayerInputs, Rotary, SelfAttention
 from skipjoin.model.ops.base import Norm
 
 
-class Starcoder2Decoder:
+class Starcoder2Decoder(RotaryDecoder):
     """Embedding, layers of attention and MLP, final norm."""
 
     EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 
     def __init__(self, builder: Builder, device: torch.device | str) -> None:
-        config, shard = builder.config, builder.shard
-        self.embedding = builder.embedding(self.EMBEDDING) if shard.is_first else None
-        rotary = Rotary(config, device)
-        self._layers = [_Starcoder2Layer(builder, i, rotary) for i in shard.layers(config)]
-        self._norm = builder.layer_norm("model.norm") if shard.is_last else None
-
-    def embed(self, batch: PackedBatch) -> torch.Tensor:
-        """The batch's tokens as [T, hidden], on the first stage."""
-        return self.embedding(batch.token_ids)
-
-    def advance(self, x: torch.Tensor, step: LayerInputs) -> torch.Tensor:
-        """[T, hidden] through the layers that this rank has; may change `x`."""
-        return advance(self._layers, x, step)
-
-    def finish(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[rows, hidden] -> what the output projection multiplies, on the last stage."""
-        return self._norm(hidden)
+        super().__init__(builder, device, _Starcoder2Layer, lambda: builder.layer_norm("model.norm"))
 
 
 class _Starcoder2Layer:

@@ -49,6 +49,9 @@ _SETTINGS = {
     "RAY_health_check_failure_threshold": "3",
     # Whether SIGTERM ends a process is for that process to say. Ray's own handler writes its stack and aborts it.
     "RAY_DISABLE_FAILURE_SIGNAL_HANDLER": "1",
+    # Ray would run engines and ranks at niceness 15: whatever else runs on the machine, the API process too, would
+    # then come before them.
+    "RAY_worker_niceness": "0",
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import re
 from pathlib import Path
 
 from skipjoin.machine import cpu_name
@@ -15,10 +16,12 @@ _INSTRUCTIONS = (
     *("amx_tile", "amx_int8", "amx_bf16", "amx_fp16"),
     *("asimd", "asimddp", "fphp", "bf16", "i8mm", "sve", "sve2", "sme"),
 )
+# What compilers and libraries are told of the processor, so that one can stand in for another.
+_TOLD = ("CXX", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")
 
 
 def describe_machine() -> dict[str, object]:
-    """CPU, cores, instructions, memory, load, versions; no names or paths."""
+    """CPU, cores, instructions, memory, load, versions, and what limits the instructions; no names or paths."""
     return {
         "cpu": cpu_name(),
         "cores": os.cpu_count(),
@@ -26,6 +29,7 @@ def describe_machine() -> dict[str, object]:
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "load_1min": os.getloadavg()[0],
         "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY", "default"),
+        "told": {name: re.sub(r"\S*/", "", os.environ[name]) for name in _TOLD if name in os.environ},
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in ("skipjoin", "torch", "transformers")},
     }

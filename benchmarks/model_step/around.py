@@ -29,8 +29,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine_throughput"))
-from peers import Ours, OverHttp
-from workload import SEATS, WorkloadSet
+from peers import LIMITS, Ours, OverHttp
+from workload import WorkloadSet
 
 import servers
 from machine import describe_machine
@@ -169,7 +169,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="skipjoin-bench-") as scratch:
         folder = Path(scratch) / "model"
         make_model(folder, torch.bfloat16)
-        with servers.skipjoin(folder, "--max-num-seqs", SEATS) as server:
+        with servers.skipjoin(folder, *LIMITS) as server:
             for batch in args.batches:
                 ours = Ours(folder)  # a fresh one: its parts are watched
                 try:

@@ -4,12 +4,13 @@
         [--dtype bfloat16 float32] [--attention auto torch]
 
 The model has random weights in the shape that the other engines were measured on: a Llama of 97.5 million
-parameters. A decode step of n sequences has one token each with 96 tokens of context; a prefill step is one
-prompt. `step` is the whole: packing the batch, the forward pass, choosing tokens. `build`, `forward` and
-`sample` are its parts; `linears`, `attention` (with rotation) and `norms` are parts of `forward`, each timed
-on its own over all layers. Medians over repeats, and the smallest, because a shared machine only ever adds. Where
-other processes want the same cores, OpenMP's default of spinning while it waits makes every step many times
-slower: hence the variable.
+parameters. A decode step of n sequences has one token each with 96 tokens of context, or with 764; a prefill step is
+one prompt. `step` is the whole: packing the batch, the forward pass, choosing tokens. `build`, `forward` and `sample`
+are its parts; `linears`, `attention` (with rotation) and `norms` are parts of `forward`, each timed on its own over all
+layers. `floor_ms` is what reading the weights and that KV once takes at the memory bandwidth measured in the same run,
+just before and after, and `floor_share` its share of the step. Medians over repeats, and the smallest, because a shared
+machine only ever adds. Where other processes want the same cores, OpenMP's default of spinning while it waits makes
+every step many times slower: hence the variable.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from skipjoin.model.sampler import Sampled, Sampler, SampleRow
 from skipjoin.sampling import SamplingParams
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from bandwidth import memory_bandwidth
 from machine import describe_machine
 
 SHAPE = {
@@ -44,9 +46,9 @@ SHAPE = {
     "num_attention_heads": 12,
     "max_position_embeddings": 2048,
 }
-CONTEXT = 96
 BLOCK = 16
-DECODES = (1, 4, 16, 64)
+# Sequences and the context of each.
+DECODES = ((1, 96), (4, 96), (16, 96), (64, 96), (16, 764))
 PREFILLS = (64, 512)
 
 
@@ -62,12 +64,12 @@ def timed(work: Callable[[], Any], repeats: int) -> dict[str, float]:
     return {"median_ms": round(statistics.median(taken), 3), "min_ms": round(min(taken), 3)}
 
 
-def segments(decodes: int, prefill: int) -> list[Segment]:
-    """`decodes` sequences with CONTEXT tokens each, or one prompt; tables of blocks far apart."""
+def segments(decodes: int, context: int, prefill: int) -> list[Segment]:
+    """`decodes` sequences with `context` tokens each, or one prompt; tables of blocks far apart."""
     if prefill:
         return [Segment(list(range(prefill)), 0, list(range(0, 2 * (prefill // BLOCK), 2)))]
-    width = CONTEXT // BLOCK + 1
-    return [Segment([i + 1], CONTEXT, list(range(i, width * decodes, decodes))) for i in range(decodes)]
+    width = context // BLOCK + 1
+    return [Segment([i + 1], context, list(range(i, width * decodes, decodes))) for i in range(decodes)]
 
 
 class Parts:
@@ -121,9 +123,9 @@ class Parts:
 
 
 @torch.inference_mode()
-def measure(model: CausalLM, decodes: int, prefill: int, repeats: int) -> dict[str, Any]:
+def measure(model: CausalLM, decodes: int, context: int, prefill: int, repeats: int) -> dict[str, Any]:
     """All timings of one shape."""
-    work = segments(decodes, prefill)
+    work = segments(decodes, context, prefill)
     blocks = max(max(s.blocks) for s in work) + 1
     kv = PagedKV(blocks, BLOCK, model.config, model.dtype, "cpu")
     batch = PackedBatch.build(work, BLOCK)
@@ -145,7 +147,17 @@ def measure(model: CausalLM, decodes: int, prefill: int, repeats: int) -> dict[s
         "attention": parts.attention,
         "norms": parts.norms,
     }
-    return {"decodes": decodes, "prefill": prefill} | {n: timed(f, repeats) for n, f in names.items()}
+    before = memory_bandwidth() if decodes else 0.0
+    found: dict[str, Any] = {"decodes": decodes, "context": context, "prefill": prefill}
+    found |= {name: timed(work, repeats) for name, work in names.items()}
+    if decodes:
+        bandwidth = max(before, memory_bandwidth())
+        embeddings = model.config.vocab_size * model.config.hidden_size * model.dtype.itemsize  # of which few are read
+        kv_bytes = decodes * context * PagedKV.bytes_per_block(model.config, 1, model.dtype)
+        floor_ms = 1e3 * (model.weight_bytes - embeddings + kv_bytes) / bandwidth
+        share = {name: round(floor_ms / found["step"][name], 3) for name in ("median_ms", "min_ms")}
+        found |= {"gb_per_s": round(bandwidth / 1e9, 1), "floor_ms": round(floor_ms, 3), "floor_share": share}
+    return found
 
 
 def main() -> None:
@@ -159,18 +171,18 @@ def main() -> None:
     for dtype in arguments.dtype:
         for attention in arguments.attention:
             model = random_model(SHAPE, 0, dtype, attention=attention)
-            for decodes, prefill in [*((n, 0) for n in DECODES), *((0, n) for n in PREFILLS)]:
+            for decodes, context, prefill in [*((n, c, 0) for n, c in DECODES), *((0, 0, n) for n in PREFILLS)]:
                 repeats = max(arguments.repeats // (4 if prefill > 64 else 1), 3)
-                result = {"dtype": dtype, "operations": model.ops.name} | measure(model, decodes, prefill, repeats)
-                results.append(result)
-                label = f"{dtype} {model.ops.name} " + (f"prefill {prefill}" if prefill else f"decode {decodes}")
-                times = ((n, v) for n, v in result.items() if isinstance(v, dict))
+                found = measure(model, decodes, context, prefill, repeats)
+                results.append({"dtype": dtype, "operations": model.ops.name} | found)
+                shape = f"prefill {prefill}" if prefill else f"decode {decodes} at {context}"
+                label = f"{dtype} {model.ops.name} {shape}"
+                times = ((n, v) for n, v in found.items() if isinstance(v, dict))
                 cells = (f"{n} {v['median_ms']:.2f} ({v['min_ms']:.2f})" for n, v in times)
                 print(f"{label:28}", "  ".join(cells), flush=True)
     record = {
         "machine": describe_machine() | {"threads": torch.get_num_threads()},
         "model": SHAPE,
-        "context": CONTEXT,
         "block_size": BLOCK,
         "results": results,
     }

@@ -173,10 +173,9 @@ def in_flight(sass: str) -> int:
     return min(least, default=0)
 
 
-def check(name: str, config: dict[str, int], kernel: Any) -> None:
+def check(name: str, config: dict[str, int], kernel: Any, usage: str, sass: str) -> None:
     """Raise AssertionError for a kernel that spills, or a kernel of decodes or products that waits for each copy in
-    turn."""
-    usage, sass = dumped(kernel)
+    turn. usage, sass: as `dumped`."""
     stack = re.search(r"STACK:(\d+)", usage)[1]
     spills = stack != "0" or re.search(r"\b(LDL|STL)\b", sass)
     assert not spills, f"{name} {config} has {stack} bytes on its stack"
@@ -187,10 +186,9 @@ def check(name: str, config: dict[str, int], kernel: Any) -> None:
         assert in_flight(sass) >= _LEAST_IN_FLIGHT, f"{name} {config} has {in_flight(sass)} copies in flight"
 
 
-def describe(kernel: Any) -> str:
+def describe(kernel: Any, usage: str, sass: str) -> str:
     """Registers and stack (spills), shared memory, copies in flight, and how often instructions of interest occur in
-    the machine code."""
-    usage, sass = dumped(kernel)
+    the machine code. usage, sass: as `dumped`."""
     count = Counter(re.findall(r"\b((?:LDG|STG|LDL|STL|LDGSTS|HMMA|HGMMA|LDSM|LDS|STS|BAR|SHFL|FFMA|MUFU)\S*)", sass))
     loads = {}
     for name, n in count.items():
@@ -214,8 +212,9 @@ def main() -> None:
         for shape in shapes.split(","):
             for name, config, kernel in compiled(int(capability), getattr(torch, dtype), shape, every, only):
                 sizes = " ".join(f"{k}={v}" for k, v in config.items())
-                print(f"{shape} {name} {sizes}: {describe(kernel)}", flush=True)
-                check(name, config, kernel)
+                usage, sass = dumped(kernel)
+                print(f"{shape} {name} {sizes}: {describe(kernel, usage, sass)}", flush=True)
+                check(name, config, kernel, usage, sass)
 
 
 if __name__ == "__main__":

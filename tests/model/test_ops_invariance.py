@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import shutil
 import subprocess
-from pathlib import Path
 
+import amx_cases
 import pytest
 import torch
 from model_zoo import CONFIGS
@@ -30,10 +29,10 @@ from skipjoin.model.ops.cpp_ops import CPP_DTYPES, CppOps, has_dtype
 from skipjoin.model.ops.torch_ops import TorchOps
 
 # By the path that the library must name: the flags, and what the processor must have. For AMX plain arithmetic stands
-# in for the instructions; the rest is what runs with them.
+# in for the instructions, which makes the same bits, as test_ops_amx.py shows.
 TARGETS = {
-    "amx": (("-march=native", "-DSKIPJOIN_PLAIN_TILES"), {"avx512bw", "avx512vl", "avx512dq", "avx512_bf16"}),
-    "avx512-bf16": (("-march=native",), {"avx512bw", "avx512vl", "avx512dq", "avx512_bf16"}),
+    "amx": (amx_cases.PLAIN, amx_cases.NEEDS),
+    "avx512-bf16": (("-march=native",), amx_cases.NEEDS),
     "avx512": (("-march=native", "-mno-avx512bf16"), {"avx512bw", "avx512vl", "avx512dq"}),
     "avx2": (build.AVX2, build.AVX2_NEEDS),
     "generic": ((), set()),
@@ -122,14 +121,6 @@ def test_a_weight_keeps_the_faster_way(library, tmp_path, monkeypatch):
     assert [file.name.split("-")[1] for file in (tmp_path / "skipjoin").glob("*.json")] == ["amx"] * has_tiles
     # The ways differ, so that this says something.
     assert any(map(torch.equal, others, expected)) is not has_tiles
-
-
-def test_instructions_for_tiles_compile(tmp_path):
-    flags = ["-march=native", "-mamx-tile", "-mamx-bf16"]
-    if not build.cpu_features() >= TARGETS["avx512-bf16"][1] or shutil.which("g++") is None:
-        pytest.skip("needs g++ and AVX-512 BF16")
-    sources = [Path(build.__file__).parent / name for name in ("layer_ops.cpp", "paged_attention.cpp")]
-    subprocess.run(["g++", *build.FLAGS, *flags, "-O0", "-fsyntax-only", *map(str, sources)], check=True, timeout=280)
 
 
 @dtypes

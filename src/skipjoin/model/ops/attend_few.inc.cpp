@@ -1,11 +1,5 @@
 // Attention of at most kFew queries, which reads keys and values where they lie: decodes. Included by paged_attention.cpp.
 
-// Fetches what will be needed of `count` rows.
-template <typename T> SKIPJOIN_INLINE void fetch(const T *from, const int64_t *rows, int64_t count, int64_t dim) {
-  for (int64_t i = 0; i < count; i++)
-    for (int64_t d = 0; d < dim; d += 64 / (int64_t)sizeof(T)) __builtin_prefetch(from + rows[i] + d, 0, 2);
-}
-
 // The units of kLanes keys or values, of a whole vector or of its first `count` inputs.
 template <typename T> SKIPJOIN_INLINE Words units_at(const T *from, int64_t count) {
   if (count >= kLanes * kInputs<T>) return whole_units(from);

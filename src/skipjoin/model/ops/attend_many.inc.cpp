@@ -3,7 +3,7 @@
 // Keys whose scores are summed at a time, and lanes of their units: sums, a panel's vectors and one input fit the
 // registers. See `add_tree`.
 #if defined(SKIPJOIN_AVX512)
-constexpr int kScored = 3, kSummed = 4;
+constexpr int kScored = 2, kSummed = 4;
 #elif defined(SKIPJOIN_AVX2)
 constexpr int kScored = 3, kSummed = 2;
 #elif defined(SKIPJOIN_NEON)
@@ -94,7 +94,9 @@ void add_products(int64_t rows, const In *inputs, int64_t row_step, int64_t unit
                   Lanes *sums) {
   for (int64_t parts = (rows + kMaxRows - 1) / kMaxRows; parts > 0; parts--) {
     int64_t some = (rows + parts - 1) / parts;
-    with_count<kMaxRows>(some, [&](auto count) { multiply<count>(inputs, row_step, unit_step, weights, units, sums); });
+    with_count<kMaxRows>(some, [&](auto count) {
+      multiply<count, true>(inputs, row_step, unit_step, weights, units, sums, NothingSoon());
+    });
     rows -= some, inputs += some * row_step, sums += some;
   }
 }
@@ -266,19 +268,30 @@ template <typename T> void attend_many(const Call &c, const Task &task, Scratch 
   std::memset(state, 0, panels * per_panel * 4);
   std::vector<Panel> known;
   Unit<T> *query[kTaskPanels];
+  const T *keys = (const T *)c.keys + task.head * c.head_stride;
+  const T *values = (const T *)c.values + task.head * c.head_stride;
+  int64_t soon = queries.lowest();
+  // Fetches the keys and values up to `end`.
+  auto fetch_until = [&](int64_t end) {
+    if (end <= soon) return;
+    fetch(keys, &s.rows[soon], end - soon, c.dim);
+    fetch(values, &s.rows[soon], end - soon, c.dim);
+    soon = end;
+  };
+  fetch_until(std::min(soon + kKeys, queries.highest()));
   for (int64_t p = 0; p < panels; p++) {
     query[p] = (Unit<T> *)(state + p * per_panel);
     known.emplace_back(queries, p, (Lanes *)(query[p] + units * kPanel));
     pack_queries<T>(queries, task.head, p, units, query[p]);
   }
-  const T *keys = (const T *)c.keys + task.head * c.head_stride;
-  const T *values = (const T *)c.values + task.head * c.head_stride;
   Floats scale = scale_of(c);
   for (int64_t block = queries.lowest(); block < queries.highest(); block += kKeys) {
     int64_t here = std::min<int64_t>(kKeys, queries.highest() - block);
     copies.copy_keys(keys, &s.rows[block], here);
     copies.copy_values(values, &s.rows[block], here);
+    int64_t next = block + kKeys, end = std::min<int64_t>(next + kKeys, queries.highest());
     for (int64_t p = 0; p < panels; p++) {
+      fetch_until(next + (end - next) * (p + 1) / panels);
       // Keys that no query of the panel sees are left out; a block without a key changes nothing.
       int64_t last = std::min(task.count, (p + 1) * kPanel) - 1, to = std::min(here, queries.end_key(last) - block);
       int64_t from = queries.unseen(p * kPanel, block);

@@ -65,14 +65,18 @@ int64_t output_of(int64_t n, int64_t gated, int64_t panel, int column) {
 // Rows [first, first + rows) of x in the order in which `multiply` reads them; zeros behind the last.
 template <typename T> void pack_inputs(const Linear &c, int64_t first, int rows, Unit<T> *packed) {
   int64_t units = units_of<T>(c.k);
-  for (int r = 0; r < rows; r++) {
-    const T *row = (const T *)c.x + (first + r) * c.x_stride;
-    for (int64_t u = 0; u < units; u += kLanes) {
-      Unit<T> values[kLanes] = {};
-      if (first + r < c.rows) load_units(row + u * kInputs<T>, c.k - u * kInputs<T>, values);
-      for (int64_t i = 0; i < std::min<int64_t>(kLanes, units - u); i++) packed[(u + i) * rows + r] = values[i];
+  for (int64_t u = 0; u < units; u += kLanes)
+    for (int begin = 0; begin < rows; begin += kLanes) {
+      int some = std::min(kLanes, rows - begin);
+      Words square[kLanes] = {};
+      for (int64_t i = 0; i < std::min<int64_t>(some, c.rows - first - begin); i++) {
+        const T *row = (const T *)c.x + (first + begin + i) * c.x_stride;
+        load_units(row + u * kInputs<T>, c.k - u * kInputs<T>, (Unit<T> *)&square[i]);
+      }
+      transpose(square);
+      for (int64_t i = 0; i < std::min<int64_t>(kLanes, units - u); i++)
+        store_some(packed + (u + i) * rows + begin, square[i], some);
     }
-  }
 }
 
 // Sums of one tile -> output rows, with scales, bias and gate, activation or addition.
@@ -115,22 +119,35 @@ template <typename T, typename W> void linear(const Linear &c) {
   if (!each_packs) skipjoin::share(c.threads, tiles.count, 1, [&](int64_t t) { pack(t, scratch); });
   std::atomic<int64_t> counter{0};
   skipjoin::run_on_pool(c.threads, [&](int thread) {
-    int64_t task = counter.fetch_add(1, std::memory_order_relaxed);
+    auto take = [&] { return counter.fetch_add(1, std::memory_order_relaxed); };
+    int64_t task = take();
     if (task >= panels * blocks) return; // the others were faster
     Unit<T> *packed = scratch;
     if (each_packs) {
       packed += thread * tiles.count * tile_size;
       for (int64_t t = 0; t < tiles.count; t++) pack(t, packed);
     }
-    // One by one: a thread that loses its core for a while must not delay the others.
-    for (; task < panels * blocks; task = counter.fetch_add(1, std::memory_order_relaxed)) {
-      int64_t panel = task % panels, block = task / panels;
-      const W *weights = (const W *)c.weights + panel * packed_units<T>(c.k) * kStep<Unit<T>, W>;
-      for (int64_t t = block * per_block; t < std::min(tiles.count, (block + 1) * per_block); t++) {
-        Floats sums[kMaxRows][kVectors] = {};
-        with_count<kMaxRows>(tiles.rows, [&](auto rows) {
-          multiply<rows>(packed + t * tile_size, 1, rows, weights, units, sums);
-        });
+    auto weights_of = [&](int64_t task) {
+      return (const W *)c.weights + task % panels * packed_units<T>(c.k) * kStep<Unit<T>, W>;
+    };
+    // One by one: a thread that loses its core for a while must not delay the others. Each knows its next one: products
+    // after the first of a panel find its weights in a cache, and memory has time for those of the next panel.
+    for (int64_t next; task < panels * blocks; task = next) {
+      next = take();
+      int64_t panel = task % panels, begin = task / panels * per_block, end = std::min(tiles.count, begin + per_block);
+      const W *weights = weights_of(task);
+      int64_t bytes_each = (kStep<Unit<T>, W> * sizeof(W) + end - begin - 1) / (end - begin);
+      for (int64_t t = begin; t < end; t++) {
+        Floats sums[kMaxRows][kVectors];
+        auto sum_up = [&](auto soon) {
+          with_count<kMaxRows>(tiles.rows, [&](auto rows) {
+            multiply<rows, false>(packed + t * tile_size, 1, rows, weights, units, sums, soon);
+          });
+        };
+        if (end - begin == 1)
+          sum_up(OwnSoon());
+        else
+          sum_up(OthersSoon{(const char *)weights_of(next) + (t - begin) * units * bytes_each, bytes_each});
         finish<T>(c, panel, t * tiles.rows, std::min<int64_t>(tiles.rows, c.rows - t * tiles.rows), sums);
       }
     }

@@ -123,6 +123,12 @@ SKIPJOIN_INLINE bool differ(Floats a, Floats b) { return std::memcmp(&a, &b, siz
 // Whether this process attends with tiles. Then all of it does: their sums are rounded differently.
 template <typename T> bool has_tiles() { return std::is_same_v<T, bfloat16> && have_tiles(); }
 
+// Fetches what will be needed of `count` rows.
+template <typename T> SKIPJOIN_INLINE void fetch(const T *from, const int64_t *rows, int64_t count, int64_t dim) {
+  for (int64_t i = 0; i < count; i++)
+    for (int64_t d = 0; d < dim; d += 64 / (int64_t)sizeof(T)) __builtin_prefetch(from + rows[i] + d, 0, 2);
+}
+
 #include "attend_many.inc.cpp"
 
 #include "attend_few.inc.cpp"

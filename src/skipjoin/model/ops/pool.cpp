@@ -120,10 +120,12 @@ private:
   // At least this many threads, if the system gives them.
   void start(int count) {
     if (started_ >= count || is_refused_) return;
-    // Signals are for the threads of Python.
-    sigset_t all, before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
+    // Signals are for the threads of Python. Not so faults of a thread itself: if it blocks them, the process ends at once,
+    // without the stacks that a handler prints.
+    sigset_t others, before;
+    sigfillset(&others);
+    for (int fault : {SIGSEGV, SIGBUS, SIGILL, SIGFPE}) sigdelset(&others, fault);
+    pthread_sigmask(SIG_SETMASK, &others, &before);
     try {
       for (; started_ < count; started_++) std::thread([this, i = started_ + 1] { serve(i); }).detach();
     } catch (const std::system_error &) {

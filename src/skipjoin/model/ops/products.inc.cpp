@@ -45,8 +45,12 @@ template <typename T> SKIPJOIN_INLINE Words whole_units(const T *from) {
 // kLanes units from memory, of which `count` inputs exist.
 template <typename T> SKIPJOIN_INLINE void load_units(const T *from, int64_t count, Unit<T> *to) {
   if constexpr (kInputs<T> == 2) {
-    if (count < 2 * kLanes) std::memset(to, 0, 4 * kLanes);
-    std::memcpy(to, from, (count < 2 * kLanes ? count : 2 * kLanes) * sizeof(T));
+    if (count >= 2 * kLanes) { // by far the most: no call
+      std::memcpy(to, from, 4 * kLanes);
+    } else {
+      std::memset(to, 0, 4 * kLanes);
+      std::memcpy(to, from, count * sizeof(T));
+    }
   } else {
     store(to, load(from, count));
   }
@@ -89,19 +93,32 @@ constexpr int kStep = std::is_same_v<In, Pair> && std::is_same_v<W, int8_t> ? 2 
 
 constexpr int kAhead = 4096; // bytes of weights fetched ahead of use: about one memory latency
 
-// sums[ROWS][kVectors] += inputs times panel. The input of a row and unit is at row * row_step + unit * unit_step.
-template <int ROWS, typename In, typename W>
+// What a product fetches into the caches meanwhile: nothing; its own weights, kAhead bytes ahead of use; others that are
+// used soon, so many bytes per unit.
+struct NothingSoon {};
+struct OwnSoon {};
+struct OthersSoon {
+  const void *from;
+  int64_t bytes;
+};
+
+// sums[ROWS][kVectors] = inputs times panel, or += where IS_ADDED. The input of a row and unit is at
+// row * row_step + unit * unit_step.
+template <int ROWS, bool IS_ADDED, typename In, typename W, typename Soon>
 SKIPJOIN_INLINE void multiply(const In *inputs, int64_t row_step, int64_t unit_step, const W *weights, int64_t units,
-                              Floats (*sums)[kVectors]) {
+                              Floats (*sums)[kVectors], Soon soon) {
   constexpr int step = kStep<In, W>, bytes = step * sizeof(W);
-  Floats acc[ROWS][kVectors];
+  Floats acc[ROWS][kVectors] = {};
+  if constexpr (IS_ADDED)
 #pragma GCC unroll 16
-  for (int r = 0; r < ROWS; r++)
+    for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 4
-    for (int v = 0; v < kVectors; v++) acc[r][v] = sums[r][v];
+      for (int v = 0; v < kVectors; v++) acc[r][v] = sums[r][v];
   for (int64_t u = 0; u < units; u++, weights += step) {
+    if constexpr (std::is_same_v<Soon, OwnSoon>)
 #pragma GCC unroll 4
-    for (int at = 0; at < bytes; at += 64) __builtin_prefetch((const char *)weights + kAhead + at, 0, 3);
+      for (int at = 0; at < bytes; at += 64) __builtin_prefetch((const char *)weights + kAhead + at, 0, 3);
+    if constexpr (std::is_same_v<Soon, OthersSoon>) __builtin_prefetch((const char *)soon.from + u * soon.bytes, 0, 2);
     decltype(operand<In>(weights, 0)) columns[kVectors];
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; v++) columns[v] = operand<In>(weights, v);

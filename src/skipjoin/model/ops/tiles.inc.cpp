@@ -2,14 +2,20 @@
 //
 // A tile is at most 16 rows of 64 bytes. One instruction multiplies [rows][32 inputs] by [16 pairs of inputs][16 columns]
 // and adds to [rows][16 columns] of floats: the sums of even and of odd inputs apart, then together, then to what was
-// there. So an element's sum depends on its row and column alone, for any number of rows.
+// there. So an element's sum depends on its row and column alone, for any number of rows. Denormal numbers count as zeros,
+// going in and coming out.
 //
 // SKIPJOIN_PLAIN_TILES puts plain arithmetic in place of the instructions: for tests on processors without them.
 #pragma once
 
 #include "products.inc.cpp"
 
-#if defined(SKIPJOIN_BF16) && (defined(SKIPJOIN_PLAIN_TILES) || (defined(__AMX_TILE__) && defined(__AMX_BF16__)))
+// Two spellings: older clang's is the second.
+#if (defined(__AMX_TILE__) && defined(__AMX_BF16__)) || (defined(__AMXTILE__) && defined(__AMXBF16__))
+#define SKIPJOIN_AMX 1
+#endif
+
+#if defined(SKIPJOIN_BF16) && (defined(SKIPJOIN_PLAIN_TILES) || defined(SKIPJOIN_AMX))
 #define SKIPJOIN_TILES 1
 
 #if !defined(SKIPJOIN_PLAIN_TILES)
@@ -44,13 +50,17 @@ thread_local TileShapes plain_shapes(0);
 
 inline bool have_tiles() { return true; }
 
-inline void shape_tiles(const TileShapes &shapes) { plain_shapes = shapes; }
+inline void shape_tiles(const TileShapes &shapes) {
+  plain_shapes = shapes;
+  std::memset(plain_tiles, 0, sizeof plain_tiles);
+}
 
-inline void release_tiles() { plain_shapes = TileShapes(0); }
+inline void release_tiles() { shape_tiles(TileShapes(0)); }
 
 inline void zero_tile(int tile) { std::memset(&plain_tiles[tile], 0, sizeof(PlainTile)); }
 
 inline void load_tile(int tile, const void *from, int64_t pitch) {
+  zero_tile(tile);
   for (int r = 0; r < plain_shapes.rows[tile]; r++)
     std::memcpy(plain_tiles[tile].rows[r], (const char *)from + r * pitch, plain_shapes.bytes[tile]);
 }
@@ -60,21 +70,30 @@ inline void store_tile(int tile, void *to, int64_t pitch) {
     std::memcpy((char *)to + r * pitch, plain_tiles[tile].rows[r], plain_shapes.bytes[tile]);
 }
 
-inline void multiply_tiles(int to, int inputs, int columns) {
-  for (int r = 0; r < plain_shapes.rows[to]; r++) {
+// Called alone, so that the compiler moves none of its arithmetic to where another mode holds.
+__attribute__((noinline)) void add_plain_products(PlainTile &to, const PlainTile &inputs, const PlainTile &columns) {
+  for (int r = 0; r < kTile; r++) {
     Floats even{}, odd{}, sums;
     for (int k = 0; k < kTilePairs; k++) {
       Pair input;
       Words weights;
-      std::memcpy(&input, plain_tiles[inputs].rows[r] + 4 * k, 4);
-      std::memcpy(&weights, plain_tiles[columns].rows[k], 64);
+      std::memcpy(&input, inputs.rows[r] + 4 * k, 4);
+      std::memcpy(&weights, columns.rows[k], 64);
       even = fma((Floats)splat(input << 16), (Floats)(weights << 16), even);
       odd = fma((Floats)splat(input & 0xffff0000u), (Floats)(weights & 0xffff0000u), odd);
     }
-    std::memcpy(&sums, plain_tiles[to].rows[r], 64);
+    std::memcpy(&sums, to.rows[r], 64);
     sums += even + odd;
-    std::memcpy(plain_tiles[to].rows[r], &sums, 64);
+    std::memcpy(to.rows[r], &sums, 64);
   }
+}
+
+inline void multiply_tiles(int to, int inputs, int columns) {
+  constexpr unsigned kNoDenormals = 0x8040; // in and out
+  unsigned mode = _mm_getcsr();
+  _mm_setcsr(mode | kNoDenormals);
+  add_plain_products(plain_tiles[to], plain_tiles[inputs], plain_tiles[columns]);
+  _mm_setcsr(mode);
 }
 
 #define SKIPJOIN_ZERO_TILE zero_tile
@@ -91,19 +110,21 @@ inline bool have_tiles() {
   return granted;
 }
 
-inline void shape_tiles(const TileShapes &shapes) {
-  // The compiler's intrinsic reads only eight bytes as far as some optimisers know.
-  asm volatile("ldtilecfg %0" ::"m"(shapes));
-}
+// Instructions are spelled out: as far as GCC knows, its intrinsics read no memory (`_tile_loadd`) or too little of it
+// (`_tile_loadconfig`), so that it may leave out what is written before them.
+inline void shape_tiles(const TileShapes &shapes) { asm volatile("ldtilecfg %0" ::"m"(shapes)); }
 
 // Other libraries of the process have shapes of their own.
 inline void release_tiles() { asm volatile("tilerelease" ::: "memory"); }
 
-// Numbers of tiles are part of the instruction: a compiler takes them from a macro, not from a template.
-#define SKIPJOIN_ZERO_TILE(tile) _tile_zero(tile)
-#define SKIPJOIN_LOAD_TILE(tile, from, pitch) _tile_loadd(tile, from, pitch)
-#define SKIPJOIN_STORE_TILE(tile, to, pitch) _tile_stored(tile, to, pitch)
-#define SKIPJOIN_MULTIPLY_TILES(sums, inputs, weights) _tile_dpbf16ps(sums, inputs, weights)
+// Numbers of tiles are part of the instruction: they come from a macro, not from a template.
+#define SKIPJOIN_ZERO_TILE(tile) asm volatile("tilezero %%tmm" #tile ::)
+#define SKIPJOIN_LOAD_TILE(tile, from, pitch)                                                                         \
+  asm volatile("tileloadd (%0,%1,1), %%tmm" #tile ::"r"((const void *)(from)), "r"((int64_t)(pitch)) : "memory")
+#define SKIPJOIN_STORE_TILE(tile, to, pitch)                                                                          \
+  asm volatile("tilestored %%tmm" #tile ", (%0,%1,1)" ::"r"((void *)(to)), "r"((int64_t)(pitch)) : "memory")
+#define SKIPJOIN_MULTIPLY_TILES(sums, inputs, weights)                                                                \
+  asm volatile("tdpbf16ps %%tmm" #weights ", %%tmm" #inputs ", %%tmm" #sums ::)
 
 #endif
 

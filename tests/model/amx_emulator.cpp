@@ -1,0 +1,292 @@
+// Carries out the instructions of Intel's AMX (tiles, products of bfloat16) on a processor without them, for one process:
+// compiled into a library of operations, or preloaded. The processor reports an illegal instruction, whose signal is
+// handled here: the instruction's bytes are decoded, it is done to this thread's tiles, and the program goes on behind it.
+// Where a processor would fault, the process ends with a message that names the instruction.
+//
+// By Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2. Palette 1: eight tiles of at most 16 rows of
+// 64 bytes.
+#include <atomic>
+#include <cerrno>
+#include <csignal>
+#include <cstdarg>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <initializer_list>
+
+#include <dlfcn.h>
+#include <immintrin.h>
+#include <sys/syscall.h>
+#include <ucontext.h>
+#include <unistd.h>
+
+namespace {
+
+constexpr int kTiles = 8, kRows = 16, kBytes = 64, kMostThreads = 256;
+
+// Memory operand of LDTILECFG and STTILECFG.
+struct Config {
+  uint8_t palette, start_row, reserved[14];
+  uint16_t bytes[kTiles], reserved_bytes[8];
+  uint8_t rows[kTiles], reserved_rows[8];
+};
+static_assert(sizeof(Config) == 64);
+
+struct State {
+  Config config; // palette 0: not configured
+  unsigned char tiles[kTiles][kRows][kBytes];
+};
+
+// What every thread has. A pointer of each into it needs no memory that a signal handler could not get.
+State states[kMostThreads];
+std::atomic<int> threads{0};
+__attribute__((tls_model("initial-exec"))) thread_local State *own = nullptr;
+
+std::atomic<int64_t> products{0};
+struct sigaction before;
+
+enum Operation { kLoadConfig, kStoreConfig, kRelease, kZero, kLoad, kStore, kMultiply };
+const char *const kNames[] = {"LDTILECFG", "STTILECFG", "TILERELEASE", "TILEZERO", "TILELOADD", "TILESTORED", "TDPBF16PS"};
+
+struct Instruction {
+  Operation operation;
+  int tile = 0, inputs = 0, columns = 0; // of products: sums, inputs, columns of weights
+  int64_t address = 0, stride = 0, length = 5;
+  const uint8_t *at = nullptr;
+};
+
+[[noreturn]] void fail(const Instruction &i, const char *fault, const char *why, ...) {
+  char reason[128], text[512];
+  va_list values;
+  va_start(values, why);
+  std::vsnprintf(reason, sizeof reason, why, values);
+  va_end(values);
+  Dl_info place{};
+  dladdr(i.at, &place);
+  int length = std::snprintf(text, sizeof text, "AMX emulator: %s at rip %p (%s+0x%lx): %s: %s\n", kNames[i.operation],
+                             (const void *)i.at, place.dli_fname ? place.dli_fname : "?",
+                             (long)(i.at - (const uint8_t *)place.dli_fbase), fault, reason);
+  (void)!write(2, text, length);
+  std::abort();
+}
+
+int64_t register_of(const ucontext_t *context, int number) {
+  constexpr int kPlaces[] = {REG_RAX, REG_RCX, REG_RDX, REG_RBX, REG_RSP, REG_RBP, REG_RSI, REG_RDI,
+                             REG_R8,  REG_R9,  REG_R10, REG_R11, REG_R12, REG_R13, REG_R14, REG_R15};
+  return context->uc_mcontext.gregs[kPlaces[number]];
+}
+
+int64_t displacement(const uint8_t *at, int bytes) {
+  int8_t one = (int8_t)*at;
+  int32_t four;
+  std::memcpy(&four, at, sizeof four);
+  return bytes == 1 ? one : four;
+}
+
+// Operand in memory. base, index: bits that the prefix adds to numbers of registers. Returns whether there is a SIB byte.
+bool locate(const ucontext_t *context, int base, int index, Instruction &i) {
+  const uint8_t *next = i.at + 5;
+  int mode = i.at[4] >> 6, low = i.at[4] & 7;
+  bool has_sib = low == 4, has_base = true;
+  if (has_sib) {
+    int sib = *next++, number = index | (sib >> 3 & 7);
+    low = sib & 7, has_base = mode != 0 || low != 5;
+    // Number 4 stands for none.
+    i.stride = number == 4 ? 0 : (int64_t)((uint64_t)register_of(context, number) << (sib >> 6));
+  }
+  int bytes = mode == 1 ? 1 : mode == 2 || (mode == 0 && low == 5) ? 4 : 0;
+  int64_t offset = bytes ? displacement(next, bytes) : 0;
+  next += bytes, i.length = next - i.at;
+  if (!has_sib && mode == 0 && low == 5)
+    i.address = (int64_t)next + offset; // relative to the next instruction
+  else
+    i.address = offset + (has_base ? register_of(context, base | low) : 0);
+  return has_sib;
+}
+
+// Whether the bytes at the program's place are one of the instructions.
+bool decode(const ucontext_t *context, Instruction &i) {
+  const uint8_t *at = i.at = (const uint8_t *)context->uc_mcontext.gregs[REG_RIP];
+  if (at[0] != 0xc4 || (at[1] & 0x1f) != 2) return false; // VEX of three bytes, map 0F38
+  bool is_wide = at[2] & 0x80, is_long = at[2] & 4, is_memory = at[4] < 0xc0;
+  int reg = (at[1] & 0x80 ? 0 : 8) | (at[4] >> 3 & 7), rm = (at[1] & 0x20 ? 0 : 8) | (at[4] & 7);
+  int index = at[1] & 0x40 ? 0 : 8, other = ~(at[2] >> 3) & 15, prefix = at[2] & 3; // none, 66, F3, F2
+  if (is_wide || is_long) return false;
+  if (at[3] == 0x49 && is_memory && reg == 0 && other == 0 && prefix <= 1) {
+    i.operation = prefix ? kStoreConfig : kLoadConfig;
+  } else if (at[3] == 0x49 && at[4] == 0xc0 && other == 0 && prefix == 0) {
+    i.operation = kRelease;
+  } else if (at[3] == 0x49 && !is_memory && (at[4] & 7) == 0 && other == 0 && prefix == 3) {
+    i.operation = kZero, i.tile = reg;
+  } else if (at[3] == 0x4b && is_memory && other == 0 && prefix != 0) { // with 66 it is TILELOADDT1
+    i.operation = prefix == 2 ? kStore : kLoad, i.tile = reg;
+  } else if (at[3] == 0x5c && !is_memory && prefix == 2) {
+    i.operation = kMultiply, i.tile = reg, i.inputs = rm, i.columns = other;
+    return true;
+  } else {
+    return false;
+  }
+  if (is_memory && !locate(context, rm & 8, index, i) && at[3] == 0x4b) fail(i, "#UD", "no SIB byte");
+  return true;
+}
+
+void configure(State &s, const Instruction &i) {
+  Config wanted;
+  std::memcpy(&wanted, (const void *)i.address, sizeof wanted);
+  if (wanted.palette == 0) {
+    std::memset(&s, 0, sizeof s);
+    return;
+  }
+  if (wanted.palette != 1) fail(i, "#GP", "palette %d", wanted.palette);
+  for (int k = 0; k < 14; k++)
+    if (wanted.reserved[k]) fail(i, "#GP", "byte %d is reserved", 2 + k);
+  for (int k = 0; k < 8; k++)
+    if (wanted.reserved_bytes[k] || wanted.reserved_rows[k]) fail(i, "#GP", "tile %d is reserved", 8 + k);
+  for (int t = 0; t < kTiles; t++)
+    if (wanted.bytes[t] > kBytes || wanted.rows[t] > kRows || !wanted.bytes[t] != !wanted.rows[t])
+      fail(i, "#GP", "tile %d has %d rows of %d bytes", t, wanted.rows[t], wanted.bytes[t]);
+  s.config = wanted;
+  std::memset(s.tiles, 0, sizeof s.tiles);
+}
+
+void need(const State &s, const Instruction &i, int tile) {
+  if (s.config.palette == 0) fail(i, "#UD", "no tiles are configured");
+  if (tile >= kTiles || s.config.rows[tile] == 0) fail(i, "#UD", "tile %d is not configured", tile);
+  if (i.operation != kZero && s.config.bytes[tile] % 4) fail(i, "#UD", "rows of %d bytes", s.config.bytes[tile]);
+}
+
+void load(State &s, const Instruction &i) {
+  if (s.config.start_row >= s.config.rows[i.tile]) fail(i, "#UD", "begins at row %d", s.config.start_row);
+  std::memset(s.tiles[i.tile][s.config.start_row], 0, (kRows - s.config.start_row) * kBytes);
+  for (int r = s.config.start_row; r < s.config.rows[i.tile]; r++)
+    std::memcpy(s.tiles[i.tile][r], (const char *)i.address + r * i.stride, s.config.bytes[i.tile]);
+}
+
+void store(const State &s, const Instruction &i) {
+  if (s.config.start_row >= s.config.rows[i.tile]) fail(i, "#UD", "begins at row %d", s.config.start_row);
+  for (int r = s.config.start_row; r < s.config.rows[i.tile]; r++)
+    std::memcpy((char *)i.address + r * i.stride, s.tiles[i.tile][r], s.config.bytes[i.tile]);
+}
+
+// Rounds to the nearest; takes denormal inputs for zeros, and makes denormal results zeros: the caller's mode.
+__attribute__((noinline)) void multiply(State &s, const Instruction &i) {
+  float sums[kBytes / 4][2], total[kBytes / 4];
+  uint16_t inputs[kBytes / 2], columns[kBytes / 2];
+  auto number = [](uint16_t bits) {
+    uint32_t wide = (uint32_t)bits << 16;
+    float value;
+    std::memcpy(&value, &wide, sizeof value);
+    return value;
+  };
+  int width = s.config.bytes[i.tile] / 4;
+  for (int m = 0; m < s.config.rows[i.tile]; m++) {
+    std::memset(sums, 0, sizeof sums);
+    std::memcpy(inputs, s.tiles[i.inputs][m], kBytes);
+    for (int k = 0; k < s.config.bytes[i.inputs] / 4; k++) {
+      std::memcpy(columns, s.tiles[i.columns][k], kBytes);
+      for (int n = 0; n < width; n++)
+        for (int half = 0; half < 2; half++)
+          sums[n][half] =
+              __builtin_fmaf(number(inputs[2 * k + half]), number(columns[2 * n + half]), sums[n][half]);
+    }
+    std::memcpy(total, s.tiles[i.tile][m], kBytes);
+    for (int n = 0; n < width; n++) total[n] += sums[n][0] + sums[n][1];
+    std::memset(s.tiles[i.tile][m], 0, kBytes);
+    std::memcpy(s.tiles[i.tile][m], total, 4 * width);
+  }
+  std::memset(s.tiles[i.tile][s.config.rows[i.tile]], 0, (kRows - s.config.rows[i.tile]) * kBytes);
+}
+
+void check_product(const State &s, const Instruction &i) {
+  const uint8_t *rows = s.config.rows;
+  const uint16_t *bytes = s.config.bytes;
+  if (i.tile == i.inputs || i.tile == i.columns || i.inputs == i.columns) fail(i, "#UD", "one tile twice");
+  for (int tile : {i.tile, i.inputs, i.columns}) need(s, i, tile);
+  if (rows[i.tile] != rows[i.inputs] || bytes[i.tile] != bytes[i.columns] || bytes[i.inputs] / 4 != rows[i.columns])
+    fail(i, "#UD", "[%d][%d bytes] += [%d][%d] x [%d][%d]", rows[i.tile], bytes[i.tile], rows[i.inputs],
+         bytes[i.inputs], rows[i.columns], bytes[i.columns]);
+}
+
+void carry_out(State &s, const Instruction &i) {
+  switch (i.operation) {
+  case kLoadConfig: return configure(s, i);
+  case kStoreConfig: return (void)std::memcpy((void *)i.address, &s.config, sizeof s.config);
+  case kRelease: return (void)std::memset(&s, 0, sizeof s);
+  case kZero:
+    need(s, i, i.tile);
+    std::memset(s.tiles[i.tile], 0, sizeof s.tiles[i.tile]);
+    break;
+  case kLoad:
+    need(s, i, i.tile);
+    load(s, i);
+    break;
+  case kStore:
+    need(s, i, i.tile);
+    store(s, i);
+    break;
+  case kMultiply:
+    check_product(s, i);
+    _mm_setcsr(0x9fc0); // to the nearest, no denormals in or out, no exceptions; the signal's return restores it
+    multiply(s, i);
+    products.fetch_add(1, std::memory_order_relaxed);
+  }
+  s.config.start_row = 0;
+}
+
+void handle(int, siginfo_t *, void *context) {
+  auto *here = (ucontext_t *)context;
+  Instruction i{};
+  if (!decode(here, i)) { // none of these: as if this handler were not there
+    sigaction(SIGILL, &before, nullptr);
+    return;
+  }
+  if (own == nullptr) {
+    int index = threads.fetch_add(1);
+    if (index >= kMostThreads) fail(i, "emulator", "more than %d threads", kMostThreads);
+    own = &states[index];
+  }
+  carry_out(*own, i);
+  here->uc_mcontext.gregs[REG_RIP] += i.length;
+}
+
+__attribute__((constructor)) void begin() {
+  struct sigaction action {};
+  action.sa_sigaction = handle;
+  action.sa_flags = SA_SIGINFO;
+  sigaction(SIGILL, &action, &before);
+}
+
+} // namespace
+
+extern "C" {
+
+// In place of the C library's: the kernel's answer to a request for tiles is yes.
+long syscall(long number, ...) noexcept {
+  va_list values;
+  va_start(values, number);
+  long a = va_arg(values, long), b = va_arg(values, long), c = va_arg(values, long);
+  register long d asm("r10") = va_arg(values, long);
+  register long e asm("r8") = va_arg(values, long);
+  register long f asm("r9") = va_arg(values, long);
+  va_end(values);
+  if (number == SYS_arch_prctl && a == 0x1023 && b == 18) return 0; // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  long result;
+  asm volatile("syscall" : "=a"(result) : "a"(number), "D"(a), "S"(b), "d"(c), "r"(d), "r"(e), "r"(f) : "rcx", "r11", "memory");
+  if (result >= 0 || result < -4095) return result;
+  errno = (int)-result;
+  return -1;
+}
+
+// Products that were made so far.
+int64_t amx_emulator_products() { return products; }
+
+// Threads that used tiles so far, and those of them whose tiles are configured now.
+int64_t amx_emulator_threads() { return threads; }
+
+int64_t amx_emulator_configured() {
+  int64_t count = 0;
+  for (const State &s : states) count += s.config.palette != 0;
+  return count;
+}
+}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import socket
@@ -16,9 +17,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+import torch
+
+from skipjoin.model.config import ModelConfig
+from skipjoin.model.kv_cache import PagedKV
 
 # vLLM compiles its model at the first start, which takes minutes on a few cores.
 START_S, STOP_S = 900.0, 60.0
+# The smallest that it is fast with on a CPU.
+VLLM_BLOCK = 32
 HERE = Path(__file__).parent
 NOTHING: Mapping[str, str] = {}
 
@@ -52,15 +59,19 @@ def vllm(
     is_eager: bool = False,
     cores: str = "",
 ) -> Iterator[Server]:
-    """vLLM's server, compiled unless `is_eager`. cores: of the model's threads, such as "0-3"; all that may be used."""
+    """vLLM's server, compiled unless `is_eager`. kv_gib: it takes whole GiB; of others it gets as many blocks as fit.
+    cores: of the model's threads, such as "0-3"; all that may be used."""
     port = free_port()
     command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--host", "127.0.0.1"]
     command += ["--port", port, "--dtype", dtype, "--max-model-len", 1024, "--max-num-seqs", seqs]
     command += ["--enforce-eager"] if is_eager else []
+    if kv_gib % 1:
+        size = PagedKV.bytes_per_block(ModelConfig.from_folder(model), VLLM_BLOCK, getattr(torch, dtype))
+        command += ["--block-size", VLLM_BLOCK, "--num-gpu-blocks-override", int(kv_gib * 2**30) // size]
     environment = {
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_CPU_KVCACHE_SPACE": f"{kv_gib:g}",
+        "VLLM_CPU_KVCACHE_SPACE": f"{math.ceil(kv_gib)}",
         "VLLM_CPU_OMP_THREADS_BIND": cores or ",".join(map(str, sorted(os.sched_getaffinity(0)))),
         "PYTHONPATH": "",
     }

@@ -7,23 +7,25 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Protocol
 
-import torch
-from workload import SEATS, Job
+from workload import FILL_UP, KV_GIB, SEATS, WARM_UP, Job
 
 import servers
 from peer_venvs import PeerUnavailableError, python_of
 from skipjoin import LLM, SamplingParams
 
 HERE = Path(__file__).parent
+LIMITS = ("--max-num-seqs", SEATS, "--kv-cache-gib", KV_GIB)
 
 
 class Engine(Protocol):
-    """Something that runs jobs."""
+    """Something that runs jobs. warm_up: those that touch its code and memory for the first time."""
+
+    warm_up: Callable[[int], list[Job]]
 
     def run(self, jobs: list[Job]) -> float:
         """Run the jobs, all at once; the seconds that this took."""
@@ -33,8 +35,10 @@ class Engine(Protocol):
 class Ours:
     """`skipjoin.LLM`, in this process."""
 
+    warm_up = FILL_UP
+
     def __init__(self, folder: Path) -> None:
-        self.llm = LLM(str(folder), progress=False, max_num_seqs=SEATS)
+        self.llm = LLM(str(folder), progress=False, max_num_seqs=SEATS, kv_cache_gib=KV_GIB)
         self.weight_bytes = self.llm.engine.info.weight_bytes
 
     def run(self, jobs: list[Job]) -> float:
@@ -73,8 +77,8 @@ class Ours:
 class OverHttp:
     """A server in processes of its own, one stream per request."""
 
-    def __init__(self, server: servers.Server) -> None:
-        self.server = server
+    def __init__(self, server: servers.Server, warm_up: Callable[[int], list[Job]] = FILL_UP) -> None:
+        self.server, self.warm_up = server, warm_up
         self._port = int(server.url.rsplit(":", 1)[1])
 
     def run(self, jobs: list[Job]) -> float:
@@ -116,6 +120,8 @@ class OverHttp:
 
 class Transformers:
     """One of transformers' ways to generate. process: that of `transformers_peer.py`."""
+
+    warm_up = WARM_UP
 
     def __init__(self, process: subprocess.Popen[str], engine: str) -> None:
         self._process, self._engine = process, engine
@@ -164,7 +170,7 @@ def engines(folder: Path, dtype: str, names: list[str]) -> Iterator[tuple[dict[s
         ours = Ours(folder)
         stack.callback(ours.llm.close)
         found["skipjoin LLM"] = ours
-        found["skipjoin HTTP"] = OverHttp(stack.enter_context(servers.skipjoin(folder, "--max-num-seqs", SEATS)))
+        found["skipjoin HTTP"] = OverHttp(stack.enter_context(servers.skipjoin(folder, *LIMITS)))
         for name in names:
             try:
                 found |= _peer(stack, name, folder, dtype)
@@ -183,18 +189,7 @@ def _peer(stack: ExitStack, name: str, folder: Path, dtype: str) -> dict[str, En
         }
     if name == "llamacpp":
         server = servers.llamacpp(python_of("llamacpp"), folder, seqs=SEATS)
-        return {"llama.cpp HTTP": OverHttp(stack.enter_context(server))}
+        return {"llama.cpp HTTP": OverHttp(stack.enter_context(server), WARM_UP)}
     is_eager = name == "vllm-eager"
-    server = servers.vllm(python_of("vllm"), folder, seqs=SEATS, dtype=dtype, is_eager=is_eager)
+    server = servers.vllm(python_of("vllm"), folder, seqs=SEATS, dtype=dtype, kv_gib=KV_GIB, is_eager=is_eager)
     return {"vLLM eager HTTP" if is_eager else "vLLM HTTP": OverHttp(stack.enter_context(server))}
-
-
-def memory_bandwidth() -> float:
-    """Bytes per second that all cores read, from sums over a tensor larger than the caches."""
-    data = torch.ones(1 << 28, dtype=torch.float32)
-    best = 0.0
-    for _ in range(5):
-        start = time.perf_counter()
-        data.sum()
-        best = max(best, data.nbytes / (time.perf_counter() - start))
-    return best

@@ -9,11 +9,15 @@ prompt and output: `even` 16 x (64 + 64), `one` 1 x (64 + 128), `wide` 64 x (64 
 
 Each peer runs in an environment of its own (`peer_venvs.py`), which is made on first use; one that cannot be had is
 left out, and the record says why. vLLM and llama.cpp are loaded over HTTP as Skipjoin is. vLLM compiles its model;
-`vllm-eager` is vLLM without. The engines run in turns, each turn with new prompts; those whose names begin with one of
-`--once`, since they may take minutes, in the first turn only. Printed are the median, least and greatest rates, and the
-median of each turn's ratios of Skipjoin's rates to those of the others. `floor` is the rate at which reading the
-weights once per step of 16 tokens would take the memory bandwidth measured in the same run. The result is written
-after every set.
+`vllm-eager` is vLLM without. Skipjoin and vLLM have as much KV, and all of it was in use before the first turn: on
+memory that was never written the system spends a tenth of a prompt's time. The engines run in turns, each turn with new
+prompts; those whose names begin with one of `--once`, since they may take minutes, in the first turn only. Printed are
+the median, least and greatest rates, and the median of each turn's ratios of Skipjoin's rates to those of the others.
+`floor` is the rate at which reading the weights once per step of 16 tokens would take the memory bandwidth measured in
+the same run. The result is written after every set.
+
+As on a processor that has AVX2 alone: CXX="g++ -mno-avx512f" ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 before
+the command. The record says so, and which of its paths Skipjoin runs.
 """
 
 from __future__ import annotations
@@ -32,17 +36,19 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from peers import Ours, engines, memory_bandwidth
+from peers import Ours, engines
 from rich.progress import Progress
-from workload import SETS, WARM_UP
+from workload import KV_GIB, SETS
 
+from bandwidth import memory_bandwidth
 from machine import describe_machine
 from peer_venvs import PEERS, names_of
 from random_model import make_model
+from skipjoin.model.ops.build import load_library, path_of
 
 OURS = ("skipjoin LLM", "skipjoin HTTP")
-# Seconds between two engines: threads of the one before may still wait for work on the processor.
-PAUSE_S = 0.3
+# Seconds between two engines: threads of the one before may still wait for work on the processor, vLLM's for about one.
+PAUSE_S = 1.5
 FLOOR_BATCH = 16
 Figures = dict[str, Any]
 
@@ -55,9 +61,11 @@ def measure(dtype: torch.dtype, args: argparse.Namespace, bars: Progress, keep: 
         make_model(folder, dtype)
         with engines(folder, name, args.peers) as (found, missing):
             packages = {peer: PEERS[peer.removesuffix("-eager")].installed for peer in args.peers}
-            record: Figures = {"dtype": name, "packages": packages, "missing": missing, "sets": {}}
-            for engine in found.values():  # code and memory touched for the first time
-                engine.run(WARM_UP(-1))
+            library = load_library()
+            path = "torch" if library is None else path_of(library)
+            record: Figures = {"dtype": name, "path": path, "packages": packages, "missing": missing, "sets": {}}
+            for engine in found.values():
+                engine.run(engine.warm_up(-1))
             for label in args.sets:
                 work = SETS[label]
                 task = bars.add_task(f"{name} {label}", total=args.repeats * len(found))
@@ -125,7 +133,7 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="*", default=["bfloat16"], choices=["bfloat16", "float32"])
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    result: Figures = {"machine": describe_machine(), "turns": args.repeats, "results": []}
+    result: Figures = {"machine": describe_machine(), "turns": args.repeats, "kv_gib": KV_GIB, "results": []}
 
     def keep(*more: Figures) -> None:
         if args.out:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from random_model import VOCAB
 
-# Most requests in flight at once, of any set.
-SEATS = 64
+# Most requests in flight at once, of any set, and the KV of each engine that has a pool.
+SEATS, KV_GIB = 64, 1.0
 
 
 @dataclass(frozen=True)
@@ -52,3 +52,5 @@ SETS: dict[str, WorkloadSet] = {
     "long": WorkloadSet([(700, 128)] * 16),
 }
 WARM_UP: Callable[[int], list[Job]] = WorkloadSet([(64, 4)] * 16 + [(900, 4)]).jobs
+# The same, and as many tokens as a pool has room for: memory that was never written costs its first user a fault.
+FILL_UP: Callable[[int], list[Job]] = WorkloadSet([(64, 4)] * 16 + [(900, 1)] * 33).jobs

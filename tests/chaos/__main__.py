@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import itertools
 import secrets
 import sys
 import time
 from collections.abc import Collection, Iterator
 
-from chaos.driver import possible_worlds, run_rounds
+from chaos.driver import possible_worlds, run, run_rounds
 from chaos.plan import WORLDS, Round, plan
 
 
@@ -39,7 +38,7 @@ def main() -> int:
         parser.error(f"--world must be one of {', '.join(world.name for world in WORLDS)}")
     print(f"seed {seed}, worlds: {', '.join(worlds)}", flush=True)
     begin = time.monotonic()
-    found = asyncio.run(
+    found = run(
         run_rounds(rounds(seed, args.round, args.rounds, args.minutes, worlds), lambda text: print(text, flush=True))
     )
     print(*found, f"{time.monotonic() - begin:.0f} s, seed {seed}", sep="\n")

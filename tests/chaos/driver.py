@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import random
+import signal
 import time
 import traceback
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 import psutil
@@ -21,6 +22,8 @@ from chaos.clients import Clients, Outcome
 from chaos.faults import FAULTS, Fault, Scene, end_a_start
 from chaos.plan import WORLDS, Round, World
 from chaos.served import START_S, Launched, Place, Served, lacks_mounts, reference_server
+
+_T = TypeVar("_T")
 
 # Seconds for a round's requests and its fault.
 _ROUND_S = 120.0
@@ -246,6 +249,21 @@ async def driver() -> AsyncIterator[Driver]:
             yield found
         finally:
             found.close()
+
+
+def run(work: Coroutine[Any, Any, _T]) -> _T:
+    """As `asyncio.run`. SIGTERM ends the work's servers first, then the process."""
+
+    async def until_told() -> _T:
+        task = asyncio.current_task()
+        assert task is not None
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        return await work
+
+    try:
+        return asyncio.run(until_told())
+    except asyncio.CancelledError:
+        raise SystemExit(128 + signal.SIGTERM) from None
 
 
 async def run_rounds(rounds: Iterable[Round], say: Callable[[str], None] = print) -> list[str]:

@@ -12,7 +12,6 @@ tells what the verdict is worth: the growth is also given for each request.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import itertools
 import statistics
 import sys
@@ -22,7 +21,7 @@ from dataclasses import dataclass, replace
 
 import psutil
 
-from chaos.driver import Driver, driver
+from chaos.driver import Driver, driver, run
 from chaos.plan import WORLDS, Round, plan
 
 # Room for what tells nothing of a leak: an allocator's arenas, a table that doubles.
@@ -63,7 +62,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    return asyncio.run(soak(args.seed, 60 * args.minutes))
+    return run(soak(args.seed, 60 * args.minutes))
 
 
 async def soak(seed: int, seconds: float) -> int:

@@ -73,7 +73,7 @@ def test_what_is_learnt_is_kept_through_every_end(start_server: StartServer, tmp
     (arrays,) = state.glob("*.safetensors")
     arrays.write_bytes(arrays.read_bytes()[:-1])
     server = start()
-    assert learn(server) > first * 0.9
+    assert learn(server) > first / 2
     server.stop()
     assert sum("begin anew" in line for line in server.errors) == 1
     assert len(list(tmp_path.glob("*.bad-*"))) == 1

@@ -110,8 +110,9 @@ def test_streams_are_the_same_whatever_is_killed(
         one.kill()
         until(lambda: alive(server) == 1, 5.0)
         seen = [reader.events for reader in readers]
-        # A request at which two engines end without a token in between is held to have ended them.
-        until(lambda: all(reader.events > count + 1 for reader, count in zip(readers, seen, strict=True)))
+        # A request at which two engines end without a token in between is held to have ended them. The first events
+        # may be of tokens from before.
+        until(lambda: all(reader.events > count + 10 for reader, count in zip(readers, seen, strict=True)))
         other.kill()  # now nobody is there, and all wait for the first that comes back
     else:
         one.parent().kill()  # Serve's replica takes its engine along

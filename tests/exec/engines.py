@@ -22,6 +22,7 @@ from skipjoin.core.step import Direction, Move, Slice, StepPlan
 from skipjoin.exec.base import Executor
 from skipjoin.exec.local import LocalExecutor
 from skipjoin.exec.sampling import Sampling
+from skipjoin.model import backends, loader
 from skipjoin.model.causal_lm import CausalLM
 from skipjoin.model.loader import random_model
 from skipjoin.policies.admission import OnDemand
@@ -49,7 +50,9 @@ BLOCK_SIZE = 4
 
 @cache
 def tiny_model(family: str, attention: str = "auto", quantization: str = "none") -> CausalLM:
-    """A model of the family with random float32 weights, large enough that logits differ."""
+    """A model of the family with random float32 weights, large enough that logits differ. Tests share it: none may make
+    it while what the loader chooses is replaced."""
+    assert loader.implementations is backends.implementations
     return random_model(CONFIGS[family], seed=3, attention=attention, quantization=quantization)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engines import make_store, tiny_model
+from engines import CONFIGS, make_store, tiny_model
 
 from skipjoin.builtin import builtin_model_path
 from skipjoin.config import ConfigError, EngineConfig
@@ -50,8 +50,7 @@ def test_a_model_is_tested_and_loaded_on_its_card(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(cuda, "cuda_facts", lambda: CudaFacts(runtime="13.0", cards=(card, card), present=True))
     monkeypatch.setattr(loader, "implementations", implementations)
     monkeypatch.setattr(loader, "expand_segments", lambda: None)
-    config = tiny_model("llama").config
-    assert isinstance(config, ModelConfig)
+    config = ModelConfig.from_dict(CONFIGS["llama"])
     for name, expected in (("cuda:1", 1), ("cuda:0", 0)):
         loader._places("float32", name, "auto", "none", config)
         assert seen.pop() == current.index == expected

@@ -49,6 +49,21 @@ def closed_facts(one: Cell) -> list[RequestFacts]:
     return sorted(facts, key=lambda fact: (fact.arrival, fact.id))
 
 
+def test_slots_are_saved_only_where_blocks_are_shared_and_kv_is_short() -> None:
+    def kv(recipe: str, blocks: int) -> dict[str, Any]:
+        system = replace(SYSTEM, recipe=recipe, kv_blocks=blocks, host_blocks=3 * blocks)
+        found: dict[str, Any] = run(cell(system, rate_rps=8.0))["kv"]
+        return found
+
+    shared, roomy, apart = kv("bros", 60), kv("bros", 600), kv("bros-unshared", 60)
+    assert min(shared["shared_blocks_mean"], shared["checkpointed_slots"], shared["restores"]) > 0
+    slot_bytes = SYSTEM.block_bytes / SYSTEM.block_size
+    assert shared["checkpointed_bytes"] == pytest.approx(shared["checkpointed_slots"] * slot_bytes, abs=0.5)
+    for none in (roomy, apart):
+        assert none["shared_blocks_mean"] == none["checkpointed_bytes"] == none["restores"] == 0
+    assert roomy["swapped_out_bytes"] == 0 < apart["swapped_out_bytes"]
+
+
 @every_mode
 @pytest.mark.parametrize("system", SYSTEMS.values(), ids=SYSTEMS.keys())
 def test_jobs_follow_on_ends_and_so_many_are_in_flight(system: Any, mode: ClosedMode) -> None:

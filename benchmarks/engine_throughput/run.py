@@ -64,8 +64,10 @@ def measure(dtype: torch.dtype, args: argparse.Namespace, bars: Progress, keep: 
             library = load_library()
             path = "torch" if library is None else path_of(library)
             record: Figures = {"dtype": name, "path": path, "packages": packages, "missing": missing, "sets": {}}
+            task = bars.add_task(f"{name}: all KV in use once", total=len(found))
             for engine in found.values():
                 engine.run(engine.warm_up(-1))
+                bars.advance(task)
             for label in args.sets:
                 work = SETS[label]
                 task = bars.add_task(f"{name} {label}", total=args.repeats * len(found))

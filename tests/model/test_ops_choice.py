@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 
-from skipjoin.model.ops.choice import ROWS, WAYS, Choices, faster
+from skipjoin.model.ops.choice import ROWS, Choices, fastest
 
-VECTORS, TILES = WAYS
+BOTH = VECTORS, TILES = "vectors", "tiles"
 
 
 def never(way: str, rows: int) -> float:
@@ -19,25 +19,25 @@ def taking(vectors: float, tiles: float):
 
 def test_the_smaller_product_of_times_wins():
     many = {(VECTORS, ROWS[0]): 1.0, (TILES, ROWS[0]): 1.5}  # tiles lose with one row, and win by more elsewhere
-    assert faster(lambda way, rows: many.get((way, rows), 2.0 if way == VECTORS else 1.5)) == TILES
-    assert faster(taking(1.0, 1.01)) == VECTORS
+    assert fastest(BOTH, lambda way, rows: many.get((way, rows), 2.0 if way == VECTORS else 1.5)) == TILES
+    assert fastest(BOTH, taking(1.0, 1.01)) == VECTORS
     slow = iter([9.0, 1.0])  # one run that something else disturbed
-    assert faster(lambda way, rows: 1.5 if way == TILES else next(slow, 1.0)) == VECTORS
+    assert fastest(BOTH, lambda way, rows: 1.5 if way == TILES else next(slow, 1.0)) == VECTORS
 
 
 def test_a_choice_is_kept_and_made_again_where_the_file_is_damaged(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert Choices("amx-1").way("a", taking(2.0, 1.0)) == TILES
+    assert Choices("amx-1").way("a", BOTH, taking(2.0, 1.0)) == TILES
     others = Choices("amx-1")
-    assert (others.way("a", never), others.way("b", taking(1.0, 2.0))) == (TILES, VECTORS)
-    assert [Choices("amx-1").way(shape, never) for shape in "ab"] == [TILES, VECTORS]
-    assert Choices("amx-2").way("a", taking(1.0, 2.0)) == VECTORS  # of another library
+    assert (others.way("a", BOTH, never), others.way("b", BOTH, taking(1.0, 2.0))) == (TILES, VECTORS)
+    assert [Choices("amx-1").way(shape, BOTH, never) for shape in "ab"] == [TILES, VECTORS]
+    assert Choices("amx-2").way("a", BOTH, taking(1.0, 2.0)) == VECTORS  # of another library
     (file,) = (tmp_path / "skipjoin").glob("*amx-1.json")
     file.write_bytes(file.read_bytes().replace(b"tiles", b"tales"))
     with caplog.at_level(logging.WARNING):
-        assert Choices("amx-1").way("a", taking(1.0, 2.0)) == VECTORS
+        assert Choices("amx-1").way("a", BOTH, taking(1.0, 2.0)) == VECTORS
     assert "products-amx-1.json is damaged" in caplog.text
-    assert Choices("amx-1").way("a", never) == VECTORS
+    assert Choices("amx-1").way("a", BOTH, never) == VECTORS
 
 
 def test_a_choice_holds_in_a_process_that_cannot_write(tmp_path, monkeypatch, caplog):
@@ -45,7 +45,7 @@ def test_a_choice_holds_in_a_process_that_cannot_write(tmp_path, monkeypatch, ca
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     choices = Choices("amx")
     with caplog.at_level(logging.WARNING):
-        assert choices.way("a", taking(2.0, 1.0)) == TILES
-    assert choices.way("a", never) == TILES
+        assert choices.way("a", BOTH, taking(2.0, 1.0)) == TILES
+    assert choices.way("a", BOTH, never) == TILES
     (said,) = caplog.messages
     assert "cannot be written: the next start measures the ways to multiply again" in said

@@ -7,6 +7,7 @@ same for ARM under an emulator.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import logging
 import subprocess
 
@@ -42,17 +43,21 @@ ROWS = (1, 2, 17, 33, 600, 2048)
 dtypes = pytest.mark.parametrize("dtype", CPP_DTYPES, ids=str)
 
 
-@pytest.fixture(scope="module", params=TARGETS)
-def library(request) -> ctypes.CDLL:
-    flags, needs = TARGETS[request.param]
+def compiled(path: str) -> ctypes.CDLL:
+    flags, needs = TARGETS[path]
     if not build.cpu_features() >= needs:
         pytest.skip(f"this CPU lacks {', '.join(sorted(needs - build.cpu_features()))}")
     try:
         made = ctypes.CDLL(str(build.compiled_library(flags)))
     except (OSError, subprocess.SubprocessError) as error:
-        pytest.skip(f"no compiler for {request.param}: {error}")
-    assert build.path_of(made) == request.param
+        pytest.skip(f"no compiler for {path}: {error}")
+    assert build.path_of(made) == path
     return made
+
+
+@pytest.fixture(scope="module", params=TARGETS)
+def library(request) -> ctypes.CDLL:
+    return compiled(request.param)
 
 
 def drawn(dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:
@@ -61,10 +66,10 @@ def drawn(dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:
 
 @dtypes
 def test_results_are_right(library, dtype):
-    ops = CppOps(library, dtype, way="tiles")
     assert has_dtype(library, dtype) == (dtype != torch.float16 or build.path_of(library) != "generic")
     if has_dtype(library, dtype):
-        assert check_ops(ops, dtype)
+        for way in CppOps(library, dtype).ways():
+            assert check_ops(CppOps(library, dtype, way=way), dtype), way
         assert check_attention(CppAttention(library), dtype)
 
 
@@ -73,8 +78,9 @@ def test_results_are_right(library, dtype):
 def test_a_row_has_the_same_bits_in_every_batch(library, dtype, quantization):
     if not has_dtype(library, dtype):
         pytest.skip("this processor does not convert the type")
-    ops, most = CppOps(library, dtype, quantization, way="tiles"), max(ROWS)
-    for outputs, inputs in ((96, 128), (70, 33)):
+    most, ways = max(ROWS), CppOps(library, dtype, quantization).ways()
+    for way, (outputs, inputs) in itertools.product(ways, ((96, 128), (70, 33))):
+        ops = CppOps(library, dtype, quantization, way=way)
         x, weight = drawn(dtype, most, inputs), drawn(dtype, 2 * outputs, inputs, seed=1)
         bias, total = drawn(dtype, 2 * outputs, seed=2), drawn(dtype, most, 2 * outputs, seed=3)
         linears = [ops.linear(weight, bias), ops.linear(weight, bias, "gelu"), ops.gated_linear(weight, None)]
@@ -89,7 +95,7 @@ def test_a_row_has_the_same_bits_in_every_batch(library, dtype, quantization):
             for first in (0, most - count):
                 rows = slice(first, first + count)
                 for ours, expected in zip(results(rows), together, strict=True):
-                    assert torch.equal(ours, expected[rows]), (outputs, inputs, rows)
+                    assert torch.equal(ours, expected[rows]), (way, outputs, inputs, rows)
 
 
 def residue(linear, x: torch.Tensor) -> torch.Tensor:
@@ -99,28 +105,48 @@ def residue(linear, x: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def test_a_weight_keeps_the_faster_way(library, tmp_path, monkeypatch):
+@pytest.mark.parametrize("floats", [0, 1], ids=["pairs", "floats"])
+def test_a_weight_keeps_the_fastest_way(library, tmp_path, monkeypatch, floats):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    dtype, weights = torch.bfloat16, [drawn(torch.bfloat16, n, 96, seed=n) for n in (64, 70)]
-    x, asked = drawn(dtype, 40, 96), []
+    path, dtype, asked = build.path_of(library), torch.bfloat16, []
+    weights, x = [drawn(dtype, n, 96, seed=n) for n in (64, 70)], drawn(dtype, 40, 96)
+    every = {"amx": choice.WAYS, "avx512-bf16": choice.WAYS[:2]}.get(path, choice.WAYS[:1])
+    assert CppOps(library, dtype).ways() == every
+    by_processor = "floats" if floats and "floats" in every else "vectors"
 
-    def faster(seconds):
-        asked.append(all(seconds(way, 16) > 0 for way in choice.WAYS))
-        return "tiles" if len(asked) == 1 else "vectors"
+    def fastest(ways, seconds):
+        asked.append((ways, all(seconds(way, 16) > 0 for way in ways)))
+        return ways[-1] if len(asked) == 1 else ways[0]
 
     def residues(ways: tuple[str | None, ...]) -> list[torch.Tensor]:
         pairs = zip(weights, ways, strict=True)
         return [residue(CppOps(library, dtype, way=way).linear(weight, None), x) for weight, way in pairs]
 
-    monkeypatch.setattr(choice, "faster", faster)
-    expected, others = residues(("tiles", "vectors")), residues(("vectors", "tiles"))
+    monkeypatch.setattr(choice, "fastest", fastest)
+    monkeypatch.setattr(library, "skipjoin_floats_are_faster", lambda: floats)
+    has_tiles = path == "amx"
+    kept = ("tiles" if has_tiles else by_processor, by_processor)
+    expected = residues(kept)
     for _ in range(2):  # the second time from the file
         assert all(map(torch.equal, residues((None, None)), expected))
-    has_tiles = build.path_of(library) == "amx"
-    assert asked == [True, True] * has_tiles
+    assert asked == [((by_processor, "tiles"), True)] * 2 * has_tiles
     assert [file.name.split("-")[1] for file in (tmp_path / "skipjoin").glob("*.json")] == ["amx"] * has_tiles
     # The ways differ, so that this says something.
-    assert any(map(torch.equal, others, expected)) is not has_tiles
+    others = [residues((way, way)) for way in every]
+    for one, other in itertools.combinations(others, 2):
+        assert not any(map(torch.equal, one, other))
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_floats_have_the_bits_of_a_processor_without_pairs(quantization):
+    with_pairs, without = compiled("avx512-bf16"), compiled("avx512")
+    each = [
+        CppOps(with_pairs, torch.bfloat16, quantization, way="floats"),
+        CppOps(without, torch.bfloat16, quantization),
+    ]
+    for rows, outputs, inputs in ((1, 96, 128), (17, 70, 33), (600, 130, 1002)):
+        x, weight = drawn(torch.bfloat16, rows, inputs), drawn(torch.bfloat16, outputs, inputs, seed=1)
+        assert torch.equal(*(residue(ops.linear(weight, None), x) for ops in each))
 
 
 @dtypes

@@ -1,6 +1,7 @@
 """Which of a library's ways to multiply serves a weight: measured once per shape, and kept in the user's cache.
 
 The ways round differently, so a weight keeps the one that it got; so do later processes, while the file is there.
+Whether pairs or floats are faster is a property of the processor, which each process finds out by itself.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from skipjoin.durable import is_sealed, locked, sealed, write_durably
 from skipjoin.folders import cache_folder
@@ -16,8 +17,8 @@ from skipjoin.folders import cache_folder
 _log = logging.getLogger(__name__)
 
 # By number, as in layer_ops.cpp.
-WAYS = ("vectors", "tiles")
-# A decode, a batch of decodes, a prompt's chunk: the way with the smaller product of times serves all of them.
+WAYS = ("vectors", "floats", "tiles")
+# A decode, a batch of decodes, a prompt's chunk: the way with the smallest product of times serves all of them.
 ROWS = (1, 16, 128)
 _RUNS = 3
 _SEAL_BYTES = len(sealed(b""))
@@ -30,13 +31,14 @@ class Choices:
         self._path = cache_folder() / f"products-{name}.json"
         self._known: dict[str, str] = {}
 
-    def way(self, shape: str, seconds: Callable[[str, int], float]) -> str:
-        """One of `WAYS` for this shape. seconds(way, rows): measures one product; called if the shape is not known."""
+    def way(self, shape: str, ways: Sequence[str], seconds: Callable[[str, int], float]) -> str:
+        """One of these ways for this shape. seconds(way, rows): measures one product; called if the shape is not
+        known."""
         if shape not in self._known:
             with locked(self._path):  # processes that start together agree: one measures, the others read
                 self._known = self._read() | self._known
                 if shape not in self._known:
-                    self._known[shape] = faster(seconds)
+                    self._known[shape] = fastest(ways, seconds)
                     self._write()
         return self._known[shape]
 
@@ -61,12 +63,12 @@ class Choices:
             )  # fmt: skip
 
 
-def faster(seconds: Callable[[str, int], float]) -> str:
-    """The way whose times have the smaller product. They take turns, and the least of some runs counts: what else runs
+def fastest(ways: Sequence[str], seconds: Callable[[str, int], float]) -> str:
+    """The way whose times have the smallest product. They take turns, and the least of some runs counts: what else runs
     on the machine only ever adds."""
-    least = {(way, rows): math.inf for rows in ROWS for way in WAYS}
+    least = {(way, rows): math.inf for rows in ROWS for way in ways}
     for rows in ROWS:
         for _ in range(_RUNS):
-            for way in WAYS:
+            for way in ways:
                 least[way, rows] = min(least[way, rows], seconds(way, rows))
-    return min(WAYS, key=lambda way: math.prod(least[way, rows] for rows in ROWS))
+    return min(ways, key=lambda way: math.prod(least[way, rows] for rows in ROWS))

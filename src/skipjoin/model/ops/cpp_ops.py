@@ -37,7 +37,8 @@ class _Linear(ctypes.Structure):
 _SIGNATURES = {
     "skipjoin_has_float16": ([], c_int64),
     "skipjoin_panel": ([], c_int64),
-    "skipjoin_has_tiles": ([_I, _I], c_int64),
+    "skipjoin_has_way": ([_I, _I, _I], c_int64),
+    "skipjoin_floats_are_faster": ([], c_int64),
     "skipjoin_linear_bytes": ([], c_int64),
     "skipjoin_scratch_bytes": ([_I] * 4, c_int64),
     "skipjoin_packed_bytes": ([_I] * 5, c_int64),
@@ -60,7 +61,7 @@ class CppOps:
     def __init__(
         self, library: ctypes.CDLL, dtype: torch.dtype, quantization: str = "none", way: str | None = None
     ) -> None:
-        """way: one of `WAYS`, for all weights where the library has it; None: the faster one for each shape."""
+        """way: one of `WAYS`, for all weights where the library has it; otherwise, and if None: the fastest."""
         for name, (arguments, result) in _SIGNATURES.items():
             getattr(library, name).argtypes = arguments
             getattr(library, name).restype = result
@@ -88,15 +89,19 @@ class CppOps:
         return self._scratch.data_ptr()
 
     def ways(self) -> tuple[str, ...]:
-        """Those of `WAYS` that a product of these weights can be made in."""
-        has_tiles = self.library.skipjoin_has_tiles(self.type, int(self.quantization == "int8"))
-        return WAYS if has_tiles else WAYS[:1]
+        """Those of `WAYS` in which a product of these weights can be made."""
+        quantized = int(self.quantization == "int8")
+        return tuple(way for at, way in enumerate(WAYS) if self.library.skipjoin_has_way(self.type, quantized, at))
 
     def way(self, linear: CppLinear) -> str:
         """The way that serves a new product for good."""
-        if len(ways := self.ways()) == 1:
-            return ways[0]
-        return self._way or self._choices.way(linear.shape(), linear.seconds)
+        ways = self.ways()
+        if self._way in ways:
+            return self._way
+        if "floats" in ways:
+            slower = "vectors" if self.library.skipjoin_floats_are_faster() else "floats"
+            ways = tuple(way for way in ways if way != slower)
+        return ways[0] if len(ways) == 1 else self._choices.way(linear.shape(), ways, linear.seconds)
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None = None) -> CppLinear:
         return CppLinear(self, weight, bias, activation, gated=False)

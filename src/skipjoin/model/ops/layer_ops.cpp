@@ -7,6 +7,8 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
+#include <cmath>
 #include <vector>
 
 namespace {
@@ -39,8 +41,9 @@ struct Linear {
   int64_t threads, way; // see `Way`
 };
 
-// How a product is made. A weight has one for good: sums of tiles are rounded differently.
-enum Way { kByVectors, kByTiles };
+// How a product is made: in units of its type; of bfloat16 that comes in pairs also in floats, whose sums have the bits
+// of a processor without products of pairs, and by tiles. A weight has one for good: each rounds differently.
+enum Way { kByVectors, kByFloats, kByTiles };
 
 // Units of the inputs in packed weights: whole tiles where there are tiles.
 template <typename T> int64_t packed_units(int64_t k) {
@@ -63,7 +66,8 @@ int64_t output_of(int64_t n, int64_t gated, int64_t panel, int column) {
 }
 
 // Rows [first, first + rows) of x in the order in which `multiply` reads them; zeros behind the last.
-template <typename T> void pack_inputs(const Linear &c, int64_t first, int rows, Unit<T> *packed) {
+template <typename T, typename In> void pack_inputs(const Linear &c, int64_t first, int rows, In *packed) {
+  constexpr int parts = kParts<In, Unit<T>>;
   int64_t units = units_of<T>(c.k);
   for (int64_t u = 0; u < units; u += kLanes)
     for (int begin = 0; begin < rows; begin += kLanes) {
@@ -75,7 +79,10 @@ template <typename T> void pack_inputs(const Linear &c, int64_t first, int rows,
       }
       transpose(square);
       for (int64_t i = 0; i < std::min<int64_t>(kLanes, units - u); i++)
-        store_some(packed + (u + i) * rows + begin, square[i], some);
+        for (int part = 0; part < parts; part++) {
+          Words lanes = parts == 2 ? (Words)one_of(square[i], part) : square[i];
+          store_some(packed + ((u + i) * parts + part) * rows + begin, lanes, some);
+        }
     }
 }
 
@@ -108,35 +115,37 @@ struct Tiles {
   explicit Tiles(int64_t m) : count((m + kMaxRows - 1) / kMaxRows), rows(count ? (m + count - 1) / count : 0) {}
 };
 
-template <typename T, typename W> void linear(const Linear &c) {
-  int64_t units = units_of<T>(c.k), panels = panels_of(c.n, c.gated);
+// In: `Unit<T>`, or float.
+template <typename T, typename In, typename W> void linear(const Linear &c) {
+  // Weights of 8 bits are in the order of their inputs, so that floats have units of their own.
+  int64_t inputs = units_of<T>(c.k) * kParts<In, Unit<T>>, units = inputs / kParts<In, W>;
+  int64_t panel_size = packed_units<T>(c.k) * kParts<In, Unit<T>> / kParts<In, W> * kStep<In, W>;
+  int64_t panels = panels_of(c.n, c.gated);
   Tiles tiles(c.rows);
-  int64_t tile_size = units * tiles.rows, per_block = kRowBlock / kMaxRows;
+  int64_t tile_size = inputs * tiles.rows, per_block = kRowBlock / kMaxRows;
   int64_t blocks = (tiles.count + per_block - 1) / per_block;
   bool each_packs = tiles.count <= kOwnTiles;
-  auto pack = [&](int64_t t, Unit<T> *to) { pack_inputs<T>(c, t * tiles.rows, tiles.rows, to + t * tile_size); };
-  auto *scratch = (Unit<T> *)c.scratch;
+  auto pack = [&](int64_t t, In *to) { pack_inputs<T>(c, t * tiles.rows, tiles.rows, to + t * tile_size); };
+  auto *scratch = (In *)c.scratch;
   if (!each_packs) skipjoin::share(c.threads, tiles.count, 1, [&](int64_t t) { pack(t, scratch); });
   std::atomic<int64_t> counter{0};
   skipjoin::run_on_pool(c.threads, [&](int thread) {
     auto take = [&] { return counter.fetch_add(1, std::memory_order_relaxed); };
     int64_t task = take();
     if (task >= panels * blocks) return; // the others were faster
-    Unit<T> *packed = scratch;
+    In *packed = scratch;
     if (each_packs) {
       packed += thread * tiles.count * tile_size;
       for (int64_t t = 0; t < tiles.count; t++) pack(t, packed);
     }
-    auto weights_of = [&](int64_t task) {
-      return (const W *)c.weights + task % panels * packed_units<T>(c.k) * kStep<Unit<T>, W>;
-    };
+    auto weights_of = [&](int64_t task) { return (const W *)c.weights + task % panels * panel_size; };
     // One by one: a thread that loses its core for a while must not delay the others. Each knows its next one: products
     // after the first of a panel find its weights in a cache, and memory has time for those of the next panel.
     for (int64_t next; task < panels * blocks; task = next) {
       next = take();
       int64_t panel = task % panels, begin = task / panels * per_block, end = std::min(tiles.count, begin + per_block);
       const W *weights = weights_of(task);
-      int64_t bytes_each = (kStep<Unit<T>, W> * sizeof(W) + end - begin - 1) / (end - begin);
+      int64_t bytes_each = (kStep<In, W> * sizeof(W) + end - begin - 1) / (end - begin);
       for (int64_t t = begin; t < end; t++) {
         Floats sums[kMaxRows][kVectors];
         auto sum_up = [&](auto soon) {
@@ -152,6 +161,49 @@ template <typename T, typename W> void linear(const Linear &c) {
       }
     }
   });
+}
+
+template <typename T> using Stored = std::conditional_t<kInputs<T> == 2, Pair, T>;
+
+template <typename T, typename In> void linear_in(const Linear &c) {
+  if (c.scales)
+    linear<T, In, int8_t>(c);
+  else
+    linear<T, In, Stored<T>>(c);
+}
+
+// Seconds of a product whose inputs and weights are in the first-level cache.
+template <typename In> double seconds_in_cache() {
+  constexpr int units = 64;
+  alignas(64) In inputs[units * kParts<In, Pair> * kMaxRows];
+  alignas(64) Pair weights[units * kPanel];
+  std::fill(std::begin(inputs), std::end(inputs), In());
+  std::fill(std::begin(weights), std::end(weights), Pair());
+  Floats sums[kMaxRows][kVectors];
+  auto begin = std::chrono::steady_clock::now();
+  for (int i = 0; i < 8; i++) {
+    multiply<kMaxRows, false>(inputs, 1, kMaxRows, weights, units, sums, NothingSoon());
+    asm volatile("" : : "r"(&sums) : "memory");
+  }
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+}
+
+// Whether floats are the faster way for bfloat16 that comes in pairs. Processors have one product of pairs for two of
+// floats (AMD), or for four (Intel): the ways differ by about two, and no start decides otherwise than another.
+bool floats_are_faster() {
+#ifdef SKIPJOIN_BF16
+  static const bool decided = [] {
+    double pairs = HUGE_VAL, floats = HUGE_VAL;
+    for (int i = 0; i < 20; i++) { // in turns, and the least: what else runs only ever adds
+      pairs = std::min(pairs, seconds_in_cache<Pair>());
+      floats = std::min(floats, seconds_in_cache<float>());
+    }
+    return floats < pairs;
+  }();
+  return decided;
+#else
+  return false;
+#endif
 }
 
 #ifdef SKIPJOIN_TILES
@@ -222,8 +274,6 @@ void linear_by_tiles(const Linear &c) {
 }
 
 #endif
-
-template <typename T> using Stored = std::conditional_t<kInputs<T> == 2, Pair, T>;
 
 // [n, k] -> panels, zero-padded.
 template <typename T> void pack_weights(const T *weights, int64_t n, int64_t k, int64_t gated, T *packed, int threads) {
@@ -338,8 +388,13 @@ const char *skipjoin_path() {
 
 int64_t skipjoin_has_float16() { return kHasHalf; }
 
-// Whether products of this type may be made by tiles. quantized: with weights of 8 bits.
-int64_t skipjoin_has_tiles(int64_t type, int64_t quantized) { return type == kBfloat16 && !quantized && have_tiles(); }
+// Whether products of this type can be made in this way. quantized: with weights of 8 bits.
+int64_t skipjoin_has_way(int64_t type, int64_t quantized, int64_t way) {
+  bool has_pairs = type == kBfloat16 && kInputs<bfloat16> == 2;
+  return way == kByVectors || (has_pairs && (way == kByFloats || (!quantized && have_tiles())));
+}
+
+int64_t skipjoin_floats_are_faster() { return floats_are_faster(); }
 
 // Columns of a panel.
 int64_t skipjoin_panel() { return kPanel; }
@@ -347,7 +402,7 @@ int64_t skipjoin_panel() { return kPanel; }
 int64_t skipjoin_scratch_bytes(int64_t type, int64_t m, int64_t k, int64_t threads) {
   Tiles tiles(m);
   int64_t rows = tiles.rows * tiles.count * (tiles.count <= kOwnTiles ? threads : 1), bytes = 0;
-  with_type(type, [&](auto t) { bytes = rows * units_of<decltype(t)>(k) * 4; });
+  with_type(type, [&](auto t) { bytes = rows * units_of<decltype(t)>(k) * kInputs<decltype(t)> * 4; }); // floats
 #ifdef SKIPJOIN_TILES
   if (type == kBfloat16) bytes = std::max(bytes, tile_scratch(m, k));
 #endif
@@ -380,14 +435,14 @@ int64_t skipjoin_linear_bytes() { return sizeof(Linear); }
 
 void skipjoin_linear(int64_t type, const Linear *call) {
 #ifdef SKIPJOIN_TILES
-  if (call->way == kByTiles && skipjoin_has_tiles(type, call->scales != nullptr)) return linear_by_tiles(*call);
+  if (call->way == kByTiles) return linear_by_tiles(*call);
 #endif
   with_type(type, [&](auto t) {
     using T = decltype(t);
-    if (call->scales)
-      linear<T, int8_t>(*call);
+    if (call->way == kByFloats)
+      linear_in<T, float>(*call);
     else
-      linear<T, Stored<T>>(*call);
+      linear_in<T, Unit<T>>(*call);
   });
 }
 

@@ -73,8 +73,16 @@ SKIPJOIN_INLINE Words pairs_of(const int8_t *weights, int vector) {
   return first >> 16 | second;
 }
 
-template <typename In, typename W> SKIPJOIN_INLINE auto operand(const W *weights, int vector) {
-  if constexpr (std::is_same_v<In, Pair> && std::is_same_v<W, int8_t>)
+// The lanes of the first or the second inputs of pairs.
+SKIPJOIN_INLINE Floats one_of(Words pairs, int part) { return (Floats)(part == 0 ? pairs << 16 : pairs & 0xffff0000u); }
+
+// Inputs of type In per unit of weights.
+template <typename In, typename W> constexpr int kParts = std::is_same_v<In, float> && std::is_same_v<W, Pair> ? 2 : 1;
+
+template <typename In, typename W> SKIPJOIN_INLINE auto operand(const W *weights, int vector, int part) {
+  if constexpr (kParts<In, W> == 2)
+    return one_of(lanes_of(weights, vector), part);
+  else if constexpr (std::is_same_v<In, Pair> && std::is_same_v<W, int8_t>)
     return pairs_of(weights, vector);
   else
     return lanes_of(weights, vector);
@@ -103,11 +111,11 @@ struct OthersSoon {
 };
 
 // sums[ROWS][kVectors] = inputs times panel, or += where IS_ADDED. The input of a row and unit is at
-// row * row_step + unit * unit_step.
+// row * row_step + unit * unit_step; of floats and weights in pairs, two units of inputs belong to one of weights.
 template <int ROWS, bool IS_ADDED, typename In, typename W, typename Soon>
 SKIPJOIN_INLINE void multiply(const In *inputs, int64_t row_step, int64_t unit_step, const W *weights, int64_t units,
                               Floats (*sums)[kVectors], Soon soon) {
-  constexpr int step = kStep<In, W>, bytes = step * sizeof(W);
+  constexpr int step = kStep<In, W>, bytes = step * sizeof(W), parts = kParts<In, W>;
   Floats acc[ROWS][kVectors] = {};
   if constexpr (IS_ADDED)
 #pragma GCC unroll 16
@@ -119,14 +127,17 @@ SKIPJOIN_INLINE void multiply(const In *inputs, int64_t row_step, int64_t unit_s
 #pragma GCC unroll 4
       for (int at = 0; at < bytes; at += 64) __builtin_prefetch((const char *)weights + kAhead + at, 0, 3);
     if constexpr (std::is_same_v<Soon, OthersSoon>) __builtin_prefetch((const char *)soon.from + u * soon.bytes, 0, 2);
-    decltype(operand<In>(weights, 0)) columns[kVectors];
+#pragma GCC unroll 2
+    for (int part = 0; part < parts; part++) {
+      decltype(operand<In>(weights, 0, 0)) columns[kVectors];
 #pragma GCC unroll 4
-    for (int v = 0; v < kVectors; v++) columns[v] = operand<In>(weights, v);
+      for (int v = 0; v < kVectors; v++) columns[v] = operand<In>(weights, v, part);
 #pragma GCC unroll 16
-    for (int r = 0; r < ROWS; r++) {
-      auto input = splat(inputs[r * row_step + u * unit_step]);
+      for (int r = 0; r < ROWS; r++) {
+        auto input = splat(inputs[r * row_step + (u * parts + part) * unit_step]);
 #pragma GCC unroll 4
-      for (int v = 0; v < kVectors; v++) acc[r][v] = fma(input, columns[v], acc[r][v]);
+        for (int v = 0; v < kVectors; v++) acc[r][v] = fma(input, columns[v], acc[r][v]);
+      }
     }
   }
 #pragma GCC unroll 16

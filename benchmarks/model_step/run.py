@@ -174,7 +174,7 @@ def main() -> None:
             for decodes, context, prefill in [*((n, c, 0) for n, c in DECODES), *((0, 0, n) for n in PREFILLS)]:
                 repeats = max(arguments.repeats // (4 if prefill > 64 else 1), 3)
                 found = measure(model, decodes, context, prefill, repeats)
-                results.append({"dtype": dtype, "operations": model.ops.name} | found)
+                results.append({"dtype": dtype, "operations": model.ops.name, "path": model.ops.path} | found)
                 shape = f"prefill {prefill}" if prefill else f"decode {decodes} at {context}"
                 label = f"{dtype} {model.ops.name} {shape}"
                 times = ((n, v) for n, v in found.items() if isinstance(v, dict))

@@ -126,6 +126,8 @@ def test_a_weight_keeps_the_fastest_way(library, tmp_path, monkeypatch, floats):
     monkeypatch.setattr(library, "skipjoin_floats_are_faster", lambda: floats)
     has_tiles = path == "amx"
     kept = ("tiles" if has_tiles else by_processor, by_processor)
+    said = ", products in float32" if by_processor == "floats" else ""
+    assert CppOps(library, dtype).path == path + said
     expected = residues(kept)
     for _ in range(2):  # the second time from the file
         assert all(map(torch.equal, residues((None, None)), expected))
@@ -228,9 +230,8 @@ def test_one_line_says_what_runs(caplog):
     build.say_once.cache_clear()
     with caplog.at_level(logging.INFO):
         ops, _ = (random_model(raw, dtype="bfloat16").ops for _ in range(2))
-    path = build.path_of(ops.library) if ops.name == "cpp" else "torch"
     (said,) = [line for line in caplog.messages if "CPU operations" in line]
-    assert said.startswith(f"CPU operations: {path}")
+    assert said.startswith(f"CPU operations: {ops.path}")
 
 
 @pytest.mark.parametrize(

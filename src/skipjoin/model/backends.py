@@ -177,11 +177,11 @@ def _triton_failure(dtype: torch.dtype, device: torch.device) -> str | None:
 def _on_cpu(attention: str, dtype: torch.dtype, quantization: str) -> Implementations | None:
     """The compiled implementations, or None."""
     library = _compiled(dtype) if dtype in CPP_DTYPES else None
-    path = None if library is None else path_of(library)
-    slower = _slower(path)
-    say_once(f"CPU operations: {path or 'torch'}{slower}", logging.WARNING if slower and path else logging.INFO)
     if library is not None:
-        return CppOps(library, dtype, quantization), CppAttention(library)
+        ops, slower = CppOps(library, dtype, quantization), _slower(path_of(library))
+        say_once(f"CPU operations: {ops.path}{slower}", logging.WARNING if slower else logging.INFO)
+        return ops, CppAttention(library)
+    say_once(f"CPU operations: torch{_slower(None)}")
     if attention == "cpp":
         raise ModelError(f"attention cpp cannot run {dtype} here; see the previous warning")
     return None

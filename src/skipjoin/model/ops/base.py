@@ -40,7 +40,7 @@ class LayerOps(Protocol):
     """Operations on [tokens, features]. Inputs are not changed unless stated."""
 
     name: str
-    # What they run on: of compiled ones the instructions, of others their name.
+    # What they run on: of compiled ones the instructions and what is special about products, of others their name.
     path: str
     # How weights are kept: "none" as they are, "int8" with 8 bits per weight.
     quantization: str

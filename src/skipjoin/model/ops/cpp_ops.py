@@ -67,12 +67,15 @@ class CppOps:
             getattr(library, name).restype = result
         if library.skipjoin_linear_bytes() != ctypes.sizeof(_Linear):
             raise OSError("the compiled operations have another version")
-        self.library, self.path = library, path_of(library)
+        self.library = library
         self.quantization = quantization
         self.type = CPP_DTYPES.index(dtype)
+        has_floats = "floats" in self.ways()
+        self._without_tiles = "floats" if has_floats and library.skipjoin_floats_are_faster() else "vectors"
+        self.path = path_of(library) + (", products in float32" if self._without_tiles == "floats" else "")
         self._way = way
         # The library's name depends on its sources and the processor.
-        self._choices = Choices(f"{self.path}-{Path(library._name).stem}")
+        self._choices = Choices(f"{path_of(library)}-{Path(library._name).stem}")
         self.arena = Arena()
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
@@ -98,10 +101,9 @@ class CppOps:
         ways = self.ways()
         if self._way in ways:
             return self._way
-        if "floats" in ways:
-            slower = "vectors" if self.library.skipjoin_floats_are_faster() else "floats"
-            ways = tuple(way for way in ways if way != slower)
-        return ways[0] if len(ways) == 1 else self._choices.way(linear.shape(), ways, linear.seconds)
+        if "tiles" not in ways:
+            return self._without_tiles
+        return self._choices.way(linear.shape(), (self._without_tiles, "tiles"), linear.seconds)
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None = None) -> CppLinear:
         return CppLinear(self, weight, bias, activation, gated=False)

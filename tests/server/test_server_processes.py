@@ -187,8 +187,11 @@ def test_a_burst_is_refused_fast_and_what_is_accepted_finishes(start_server: Sta
 
 
 def test_one_key_does_not_push_back_another(start_server: StartServer) -> None:
-    """A flood of one key, of which a few requests run at a time, and some requests of another."""
-    server = start_server(step_s=0.005, blocks=20, api_keys="noisy+quiet", fair_by="key")
+    """A flood of one key, of which a few requests run at a time, and some requests of another.
+
+    Steps are so long that the client has the time to send the others before the flood is over.
+    """
+    server = start_server(step_s=0.02, blocks=20, api_keys="noisy+quiet", fair_by="key")
     ended: list[str] = []
 
     def post(key: str) -> None:

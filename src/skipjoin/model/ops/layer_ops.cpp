@@ -188,8 +188,9 @@ template <typename In> double seconds_in_cache() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
 }
 
-// Whether floats are the faster way for bfloat16 that comes in pairs. Processors have one product of pairs for two of
-// floats (AMD), or for four (Intel): the ways differ by about two, and no start decides otherwise than another.
+// Whether floats are the faster way for bfloat16 that comes in pairs. An instruction for pairs does the work of two for
+// floats; it takes the time of one (Zen 4) or of four (Emerald Rapids): the ways differ by two, so that every start
+// decides alike.
 bool floats_are_faster() {
 #ifdef SKIPJOIN_BF16
   static const bool decided = [] {

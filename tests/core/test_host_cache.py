@@ -40,7 +40,7 @@ def stepper(
         Ranks(dict.fromkeys(range(100), 0)), Greedy(8, 64, chunked=True), OnDemand(0.0), eviction or Recompute()
     )
     kv = KVLedger(device, host, BLOCK, is_exact=is_exact)
-    return Stepper(WatchedCore(Scheduler(policies, kv, depth=depth, overlap=depth > 1)))
+    return Stepper(WatchedCore(Scheduler(policies, kv, depth=depth, overlap=depth == 2)))
 
 
 def text(number: int) -> range:

@@ -26,12 +26,12 @@ BLOCK = 4
 TEXT = range(100, 200)
 
 
-def stepper(blocks: int = 100, *, most_tokens: int = 64) -> Stepper:
+def stepper(blocks: int = 100, *, most_tokens: int = 64, depth: int = 1) -> Stepper:
     """Requests run by id; chunks of most_tokens."""
     policies = Policies(
         Ranks(dict.fromkeys(range(100), 0)), Greedy(8, most_tokens, chunked=True), OnDemand(0.0), Recompute()
     )
-    return Stepper(WatchedCore(Scheduler(policies, KVLedger(blocks, 0, BLOCK))))
+    return Stepper(WatchedCore(Scheduler(policies, KVLedger(blocks, 0, BLOCK), depth=depth, overlap=depth > 1)))
 
 
 def asking(number: int, prompt: Sequence[int], max_tokens: int = 3, *, salt: bytes = b"", **rest: bool) -> Request:
@@ -124,6 +124,36 @@ def test_a_step_that_was_given_up_offers_nothing() -> None:
     steps.add(asking(1, TEXT[:20]))
     steps.drain()
     assert cached(steps) == [0, 0]
+
+
+def test_slices_in_flight_of_a_request_that_was_given_up_register_no_keys() -> None:
+    """The KV of a later chunk rests on KV that was never computed."""
+    steps = stepper(most_tokens=4, depth=2)
+    steps.add(asking(0, TEXT[:20]))
+    steps.start()
+    steps.start()
+    steps.gives_up = lambda piece: piece.start == 0
+    steps.finish()
+    steps.gives_up = lambda piece: False
+    steps.finish()
+    steps.add(asking(1, TEXT[:20]))
+    steps.drain()
+    assert cached(steps) == [0, 0]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_an_aborted_request_registers_the_keys_of_committed_slices_only(depth: int) -> None:
+    steps = stepper(most_tokens=4, depth=depth)
+    steps.add(asking(0, TEXT[:20]))
+    steps.step()
+    for _ in range(depth):
+        steps.start()
+    steps.core.abort(0, steps.now)
+    for _ in range(depth):
+        steps.finish()
+    steps.add(asking(1, TEXT[:20]))
+    steps.drain()
+    assert cached(steps) == [0, 4]
 
 
 def test_blocks_that_a_waiting_request_can_use_are_handed_out_last() -> None:

@@ -7,9 +7,10 @@ from collections import deque
 
 import pytest
 import torch
-from engines import SwapAll, make_core, make_store, mixed_requests, run, tiny_model
+from engines import BLOCK_SIZE, SwapAll, make_core, make_store, mixed_requests, run, tiny_model
 
-from skipjoin.core.events import Event, Finished, Token
+from skipjoin.core.events import Admitted, Event, Finished, Token
+from skipjoin.core.prefixes import ContentPrefix
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.core.step import Slice, StepPlan, StepResult
 from skipjoin.exec.sampling import Sampling
@@ -123,6 +124,45 @@ def test_out_of_memory_costs_the_largest_request_only(depth: int, caplog: pytest
     assert failed.request is together[1]
     assert "out of memory in a step with 20 tokens of this request; a lower --max-num-batched-tokens" in failed.detail
     assert "request 1 is given up" in caplog.text
+
+
+class NarrowOnce(Narrow):
+    """A model whose device runs out of memory in its first step alone."""
+
+    def wanted_rows(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
+        room, self.room = self.room, 1 << 20
+        if batch.num_tokens > room:
+            raise self.error
+        return super().wanted_rows(batch, kv)
+
+
+def test_kv_behind_a_chunk_that_was_given_up_is_neither_computed_nor_found() -> None:
+    """The second chunk of the prompt is in flight when memory runs out in the first one."""
+
+    def adopting(number: int) -> Request:
+        request = greedy(7, 20, 6)
+        request.id, request.prefix = number, ContentPrefix(BLOCK_SIZE)
+        return request
+
+    def admitted(events: list[Event]) -> list[int]:
+        return [event.cached for event in events if isinstance(event, Admitted)]
+
+    alone = adopting(0)
+    ahead(tiny_model("llama"), [alone], depth=1)
+    model = narrow(1)
+    model.__class__ = NarrowOnce
+    worker = Worker(model, make_store(model, 12, 40))
+    core = make_core(SwapAll(), device_blocks=12, host_blocks=40, seats=3, depth=2, overlap=True, chunk=8)
+    lost, second = adopting(0), adopting(1)
+    core.add(lost, 0.0)
+    flying = [worker.begin(plan) for plan in (core.start_step(0.0), core.start_step(0.0)) if plan is not None]
+    assert [list(step.given_up) for step in flying] == [[0], [0]]
+    for step in flying:
+        core.finish_step(worker.finish(step), 0.0)
+    assert lost.finish_reason is FinishReason.ERROR
+    events = core.take_events() + run(core, Ahead(worker), [second])
+    assert admitted(events) == [0, 0]
+    assert second.output == alone.output
 
 
 class Counting(CausalLM):

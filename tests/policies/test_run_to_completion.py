@@ -32,7 +32,7 @@ from support.load import load, make
 from support.policies import COST, EVICTIONS, Ranks, UnitCost
 from support.watch import Run, Stepper, World, run
 
-PIPELINES = [(1, False), (2, False), (2, True), (3, False), (3, True)]
+PIPELINES = [(1, False), (2, False), (2, True), (3, False)]
 ORDERINGS: dict[str, Callable[[], Ordering]] = {
     "fcfs": Fcfs,
     "mlfq": lambda: SkipJoinMlfq(COST, starvation_s=0.3),

@@ -204,11 +204,8 @@ class WatchedCore(EngineCore):
             assert len(piece.blocks) >= kv.blocks_for(end)
             if piece.awaits:
                 assert self.scheduler.overlap
-                # The newest plan in flight with a slice of the request samples the token; with two plans in flight at
-                # most, that is the plan just before this one.
-                flying = [m for p in reversed(self.plans) for m in p.slices if m.request is piece.request]
-                assert flying[0].samples
-                assert self.scheduler.depth > 2 or any(m is flying[0] for m in self.plans[-1].slices)
+                # The executor keeps the tokens of the plan just before this one.
+                assert any(m.samples for m in self.plans[-1].slices if m.request is piece.request)
             if not self.scheduler.overlap:
                 # Only chunks of one prompt may be in flight together, none of which samples but the last.
                 mine = [m for flying in self.plans for m in flying.slices if m.request is piece.request]

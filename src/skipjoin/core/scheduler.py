@@ -30,7 +30,7 @@ class Scheduler:
     """Turns requests into plans: `schedule(now)` decides a step, `commit(result, now)` applies its outcome.
 
     policies: what makes this a particular serving system. kv: the ledger, which the scheduler alone changes.
-    depth: plans that may be in flight at once, at least 1.
+    depth: plans that may be in flight at once, at least 1; with overlap at most 2.
     overlap: whether a request may be chosen while its input token is still being sampled (one device that runs plans
         back to back). Without it such a request keeps its place but cannot be chosen again until its plan commits
         (pipeline stages). Chunks of a prompt wait for no token: they may follow each other through the stages.
@@ -46,6 +46,10 @@ class Scheduler:
     ) -> None:
         if depth < 1:
             raise ValueError(f"depth must be at least 1, got {depth}")
+        if overlap and depth > 2:
+            raise ValueError(
+                f"depth must be at most 2 with overlap, got {depth}: an executor keeps the tokens of one plan"
+            )
         self.policies = policies
         self.kv = kv
         self.depth = depth
@@ -183,8 +187,9 @@ class Scheduler:
     def commit(self, result: StepResult, now: float) -> set[Request]:
         """Apply the outcome of the oldest plan in flight: counters, moves, order. Tokens are the engine core's.
 
-        Returns the requests whose slices count for nothing: the KV that they read was lost on its way, or the executor
-        gave them up; those are the engine core's to end.
+        Return the requests whose slices are void: the KV that they read was lost in transit, or the executor gave them
+        up. The engine core ends the latter. A slice of a request that has finished is void too, because the executor
+        may have given up an earlier slice of it: no key is registered for its KV.
         """
         if not self._in_flight or result.plan is not self._in_flight[0]:
             raise ValueError(f"plan {result.plan.id} is not the oldest in flight")
@@ -196,13 +201,13 @@ class Scheduler:
         for piece in plan.slices:
             request = piece.request
             request.computed = piece.start + piece.tokens
-            if request.prefix is not None and request not in void:
+            if request.finish_reason is not None:
+                gone = True
+            elif request.prefix is not None and request not in void:
                 offer(request)
             if piece.samples:
                 request.pending_samples -= 1
                 request.is_fresh = False
-            if request.finish_reason is not None:
-                gone = True
         alive = plan.slices
         if gone:
             alive = tuple(

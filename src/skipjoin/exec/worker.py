@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from weakref import WeakSet
 
 import torch
 
@@ -84,10 +85,11 @@ class Worker:
         self._alone = model.shard.ranks == 1
         self._clock = DeviceClock(model.device) if model.device.type == "cuda" else HostClock()
         # The tokens that the latest plan sampled and the row of each request, for slices of the next plan that await
-        # them; and whether that plan gave a slice up.
+        # them.
         self._sampled: SampledTokens | None = None
         self._rows: dict[Request, int] = {}
-        self._has_given_up = False
+        # Requests of which a slice was given up: their KV has a hole, so their slices in later plans are void.
+        self._given_up: WeakSet[Request] = WeakSet()
         self.halvings = 0  # times that memory ran out
         self._prompts = PromptScores()
         self._ended: Mark | None = None  # end of the previous plan
@@ -170,14 +172,16 @@ class Worker:
     def _compute(self, slices: Sequence[Slice], in_flight: InFlightStep) -> None:
         """Run the slices, in halves where the device has too little memory for all of them at once."""
         going = list(range(len(slices)))
-        if self._has_given_up:
-            going = [index for index in going if not self._is_orphan(slices[index], index, in_flight)]
+        if self._given_up:
+            void = [index for index in going if slices[index].request in self._given_up]
+            in_flight.given_up.update(dict.fromkeys(void, "an earlier step gave this request up"))
+            going = [index for index in going if index not in in_flight.given_up]
         parts = self._halved(slices, going, in_flight) if going else []
         in_flight.chosen = [index for part in parts for index in part.chosen]
         in_flight.scores = [score for part in parts for score in part.scores]
         in_flight.sampled = joined([part.sampled for part in parts if part.sampled is not None])
         rows = {slices[index].request: row for row, index in enumerate(in_flight.chosen)}
-        self._sampled, self._rows, self._has_given_up = in_flight.sampled, rows, bool(in_flight.given_up)
+        self._sampled, self._rows = in_flight.sampled, rows
 
     def _halved(self, slices: Sequence[Slice], going: Sequence[int], in_flight: InFlightStep) -> list[_Part]:
         """Run the slices at these indexes. If memory runs out, each half of them by itself: slices do not depend on
@@ -190,19 +194,13 @@ class Worker:
                 raise
             if len(going) == 1:
                 in_flight.given_up[going[0]] = out_of_memory(slices[going[0]], error)
+                self._given_up.add(slices[going[0]].request)
         self.halvings += 1
         # After the except block, whose traceback holds the tensors of the attempt.
         torch.cuda.empty_cache()
         if len(going) == 1:
             return []
         return [part for half in halves(slices, going) for part in self._halved(slices, half, in_flight)]
-
-    def _is_orphan(self, piece: Slice, index: int, in_flight: InFlightStep) -> bool:
-        """Whether the slice awaits a token that does not come, because the slice that samples it was given up."""
-        if piece.awaits and piece.request not in self._rows:
-            in_flight.given_up[index] = "the previous step gave this request up"
-            return True
-        return False
 
     def _attempt(self, slices: Sequence[Slice], going: Sequence[int]) -> _Part:
         """Run the slices at the indexes in `going`."""

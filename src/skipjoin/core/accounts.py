@@ -264,6 +264,11 @@ class KVAccounts(Protocol):
         """The owners of slots that are to be saved before the request has `tokens` tokens."""
         return ()
 
+    def relief(self, request: Request, tokens: int, others: Iterable[Request]) -> int:
+        """Return how many device blocks fewer the request needs for `tokens` tokens if the others hold nothing: those
+        in place of blocks that it lends them."""
+        return 0
+
     def tokens_there(self, request: Request) -> int:
         """Computed tokens of the request whose KV is on the device."""
         return request.computed

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from skipjoin.core.claim_tree import LedgerError, RequestBlocks, SharedBlock
@@ -88,6 +88,16 @@ class TwoEnds(PrefixCache):
         another one has its slots."""
         held = self._held.get(request)
         return sum(self._is_contested(end, tokens) for end in held.lends.values()) if held is not None else 0
+
+    def relief(self, request: Request, tokens: int, others: Iterable[Request]) -> int:
+        """Return how many device blocks fewer the request needs for `tokens` tokens if the others hold nothing: those
+        in place of blocks that it lends them."""
+        held = self._held.get(request)
+        if held is None or not held.lends:
+            return 0
+        contested = [end.borrower for end in held.lends.values() if self._is_contested(end, tokens)]
+        some = {self._held.get(other) for other in others}
+        return sum(borrower in some for borrower in contested)
 
     # -- lending ------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from skipjoin.core.accounts import Ledger
@@ -52,13 +53,21 @@ class Evictor:
         able = [victim for victim in below if victim.is_best_effort and not victim.in_flight]
         return sorted(able, key=lambda victim: not self._kv.footprint_on_host(victim))
 
-    def make_room(self, request: Request, short: int, *, lender: Lender, newcomer: bool) -> WaitReason | None:
-        """Evict until `lender` has `short` more blocks for the request, or evict nothing and say why it waits.
+    def make_room(
+        self, request: Request, missing: Callable[[], int], *, tokens: int, lender: Lender, newcomer: bool
+    ) -> WaitReason | None:
+        """Evict until nothing is missing, or evict nothing and return why the request waits.
 
-        newcomer: not all of the request's KV is on the device; otherwise it runs and grows.
+        Args:
+            request: The request that needs blocks.
+            missing: Returns how many blocks are short now; positive when this method is called.
+            tokens: How many tokens the request is to hold.
+            lender: What lends the request its claim.
+            newcomer: Whether some of the request's KV is not on the device; otherwise the request runs and grows.
         """
-        if short <= 0:
-            return None
+        if self.takes_all:
+            return self._clear(self._others(request), missing, None)
+        short = missing()
         footprint, eviction = self._kv.footprint, self._policies.eviction
         lenders = self._kv.lenders(request, lender)
         candidates = self._evictable(request, lenders, newcomer=newcomer)
@@ -72,28 +81,56 @@ class Evictor:
             if newcomer and dropped:
                 eviction.dropped(dropped, now)
             return None if evictions else WaitReason.HELD_BY_EVICTION
-        if sum(map(footprint, settled)) + self._kv.shared_within(settled) >= short:
-            return self._clear(settled, short, lender, comes)
+        if self._freed_by_all(settled, request, tokens) >= short:
+            return self._clear(settled, missing, comes)
+        # Plans in flight hold some of them. A request that runs in every plan could never be evicted: it pauses.
         if sum(map(footprint, candidates)) >= short:
-            # Plans in flight hold some of them. A request that runs in every plan could never be evicted: it pauses.
             evictions = eviction.victims(short, candidates, self._kv, now, comes)
             self._context.pausing.update(one.request for one in evictions)
+        elif self._freed_by_all(candidates, request, tokens) >= short:
+            self._context.pausing.update(candidates)
         return WaitReason.NO_KV
 
-    def _clear(self, victims: list[Request], short: int, lender: Lender, comes: Request | None) -> WaitReason | None:
-        """Evict as many as it takes: what they share with each other comes free with the last one of them."""
+    def refusal(self, request: Request, short: int, *, lender: Lender) -> WaitReason | None:
+        """Return why evictions cannot give `short` blocks to a request without KV, or None if they may."""
+        candidates = self._evictable(request, self._kv.lenders(request, lender), newcomer=True)
+        if sum(map(self._kv.footprint, candidates)) + self._kv.shared_within(candidates) < short:
+            return WaitReason.NO_KV
+        settled = [victim for victim in candidates if not victim.in_flight]
+        if sum(map(self._kv.footprint, settled)) < short:
+            return None
+        evictions = self._policies.eviction.victims(short, settled, self._kv, self._context.now, request)
+        return None if evictions else WaitReason.HELD_BY_EVICTION
+
+    def _freed_by_all(self, victims: Sequence[Request], request: Request, tokens: int) -> int:
+        """Return how many blocks the request gains for `tokens` tokens if none of the victims holds anything."""
+        kv = self._kv
+        return sum(map(kv.footprint, victims)) + kv.shared_within(victims) + kv.relief(request, tokens, victims)
+
+    def _clear(self, victims: list[Request], missing: Callable[[], int], comes: Request | None) -> WaitReason | None:
+        """Evict whole victims until nothing is missing: shared blocks come free with the last request that holds
+        them."""
         kv, eviction = self._kv, self._policies.eviction
-        enough = kv.headroom(lender) + short
-        while victims and (missing := enough - kv.headroom(lender)) > 0:
-            most = max(1, min(missing, sum(map(kv.footprint, victims))))
+        while victims and (short := missing()) > 0:
+            most = max(1, min(short, sum(map(kv.footprint, victims))))
             evictions = eviction.victims(most, victims, kv, self._context.now, comes)
             if not evictions:
                 return WaitReason.HELD_BY_EVICTION
             for one in evictions:
                 self._evict(one._replace(blocks=None))  # a part of what is shared would free nothing
                 victims.remove(one.request)
-            comes = None  # begun, it is not broken off: the first ones would have made way for nothing
-        return None if kv.headroom(lender) >= enough else WaitReason.NO_KV
+            comes = None  # once begun, it goes on: the first victims would have been evicted for nothing
+        return None if missing() <= 0 else WaitReason.NO_KV
+
+    def _others(self, request: Request) -> list[Request]:
+        """Return all other requests that hold device blocks, the least important first."""
+        blocks_of = self._kv.blocks_of
+        found = reversed(self._holders_ranked())
+        return [one for one in found if one is not request and (held := blocks_of(one)) is not None and held.device]
+
+    def force(self) -> None:
+        """Let any other request make room from now on, whatever its rank, and give up all that it holds."""
+        self.takes_all, self._floor = True, None
 
     def hindered(self, request: Request, tokens: int) -> WaitReason | None:
         """Why the request cannot have `tokens` tokens where others have slots in its blocks: one of them runs."""

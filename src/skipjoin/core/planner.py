@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from itertools import islice
 
 from skipjoin.core.accounts import HeldBlocks, Ledger
 from skipjoin.core.candidates import comes_soon, find_candidates
@@ -16,9 +15,6 @@ from skipjoin.core.request import Request
 from skipjoin.core.residency import Residency
 from skipjoin.core.step import Move, Slice, StepPlan
 from skipjoin.core.waits import WaitReason, WaitState
-
-# Requests that are tried, in order, where nothing else would run.
-_MOST_FORCED = 64
 
 
 def begin_decision(policies: Policies, kv: Ledger, now: float) -> None:
@@ -45,6 +41,7 @@ class StepPlanner:
         self._context = context
         self._evictor = Evictor(policies, kv, events, context)
         self._slices: list[Slice] = []
+        self._is_forced = False
         self._residency = self._new_residency()
 
     def plan(self) -> StepPlan:
@@ -145,7 +142,7 @@ class StepPlanner:
         """For the batcher, a request that holds nothing is as far as the KV that it finds. Returns its eligible tokens:
         none if more of its KV comes soon."""
         hit = self._kv.hit(request)
-        if comes_soon(request, hit, self._context):
+        if not self._is_forced and comes_soon(request, hit, self._context):
             self._wait(request, WaitReason.BEHIND_PREFIX)
             return 0
         request.computed = request.planned = hit.tokens
@@ -168,6 +165,7 @@ class StepPlanner:
         before, self._residency = self._residency, self._new_residency()
         self._residency.first, self._residency.claimed = before.first, before.claimed
         self._residency.overlapped = before.overlapped
+        self._context.pausing.clear()  # no plan in flight holds what they would be evicted from
         self.waiting.clear()
         builder = self._policies.batcher.open(self._context)
         self._fill_from_first(builder)
@@ -175,11 +173,16 @@ class StepPlanner:
             self._force(builder)
 
     def _force(self, builder: BatchBuilder) -> None:
-        """Run the first request that the batcher takes, whatever the other policies say."""
-        context = self._context
+        """Run the first request that the batcher takes, whatever the other policies say.
+
+        No plan is in flight and no KV in transit, so every other request can be evicted. Then the request finds the
+        blocks for its next step, since `EngineCore.add` refuses requests that are larger than the pool. Only blocks
+        that another engine still reads or writes (`Request.keeps_kv`, `Incoming`) may be in its way.
+        """
+        self._is_forced = True
         for account in self._kv.accounts:
             self._kv.disband(account)
-        for request in islice(self._policies.ordering.ranked(context.now), _MOST_FORCED):
+        for request in self._policies.ordering.ranked(self._context.now):
             self._residency.force()
             self._fill((request,), builder)
             if self._slices:

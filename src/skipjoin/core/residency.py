@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from skipjoin.core.accounts import MISS, HeldBlocks, Hit, Ledger
+from skipjoin.core.claims import Lender
 from skipjoin.core.context import StepContext
 from skipjoin.core.events import Admitted, Claimed, Event
 from skipjoin.core.evictor import Evictor
@@ -72,23 +73,20 @@ class Residency:
         if self._evictor.is_below_floor(request):
             self.closed = WaitReason.BEHIND_MEMORY
             return WaitReason.BEHIND_MEMORY
-        # Held first: an eviction for it might take what it finds.
-        hit = self._kv.adopt(request) if request.computed else MISS
-        found = self._get_in(request, target, hit)
-        if hit.tokens and isinstance(found, WaitReason) and found is not WaitReason.KV_IN_TRANSIT:
-            self._kv.release(request)
-        return found
-
-    def _get_in(self, request: Request, target: int, hit: Hit) -> HeldBlocks | WaitReason:
         grant = self._ask(request, target)
         if isinstance(grant, WaitReason):
             return grant
         kv = self._kv
+        hit = kv.hit(request) if request.computed else MISS
         need = max(grant.now, grant.blocks, kv.blocks_for(target)) + grant.spare
-        room = need - kv.shortfall_of_claim(request, need, grant.lender)
-        # Requests that matter more and are on their way back from the host come first to what is free.
-        self.short = need - max(0, room - self._owed)
-        if (reason := self._make_room(request, grant, newcomer=True)) is not None:
+
+        def missing() -> int:
+            found = 0 if kv.holds(request) else hit.held
+            room = need - kv.shortfall_of_claim(request, need, grant.lender) + found
+            # Requests that matter more and are on their way back from the host come first to what is free.
+            return need - max(0, room - self._owed)
+
+        if (reason := self._make_room_beside(hit, request, grant, missing, target)) is not None:
             self.closed = WaitReason.BEHIND_MEMORY
             return reason
         self._events.append(Admitted(request, self._context.now, hit.tokens, hit.away * kv.block_size))
@@ -96,7 +94,7 @@ class Residency:
         request.is_fresh = True
         kv.announce(request)
         if hit.away:
-            if self._policies.eviction.returns_overlapped(request) and kv.holder_count > 1:
+            if not self._is_forced and self._policies.eviction.returns_overlapped(request) and kv.holder_count > 1:
                 self.overlapped.append(kv.move_in(request))
                 self._miss(request, kv.blocks_for(request.computed))
                 return WaitReason.KV_IN_TRANSIT
@@ -105,21 +103,43 @@ class Residency:
         self._evictor.take_slots(request, target)
         return held
 
+    def _make_room_beside(
+        self, hit: Hit, request: Request, grant: Grant, missing: Callable[[], int], target: int
+    ) -> WaitReason | None:
+        """Make room for a request without KV, and let it hold what it finds."""
+        if not hit.tokens:
+            return self._make_room_for(request, grant, missing, target, newcomer=True)
+        # Victims may hold the same blocks, so it has to hold them before. That takes time for a long prefix, and is not
+        # done at every step for a request that cannot get in.
+        self._draw(grant, missing, request)
+        self.short = missing() - self._drawn
+        if self.short > 0 and not self._is_forced:
+            reason = self._evictor.refusal(request, self.short, lender=grant.lender)
+            if reason is not None:
+                return reason
+        self._kv.adopt(request)
+        reason = self._make_room_for(request, grant, missing, target, newcomer=True)
+        if reason is not None:
+            self._kv.release(request)
+        return reason
+
     # -- claims -------------------------------------------------------------------------------------------
 
     def force(self) -> None:
-        """From now on grant what a request needs for its next step and no more; do not ask the admission policy. What
-        is ranked below makes way, equals too, and whole: parts of KV may fill the device between them."""
+        """From now on grant what a request needs for its next step and no more, without asking the admission policy.
+        Any other request is evicted for it, and whole: parts of KV may fill the device between them."""
         self.closed = None
         self._first_waits = False
-        self._is_forced = self._evictor.takes_all = True
+        self._owed = 0
+        self._is_forced = True
+        self._evictor.force()
 
     def _ask(self, request: Request, target: int) -> Grant | WaitReason:
         """The admission policy's answer to a request that has no claim, or one that does not reach `target` tokens."""
         kv = self._kv
         if self._is_forced:
             blocks = max(kv.blocks_for(target), kv.footprint(request))
-            return Grant(now=blocks, blocks=blocks, tokens=target, lender=kv.lender_of(request))
+            return Grant(now=blocks, blocks=blocks, tokens=target)
         answer = self._policies.admission.claim(request, target, kv)
         if isinstance(answer, Grant):
             return answer
@@ -136,23 +156,40 @@ class Residency:
             return grant
         kv = self._kv
         need = max(grant.now, grant.blocks, kv.blocks_for(target))
-        self.short = kv.shortfall_of_claim(request, need, grant.lender) + grant.spare
-        # What is claimed is to be had at once: a claim of a request that waits all the same would help none.
-        self.short = max(self.short, kv.shortfall_of_blocks(request, target))
-        if (reason := self._make_room(request, grant, newcomer=newcomer)) is not None:
+
+        def missing() -> int:
+            # What is claimed is to be had at once: a claim of a request that waits all the same would help none.
+            of_claim = kv.shortfall_of_claim(request, need, grant.lender) + grant.spare
+            return max(of_claim, kv.shortfall_of_blocks(request, target))
+
+        if (reason := self._make_room_for(request, grant, missing, target, newcomer=newcomer)) is not None:
             self.closed = self.closed or WaitReason.BEHIND_MEMORY
             return reason
         self._claim(request, grant)
         return None
 
-    def _make_room(self, request: Request, grant: Grant, *, newcomer: bool) -> WaitReason | None:
-        """Blocks for what is granted, as far as they are short."""
+    def _make_room_for(
+        self, request: Request, grant: Grant, missing: Callable[[], int], target: int, *, newcomer: bool
+    ) -> WaitReason | None:
+        """Make room for what is granted, after drawing on the account that the grant names."""
+        self._draw(grant, missing, request)
+        return self._make_room(request, lambda: missing() - self._drawn, target, lender=grant.lender, newcomer=newcomer)
+
+    def _draw(self, grant: Grant, missing: Callable[[], int], request: Request) -> None:
+        """Choose how many of the missing blocks the account gives up that the grant draws on."""
         self._drawn = 0
         if grant.draws is not None:
-            self._drawn = max(0, min(self.short, self._kv.unused_without(grant.draws, request)))
-            self.short -= self._drawn
+            self._drawn = max(0, min(missing(), self._kv.unused_without(grant.draws, request)))
+
+    def _make_room(
+        self, request: Request, missing: Callable[[], int], target: int, *, lender: Lender, newcomer: bool
+    ) -> WaitReason | None:
+        """Evict until nothing is missing for `target` tokens of the request, or return why it waits."""
+        self.short = missing()
+        if self.short <= 0:
+            return None
         newcomer = newcomer and not self._is_forced
-        return self._evictor.make_room(request, self.short, lender=grant.lender, newcomer=newcomer)
+        return self._evictor.make_room(request, missing, tokens=target, lender=lender, newcomer=newcomer)
 
     def _claim(self, request: Request, grant: Grant) -> None:
         self._kv.claim(request, grant.blocks, tokens=grant.tokens, lender=grant.lender)
@@ -170,7 +207,8 @@ class Residency:
             self._miss(request, self._kv.blocks_for(request.computed))
             return WaitReason.KV_IN_TRANSIT
         # The first request does not wait for overlapped moves: the space that they need may never be left over.
-        if held.host and request is not self.first and self._policies.eviction.returns_overlapped(request):
+        is_hasty = self._is_forced or request is self.first
+        if held.host and not is_hasty and self._policies.eviction.returns_overlapped(request):
             self._owed += len(held.host)
             self._miss(request, len(held.device))
             return WaitReason.KV_ON_HOST
@@ -183,7 +221,7 @@ class Residency:
             return WaitReason.BEHIND_MEMORY
         # One whose last tokens were dropped is a newcomer until it has them again: two could take each other's in turn
         # for nothing.
-        newcomer = not self._is_forced and (held.away > 0 or request.planned < held.regains)
+        newcomer = held.away > 0 or request.planned < held.regains
         if target > request.claimed:
             waits = self._renew(request, target, newcomer=newcomer)
             if waits is not None:
@@ -196,9 +234,8 @@ class Residency:
 
     def _grow(self, request: Request, target: int, *, newcomer: bool) -> HeldBlocks | WaitReason:
         kv, evictor = self._kv, self._evictor
-        self.short = kv.shortfall(request, target)
-        reason = evictor.hindered(request, target) or evictor.make_room(
-            request, self.short, lender=kv.lender_of(request), newcomer=newcomer
+        reason = evictor.hindered(request, target) or self._make_room(
+            request, lambda: kv.shortfall(request, target), target, lender=kv.lender_of(request), newcomer=newcomer
         )
         if reason is not None:
             return reason
@@ -210,9 +247,10 @@ class Residency:
     def _return(self, request: Request, target: int, *, newcomer: bool) -> HeldBlocks | WaitReason:
         """Bring the request's KV back from the host with a blocking move."""
         kv = self._kv
-        self.short = kv.shortfall(request, target)
-        lender = kv.lender_of(request)
-        if (reason := self._evictor.make_room(request, self.short, lender=lender, newcomer=newcomer)) is not None:
+        reason = self._make_room(
+            request, lambda: kv.shortfall(request, target), target, lender=kv.lender_of(request), newcomer=newcomer
+        )
+        if reason is not None:
             return reason
         self._evictor.blocking += kv.restore(request, target)
         request.is_fresh = True

@@ -6,6 +6,7 @@ No model runs: every plan is answered at once with fixed tokens. `decide` is Sch
 `engine` is EngineCore.start_step + finish_step + take_events, which adds tokens, stop conditions and events.
 The queue waits either because the batch is full (128 seats) or because the KV pool is (256 seats, no blocks for a
 newcomer). Its prompts are long, so that every recipe ranks it behind the requests that run, and the state is steady.
+`prefix` has one request that waits for memory, and finds the KV of the first 30,000 tokens of its prompt in the cache.
 `swapping` is another load: OPT-13B on a simulated A100 with 11 GiB of KV and 128 GiB of host memory, ShareGPT's lengths
 at 5.5 requests per second for 100 s, which is above capacity: KV moves all the time, and hundreds hold some.
 Each figure is the median over the steps of a run; printed are median, least and greatest over the repeats.
@@ -28,6 +29,7 @@ from skipjoin.bench.simulation import Cell, Extent, run
 from skipjoin.bench.workload import synthetic
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.kv import KVLedger
+from skipjoin.core.prefixes import ContentPrefix
 from skipjoin.core.request import Request
 from skipjoin.core.scheduler import Scheduler
 from skipjoin.core.step import StepPlan, StepResult
@@ -40,6 +42,8 @@ from machine import describe_machine
 
 RUNNING = 128
 WAITING = (0, 100, 1_000, 10_000, 100_000)
+BLOCK_SIZE = 16
+PREFIX = 30_000  # tokens
 STEPS = 200  # beyond that, fastserve would demote the running requests behind the queue
 SWAPPING = ("alise", "fastserve", "fastserve-reactive", "mlfq", "srpt")
 COST = LinearCost(floor=0.02, prefill_token=1e-4, decode=1e-4, context_token=1e-7)
@@ -47,17 +51,23 @@ COST = LinearCost(floor=0.02, prefill_token=1e-4, decode=1e-4, context_token=1e-
 
 def engine_with(recipe: str, waiting: int, limit: str) -> EngineCore:
     """An engine in which RUNNING requests decode and `waiting` others queue behind what `limit` names."""
-    seats = {"seats": RUNNING, "memory": 2 * RUNNING}[limit]
+    seats = RUNNING if limit == "seats" else 2 * RUNNING
     settings = Settings(COST, max_seqs=seats, max_tokens=8192)
     policies = build(recipe, settings, own(recipe, {"starvation_s": 1e9, "oracle": "max-tokens"}))
+    cached = PREFIX if limit == "prefix" else 0
     # 24 blocks each: enough for 128 + STEPS tokens, too few for a waiting prompt besides.
-    core = EngineCore(Scheduler(policies, KVLedger(RUNNING * 24, 0, 16)))
+    core = EngineCore(Scheduler(policies, KVLedger(RUNNING * 24 + cached // BLOCK_SIZE, 0, BLOCK_SIZE)))
+    if cached:
+        core.add(Request(-1, 0.0, range(cached), 1, prefix=ContentPrefix(BLOCK_SIZE)), 0.0)
+        while core.requests:
+            answer(core, core.start_step(0.0), 0.0)
     for number in range(RUNNING):
         core.add(Request(number, 0.0, range(128), STEPS + 50), 0.0)
     while any(request.output == [] for request in core.requests.values()):
         answer(core, core.start_step(0.0), 0.0)
     for number in range(RUNNING, RUNNING + waiting):
-        core.add(Request(number, 1.0, range(40_000), 1500), 1.0)
+        prefix = ContentPrefix(BLOCK_SIZE) if cached else None
+        core.add(Request(number, 1.0, range(cached + 40_000), 1500, prefix=prefix), 1.0)
     core.take_events()
     return core
 
@@ -151,7 +161,8 @@ def main() -> None:
     # Under mlfq the queue's prompts, of any length, enter the first queue and displace running requests: no steady
     # state.
     steady = [recipe for recipe in args.recipes if recipe != "mlfq"]
-    for recipe, limit, waiting in itertools.product(steady, ("seats", "memory"), WAITING):
+    queues = [*itertools.product(("seats", "memory"), WAITING), ("prefix", 1)]
+    for recipe, (limit, waiting) in itertools.product(steady, queues):
         runs = [measure(recipe, waiting, limit) for _ in range(args.repeats if waiting < 50_000 else 2)]
         row: dict[str, object] = {"recipe": recipe, "limit": limit, "running": RUNNING, "waiting": waiting}
         row |= {name: summary([one[name] for one in runs]) for name in runs[0]}

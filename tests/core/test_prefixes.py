@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
+from skipjoin.core.blocks import BlockPool
 from skipjoin.core.candidates import MOST_BEHIND_S
 from skipjoin.core.events import Admitted
 from skipjoin.core.kv import KVLedger
@@ -174,6 +176,38 @@ def test_blocks_that_a_waiting_request_can_use_are_handed_out_last() -> None:
     kv.check()
 
 
+def test_a_long_prefix_costs_nothing_while_its_request_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither looked up nor held and released again at each step."""
+    steps = stepper(1000, most_tokens=5000)
+    steps.add(asking(0, range(3600)))
+    steps.drain()
+    steps.add(make(1, 360, 30))
+    steps.step()
+    late = asking(2, range(3800))
+    steps.add(late)
+    steps.step()
+    calls = Counter[str]()
+
+    def counted(name: str) -> None:
+        method = getattr(BlockPool, name)
+
+        def call(pool: BlockPool, *args: Any) -> Any:
+            calls[name] += 1
+            return method(pool, *args)
+
+        monkeypatch.setattr(BlockPool, name, call)
+
+    for name in ("find", "find_free", "revive", "want"):
+        counted(name)
+    for _ in range(20):
+        steps.step()
+    assert late.wait is not None
+    assert late.wait.reason is WaitReason.NO_KV
+    assert sum(calls.values()) <= 20 * 5
+    steps.drain()
+    assert cached(steps)[-1] == 3600
+
+
 def test_keys_are_the_same_by_parts_at_once_and_in_a_copy() -> None:
     one, two = asking(0, TEXT), asking(1, TEXT)
     begun = list(one.prefix.keys(one, 30))
@@ -181,6 +215,13 @@ def test_keys_are_the_same_by_parts_at_once_and_in_a_copy() -> None:
     assert list(one.prefix.keys(one, 100)) == list(two.prefix.keys(two, 100))
     other = asking(2, [*TEXT[:30], *range(50)])
     assert [list(copy.keys(other, 80))[index] in begun for index in range(8)] == [True] * 7 + [False]
+
+
+def test_keys_of_reversed_blocks_do_not_depend_on_earlier_questions() -> None:
+    requests = [asking(number, TEXT[:4], reverse=True) for number in range(2)]
+    requests[0].prefix.keys(requests[0], 3)
+    first, second = (list(request.prefix.keys(request, 4)) for request in requests)
+    assert first == second != list(asking(2, TEXT[:4]).prefix.keys(asking(2, TEXT[:4]), 4))
 
 
 def test_names_of_a_trace_cover_whole_blocks() -> None:
@@ -191,15 +232,24 @@ def test_names_of_a_trace_cover_whole_blocks() -> None:
         NamedPrefix([7], 6, BLOCK)
 
 
-def test_requests_that_share_all_they_hold_make_way_for_one_that_needs_it() -> None:
-    """What they share comes free with the last of them, and is in no footprint."""
-    steps = stepper(8)
+@pytest.mark.parametrize("depth", [1, 2])
+def test_requests_that_share_all_they_hold_make_way_for_one_that_needs_it(depth: int) -> None:
+    """What they share comes free with the last of them, and is in no footprint. With two plans in flight one of them
+    runs at any time, unless it pauses."""
+    steps = stepper(8, depth=depth)
     for number in range(2):
         steps.add(asking(number, TEXT[:17], 9))
         steps.step()
         steps.step()
     assert [steps.core.kv.footprint(request) for request in steps.core.kv.holders()] == [1, 1]
+    if depth == 2:
+        steps.start()
     steps.core.scheduler.policies.ordering.numbers[2] = -1
     steps.add(make(2, 28, 2))
-    assert [piece.request.id for piece in steps.step().slices] == [2]
+    for _ in range(depth):
+        steps.start()
+        steps.finish()
+    ran = [piece[0] for _, plan in steps.core.trace for piece in plan[1]]
+    assert 2 in ran
     steps.drain()
+    assert steps.tokens.keys() == {0, 1, 2}

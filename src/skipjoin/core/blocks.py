@@ -17,11 +17,12 @@ class BlockPool:
     which happens once no other block is free. Of cached blocks those go first that no request waits for, the longest
     cached first. Blocks without a key are handed out in a fixed order, so that a trace repeats exactly.
 
-    total: blocks of the tier.
+    total: blocks of the tier. changes: how often KV that requests wait for was lost, taken or given back.
     """
 
     def __init__(self, total: int) -> None:
         self.total = total
+        self.changes = 0
         # Popped from the end, so the lowest block numbers go first.
         self._empty = list(range(total - 1, -1, -1))
         self._cached: dict[int, None] = {}
@@ -60,8 +61,11 @@ class BlockPool:
         for block in reversed(blocks):
             if (key := self._keys.get(block)) is None:
                 self._empty.append(block)
+            elif key in self._waiting:
+                self._wanted[block] = None
+                self.changes += 1
             else:
-                (self._wanted if key in self._waiting else self._cached)[block] = None
+                self._cached[block] = None
 
     def recover(self, held: Collection[int]) -> list[int]:
         """Free the blocks that are neither free nor among `held`, which no account knows any more; what KV they hold is
@@ -102,8 +106,10 @@ class BlockPool:
 
     def unname(self, block: int) -> None:
         """Let the KV of a block that is handed out be found no more."""
-        del self._blocks[self._keys.pop(block)]
+        key = self._keys.pop(block)
+        del self._blocks[key]
         self._read.discard(block)
+        self.changes += key in self._waiting
 
     def begin_read(self, blocks: Iterable[int]) -> None:
         """The KV of these blocks, which have keys, is being copied elsewhere."""
@@ -117,11 +123,11 @@ class BlockPool:
 
     def revive(self, block: int) -> bool:
         """Hand out a cached block for the KV that it holds; False: it is handed out already."""
-        for cached in (self._cached, self._wanted):
-            if block in cached:
-                del cached[block]
-                return True
-        return False
+        if block in self._wanted:
+            del self._wanted[block]
+            self.changes += 1
+            return True
+        return self._cached.pop(block, False) is None
 
     def want(self, keys: Iterable[Key]) -> None:
         """A request begins to wait for this KV: its blocks stay cached longer."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from itertools import islice
 from math import inf
 
@@ -11,6 +11,39 @@ from skipjoin.core.blocks import BlockPool, Key
 from skipjoin.core.claim_tree import ClaimTree, LedgerError, RequestBlocks
 from skipjoin.core.host_cache import HostCache
 from skipjoin.core.request import Request
+
+
+class _Search:
+    """How much of the KV with these keys, from the first one on, is there.
+
+    It is kept while its request waits, so that a long prefix costs nothing at each step: `update` looks at the first
+    missing key alone, unless a pool reports changes of KV that was there.
+
+    blocks: device blocks that are found. held: how many of them requests hold. away: blocks behind them that are found
+    on the host.
+    """
+
+    __slots__ = ("_changes", "away", "blocks", "held", "keys")
+
+    def __init__(self, keys: list[Key]) -> None:
+        self.keys = keys
+        self.blocks = self.held = self.away = 0
+        self._changes = (-1, -1)
+
+    def update(self, device: BlockPool, host: BlockPool, holders: Container[int]) -> Key | None:
+        """Follow the pools. Return the first key that is on neither."""
+        changes = device.changes, host.changes
+        if changes != self._changes:
+            self._changes = changes
+            self.blocks = self.held = self.away = 0
+        keys, find = self.keys, device.find
+        while self.blocks < len(keys) and (block := find(keys[self.blocks])) is not None:
+            self.blocks += 1
+            self.held += block in holders
+            self.away = max(0, self.away - 1)
+        while (end := self.blocks + self.away) < len(keys) and host.find_free(keys[end]) is not None:
+            self.away += 1
+        return keys[end] if end < len(keys) else None
 
 
 class PrefixCache(ClaimTree):
@@ -31,7 +64,7 @@ class PrefixCache(ClaimTree):
         self._is_exact = is_exact
         self._make_pools()
         self._holders: dict[int, list[RequestBlocks]] = {}  # of blocks with keys
-        self._awaited: dict[Request, list[Key]] = {}  # by requests that hold nothing
+        self._awaited: dict[Request, _Search] = {}  # by requests that hold nothing
         # What requests are about to compute, and which of them does.
         self._announced: dict[Request, list[Key]] = {}
         self._coming: dict[Key, Request] = {}
@@ -42,22 +75,10 @@ class PrefixCache(ClaimTree):
         """What a request that holds nothing finds of its KV: full blocks from the first one on."""
         if request.prefix is None:
             return MISS
-        find, holders = self._device.find, self._holders
-        blocks = held = away = 0
-        keys = iter(self._usable(request))
-        for key in keys:
-            if (block := find(key)) is None:
-                break
-            blocks += 1
-            held += block in holders
-        else:
-            return Hit(blocks * self.block_size, held)
-        missing: Key | None = key
-        while missing is not None and self._host_cache.find(missing) is not None:
-            away += 1
-            missing = next(keys, None)
+        search = self._awaited.get(request) or _Search(list(self._usable(request)))
+        missing = search.update(self._device, self._host, self._holders)
         leader = self._coming.get(missing) if missing is not None else None
-        return Hit((blocks + away) * self.block_size, held, leader, away)
+        return Hit((search.blocks + search.away) * self.block_size, search.held, leader, search.away)
 
     @property
     def cached_blocks(self) -> int:
@@ -88,14 +109,15 @@ class PrefixCache(ClaimTree):
         hit = self.hit(request)
         if not hit.tokens:
             return hit
+        keys = list(islice(self._usable(request), hit.tokens // self.block_size))
+        there = len(keys) - hit.away
         held = self._holding(request)
-        keys = islice(self._usable(request), hit.tokens // self.block_size)
-        for key in islice(keys, hit.tokens // self.block_size - hit.away):
+        for key in keys[:there]:
             block = self._device.find(key)
             assert block is not None
             self._join(held, block)
-        held.keyed = len(held.device)
-        for key in keys:
+        held.keyed = there
+        for key in keys[there:]:
             block = self._host_cache.find(key)
             assert block is not None
             self._host.revive(block)
@@ -128,9 +150,9 @@ class PrefixCache(ClaimTree):
     def await_prefix(self, request: Request) -> None:
         """The request waits and holds nothing: what it could use stays for longer, until it holds something."""
         if request.prefix is not None:
-            self._awaited[request] = list(self._usable(request))
+            search = self._awaited[request] = _Search(list(self._usable(request)))
             for pool in (self._device, self._host):
-                pool.want(self._awaited[request])
+                pool.want(search.keys)
 
     def announce(self, request: Request) -> None:
         """The request is about to compute what it knows and does not hold: it leads those that can use it."""
@@ -143,9 +165,10 @@ class PrefixCache(ClaimTree):
 
     def forget_prefix(self, request: Request) -> None:
         """It waits no longer; no effect if it did not."""
-        keys = self._awaited.pop(request, ())
-        for pool in (self._device, self._host):
-            pool.unwant(keys)
+        search = self._awaited.pop(request, None)
+        if search is not None:
+            for pool in (self._device, self._host):
+                pool.unwant(search.keys)
 
     def _usable(self, request: Request) -> Iterable[Key]:
         """The keys of blocks that the request could use: at least one known token is always computed."""
@@ -232,9 +255,10 @@ class PrefixCache(ClaimTree):
         self._forget_claims()
         self._make_pools()
         self._holders.clear()
-        self._awaited.clear()
         self._announced.clear()
         self._coming.clear()
+        for request in list(self._awaited):
+            self.await_prefix(request)
 
     # -- the proof ----------------------------------------------------------------------------------------
 

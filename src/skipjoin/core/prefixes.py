@@ -41,10 +41,10 @@ class ContentPrefix:
 
     def keys(self, request: Request, tokens: int) -> Sequence[Key]:
         size, keys = self._block_size, self._keys
-        if not keys and request.reverse:
-            self._last = _reversed(self._last)
         begin, end = len(keys) * size, tokens // size * size
         if begin < end:
+            if not keys and request.reverse:
+                self._last = _reversed(self._last)
             data = array("q", request.tokens(begin, end))
             width = size * data.itemsize
             of_all = data.tobytes()

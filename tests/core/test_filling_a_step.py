@@ -2,35 +2,15 @@
 
 from __future__ import annotations
 
-from skipjoin.core.context import StepContext
 from skipjoin.core.kv import KVLedger
-from skipjoin.core.policy import ALL_HELD, HELD, NEWCOMERS_HELD, AdmissionPolicy, Batcher, Policies, Refusal
-from skipjoin.core.request import Request
+from skipjoin.core.policy import ALL_HELD, HELD, NEWCOMERS_HELD, AdmissionPolicy, Batcher, Policies
 from skipjoin.core.scheduler import Scheduler
 from skipjoin.policies.admission import OnDemand, WholeMaximum
 from skipjoin.policies.batching import Greedy
 from skipjoin.policies.eviction import Recompute
 from support.load import make
-from support.policies import Ranks
+from support.policies import Ranks, Verdicts
 from support.watch import Stepper, WatchedCore
-
-
-class Verdicts:
-    """A batcher that answers by request id, and takes all tokens of those not named."""
-
-    cap = 256
-
-    def __init__(self, verdicts: dict[int, Refusal]) -> None:
-        self.verdicts = verdicts
-
-    def open(self, context: StepContext) -> Verdicts:
-        return self
-
-    def offer(self, request: Request, pending: int) -> int | Refusal:
-        return self.verdicts.get(request.id, pending)
-
-    def take(self, request: Request, tokens: int) -> None:
-        pass
 
 
 def queue(

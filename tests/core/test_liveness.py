@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import pytest
 
+from skipjoin.core.engine import EngineCore
 from skipjoin.core.kv import KVLedger
-from skipjoin.core.policy import Policies
+from skipjoin.core.policy import HELD, Policies
 from skipjoin.core.scheduler import Scheduler
+from skipjoin.core.step import StepResult
 from skipjoin.policies.admission import OnDemand
 from skipjoin.policies.batching import Greedy
+from skipjoin.policies.eviction import Recompute
 from support.load import make
-from support.policies import LendAll, Ranks
+from support.policies import LendAll, Ranks, Verdicts
 from support.watch import Stepper, WatchedCore, World
 
 DEPTHS = pytest.mark.parametrize(("depth", "overlap"), [(1, False), (2, False), (2, True)])
@@ -58,3 +61,21 @@ def test_an_owner_that_ranks_first_again_does_not_wait_until_its_borrower_ends(d
     assert len(stepper.tokens[0]) > owned
     assert 1 in stepper.core.requests
     stepper.drain()
+
+
+def test_a_request_that_the_batcher_refuses_keeps_no_blocks_from_one_that_it_takes() -> None:
+    """It ranks higher, and is evicted all the same: otherwise nothing would run."""
+    verdicts = Verdicts({})
+    policies = Policies(Ranks({0: 0, 1: 1}), verdicts, OnDemand(0.0), Recompute())
+    core = EngineCore(Scheduler(policies, KVLedger(4, 0, 4)))
+    core.add(make(0, 12, 4), 0.0)
+    core.add(make(1, 12, 2), 0.0)
+    ran = []
+    for step in range(6):
+        plan = core.start_step(float(step))
+        assert plan is not None
+        ran.append([piece.request.id for piece in plan.slices])
+        core.finish_step(StepResult(plan, [1] * len(plan.slices), 0.01), float(step))
+        core.kv.check()
+        verdicts.verdicts = {0: HELD} if 1 in core.requests else {}
+    assert ran == [[0], [1], [1], [0], [0], [0]]

@@ -3,7 +3,8 @@
     python simulated_engine.py TOKENIZER_FOLDER STEP_SECONDS BLOCKS CONTEXT < setup.json
 
 The n-th generated token is the n-th token of the prompt, starting over at its end. Requests of `HOPELESS` priority are
-given up after three tokens; those of `POISON` priority end the process there.
+given up after three tokens; those of `POISON` priority end the process there. No step is planned while there is one of
+`STUCK` priority.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from skipjoin.server.engines.engine_server import OnProgress, serve_engine
 from skipjoin.server.engines.messages import Ready, Setup
 
 BLOCK_SIZE = 16
-HOPELESS, POISON = 99, 98
+HOPELESS, POISON, STUCK = 99, 98, 97
 GIVEN_UP = "there was no memory for this request"
 COST = LinearCost(floor=0.01, prefill_token=1e-5)
 
@@ -107,6 +108,8 @@ class SimulatedLoop:
         return not self.core.requests and self._plan is None
 
     def submit(self) -> None:
+        if any(request.options.priority == STUCK for request in self.core.requests.values()):
+            return
         if self._plan is None and (plan := self.core.start_step(time.monotonic())) is not None:
             self.on_plan(plan)
             self._plan = plan

@@ -23,7 +23,7 @@ import httpx
 import psutil
 import pytest
 from server_worlds import BLOCKS, HERE, ServerProcess, StartServer, simulated_server
-from simulated_engine import GIVEN_UP, HOPELESS
+from simulated_engine import GIVEN_UP, HOPELESS, STUCK
 
 JSON_HEAD = "Host: localhost\r\nContent-Type: application/json"
 LONG = {"prompt": "abc", "max_tokens": 500, "stream": True}
@@ -339,6 +339,20 @@ def test_an_engine_that_hangs_is_told_and_ended(start_server: StartServer, is_st
     assert server.process.wait(30) == 1
     until(lambda: any("the engine has died: the engine process gave no sign of life" in line for line in server.errors))
     assert any("simulated_engine.py" in line for line in server.errors)  # the stacks
+
+
+def test_an_engine_that_can_plan_nothing_drops_all_kv_and_then_ends(start_server: StartServer) -> None:
+    server = start_server(hang_timeout_s=3, step_timeout_s=60, priority_range="0:99")
+    body = {"prompt": "abc", "priority": STUCK}
+    response = httpx.post(f"{server.url}/v1/completions", json=body)
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "engine_dead")
+    assert 'skipjoin:requests_lost_total{reason="engine_dead"} 1.0' in httpx.get(f"{server.url}/metrics").text
+    server.process.terminate()
+    assert server.process.wait(30) == 1
+    until(
+        lambda: any("StallError: no step could be planned for 3 s: 1 requests wait" in line for line in server.errors)
+    )
+    assert any("no step can be planned; all KV is dropped" in line for line in server.errors)
 
 
 def test_the_engine_does_not_outlive_the_api_process(start_server: StartServer) -> None:

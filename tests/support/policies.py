@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from skipjoin.core.claims import Account
+from skipjoin.core.context import StepContext
 from skipjoin.core.events import Preemption
 from skipjoin.core.kv import KVLedger
-from skipjoin.core.policy import Callbacks, Eviction, EvictionPolicy, Grant, Ordering, Wait
+from skipjoin.core.policy import Callbacks, Eviction, EvictionPolicy, Grant, Ordering, Refusal, Wait
 from skipjoin.core.request import Request
 from skipjoin.core.step import StepShape
 from skipjoin.policies.cost import LinearCost
@@ -69,6 +70,24 @@ class Ranks(Callbacks):
 
     def next_turns(self, requests: Iterable[Request], now: float) -> list[tuple[Any, Request]]:
         return [(self.numbers[request.id], request) for request in sorted(requests, key=self.rank)]
+
+
+class Verdicts:
+    """A batcher that answers by request id, and takes all tokens of those not named."""
+
+    cap = 256
+
+    def __init__(self, verdicts: dict[int, Refusal]) -> None:
+        self.verdicts = verdicts
+
+    def open(self, context: StepContext) -> Verdicts:
+        return self
+
+    def offer(self, request: Request, pending: int) -> int | Refusal:
+        return self.verdicts.get(request.id, pending)
+
+    def take(self, request: Request, tokens: int) -> None:
+        pass
 
 
 # A claim as a test asks for it, of a request that is to have so many tokens.

@@ -97,6 +97,11 @@ class EngineCore:
         return self.scheduler.schedule(now)
 
     @property
+    def is_stalled(self) -> bool:
+        """Whether requests wait although no plan is in flight and no KV in transit."""
+        return bool(self.requests) and not self.scheduler.has_plans and not self.kv.is_moving
+
+    @property
     def next_deadline(self) -> float:
         """When `start_step` must be called next for a deadline's sake, on the driver's clock; inf: never."""
         return self._deadlines[0][0] if self._deadlines else math.inf

@@ -75,6 +75,11 @@ class Scheduler:
         """A request whose last slice was in this plan or a later one runs."""
         return self._next_id - self._window
 
+    @property
+    def has_plans(self) -> bool:
+        """Whether any plan is in flight."""
+        return bool(self._in_flight)
+
     # -- the life of a request ----------------------------------------------------------------------------
 
     def add(self, request: Request, now: float) -> None:

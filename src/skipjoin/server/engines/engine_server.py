@@ -57,6 +57,7 @@ from skipjoin.server.engines.messages import (
     ToEngine,
 )
 from skipjoin.server.engines.pulse import Pulse, print_stacks
+from skipjoin.server.engines.stall import StallWatch
 
 logger = logging.getLogger(__name__)
 
@@ -231,7 +232,8 @@ class EngineServer:
     """Moves messages between the socket and the loop.
 
     parent: id of the process that started this one. is_linked: whether the API process is connected. pulse: shows the
-    parent that the loop turns; None: nothing does.
+    parent that the loop turns; None: nothing does. stall_s: seconds without a plan after which an engine with requests
+    ends.
     """
 
     def __init__(
@@ -240,8 +242,10 @@ class EngineServer:
         parent: int,
         is_linked: Callable[[], bool] = lambda: True,
         pulse: Pulse | None = None,
+        stall_s: float = math.inf,
     ) -> None:
         self.pulse = pulse or Pulse(None, math.inf)
+        self._stalls = StallWatch(stall_s)
         self._socket = socket
         self._parent = parent
         self._is_linked = is_linked
@@ -286,6 +290,7 @@ class EngineServer:
             # The next step begins with what has arrived, and runs while the outcome of this one is sent.
             self._read_inbox(loop, wait=False)
             loop.submit()
+            self._stalls.check(loop.core)
             step = digest.fold(events)
             if step is not None and not done:
                 self._send_step(step)
@@ -400,7 +405,9 @@ def serve_engine(load: LoadEngine) -> int:
     except NoAnswerError as error:
         logger.error("the engine ends: %s", error)
         return ORPHANED
-    server = EngineServer(socket, setup.parent, is_linked, Pulse(setup.pulse_fd, setup.limits.step_s))
+    server = EngineServer(
+        socket, setup.parent, is_linked, Pulse(setup.pulse_fd, setup.limits.step_s), setup.limits.hang_s
+    )
     recorder: TimelineWriter | None = None
     try:
         if setup.config.timeline is not None:

@@ -1,0 +1,64 @@
+"""Notices an engine whose requests wait although nothing is in flight that they could wait for.
+
+The scheduler always finds something to run (`StepPlanner._force`), so this is a defect of it or of a policy.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+
+from skipjoin.core.engine import EngineCore
+
+logger = logging.getLogger(__name__)
+
+# Seconds without a plan after which the engine drops all KV. An idle engine plans within milliseconds.
+RESTART_AFTER_S = 1.0
+
+
+class StallError(RuntimeError):
+    """No step can be planned for the requests of an engine, not even after all KV was dropped."""
+
+
+class StallWatch:
+    """Restarts a stalled engine core, and gives up if that does not help.
+
+    Args:
+        limit_s: Seconds without a plan after which the engine ends.
+        clock: Returns monotonic seconds, those of the core.
+    """
+
+    def __init__(self, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limit_s = limit_s
+        self._clock = clock
+        self._since: float | None = None
+        self._has_restarted = False
+
+    def check(self, core: EngineCore) -> None:
+        """Look at the core after the pipeline was filled.
+
+        Raises:
+            StallError: The requests have waited for `limit_s`.
+        """
+        if not core.is_stalled:
+            self._since, self._has_restarted = None, False
+            return
+        now = self._clock()
+        if self._since is None:
+            self._since = now
+        stalled_s = now - self._since
+        if stalled_s >= self._limit_s:
+            raise StallError(f"no step could be planned for {stalled_s:.0f} s: {_describe(core)}")
+        if stalled_s >= RESTART_AFTER_S and not self._has_restarted:
+            self._has_restarted = True
+            logger.error("nothing is in flight, and no step can be planned; all KV is dropped: %s", _describe(core))
+            core.restart(now)
+
+
+def _describe(core: EngineCore) -> str:
+    waits = (core.wait_of(request) for request in core.requests.values())
+    reasons = Counter(wait.reason.value if wait is not None else "none" for wait in waits)
+    counts = ", ".join(f"{reason}: {count}" for reason, count in reasons.most_common())
+    return f"{len(core.requests)} requests wait ({counts}); {core.kv.device_free} of {core.kv.device_total} blocks free"

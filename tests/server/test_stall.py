@@ -1,0 +1,81 @@
+"""An engine whose requests wait although nothing is in flight."""
+
+from __future__ import annotations
+
+from itertools import count
+
+import pytest
+
+from skipjoin.core.engine import EngineCore
+from skipjoin.core.kv import KVLedger
+from skipjoin.core.policy import HELD, Callbacks, Policies, Refusal
+from skipjoin.core.request import Request
+from skipjoin.core.scheduler import Scheduler
+from skipjoin.core.step import StepResult
+from skipjoin.policies.admission import OnDemand
+from skipjoin.policies.batching import ChunkedBuilder
+from skipjoin.policies.eviction import Recompute
+from skipjoin.policies.ordering import Fcfs
+from skipjoin.server.engines.stall import RESTART_AFTER_S, StallError, StallWatch
+from support.load import make
+
+LIMIT_S = 5.0
+
+
+class Stubborn(Callbacks, ChunkedBuilder):
+    """A defective batcher: it refuses requests that have KV, or all of them."""
+
+    cap = 8
+
+    def __init__(self, *, refuses_all: bool) -> None:
+        super().__init__(8, 100)
+        self.refuses_all = refuses_all
+
+    def open(self, context: object) -> Stubborn:
+        return self
+
+    def offer(self, request: Request, pending: int) -> int | Refusal:
+        return HELD if self.refuses_all or request.computed else pending
+
+    def take(self, request: Request, tokens: int) -> None:
+        pass
+
+
+def stalled(*, refuses_all: bool) -> EngineCore:
+    policies = Policies(Fcfs(), Stubborn(refuses_all=False), OnDemand(0.0), Recompute())
+    core = EngineCore(Scheduler(policies, KVLedger(8, 0, 4)))
+    core.add(make(0, 8, 4), 0.0)
+    plan = core.start_step(0.0)
+    assert plan is not None
+    assert not core.is_stalled
+    core.finish_step(StepResult(plan, [1], 0.01), 0.01)
+    policies.batcher.refuses_all = refuses_all
+    assert core.start_step(0.02) is None
+    assert core.is_stalled
+    return core
+
+
+def watch() -> StallWatch:
+    return StallWatch(LIMIT_S, clock=count(0.0, RESTART_AFTER_S / 2).__next__)
+
+
+def test_a_stalled_engine_drops_all_kv_and_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    core, stalls = stalled(refuses_all=False), watch()
+    for _ in range(2):
+        stalls.check(core)
+        assert core.start_step(1.0) is None
+    stalls.check(core)
+    assert "all KV is dropped: 1 requests wait" in caplog.text
+    plan = core.start_step(1.0)
+    assert plan is not None
+    assert [piece.start for piece in plan.slices] == [0]
+    stalls.check(core)
+
+
+def test_an_engine_that_stays_stalled_ends() -> None:
+    core, stalls = stalled(refuses_all=True), watch()
+    for _ in range(int(2 * LIMIT_S / RESTART_AFTER_S)):
+        stalls.check(core)
+        assert core.start_step(1.0) is None
+    with pytest.raises(StallError, match="no step could be planned for 5 s: 1 requests wait"):
+        stalls.check(core)

@@ -234,9 +234,11 @@ class Residency:
 
     def _grow(self, request: Request, target: int, *, newcomer: bool) -> HeldBlocks | WaitReason:
         kv, evictor = self._kv, self._evictor
-        reason = evictor.hindered(request, target) or self._make_room(
-            request, lambda: kv.shortfall(request, target), target, lender=kv.lender_of(request), newcomer=newcomer
-        )
+        reason = evictor.hindered(request, target)
+        if reason is None and kv.shortfall(request, target) > 0:
+            reason = self._make_room(
+                request, lambda: kv.shortfall(request, target), target, lender=kv.lender_of(request), newcomer=newcomer
+            )
         if reason is not None:
             return reason
         evictor.blocking += kv.take_back(request, target)

@@ -53,12 +53,17 @@ class Device:
     may copy at any time from the beginning of its plan until its end is reported: it carries only what did not change
     in between. Where the CPU tier is lossy, KV that was there, or that was computed from such, has the negative tag:
     only its own request may read it.
+
+    Args:
+        voids: Whether all slices of a request are given up after one was, as the worker does it; otherwise those that
+            await no token are computed from what there is. The core must stand both.
     """
 
-    def __init__(self, kv: KVLedger, *, is_exact: bool) -> None:
+    def __init__(self, kv: KVLedger, *, is_exact: bool, voids: bool) -> None:
         self._kv = kv
         self._size = kv.block_size
         self._is_exact = is_exact
+        self._voids = voids
         self._tags: dict[Request, list[int]] = {}
         self._prefixes: dict[Request, ContentPrefix] = {}
         self._content: dict[Key, list[int]] = {}  # of the block that a prefix-cache key stands for
@@ -72,7 +77,7 @@ class Device:
         self._transit: deque[_Copy] = deque()
         # The tokens that the latest plan with slices sampled: their positions, and whether they are right.
         self._rows: dict[Request, tuple[int, bool]] = {}
-        self._has_given_up = False
+        self._given_up: set[Request] = set()
         self.tainted: dict[int, str] = {}
 
     def meet(self, request: Request, salt: int) -> None:
@@ -118,11 +123,11 @@ class Device:
         for index, piece in enumerate(slices):
             request, end = piece.request, piece.start + piece.tokens
             is_right = True
+            if request in self._given_up and (self._voids or piece.awaits):
+                given_up[index] = "an earlier step gave this request up"
+                continue
             if piece.awaits:
                 row = self._rows.get(request)
-                if row is None and self._has_given_up:
-                    given_up[index] = "the previous step gave this request up"
-                    continue
                 if row is None or row[0] != end - 1:
                     raise FindingError(
                         "awaits", f"request {request.id} awaits a token that the latest plan did not sample"
@@ -130,6 +135,7 @@ class Device:
                 is_right = row[1]
             if request.id in gives_up:
                 given_up[index] = GIVEN_UP
+                self._given_up.add(request)
                 continue
             tags = self._tags_of(request, end)
             problem = self._problem(request, tags, piece.blocks, piece.start)
@@ -148,7 +154,7 @@ class Device:
             end = piece.start + piece.tokens
             if index not in self.tainted and (text := self._problem(piece.request, tags, piece.blocks, end)):
                 raise FindingError("race", f"two slices of one plan use a slot: {text}")
-        self._rows, self._has_given_up = rows, bool(given_up)
+        self._rows = rows
         return given_up
 
     def _tags_of(self, request: Request, end: int) -> list[int]:

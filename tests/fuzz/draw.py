@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 from fuzz.device import FindingError
 from fuzz.machine import (
     EVICTIONS,
+    STEP_S,
     Abort,
     Add,
     Ask,
@@ -27,7 +29,7 @@ from skipjoin.knobs import Value
 from skipjoin.recipes import RECIPES
 
 # Plans in flight, whether they overlap, and stages.
-PIPELINES = ((1, False, 1), (2, True, 1), (2, True, 1), (2, False, 1), (2, False, 2), (3, False, 3), (3, True, 1))
+PIPELINES = ((1, False, 1), (2, True, 1), (2, True, 1), (2, False, 1), (2, False, 2), (3, False, 3))
 MAX_TURNS = 60
 
 
@@ -65,10 +67,26 @@ def world_of(draw: random.Random, recipes: Sequence[str]) -> World:
         max_tokens=draw.choice((1, 4, 7, 16, 64, 512)),
         best_effort_wait_s=draw.choice((0.02, 0.05, 0.1, 60.0)),
         fair=draw.random() < 0.1,
+        voids=draw.random() < 0.5,
         is_exact=recipe.needs_lossless_swap or draw.random() < 0.9,
         cost=cost,
         params=tuple((key, value) for key, value in params.items() if key in recipe.parameters),
-        eviction=draw.choice(sorted(EVICTIONS)) if draw.random() < 0.15 else "",
+        eviction=draw.choice((*sorted(EVICTIONS), "lend", "patchwork", "spill")) if draw.random() < 0.25 else "",
+    )
+
+
+def with_promotions(draw: random.Random, world: World) -> World:
+    """The world with a link that costs next to nothing and steps of any size, in which best-effort requests are soon
+    promoted: above those that borrow their blocks."""
+    return replace(
+        world,
+        host_blocks=50,
+        max_seqs=8,
+        max_tokens=512,
+        best_effort_wait_s=draw.choice((0.03, 0.05, 0.08)),
+        is_exact=True,
+        cost=(*world.cost[:5], 0.0, 0.0),
+        eviction="",
     )
 
 
@@ -81,15 +99,22 @@ class Player:
 
     def __init__(self, seed: str, recipes: Sequence[str]) -> None:
         draw = self._draw = random.Random(seed)
+        # Requests that fill the device alone, all but some tokens, take each other's blocks.
+        self._is_tight = draw.random() < 0.3
         while True:
             self.world = world_of(draw, recipes)
+            if self._is_tight:
+                self.world = with_promotions(draw, self.world)
             try:
                 self.machine = Machine(self.world)
             except ValueError:  # the recipe, or the scheduler, refuses such a world
                 continue
             break
         self.calls: list[Call] = []
-        pick = draw.choice
+
+        def pick(rates: tuple[float, ...]) -> float:
+            return 0.0 if self._is_tight and draw.random() < 0.7 else draw.choice(rates)
+
         self._aborts = pick((0.0, 0.0, 0.03, 0.15))
         self._gives_up = pick((0.0, 0.0, 0.05, 0.3))
         self._fails = pick((0.0, 0.0, 0.1, 0.5))
@@ -97,8 +122,8 @@ class Player:
         self._restarts = pick((0.0, 0.0, 0.0, 0.03))
         self._reforecasts = pick((0.0, 0.0, 0.2))
         self._passes = pick((0.0, 0.05, 0.2))
-        self._keen = pick((1.0, 1.0, 0.6))  # how often the pipeline is filled
-        self._seconds = pick((0.001, 0.01, 0.05))
+        self._keen = draw.choice((1.0, 1.0, 0.6))  # how often the pipeline is filled
+        self._seconds = STEP_S if self._is_tight else draw.choice((0.001, STEP_S, 0.05))
         self._asks = self._load()
 
     def _load(self) -> list[Ask]:
@@ -106,8 +131,9 @@ class Player:
         room = world.device_blocks * world.block_size
         count = draw.choice((1, 2, 3, 4, 6, 9))
         most = draw.choice((room, room // 2 + 1, 6))
-        # Requests that fill the device alone, all but some tokens, make way for each other whole.
-        least = draw.choice((1, 1, 1, room * 3 // 4, max(1, room - 2 * world.block_size)))
+        least = draw.choice((1, 1, 1, room * 3 // 4))
+        if self._is_tight:
+            most, least = room, max(1, room - 2 * world.block_size)
         texts, best_effort = draw.choice((0, 0, 1, 1, 2)), draw.choice((0.0, 0.3, 0.6))
         salts = draw.choice((1, 1, 2))
         priorities, clients = draw.choice(((0,), (0, 1))), ("a", "b") if world.fair else ("",)
@@ -115,6 +141,8 @@ class Player:
         forecasts = draw.random() < 0.7
         asks = []
         for number in range(count):
+            if self._is_tight:  # mostly a best-effort request, and a real-time one that comes while it runs
+                best_effort = 0.1 if number % 2 else 0.9
             low = min(least, room - 1) if draw.random() < 0.8 else 1
             prompt = draw.randint(low, max(low, min(most, room - 1)))
             max_tokens = min(draw.randint(1, 8), room - prompt)
@@ -149,7 +177,7 @@ class Player:
 
     def _turn(self, draw: random.Random) -> None:
         machine, live = self.machine, self.machine.core.requests
-        while self._asks and draw.random() < 0.5:
+        while self._asks and draw.random() < (0.3 if self._is_tight else 0.5):
             ask = self._asks.pop(0)
             if ask.resumed and not self._restarts and draw.random() < 0.5:
                 self._call(Expect(ask))

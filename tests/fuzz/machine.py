@@ -45,6 +45,7 @@ class World:
     best_effort_wait_s: float = 60.0
     fair: bool = False
     is_exact: bool = True
+    voids: bool = False  # see `Device`
     cost: tuple[float, ...] = (0.01, 1e-3, 1e-7, 1e-4, 1e-7, 5e-4, 5e-4)
     params: tuple[tuple[str, Value], ...] = ()
     eviction: str = ""  # one of `EVICTIONS`; empty: the recipe's own
@@ -227,7 +228,7 @@ class Machine:
         self.reads = 0
         self.log = log
         self.trace = 0  # a hash of all plans
-        self._device = Device(self.core.kv, is_exact=world.is_exact)  # type: ignore[arg-type]
+        self._device = Device(self.core.kv, is_exact=world.is_exact, voids=world.voids)  # type: ignore[arg-type]
         # For the log: the names of plans by their object, and those that were finished.
         self._names: dict[int, str] = {}
         self._finished: list[StepPlan] = []

@@ -15,6 +15,7 @@ _DEFAULTS = World("")
 _SIMPLER: dict[str, tuple[Any, ...]] = {
     "eviction": ("",),
     "fair": (False,),
+    "voids": (False,),
     "is_exact": (True,),
     "stages": (1,),
     "depth": (1, 2),

@@ -57,7 +57,7 @@ soak: $(VENV)/.dev
 	PYTHONPATH=tests $(BIN)/python -m chaos.soak --minutes 60 $(if $(SEED),--seed $(SEED))
 
 fuzz-core: $(VENV)/.dev
-	PYTHONPATH=tests $(BIN)/python -m fuzz --minutes $(or $(MINUTES),60) $(if $(SEED),--seed $(SEED))
+	PYTHONPATH=tests $(BIN)/python -m core_fuzz --minutes $(or $(MINUTES),60) $(if $(SEED),--seed $(SEED))
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
@@ -68,7 +68,7 @@ lint: $(VENV)/.dev
 		-m skipjoin.exec.simulated
 
 check: lint
-	$(PYTEST) -q $(addprefix tests/,core fuzz policies recipes sim observe test_import_rules.py)
+	$(PYTEST) -q $(addprefix tests/,core core_fuzz policies recipes sim observe test_import_rules.py)
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix-only --quiet .

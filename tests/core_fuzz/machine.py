@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from fuzz.device import POISON, Device, FindingError, salted
+from core_fuzz.device import POISON, Device, FindingError, salted
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.events import Finished
 from skipjoin.core.forecast import Forecast

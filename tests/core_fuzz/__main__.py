@@ -1,4 +1,4 @@
-"""Random worlds for a while: `python -m fuzz --help`."""
+"""Random worlds for a while: `python -m core_fuzz --help`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import sys
 import time
 from collections import Counter
 
-from fuzz.draw import play
-from fuzz.shrink import script, shrunk
+from core_fuzz.draw import play
+from core_fuzz.shrink import script, shrunk
 from skipjoin.recipes import RECIPES
 
 SHRINK_S = 60.0
@@ -17,7 +17,7 @@ SHRINK_S = 60.0
 
 def main() -> int:
     """Return 1 if there was a finding."""
-    parser = argparse.ArgumentParser(prog="fuzz", description=__doc__)
+    parser = argparse.ArgumentParser(prog="core_fuzz", description=__doc__)
     parser.add_argument("--seed", type=int, help="of all worlds (default: a new one)")
     parser.add_argument("--first", type=int, default=0, help="number of the first world (default: 0)")
     parser.add_argument("--count", type=int, help="how many worlds (default: as many as begin in --minutes)")
@@ -35,7 +35,9 @@ def main() -> int:
         reads += player.machine.reads
         if finding is not None:
             found[finding.kind] += 1
-            print(f"\n{finding}\nrepeat: python -m fuzz --seed {seed} --first {number} --count 1{only}", flush=True)
+            print(
+                f"\n{finding}\nrepeat: python -m core_fuzz --seed {seed} --first {number} --count 1{only}", flush=True
+            )
             if found[finding.kind] == 1:
                 print(script(shrunk(player.case, finding.kind, SHRINK_S)), flush=True)
         number += 1

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from fuzz.machine import Add, Case, Expect, Finish, Pass, Start, World, replay
+from core_fuzz.machine import Add, Case, Expect, Finish, Pass, Start, World, replay
 
 # Calls that a script has; a request that never ends takes any number.
 MAX_LINES = 200
@@ -172,7 +172,7 @@ def script(case: Case) -> str:
         )
     imports = _IMPORTS
     if w.eviction:
-        imports += "from fuzz.machine import EVICTIONS  # with tests/ in PYTHONPATH\n"
+        imports += "from core_fuzz.machine import EVICTIONS  # with tests/ in PYTHONPATH\n"
     exact = "" if w.is_exact else ", is_exact=False"
     lines = [
         f'"""{found}"""',

@@ -1,7 +1,7 @@
 """Fuzz of the core: random worlds on a model of the device that knows what every KV slot holds.
 
-    PYTHONPATH=tests python -m fuzz --minutes 60
-    PYTHONPATH=tests python -m fuzz --seed 7 --first 1234 --count 1
+    PYTHONPATH=tests python -m core_fuzz --minutes 60
+    PYTHONPATH=tests python -m core_fuzz --seed 7 --first 1234 --count 1
 
 | module | what is in it |
 |---|---|

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from fuzz.draw import play
-from fuzz.machine import Case, replay
-from fuzz.shrink import script, shrunk
+from core_fuzz.draw import play
+from core_fuzz.machine import Case, replay
+from core_fuzz.shrink import script, shrunk
 from skipjoin.core.kv import KVLedger
 from skipjoin.core.planner import StepPlanner
 from skipjoin.core.prefix_cache import PrefixCache
@@ -29,7 +29,7 @@ def test_random_worlds_keep_every_promise(recipe: str) -> None:
     for number in range(MORE_WORLDS.get(recipe, WORLDS)):
         player, finding = play(f"{SEED}/{number}", [recipe])
         if finding is not None:
-            repeat = f"python -m fuzz --seed {SEED} --first {number} --count 1 --recipe {recipe}"
+            repeat = f"python -m core_fuzz --seed {SEED} --first {number} --count 1 --recipe {recipe}"
             pytest.fail(f"{repeat}\n{script(shrunk(player.case, finding.kind, SHRINK_S))}")
 
 

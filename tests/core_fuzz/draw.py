@@ -6,8 +6,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
-from fuzz.device import FindingError
-from fuzz.machine import (
+from core_fuzz.device import FindingError
+from core_fuzz.machine import (
     EVICTIONS,
     STEP_S,
     Abort,

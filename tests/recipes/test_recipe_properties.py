@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from recorded_traces import PIPELINES, WORLDS, drawn, served, stored, trace_hash, world_of
 
-from skipjoin.core.events import Finished, Moved, MoveFailed, Planned, Preempted, Preemption
+from skipjoin.core.events import Moved, MoveFailed, Planned, Preempted, Preemption
 from skipjoin.core.forecast import Forecast
 from skipjoin.core.kv import KVLedger
 from skipjoin.core.policy import AdmissionPolicy, EvictionPolicy, Grant, Wait
@@ -31,7 +31,7 @@ from skipjoin.policies.eviction import Lend
 from skipjoin.recipes import RECIPES, Forecasts, Settings, build
 from support.load import load, make
 from support.policies import COST, EVICTIONS, SYSTEMS, Patchwork
-from support.watch import GIVEN_UP, Run, Stepper, World, run
+from support.watch import Run, Stepper, World, run
 
 every_world = pytest.mark.parametrize("world", [pytest.param(world, id=name) for name, world in WORLDS.items()])
 PLACES = product(range(len(SYSTEMS)), range(len(PIPELINES)), range(len(EVICTIONS)))
@@ -187,45 +187,6 @@ def test_any_world_serves_any_load(
 
 
 @given(
-    recipe=st.sampled_from(sorted(RECIPES)),
-    pipeline=st.sampled_from([*PIPELINES, (3, False, 1)]),
-    eviction=st.sampled_from([None, *sorted(EVICTIONS)]),
-    seed=st.integers(0, 10**6),
-    share=st.sampled_from([0.01, 0.1, 0.5, 1.0]),
-    fails=st.sampled_from([0.0, 0.3]),
-)
-@settings(max_examples=60, deadline=None)
-def test_who_is_given_up_ends_alone(
-    *, recipe: str, pipeline: tuple[int, bool, int], eviction: str | None, seed: int, share: float, fails: float
-) -> None:
-    """Slices are given up at random; all other requests get all their tokens, and no block is lost or used twice."""
-    draw = random.Random(seed + 1)
-    given_up: set[Request] = set()
-
-    def gives_up(piece: Slice) -> bool:
-        if chosen := draw.random() < share:
-            given_up.add(piece.request)
-        return chosen
-
-    requests = load(seed, 16, texts=seed % 3)
-    done = run(world_of(recipe, pipeline, eviction), requests, fails=failing(seed, fails), gives_up=gives_up)
-    ends = {event.request: event for event in done.events if isinstance(event, Finished)}
-    assert len(ends) == sum(isinstance(event, Finished) for event in done.events) == 16
-    for request in done.requests:
-        whole = list(range(len(request.prompt), request.max_total_tokens))
-        assert request.output == whole[: len(request.output)]
-        if request.finish_reason is FinishReason.ERROR:
-            assert request in given_up
-            assert len(request.output) < len(whole)
-            assert ends[request].detail == GIVEN_UP
-        else:
-            # Who has all its tokens needs no more, though a plan that was in flight gave it up.
-            assert request.finish_reason is FinishReason.LENGTH
-            assert request.output == whole
-            assert request not in given_up
-
-
-@given(
     recipe=st.sampled_from([name for name, one in sorted(RECIPES.items()) if one.forecasts is not Forecasts.NONE]),
     pipeline=st.sampled_from([*PIPELINES, (3, False, 1)]),
     eviction=st.sampled_from([None, *sorted(EVICTIONS)]),
@@ -250,34 +211,6 @@ def test_forecasts_may_change_at_any_time(
     done = run(world, load(seed, 16, priorities=(0, seed % 2)), core=core, gives_up=reforecast)
     assert_served(done)
     assert_evictions_are_paid_for(done)
-
-
-@given(
-    recipe=st.sampled_from(sorted(RECIPES)),
-    pipeline=st.sampled_from([*PIPELINES, (3, False, 1)]),
-    eviction=st.sampled_from([None, *sorted(EVICTIONS)]),
-    seed=st.integers(0, 10**6),
-    share=st.sampled_from([0.01, 0.1]),
-)
-@settings(max_examples=40, deadline=None)
-def test_aborts_at_any_time_disturb_no_other_request(
-    *, recipe: str, pipeline: tuple[int, bool, int], eviction: str | None, seed: int, share: float
-) -> None:
-    """Between a plan and its result, of requests that run and that wait."""
-    draw = random.Random(seed)
-    core = world_of(recipe, pipeline, eviction).core()
-
-    def abort(piece: Slice) -> bool:
-        if core.requests and draw.random() < share:
-            core.abort(draw.choice([*core.requests]), core.trace[-1][0])
-        return False
-
-    done = run(world_of(recipe, pipeline, eviction), load(seed, 16, texts=seed % 3), core=core, gives_up=abort)
-    for request in done.requests:
-        whole = list(range(len(request.prompt), request.max_total_tokens))
-        assert request.output == whole[: len(request.output)]
-        assert (request.finish_reason is FinishReason.LENGTH) == (len(request.output) == len(whole))
-        assert request.finish_reason in (FinishReason.LENGTH, FinishReason.ABORT)
 
 
 @pytest.mark.parametrize("eviction", ["proactive", "chaos"])

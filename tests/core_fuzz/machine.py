@@ -1,0 +1,528 @@
+"""A world, calls on an engine core in it, and what must hold after each of them."""
+
+from __future__ import annotations
+
+import traceback
+from collections import deque
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from core_fuzz.device import POISON, Device, FindingError, salted
+from skipjoin.core.engine import EngineCore
+from skipjoin.core.events import Finished
+from skipjoin.core.forecast import Forecast
+from skipjoin.core.kv import KVLedger
+from skipjoin.core.prefixes import ContentPrefix
+from skipjoin.core.request import FinishReason, Request, RequestOptions, ServiceClass
+from skipjoin.core.scheduler import Scheduler
+from skipjoin.core.step import Direction, Move, StepPlan, StepResult
+from skipjoin.knobs import Value
+from skipjoin.policies.cost import LinearCost
+from skipjoin.policies.eviction import Lend
+from skipjoin.recipes import EngineLimits, Settings, build
+from support import policies as others
+
+STEP_S = 0.01
+# Evictions that a world may have instead of its recipe's.
+EVICTIONS = others.EVICTIONS | {"patchwork": lambda: others.Patchwork(1), "lend": lambda: Lend(others.COST)}
+# Plans after which every request must have finished once nothing disturbs any more: a number, and some for each token.
+MAX_PLANS, MAX_PLANS_PER_TOKEN = 500, 10
+
+
+@dataclass(frozen=True)
+class World:
+    """All that decides a run but for the calls."""
+
+    recipe: str
+    depth: int = 1
+    overlap: bool = False
+    stages: int = 1
+    device_blocks: int = 10
+    host_blocks: int = 0
+    block_size: int = 4
+    max_seqs: int = 8
+    max_tokens: int = 64
+    best_effort_wait_s: float = 60.0
+    fair: bool = False
+    is_exact: bool = True
+    voids: bool = False  # see `Device`
+    cost: tuple[float, ...] = (0.01, 1e-3, 1e-7, 1e-4, 1e-7, 5e-4, 5e-4)
+    params: tuple[tuple[str, Value], ...] = ()
+    eviction: str = ""  # one of `EVICTIONS`; empty: the recipe's own
+
+    def core(self) -> EngineCore:
+        """An engine core of this world. Raises ValueError if there can be none."""
+        limits = EngineLimits(
+            requests=None,
+            max_len=self.device_blocks * self.block_size,
+            device_blocks=self.device_blocks,
+            host_blocks=self.host_blocks,
+            block_size=self.block_size,
+            depth=self.depth,
+        )
+        settings = Settings(
+            LinearCost(*self.cost),
+            self.max_seqs,
+            self.max_tokens,
+            stages=self.stages,
+            best_effort_wait_s=self.best_effort_wait_s,
+            fair_output_weight=2.0 if self.fair else None,
+            lossless_swap=self.is_exact,
+            limits=limits if self.fair else None,
+        )
+        kv = KVLedger(self.device_blocks, self.host_blocks, self.block_size, is_exact=self.is_exact)
+        policies = build(self.recipe, settings, dict(self.params))
+        if self.eviction:
+            policies = replace(policies, eviction=EVICTIONS[self.eviction]())
+        return EngineCore(Scheduler(policies, kv, depth=self.depth, overlap=self.overlap))
+
+
+class Ask(NamedTuple):
+    """A request.
+
+    Args:
+        text: What its prompt begins with, and how many tokens of it; the others are its own.
+        salt: Requests with the same salt share KV; None: it shares none.
+        forecast: Expected output tokens; 0: there is no forecast.
+        resumed: Output tokens that it comes with.
+    """
+
+    id: int
+    prompt: int
+    max_tokens: int
+    text: tuple[int, int] = (0, 0)
+    salt: int | None = None
+    best_effort: bool = False
+    priority: int = 0
+    urgent: bool = False
+    forecast: float = 0.0
+    deadline_s: float | None = None
+    client: str = ""
+    stops: bool = False
+    resumed: int = 0
+    keeps_kv: bool = False
+
+    def tokens(self) -> list[int]:
+        """Its prompt."""
+        which, common = self.text
+        common = min(common, self.prompt)
+        own = 1000 * (self.id + 1)
+        return [*range(100 * which, 100 * which + common), *range(own, own + self.prompt - common)]
+
+    def request(self, now: float, block_size: int) -> Request:
+        options = RequestOptions(
+            service=ServiceClass.BEST_EFFORT if self.best_effort else ServiceClass.REAL_TIME,
+            is_urgent=self.urgent,
+            priority=self.priority,
+            deadline_s=self.deadline_s,
+            client=self.client,
+        )
+        return Request(
+            self.id,
+            now,
+            self.tokens(),
+            self.max_tokens,
+            stop_tokens=frozenset({0}) if self.stops else frozenset(),
+            options=options,
+            forecast=Forecast(self.forecast, "fuzz") if self.forecast else None,
+            prefix=None if self.salt is None else ContentPrefix(block_size, salted(self.salt)),
+            output=list(range(1, 1 + self.resumed)),
+            keeps_kv=self.keeps_kv,
+        )
+
+
+# -- calls: what a driver does ----------------------------------------------------------------------------------------
+
+
+class Add(NamedTuple):
+    """A request arrives."""
+
+    ask: Ask
+
+
+class Expect(NamedTuple):
+    """The KV of a request is to come from another engine, if there is room."""
+
+    ask: Ask
+
+
+class Start(NamedTuple):
+    """Decide a plan, or, if `fills`, as many as the core makes."""
+
+    fills: bool = True
+
+
+class Finish(NamedTuple):
+    """Finish the oldest plan in flight.
+
+    Args:
+        gives_up: Ids of requests whose slices are given up.
+        fails: Ids of requests whose moves fail that end now; None stands for the prefix cache.
+        held: See `Device.run`.
+    """
+
+    seconds: float = STEP_S
+    gives_up: tuple[int, ...] = ()
+    fails: tuple[int | None, ...] = ()
+    held: int = 0
+
+
+class Abort(NamedTuple):
+    """A client leaves."""
+
+    id: int
+
+
+class Reforecast(NamedTuple):
+    """A request gets another forecast."""
+
+    id: int
+    tokens: float
+
+
+class Release(NamedTuple):
+    """The KV that an ended request keeps is needed no more."""
+
+    id: int
+
+
+class Pass(NamedTuple):
+    """Time passes."""
+
+    seconds: float
+
+
+class Restart(NamedTuple):
+    """The executor is started again."""
+
+
+Call = Add | Expect | Start | Finish | Abort | Reforecast | Release | Pass | Restart
+
+
+@dataclass(frozen=True)
+class Case:
+    """A world and the calls in it."""
+
+    world: World
+    calls: tuple[Call, ...]
+
+
+class Machine:
+    """An engine core with a modelled device. Calls that make no sense, as after others are left out, do nothing.
+
+    Attributes:
+        log: The calls on the core as Python statements, if a list was given.
+        reads: Number of slots that slices have read.
+    """
+
+    def __init__(self, world: World, log: list[str] | None = None) -> None:
+        self.world = world
+        self.core = world.core()
+        self.now = 0.0
+        self.plans: deque[StepPlan] = deque()
+        self.expected: dict[int, Request] = {}
+        self.kept: dict[int, Request] = {}
+        self.asked: dict[int, Ask] = {}
+        self._may_end: dict[int, set[FinishReason]] = {}
+        self.made = 0
+        self.reads = 0
+        self.log = log
+        self.trace = 0  # a hash of all plans
+        self._device = Device(self.core.kv, is_exact=world.is_exact, voids=world.voids)  # type: ignore[arg-type]
+        # For the log: the names of plans by their object, and those that were finished.
+        self._names: dict[int, str] = {}
+        self._finished: list[StepPlan] = []
+        self._has_prefixes = False
+
+    # -- calls --------------------------------------------------------------------------------------------
+
+    def call(self, call: Call) -> None:
+        """Make a call. Raises `FindingError`."""
+        try:
+            self._call(call)
+            if isinstance(call, Finish | Restart):  # what a plan took is given back, or shows, by its end
+                self.core.kv.check()  # type: ignore[attr-defined]
+        except FindingError:
+            raise
+        except Exception as error:
+            raise crash(error) from error
+
+    def _call(self, call: Call) -> None:
+        match call:
+            case Start(fills):
+                while self._start() is not None and fills:
+                    pass
+            case Finish():
+                if self.plans:
+                    self._finish(call)
+            case Add(ask):
+                self._add(ask)
+            case Expect(ask):
+                self._expect(ask)
+            case Pass(seconds):
+                self.now += seconds
+            case Restart():
+                self._restart()
+            case Abort() | Reforecast() | Release():
+                self._touch(call)
+        self._hear()
+
+    def _touch(self, call: Abort | Reforecast | Release) -> None:
+        """Make a call about one request."""
+        number = call.id
+        match call:
+            case Abort():
+                self._say(f"core.abort({number}, {self.now:.4g})")
+                if self.core.abort(number, self.now):
+                    self._may_end[number] = {FinishReason.ABORT}
+            case Reforecast(tokens=tokens):
+                self._say(f"core.reforecast({number}, Forecast({tokens:g}, ''), {self.now:.4g})")
+                self.core.reforecast(number, Forecast(tokens, "fuzz"), self.now)
+            case Release():
+                if (request := self.kept.pop(number, None)) is not None:
+                    self._say(f"core.release(r{number}, {self.now:.4g})")
+                    self.core.release(request, self.now)
+
+    def _add(self, ask: Ask) -> None:
+        request = self.expected.pop(ask.id, None)
+        if request is None:
+            if ask.id in self.asked or ask.prompt + ask.max_tokens > self.core.largest_request:
+                return
+            request = self._request(ask)
+        self._say(f"core.add(r{ask.id}, {self.now:.4g})")
+        if request.prefix is not None:
+            self._has_prefixes = True
+        # Which way a request fills its blocks is known once it is added.
+        self.core.add(request, self.now)
+        self._device.meet(request, self.asked[ask.id].salt or 0)
+        if request.computed:
+            self._device.fill(request)
+
+    def _request(self, ask: Ask) -> Request:
+        self.asked[ask.id] = ask
+        reasons = self._may_end[ask.id] = {FinishReason.LENGTH}
+        if ask.stops:
+            reasons.add(FinishReason.STOP)
+        if ask.deadline_s is not None:
+            reasons.add(FinishReason.DEADLINE)
+        request = ask.request(self.now, self.world.block_size)
+        self._say(f"r{ask.id} = {source_of(ask, self.now, self.world.block_size)}")
+        return request
+
+    def _expect(self, ask: Ask) -> None:
+        if ask.id in self.asked or ask.prompt + ask.max_tokens > self.core.largest_request or not ask.resumed:
+            return
+        request = self._request(ask)
+        request.computed = request.planned = request.known - 1
+        self._say(f"r{ask.id}.computed = r{ask.id}.planned = {request.computed}")
+        self._say(f"core.expect(r{ask.id}, {self.now:.4g})")
+        if self.core.expect(request, self.now):
+            self.expected[ask.id] = request
+        else:
+            del self.asked[ask.id], self._may_end[ask.id]
+
+    def _start(self) -> StepPlan | None:
+        core = self.core
+        plan = core.start_step(self.now)
+        name = f"p{self.made}"
+        self._hear()  # a deadline may have ended requests
+        if plan is None:
+            if len(self.plans) < core.scheduler.depth:
+                self._say(f"assert core.start_step({self.now:.4g}) is None")
+            # What waits for KV that another engine is to read or to send is the driver's to end.
+            if not (self.plans or self.expected or self.kept) and core.requests:
+                if self.log is not None:
+                    self.log[-1] = f"assert core.start_step({self.now:.4g}) is not None"
+                raise FindingError("stall", f"nothing is in flight, and requests {list(core.requests)} wait")
+            return None
+        self.made += 1
+        self._say(f"{name} = core.start_step({self.now:.4g})  # {text_of(plan)}")
+        if self.log is not None:
+            self._names[id(plan)] = name
+        self.plans.append(plan)
+        if not (plan.slices or plan.blocking or plan.overlapped or core.kv.is_moving):
+            raise FindingError("empty plan", f"plan {plan.id} has no effect")
+        for piece in plan.slices:
+            if piece.request.finish_reason is not None:
+                raise FindingError("ended", f"plan {plan.id} runs request {piece.request.id}, which has ended")
+        self.trace = hash((self.trace, plan.id, *((s.request.id, *s[1:]) for s in plan.slices)))
+        return plan
+
+    def _finish(self, call: Finish) -> None:
+        self.now += call.seconds
+        core, device, plan = self.core, self._device, self.plans.popleft()
+        fails = set(call.fails)
+
+        def does_fail(move: Move) -> bool:
+            return (None if move.request is None else move.request.id) in fails
+
+        result = device.run(plan, call.seconds, gives_up=call.gives_up, fails=does_fail, held=call.held)
+        live = [piece.request.finish_reason is None for piece in plan.slices]
+        for index in result.given_up:
+            if live[index]:
+                self._may_end[plan.slices[index].request.id] = {FinishReason.ERROR}
+        if self.log is not None:
+            self._say_finish(plan, result)
+        core.finish_step(result, self.now)
+        for index, piece in enumerate(plan.slices):
+            request, end = piece.request, piece.start + piece.tokens
+            self.reads += piece.start
+            if not live[index] or index in result.given_up:
+                if live[index] and request.finish_reason is not FinishReason.ERROR:
+                    raise FindingError("given up", f"request {request.id} was given up and goes on")
+                continue
+            if index in device.tainted:
+                if request.finish_reason is None and request.computed >= end:
+                    raise FindingError("wrong read", f"plan {plan.id} is committed: {device.tainted[index]}")
+                if request.output and request.output[-1] == POISON:
+                    raise FindingError("wrong token", f"request {request.id}: {device.tainted[index]}")
+            elif piece.samples and request.computed >= end and request.known != end + 1:
+                raise FindingError(
+                    "lost token", f"request {request.id} knows {request.known} tokens after plan {plan.id}"
+                )
+        if self._has_prefixes:
+            device.check_keys()
+
+    def _restart(self) -> None:
+        self._say(f"core.restart({self.now:.4g})")
+        self.plans.clear()
+        self._device.clear()
+        self.core.restart(self.now)
+
+    def _hear(self) -> None:
+        for event in self.core.take_events():
+            if isinstance(event, Finished):
+                self._end(event.request, event.reason)
+
+    def _end(self, request: Request, reason: FinishReason) -> None:
+        if request.keeps_kv:
+            self.kept[request.id] = request
+        reasons = self._may_end.pop(request.id, None)
+        if reasons is None:
+            raise FindingError("ended twice", f"request {request.id}")
+        is_whole = request.known == request.max_total_tokens
+        if reason not in reasons or (is_whole != (reason is FinishReason.LENGTH) and reason is not FinishReason.STOP):
+            raise FindingError("wrong end", f"request {request.id} ended by {reason} with {len(request.output)} tokens")
+
+    # -- the end ------------------------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """Let every request end undisturbed, and check that nothing is left. Raises `FindingError`."""
+        self.call(Start())
+        for number in [*self.expected]:
+            self.call(Add(Ask(number, 1, 1)))
+            self.call(Start())
+        tokens = sum(request.max_total_tokens for request in self.core.requests.values())
+        plans = MAX_PLANS + MAX_PLANS_PER_TOKEN * tokens
+        while self.plans or self.kept:
+            if not plans:
+                raise FindingError("endless", f"requests {list(self.core.requests)} do not end")
+            plans -= 1
+            for number in [*self.kept]:
+                self.call(Release(number))
+            self.call(Finish())
+            self.call(Start())
+        self._check_end()
+
+    def _check_end(self) -> None:
+        kv = self.core.kv
+        assert isinstance(kv, KVLedger)
+        if self._may_end:
+            raise FindingError("lost request", f"requests {[*self._may_end]} never ended")
+        if holders := list(kv.holders()):
+            raise FindingError("leak", f"requests {[request.id for request in holders]} have ended and hold KV")
+        copied = kv.blocks_in_transit[Direction.OUT]
+        if (kv.device_free, kv.host_free + copied) != (kv.device_total, kv.host_total):
+            raise FindingError("leak", f"{kv.device_free} device blocks and {kv.host_free} CPU blocks are free")
+        if kv._awaited or kv._announced or kv._coming:
+            raise FindingError("leak", "the prefix cache keeps requests that have ended")
+
+    # -- the log ------------------------------------------------------------------------------------------
+
+    def _say(self, line: str) -> None:
+        if self.log is not None:
+            self.log.append(line)
+
+    def _say_finish(self, plan: StepPlan, result: StepResult) -> None:
+        self._finished.append(plan)
+        name, rest = self._names[id(plan)], ""
+        for what in ("landed", "failed"):
+            if moves := getattr(result, what):
+                rest += f", {what}=[{', '.join(map(self._name_of, moves))}]"
+        if result.given_up:
+            rest += f", given_up={result.given_up}"
+        self._say(
+            f"core.finish_step(StepResult({name}, {list(result.tokens)}, {result.seconds:g}{rest}), {self.now:.4g})"
+        )
+
+    def _name_of(self, move: Move) -> str:
+        for plan in (*self._finished, *self.plans):
+            for which in ("blocking", "overlapped"):
+                for index, other in enumerate(getattr(plan, which)):
+                    if other is move:
+                        return f"{self._names[id(plan)]}.{which}[{index}]"
+        return "?"
+
+
+def crash(error: Exception) -> FindingError:
+    """The finding for an error of the core."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "skipjoin" in frame.filename]
+    place = frames[-1].name if frames else "?"
+    finding = FindingError(f"{type(error).__name__} in {place}", str(error))
+    return finding
+
+
+def text_of(plan: StepPlan) -> str:
+    """What the plan does, in few words."""
+    parts = [f"{s.request.id}: [{s.start}, {s.start + s.tokens})" + " samples" * s.samples for s in plan.slices]
+    for name, moves in (("before", plan.blocking), ("beside", plan.overlapped)):
+        for move in moves:
+            who = "cache" if move.request is None else move.request.id
+            parts.append(f"{name}: {who} {move.direction.name.lower()} {list(move.source)} -> {list(move.target)}")
+    return ", ".join(parts)
+
+
+def source_of(ask: Ask, now: float, block_size: int) -> str:
+    """The request as a Python expression."""
+    which, common = ask.text
+    common = min(common, ask.prompt)
+    own = 1000 * (ask.id + 1)
+    parts = [f"*range({100 * which}, {100 * which + common})"] * (common > 0)
+    parts += [f"*range({own}, {own + ask.prompt - common})"] * (common < ask.prompt)
+    options = []
+    if ask.best_effort:
+        options.append("service=ServiceClass.BEST_EFFORT")
+    if ask.urgent:
+        options.append("is_urgent=True")
+    for name in ("priority", "client"):
+        if value := getattr(ask, name):
+            options.append(f"{name}={value!r}")
+    if ask.deadline_s is not None:
+        options.append(f"deadline_s={ask.deadline_s}")
+    rest = f", options=RequestOptions({', '.join(options)})" if options else ""
+    if ask.salt is not None:
+        rest += f", prefix=ContentPrefix({block_size}, {salted(ask.salt)!r})"
+    if ask.forecast:
+        rest += f", forecast=Forecast({ask.forecast:g}, '')"
+    if ask.stops:
+        rest += ", stop_tokens=frozenset({0})"
+    if ask.resumed:
+        rest += f", output={list(range(1, 1 + ask.resumed))}"
+    if ask.keeps_kv:
+        rest += ", keeps_kv=True"
+    return f"Request({ask.id}, {now:.4g}, [{', '.join(parts)}], {ask.max_tokens}{rest})"
+
+
+def replay(case: Case, log: list[str] | None = None) -> FindingError | None:
+    """Make the calls, let all requests end, and return what was found."""
+    try:
+        machine = Machine(case.world, log)
+    except ValueError:
+        return None
+    try:
+        for call in case.calls:
+            machine.call(call)
+        machine.drain()
+    except FindingError as finding:
+        return finding
+    return None

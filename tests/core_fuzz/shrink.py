@@ -1,0 +1,191 @@
+"""Makes a case that fails small, and prints it as a script."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from core_fuzz.machine import Add, Case, Expect, Finish, Pass, Start, World, replay
+
+# Calls that a script has; a request that never ends takes any number.
+MAX_LINES = 200
+_DEFAULTS = World("")
+_SIMPLER: dict[str, tuple[Any, ...]] = {
+    "eviction": ("",),
+    "fair": (False,),
+    "voids": (False,),
+    "is_exact": (True,),
+    "stages": (1,),
+    "depth": (1, 2),
+    "overlap": (True, False),
+    "cost": ((0.01, 1e-3),),
+    "best_effort_wait_s": (60.0, 0.1),
+    "max_seqs": (8, 2, 1),
+    "max_tokens": (64,),
+    "host_blocks": (0, 1, 2, 4, 8, 100),
+    "device_blocks": tuple(range(2, 21)),
+    "block_size": (4, 1, 2),
+}
+
+
+def shrunk(case: Case, kind: str, seconds: float) -> Case:
+    """A smaller case with a finding of the same kind, made in at most that time."""
+    end = time.monotonic() + seconds
+
+    def fails(some: Case) -> bool:
+        found = replay(some)
+        return found is not None and found.kind == kind
+
+    before = None
+    while case != before and time.monotonic() < end:
+        before = case
+        case = _fewer_calls(case, fails, end)
+        for simpler in (_worlds, _asks, _finishes):
+            case = _first_that_fails(case, simpler, fails, end)
+    return case
+
+
+def _fewer_calls(case: Case, fails: Callable[[Case], bool], end: float) -> Case:
+    """Leave out runs of calls, long ones first."""
+    size = max(1, len(case.calls) // 2)
+    while size and time.monotonic() < end:
+        at = len(case.calls) - size
+        while at > -size:
+            less = replace(case, calls=case.calls[: max(0, at)] + case.calls[max(0, at) + size :])
+            if len(less.calls) < len(case.calls) and fails(less):
+                case = less
+            at -= size
+        size //= 2
+    return case
+
+
+def _first_that_fails(
+    case: Case, simpler: Callable[[Case], Iterator[Case]], fails: Callable[[Case], bool], end: float
+) -> Case:
+    """Follow the simpler cases that still fail, until none does."""
+    found = True
+    while found and time.monotonic() < end:
+        found = False
+        for one in simpler(case):
+            if fails(one):
+                case, found = one, True
+                break
+    return case
+
+
+def _worlds(case: Case) -> Iterator[Case]:
+    world = case.world
+    for index in range(len(world.params)):
+        yield replace(case, world=replace(world, params=world.params[:index] + world.params[index + 1 :]))
+    for name, values in _SIMPLER.items():
+        now = getattr(world, name)
+        for value in values:
+            if value == now:
+                break
+            yield replace(case, world=replace(world, **{name: value}))
+
+
+def _asks(case: Case) -> Iterator[Case]:
+    for index, call in enumerate(case.calls):
+        if not isinstance(call, Add | Expect):
+            continue
+        ask = call.ask
+        for change in (
+            {"salt": None, "text": (0, 0)},
+            {"text": (1, ask.prompt)},
+            {"best_effort": False},
+            {"urgent": False},
+            {"priority": 0},
+            {"client": ""},
+            {"deadline_s": None},
+            {"stops": False},
+            {"forecast": 0.0},
+            {"resumed": 0},
+            {"keeps_kv": False},
+            *({"prompt": prompt} for prompt in (1, ask.prompt // 2, ask.prompt - 1) if 1 <= prompt < ask.prompt),
+            *({"max_tokens": most} for most in (1, 2, ask.max_tokens - 1) if ask.resumed < most < ask.max_tokens),
+        ):
+            less = ask._replace(**change)
+            if less != ask:
+                yield _with(case, index, call._replace(ask=less))
+
+
+def _finishes(case: Case) -> Iterator[Case]:
+    for index, call in enumerate(case.calls):
+        match call:
+            case Finish(seconds, gives_up, fails, held):
+                for change in (
+                    {"gives_up": ()},
+                    {"fails": ()},
+                    *({"gives_up": (one,)} for one in gives_up if len(gives_up) > 1),
+                    *({"fails": (one,)} for one in fails if len(fails) > 1),
+                    {"held": 0} if held else {},
+                    {"seconds": 0.01} if seconds != 0.01 else {},
+                ):
+                    less = call._replace(**change)
+                    if less != call:
+                        yield _with(case, index, less)
+            case Start(fills) if not fills:
+                yield _with(case, index, Start())
+            case Pass(seconds) if seconds not in (0.1, 6.0):
+                yield _with(case, index, Pass(0.1 if seconds < 0.1 else 6.0))
+
+
+def _with(case: Case, index: int, call: Any) -> Case:
+    return replace(case, calls=(*case.calls[:index], call, *case.calls[index + 1 :]))
+
+
+_IMPORTS = """\
+from dataclasses import replace
+
+from skipjoin.core.engine import EngineCore
+from skipjoin.core.forecast import Forecast
+from skipjoin.core.kv import KVLedger
+from skipjoin.core.prefixes import ContentPrefix
+from skipjoin.core.request import Request, RequestOptions, ServiceClass
+from skipjoin.core.scheduler import Scheduler
+from skipjoin.core.step import StepResult
+from skipjoin.policies.cost import LinearCost
+from skipjoin.recipes import EngineLimits, Settings, build
+"""
+
+
+def script(case: Case) -> str:
+    """The case as calls on an engine core, with what was found at the end."""
+    log: list[str] = []
+    found = replay(case, log)
+    w = case.world
+    cost = ", ".join(f"{value:g}" for value in w.cost)
+    rest = ""
+    if w.stages > 1:
+        rest += f", stages={w.stages}"
+    if w.best_effort_wait_s != _DEFAULTS.best_effort_wait_s:
+        rest += f", best_effort_wait_s={w.best_effort_wait_s}"
+    if not w.is_exact:
+        rest += ", lossless_swap=False"
+    if w.fair:
+        rest += (
+            f", fair_output_weight=2.0, limits=EngineLimits(requests=None, max_len={w.device_blocks * w.block_size}, "
+            f"device_blocks={w.device_blocks}, host_blocks={w.host_blocks}, block_size={w.block_size}, depth={w.depth})"
+        )
+    imports = _IMPORTS
+    if w.eviction:
+        imports += "from core_fuzz.machine import EVICTIONS  # with tests/ in PYTHONPATH\n"
+    exact = "" if w.is_exact else ", is_exact=False"
+    lines = [
+        f'"""{found}"""',
+        imports,
+        f"settings = Settings(LinearCost({cost}), max_seqs={w.max_seqs}, max_tokens={w.max_tokens}{rest})",
+        f"policies = build({w.recipe!r}, settings, {dict(w.params)})",
+        *[f"policies = replace(policies, eviction=EVICTIONS[{w.eviction!r}]())"] * bool(w.eviction),
+        f"kv = KVLedger({w.device_blocks}, {w.host_blocks}, {w.block_size}{exact})",
+        f"core = EngineCore(Scheduler(policies, kv, depth={w.depth}, overlap={w.overlap}))",
+        *log[:MAX_LINES],
+        *[f"# ... and {len(log) - MAX_LINES} more calls"] * (len(log) > MAX_LINES),
+        f"# Here: {found}",
+        "# The same with `replay` of fuzz.machine:",
+        *(f"# {line}" for line in repr(case).splitlines()),
+    ]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,127 @@
+"""A minute's cut of `make fuzz-core`, and whether the fuzz notices what it is for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from core_fuzz.draw import play
+from core_fuzz.machine import Case, replay
+from core_fuzz.shrink import script, shrunk
+from skipjoin.core.kv import KVLedger
+from skipjoin.core.planner import StepPlanner
+from skipjoin.core.prefix_cache import PrefixCache
+from skipjoin.core.request import Request
+from skipjoin.core.scheduler import Scheduler
+from skipjoin.core.step import Move
+from skipjoin.recipes import RECIPES
+
+SEED = 32
+WORLDS = 160
+# Shared blocks have most states.
+MORE_WORLDS = {"bros": 600}
+SHRINK_S = 60.0
+
+
+@pytest.mark.parametrize("recipe", sorted(RECIPES))
+def test_random_worlds_keep_every_promise(recipe: str) -> None:
+    for number in range(MORE_WORLDS.get(recipe, WORLDS)):
+        player, finding = play(f"{SEED}/{number}", [recipe])
+        if finding is not None:
+            repeat = f"python -m core_fuzz --seed {SEED} --first {number} --count 1 --recipe {recipe}"
+            pytest.fail(f"{repeat}\n{script(shrunk(player.case, finding.kind, SHRINK_S))}")
+
+
+def test_the_same_seed_makes_the_same_plans() -> None:
+    recipes = sorted(RECIPES)
+    for number in range(100):
+        one, other = play(f"{SEED}/{number}", recipes)[0], play(f"{SEED}/{number}", recipes)[0]
+        assert (one.case, one.machine.trace) == (other.case, other.machine.trace)
+
+
+# -- bugs that it must find -------------------------------------------------------------------------------------------
+
+
+def first_finding(recipes: list[str], most: int = 3000) -> tuple[Case, str]:
+    """The first case with a finding, and the finding's kind."""
+    for number in range(most):
+        player, finding = play(f"{SEED}/{number}", recipes)
+        if finding is not None:
+            return player.case, finding.kind
+    pytest.fail("nothing was found")
+
+
+def stands_still(patch: pytest.MonkeyPatch) -> None:
+    """Where nothing would run, nothing does."""
+    patch.setattr(StepPlanner, "_force", lambda self, builder: None)
+    patch.setattr(StepPlanner, "_begin_anew", lambda self: None)
+
+
+def offers_what_is_planned(patch: pytest.MonkeyPatch) -> None:
+    """Blocks get keys when their plan is made, not when it is committed."""
+    schedule = Scheduler.schedule
+
+    def early(self: Scheduler, now: float) -> object:
+        plan = schedule(self, now)
+        for piece in plan.slices if plan is not None else ():
+            request = piece.request
+            if request.prefix is not None and piece.start + piece.tokens <= request.known:
+                before, request.computed = request.computed, piece.start + piece.tokens
+                self.kv.offer(request)
+                request.computed = before
+        return plan
+
+    patch.setattr(Scheduler, "schedule", early)
+
+
+def frees_what_a_move_reads(patch: pytest.MonkeyPatch) -> None:
+    """An overlapped move out leaves its source blocks free."""
+    move_out = KVLedger.move_out
+
+    def unfenced(self: KVLedger, request: Request, *, blocking: bool, **rest: object) -> Move | None:
+        return move_out(self, request, blocking=True, **rest)  # type: ignore[arg-type]
+
+    patch.setattr(KVLedger, "move_out", unfenced)
+
+
+def ignores_failures(patch: pytest.MonkeyPatch) -> None:
+    """A move that failed counts as one that landed."""
+    patch.setattr(KVLedger, "fail", KVLedger.land)
+
+
+def loses_blocks(patch: pytest.MonkeyPatch) -> None:
+    """The last block of what a request gives back stays astray."""
+    give_back = PrefixCache._give_back
+    patch.setattr(PrefixCache, "_give_back", lambda self, held, blocks: give_back(self, held, blocks[:-1]))
+
+
+@pytest.mark.parametrize(
+    ("break_it", "recipe", "kinds"),
+    [
+        (stands_still, "fastserve", {"stall"}),
+        (offers_what_is_planned, "sarathi", {"wrong key"}),
+        (frees_what_a_move_reads, "fastserve", {"wrong read", "wrong key", "LedgerError in check"}),
+        (ignores_failures, "fastserve-reactive", {"wrong read", "wrong token", "wrong key"}),
+        (loses_blocks, "fcfs", {"LedgerError in check"}),
+    ],
+)
+def test_a_broken_core_is_found(
+    monkeypatch: pytest.MonkeyPatch, break_it: Callable[[pytest.MonkeyPatch], None], recipe: str, kinds: set[str]
+) -> None:
+    break_it(monkeypatch)
+    case, kind = first_finding([recipe])
+    assert kind in kinds
+    less = shrunk(case, kind, 5.0)
+    assert len(less.calls) <= len(case.calls)
+    found = replay(less)
+    assert found is not None
+    assert found.kind == kind
+
+
+def test_a_finding_becomes_a_script_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    stands_still(monkeypatch)
+    case, kind = first_finding(["fastserve"])
+    text = script(shrunk(case, kind, 5.0))
+    with pytest.raises(AssertionError):
+        exec(compile(text, "script", "exec"), {})

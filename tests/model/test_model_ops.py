@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from amx_cases import AVX512_NEEDS, BF16_NEEDS, TILES_NEEDS
 from model_zoo import CONFIGS, PagedRunner, save_reference
 
 from skipjoin.model import backends
@@ -238,20 +239,60 @@ def test_without_library_torch_serves(failure, monkeypatch, tmp_path, fresh):
     assert reason in said
 
 
-@needs_library
-def test_the_next_best_where_the_compiler_does_not_know_this_cpu(monkeypatch, fresh):
-    compiles = build.compiled_library
+NATIVE = ("-march=native",)
+WITHOUT_AMX = (*NATIVE, "-mno-amx-tile", "-mno-amx-bf16", "-mno-amx-int8")
+
+
+@pytest.mark.parametrize(
+    ("features", "order"),
+    [
+        (TILES_NEEDS | BF16_NEEDS, [NATIVE, WITHOUT_AMX, build.AVX2, ()]),
+        (BF16_NEEDS, [NATIVE, build.AVX2, ()]),
+        (AVX512_NEEDS, [NATIVE, build.AVX2, ()]),
+        (build.AVX2_NEEDS, [NATIVE, build.AVX2, ()]),
+        ({"avx2"}, [NATIVE, ()]),
+        ({"asimd"}, [NATIVE, ()]),
+    ],
+    ids=["amx", "avx512-bf16", "avx512", "avx2", "avx2 without fma", "neon"],
+)
+def test_what_is_compiled_for_each_processor_in_order(features, order, monkeypatch, fresh):
+    asked = []
 
     def refuse(target):
-        if target == ("-march=native",):
-            raise subprocess.CalledProcessError(1, [], stderr="error: bad value 'native'")
+        asked.append(target)
+        raise subprocess.CalledProcessError(1, [], stderr=f"error: bad value {len(asked)}")
+
+    monkeypatch.setattr(build, "cpu_features", lambda: frozenset(features))
+    monkeypatch.setattr(build, "compiled_library", refuse)
+    assert list(build.libraries()) == []
+    assert asked == order
+    slower = "no compiled CPU operations; the slower torch operations are used instead"
+    assert fresh.messages == [f"{slower}: error: bad value 1"]
+
+
+@needs_library
+def test_the_next_best_where_the_compiler_does_not_know_this_cpu(monkeypatch, fresh):
+    compiles, features, refused = build.compiled_library, build.cpu_features(), []
+    order = [
+        (WITHOUT_AMX, "avx512-bf16", features >= TILES_NEEDS),
+        (build.AVX2, "avx2", features >= build.AVX2_NEEDS),
+        ((), "neon" if "asimd" in features else "generic", True),
+    ]
+
+    def refuse(target):
+        if target in refused:
+            raise subprocess.CalledProcessError(1, [], stderr="error: bad value")
         return compiles(target)
 
     monkeypatch.setattr(build, "compiled_library", refuse)
-    path = build.path_of(next(build.libraries()))
-    assert path in ("avx2", "generic", "neon")
-    why = "which are not the fastest for this CPU: error: bad value 'native'"
-    assert fresh.messages == [f"compiled CPU operations for {path} are used, {why}"]
+    refused.append(NATIVE)
+    for target, path, is_compiled in order:
+        if is_compiled:
+            assert build.path_of(next(build.libraries())) == path
+            why = "which are not the fastest for this CPU: error: bad value"
+            assert fresh.messages == [f"compiled CPU operations for {path} are used, {why}"]
+            fresh.clear()
+        refused.append(target)
 
 
 @needs_library

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import mmap
 import subprocess
 from pathlib import Path
 
@@ -21,12 +22,14 @@ from skipjoin.model.kv_cache import PagedKV
 from skipjoin.model.large_pages import Arena
 from skipjoin.model.loader import load_model, random_model
 from skipjoin.model.ops import build
-from skipjoin.model.ops.cpp_ops import CPP_DTYPES, CppOps
+from skipjoin.model.ops.cpp_ops import CPP_DTYPES, CppOps, has_dtype
 from skipjoin.model.ops.torch_ops import ACTIVATIONS, TorchOps, activated
 
 LIBRARY = build.load_library()
 needs_library = pytest.mark.skipif(LIBRARY is None, reason="no compiler")
-dtypes = pytest.mark.parametrize("dtype", CPP_DTYPES, ids=str)
+# Those of the path of this processor.
+DTYPES = [dtype for dtype in CPP_DTYPES if LIBRARY is None or has_dtype(LIBRARY, dtype)]
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
 @pytest.fixture
@@ -203,9 +206,10 @@ def test_weights_of_8_bits_are_refused_elsewhere():
 @needs_library
 def test_choice_of_operations():
     raw = CONFIGS["llama"]().to_dict() | {"architectures": ["LlamaForCausalLM"]}
-    for dtype in ("float32", "bfloat16", "float16"):
-        assert random_model(raw, dtype=dtype).attention.name == "cpp"
-        assert random_model(raw, dtype=dtype, attention="torch").ops.name == "torch"
+    for dtype in CPP_DTYPES:
+        name = str(dtype).removeprefix("torch.")
+        assert random_model(raw, dtype=name).attention.name == ("cpp" if dtype in DTYPES else "torch")
+        assert random_model(raw, dtype=name, attention="torch").ops.name == "torch"
     with pytest.raises(ModelError, match="needs device cpu and dtype"):
         implementations("cpp", torch.float64, torch.device("cpu"))
 
@@ -327,7 +331,12 @@ def test_library_is_built_once(monkeypatch, tmp_path):
     assert len(calls) == 3
 
 
-def test_arena():
+@pytest.mark.parametrize("pages", ["as this system has them", "none in the kernel", "none in the system"])
+def test_arena(monkeypatch, pages):
+    if pages == "none in the kernel":
+        monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 999, raising=False)  # advice that a kernel does not know
+    elif pages == "none in the system":
+        monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
     arena = Arena()
     parts = [arena.take(size) for size in (10, 100, 70 << 20, 5)]
     for i, part in enumerate(parts):

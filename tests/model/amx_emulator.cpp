@@ -1,7 +1,12 @@
-// Carries out the instructions of Intel's AMX (tiles, products of bfloat16) on a processor without them, for one process:
-// compiled into a library of operations, or preloaded. The processor reports an illegal instruction, whose signal is
-// handled here: the instruction's bytes are decoded, it is done to this thread's tiles, and the program goes on behind it.
-// Where a processor would fault, the process ends with a message that names the instruction.
+// Carries out the instructions of Intel's AMX (tiles, products of bfloat16) for one process that may not use them: compiled
+// into a library of operations, or preloaded. The processor reports an illegal instruction, whose signal is handled here:
+// the instruction's bytes are decoded, it is done to this thread's tiles, and the program goes on behind it. Where a
+// processor would fault, the process ends with a message that names the instruction.
+//
+// A processor without AMX reports all of them. One with AMX reports those that touch a tile's data, in a process that never
+// asked the kernel for permission; it runs LDTILECFG, STTILECFG and TILERELEASE itself. The configuration is then read from
+// the registers that the kernel saves for the signal handler, and a mark is left there: STTILECFG shows the mark as the row
+// to start at. AMX_STAND_IN makes a processor without AMX behave like one with it, for tests of that case.
 //
 // By Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2. Palette 1: eight tiles of at most 16 rows of
 // 64 bytes.
@@ -15,6 +20,7 @@
 #include <cstring>
 #include <initializer_list>
 
+#include <cpuid.h>
 #include <dlfcn.h>
 #include <immintrin.h>
 #include <sys/syscall.h>
@@ -36,7 +42,12 @@ static_assert(sizeof(Config) == 64);
 struct State {
   Config config; // palette 0: not configured
   unsigned char tiles[kTiles][kRows][kBytes];
+  Config stand_in; // for the registers that `saved_config` finds empty
 };
+
+// Row to start at of a configuration in the processor that `State` has already. Loading any configuration, an equal one
+// too, removes it.
+constexpr uint8_t kKnown = 0xff;
 
 // What every thread has. A pointer of each into it needs no memory that a signal handler could not get.
 State states[kMostThreads];
@@ -45,6 +56,7 @@ __attribute__((tls_model("initial-exec"))) thread_local State *own = nullptr;
 
 std::atomic<int64_t> products{0};
 struct sigaction before;
+unsigned saved_at; // the configuration, of saved registers
 
 enum Operation { kLoadConfig, kStoreConfig, kRelease, kZero, kLoad, kStore, kMultiply };
 const char *const kNames[] = {"LDTILECFG", "STTILECFG", "TILERELEASE", "TILEZERO", "TILELOADD", "TILESTORED", "TDPBF16PS"};
@@ -131,13 +143,11 @@ bool decode(const ucontext_t *context, Instruction &i) {
   return true;
 }
 
-void configure(State &s, const Instruction &i) {
+// Configuration that LDTILECFG loads.
+Config loaded(const Instruction &i) {
   Config wanted;
   std::memcpy(&wanted, (const void *)i.address, sizeof wanted);
-  if (wanted.palette == 0) {
-    std::memset(&s, 0, sizeof s);
-    return;
-  }
+  if (wanted.palette == 0) return Config{};
   if (wanted.palette != 1) fail(i, "#GP", "palette %d", wanted.palette);
   for (int k = 0; k < 14; k++)
     if (wanted.reserved[k]) fail(i, "#GP", "byte %d is reserved", 2 + k);
@@ -146,8 +156,36 @@ void configure(State &s, const Instruction &i) {
   for (int t = 0; t < kTiles; t++)
     if (wanted.bytes[t] > kBytes || wanted.rows[t] > kRows || !wanted.bytes[t] != !wanted.rows[t])
       fail(i, "#GP", "tile %d has %d rows of %d bytes", t, wanted.rows[t], wanted.bytes[t]);
-  s.config = wanted;
+  return wanted;
+}
+
+void configure(State &s, const Config &config) {
+  s.config = config;
   std::memset(s.tiles, 0, sizeof s.tiles);
+}
+
+// Configuration in the registers of the interrupted program. Null: the processor has none, and all instructions come here.
+Config *saved_config(const ucontext_t *context, State &s) {
+#ifdef AMX_STAND_IN
+  return &s.stand_in;
+#endif
+  constexpr uint64_t kTileConfig = 1 << 17; // state component XTILECFG
+  auto *registers = (char *)context->uc_mcontext.fpregs;
+  _fpx_sw_bytes format;
+  std::memcpy(&format, registers + 464, sizeof format); // where the kernel describes what it saved
+  if (format.magic1 != FP_XSTATE_MAGIC1 || !(format.xstate_bv & kTileConfig)) return nullptr;
+  uint64_t in_use;
+  std::memcpy(&in_use, registers + 512, sizeof in_use); // XSTATE_BV
+  return in_use & kTileConfig ? (Config *)(registers + saved_at) : &(s.stand_in = Config{});
+}
+
+// Takes over what the processor did to its configuration since this thread's last instruction that came here.
+void follow(State &s, Config &processor, bool is_new) {
+  if (processor.palette == 0) return configure(s, Config{});
+  if (processor.start_row == kKnown && !is_new) return;
+  configure(s, processor);
+  if (s.config.start_row == kKnown) s.config.start_row = 0; // a thread that began with its parent's registers
+  processor.start_row = kKnown;
 }
 
 void need(const State &s, const Instruction &i, int tile) {
@@ -210,9 +248,9 @@ void check_product(const State &s, const Instruction &i) {
 
 void carry_out(State &s, const Instruction &i) {
   switch (i.operation) {
-  case kLoadConfig: return configure(s, i);
+  case kLoadConfig: return configure(s, loaded(i));
   case kStoreConfig: return (void)std::memcpy((void *)i.address, &s.config, sizeof s.config);
-  case kRelease: return (void)std::memset(&s, 0, sizeof s);
+  case kRelease: return configure(s, Config{});
   case kZero:
     need(s, i, i.tile);
     std::memset(s.tiles[i.tile], 0, sizeof s.tiles[i.tile]);
@@ -241,16 +279,26 @@ void handle(int, siginfo_t *, void *context) {
     sigaction(SIGILL, &before, nullptr);
     return;
   }
-  if (own == nullptr) {
+  bool is_new = own == nullptr;
+  if (is_new) {
     int index = threads.fetch_add(1);
     if (index >= kMostThreads) fail(i, "emulator", "more than %d threads", kMostThreads);
     own = &states[index];
   }
-  carry_out(*own, i);
+  Config *processor = saved_config(here, *own);
+  if (processor && i.operation <= kRelease) { // what a processor with AMX does itself
+    if (i.operation == kStoreConfig) std::memcpy((void *)i.address, processor, sizeof *processor);
+    else *processor = i.operation == kLoadConfig ? loaded(i) : Config{};
+  } else {
+    if (processor) follow(*own, *processor, is_new);
+    carry_out(*own, i);
+  }
   here->uc_mcontext.gregs[REG_RIP] += i.length;
 }
 
 __attribute__((constructor)) void begin() {
+  unsigned size, unused;
+  __cpuid_count(0xd, 17, size, saved_at, unused, unused);
   struct sigaction action {};
   action.sa_sigaction = handle;
   action.sa_flags = SA_SIGINFO;
@@ -261,7 +309,7 @@ __attribute__((constructor)) void begin() {
 
 extern "C" {
 
-// In place of the C library's: the kernel's answer to a request for tiles is yes.
+// In place of the C library's: the answer to a request for tiles is yes, and the kernel, which could grant it, is not asked.
 long syscall(long number, ...) noexcept {
   va_list values;
   va_start(values, number);
@@ -281,7 +329,8 @@ long syscall(long number, ...) noexcept {
 // Products that were made so far.
 int64_t amx_emulator_products() { return products; }
 
-// Threads that used tiles so far, and those of them whose tiles are configured now.
+// Threads that used tiles so far, and those of them whose tiles are configured now. A processor with AMX releases tiles
+// without the emulator's knowledge, so that the second is meaningless there.
 int64_t amx_emulator_threads() { return threads; }
 
 int64_t amx_emulator_configured() {

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import mmap
 import subprocess
 from pathlib import Path
 
 import pytest
 import torch
+from amx_cases import AVX512_NEEDS, BF16_NEEDS, TILES_NEEDS
 from model_zoo import CONFIGS, PagedRunner, save_reference
 
 from skipjoin.model import backends
@@ -20,12 +22,14 @@ from skipjoin.model.kv_cache import PagedKV
 from skipjoin.model.large_pages import Arena
 from skipjoin.model.loader import load_model, random_model
 from skipjoin.model.ops import build
-from skipjoin.model.ops.cpp_ops import CPP_DTYPES, CppOps
+from skipjoin.model.ops.cpp_ops import CPP_DTYPES, CppOps, has_dtype
 from skipjoin.model.ops.torch_ops import ACTIVATIONS, TorchOps, activated
 
 LIBRARY = build.load_library()
 needs_library = pytest.mark.skipif(LIBRARY is None, reason="no compiler")
-dtypes = pytest.mark.parametrize("dtype", CPP_DTYPES, ids=str)
+# Those of the path of this processor.
+DTYPES = [dtype for dtype in CPP_DTYPES if LIBRARY is None or has_dtype(LIBRARY, dtype)]
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
 @pytest.fixture
@@ -202,9 +206,10 @@ def test_weights_of_8_bits_are_refused_elsewhere():
 @needs_library
 def test_choice_of_operations():
     raw = CONFIGS["llama"]().to_dict() | {"architectures": ["LlamaForCausalLM"]}
-    for dtype in ("float32", "bfloat16", "float16"):
-        assert random_model(raw, dtype=dtype).attention.name == "cpp"
-        assert random_model(raw, dtype=dtype, attention="torch").ops.name == "torch"
+    for dtype in CPP_DTYPES:
+        name = str(dtype).removeprefix("torch.")
+        assert random_model(raw, dtype=name).attention.name == ("cpp" if dtype in DTYPES else "torch")
+        assert random_model(raw, dtype=name, attention="torch").ops.name == "torch"
     with pytest.raises(ModelError, match="needs device cpu and dtype"):
         implementations("cpp", torch.float64, torch.device("cpu"))
 
@@ -238,20 +243,60 @@ def test_without_library_torch_serves(failure, monkeypatch, tmp_path, fresh):
     assert reason in said
 
 
-@needs_library
-def test_the_next_best_where_the_compiler_does_not_know_this_cpu(monkeypatch, fresh):
-    compiles = build.compiled_library
+NATIVE = ("-march=native",)
+WITHOUT_AMX = (*NATIVE, "-mno-amx-tile", "-mno-amx-bf16", "-mno-amx-int8")
+
+
+@pytest.mark.parametrize(
+    ("features", "order"),
+    [
+        (TILES_NEEDS | BF16_NEEDS, [NATIVE, WITHOUT_AMX, build.AVX2, ()]),
+        (BF16_NEEDS, [NATIVE, build.AVX2, ()]),
+        (AVX512_NEEDS, [NATIVE, build.AVX2, ()]),
+        (build.AVX2_NEEDS, [NATIVE, build.AVX2, ()]),
+        ({"avx2"}, [NATIVE, ()]),
+        ({"asimd"}, [NATIVE, ()]),
+    ],
+    ids=["amx", "avx512-bf16", "avx512", "avx2", "avx2 without fma", "neon"],
+)
+def test_what_is_compiled_for_each_processor_in_order(features, order, monkeypatch, fresh):
+    asked = []
 
     def refuse(target):
-        if target == ("-march=native",):
-            raise subprocess.CalledProcessError(1, [], stderr="error: bad value 'native'")
+        asked.append(target)
+        raise subprocess.CalledProcessError(1, [], stderr=f"error: bad value {len(asked)}")
+
+    monkeypatch.setattr(build, "cpu_features", lambda: frozenset(features))
+    monkeypatch.setattr(build, "compiled_library", refuse)
+    assert list(build.libraries()) == []
+    assert asked == order
+    slower = "no compiled CPU operations; the slower torch operations are used instead"
+    assert fresh.messages == [f"{slower}: error: bad value 1"]
+
+
+@needs_library
+def test_the_next_best_where_the_compiler_does_not_know_this_cpu(monkeypatch, fresh):
+    compiles, features, refused = build.compiled_library, build.cpu_features(), []
+    order = [
+        (WITHOUT_AMX, "avx512-bf16", features >= TILES_NEEDS),
+        (build.AVX2, "avx2", features >= build.AVX2_NEEDS),
+        ((), "neon" if "asimd" in features else "generic", True),
+    ]
+
+    def refuse(target):
+        if target in refused:
+            raise subprocess.CalledProcessError(1, [], stderr="error: bad value")
         return compiles(target)
 
     monkeypatch.setattr(build, "compiled_library", refuse)
-    path = build.path_of(next(build.libraries()))
-    assert path in ("avx2", "generic", "neon")
-    why = "which are not the fastest for this CPU: error: bad value 'native'"
-    assert fresh.messages == [f"compiled CPU operations for {path} are used, {why}"]
+    refused.append(NATIVE)
+    for target, path, is_compiled in order:
+        if is_compiled:
+            assert build.path_of(next(build.libraries())) == path
+            why = "which are not the fastest for this CPU: error: bad value"
+            assert fresh.messages == [f"compiled CPU operations for {path} are used, {why}"]
+            fresh.clear()
+        refused.append(target)
 
 
 @needs_library
@@ -286,7 +331,12 @@ def test_library_is_built_once(monkeypatch, tmp_path):
     assert len(calls) == 3
 
 
-def test_arena():
+@pytest.mark.parametrize("pages", ["as this system has them", "none in the kernel", "none in the system"])
+def test_arena(monkeypatch, pages):
+    if pages == "none in the kernel":
+        monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 999, raising=False)  # advice that a kernel does not know
+    elif pages == "none in the system":
+        monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
     arena = Arena()
     parts = [arena.take(size) for size in (10, 100, 70 << 20, 5)]
     for i, part in enumerate(parts):

@@ -10,6 +10,7 @@ import torch
 from skipjoin.model.sampler import Sampler, SampleRow, largest_first, prompt_logprobs, uniform
 from skipjoin.sampling import SamplingParams
 
+needs_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 VOCAB = 1000
 LOGITS = torch.randn(VOCAB, generator=torch.Generator().manual_seed(1)) * 3
 
@@ -182,6 +183,50 @@ def test_logprobs_are_of_the_raw_logits():
     assert (sampled[2].logprob, sampled[2].top) == (None, ())
 
 
+def ranked(logits: torch.Tensor, count: int) -> list[int]:
+    """The `count` likeliest tokens; of equally likely ones, the lower id first."""
+    values = logits.tolist()
+    return sorted(range(len(values)), key=lambda token: (-values[token], token))[:count]
+
+
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_card])]
+# Whole groups of the search and a rest, one group and less than one; ties within groups and across them.
+TIED = [(5003, 0.3), (640, 0.01), (64, 0.1), (7, 0.1)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("vocab", "scale"), TIED, ids=str)
+def test_alternatives_do_not_depend_on_neighbors(vocab, scale, device):
+    counts = [1, 0, 3, 20, 5, 7, 2, 20, 9]
+    logits = torch.randn(len(counts), vocab, generator=torch.Generator().manual_seed(8)) * scale
+    logits = (3 + logits).bfloat16().float()  # few different numbers
+    logits[5], logits[6] = 0.0, torch.tensor([0.0, -0.0]).repeat(vocab)[:vocab]
+    logits[7, 5:] = -torch.inf
+    rows = [row(temperature=0, logprobs=count) for count in counts]
+    sampler, on_device = Sampler(vocab), logits.to(device)
+    together = sampler.sample(on_device, rows).report.read()
+    alone = [sampler.sample(on_device[i : i + 1], rows[i : i + 1]).report.read()[0] for i in range(len(rows))]
+    mixed = sampler.sample(on_device.repeat(2, 1), rows + [row()] * len(rows)).report.read()[: len(rows)]
+    for sampled in (together, alone, mixed):
+        for given, count, found in zip(logits, counts, sampled, strict=True):
+            expected = ranked(given, count)
+            assert [token for token, _ in found.top] == expected
+            assert found.token == ranked(given, 1)[0]
+            assert [value for _, value in found.top] == pytest.approx(given.log_softmax(-1)[expected].tolist())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("vocab", "scale"), TIED, ids=str)
+def test_prompt_alternatives_do_not_depend_on_their_number(vocab, scale, device):
+    logits = (3 + torch.randn(20, vocab, generator=torch.Generator().manual_seed(9)) * scale).bfloat16()
+    targets = [i % vocab for i in range(20)]
+    for count in (0, 1, 5, 20, 300):
+        found = prompt_logprobs(logits.to(device), targets, count).read()
+        for given, target, score in zip(logits, targets, found, strict=True):
+            assert [token for token, _ in score.top] == ranked(given, count)
+            assert score.rank == 1 + int((given > given[target]).sum())
+
+
 def test_prompt_logprobs():
     logits = torch.randn(4, VOCAB)
     targets = [3, 999, int(logits[2].argmax()), 0]
@@ -220,6 +265,23 @@ def test_thresholds_in_a_large_vocabulary_are_those_of_the_sorted_row(kind):
         assert torch.cat(found).tolist() == pytest.approx(expected, abs=0)
 
 
+def test_thresholds_do_not_depend_on_neighbors():
+    scaled = torch.randn(4, 80_000, generator=torch.Generator().manual_seed(0)) * 3
+    scaled -= scaled.amax(-1, keepdim=True)
+    totals = torch.cat([row.double().exp_().sum(-1, keepdim=True) for row in scaled.split(1)])
+    # Shares that some prefix reaches exactly, or misses by the last bit of the sum.
+    shares = scaled.sort(descending=True).values[:, :256:8].double().exp_().cumsum(-1) / totals
+    before, no_limit = torch.get_num_threads(), torch.full((4,), 80_000)
+    torch.set_num_threads(2)
+    try:
+        for top_p in shares.T:
+            together = largest_first(scaled, no_limit, top_p)
+            parts = zip(scaled.split(1), no_limit.split(1), top_p.split(1), strict=True)
+            assert torch.equal(together, torch.cat([largest_first(*part) for part in parts]))
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_logits_that_are_no_numbers_are_no_error():
     logits = torch.zeros(3, 5003)
     logits[0], logits[1, ::2], logits[2, 7] = torch.nan, torch.nan, torch.nan
@@ -246,7 +308,7 @@ def test_shape_is_checked():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@needs_card
 def test_same_on_cuda():
     rows = [row(seed=i, **p) for i in range(50) for p in ({}, {"top_p": 0.8}, {"top_k": 9}, {"temperature": 0})]
     logits = torch.randn(len(rows), VOCAB)

@@ -1,20 +1,38 @@
-"""AMX: the emulator that carries its instructions out, and what the machine code makes with it.
+"""AMX: what the machine code computes with its instructions, in the processor or in the emulator, and the emulator.
 
-Its results have the bits of the library with plain arithmetic in place of the instructions, of which
-test_ops_invariance.py shows more.
+Results have the bits of the library with plain arithmetic in place of the instructions, of which test_ops_invariance.py
+shows more. Tiles run in the processor where it has them; there one test withholds permission from a child process,
+which runs the others in the emulator.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import errno
+import platform
 import re
 import shutil
+import signal
 import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
-from amx_cases import EMULATED, EMULATOR, INSTRUCTIONS, NEEDS, PLAIN
+from amx_cases import (
+    BF16_NEEDS,
+    EMULATED,
+    EMULATOR,
+    INSTRUCTIONS,
+    PLAIN,
+    TILES,
+    TILES_NEEDS,
+    has_tiles,
+    has_tiles_here,
+)
+from withhold_tiles import ARCH_PRCTL, REQUEST_PERMISSION
 
 from skipjoin.model.attention.cpp_backend import CppAttention, check_attention
 from skipjoin.model.batch import PackedBatch, Segment
@@ -25,7 +43,9 @@ from skipjoin.model.ops.check import check_ops, rows_are_independent
 from skipjoin.model.ops.cpp_ops import CppOps
 from skipjoin.model.ops.threads import share_between, threads_here
 
-pytestmark = pytest.mark.skipif(not build.cpu_features() >= NEEDS, reason="this CPU lacks AVX-512 BF16")
+needs_bf16 = pytest.mark.skipif(not build.cpu_features() >= BF16_NEEDS, reason="this CPU lacks AVX-512 BF16")
+# A processor with AMX runs the instructions that configure tiles itself, also in a process without permission.
+CONFIGURES_ITSELF = build.cpu_features() >= TILES_NEEDS
 DTYPE = torch.bfloat16
 # Of check_amx.cpp: the instruction that must refuse it, and how.
 FAULTS = {
@@ -39,9 +59,10 @@ FAULTS = {
 
 @pytest.fixture(scope="module")
 def libraries() -> tuple[ctypes.CDLL, ctypes.CDLL]:
-    """The instructions in the emulator, and plain arithmetic in place of them."""
+    """The instructions, and plain arithmetic in place of them."""
+    instructions = INSTRUCTIONS if has_tiles_here() else EMULATED
     try:
-        made = [ctypes.CDLL(str(build.compiled_library(flags))) for flags in (EMULATED, PLAIN)]
+        made = [ctypes.CDLL(str(build.compiled_library(flags))) for flags in (instructions, PLAIN)]
     except (OSError, subprocess.SubprocessError) as error:
         pytest.skip(f"no compiler for AMX: {error}")
     assert [build.path_of(library) for library in made] == ["amx", "amx"]
@@ -60,39 +81,133 @@ def emulated(library: ctypes.CDLL, figure: str) -> int:
     return ctypes.CFUNCTYPE(ctypes.c_int64)((f"amx_emulator_{figure}", library))()
 
 
+@contextlib.contextmanager
+def by_tiles(library: ctypes.CDLL) -> Iterator[None]:
+    """Check that the emulator made products meanwhile; a processor does not count its own."""
+    before = None if has_tiles_here() else emulated(library, "products")
+    yield
+    assert before is None or emulated(library, "products") > before
+
+
 def drawn(*shape: int, scale: float = 1.0) -> torch.Tensor:
     return (torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))) * scale).to(DTYPE)
 
 
-def test_the_emulator_does_what_the_manual_says(tmp_path):
+@pytest.mark.parametrize(
+    ("features", "granted", "expected"),
+    [
+        (TILES_NEEDS | BF16_NEEDS, True, True),
+        (TILES_NEEDS | BF16_NEEDS, False, False),
+        (BF16_NEEDS, None, False),
+        (build.AVX2_NEEDS, None, False),
+        ({"asimd"}, None, False),
+    ],
+)
+def test_where_tiles_run(features, granted, expected):
+    def permitted() -> bool:
+        assert granted is not None, "the kernel is asked though the processor has no tiles"
+        return granted
+
+    assert has_tiles(features, permitted) == expected
+
+
+def withheld(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a Python program that gets no permission to use tiles."""
+    command = [sys.executable, str(Path(__file__).with_name("withhold_tiles.py")), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the filter is for the system calls of x86-64")
+def test_permission_is_withheld_by_a_filter():
+    ask = "import ctypes; libc = ctypes.CDLL(None, use_errno=True); print(libc.syscall({}, {}, 18), ctypes.get_errno())"
+    done = withheld("-c", ask.format(ARCH_PRCTL, REQUEST_PERMISSION))
+    assert done.stdout == f"-1 {errno.EPERM}\n", done
+
+
+@pytest.fixture(scope="module")
+def check_amx(tmp_path_factory):
+    """Returns a function that compiles check_amx.cpp with more arguments and returns the program."""
     compiler = shutil.which("g++") or shutil.which("clang++")
-    if compiler is None or subprocess.run([compiler, *INSTRUCTIONS, "--version"], check=False).returncode:
+    if platform.machine() != "x86_64" or compiler is None:
         pytest.skip("no compiler for AMX")
-    program, sources = tmp_path / "check_amx", [EMULATOR.with_name("check_amx.cpp"), EMULATOR]
-    flags = ["-std=c++17", "-O1", "-ffp-contract=off", *INSTRUCTIONS]
-    subprocess.run([compiler, *flags, *sources, "-o", program], check=True, timeout=280)
-    assert subprocess.run([program, "results"], capture_output=True, text=True, check=False).stdout == "ok\n"
+    if subprocess.run([compiler, *TILES, "--version"], capture_output=True, check=False).returncode:
+        pytest.skip("the compiler does not know AMX")
+    folder = tmp_path_factory.mktemp("check_amx")
+
+    def program(name: str, *arguments: str | Path) -> Path:
+        flags = ["-std=c++17", "-O1", "-ffp-contract=off", *TILES]
+        source = EMULATOR.with_name("check_amx.cpp")
+        subprocess.run([compiler, *flags, source, *arguments, "-o", folder / name], check=True, timeout=280)
+        return folder / name
+
+    return program
+
+
+def told(program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([program, *arguments], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("stand_in", [False, True], ids=["this processor", "stand-in for a processor with AMX"])
+def test_the_emulator_does_what_the_manual_says(check_amx, stand_in):
+    if stand_in and CONFIGURES_ITSELF:
+        pytest.skip("this processor needs no stand-in")
+    program = check_amx(f"emulated{stand_in}", EMULATOR, *["-DAMX_STAND_IN"] * stand_in)
+    assert told(program, "results").stdout == "ok\n"
     for fault, (instruction, kind) in FAULTS.items():
-        told = subprocess.run([program, fault], capture_output=True, text=True, check=False).stderr
-        assert re.match(rf"AMX emulator: {instruction} at rip 0x\w+ \(.*\): {kind}: ", told), (fault, told)
+        done = told(program, fault)
+        if CONFIGURES_ITSELF and instruction == "LDTILECFG":
+            assert done.returncode == -signal.SIGSEGV, (fault, done)
+        else:
+            message = rf"AMX emulator: {instruction} at rip 0x\w+ \(.*\): {kind}: "
+            assert re.match(message, done.stderr), (fault, done)
+
+
+@pytest.mark.skipif(not has_tiles_here(), reason="tiles do not run in this processor")
+def test_the_processor_does_what_the_manual_says(check_amx):
+    program = check_amx("native")
+    assert told(program, "results").stdout == "ok\n"
+    for fault, (_, kind) in FAULTS.items():
+        expected = signal.SIGSEGV if kind == "#GP" else signal.SIGILL
+        assert told(program, fault).returncode == -expected, fault
+
+
+@pytest.mark.skipif(not has_tiles_here(), reason="the emulator runs in this process")
+def test_the_emulator_runs_where_permission_is_withheld():
+    done = withheld("-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", __file__)
+    assert done.returncode == 0, done.stdout
+    # Those of products, of attention, of self-tests, of vectors, of the emulator and of the decision.
+    assert int(re.search(r"(\d+) passed", done.stdout)[1]) == 2 + 6 + 1 + 1 + 1 + 6, done.stdout
+
+
+@needs_bf16
+@pytest.mark.skipif(has_tiles_here(), reason="tiles run in this processor")
+def test_vectors_serve_where_the_kernel_gives_no_permission():
+    try:
+        library = ctypes.CDLL(str(build.compiled_library(INSTRUCTIONS)))
+    except (OSError, subprocess.SubprocessError) as error:
+        pytest.skip(f"no compiler for AMX: {error}")
+    assert build.path_of(library) == "avx512-bf16"
+    assert "tiles" not in CppOps(library, DTYPE).ways()
+    assert check_ops(CppOps(library, DTYPE), DTYPE)
+    assert check_attention(CppAttention(library), DTYPE)
 
 
 # Sizes near the least normal number, too: denormal numbers are zeros to the instruction.
+@needs_bf16
 @pytest.mark.parametrize("scale", [1.0, 2.0**-63])
 @pytest.mark.usefixtures("two_threads")
 def test_products_have_the_bits_of_plain_arithmetic(libraries, scale):
     ways = [CppOps(library, DTYPE, way="tiles") for library in libraries]
-    made = emulated(libraries[0], "products")
     for outputs, inputs in ((96, 128), (70, 33), (40, 600)):
         x, weight = drawn(100, inputs, scale=scale), drawn(2 * outputs, inputs, scale=scale)
         pairs = [(ops.linear(weight, None), ops.gated_linear(weight, None)) for ops in ways]
         for ours, expected in zip(*pairs, strict=True):
-            whole = ours(x)
+            with by_tiles(libraries[0]):
+                whole = ours(x)
             for rows in (slice(0, 1), slice(5, 22), slice(100)):
                 result = ours(x[rows])
                 assert result.equal(expected(x[rows])), (outputs, inputs, rows)
                 assert result.equal(whole[rows]), (outputs, inputs, rows)
-    assert emulated(libraries[0], "products") > made
 
 
 # A prompt, a long one's next chunk, the same from the end of its blocks, decodes.
@@ -106,6 +221,7 @@ SEGMENTS = [
 ]
 
 
+@needs_bf16
 @pytest.mark.parametrize("window", [0, 37])
 @pytest.mark.parametrize("heads", [(4, 4, 64), (5, 1, 40), (8, 2, 96)], ids=str)
 @pytest.mark.usefixtures("two_threads")
@@ -116,22 +232,27 @@ def test_attention_has_the_bits_of_plain_arithmetic(libraries, heads, window):
     config = ModelConfig.from_dict({"model_type": "llama", "head_dim": dim, **sizes})
     batch = PackedBatch.build(SEGMENTS, 8)
     split = drawn(batch.num_tokens, query_heads + 2 * kv_heads, dim).split([query_heads, kv_heads, kv_heads], dim=1)
-    made, outputs = emulated(libraries[0], "products"), []
-    for library in libraries:
+
+    def attended(library: ctypes.CDLL) -> torch.Tensor:
         kv = PagedKV(57, 8, config, DTYPE, "cpu")
         kv.tensor.copy_(drawn(*kv.tensor.shape))
-        outputs.append(CppAttention(library).attend(*split, kv, batch, layer=0, scale=0.3, window=window))
-    assert outputs[0].isfinite().all()
-    assert outputs[0].equal(outputs[1])
-    assert emulated(libraries[0], "products") > made
+        return CppAttention(library).attend(*split, kv, batch, layer=0, scale=0.3, window=window)
+
+    with by_tiles(libraries[0]):
+        ours = attended(libraries[0])
+    assert ours.isfinite().all()
+    assert ours.equal(attended(libraries[1]))
 
 
+@needs_bf16
 def test_the_self_tests_of_the_start_pass(libraries):
     assert check_ops(CppOps(libraries[0], DTYPE, way="tiles"), DTYPE)
     assert rows_are_independent(CppOps(libraries[0], DTYPE, way="tiles"), DTYPE)
     assert check_attention(CppAttention(libraries[0]), DTYPE)
 
 
+@needs_bf16
+@pytest.mark.skipif(CONFIGURES_ITSELF, reason="this processor releases tiles without the emulator's knowledge")
 @pytest.mark.usefixtures("two_threads")
 def test_every_thread_gives_its_tiles_back(libraries):
     linear = CppOps(libraries[0], DTYPE, way="tiles").linear(drawn(512, 256), None)

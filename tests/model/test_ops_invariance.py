@@ -9,7 +9,10 @@ from __future__ import annotations
 import ctypes
 import itertools
 import logging
+import platform
+import shutil
 import subprocess
+from pathlib import Path
 
 import amx_cases
 import pytest
@@ -32,9 +35,9 @@ from skipjoin.model.ops.torch_ops import TorchOps
 # By the path that the library must name: the flags, and what the processor must have. For AMX plain arithmetic stands
 # in for the instructions, which makes the same bits, as test_ops_amx.py shows.
 TARGETS = {
-    "amx": (amx_cases.PLAIN, amx_cases.NEEDS),
-    "avx512-bf16": (("-march=native",), amx_cases.NEEDS),
-    "avx512": (("-march=native", "-mno-avx512bf16"), {"avx512bw", "avx512vl", "avx512dq"}),
+    "amx": (amx_cases.PLAIN, amx_cases.BF16_NEEDS),
+    "avx512-bf16": (amx_cases.BF16, amx_cases.BF16_NEEDS),
+    "avx512": (amx_cases.AVX512, amx_cases.AVX512_NEEDS),
     "avx2": (build.AVX2, build.AVX2_NEEDS),
     "generic": ((), set()),
 }
@@ -53,6 +56,42 @@ def compiled(path: str) -> ctypes.CDLL:
         pytest.skip(f"no compiler for {path}: {error}")
     assert build.path_of(made) == path
     return made
+
+
+# What the compiler takes `-march=native` for on processors of these kinds, and the path of each.
+PROCESSORS = {
+    ("-march=sapphirerapids",): "amx",
+    ("-march=sapphirerapids", "-mno-amx-tile", "-mno-amx-bf16", "-mno-amx-int8"): "avx512-bf16",
+    ("-march=cooperlake",): "avx512-bf16",
+    ("-march=skylake-avx512",): "avx512",
+    ("-march=haswell",): "avx2",
+    ("-march=x86-64",): "generic",
+}
+# What the sources find of instructions, the fastest first.
+MACROS = {
+    "SKIPJOIN_TILES": "amx",
+    "SKIPJOIN_BF16": "avx512-bf16",
+    "SKIPJOIN_AVX512": "avx512",
+    "SKIPJOIN_AVX2": "avx2",
+}
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the flags are those of compilers for x86-64")
+@pytest.mark.parametrize(
+    ("flags", "path"), [*PROCESSORS.items(), *((flags, path) for path, (flags, _) in TARGETS.items())], ids=str
+)
+def test_flags_name_a_path_on_every_machine(flags, path):
+    compiler = shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        pytest.skip("no compiler")
+    source = Path(build.__file__).with_name("tiles.inc.cpp")
+    command = [compiler, "-std=c++17", *flags, "-x", "c++", "-dM", "-E", source]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if "error: bad value" in done.stderr or "unrecognized" in done.stderr:
+        pytest.skip(f"the compiler does not know {flags}")
+    assert done.returncode == 0, done.stderr
+    defined = {line.split()[1] for line in done.stdout.splitlines()}
+    assert next((name for macro, name in MACROS.items() if macro in defined), "generic") == path
 
 
 @pytest.fixture(scope="module", params=TARGETS)

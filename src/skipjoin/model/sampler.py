@@ -20,6 +20,10 @@ _MASK = (1 << 64) - 1
 _CANDIDATES = 256
 # Groups of a row for each of its largest values that are wanted: more give a closer bound, and take longer themselves.
 _GROUPS = 4
+# Tokens per group in the search for the likeliest, which sorts the maxima of all groups and the tokens of the best
+# groups. With 64, a large vocabulary has about as many groups as 20 groups have tokens.
+_GROUP = 64
+_MAX_ID = (1 << 32) - 1
 # Rows of prompt scores at a time: each needs a copy of the vocabulary's logits.
 _SCORED_ROWS = 256
 # Least temperature that logits are divided by: the quotients stay within float32. Already at larger ones a token has
@@ -42,7 +46,8 @@ class SampleRow(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """A chosen token; if requested, its natural log-probability and the likeliest alternatives, best first."""
+    """A chosen token; if requested, its natural log-probability and the likeliest alternatives, best first; of equally
+    likely ones, the lower id first."""
 
     token: int
     logprob: float | None = None
@@ -218,10 +223,41 @@ def prompt_logprobs(
 
 def _scored(logits: torch.Tensor, index: torch.Tensor, k: int) -> tuple[torch.Tensor, ...]:
     """Log-probabilities of the tokens in `index`, their ranks, and the k likeliest of each row."""
-    logprobs = logits.float().log_softmax(-1)
-    chosen = logprobs.gather(1, index)
-    best = logprobs.topk(min(k, logprobs.shape[-1]))
-    return chosen[:, 0], (logprobs > chosen).sum(-1) + 1, best.indices, best.values
+    logits = logits.float()
+    ids, ranks = _likeliest(logits, k), (logits > logits.gather(1, index)).sum(-1) + 1
+    logprobs = logits.log_softmax(-1)
+    return logprobs.gather(1, index)[:, 0], ranks, ids, logprobs.gather(1, ids)
+
+
+def _likeliest(logits: torch.Tensor, k: int) -> torch.Tensor:
+    """Return the ids of the `k` largest logits of each row, best first; of equal ones, the lower id first.
+
+    `topk` alone returns equal values in an order that depends on `k`. Logits are ranked rather than their
+    log-probabilities, in which rounding can make different logits equal.
+
+    Args:
+        logits: float32 [n, vocab].
+
+    Returns:
+        int64 [n, min(k, vocab)].
+    """
+    n, vocab = logits.shape
+    groups = vocab // _GROUP
+    grouped, device = groups * _GROUP, logits.device
+    # Every one of the k first tokens is in one of the k first groups, or behind the last whole group.
+    maxima = logits[:, :grouped].reshape(n, groups, _GROUP).amax(-1)
+    first = _first(maxima, torch.arange(groups, device=device), min(k, groups))
+    ids = (first[:, :, None] * _GROUP + torch.arange(_GROUP, device=device)).flatten(1)
+    ids = torch.cat([ids, torch.arange(grouped, vocab, device=device).expand(n, -1)], 1)
+    return _first(logits.gather(1, ids), ids, min(k, vocab))
+
+
+def _first(values: torch.Tensor, ids: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the `count` ids of each row with the largest values; of equal values, the lower id first. values: float32
+    [n, m]. ids: below 2^32, [n, m] or [m]."""
+    bits = (values + 0.0).view(torch.int32)  # of 0 and -0 the same
+    ordered = (bits ^ (bits >> 31 & 0x7FFFFFFF)).long()  # in the order of the values
+    return ~(ordered << 32 | _MAX_ID - ids).topk(count).values & _MAX_ID
 
 
 def _argmax(logits: torch.Tensor) -> torch.Tensor:
@@ -235,13 +271,13 @@ def _report(logits: torch.Tensor, tokens: torch.Tensor, rows: Sequence[SampleRow
     if not wanted:
         return HostCopy([tokens], lambda host: [Sampled(token) for token in host[0].tolist()])
     if len(wanted) == len(rows):
-        logprobs = logits.log_softmax(-1)
-        chosen = logprobs.gather(1, tokens[:, None])[:, 0]
+        scored, reported = logits, tokens
     else:
         index = send(wanted, logits.device)
-        logprobs = logits[index].log_softmax(-1)
-        chosen = logprobs.gather(1, tokens[index, None])[:, 0]
-    best = logprobs.topk(min(max(rows[i].params.logprobs or 0 for i in wanted), logprobs.shape[-1]))
+        scored, reported = logits[index], tokens[index]
+    logprobs = scored.log_softmax(-1)
+    chosen = logprobs.gather(1, reported[:, None])[:, 0]
+    best = _likeliest(scored, max(rows[i].params.logprobs or 0 for i in wanted))
     counts = [rows[i].params.logprobs for i in wanted]
 
     def build(host: list[torch.Tensor]) -> list[Sampled]:
@@ -251,7 +287,7 @@ def _report(logits: torch.Tensor, tokens: torch.Tensor, rows: Sequence[SampleRow
             sampled[i] = Sampled(sampled[i].token, logprob, top[:count])
         return sampled
 
-    return HostCopy([tokens, chosen, best.indices, best.values], build)
+    return HostCopy([tokens, chosen, best, logprobs.gather(1, best)], build)
 
 
 def _alternatives(ids: torch.Tensor, values: torch.Tensor) -> list[Alternatives]:
@@ -317,8 +353,9 @@ def largest_first(scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
     has_unlimited = any(k == vocab for k in limits)
     best = _largest(scaled, min(max(wanted, _CANDIDATES), vocab) if has_unlimited else wanted)
     if any(k == vocab and p < 1 for k, p in zip(limits, shares, strict=True)):
-        # Sums in float64: they are compared with probabilities near 1.
-        totals = scaled.double().exp_().sum(-1, keepdim=True)
+        # Sums in float64: they are compared with probabilities near 1. In runs: torch's threads share the sum of a row
+        # only where there is one row, which rounds differently.
+        totals = _in_runs(scaled.double().exp_()).sum(-1).cumsum(-1)[:, -1:]
     else:  # `_from_best` takes those of top_k
         totals = scaled.new_zeros((len(limits), 1), dtype=torch.float64)
     threshold, enough = _from_best(best, totals, top_k[:, None], top_p[:, None])
@@ -376,11 +413,8 @@ def _from_best(
 
 def _invert(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """Index at which the running sum of each row passes its share `uniforms` of the row's sum: int64 [n]."""
-    n, vocab = weights.shape
-    runs = -(-vocab // _RUN)
-    if missing := runs * _RUN - vocab:
-        weights = torch.nn.functional.pad(weights, (0, missing))
-    padded = weights.view(n, runs, _RUN)
+    padded = _in_runs(weights)
+    runs = padded.shape[1]
     run_ends = padded.sum(-1, dtype=torch.float64).cumsum(-1)
     target = uniforms[:, None] * run_ends[:, -1:]
     run = torch.searchsorted(run_ends, target, right=True).clamp_(max=runs - 1)
@@ -391,3 +425,11 @@ def _invert(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     # Rounding can put the target past the run's end: then its last token that can be drawn.
     drawable = torch.where(inside > 0, torch.arange(_RUN, device=weights.device), 0).amax(-1, keepdim=True)
     return (run * _RUN + offset.minimum(drawable))[:, 0]
+
+
+def _in_runs(weights: torch.Tensor) -> torch.Tensor:
+    """Split rows into runs: [n, vocab] becomes [n, runs, _RUN], padded with zeros."""
+    n, vocab = weights.shape
+    if missing := -vocab % _RUN:
+        weights = torch.nn.functional.pad(weights, (0, missing))
+    return weights.view(n, -1, _RUN)

@@ -64,7 +64,7 @@ class FileRows(Base):
         return found[:limit], len(found) > limit
 
     async def delete_file(self, owner: str, file_id: str) -> FileRow | None:
-        """Delete a file; None if there is none. The blob remains: see `removable`."""
+        """See `Store.delete_file`."""
         if not is_id(file_id):
             return None
         query = sa.update(files).where(files.c.id == file_id, self._is_visible(owner))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -16,7 +16,7 @@ from skipjoin.server.api.replies import json_response
 from skipjoin.server.batches.blobs import Blobs
 from skipjoin.server.batches.desk import Desk, owner_of
 from skipjoin.server.batches.file_rows import check_bytes
-from skipjoin.server.batches.records import INPUT, PURPOSES, FileRow, NoSpace, QuotaExceeded, new_file_id
+from skipjoin.server.batches.records import INPUT, PURPOSES, FileRow, NoSpace, QuotaExceeded, StoreError, new_file_id
 from skipjoin.server.batches.store import Store
 from skipjoin.server.batches.uploads import FILE, Form, too_large
 
@@ -78,7 +78,8 @@ def add_routes(app: FastAPI, desk: Desk) -> None:
         row = await desk.store.delete_file(owner_of(request), file_id)
         if row is None:
             raise not_found(file_id)
-        await sweep(desk.store, desk.blobs)
+        with suppress(StoreError):  # the file is deleted; what remains of it is removed within a minute
+            await sweep(desk.store, desk.blobs)
         return json_response({"id": row.id, "object": "file", "deleted": True})
 
 
@@ -228,3 +229,4 @@ async def sweep(store: Store, blobs: Blobs) -> None:
         await blobs.delete(file_id)
     if ids:
         await store.forget_files(ids)
+    await store.fill_reserve()

@@ -164,6 +164,10 @@ class StoreUnavailable(StoreError):  # noqa: N818 -- a state, as in "503 unavail
     """The database, or the folder of the files, cannot be reached at this time."""
 
 
+class StoreDamaged(StoreUnavailable):
+    """The database is damaged, and has to be restored."""
+
+
 class NoSpace(StoreError):  # noqa: N818 -- the same
     """The disk of the files or of the database is full. What was written before stays."""
 
@@ -177,7 +181,7 @@ class FolderLocked(StoreError):  # noqa: N818 -- the same
 
 
 class QuotaExceeded(StoreError):  # noqa: N818 -- the same
-    """The owner has as many bytes or batches as it may have."""
+    """The owner has as many bytes, files or batches as it may have."""
 
 
 def is_id(text: str) -> bool:

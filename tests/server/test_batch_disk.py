@@ -18,7 +18,7 @@ from server_worlds import Api, MakeApi, ServerProcess, StartServer
 
 from skipjoin.server.batches import service
 from skipjoin.server.batches.database import DATABASE_FILE
-from skipjoin.server.batches.records import LineResult, LineState, StoreDamaged
+from skipjoin.server.batches.records import LineResult, LineState, OwnerUsage, StoreDamaged
 from skipjoin.server.batches.service import Batches
 from support.small_disk import SmallDisk
 
@@ -179,4 +179,4 @@ async def test_a_database_that_is_damaged_while_it_is_used_is_named(tmp_path: Pa
             StoreDamaged, match=r"is damaged \(database disk image is malformed\): stop the server, and"
         ):
             await store.finish([LineResult(line=line, state=LineState.DONE, body=b"{}")])
-        assert await store.bytes_of(OWNER) == 0
+        assert await store.usage_of(OWNER) == OwnerUsage(0, 0)

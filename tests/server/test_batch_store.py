@@ -33,6 +33,7 @@ from skipjoin.server.batches.records import (
     LineResult,
     LineState,
     NoSpace,
+    OwnerUsage,
     QuotaExceeded,
     StoreError,
     StoreUnavailable,
@@ -320,9 +321,9 @@ async def test_files_belong_to_their_owner_and_expire(place: Place) -> None:
         rows = [file_of(store, filename=f"../{n}", expires_at=store.now() + 3600 + 1000 * n) for n in range(5)]
         for row in rows:
             await store.add_file(row, most_bytes=50)
-        with pytest.raises(QuotaExceeded, match="60 bytes, and may have 50"):
+        with pytest.raises(QuotaExceeded, match="60 bytes with the outputs of its batches, and may have 50"):
             await store.add_file(file_of(store), most_bytes=50)
-        assert await store.bytes_of(OWNER) == 50
+        assert await store.usage_of(OWNER) == OwnerUsage(50, 5)
         assert await store.files(OTHER) == ([], False)
         assert await store.file(OTHER, rows[0].id) is None
         assert await store.delete_file(OTHER, rows[0].id) is None
@@ -441,6 +442,7 @@ async def test_an_older_database_is_brought_up_to_date(place: Place) -> None:
         assert line.attempt == 2
         await store.finish([result(line)])
         assert (await store.batch(OWNER, "batch_1")).completion_tokens == 2
+        assert (await store.usage_of(OWNER)).bytes == result(line).bytes
     async with place.opened() as (store,):  # nothing to do
         assert (await settle(store, "batch_1"))[1] == ["id-1"]
 

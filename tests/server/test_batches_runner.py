@@ -304,3 +304,32 @@ async def test_a_server_without_batches(make_api: MakeApi) -> None:
         answers: list[httpx.Response] = [await api.http.get(path) for path in ("/v1/files", "/v1/batches")]
         assert [answer.status_code for answer in answers] == [404, 404]
         assert "batch_dir none" in answers[0].json()["error"]["message"]
+
+
+async def test_outputs_count_before_they_are_written(open_place: Callable[..., Any]) -> None:
+    """Answers that do not fit into the bytes of their key are errors, and lines after them do not run."""
+    most = 20_000
+    async with open_place(batch_max_bytes_per_key=most) as place:
+        engine = place.api.engine
+        count = 60
+        batch_id = await place.submit(*(line(str(n), **SHORT) for n in range(count)))
+        done = await place.until(batch_id)
+        assert done["status"] == "completed"
+        good, bad = await place.answers(done["output_file_id"]), await place.answers(done["error_file_id"])
+        assert len(good) + len(bad) == count
+        assert {one["response"]["body"]["error"]["code"] for one in bad.values()} == {"quota_exceeded"}
+        assert {one["response"]["status_code"] for one in bad.values()} == {429}
+        assert done["request_counts"] == {"total": count, "completed": len(good), "failed": len(bad)}
+        assert 10 < len(good) < len(engine.added) < count
+        assert place.metric('batch_lines_ended_total{state="done"}') == len(good)
+        files = (await place.api.http.get("/v1/files")).json()["data"]
+        answered = sum(file["bytes"] for file in files if not file["filename"].endswith("error.jsonl"))
+        assert answered <= most
+        input_id = next(file["id"] for file in files if file["purpose"] == "batch")
+        body = {"input_file_id": input_id, "endpoint": COMPLETIONS, "completion_window": "24h"}
+        refused = await place.api.http.post("/v1/batches", json=body)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "quota_exceeded")
+        for file in files:
+            await place.api.http.delete(f"/v1/files/{file['id']}")
+        batch_id = await place.submit(line("a", **SHORT))
+        assert (await place.until(batch_id))["request_counts"]["completed"] == 1

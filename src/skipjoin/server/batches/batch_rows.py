@@ -13,7 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from skipjoin.server.batches.base import Base
 from skipjoin.server.batches.database import repeated
 from skipjoin.server.batches.endings import closed_line
-from skipjoin.server.batches.file_rows import ACTIVE, page, seq_of
+from skipjoin.server.batches.file_rows import ACTIVE, check_usage, page, seq_of, usage_of
 from skipjoin.server.batches.records import (
     BatchRow,
     BatchStatus,
@@ -42,10 +42,16 @@ class BatchRows(Base):
     """The part of `Store` that is about batches."""
 
     async def add_batch(
-        self, row: BatchRow, idempotency_key: str | None = None, *, most_active: int | None = None
+        self,
+        row: BatchRow,
+        idempotency_key: str | None = None,
+        *,
+        most_active: int | None = None,
+        most_bytes: int | None = None,
     ) -> BatchRow:
         """Add a batch; it waits for its validation. With a key that the owner has used before it is the earlier batch
-        that is returned. most_active: batches of the owner that are not final; beyond it `QuotaExceeded`."""
+        that is returned. most_active: batches of the owner that are not final, most_bytes: of its files; beyond them
+        `QuotaExceeded`."""
         async with self._db.writing() as connection:
             await self._alone(connection, row.owner)
             if idempotency_key is not None:
@@ -55,6 +61,8 @@ class BatchRows(Base):
             active = await _active_of(connection, row.owner)
             if most_active is not None and active >= most_active:
                 raise QuotaExceeded(f"this key has {active} batches that have not ended, and may have {most_active}")
+            # A byte of its output has to fit.
+            check_usage((await usage_of(connection, row.owner)).bytes + 1, most_bytes, "bytes")
             values = asdict(row) | {"idempotency_key": idempotency_key}
             await connection.execute(sa.insert(batches), values)
         return row
@@ -230,6 +238,7 @@ class BatchRows(Base):
                 _ENDED_AT[status]: self.now(),
                 "output_file_id": output and output.id,
                 "error_file_id": error and error.id,
+                "result_bytes": 0,  # they are those of the files now
                 "server": None,
             }
             ended = sa.update(batches).where(batches.c.id == batch_id).values(changes).returning(batches)

@@ -210,6 +210,7 @@ async def _count(connection: AsyncConnection, ended: Sequence[LineResult]) -> No
             "prompt_tokens": batches.c.prompt_tokens + sum(result.prompt_tokens for result in own),
             "completion_tokens": batches.c.completion_tokens + sum(result.completion_tokens for result in own),
             "cached_tokens": batches.c.cached_tokens + sum(result.cached_tokens for result in own),
+            "result_bytes": batches.c.result_bytes + sum(result.bytes for result in own),
         }
         await connection.execute(sa.update(batches).where(batches.c.id == batch_id).values(changes))
 

@@ -155,6 +155,20 @@ class LineResult:
     completion_tokens: int = 0
     cached_tokens: int = 0
 
+    @property
+    def bytes(self) -> int:
+        """Size of the line in its file."""
+        return len(self.body) + 1
+
+
+@dataclass(frozen=True, slots=True)
+class OwnerUsage:
+    """What an owner has: bytes and number of its files. Files that are deleted count while a batch reads them; bytes
+    include results of batches that are not written to files yet."""
+
+    bytes: int
+    files: int
+
 
 class StoreError(Exception):
     """What the store cannot do. The text may be shown to clients."""

@@ -183,7 +183,7 @@ class _Work:
 
 def _work(service: Service, store: Store, blobs: Blobs, most: int) -> _Work:
     """The parts of an open store. The last lines that end wake what ends batches."""
-    commits = Commits(store, service.metrics)
+    commits = Commits(store, service.metrics, most_bytes=service.config.batch_max_bytes_per_key)
     runner = Runner(service, store, blobs, commits, most=most)
     finish = Chore("ending batches", Finisher(store, blobs, runner, commits, service.metrics).finish_due, _LOOK_S)
     commits.on_written = lambda: None if runner.live else finish.wake()

@@ -85,6 +85,8 @@ class LLM:
         # The tokenizer first: it fails fast.
         folder = model_folder(model, config.load_format)
         self.tokenizer: Tokenizer = load_tokenizer(folder)
+        if self.tokenizer.chat_template is not None:
+            self.tokenizer.chat_template.check()
         self.default_params = SamplingParams(**sampling_defaults(folder, config.generation_config))
         with self._progress() as bars:
             task = bars.add_task("loading", total=1.0)
@@ -120,6 +122,7 @@ class LLM:
         self._is_closed = True
         if self._forecasts is not None:
             self._forecasts.close()
+        self.tokenizer.close()
         self._loop.close()
 
     def generate(

@@ -9,8 +9,6 @@ batches.
 from __future__ import annotations
 
 import asyncio
-import errno
-import os
 import random
 import resource
 import signal
@@ -27,7 +25,6 @@ if TYPE_CHECKING:
 # Seconds within which /health has to tell that the engine has died.
 NOTICE_S = 5.0
 _STUTTER_S = 0.05
-_CHUNK = b"x" * (64 << 10)
 
 
 class Scene(NamedTuple):
@@ -127,24 +124,13 @@ async def _little_memory(scene: Scene) -> None:
 
 async def _full_disk(scene: Scene) -> None:
     """Fill the disk of the batches, to the last byte, for a while."""
-    filler = scene.served.place.seen_batches / "filler"
+    disk = scene.served.place.disk
+    assert disk is not None
     try:
-        with filler.open("wb", buffering=0) as file:
-            for size in (len(_CHUNK), 1):
-                _write_all(file.fileno(), _CHUNK[:size])
+        disk.fill()
         await asyncio.sleep(scene.length_s)
     finally:
-        filler.unlink()
-
-
-def _write_all(file: int, data: bytes) -> None:
-    """Write the data until there is no space."""
-    try:
-        while True:
-            os.write(file, data)
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
+        disk.empty()
 
 
 # -- servers that start -------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from chaos.catalog import LONGEST_OUTPUT, LONGEST_PROMPT
 from chaos.plan import World
 from support.leftovers import Mark
+from support.small_disk import SmallDisk
 
 SERVE = "import sys; from skipjoin.cli import app; sys.argv[0] = 'skipjoin'; app()"
 # 48 and 31 blocks of 16 tokens: two of the longest requests, or about eight of the others.
@@ -43,38 +44,30 @@ _OPTIONS = (
 _COMMAND = (sys.executable, "-c", SERVE, "serve", "tally", *_OPTIONS)
 # Seconds: to start, to end after what ends it, until all that belongs to it is gone, until it is idle.
 START_S, END_S, GONE_S, IDLE_S = 90.0, 30.0, 15.0, 20.0
-_DISK = "size=8m"
+_DISK = "8m"
 
 Metrics = dict[str, float]
 
 
 class Place:
     """Folders of the servers of one run: their batches, which the next server takes over, and what is temporary. With
-    a small disk the batches are on one, in a mount namespace that `disk` holds."""
+    a small disk the batches are on `disk`."""
 
     def __init__(self, world: World) -> None:
         self.root = Path(tempfile.mkdtemp(prefix="skipjoin-chaos-"))
         self.batches, self.temporary = self.root / "batches", _short_folder()
         self.batches.mkdir()
-        self._disk = _mounted(self.batches) if world.small_disk else None
+        self.disk = SmallDisk(self.batches, _DISK) if world.small_disk else None
 
     @property
     def enter(self) -> list[str]:
         """The beginning of a command that sees the disk."""
-        return [] if self._disk is None else ["nsenter", f"--mount=/proc/{self._disk.pid}/ns/mnt", "--"]
-
-    @property
-    def seen_batches(self) -> Path:
-        """The batches' folder as this process sees it."""
-        return self.batches if self._disk is None else Path(f"/proc/{self._disk.pid}/root{self.batches}")
+        return [] if self.disk is None else self.disk.enter
 
     def close(self) -> None:
         """Remove everything."""
-        if self._disk is not None:
-            self._disk.kill()
-            self._disk.wait()
-            assert self._disk.stdout is not None
-            self._disk.stdout.close()
+        if self.disk is not None:
+            self.disk.close()
         shutil.rmtree(self.root)
         shutil.rmtree(self.temporary)
 
@@ -88,35 +81,13 @@ def _short_folder() -> Path:
             return folder
 
 
-def _mounted(folder: Path) -> subprocess.Popen[bytes]:
-    """A process that holds a small disk at this folder, in a mount namespace of its own."""
-    mount = f"mount -t tmpfs -o {_DISK} none {folder} && echo mounted && exec sleep infinity"
-    process = subprocess.Popen(
-        ["unshare", "--mount", "--propagation", "private", "sh", "-c", mount],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-    )
-    assert process.stdout is not None
-    if process.stdout.readline() != b"mounted\n":
-        process.stdout.close()
-        process.wait()
-        raise OSError("a disk cannot be mounted here")
-    return process
-
-
 def lacks_mounts() -> str | None:
     """Why there can be no small disk here; None if there can."""
-    if shutil.which("unshare") is None or shutil.which("nsenter") is None:
-        return "unshare and nsenter (util-linux) are not installed"
     with tempfile.TemporaryDirectory() as folder:
         try:
-            process = _mounted(Path(folder))
+            SmallDisk(Path(folder), _DISK).close()
         except OSError as error:
             return str(error)
-        process.kill()
-        process.wait()
-        assert process.stdout is not None
-        process.stdout.close()
     return None
 
 

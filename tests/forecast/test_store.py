@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from skipjoin.config import ForecastConfig
+from skipjoin.config import EngineConfig, ForecastConfig
+from skipjoin.engine.forecasting import chosen_forecasts
 from skipjoin.forecast import Forecaster, default_folder, make_forecaster, words
 from skipjoin.forecast.store import STATE
 
@@ -154,3 +155,16 @@ def test_the_default_folder_follows_the_user_cache(monkeypatch, tmp_path: Path) 
     assert default_folder() == tmp_path / "own"
     monkeypatch.delenv("SKIPJOIN_FORECAST_DIR")
     assert default_folder() == tmp_path / "skipjoin" / "forecasts"
+
+
+def test_folders_are_for_their_user_alone(tmp_path: Path) -> None:
+    """Whatever the umask allows, and whether the server makes the folder or the first save does."""
+    engine = EngineConfig(recipe="fcfs")
+    before = os.umask(0o022)
+    try:
+        chosen_forecasts(ForecastConfig(forecast_dir=str(tmp_path / "named")), engine)
+        assert make().save(tmp_path / "default")
+    finally:
+        os.umask(before)
+    made = [tmp_path / "named", tmp_path / "default", *(tmp_path / "default").iterdir()]
+    assert [folder.stat().st_mode & 0o777 for folder in made] == [0o700] * 3

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import struct
 
 import pytest
 import torch
@@ -17,6 +19,10 @@ from skipjoin.model.kv_cache import PagedKV
 from skipjoin.model.loader import load_model, random_model, resolve_folder
 
 IDS = [[5, 9, 33, 2, 71, 8]]
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", "factor": 4.0}
 
 
 def logits(model) -> torch.Tensor:
@@ -60,16 +66,38 @@ def test_older_spelling_of_rope(folder):
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "supported are default, linear, llama3, yarn"),
         ({"rope_parameters": {"rope_type": "linear"}}, "no 'factor'"),
         ({"hidden_size": None}, "no 'hidden_size'"),
-        ({"hidden_size": "wide"}, "cannot be read"),
+        ({"hidden_size": "wide"}, r"hidden_size in config.json must be an integer in \[1, 1048576\], got 'wide'"),
         ({"num_key_value_heads": 3}, "cannot share 3 key-value heads"),
         ({"hidden_act": "swiglu"}, "activation 'swiglu' is not supported"),
         ({"quantization_config": {"bits": 4}}, "quantized weights are not supported"),
-        ({"num_hidden_layers": 0}, "num_layers must be positive"),
-        ({"num_hidden_layers": 10**13}, "num_hidden_layers in config.json must be at most 16384, got 1000000000000"),
-        ({"max_position_embeddings": float("inf")}, "max_position_embeddings in config.json must be at most"),
-        ({"num_attention_heads": 0, "head_dim": None}, "cannot be read: .* by zero"),
-        ({"num_key_value_heads": -1}, "num_kv_heads must be positive"),
-        ({"rms_norm_eps": 10**400}, "cannot be read"),
+        ({"num_hidden_layers": 0}, r"num_hidden_layers in config.json must be an integer in \[1, 16384\], got 0"),
+        ({"num_hidden_layers": 10**13}, "num_hidden_layers in config.json must be an integer in .*, got 1000000000000"),
+        ({"max_position_embeddings": float("inf")}, "max_position_embeddings in config.json must be an integer in"),
+        ({"num_attention_heads": 0, "head_dim": None}, "num_attention_heads in config.json must be an integer in"),
+        ({"num_attention_heads": 4.5}, "num_attention_heads in config.json must be an integer in .*, got 4.5"),
+        ({"num_attention_heads": True}, "num_attention_heads in config.json must be an integer in .*, got True"),
+        ({"num_key_value_heads": -1}, "num_key_value_heads in config.json must be an integer in"),
+        ({"sliding_window": -5}, r"sliding_window in config.json must be an integer in \[0, "),
+        ({"rms_norm_eps": 10**400}, r"rms_norm_eps in config.json must be a number in \[1e-30, 1\]"),
+        *(
+            ({"rms_norm_eps": value}, r"rms_norm_eps in config.json must be a number in \[1e-30, 1\], got ")
+            for value in (float("nan"), float("inf"), 0, -1e-6, 1e-46, "1e-6", [1])
+        ),
+        *(
+            ({"rope_parameters": {"rope_type": "default", "rope_theta": value}}, "rope_theta in config.json must be")
+            for value in (float("nan"), float("inf"), 0, -10000.0, 1e-300, "x")
+        ),
+        *(
+            ({"rope_parameters": {"rope_type": "linear", "factor": value}}, "factor in config.json must be a finite")
+            for value in (float("nan"), float("inf"), 0, -2.0)
+        ),
+        ({"rope_parameters": LLAMA3 | {"low_freq_factor": 4.0}}, "low_freq_factor in config.json must be below"),
+        ({"rope_parameters": LLAMA3 | {"high_freq_factor": float("nan")}}, "high_freq_factor in config.json must be"),
+        ({"rope_parameters": YARN | {"beta_fast": float("nan")}}, "beta_fast in config.json must be a finite"),
+        ({"rope_parameters": YARN | {"attention_factor": 0.0}}, "attention_factor in config.json must be a finite"),
+        ({"rope_parameters": YARN | {"original_max_position_embeddings": 0.5}}, "original_max_position_embeddings in"),
+        ({"rope_parameters": {"partial_rotary_factor": float("nan")}}, "partial_rotary_factor in config.json must be"),
+        ({"rope_parameters": {"partial_rotary_factor": 2}}, "partial_rotary_factor in config.json must be"),
         ({"architectures": 7}, "architectures in config.json must be a list of names, got 7"),
         ({"architectures": [["LlamaForCausalLM"]]}, "is not supported"),
     ],
@@ -114,11 +142,98 @@ def test_weights_refused(folder):
     with pytest.raises(ModelError, match="cannot be read"):
         load_model(folder)
     weights.unlink()
+    os.mkfifo(folder / "pipe.safetensors")
     with pytest.raises(ModelError, match=r"has no \.safetensors file"):
         load_model(folder)
     (folder / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(ModelError, match="skipjoin convert"):
         load_model(folder)
+
+
+def write_header(file, header: object, data: bytes = b"", size: int | None = None) -> None:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    file.write_bytes(struct.pack("<Q", len(text) if size is None else size) + text + data)
+
+
+A = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+
+
+@pytest.mark.parametrize(
+    ("header", "data", "size"),
+    [
+        ({"a": A, "b": A}, 8, None),
+        ({"a": A, "b": A | {"data_offsets": [4, 12]}}, 12, None),
+        ({"a": A | {"data_offsets": [0, 8000], "shape": [2000]}}, 8, None),
+        ({"a": A | {"data_offsets": [-8, 0]}}, 8, None),
+        ({"a": A | {"data_offsets": [8, 0]}}, 8, None),
+        ({"a": A, "b": A | {"data_offsets": [16, 24]}}, 24, None),
+        ({"a": A}, 80, None),
+        ({"a": A | {"shape": [2**62, 8]}}, 8, None),
+        ({"a": A}, 8, 2**63),
+        ({"a": A}, 8, 99_000_000),
+        (b"{" * 100_000, 0, None),
+        (b"[1]", 0, None),
+        (b"", 0, None),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_headers_of_weights_that_lie_are_refused(folder, header, data, size):
+    write_header(folder / "model.safetensors", header, b"\0" * data, size)
+    with pytest.raises(ModelError, match=r"the weights in .* cannot be read: Error while deserializing header"):
+        load_model(folder)
+
+
+@pytest.mark.parametrize(("dtype", "torch_type"), [("F8_E4M3", torch.float8_e4m3fn), ("I64", torch.int64)])
+def test_weights_of_another_type_are_refused(folder, dtype, torch_type):
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch_type)
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ModelError, match=f"norm.weight has type {dtype}; supported are F64, F32, BF16, F16"):
+        load_model(folder)
+
+
+def write_index(folder, weight_map: object) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+@pytest.mark.parametrize("name", ["{outside}", "../outside.safetensors", "a/../../outside.safetensors"])
+def test_an_index_names_files_inside_its_folder_only(folder, tmp_path, name):
+    tensors = load_file(folder / "model.safetensors")
+    outside = tmp_path / "outside.safetensors"
+    (folder / "a").mkdir()
+    (folder / "model.safetensors").rename(outside)
+    write_index(folder, dict.fromkeys(tensors, name.format(outside=outside)))
+    with pytest.raises(ModelError, match=r"weight_map in .* must name files inside its folder, got "):
+        load_model(folder)
+
+
+@pytest.mark.parametrize("weight_map", [None, [], "model.safetensors", {"a": 1}, {"a": ["model.safetensors"]}], ids=str)
+def test_an_index_that_is_none_is_refused(folder, weight_map):
+    write_index(folder, weight_map)
+    with pytest.raises(ModelError, match=r"weight_map in .* must give the name of a file for each tensor"):
+        load_model(folder)
+
+
+@pytest.mark.parametrize("has_index", [True, False])
+def test_links_to_weights_stay_in_the_folder_or_the_cache_of_the_hub(folder, tmp_path, has_index):
+    expected = logits(load_model(folder))
+    repository = tmp_path / "models--some--model"
+    snapshot, blobs = repository / "snapshots" / "main", repository / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for file in folder.iterdir():
+        file.rename(blobs / file.name)
+        (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
+    if has_index:
+        write_index(snapshot, dict.fromkeys(load_file(blobs / "model.safetensors"), "model.safetensors"))
+    torch.testing.assert_close(logits(load_model(snapshot)), expected)
+    (tmp_path / "whole").symlink_to(snapshot)
+    torch.testing.assert_close(logits(load_model(tmp_path / "whole")), expected)
+    (blobs / "model.safetensors").rename(tmp_path / "elsewhere")
+    (snapshot / "model.safetensors").unlink()
+    (snapshot / "model.safetensors").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ModelError, match=r"must not be a link to a file outside its folder, .* make a hard link"):
+        load_model(snapshot)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -199,11 +199,12 @@ MakeApi = Callable[..., contextlib.AbstractAsyncContextManager[Api]]
 
 
 class ServerProcess:
-    """A server that runs on its own, over the simulated engine or a real one. Its output is collected."""
+    """A server that runs on its own, over the simulated engine or a real one. Its output is collected. enter: the
+    beginning of its command."""
 
-    def __init__(self, command: list[str]) -> None:
+    def __init__(self, command: list[str], enter: Sequence[str] = ()) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, str(HERE / "serve.py"), *command],
+            [*enter, sys.executable, str(HERE / "serve.py"), *command],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -271,8 +272,14 @@ StartServer = Callable[..., ServerProcess]
 
 
 def simulated_server(
-    folder: Path, step_s: float, blocks: int, context: int = tiny.CONTEXT, **settings: Any
+    folder: Path,
+    step_s: float,
+    blocks: int,
+    context: int = tiny.CONTEXT,
+    *,
+    enter: Sequence[str] = (),
+    **settings: Any,
 ) -> ServerProcess:
-    """A server over the simulated engine."""
+    """A server over the simulated engine. enter: see `ServerProcess`."""
     options = [f"{name}={value}" for name, value in settings.items()]
-    return ServerProcess(["simulated", str(folder), str(step_s), str(blocks), str(context), *options])
+    return ServerProcess(["simulated", str(folder), str(step_s), str(blocks), str(context), *options], enter)

@@ -185,6 +185,19 @@ async def test_wrong_queries_are_named(world: Files, query: str) -> None:
     assert response.json()["error"]["param"] == query.split("=", maxsplit=1)[0]
 
 
+async def test_the_number_of_files_is_bounded(tmp_path: Path) -> None:
+    async with opened(tmp_path, batch_max_files_per_key=3) as world:
+        answers = await asyncio.gather(*(world.upload() for _ in range(6)))
+        assert sorted(answer.status_code for answer in answers) == [200] * 3 + [429] * 3
+        refused = await world.upload()
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "quota_exceeded")
+        assert "this key would have 4 files with the outputs of its batches, and may have 3" in refused.text
+        assert len(world.on_disk()) == 3
+        assert (await world.other.post("/v1/files", data=FORM, files={"file": b"{}"})).status_code == 200
+        await world.http.delete(f"/v1/files/{next(a for a in answers if a.status_code == 200).json()['id']}")
+        assert (await world.upload()).status_code == 200
+
+
 async def test_sizes_are_bounded(world: Files) -> None:
     large = await world.upload(b"x" * (3 * MB + 1))
     assert large.status_code == 413

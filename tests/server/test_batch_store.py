@@ -33,6 +33,7 @@ from skipjoin.server.batches.records import (
     LineResult,
     LineState,
     NoSpace,
+    OwnerUsage,
     QuotaExceeded,
     StoreError,
     StoreUnavailable,
@@ -266,7 +267,23 @@ async def test_cancelled_while_validated_and_while_running(place: Place) -> None
         assert cancelled.status is BatchStatus.CANCELLING
         assert not await store.add_lines(early.id, places([3]))
         assert not await store.begin(early.id, 3)
-        assert await settle(store, early.id) == (BatchStatus.CANCELLED, [], [])
+        assert await store.due() == []
+        assert await store.start_finalizing(early.id) is None
+        # Its lines are read to the end: each of them is in the error file.
+        assert (await store.take_unvalidated("another model", runs=False)).id == early.id
+        assert await store.add_lines(early.id, places([1, 2, 3]))
+        assert await store.begin(early.id, 3)
+        assert await store.take_lines(9) == []
+        assert [due.id for due in await store.due()] == [early.id]
+        assert await settle(store, early.id) == (BatchStatus.CANCELLED, [], ["id-1", "id-2", "id-3"])
+        wrong = await store.add_batch(new_batch(store))
+        await store.cancel(OWNER, wrong.id)
+        assert (await store.take_unvalidated()).id == wrong.id
+        assert await store.reject(wrong.id, [LineError(code="invalid_json_line", message="line 1", line=1)])
+        found = await store.batch(OWNER, wrong.id)
+        assert (found.status, found.total, found.errors[0].line) == (BatchStatus.CANCELLED, 0, 1)
+        assert found.cancelled_at is not None
+        assert await store.take_unvalidated() is None
         late = await add_batch(store, lines=3)
         first, *_ = await store.take_lines(2)
         await store.finish([result(first)])
@@ -320,9 +337,9 @@ async def test_files_belong_to_their_owner_and_expire(place: Place) -> None:
         rows = [file_of(store, filename=f"../{n}", expires_at=store.now() + 3600 + 1000 * n) for n in range(5)]
         for row in rows:
             await store.add_file(row, most_bytes=50)
-        with pytest.raises(QuotaExceeded, match="60 bytes, and may have 50"):
+        with pytest.raises(QuotaExceeded, match="60 bytes with the outputs of its batches, and may have 50"):
             await store.add_file(file_of(store), most_bytes=50)
-        assert await store.bytes_of(OWNER) == 50
+        assert await store.usage_of(OWNER) == OwnerUsage(50, 5)
         assert await store.files(OTHER) == ([], False)
         assert await store.file(OTHER, rows[0].id) is None
         assert await store.delete_file(OTHER, rows[0].id) is None
@@ -337,7 +354,7 @@ async def test_files_belong_to_their_owner_and_expire(place: Place) -> None:
         # A batch goes on reading a file that is deleted.
         batch = await store.add_batch(replace(new_batch(store), input_file_id=rows[1].id))
         deleted = await store.delete_file(OWNER, rows[1].id)
-        assert deleted.deleted_at >= rows[1].created_at + 4000
+        assert deleted.deleted_at >= place.clock.seconds
         assert replace(deleted, deleted_at=None) == rows[1]
         assert await store.removable() == [rows[0].id]
         await store.take_unvalidated()
@@ -441,6 +458,7 @@ async def test_an_older_database_is_brought_up_to_date(place: Place) -> None:
         assert line.attempt == 2
         await store.finish([result(line)])
         assert (await store.batch(OWNER, "batch_1")).completion_tokens == 2
+        assert (await store.usage_of(OWNER)).bytes == result(line).bytes
     async with place.opened() as (store,):  # nothing to do
         assert (await settle(store, "batch_1"))[1] == ["id-1"]
 

@@ -17,10 +17,12 @@ from server_worlds import Api, MakeApi
 
 from skipjoin.core.request import FinishReason, ServiceClass
 from skipjoin.server.api.service import Phase
-from skipjoin.server.batches import chores, runner, service
-from skipjoin.server.batches.records import NoSpace, StoreUnavailable
+from skipjoin.server.batches import chores, intake, runner, service
+from skipjoin.server.batches.line_check import Rules
+from skipjoin.server.batches.records import LinePlace, NoSpace, StoreUnavailable
 from skipjoin.server.batches.service import Batches
 from skipjoin.server.batches.store import Store
+from skipjoin.server.batches.validate import validate
 from skipjoin.server.engines.errors import EngineDeadError
 from support.pace import most_stall_s
 
@@ -304,3 +306,69 @@ async def test_a_server_without_batches(make_api: MakeApi) -> None:
         answers: list[httpx.Response] = [await api.http.get(path) for path in ("/v1/files", "/v1/batches")]
         assert [answer.status_code for answer in answers] == [404, 404]
         assert "batch_dir none" in answers[0].json()["error"]["message"]
+
+
+async def test_outputs_count_before_they_are_written(open_place: Callable[..., Any]) -> None:
+    """Answers that do not fit into the bytes of their key are errors, and lines after them do not run."""
+    most = 20_000
+    async with open_place(batch_max_bytes_per_key=most) as place:
+        engine = place.api.engine
+        count = 60
+        batch_id = await place.submit(*(line(str(n), **SHORT) for n in range(count)))
+        done = await place.until(batch_id)
+        assert done["status"] == "completed"
+        good, bad = await place.answers(done["output_file_id"]), await place.answers(done["error_file_id"])
+        assert len(good) + len(bad) == count
+        assert {one["response"]["body"]["error"]["code"] for one in bad.values()} == {"quota_exceeded"}
+        assert {one["response"]["status_code"] for one in bad.values()} == {429}
+        assert done["request_counts"] == {"total": count, "completed": len(good), "failed": len(bad)}
+        assert 10 < len(good) < len(engine.added) < count
+        assert place.metric('batch_lines_ended_total{state="done"}') == len(good)
+        files = (await place.api.http.get("/v1/files")).json()["data"]
+        answered = sum(file["bytes"] for file in files if not file["filename"].endswith("error.jsonl"))
+        assert answered <= most
+        input_id = next(file["id"] for file in files if file["purpose"] == "batch")
+        body = {"input_file_id": input_id, "endpoint": COMPLETIONS, "completion_window": "24h"}
+        refused = await place.api.http.post("/v1/batches", json=body)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "quota_exceeded")
+        for file in files:
+            await place.api.http.delete(f"/v1/files/{file['id']}")
+        batch_id = await place.submit(line("a", **SHORT))
+        assert (await place.until(batch_id))["request_counts"]["completed"] == 1
+
+
+async def test_a_batch_that_is_cancelled_while_it_is_validated_answers_each_line(
+    open_place: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether it was cancelled before or after its first line ran makes no difference to its files."""
+    begun, go_on = asyncio.Event(), asyncio.Event()
+
+    async def slow(path: Path, rules: Rules) -> AsyncIterator[list[LinePlace]]:
+        async for chunk in validate(path, rules):
+            begun.set()
+            await go_on.wait()
+            yield chunk
+
+    monkeypatch.setattr(intake, "validate", slow)
+    async with open_place() as place:
+        for lines, codes, wrong in (
+            ([line(str(n), **SHORT) for n in range(5)], {"batch_cancelled"}, None),
+            ([line("a", **SHORT), b"no JSON"], set(), [2]),
+        ):
+            begun.clear()
+            go_on.clear()
+            batch_id = await place.submit(*lines)
+            if not wrong:
+                await asyncio.wait_for(begun.wait(), 30)
+            cancelled = await place.api.http.post(f"/v1/batches/{batch_id}/cancel")
+            assert cancelled.json()["status"] in ("cancelling", "cancelled")
+            go_on.set()
+            done = await place.until(batch_id)
+            assert done["status"] == "cancelled"
+            assert done["in_progress_at"] is None
+            assert done["output_file_id"] is None
+            bad = await place.answers(done["error_file_id"])
+            assert {one["error"]["code"] for one in bad.values()} == codes
+            assert len(bad) == done["request_counts"]["total"] == (0 if wrong else len(lines))
+            assert (done["errors"] and [one["line"] for one in done["errors"]["data"]]) == wrong
+        assert not place.api.engine.added

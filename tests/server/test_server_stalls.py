@@ -20,6 +20,7 @@ from msgspec.structs import replace
 from server_worlds import JSON, Api, MakeApi, StartServer
 
 from skipjoin.engine.text import Output
+from skipjoin.model.tokenizer import load_tokenizer
 from skipjoin.sampling import Scored, TokenDetail
 from skipjoin.server.engines.sequences import MOST_OF_SEQUENCE, MOST_WAITING, Mailbox
 from support.pace import STALL_S, most_stall_s, slowness
@@ -133,6 +134,36 @@ async def test_no_number_of_prompts_stalls_the_others(api: Api, fields: dict[str
         assert (await api.complete(**fields, max_tokens=1)).status_code == 200
 
     assert await stall_of(post) < STALL_S
+
+
+HOSTILE = """{% set it = messages|length %}{% set case = messages[0].content %}
+{% if case == 'repeat' %}{{ 'x' * (it * 10**10) }}{% endif %}
+{% if case == 'loops' %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}{% endif %}
+{% if case == 'long' %}{{ 'x' * (it * 15 * 1024 * 1024) }}{% endif %}{{ case }}"""
+
+
+async def test_a_hostile_chat_template_stalls_no_other_request(make_api: MakeApi, tmp_path: Path) -> None:
+    """Templates come with models. 15 MiB of text are within the bound of one and have too many tokens."""
+    template = tmp_path / "template"
+    template.write_text(HOSTILE)
+    async with make_api() as api:
+        api.service._tokenizer = load_tokenizer(api.ready.folder, chat_template=template)
+
+        async def post() -> None:
+            chats = [
+                api.chat(messages=[{"role": "user", "content": case}]) for case in ("repeat", "loops", "long", "hi")
+            ]
+            completion = api.complete(max_tokens=100, ignore_eos=True)
+            *answers, completed = await asyncio.gather(*chats, completion)
+            assert completed.json()["usage"]["completion_tokens"] == 100
+            assert [answer.status_code for answer in answers] == [400, 400, 400, 200]
+            told = [answer.json()["error"]["message"] for answer in answers[:3]]
+            assert told[0].endswith("this conversation: it needs more than 512 MiB of memory")
+            assert told[1].endswith("this conversation: it takes more than 0.5 s of processor time")
+            assert "messages must have at most" in told[2]
+
+        assert await stall_of(post) < STALL_S
+        assert api.is_clean()
 
 
 PATHS = {

@@ -295,13 +295,23 @@ class ServerConfig(AccessConfig):
     batch_max_bytes_per_key: Annotated[
         int,
         Knob(
-            "Most bytes of files that one key has; uploads beyond are refused with 429.",
+            "Most bytes of files that one key has; uploads, batches and lines beyond are refused with 429.",
             low=1,
             high=1 << 50,
             metavar="BYTES",
             group=BATCHES,
         ),
     ] = 10_000_000_000
+    batch_max_files_per_key: Annotated[
+        int,
+        Knob(
+            "Maximum number of files of one key; uploads beyond are refused with 429.",
+            low=1,
+            high=1 << 40,
+            metavar="FILES",
+            group=BATCHES,
+        ),
+    ] = 10_000
     batch_max_active_per_key: Annotated[
         int,
         Knob(

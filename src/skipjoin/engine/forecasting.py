@@ -145,7 +145,7 @@ def _check_folders(config: ForecastConfig) -> None:
         )
     if kept_in not in (None, _NOWHERE):
         try:
-            Path(kept_in).mkdir(parents=True, exist_ok=True)
+            Path(kept_in).mkdir(mode=0o700, parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=kept_in).close()
         except OSError as error:
             raise ConfigError(f"forecast_dir {kept_in} cannot be written: {error.strerror}") from error

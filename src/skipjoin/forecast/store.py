@@ -77,7 +77,8 @@ def save_state(
     one stays."""
     folder = identity.folder(parent)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
         _write(folder, identity, save(arrays), counts)
     except OSError as error:
         if not quiet:

@@ -1,23 +1,31 @@
 """Chat templates: Jinja programs in model folders that format a conversation as in the model's training.
 
-They come with downloaded models, so they run in Jinja's sandbox, without access to Python objects.
+A template is rendered by a process of its own (`template_program`), whose processor time and memory the kernel limits:
+whatever a template does, the caller gets its text or an error and waits without holding the interpreter.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import select
+import signal
+import subprocess
+import sys
+import threading
+import weakref
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jinja2 import TemplateError, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
+from skipjoin.model import template_program as program
 from skipjoin.model.config import ModelError
+
+# By path and without this package, see `template_program`; -P keeps its folder's modules from hiding other packages.
+_COMMAND = (sys.executable, "-P", program.__file__)
+# Time after which a process that uses no processor, such as a stopped one, is killed. A busy machine may hold up a
+# process for seconds.
+_MAX_WAIT_S = 30.0
 
 logger = logging.getLogger(__name__)
 
@@ -43,59 +51,135 @@ def read_template(file: Path) -> str:
 
 
 class ChatTemplate:
-    """A compiled template. `special`: texts of special tokens by name ("bos_token"), visible to it."""
+    """A template. `special`: texts of special tokens by name ("bos_token"), visible to it.
+
+    Its process starts when it is first needed, or with `check`, and again after a conversation that reached a limit.
+    """
 
     def __init__(self, source: str, special: Mapping[str, str]) -> None:
-        """Raises `ModelError` for a template that does not compile."""
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationMarks]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _refuse
-        environment.globals["strftime_now"] = _now
         self._special = dict(special)
-        self._failures: set[type[Exception]] = set()  # those that the log has
-        try:
-            self._template = environment.from_string(source)
-        except TemplateError as error:
-            raise ModelError(f"the chat template does not compile: {error}") from error
+        self._failures: set[str] = set()  # those that the log has
+        self._renderer = _Renderer(source)
+        weakref.finalize(self, self._renderer.close)
+
+    def check(self) -> None:
+        """Raise `ModelError` if the template does not compile."""
+        self._renderer.start()
 
     def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
         """The conversation as text. Raises `ModelError` with the template's message if it rejects the conversation.
 
         Where the template itself fails, the message says no more than that: the exception, which may have any text, is
-        the error's cause, and the log has the first one of each type.
+        in the log, the first one of each type. A template that reaches a limit of its process has failed, too.
         """
-        context = {"tools": None, "documents": None, **self._special, **variables}
+        context = {"tools": None, "documents": None, **self._special, "messages": messages, **variables}
         try:
-            return self._template.render(messages=messages, **context)
-        except TemplateError as error:
-            raise ModelError(f"the model's chat template rejects this conversation: {error}") from error
-        except Exception as error:
-            if type(error) not in self._failures:
-                self._failures.add(type(error))
-                logger.warning("the model's chat template fails on a conversation: %r", error)
-            raise ModelError("the model's chat template fails on this conversation") from error
+            content = json.dumps(context, default=_plain).encode()
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ModelError(f"messages must be of JSON values: {error}") from error
+        kind, answer = self._renderer.ask(content)
+        if kind != program.TEXT:
+            self._refuse(kind, answer)
+        return answer.decode()
+
+    def close(self) -> None:
+        """End the process. It may be called again."""
+        self._renderer.close()
+
+    def _refuse(self, kind: int, answer: bytes) -> NoReturn:
+        said = answer.decode()
+        if kind == program.REJECTED:
+            raise ModelError(f"the model's chat template rejects this conversation: {said}")
+        limit = _LIMITS.get(kind)
+        failure = limit or said.partition("(")[0]
+        if failure not in self._failures:
+            self._failures.add(failure)
+            logger.warning("the model's chat template fails on a conversation: %s", limit or said)
+        raise ModelError(f"the model's chat template fails on this conversation{f': {limit}' if limit else ''}")
 
 
-class _GenerationMarks(Extension):
-    """`{% generation %}` marks the assistant's words for training; rendering outputs only its body."""
-
-    tags = {"generation"}  # noqa: RUF012 - Jinja's own declaration
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    """Replaces Jinja's own filter, which escapes for HTML and would change the model's input."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+# Beside the kinds of `template_program`: what the end of its process says.
+_OUT_OF_TIME, _ENDED = -1, -2
+_LIMITS = {
+    _OUT_OF_TIME: f"it takes more than {program.MAX_CPU_S:g} s of processor time",
+    program.OUT_OF_MEMORY: f"it needs more than {program.MAX_MEMORY_BYTES >> 20} MiB of memory",
+    program.TOO_LONG: f"its text has more than {program.MAX_TEXT_BYTES >> 20} MiB",
+}
 
 
-def _refuse(message: str) -> NoReturn:
-    raise TemplateError(message)
+class _Renderer:
+    """The process of one template. Threads take turns."""
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+
+    def start(self) -> None:
+        """Start the process unless it runs. Raises `ModelError` if the template does not compile."""
+        with self._lock:
+            self._running()
+
+    def ask(self, content: bytes) -> tuple[int, bytes]:
+        """What becomes of a conversation: a kind of answer, and the answer."""
+        with self._lock:
+            return self._exchange(self._running(), content)
+
+    def close(self) -> None:
+        """End the process if it runs."""
+        with self._lock:
+            if self._process is not None:
+                self._end(self._process)
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._process is not None and self._process.poll() is not None:  # killed while it waited
+            self._end(self._process)
+        if self._process is None:
+            self._process = subprocess.Popen(_COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            kind, answer = self._exchange(self._process, json.dumps(self._source).encode())
+            if kind != program.TEXT:
+                if self._process is not None:
+                    self._end(self._process)
+                raise ModelError(f"the chat template does not compile: {_LIMITS.get(kind) or answer.decode()}")
+        return self._process
+
+    def _exchange(self, process: subprocess.Popen[bytes], content: bytes) -> tuple[int, bytes]:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            program.write_frame(process.stdin, 0, content)
+            if not _can_read(process.stdout.fileno()):
+                process.kill()
+            kind, answer = program.read_frame(process.stdout)
+        except (OSError, EOFError):
+            code = self._end(process)
+            return (_OUT_OF_TIME, b"") if code == -signal.SIGPROF else (_ENDED, f"its process ended: {code}".encode())
+        if kind == program.OUT_OF_MEMORY:  # the interpreter may keep what it got
+            self._end(process)
+        return kind, answer
+
+    def _end(self, process: subprocess.Popen[bytes]) -> int:
+        """End the process; its exit code."""
+        self._process = None
+        process.kill()
+        code = process.wait()
+        for pipe in (process.stdin, process.stdout):
+            assert pipe is not None
+            try:
+                pipe.close()
+            except OSError:  # a frame that was not read is lost
+                continue
+        return code
 
 
-def _now(form: str) -> str:
-    return datetime.now().strftime(form)
+def _can_read(file: int) -> bool:
+    """Wait for an answer, or the end of the process."""
+    waiting = select.poll()
+    waiting.register(file, select.POLLIN)
+    return bool(waiting.poll(_MAX_WAIT_S * 1000))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"{type(value).__name__} is no JSON value")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from skipjoin.model.rope import RopeSettings, parse_rope
+from skipjoin.model.rope import RopeSettings, is_number, parse_rope
 
 # Architecture name in config.json -> family that computes it.
 _ARCHITECTURES = {
@@ -39,8 +39,8 @@ _ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
 }
 DTYPES = ("float32", "bfloat16", "float16")
-# The largest numbers of a config.json that are believed, far above those of any model: a larger one is a damaged file,
-# and would take the memory of the machine before it is found out.
+# The largest integers of a config.json that are believed, far above those of any model: a larger one is a damaged file,
+# and would take the memory of the machine before it is found out. All must be at least 1, except `_MAY_BE_ZERO`.
 _LARGEST = {
     "num_hidden_layers": 1 << 14,
     "max_window_layers": 1 << 14,
@@ -53,7 +53,12 @@ _LARGEST = {
     "ffn_dim": 1 << 24,
     "vocab_size": 1 << 24,
     "max_position_embeddings": 1 << 30,
+    "sliding_window": 1 << 30,
 }
+_MAY_BE_ZERO = ("max_window_layers", "sliding_window", "word_embed_proj_dim")
+# Bounds of what is added to a variance: a smaller one is 0 in float32, a larger one leaves nothing of the variance.
+_EPSILONS = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon")
+_LEAST_EPSILON, _LARGEST_EPSILON = 1e-30, 1.0
 _POSITIVE = (
     "num_layers",
     "hidden_size",
@@ -128,7 +133,7 @@ class ModelConfig:
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any], *, extra_eos: Any = None) -> ModelConfig:
         """From the contents of a `config.json`. `extra_eos`: more end-of-sequence ids. Raises `ModelError`."""
-        _check_sizes(raw)
+        _check_numbers(raw)
         architecture = _architecture(raw)
         family = _ARCHITECTURES[architecture]
         try:
@@ -167,11 +172,21 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _check_sizes(raw: Mapping[str, Any]) -> None:
+def _check_numbers(raw: Mapping[str, Any]) -> None:
     for name, largest in _LARGEST.items():
         value = raw.get(name)
-        if isinstance(value, int | float) and not value <= largest:
-            raise ModelError(f"{name} in config.json must be at most {largest}, got {value}")
+        if value is None:  # its default, or a field that the family does without
+            continue
+        least = 0 if name in _MAY_BE_ZERO else 1
+        if not (is_number(value) and least <= value <= largest and value == int(value)):
+            raise ModelError(f"{name} in config.json must be an integer in [{least}, {largest}], got {value!r:.80}")
+    for name in _EPSILONS:
+        value = raw.get(name)
+        if value is not None and not (is_number(value) and _LEAST_EPSILON <= value <= _LARGEST_EPSILON):
+            raise ModelError(
+                f"{name} in config.json must be a number in [{_LEAST_EPSILON:g}, {_LARGEST_EPSILON:g}], "
+                f"got {value!r:.80}"
+            )
 
 
 def _architecture(raw: Mapping[str, Any]) -> str:

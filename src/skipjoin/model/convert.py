@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from skipjoin.model.config import ModelError, read_json
+from skipjoin.model.config import ModelError
+from skipjoin.model.weight_files import read_weight_map
 
 # Called with (files done, files in all).
 Progress = Callable[[int, int], None]
@@ -63,11 +64,7 @@ def _bin_files(source: Path) -> list[Path]:
         raise ModelError(f"{source} is not a folder")
     index = source / _OLD_INDEX
     if index.is_file():
-        names = sorted(set(read_json(index).get("weight_map", {}).values()))
-        missing = [name for name in names if not (source / name).is_file()]
-        if missing:
-            raise ModelError(f"{source} lacks {', '.join(missing)}, named in its index")
-        return [source / name for name in names]
+        return [source / name for name in sorted(set(read_weight_map(index).values()))]
     files = sorted(source.glob("pytorch_model*.bin"))
     if not files:
         raise ModelError(f"{source} has no pytorch_model*.bin to convert")

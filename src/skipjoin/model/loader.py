@@ -13,11 +13,12 @@ from safetensors import SafetensorError, safe_open
 from skipjoin.model.attention.base import AttentionBackend
 from skipjoin.model.backends import implementations
 from skipjoin.model.causal_lm import CausalLM
-from skipjoin.model.config import DTYPES, ModelConfig, ModelError, read_json
+from skipjoin.model.config import DTYPES, ModelConfig, ModelError
 from skipjoin.model.cuda import check_dtype, choose_device, expand_segments, is_out_of_memory, use_device
 from skipjoin.model.layers import Weights
 from skipjoin.model.ops.base import LayerOps
 from skipjoin.model.parallel import Alone, Group
+from skipjoin.model.weight_files import check_inside, read_weight_map
 
 LOAD_FORMATS = ("auto", "dummy")
 
@@ -25,6 +26,8 @@ LOAD_FORMATS = ("auto", "dummy")
 Progress = Callable[[int, int], None]
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# The types of tensors in files that can be weights. Others are quantized, or no numbers.
+_STORED = ("F64", "F32", "BF16", "F16")
 # Checkpoints saved from the bare decoder lack this prefix.
 _PREFIXES = {"llama": "model.", "opt": "model.", "gpt_neox": "gpt_neox.", "starcoder2": "model."}
 _WEIGHT_FILES = ["*.safetensors"]
@@ -168,6 +171,10 @@ class FolderWeights:
         try:
             file = self._open(self._where[known])
             stored = file.get_slice(known)
+            if stored.get_dtype() not in _STORED:
+                raise ModelError(
+                    f"{self._folder}: {name} has type {stored.get_dtype()}; supported are {', '.join(_STORED)}"
+                )
             found = tuple(stored.get_shape())
             if found != shape:
                 raise ModelError(f"{self._folder}: {name} has shape {found}, but config.json implies {shape}")
@@ -189,14 +196,12 @@ class FolderWeights:
         """Tensor name -> file name."""
         index = self._folder / "model.safetensors.index.json"
         if index.is_file():
-            where = read_json(index).get("weight_map", {})
-            missing = sorted({file for file in where.values() if not (self._folder / file).is_file()})
-            if missing:
-                raise ModelError(f"{self._folder} lacks {', '.join(missing)}, named in its index")
-            return where
-        files = sorted(self._folder.glob("*.safetensors"))
+            return read_weight_map(index)
+        files = sorted(file for file in self._folder.glob("*.safetensors") if file.is_file())
         if not files:
             self._explain_no_files()
+        for file in files:
+            check_inside(self._folder, file.name)
         try:
             return {name: file.name for file in files for name in self._open(file.name).keys()}  # noqa: SIM118
         except (SafetensorError, OSError) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -71,43 +72,67 @@ def parse_rope(raw: Mapping[str, Any], head_dim: int, max_positions: int, defaul
     """Rotary settings of a config.json, in the older (`rope_theta`, `rope_scaling`) or newer form.
 
     default_share: share of the head that rotates if the file does not set it. Raises `ValueError` for a scaling that is
-    not in `SCALINGS`, `KeyError` for one that lacks a parameter.
+    not in `SCALINGS` and a number out of bounds, `KeyError` for a scaling that lacks a parameter.
     """
     nested = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
-    theta = float(nested.get("rope_theta") or raw.get("rope_theta") or raw.get("rotary_emb_base") or 10000.0)
+    given = (("rope_theta", nested), ("rope_theta", raw), ("rotary_emb_base", raw))
+    name, theta = next(((name, of[name]) for name, of in given if of.get(name) is not None), ("rope_theta", 10000.0))
+    theta = _bounded(name, theta, low=1.0)
     share = nested.get("partial_rotary_factor", raw.get("partial_rotary_factor", raw.get("rotary_pct")))
-    rotary_dim = int(head_dim * float(default_share if share is None else share))
+    rotary_dim = int(head_dim * _bounded("partial_rotary_factor", default_share if share is None else share, high=1.0))
     scaling = str(nested.get("rope_type") or nested.get("type") or "default")
     if scaling not in SCALINGS:
         raise ValueError(f"RoPE scaling {scaling!r} is not supported; supported are {', '.join(SCALINGS)}")
     settings: dict[str, Any] = {"theta": theta, "rotary_dim": rotary_dim, "scaling": scaling}
     if scaling == "default":
         return RopeSettings(**settings)
-    original = int(nested.get("original_max_position_embeddings") or max_positions)
+    name = "original_max_position_embeddings"
+    original = int(_bounded(name, nested.get(name) or max_positions, low=1.0))
     factor = nested.get("factor")
     if factor is None and scaling == "yarn":
         factor = max_positions / original
-    settings |= {"factor": float(nested["factor"] if factor is None else factor), "original_max_positions": original}
+    factor = _bounded("factor", nested["factor"] if factor is None else factor)
+    settings |= {"factor": factor, "original_max_positions": original}
     if scaling == "llama3":
         for name in ("low_freq_factor", "high_freq_factor"):
-            settings[name] = float(nested[name])
+            settings[name] = _bounded(name, nested[name])
+        if settings["low_freq_factor"] >= settings["high_freq_factor"]:
+            raise ValueError(
+                f"low_freq_factor in config.json must be below high_freq_factor, which is "
+                f"{settings['high_freq_factor']:g}, got {settings['low_freq_factor']:g}"
+            )
     if scaling == "yarn":
         settings |= {
-            "beta_fast": float(nested.get("beta_fast") or 32),
-            "beta_slow": float(nested.get("beta_slow") or 1),
+            "beta_fast": _bounded("beta_fast", nested.get("beta_fast") or 32),
+            "beta_slow": _bounded("beta_slow", nested.get("beta_slow") or 1),
             "truncate": bool(nested.get("truncate", True)),
-            "attention_factor": _yarn_attention_factor(nested, settings["factor"]),
+            "attention_factor": _yarn_attention_factor(nested, factor),
         }
     return RopeSettings(**settings)
 
 
+def is_number(value: object) -> bool:
+    """Return whether a value of a JSON file is a finite number that a float can have."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
+def _bounded(name: str, value: Any, *, low: float | None = None, high: float = math.inf) -> float:
+    """Return a number in [low, high], above 0 where `low` is None. Raises `ValueError` that names the field."""
+    if not (is_number(value) and (value > 0 if low is None else low <= value) and value <= high):
+        bounds = "above 0" if low is None else f"of at least {low:g}"
+        most = "" if high == math.inf else f" and at most {high:g}"
+        raise ValueError(f"{name} in config.json must be a finite number {bounds}{most}, got {value!r:.80}")
+    return float(value)
+
+
 def _yarn_attention_factor(nested: Mapping[str, Any], factor: float) -> float:
     if nested.get("attention_factor") is not None:
-        return float(nested["attention_factor"])
+        return _bounded("attention_factor", nested["attention_factor"])
 
     def scale(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
     if nested.get("mscale") and nested.get("mscale_all_dim"):
-        return scale(float(nested["mscale"])) / scale(float(nested["mscale_all_dim"]))
+        mscale, all_dim = (_bounded(name, nested[name]) for name in ("mscale", "mscale_all_dim"))
+        return scale(mscale) / scale(all_dim)
     return scale(1.0)

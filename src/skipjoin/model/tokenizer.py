@@ -30,7 +30,8 @@ _PATIENCE = 64
 def load_tokenizer(folder: str | Path, *, chat_template: str | Path | None = None) -> Tokenizer:
     """The tokenizer of a model folder. chat_template: a file with a template to use instead of the folder's.
 
-    Raises `ModelError` if there is no tokenizer, or anything cannot be read.
+    A template is compiled when it is first used: `ChatTemplate.check` does so before. Raises `ModelError` if there is
+    no tokenizer, or anything cannot be read.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -159,14 +160,25 @@ class Tokenizer:
         most: int | None = None,
         **variables: Any,
     ) -> list[int]:
-        """Token ids of a conversation in the model's chat template; `variables` are passed to the template.
+        """Token ids of a conversation in the model's chat template. Raises as `chat_text` and `encode`."""
+        text = self.chat_text(messages, add_generation_prompt, **variables)
+        return self.encode(text, add_special_tokens=False, most=most)
 
-        Raises `ModelError` if the model has no template, or the template rejects the conversation, and as `encode`.
+    def chat_text(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
+    ) -> str:
+        """The text of a conversation in the model's chat template; `variables` are passed to the template.
+
+        Raises `ModelError` if the model has no template, or the template rejects the conversation.
         """
         if self.chat_template is None:
             raise ModelError("this model has no chat template: use completions, or a model tuned for chat")
-        text = self.chat_template.render(messages, add_generation_prompt=add_generation_prompt, **variables)
-        return self.encode(text, add_special_tokens=False, most=most)
+        return self.chat_template.render(messages, add_generation_prompt=add_generation_prompt, **variables)
+
+    def close(self) -> None:
+        """End the process of the chat template. It may be called again."""
+        if self.chat_template is not None:
+            self.chat_template.close()
 
     def is_byte(self, token_id: int) -> bool:
         """Whether the token is one byte of a character that the vocabulary does not have."""

@@ -281,6 +281,8 @@ class Server:
         info = starting.result()
         template = self._config.chat_template
         tokenizer = await self._service.in_thread(load_tokenizer, info.folder, chat_template=template)
+        if tokenizer.chat_template is not None:
+            await self._service.in_thread(tokenizer.chat_template.check)
         defaults = sampling_defaults(info.folder, self._engine_config.generation_config)
         if defaults:
             shown = ", ".join(f"{name} {value}" for name, value in defaults.items())

@@ -75,6 +75,8 @@ class Service:
         self._forecasting: Forecasting | None = None
         # Two, so that one huge text does not delay all others.
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="skipjoin-text")
+        # One, as chat templates are rendered one at a time: it waits for their process.
+        self._renderer = ThreadPoolExecutor(1, thread_name_prefix="skipjoin-template")
 
     def open(
         self,
@@ -105,7 +107,10 @@ class Service:
         """Release the threads. What was learnt of output lengths is saved first."""
         if self._forecasting is not None:
             self._forecasting.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._renderer):
+            threads.shutdown(wait=False, cancel_futures=True)
+        if self._tokenizer is not None:
+            self._tokenizer.close()
 
     # -- state --------------------------------------------------------------------------------------------
 
@@ -199,19 +204,16 @@ class Service:
     async def encode_chat(self, body: ChatRequest | TokenizeRequest, most: int | None = None) -> list[int]:
         """Token ids of a conversation. Raises 400 where the template refuses it, and for more than `most`: see
         `encode`."""
-        chat, most = self.tokenizer.chat, self.most_prompt_tokens if most is None else most
         messages = [message.as_template_input() for message in body.messages or ()]
         options = body.chat_template_kwargs
         variables = {} if options is None else options.model_dump(exclude_none=True)
-        variables |= {"add_generation_prompt": body.add_generation_prompt is not False, "most": most}
+        variables["add_generation_prompt"] = body.add_generation_prompt is not False
+        render = partial(self.tokenizer.chat_text, messages, **variables)
         try:
-            if sum(len(message["content"]) for message in messages) > _LARGE:
-                return await self.in_thread(chat, messages, **variables)
-            return chat(messages, **variables)
-        except TooManyTokensError as error:
-            raise self._too_long("messages", most, error.found) from None
+            text = await asyncio.get_running_loop().run_in_executor(self._renderer, render)
         except ModelError as error:
             raise bad_request(str(error), "messages") from error
+        return await self.encode(text, "messages", add_special_tokens=False, most=most)
 
     def check_ids(self, name: str, ids: Sequence[int]) -> None:
         """400 for token ids that the model does not have."""

@@ -13,7 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from skipjoin.server.batches.base import Base
 from skipjoin.server.batches.database import repeated
 from skipjoin.server.batches.endings import closed_line
-from skipjoin.server.batches.file_rows import ACTIVE, page, seq_of
+from skipjoin.server.batches.file_rows import ACTIVE, check_usage, page, seq_of, usage_of
 from skipjoin.server.batches.records import (
     BatchRow,
     BatchStatus,
@@ -35,6 +35,9 @@ _ENDED_AT = {
     BatchStatus.CANCELLED: "cancelled_at",
 }
 _OPEN = (LineState.READY, LineState.RUNNING)
+# States in which a batch is validated. One that is cancelled before its validation is over has no total yet.
+_VALIDATED = (BatchStatus.VALIDATING, BatchStatus.CANCELLING)
+_CANCELLED_EARLY = sa.and_(batches.c.status == BatchStatus.CANCELLING, batches.c.total == 0)
 _IN_ERROR_FILE = (LineState.FAILED, LineState.EXPIRED, LineState.CANCELLED)
 
 
@@ -42,10 +45,16 @@ class BatchRows(Base):
     """The part of `Store` that is about batches."""
 
     async def add_batch(
-        self, row: BatchRow, idempotency_key: str | None = None, *, most_active: int | None = None
+        self,
+        row: BatchRow,
+        idempotency_key: str | None = None,
+        *,
+        most_active: int | None = None,
+        most_bytes: int | None = None,
     ) -> BatchRow:
         """Add a batch; it waits for its validation. With a key that the owner has used before it is the earlier batch
-        that is returned. most_active: batches of the owner that are not final; beyond it `QuotaExceeded`."""
+        that is returned. most_active: batches of the owner that are not final, most_bytes: of its files; beyond them
+        `QuotaExceeded`."""
         async with self._db.writing() as connection:
             await self._alone(connection, row.owner)
             if idempotency_key is not None:
@@ -55,6 +64,8 @@ class BatchRows(Base):
             active = await _active_of(connection, row.owner)
             if most_active is not None and active >= most_active:
                 raise QuotaExceeded(f"this key has {active} batches that have not ended, and may have {most_active}")
+            # A byte of its output has to fit.
+            check_usage((await usage_of(connection, row.owner)).bytes + 1, most_bytes, "bytes")
             values = asdict(row) | {"idempotency_key": idempotency_key}
             await connection.execute(sa.insert(batches), values)
         return row
@@ -106,14 +117,15 @@ class BatchRows(Base):
 
     # -- validation ----------------------------------------------------------------------------------------
 
-    async def take_unvalidated(self, model: str | None = None) -> BatchRow | None:
+    async def take_unvalidated(self, model: str | None = None, *, runs: bool = True) -> BatchRow | None:
         """A batch to validate, the oldest; this server holds it. Lines of an earlier validation are gone.
 
-        model: of the batch; None: any. A server validates one at a time: a batch that it holds already is taken again,
-        as its validation was broken off when the database could not be told.
+        model: of the batch; None: any. runs: whether lines can run here; False: only batches that were cancelled, whose
+        lines are read as well, since each of them is in the error file. A server validates one at a time: a batch that
+        it holds already is taken again, as its validation was broken off when the database could not be told.
         """
-        status = batches.c.status == BatchStatus.VALIDATING
-        waiting = sa.select(batches).where(status, self._is_free(), is_for(model))
+        is_new = sa.and_(batches.c.status == BatchStatus.VALIDATING, is_for(model), sa.true() if runs else sa.false())
+        waiting = sa.select(batches).where(sa.or_(is_new, _CANCELLED_EARLY), self._is_free())
         query = waiting.order_by(batches.c.seq).limit(1).with_for_update(skip_locked=True)
         async with self._db.writing() as connection:
             found = await _one(connection, query)
@@ -133,7 +145,7 @@ class BatchRows(Base):
         """Add some lines of a batch that is being validated. False: it was cancelled, or this server no longer holds
         it, and validation is to stop."""
         async with self._db.writing() as connection:
-            if await self._held(connection, batch_id, BatchStatus.VALIDATING) is None:
+            if await self._held(connection, batch_id, *_VALIDATED) is None:
                 return False
             fresh = {"batch_id": batch_id, "state": LineState.READY, "attempt": 0}
             if places:
@@ -141,37 +153,41 @@ class BatchRows(Base):
         return True
 
     async def begin(self, batch_id: str, total: int) -> bool:
-        """VALIDATING -> IN_PROGRESS. total: its lines. False: as with `add_lines`."""
-        return await self._end_validation(
-            batch_id, status=BatchStatus.IN_PROGRESS, in_progress_at=self.now(), total=total
-        )
+        """VALIDATING -> IN_PROGRESS; a batch that is CANCELLING stays so, and is due. total: its lines. False: as with
+        `add_lines`."""
+        begun = {"status": BatchStatus.IN_PROGRESS, "in_progress_at": self.now(), "total": total}
+        return await self._end_validation(batch_id, begun, {"total": total})
 
     async def reject(self, batch_id: str, errors: Sequence[LineError]) -> bool:
-        """VALIDATING -> FAILED. False: as with `add_lines`."""
+        """VALIDATING -> FAILED, CANCELLING -> CANCELLED. False: as with `add_lines`."""
         told = [asdict(error) for error in errors]
-        is_mine = await self._end_validation(batch_id, status=BatchStatus.FAILED, failed_at=self.now(), errors=told)
+        failed = {"status": BatchStatus.FAILED, "failed_at": self.now(), "errors": told}
+        cancelled = {"status": BatchStatus.CANCELLED, "cancelled_at": self.now(), "errors": told}
+        is_mine = await self._end_validation(batch_id, failed, cancelled)
         if is_mine:
             await self._drop(batch_id)
         return is_mine
 
-    async def _end_validation(self, batch_id: str, **changes: object) -> bool:
+    async def _end_validation(self, batch_id: str, changes: dict[str, object], of_cancelled: dict[str, object]) -> bool:
         async with self._db.writing() as connection:
-            if await self._held(connection, batch_id, BatchStatus.VALIDATING) is None:
+            batch = await self._held(connection, batch_id, *_VALIDATED)
+            if batch is None:
                 return False
-            changes["server"] = None
-            await connection.execute(sa.update(batches).where(batches.c.id == batch_id).values(changes))
+            chosen = of_cancelled if batch["status"] == BatchStatus.CANCELLING else changes
+            values = chosen | {"server": None}
+            await connection.execute(sa.update(batches).where(batches.c.id == batch_id).values(values))
         return True
 
     # -- the end -------------------------------------------------------------------------------------------
 
     async def due(self) -> list[BatchRow]:
         """Batches that are to be finalized and that no other server finalizes: all lines have ended, the window is
-        over, or they are CANCELLING. What to do, for one after the other: `close_lines`, `start_finalizing`, write the
-        files, `finalize`."""
+        over, or they are CANCELLING and validated. What to do, for one after the other: `close_lines`,
+        `start_finalizing`, write the files, `finalize`."""
         status = batches.c.status
         ended = batches.c.completed + batches.c.failed >= batches.c.total
         over = sa.and_(status == BatchStatus.IN_PROGRESS, sa.or_(ended, batches.c.expires_at <= self.now()))
-        ending = status.in_([BatchStatus.CANCELLING, BatchStatus.FINALIZING])
+        ending = sa.and_(status.in_([BatchStatus.CANCELLING, BatchStatus.FINALIZING]), sa.not_(_CANCELLED_EARLY))
         query = sa.select(batches).where(self._is_free(), sa.or_(over, ending)).order_by(batches.c.seq)
         async with self._db.reading() as connection:
             return [_batch(row) for row in (await connection.execute(query)).mappings()]
@@ -184,7 +200,7 @@ class BatchRows(Base):
         free = sa.and_(batches.c.id == batch_id, batches.c.status.in_(ending), self._is_free())
         async with self._db.writing() as connection:
             batch = await _one(connection, sa.select(batches).where(free).with_for_update())
-            if batch is None or await _has_lines(connection, batch_id, *_OPEN):
+            if batch is None or not batch.total or await _has_lines(connection, batch_id, *_OPEN):
                 return None
             changes: dict[str, object] = {"server": self.server}
             if batch.status is not BatchStatus.CANCELLING:
@@ -230,6 +246,7 @@ class BatchRows(Base):
                 _ENDED_AT[status]: self.now(),
                 "output_file_id": output and output.id,
                 "error_file_id": error and error.id,
+                "result_bytes": 0,  # they are those of the files now
                 "server": None,
             }
             ended = sa.update(batches).where(batches.c.id == batch_id).values(changes).returning(batches)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import os
 import time
 import uuid
@@ -13,7 +12,8 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from skipjoin.server.batches.records import BlobMissing, NoSpace, StoreUnavailable, is_id
+from skipjoin.server.batches.disk import as_store_error
+from skipjoin.server.batches.records import BlobMissing, is_id
 
 FILES = "files"
 # Bytes that are read, or gathered and written, at once.
@@ -21,7 +21,6 @@ CHUNK = 1 << 20
 # A file is worked on by one thread at a time; a slow disk holds up no other threads of the server.
 _THREADS = 4
 _PART = ".part"
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -34,7 +33,7 @@ class Blobs:
     def __init__(self, folder: Path) -> None:
         self._folder = folder / FILES
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="skipjoin-files")
-        with _errors():
+        with _errors(folder):
             self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def close(self) -> None:
@@ -96,7 +95,7 @@ class Blobs:
 
     async def _run(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run something in a thread."""
-        with _errors():
+        with _errors(self._folder.parent):
             return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: work(*args, **kwargs))
 
 
@@ -110,17 +109,18 @@ class _OpenFile:
 
     def __init__(self, threads: ThreadPoolExecutor, path: Path, flags: int) -> None:
         self._threads = threads
+        self._folder = path.parent.parent
         self._opening: Future[int] = threads.submit(os.open, path, flags | os.O_CLOEXEC, 0o600)
         self._last: Future[Any] = self._opening
 
     async def opened(self) -> None:
         """Raises what the opening has raised."""
-        await _result(self._opening)
+        await self._result(self._opening)
 
     async def run(self, work: Callable[..., T], *args: Any) -> T:
         """Call `work` with the descriptor, once the file is open."""
         self._last = call = self._threads.submit(work, self._opening.result(), *args)
-        return await _result(call)
+        return await self._result(call)
 
     def close(self) -> None:
         """Close it when no thread uses it any more."""
@@ -130,15 +130,14 @@ class _OpenFile:
         """Do something once no thread uses the file: now, or in the thread that uses it."""
         self._last.add_done_callback(lambda _: work())
 
+    async def _result(self, work: Future[T]) -> T:
+        """What a thread has done. It goes on where the task that waits is cancelled."""
+        with _errors(self._folder):
+            return await asyncio.shield(asyncio.wrap_future(work))
+
     def _close(self) -> None:
         if not self._opening.cancelled() and self._opening.exception() is None:
             os.close(self._opening.result())
-
-
-async def _result(work: Future[T]) -> T:
-    """What a thread has done. It goes on where the task that waits is cancelled."""
-    with _errors():
-        return await asyncio.shield(asyncio.wrap_future(work))
 
 
 class Writer:
@@ -206,13 +205,11 @@ def _sweep(folder: Path, known: set[str], before: float) -> int:
 
 
 @contextmanager
-def _errors() -> Iterator[None]:
+def _errors(folder: Path) -> Iterator[None]:
     """Raises what the system says of a file in the store's terms."""
     try:
         yield
     except FileNotFoundError as error:
         raise BlobMissing("the file, or the batches' folder, is gone") from error
     except OSError as error:
-        if error.errno in _FULL:
-            raise NoSpace("the disk of the batches' folder is full") from error
-        raise StoreUnavailable(f"the batches' folder cannot be used: {error.strerror}") from error
+        raise as_store_error(error, folder) from error

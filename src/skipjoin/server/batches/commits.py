@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
-from skipjoin.server.batches.records import Line, LineResult, StoreError
+from skipjoin.server.batches.lines import over_quota
+from skipjoin.server.batches.records import Line, LineResult, LineState, StoreError
 from skipjoin.server.batches.store import Store
 from skipjoin.server.metrics import Metrics
 
@@ -23,12 +25,14 @@ class Commits:
     """Writes the ends of lines, and lines that are to be taken again, within `GROUP_S` seconds.
 
     While the store fails they are kept, and written once it works again: writing one twice changes nothing.
-    on_written: called when some were.
+    on_written: called when some were. most_bytes: of an owner's files. An answer that does not fit is an error that
+    says so.
     """
 
-    def __init__(self, store: Store, metrics: Metrics) -> None:
+    def __init__(self, store: Store, metrics: Metrics, *, most_bytes: int) -> None:
         self._store = store
         self._metrics = metrics
+        self._most_bytes = most_bytes
         self.on_written: Callable[[], None] = lambda: None
         self._results: list[LineResult] = []
         self._returned: list[Line] = []
@@ -86,12 +90,25 @@ class Commits:
         if is_any:  # what ends batches flushes, too: it would wake itself again and again while it fails
             self.on_written()
 
+    async def _within_quotas(self, results: list[LineResult]) -> list[LineResult]:
+        used = {owner: (await self._store.usage_of(owner)).bytes for owner in {result.line.owner for result in results}}
+        fitting = []
+        for result in results:
+            owner, kept = result.line.owner, result
+            if result.state is LineState.DONE and used[owner] + result.bytes > self._most_bytes:
+                error = over_quota(result.line, self._most_bytes)
+                kept = replace(result, state=error.state, body=error.body)  # its tokens were generated
+            fitting.append(kept)
+            used[owner] += kept.bytes
+        return fitting
+
     async def _write_some(self) -> None:
         results, returned = self._results[:_MOST_LINES], self._returned[:_MOST_LINES]
         if results:
-            await self._store.finish(results)
+            fitting = await self._within_quotas(results)
+            await self._store.finish(fitting)
             del self._results[: len(results)]
-            for result in results:
+            for result in fitting:
                 self._metrics.batch_ended(result.state)
         if returned:
             await self._store.put_back(returned)

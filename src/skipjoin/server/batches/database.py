@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import sqlite3
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from functools import wraps
@@ -18,7 +19,8 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 from sqlalchemy.pool import ConnectionPoolEntry
 
-from skipjoin.server.batches.records import NoSpace, StoreError, StoreUnavailable
+from skipjoin.server.batches.disk import as_store_error, is_full, no_space
+from skipjoin.server.batches.records import NoSpace, StoreDamaged, StoreError, StoreUnavailable
 from skipjoin.version import install_command
 
 if TYPE_CHECKING:
@@ -37,6 +39,9 @@ _BUSY_MS = 5_000
 _MIGRATION_LOCK = 5_217_044
 _CONFLICTS = {"40P01", "40001"}  # SQLSTATE of a deadlock and of a serialization failure
 _FULL = {"53100"}
+# SQLite's words for calls of the system that fail, on a full disk too, and for a file that is none of its own.
+_FAILED_CALLS = (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN)
+_DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 _ATTEMPTS = 5
 
 _log = logging.getLogger(__name__)
@@ -78,7 +83,10 @@ class Database:
     @classmethod
     async def open(cls, url: str | None, folder: Path) -> Database:
         """Connect and migrate. Raises `StoreError`."""
-        database = cls.on_sqlite(folder / DATABASE_FILE) if url is None else cls.on_postgres(url)
+        try:
+            database = cls.on_sqlite(folder / DATABASE_FILE) if url is None else cls.on_postgres(url)
+        except OSError as error:
+            raise as_store_error(error, folder) from error
         try:
             await database.migrate()
         except BaseException:
@@ -161,6 +169,16 @@ class Database:
         if self._path is not None:
             self._identity = _identity(self._path)
 
+    async def empty_log(self) -> None:
+        """Give the space of SQLite's log back to the disk; what it has is moved to the database. Raises as `writing`
+        where that needs space, too."""
+        with self._watched("emptying the log"):
+            async with self._writer, self._engine.connect() as connection:
+                driver = (await connection.get_raw_connection()).driver_connection
+                assert driver is not None
+                # Outside of a transaction, which SQLAlchemy would begin.
+                await (await driver.execute("PRAGMA wal_checkpoint(TRUNCATE)")).close()
+
     async def close(self) -> None:
         """Close all connections."""
         await self._engine.dispose()
@@ -169,7 +187,7 @@ class Database:
     def _watched(self, kind: str) -> Iterator[None]:
         """The first of several failures goes to the log with its cause, which clients are not told."""
         try:
-            with _errors():
+            with _errors(self._path):
                 yield
         except Conflict:
             raise
@@ -238,22 +256,34 @@ def _postgres_url(text: str) -> URL:
 
 
 @contextmanager
-def _errors() -> Iterator[None]:
+def _errors(path: Path | None) -> Iterator[None]:
     """Raises what a database raises in the store's terms. A statement that is wrong raises as it does."""
     try:
         yield
     except (IntegrityError, ProgrammingError):
         raise
     except DBAPIError as error:
-        raise _told(error) from error
+        raise (_said_by_postgres(error) if path is None else _said_by_sqlite(error, path)) from error
     except (PoolTimeout, OSError) as error:
         raise StoreUnavailable("the batches' database cannot be reached") from error
 
 
-def _told(error: DBAPIError) -> StoreError:
+def _said_by_postgres(error: DBAPIError) -> StoreError:
     state = getattr(error.orig, "sqlstate", None)
-    if state in _FULL or "database or disk is full" in str(error.orig):
-        return NoSpace("the disk of the batches' database is full")
+    if state in _FULL:
+        return NoSpace("disk full: no space is left for the batches' database")
     if state in _CONFLICTS:
         return Conflict("the batches' database is busy")
+    return StoreUnavailable("the batches' database cannot be reached")
+
+
+def _said_by_sqlite(error: DBAPIError, path: Path) -> StoreError:
+    kind = getattr(error.orig, "sqlite_errorcode", 0) & 0xFF  # the rest says more of it
+    if kind == sqlite3.SQLITE_FULL or (kind in _FAILED_CALLS and is_full(path.parent)):
+        return no_space(path.parent)
+    if kind in _DAMAGED:
+        return StoreDamaged(
+            f"the batches' database {path} is damaged ({error.orig}): stop the server, and restore the folder "
+            f"{path.parent} from a copy, or move it away to begin without files and batches"
+        )
     return StoreUnavailable("the batches' database cannot be reached")

@@ -16,6 +16,7 @@ from skipjoin.server.batches.store import Store
 
 # Seconds after which clients may try again where the store fails.
 _RETRY_S = 5
+_CODE, NO_SPACE_CODE = "batch_store_unavailable", "insufficient_storage"
 _log = logging.getLogger(__name__)
 
 
@@ -23,14 +24,14 @@ class Desk:
     """The store and the files of a server, from the time that they are open.
 
     config: with the limits. folder: of the files; None: this server has none. on_change: called by `wake` when a batch
-    came or was cancelled. trouble: why there is no store now, for clients.
+    came or was cancelled.
     """
 
     def __init__(self, config: ServerConfig, folder: Path | None) -> None:
         self.config = config
         self.folder = folder
         self.on_change: Callable[[], None] = lambda: None
-        self.trouble = "files and batches are being opened"
+        self._trouble = unavailable("files and batches are being opened", _CODE, _RETRY_S)
         self._store: Store | None = None
         self._blobs: Blobs | None = None
 
@@ -38,9 +39,10 @@ class Desk:
         """Serve files and batches from now on."""
         self._store, self._blobs = store, blobs
 
-    def close(self, trouble: str) -> None:
-        """Serve them no more. trouble: why, for clients."""
-        self._store, self._blobs, self.trouble = None, None, trouble
+    def close(self, trouble: str, code: str = _CODE) -> None:
+        """Serve them no more. trouble, code: why, for clients."""
+        self._store, self._blobs = None, None
+        self._trouble = unavailable(trouble, code, _RETRY_S)
 
     @property
     def store(self) -> Store:
@@ -63,7 +65,7 @@ class Desk:
     def _closed(self) -> ApiError:
         if self.folder is None:
             return ApiError(404, "this server has no files and batches: it was started with batch_dir none")
-        return unavailable(self.trouble, "batch_store_unavailable", _RETRY_S)
+        return self._trouble
 
 
 def owner_of(request: Request) -> str:
@@ -75,11 +77,11 @@ def owner_of(request: Request) -> str:
 def as_api_error(error: StoreError) -> ApiError:
     """The answer where the store fails."""
     if isinstance(error, NoSpace):
-        return unavailable(f"there is no space for it: {error}", "insufficient_storage", _RETRY_S)
+        return unavailable(str(error), NO_SPACE_CODE, _RETRY_S)
     if isinstance(error, QuotaExceeded):
         return ApiError(429, str(error), code="quota_exceeded", headers={"Retry-After": str(_RETRY_S)})
     if isinstance(error, StoreUnavailable | FolderLocked):
-        return unavailable(str(error), "batch_store_unavailable", _RETRY_S)
+        return unavailable(str(error), _CODE, _RETRY_S)
     _log.error("the store of batches failed: %s", error)
     return ApiError(500, "the store of batches failed; the server's log has the details", code="batch_store_error")
 

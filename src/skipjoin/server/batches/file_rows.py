@@ -11,18 +11,21 @@ from sqlalchemy.engine import RowMapping
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from skipjoin.server.batches.base import Base
-from skipjoin.server.batches.records import BatchStatus, FileRow, QuotaExceeded, is_id
+from skipjoin.server.batches.records import BatchStatus, FileRow, OwnerUsage, QuotaExceeded, is_id
 from skipjoin.server.batches.tables import batches, files
 
 
 class FileRows(Base):
     """The part of `Store` that is about files."""
 
-    async def add_file(self, row: FileRow, *, most_bytes: int | None = None) -> None:
-        """Add a file, whose blob is there. most_bytes: of all files of the owner; beyond it `QuotaExceeded`."""
+    async def add_file(self, row: FileRow, *, most_bytes: int | None = None, most_files: int | None = None) -> None:
+        """Add a file, whose blob is there. most_bytes, most_files: of all files of the owner; beyond them
+        `QuotaExceeded`."""
         async with self._db.writing() as connection:
             await self._alone(connection, row.owner)
-            check_bytes(await _bytes_of(connection, row.owner) + row.bytes, most_bytes)
+            used = await usage_of(connection, row.owner)
+            check_usage(used.bytes + row.bytes, most_bytes, "bytes")
+            check_usage(used.files + 1, most_files, "files")
             await connection.execute(sa.insert(files), asdict(row))
 
     async def file(self, owner: str, file_id: str) -> FileRow | None:
@@ -64,7 +67,7 @@ class FileRows(Base):
         return found[:limit], len(found) > limit
 
     async def delete_file(self, owner: str, file_id: str) -> FileRow | None:
-        """Delete a file; None if there is none. The blob remains: see `removable`."""
+        """See `Store.delete_file`."""
         if not is_id(file_id):
             return None
         query = sa.update(files).where(files.c.id == file_id, self._is_visible(owner))
@@ -73,10 +76,10 @@ class FileRows(Base):
             found = deleted.mappings().one_or_none()
         return None if found is None else _file(found)
 
-    async def bytes_of(self, owner: str) -> int:
-        """Bytes of the owner's files, with those that are deleted and still read by a batch."""
+    async def usage_of(self, owner: str) -> OwnerUsage:
+        """What the owner has."""
         async with self._db.reading() as connection:
-            return await _bytes_of(connection, owner)
+            return await usage_of(connection, owner)
 
     async def removable(self) -> list[str]:
         """Ids of files that are deleted or have expired, and that no batch reads any more. When their blobs are gone,
@@ -127,14 +130,20 @@ def page(
     return query.order_by(seq if order == "asc" else seq.desc()).limit(count)
 
 
-def check_bytes(size: int, most_bytes: int | None) -> None:
-    """Raise `QuotaExceeded` for more bytes than an owner may have."""
-    if most_bytes is not None and size > most_bytes:
-        raise QuotaExceeded(f"the files of this key would have {size} bytes, and may have {most_bytes}: delete some")
+def check_usage(used: int, most: int | None, unit: str) -> None:
+    """Raise `QuotaExceeded` for more than an owner may have. unit: bytes or files."""
+    if most is not None and used > most:
+        raise QuotaExceeded(
+            f"this key would have {used} {unit} with the outputs of its batches, and may have {most}: delete files"
+        )
 
 
-async def _bytes_of(connection: AsyncConnection, owner: str) -> int:
-    return int(await connection.scalar(sa.select(sa.func.sum(files.c.bytes)).where(files.c.owner == owner)) or 0)
+async def usage_of(connection: AsyncConnection, owner: str) -> OwnerUsage:
+    """See `OwnerUsage`."""
+    own = sa.select(sa.func.sum(files.c.bytes), sa.func.count()).where(files.c.owner == owner)
+    size, count = (await connection.execute(own)).one()
+    results = sa.select(sa.func.sum(batches.c.result_bytes)).where(batches.c.owner == owner)
+    return OwnerUsage(int(size or 0) + int(await connection.scalar(results) or 0), count)
 
 
 def _file(row: RowMapping) -> FileRow:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -15,8 +15,8 @@ from skipjoin.server.api.errors import ApiError, bad_request
 from skipjoin.server.api.replies import json_response
 from skipjoin.server.batches.blobs import Blobs
 from skipjoin.server.batches.desk import Desk, owner_of
-from skipjoin.server.batches.file_rows import check_bytes
-from skipjoin.server.batches.records import INPUT, PURPOSES, FileRow, NoSpace, QuotaExceeded, new_file_id
+from skipjoin.server.batches.file_rows import check_usage
+from skipjoin.server.batches.records import INPUT, PURPOSES, FileRow, NoSpace, QuotaExceeded, StoreError, new_file_id
 from skipjoin.server.batches.store import Store
 from skipjoin.server.batches.uploads import FILE, Form, too_large
 
@@ -78,7 +78,8 @@ def add_routes(app: FastAPI, desk: Desk) -> None:
         row = await desk.store.delete_file(owner_of(request), file_id)
         if row is None:
             raise not_found(file_id)
-        await sweep(desk.store, desk.blobs)
+        with suppress(StoreError):  # the file is deleted; what remains of it is removed within a minute
+            await sweep(desk.store, desk.blobs)
         return json_response({"id": row.id, "object": "file", "deleted": True})
 
 
@@ -92,14 +93,16 @@ class Uploads:
     async def read(self, request: Request) -> FileRow:
         """The file of a request, which is kept. Raises `ApiError` and `StoreError`; nothing is left then."""
         desk, owner, file_id = self._desk, owner_of(request), new_file_id()
-        store, blobs, most_bytes = desk.store, desk.blobs, desk.config.batch_max_bytes_per_key
+        store, blobs = desk.store, desk.blobs
+        most_bytes, most_files = desk.config.batch_max_bytes_per_key, desk.config.batch_max_files_per_key
         form = Form(request.headers.get("content-type"))
-        taken = await store.bytes_of(owner)
+        used = await store.usage_of(owner)
+        check_usage(used.files + 1, most_files, "files")
         with self._counting(owner) as count:
             async with blobs.writing(file_id) as writer:
                 async for data in form.file(request.stream()):
                     count(len(data))
-                    check_bytes(taken + self._arriving[owner], most_bytes)
+                    check_usage(used.bytes + self._arriving[owner], most_bytes, "bytes")
                     if writer.size + len(data) > desk.config.batch_max_file_bytes:
                         raise too_large(desk.config.batch_max_file_bytes)
                     await writer.write(data)
@@ -116,7 +119,7 @@ class Uploads:
                 created_at=now,
                 expires_at=now + expiry,
             )
-            await _add(store, blobs, row, most_bytes)
+            await _add(store, blobs, row, most_bytes, most_files)
         desk.wake()
         return row
 
@@ -136,9 +139,9 @@ class Uploads:
             self._arriving[owner] -= arrived
 
 
-async def _add(store: Store, blobs: Blobs, row: FileRow, most_bytes: int) -> None:
+async def _add(store: Store, blobs: Blobs, row: FileRow, most_bytes: int, most_files: int) -> None:
     try:
-        await store.add_file(row, most_bytes=most_bytes)
+        await store.add_file(row, most_bytes=most_bytes, most_files=most_files)
     except (QuotaExceeded, NoSpace):
         await blobs.delete(row.id)
         raise
@@ -228,3 +231,4 @@ async def sweep(store: Store, blobs: Blobs) -> None:
         await blobs.delete(file_id)
     if ids:
         await store.forget_files(ids)
+    await store.fill_reserve()

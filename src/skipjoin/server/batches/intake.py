@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from skipjoin.server.api.service import Phase, Service
 from skipjoin.server.batches.blobs import Blobs
 from skipjoin.server.batches.line_check import Rules
-from skipjoin.server.batches.records import BatchRow, BlobMissing, LineError, StoreError
+from skipjoin.server.batches.records import BatchRow, BatchStatus, BlobMissing, LineError, StoreError
 from skipjoin.server.batches.runner import Runner, is_folder_gone
 from skipjoin.server.batches.store import Store
 from skipjoin.server.batches.validate import Refused, validate
@@ -34,13 +34,14 @@ class Intake:
     tries: Counter[str] = field(default_factory=Counter)  # validations that did not come to an end, by batch
 
     async def take_new(self) -> None:
-        """Validate all that wait for it. Raises `StoreError`, or what else went wrong, where it has to be tried again;
-        a file that has failed `_MOST_TRIES` times is refused, so that others get their turn."""
-        while self.service.phase is Phase.OPEN:
-            row = await self.store.take_unvalidated(self.service.name)
-            if row is None:
-                return
+        """Validate all that wait for it, and those that were cancelled meanwhile, whose lines do not run. Raises
+        `StoreError`, or what else went wrong, where it has to be tried again; a file that has failed `_MOST_TRIES`
+        times is refused, so that others get their turn."""
+        while (row := await self._next()) is not None:
             await self._validate(row)
+
+    async def _next(self) -> BatchRow | None:
+        return await self.store.take_unvalidated(self.service.name, runs=self.service.phase is Phase.OPEN)
 
     async def _validate(self, row: BatchRow) -> None:
         try:
@@ -69,7 +70,7 @@ class Intake:
             endpoint=row.endpoint,
             max_lines=config.batch_max_lines,
             max_line_bytes=config.batch_max_line_bytes,
-            models=self.service.names,
+            models=() if row.status is BatchStatus.CANCELLING else self.service.names,
         )
         total = 0
         async with aclosing(validate(self.blobs.path(row.input_file_id), rules)) as chunks:

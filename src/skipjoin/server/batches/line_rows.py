@@ -120,16 +120,9 @@ class LineRows(Base):
     @repeated
     async def close_lines(self, batch_id: str, state: LineState) -> int:
         """READY or RUNNING -> EXPIRED or CANCELLED, for all lines of a batch: they go to the error file with OpenAI's
-        codes batch_expired and batch_cancelled. Returns how many.
-
-        A batch that was cancelled before its validation was over has no lines at all.
-        """
+        codes batch_expired and batch_cancelled. Returns how many."""
         is_open = lines.c.state.in_([LineState.READY, LineState.RUNNING])
         async with self._db.writing() as connection:
-            begun = sa.select(batches.c.in_progress_at).where(batches.c.id == batch_id)
-            if await connection.scalar(begun) is None:
-                await connection.execute(sa.delete(lines).where(lines.c.batch_id == batch_id))
-                return 0
             closed = sa.update(lines).where(lines.c.batch_id == batch_id, is_open).values(state=state, server=None)
             return (await connection.execute(closed)).rowcount
 
@@ -210,6 +203,7 @@ async def _count(connection: AsyncConnection, ended: Sequence[LineResult]) -> No
             "prompt_tokens": batches.c.prompt_tokens + sum(result.prompt_tokens for result in own),
             "completion_tokens": batches.c.completion_tokens + sum(result.completion_tokens for result in own),
             "cached_tokens": batches.c.cached_tokens + sum(result.cached_tokens for result in own),
+            "result_bytes": batches.c.result_bytes + sum(result.bytes for result in own),
         }
         await connection.execute(sa.update(batches).where(batches.c.id == batch_id).values(changes))
 

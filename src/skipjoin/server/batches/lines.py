@@ -12,7 +12,7 @@ import msgspec
 
 from skipjoin.core.request import RequestOptions, ServiceClass
 from skipjoin.sampling import SEED_MIN, SamplingParams
-from skipjoin.server.api.errors import bad_request
+from skipjoin.server.api.errors import ApiError, bad_request
 from skipjoin.server.api.generation import Endpoint, Job
 from skipjoin.server.api.limits import Admission
 from skipjoin.server.api.options import cache_salt, client_of
@@ -107,3 +107,9 @@ def ended(line: Line, status: int, body: bytes, usage: Usage = _NO_USAGE) -> Lin
         completion_tokens=usage.completion_tokens,
         cached_tokens=usage.prompt_tokens_details.cached_tokens,
     )
+
+
+def over_quota(line: Line, most_bytes: int) -> LineResult:
+    """The end of a line whose answer its owner has no space for. most_bytes: of the owner's files."""
+    why = f"the answer does not fit into the files of this key, which may have {most_bytes} bytes: delete files"
+    return ended(line, 429, ApiError(429, why, code="quota_exceeded").body())

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from skipjoin.server.batches.records import FolderLocked, StoreError
+from skipjoin.server.batches.disk import as_store_error
+from skipjoin.server.batches.records import FolderLocked, NoSpace, StoreError
 
 try:
     import fcntl
@@ -18,8 +19,8 @@ LOCK_FILE = "lock"
 class FolderLock:
     """Holds a folder from its creation until `close`; the system gives it up when the process ends, however it does.
 
-    shared: servers on one PostgreSQL hold the folder together. Raises `FolderLocked` where another server has it, or
-    `StoreError` where the folder cannot be written.
+    shared: servers on one PostgreSQL hold the folder together. Raises `FolderLocked` where another server has it,
+    `NoSpace`, or `StoreError` where the folder cannot be written.
     """
 
     def __init__(self, folder: Path, *, shared: bool) -> None:
@@ -29,6 +30,8 @@ class FolderLock:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._file = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
+            if isinstance(full := as_store_error(error, folder), NoSpace):
+                raise full from error
             raise StoreError(f"the batches' folder {folder} cannot be used: {error.strerror}") from error
         try:
             fcntl.flock(self._file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)

@@ -155,6 +155,20 @@ class LineResult:
     completion_tokens: int = 0
     cached_tokens: int = 0
 
+    @property
+    def bytes(self) -> int:
+        """Size of the line in its file."""
+        return len(self.body) + 1
+
+
+@dataclass(frozen=True, slots=True)
+class OwnerUsage:
+    """What an owner has: bytes and number of its files. Files that are deleted count while a batch reads them; bytes
+    include results of batches that are not written to files yet."""
+
+    bytes: int
+    files: int
+
 
 class StoreError(Exception):
     """What the store cannot do. The text may be shown to clients."""
@@ -162,6 +176,10 @@ class StoreError(Exception):
 
 class StoreUnavailable(StoreError):  # noqa: N818 -- a state, as in "503 unavailable"
     """The database, or the folder of the files, cannot be reached at this time."""
+
+
+class StoreDamaged(StoreUnavailable):
+    """The database is damaged, and has to be restored."""
 
 
 class NoSpace(StoreError):  # noqa: N818 -- the same
@@ -177,7 +195,7 @@ class FolderLocked(StoreError):  # noqa: N818 -- the same
 
 
 class QuotaExceeded(StoreError):  # noqa: N818 -- the same
-    """The owner has as many bytes or batches as it may have."""
+    """The owner has as many bytes, files or batches as it may have."""
 
 
 def is_id(text: str) -> bool:

@@ -35,8 +35,13 @@ def add_routes(app: FastAPI, service: Service, desk: Desk) -> Mapping[str, type[
         store = desk.store
         body = await service.parse(await json_body(request), BatchRequest)
         row = _new_batch(body, await _input(desk, request, body.input_file_id), service, store.now())
-        most = desk.config.batch_max_active_per_key
-        made = await store.add_batch(row, _idempotency_key(request), most_active=most)
+        config = desk.config
+        made = await store.add_batch(
+            row,
+            _idempotency_key(request),
+            most_active=config.batch_max_active_per_key,
+            most_bytes=config.batch_max_bytes_per_key,
+        )
         _check_same(row, made)
         desk.wake()
         return json_response(batch_object(made))

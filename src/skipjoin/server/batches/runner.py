@@ -16,7 +16,7 @@ from skipjoin.server.api.protocol import MAX_N, MAX_PROMPTS
 from skipjoin.server.api.service import Phase, Service
 from skipjoin.server.batches.blobs import Blobs
 from skipjoin.server.batches.commits import Commits
-from skipjoin.server.batches.lines import LineJob, ended, prepare
+from skipjoin.server.batches.lines import LineJob, ended, over_quota, prepare
 from skipjoin.server.batches.records import BlobMissing, Line, StoreError
 from skipjoin.server.batches.store import Store
 from skipjoin.server.engines.errors import EngineDeadError, EngineError, NoReplicaError
@@ -148,10 +148,22 @@ class Runner:
         except Exception:  # nothing may end the runner
             _log.exception("lines of batches could not be taken")
             self._back_off("no lines can be taken")
-        self._held.extend(lines)
-        self._live.update((line.key, line) for line in lines)
         if len(lines) < wanted:
             self._look_at = asyncio.get_running_loop().time() + _IDLE_S
+        most_bytes = self._service.config.batch_max_bytes_per_key
+        full = await self._owners_at(most_bytes, {line.owner for line in lines})
+        for line in lines:
+            if line.owner in full:
+                self._commits.finish(over_quota(line, most_bytes))
+            else:
+                self._live[line.key] = line
+                self._held.append(line)
+
+    async def _owners_at(self, most_bytes: int, owners: Collection[str]) -> set[str]:
+        """Those of the owners that have as many bytes. While the store fails, none: `Commits` looks again."""
+        with suppress(StoreError):
+            return {owner for owner in owners if (await self._store.usage_of(owner)).bytes >= most_bytes}
+        return set()
 
     async def _begin_some(self) -> bool:
         """Begin lines as long as there is room; whether there was one. Requests over HTTP go on between two lines."""

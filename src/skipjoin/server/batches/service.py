@@ -19,11 +19,11 @@ from skipjoin.server.batches import files, routes
 from skipjoin.server.batches.blobs import Blobs
 from skipjoin.server.batches.chores import Chore
 from skipjoin.server.batches.commits import Commits
-from skipjoin.server.batches.desk import Desk, install
+from skipjoin.server.batches.desk import NO_SPACE_CODE, Desk, install
 from skipjoin.server.batches.finishing import Finisher
 from skipjoin.server.batches.folder import batch_folder
 from skipjoin.server.batches.intake import Intake
-from skipjoin.server.batches.records import FolderLocked, StoreError, StoreUnavailable
+from skipjoin.server.batches.records import FolderLocked, NoSpace, StoreError, StoreUnavailable
 from skipjoin.server.batches.runner import Runner, most_of_a_line
 from skipjoin.server.batches.store import Store
 
@@ -75,8 +75,8 @@ class Batches:
     async def open(self) -> None:
         """Open the store and begin. Lines run once the service is open.
 
-        Raises `ConfigError` for a named folder or database that cannot be used. Where the default folder is another
-        server's, or the database cannot be reached, that is told once, and tried again.
+        Raises `ConfigError` for a named folder or database that cannot be used. Where the disk is full, the database
+        is damaged or cannot be reached, or the default folder is another server's, it logs that once and tries again.
         """
         folder = self.desk.folder
         if folder is None:
@@ -86,9 +86,9 @@ class Batches:
         except (StoreError, OSError) as error:
             config = self._service.config
             is_named = config.batch_dir is not None or config.batch_db is not None
-            if is_named and not isinstance(error, StoreUnavailable):
+            if is_named and not isinstance(error, StoreUnavailable | NoSpace):
                 raise ConfigError(f"files and batches cannot be kept: {error}") from error
-            self.desk.close(_trouble(error))
+            self.desk.close(*_trouble(error))
             _log.warning("this server has no files and batches for now: %s", error)
             self._opening = asyncio.create_task(self._reopen(folder))
 
@@ -108,7 +108,7 @@ class Batches:
             try:
                 await self._open(folder)
             except (StoreError, OSError) as error:
-                self.desk.close(_trouble(error))
+                self.desk.close(*_trouble(error))
         _log.info("this server has files and batches now")
 
     async def _open(self, folder: Path) -> None:
@@ -127,13 +127,15 @@ class Batches:
         self.desk.open(store, blobs)
 
 
-def _trouble(error: Exception) -> str:
-    """What clients are told. Texts about the folder have its path."""
+def _trouble(error: Exception) -> tuple[str, ...]:
+    """What clients are told, and its code unless it is the usual one. Other texts may have anything."""
     if isinstance(error, FolderLocked):
-        return "files and batches cannot be used now: another server has their folder"
+        return ("files and batches cannot be used now: another server has their folder",)
+    if isinstance(error, NoSpace):
+        return f"files and batches cannot be used now: {error}", NO_SPACE_CODE
     if isinstance(error, StoreUnavailable):
-        return f"files and batches cannot be used now: {error}"
-    return "files and batches cannot be used now; the server's log has the details"
+        return (f"files and batches cannot be used now: {error}",)
+    return ("files and batches cannot be used now; the server's log has the details",)
 
 
 @dataclass(slots=True)
@@ -181,7 +183,7 @@ class _Work:
 
 def _work(service: Service, store: Store, blobs: Blobs, most: int) -> _Work:
     """The parts of an open store. The last lines that end wake what ends batches."""
-    commits = Commits(store, service.metrics)
+    commits = Commits(store, service.metrics, most_bytes=service.config.batch_max_bytes_per_key)
     runner = Runner(service, store, blobs, commits, most=most)
     finish = Chore("ending batches", Finisher(store, blobs, runner, commits, service.metrics).finish_due, _LOOK_S)
     commits.on_written = lambda: None if runner.live else finish.wake()

@@ -8,6 +8,7 @@ attempt that the line is at, so that whatever a server does that was taken for d
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 import uuid
@@ -21,10 +22,11 @@ from skipjoin.server.batches.base import LEASE_S
 from skipjoin.server.batches.batch_rows import BatchRows
 from skipjoin.server.batches.clock import SteadyClock
 from skipjoin.server.batches.database import Database, repeated
+from skipjoin.server.batches.disk import Reserve, as_store_error
 from skipjoin.server.batches.file_rows import FileRows
 from skipjoin.server.batches.line_rows import LineRows
 from skipjoin.server.batches.lock import FolderLock
-from skipjoin.server.batches.records import StoreError
+from skipjoin.server.batches.records import FileRow, NoSpace, StoreError
 from skipjoin.server.batches.tables import batches, files, folder, lines, servers
 
 FOLDER_FILE = "folder-id"
@@ -37,9 +39,10 @@ class Store(FileRows, BatchRows, LineRows):
     while its disk is full; what a failed call was to change is then as it was before.
     """
 
-    def __init__(self, database: Database, clock: SteadyClock, lock: FolderLock) -> None:
+    def __init__(self, database: Database, clock: SteadyClock, lock: FolderLock, reserve: Reserve) -> None:
         super().__init__(database, clock)
         self._lock = lock
+        self._reserve = reserve
 
     @classmethod
     async def open(cls, url: str | None, place: Path, *, clock: Callable[[], float] = time.time) -> Store:
@@ -47,21 +50,51 @@ class Store(FileRows, BatchRows, LineRows):
 
         url: postgresql://..., which several servers may share if they share the folder `place`, too; None: SQLite in
         the folder, which is then this process's alone. Raises `FolderLocked`, or `StoreError` for what cannot be
-        opened.
+        opened. On a full disk it uses the space that is kept for deletions.
         """
-        lock = FolderLock(place, shared=url is not None)
+        lock, reserve = FolderLock(place, shared=url is not None), Reserve(place)
         try:
-            database = await Database.open(url, place)
-            store = cls(database, SteadyClock(clock), lock)
             try:
-                await store._start(place)
-            except BaseException:
-                await database.close()
-                raise
+                store = await cls._opened(url, place, SteadyClock(clock), lock, reserve)
+            except NoSpace:
+                if not reserve.release():
+                    raise
+                store = await cls._opened(url, place, SteadyClock(clock), lock, reserve)
         except BaseException:
             lock.close()
             raise
+        await store.fill_reserve()
         return store
+
+    @classmethod
+    async def _opened(
+        cls, url: str | None, place: Path, clock: SteadyClock, lock: FolderLock, reserve: Reserve
+    ) -> Store:
+        database = await Database.open(url, place)
+        store = cls(database, clock, lock, reserve)
+        try:
+            await store._start(place)
+        except BaseException:
+            await database.close()
+            raise
+        return store
+
+    async def delete_file(self, owner: str, file_id: str) -> FileRow | None:
+        """Delete a file; None if there is none. The blob remains: see `removable`. On a full disk it uses the space
+        that is kept for this."""
+        try:
+            return await super().delete_file(owner, file_id)
+        except NoSpace:
+            if not self._reserve.release():
+                raise
+        return await super().delete_file(owner, file_id)
+
+    async def fill_reserve(self) -> None:
+        """Keep space for deletions again, if the disk has it."""
+        if self._db.is_sqlite and not self._reserve.is_whole:
+            with contextlib.suppress(StoreError):  # then there is less to keep
+                await self._db.empty_log()
+            await asyncio.to_thread(self._reserve.fill)
 
     async def _start(self, place: Path) -> None:
         async with self._db.writing() as connection:
@@ -145,4 +178,6 @@ async def _claim(connection: AsyncConnection, place: Path) -> None:
                 f"batch_dir {place} is not the folder of batch_db's files: servers on one database share one folder"
             )
     except OSError as error:
+        if isinstance(full := as_store_error(error, place), NoSpace):
+            raise full from error
         raise StoreError(f"the batches' folder {place} cannot be used: {error.strerror}") from error

@@ -45,7 +45,8 @@ files = Table(
     sqlite_autoincrement=True,
 )
 
-# server: which one validates or finalizes it. The other columns: `BatchRow`.
+# server: which one validates or finalizes it. result_bytes: of its output and error files until they are written. The
+# other columns: `BatchRow`.
 batches = Table(
     "batches",
     metadata,
@@ -73,6 +74,7 @@ batches = Table(
     Column("prompt_tokens", BigInteger, nullable=False, server_default="0"),
     Column("completion_tokens", BigInteger, nullable=False, server_default="0"),
     Column("cached_tokens", BigInteger, nullable=False, server_default="0"),
+    Column("result_bytes", BigInteger, nullable=False, server_default="0"),
     Column("metadata", JSON(none_as_null=True)),
     Column("errors", JSON, nullable=False),
     Column("output_expires_after_s", BigInteger),

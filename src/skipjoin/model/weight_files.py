@@ -1,0 +1,40 @@
+"""The weight files of a model folder: those that its index names, or all. None lies outside the folder."""
+
+from __future__ import annotations
+
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from skipjoin.model.config import ModelError, read_json
+
+
+def read_weight_map(index: Path) -> dict[str, str]:
+    """Return the file of each tensor by an index of the folder. Raises `ModelError` for a file that is not there or
+    outside of the folder."""
+    weight_map: Any = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise ModelError(f"weight_map in {index} must give the name of a file for each tensor")
+    names = sorted(set(weight_map.values()))
+    for name in names:
+        path = PurePosixPath(name)
+        if path.is_absolute() or ".." in path.parts or "\0" in name:
+            raise ModelError(f"weight_map in {index} must name files inside its folder, got {name!r}")
+    folder = index.parent
+    if missing := [name for name in names if not (folder / name).is_file()]:
+        raise ModelError(f"{folder} lacks {', '.join(missing)}, named in its index")
+    for name in names:
+        check_inside(folder, name)
+    return weight_map
+
+
+def check_inside(folder: Path, name: str) -> None:
+    """Raise `ModelError` if a file of the folder is a link to one outside, except to the blobs of the hub's cache,
+    where a snapshot has links only."""
+    target = (folder / name).resolve()
+    blobs = target.parent
+    is_blob = blobs.name == "blobs" and blobs.parent.name.startswith("models--")
+    if not is_blob and not target.is_relative_to(folder.resolve()):
+        raise ModelError(
+            f"{folder / name} must not be a link to a file outside its folder, which is {target}: copy that file, or "
+            "make a hard link"
+        )

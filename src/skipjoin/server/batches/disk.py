@@ -1,0 +1,77 @@
+"""The disk of the batches' folder: whether it is full, and space that is kept so that files can be deleted then."""
+
+from __future__ import annotations
+
+import errno
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from skipjoin.server.batches.records import NoSpace, StoreError, StoreUnavailable
+
+# Several times what a deletion adds to SQLite's log.
+RESERVE_BYTES = 256 << 10
+_RESERVE_FILE = "reserve"
+# Less than what SQLite needs to open a database: its shared memory has 32 KiB.
+_LEAST_BYTES = 64 << 10
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def no_space(folder: Path) -> NoSpace:
+    """Return the error of a full disk."""
+    return NoSpace(f"disk full: no space is left for the batches' folder {folder}")
+
+
+def as_store_error(error: OSError, folder: Path) -> StoreError:
+    """Return what the system says of the folder in the store's terms."""
+    if error.errno in _FULL:
+        return no_space(folder)
+    return StoreUnavailable(f"the batches' folder cannot be used: {error.strerror}")
+
+
+def is_full(folder: Path) -> bool:
+    """Return whether the disk of a folder has next to no space, or no file, left."""
+    try:
+        found = os.statvfs(folder)
+    except OSError:
+        return False
+    has_files = found.f_favail > 0 or found.f_files == 0  # some file systems do not count them
+    return found.f_bavail * found.f_frsize < _LEAST_BYTES or not has_files
+
+
+class Reserve:
+    """Space of a folder's disk in a file, given up when a deletion needs it: SQLite writes before it frees anything."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / _RESERVE_FILE
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of the space is kept."""
+        try:
+            return self._file.stat().st_size >= RESERVE_BYTES
+        except OSError:
+            return False
+
+    def fill(self) -> None:
+        """Keep the space, or as much of it as the disk has."""
+        if not hasattr(os, "posix_fallocate"):
+            return
+        with suppress(OSError):
+            file = os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                for size in (RESERVE_BYTES, RESERVE_BYTES // 2, RESERVE_BYTES // 4):
+                    with suppress(OSError):
+                        os.posix_fallocate(file, 0, size)
+                        return
+            finally:
+                os.close(file)
+
+    def release(self) -> bool:
+        """Give the space up; return whether there was any."""
+        try:
+            size = self._file.stat().st_size
+            self._file.unlink()
+        except OSError:
+            return False
+        return size > 0

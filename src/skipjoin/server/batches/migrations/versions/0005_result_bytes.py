@@ -1,0 +1,18 @@
+"""Bytes of a batch's output and error files before they are written."""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0005"
+down_revision = "0004"
+
+
+def upgrade() -> None:
+    """Count the results that there are."""
+    op.add_column("batches", sa.Column("result_bytes", sa.BigInteger, nullable=False, server_default="0"))
+    op.execute(
+        "UPDATE batches SET result_bytes = COALESCE("
+        "(SELECT SUM(LENGTH(body) + 1) FROM results WHERE results.batch_id = batches.id), 0)"
+    )

@@ -1,0 +1,61 @@
+"""A small disk that tests fill: a tmpfs in a mount namespace of its own, which needs root and Linux."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+_CHUNK = b"x" * (64 << 10)
+
+
+class SmallDisk:
+    """A disk at a folder, which only processes see whose command begins with `enter`. Raises OSError where a disk
+    cannot be mounted."""
+
+    def __init__(self, folder: Path, size: str) -> None:
+        if shutil.which("unshare") is None or shutil.which("nsenter") is None:
+            raise OSError("unshare and nsenter (util-linux) are not installed")
+        mount = f"mount -t tmpfs -o size={size} none '{folder}' && echo mounted && exec sleep infinity"
+        self._process = subprocess.Popen(
+            ["unshare", "--mount", "--propagation", "private", "sh", "-c", mount],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+        assert self._process.stdout is not None
+        if self._process.stdout.readline() != b"mounted\n":
+            self.close()
+            raise OSError("a disk cannot be mounted here")
+        self.enter = ["nsenter", f"--mount=/proc/{self._process.pid}/ns/mnt", "--"]
+        # The folder as this process sees it.
+        self.seen = Path(f"/proc/{self._process.pid}/root{folder}")
+        self._filler = self.seen / "filler"
+
+    def fill(self) -> None:
+        """Leave no byte."""
+        with self._filler.open("ab", buffering=0) as file:
+            for size in (len(_CHUNK), 1):
+                _write_all(file.fileno(), _CHUNK[:size])
+
+    def empty(self) -> None:
+        """Give back what was filled."""
+        self._filler.unlink()
+
+    def close(self) -> None:
+        """Remove the disk."""
+        self._process.kill()
+        self._process.wait()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+
+
+def _write_all(file: int, data: bytes) -> None:
+    """Write the data until there is no space."""
+    try:
+        while True:
+            os.write(file, data)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise

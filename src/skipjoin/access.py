@@ -90,6 +90,16 @@ class AccessConfig:
             group=ACCESS,
         ),
     ] = ()
+    forwarded_allow_ips: Annotated[
+        tuple[str, ...],
+        Knob(
+            "Addresses and networks of proxies, separated by commas, whose X-Forwarded-For names the client that the "
+            "limits of connections count; * is any (default: none).",
+            separator=",",
+            metavar="ADDRESSES",
+            group=ACCESS,
+        ),
+    ] = ()
 
     key_rights: Mapping[str, KeyRights] = field(default_factory=dict, hash=False)
 
@@ -102,6 +112,11 @@ class AccessConfig:
             if name != ANY and not _HOST_NAME.fullmatch(name):
                 raise ConfigError(
                     f"allowed_hosts must be * or names like llm.example.com, without a port, got {name!r}"
+                )
+        for address in self.forwarded_allow_ips:
+            if address != ANY and not _is_network(address):
+                raise ConfigError(
+                    f"forwarded_allow_ips must be * or addresses and networks like 10.0.0.0/8, got {address!r}"
                 )
         for origin in self.cors_origins:
             if origin != ANY and not _ORIGIN.fullmatch(origin):
@@ -131,6 +146,14 @@ def with_keys_of_files(config: ConfigT) -> ConfigT:
         api_key_file=None,
         metrics_key_file=None,
     )
+
+
+def _is_network(text: str) -> bool:
+    try:
+        ipaddress.ip_network(text)
+    except ValueError:
+        return False
+    return True
 
 
 def is_loopback(address: str) -> bool:

@@ -24,7 +24,8 @@ NO_FORECASTS = ForecastConfig()
 _READ = {
     "port": int,
     "descriptors": int,
-    "max_connections": int,
+    **dict.fromkeys(("max_connections", "max_connections_per_address", "max_connections_per_key"), int),
+    "forwarded_allow_ips": lambda value: tuple(value.split("+")),
     "max_prompt_scores": int,
     "max_queued_requests": int,
     "max_queued_tokens": int,

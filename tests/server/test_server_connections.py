@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import json
 import resource
+import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 
+import aiohttp
+import httptools
 import pytest
 from server_worlds import StartServer
 from starlette.types import Receive, Scope, Send
 
+from skipjoin.server.api.auth import AccessGuard
 from skipjoin.server.api.http import PER_ENGINE, RESERVED, SPARE, ConnectionLimits, HttpServer, listen, room_for
 
 pytestmark = pytest.mark.anyio
 HEAD = b"POST /x HTTP/1.1\r\nHost: localhost\r\n"
+CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
 GET = b"GET /x HTTP/1.1\r\nHost: localhost\r\n\r\n"
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 MB = 1 << 20
@@ -28,21 +34,41 @@ def anyio_backend() -> tuple[str, dict[str, bool]]:
 
 
 class World:
-    """A server whose application reads the body and answers with `size` bytes. ended: how many of them, of answers that
-    are over. refused: connections that it refused, by why."""
+    """A server whose application reads the body, but for `/early`, and answers with `size` bytes.
 
-    def __init__(self, size: int = 2) -> None:
+    Args:
+        keys: Any of them is needed; none: no key.
+        proxies: Trusted ones.
+
+    Attributes:
+        ended: How many bytes each finished answer had.
+        begun: Number of requests.
+        headers, body: Of the last request, as they were when its body had been read.
+        refused: Number of connections that the server refused, by why.
+    """
+
+    def __init__(self, size: int = 2, *, keys: Sequence[str] = (), proxies: Sequence[str] = ()) -> None:
         self.size = size
+        self.app = AccessGuard(self._answer, api_keys=keys, max_header_bytes=1000, max_body_bytes=MB)
+        self.proxies = proxies
+        self.headers: list[tuple[bytes, bytes]] = []
+        self.body = b""
+        self.begun = 0
         self.ended: list[int] = []
         self.refused = Counter[str]()
         self._writers: list[asyncio.StreamWriter] = []
         self.hold = asyncio.Event()
         self.hold.set()
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        while (message := await receive())["type"] == "http.request" and message["more_body"]:
-            pass
-        if scope["path"] != "/health":
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.begun += 1
+        body = b""
+        while scope["path"] != "/early" and (message := await receive())["type"] == "http.request":
+            body += message["body"]
+            if not message["more_body"]:
+                break
+        self.headers, self.body = list(scope["headers"]), body
+        if scope["path"] not in ("/health", "/early"):
             await self.hold.wait()
         given = 0
         await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -56,7 +82,7 @@ class World:
     async def serve(self, **limits: float) -> AsyncIterator[World]:
         with listen("127.0.0.1", 0) as listener:
             bounds = ConnectionLimits(max_header_bytes=1000, **limits)  # type: ignore[arg-type]
-            server = HttpServer(self, bounds, lambda reason: self.refused.update([reason]))
+            server = HttpServer(self.app, bounds, lambda reason: self.refused.update([reason]), self.proxies)
             serving = asyncio.create_task(server.serve(sockets=[listener]))
             self.port = listener.getsockname()[1]
             self.connections = server.server_state.connections
@@ -68,8 +94,10 @@ class World:
                 server.should_exit = server.force_exit = True
                 await serving
 
-    async def connect(self, data: bytes = b"") -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+    async def connect(
+        self, data: bytes = b"", address: str = "127.0.0.1"
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port, local_addr=(address, 0))
         self._writers.append(writer)
         writer.write(data)
         return reader, writer
@@ -86,10 +114,24 @@ def error_of(answer: bytes) -> tuple[bytes, str]:
     return answer[9:12], json.loads(answer.split(b"\r\n\r\n", 1)[1])["error"]["message"]
 
 
-async def until(holds: object) -> None:
-    async with asyncio.timeout(10):
-        while not holds():  # type: ignore[operator]
+async def until(holds: Callable[[], object]) -> None:
+    async with asyncio.timeout(30):
+        while not holds():
             await asyncio.sleep(0.01)
+
+
+async def ok(stream: tuple[asyncio.StreamReader, asyncio.StreamWriter]) -> bytes:
+    """The head of the next answer, which is 200."""
+    head = await asyncio.wait_for(stream[0].readuntil(b"\r\n\r\n"), 30)
+    assert head.startswith(b"HTTP/1.1 200"), head
+    await asyncio.wait_for(stream[0].readuntil(b"0\r\n\r\n"), 30)
+    return head
+
+
+async def is_closed(stream: tuple[asyncio.StreamReader, asyncio.StreamWriter]) -> bool:
+    with contextlib.suppress(ConnectionError):
+        return await asyncio.wait_for(stream[0].read(), 30) == b""
+    return True
 
 
 async def test_silence_and_slow_heads_and_bodies_are_ended() -> None:
@@ -182,6 +224,278 @@ async def test_health_has_room_where_all_connections_are_busy() -> None:
         world.hold.set()
         for reader, _ in busy:
             assert (await reader.readuntil(b"0\r\n\r\n")).startswith(b"HTTP/1.1 200")
+
+
+# -- what a chunked body has besides data -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", [b"/x", b"/early"])
+@pytest.mark.parametrize(
+    ("begin", "piece"),
+    [
+        (b"1\r\nx\r\n0\r\n", b"A:\r\n"),
+        (b"1\r\nx\r\n0\r\n", b"A"),
+        (b"1\r\nx\r\n0\r\nA: ", b"a"),
+        (b"1;", b"a"),
+        (b"", b"0"),
+        (b"", b"1;" + 1000 * b"a" + b"\r\nx\r\n"),
+    ],
+    ids=["trailers", "trailer name", "trailer value", "extension", "zeros", "extensions"],
+)
+async def test_what_is_not_data_of_a_chunked_body_is_bounded(path: bytes, begin: bytes, piece: bytes) -> None:
+    async with World().serve(body_s=30, linger_bytes=1 << 16) as world:
+        world.hold.clear()
+        stream = await world.connect(CHUNKED.replace(b"/x", path) + begin)
+        await until(lambda: world.begun)  # what follows is not among the headers that the guard counts
+        most, sent = 16 * MB, 0
+        pieces = piece * (10_000 // len(piece))
+        with contextlib.suppress(ConnectionError):
+            while sent < most and not stream[0].at_eof():
+                stream[1].write(pieces)
+                sent += len(pieces)
+                await asyncio.wait_for(stream[1].drain(), 10)
+                await asyncio.sleep(0)
+        assert sent < most
+        await until(lambda: not world.connections)
+
+
+async def test_trailers_are_not_headers() -> None:
+    async with World(keys=("right",)).serve() as world:
+        trailers = (
+            b"Authorization: Bearer right\r\nX-Request-Deadline-Ms: 1\r\nX-SLO-TTFT-Ms: 1\r\nExpect: 100-continue"
+        )
+        answer = await world.answer(CHUNKED + b"1\r\nx\r\n0\r\n" + trailers + b"\r\n\r\n")
+        assert error_of(answer)[0] == b"401"
+        # The application reads the headers when the body is complete.
+        begin = CHUNKED.replace(b"Host:", b"Authorization: Bearer right\r\nHost:") + b"1\r\nx\r\n"
+        stream = await world.connect(begin)
+        await asyncio.sleep(0.05)
+        stream[1].write(b"0\r\n" + trailers + b"\r\n\r\n")
+        await ok(stream)
+        names = [name for name, _ in world.headers]
+        assert names == [b"authorization", b"host", b"transfer-encoding"]
+
+
+async def test_tiny_chunks_cost_a_few_times_their_parsing() -> None:
+    body = b"1\r\nx\r\n" * (MB - 1) + b"0\r\n\r\n"
+
+    def parse() -> None:
+        pieces: list[bytes] = []
+
+        class Parts:
+            on_body = pieces.append
+
+        httptools.HttpRequestParser(Parts()).feed_data(CHUNKED + body)
+        assert len(b"".join(pieces)) == MB - 1
+
+    async with World().serve() as world:
+        ratios = []
+        for _ in range(3):
+            begin = time.thread_time()
+            parse()
+            middle = time.thread_time()
+            stream = await world.connect(CHUNKED + body)
+            await ok(stream)
+            ratios.append((time.thread_time() - middle) / (middle - begin))
+        assert min(ratios) < 3
+
+
+async def test_a_body_that_breaks_off_is_not_part_of_another() -> None:
+    async with World().serve() as world:
+        assert error_of(await world.answer(CHUNKED + b"5\r\nwrong\r\n5\r\nwrong!"))[0] == b"400"
+        await ok(await world.connect(CHUNKED + b"5\r\nright\r\n0\r\n\r\n"))
+        assert world.body == b"right"
+
+
+# -- more than one request ----------------------------------------------------------------------------------------
+
+
+async def test_requests_that_are_sent_ahead_wait_unread() -> None:
+    async with World().serve() as world:
+        world.hold.clear()
+        sent = 4000
+        stream = await world.connect(b"GET /x HTTP/1.1\r\n\r\n" * sent)
+        await until(lambda: world.connections and next(iter(world.connections)).flow.read_paused)
+        (connection,) = world.connections
+        assert len(connection.pipeline) < 400
+        world.hold.set()
+        for _ in range(sent):
+            await ok(stream)
+        assert len(world.ended) == sent
+
+
+async def test_what_is_not_http_does_not_get_into_the_answer_before_it() -> None:
+    async with World().serve() as world:
+        world.hold.clear()
+        stream = await world.connect(GET + b"nonsense\r\n\r\n")
+        await until(lambda: world.refused == {"invalid": 1})
+        world.hold.set()
+        assert b"connection: close" in await ok(stream)
+        assert await is_closed(stream)
+
+
+async def test_the_body_of_a_request_to_change_the_protocol_is_no_request() -> None:
+    async with World().serve() as world:
+        upgrade = HEAD + b"Connection: Upgrade\r\nUpgrade: x\r\n"
+        reader, writer = await world.connect(upgrade + b"Content-Length: %d\r\n\r\n" % len(GET))
+        await asyncio.sleep(0.05)
+        writer.write(GET)
+        assert error_of(await asyncio.wait_for(reader.read(), 10))[0] == b"400"
+        stream = await world.connect(upgrade + b"\r\n" + GET)
+        assert b"connection: close" in await ok(stream)
+        assert await is_closed(stream)
+        assert len(world.ended) == 1
+
+
+# -- answers before the request is complete -----------------------------------------------------------------------
+
+
+async def test_a_connection_that_is_answered_early_is_drained_and_closed() -> None:
+    early = HEAD.replace(b"/x", b"/early") + b"Content-Length: 1000000\r\n\r\n"
+    async with World().serve(linger_s=1, linger_pause_s=0.3, linger_bytes=MB) as world:
+
+        async def send(piece: bytes, pause_s: float) -> int:
+            """How many bytes it takes until the connection is closed."""
+            stream = await world.connect(early)
+            assert b"connection: close" in await ok(stream)
+            assert await is_closed(stream)  # for writing
+            sent = 0
+            with contextlib.suppress(ConnectionError):
+                async with asyncio.timeout(10):
+                    while not stream[1].transport.is_closing():
+                        stream[1].write(piece)
+                        sent += len(piece)
+                        await stream[1].drain()
+                        await asyncio.sleep(pause_s)
+            return sent
+
+        await ok(await world.connect(early))
+        await until(lambda: not world.connections)  # it sends nothing
+        trickle, flood = await asyncio.gather(send(b"x", 0.1), send(b"x" * 100_000, 0.001))
+        assert trickle < 100
+        assert flood >= MB
+
+
+@pytest.mark.parametrize("client", ["asyncio", "aiohttp"])
+async def test_a_refusal_reaches_a_client_that_sends_all_before_it_reads(client: str) -> None:
+    body = bytes(8 * MB)
+
+    async def by_asyncio(world: World, key: bytes) -> int:
+        head = HEAD + b"Authorization: Bearer %s\r\nContent-Length: %d\r\n\r\n" % (key, len(body))
+        reader, writer = await world.connect(head + body)
+        await writer.drain()
+        return int((await reader.read())[9:12])
+
+    async def by_aiohttp(world: World, key: bytes) -> int:
+        headers = {"Authorization": f"Bearer {key.decode()}"}
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(f"http://127.0.0.1:{world.port}/x", data=io.BytesIO(body), headers=headers) as answer,
+        ):
+            return answer.status if b"error" in await answer.read() else 0
+
+    send = by_asyncio if client == "asyncio" else by_aiohttp
+    async with World(keys=("right",)).serve() as world:
+        for key, status in ((b"right", 413), (b"wrong", 401)):
+            found = [await asyncio.wait_for(send(world, key), 30) for _ in range(5)]
+            assert found == [status] * 5
+
+
+# -- too many connections -----------------------------------------------------------------------------------------
+
+
+async def test_connections_whose_client_is_to_send_make_way() -> None:
+    begun = HEAD + b"Content-Length: 100\r\n\r\nabc"
+    early = HEAD.replace(b"/x", b"/early") + b"Content-Length: 100\r\n\r\n"
+    async with World().serve(max_connections=4) as world:
+        for data in (begun, early):
+            for _ in range(3 * SPARE):
+                await world.connect(data)
+            stream = await world.connect(GET)
+            await ok(stream)
+        assert world.refused["no_room"] == 0
+        await until(lambda: len(world.connections) <= 4)
+
+
+async def test_the_address_with_most_connections_loses_one() -> None:
+    async with World().serve(max_connections=40) as world:
+        other = await world.connect(GET, "127.0.0.2")
+        await ok(other)
+        for _ in range(100):
+            await world.connect(HEAD + b"Content-Length: 100\r\n\r\n")
+        await until(lambda: len(world.connections) <= 40 and world.refused["idle"] >= 60)
+        other[1].write(GET)
+        await ok(other)
+
+
+async def test_connections_of_an_address_are_bounded() -> None:
+    async with World().serve(max_per_address=4) as world:
+        begun = [await world.connect(HEAD + b"Content-Length: 100\r\n\r\n") for _ in range(4)]
+        await until(lambda: all(not connection.is_unread for connection in world.connections))
+        world.hold.clear()
+        busy = [await world.connect(GET) for _ in range(4)]
+        assert all([await is_closed(stream) for stream in begun])
+        await until(lambda: world.refused == {"share": 4})
+        status, text = error_of(await world.answer(GET))
+        assert (status, text) == (
+            b"429", "there are 4 connections of this address, the most that this server allows: use fewer",
+        )  # fmt: skip
+        assert (await world.answer(HEALTH.replace(b"Host", b"Connection: close\r\nHost"))).startswith(b"HTTP/1.1 200")
+        busy.append(await world.connect(GET, "127.0.0.2"))
+        world.hold.set()
+        for stream in busy:
+            await ok(stream)
+
+
+async def test_connections_of_a_key_are_bounded_and_not_those_of_its_address() -> None:
+    async with World(keys=("a", "b")).serve(max_per_address=2, max_per_key=3) as world:
+
+        def get(key: bytes) -> bytes:
+            return GET.replace(b"Host", b"Authorization: Bearer " + key + b"\r\nHost")
+
+        idle = [await world.connect(get(b"a")) for _ in range(3)]
+        for stream in idle:
+            await ok(stream)
+        world.hold.clear()
+        busy = [await world.connect(get(b"a"))]
+        assert await is_closed(idle[0])
+        for stream in idle[1:]:
+            stream[1].write(get(b"a"))
+        busy += idle[1:]
+        await until(lambda: sum(connection._is_answering for connection in world.connections) == 3)
+        status, text = error_of(await world.answer(get(b"a")))
+        assert (status, text) == (
+            b"429", "there are 3 connections of this key, the most that this server allows: use fewer",
+        )  # fmt: skip
+        busy.append(await world.connect(get(b"b")))
+        world.hold.set()
+        for stream in busy:
+            await ok(stream)
+
+
+async def test_connections_of_a_trusted_proxy_count_for_its_clients() -> None:
+    async with World(proxies=("127.0.0.1",)).serve(max_per_address=2) as world:
+
+        def get(client: bytes) -> bytes:
+            return GET.replace(b"Host", b"X-Forwarded-For: 10.0.0.9, " + client + b"\r\nHost")
+
+        world.hold.clear()
+        busy = [
+            await world.connect(get(client)) for client in (b"192.0.2.1", b"192.0.2.1", b"192.0.2.2", b"2001:db8::1")
+        ]
+        await until(lambda: sum(connection._is_answering for connection in world.connections) == 4)
+        assert error_of(await world.answer(get(b"192.0.2.1")))[0] == b"429"
+        busy += [await world.connect(get(b"2001:db8::2"))]
+        await until(lambda: sum(connection._is_answering for connection in world.connections) == 5)
+        assert error_of(await world.answer(get(b"2001:db8::3")))[0] == b"429"  # of the same network
+        busy += [await world.connect(get(b"192.0.2.1"), "127.0.0.2") for _ in range(2)]  # which is not trusted
+        await until(lambda: sum(connection._is_answering for connection in world.connections) == 7)
+        world.hold.set()
+        for stream in busy:
+            await ok(stream)
+
+
+# -- descriptors --------------------------------------------------------------------------------------------------
 
 
 def test_connections_leave_descriptors_for_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -188,6 +188,27 @@ class ServerConfig(AccessConfig):
             group=LIMITS,
         ),
     ] = 4096
+    max_connections_per_address: Annotated[
+        int | None,
+        Knob(
+            "Most connections of one client address that have not shown a key (default: an eighth of "
+            "--max-connections, and three quarters where no key is asked for).",
+            low=1,
+            high=1 << 20,
+            metavar="CONNECTIONS",
+            group=LIMITS,
+        ),
+    ] = None
+    max_connections_per_key: Annotated[
+        int | None,
+        Knob(
+            "Most connections of one API key (default: three quarters of --max-connections).",
+            low=1,
+            high=1 << 20,
+            metavar="CONNECTIONS",
+            group=LIMITS,
+        ),
+    ] = None
     write_timeout_s: Annotated[
         float,
         Knob(

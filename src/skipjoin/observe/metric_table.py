@@ -96,7 +96,7 @@ HTTP_STATUSES = (
 )
 # Why the server refused a connection or ended it: there were too many, so that it was not taken or made way for a new
 # one; the client took too long to send, sent what is no HTTP, or took too long to read.
-CONNECTION_REFUSALS = ("no_room", "idle", "late", "invalid", "slow_reader")
+CONNECTION_REFUSALS = ("no_room", "idle", "share", "late", "invalid", "slow_reader")
 
 ENGINE_METRICS = (
     Metric("num_requests_running", "gauge", "Requests in the running batch.", by_class=True),

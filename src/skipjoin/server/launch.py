@@ -62,6 +62,9 @@ _OPEN_WARNING = (
     "any machine that reaches %s may use this server, which asks for no key; set --api-key-file, or "
     "listen on 127.0.0.1 (docs/server.md: keys, TLS and proxies)"
 )
+# The share of all connections that one client may have, so that others find room; and that connections of one address
+# may have that have not shown a key where one is asked for: those of clients show it with their first request.
+_CLIENT_SHARE, _KEYLESS_SHARE = 0.75, 0.125
 # Seconds between two checks of the drain for open requests.
 _POLL_S = 0.05
 
@@ -175,8 +178,13 @@ def _connection_limits(config: ServerConfig) -> ConnectionLimits:
     room = room_for(config.max_connections, config.replicas)
     if room < config.max_connections:
         logger.warning("the limit of open files allows %d connections, not %d", room, config.max_connections)
+    per_address = _KEYLESS_SHARE if config.api_keys else _CLIENT_SHARE
     return ConnectionLimits(
-        max_header_bytes=config.max_header_bytes, max_connections=room, write_s=config.write_timeout_s
+        max_header_bytes=config.max_header_bytes,
+        max_connections=room,
+        max_per_address=config.max_connections_per_address or max(1, int(per_address * room)),
+        max_per_key=config.max_connections_per_key or max(1, int(_CLIENT_SHARE * room)),
+        write_s=config.write_timeout_s,
     )
 
 
@@ -206,7 +214,8 @@ class Server:
         app = build_app(self._service, self._batches.add_routes, self._batches.body_limits)
         apps = [app] if config.metrics_port is None else [app, build_metrics_app(self._service)]
         limits = _connection_limits(config)
-        self._http = [HttpServer(RequestLog(app), limits, metrics.connection_refused) for app in apps]
+        proxies = config.forwarded_allow_ips
+        self._http = [HttpServer(RequestLog(app), limits, metrics.connection_refused, proxies) for app in apps]
         self._questions: Questions | None = None
         self._signals = 0
         self._stop = asyncio.Event()

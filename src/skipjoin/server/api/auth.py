@@ -18,8 +18,6 @@ OPEN_PATHS = frozenset(["/health", "/ready", "/live"])
 # The owner where no key is asked for.
 ANONYMOUS = "anonymous"
 METRICS_PATH = "/metrics"
-# How many times the largest body is read of one that is refused.
-_PATIENCE = 2
 _MAX_ID = 128
 _NOT_ID = re.compile(r"[^A-Za-z0-9._:@/+=-]")
 
@@ -31,7 +29,8 @@ class AccessGuard:
     which needs one of either, if there are any. max_header_bytes: of all headers and the target. body_limits: by method
     and path, where a body may be larger than max_body_bytes. rules: which sites may cause a request. cors_origins:
     whose pages may read the answers. on_status: called with the status of each answer. `scope["state"]["owner"]` is a
-    hash of the key, for routes that keep what they are given.
+    hash of the key, for routes that keep what they are given; `scope["state"]["on_owner"]`, if there is one, is called
+    with it and may refuse it.
     """
 
     def __init__(
@@ -80,9 +79,8 @@ class AccessGuard:
         try:
             scope["state"]["owner"] = self._check(scope, limit)
         except ApiError as error:
-            if error.status != 413 or not _is_soon_over(scope, limit):
-                # The rest of the request is not read, so the connection cannot be used again.
-                error.headers["Connection"] = "close"
+            # The rest of the request is not read, so the connection cannot be used again.
+            error.headers["Connection"] = "close"
             await error.response()(scope, receive, send_with_id)
             return
         await self.app(scope, _bounded(receive, limit), send_with_id)
@@ -98,6 +96,8 @@ class AccessGuard:
             self._rules.check(headers)
             if owner is None:
                 raise unauthorized()
+            if (on_owner := scope["state"].get("on_owner")) is not None:
+                on_owner(owner)
         for name, value in headers:
             if name == b"content-length" and (not value.isdigit() or int(value) > limit):
                 raise _too_large(limit)
@@ -135,13 +135,6 @@ def _bounded(receive: Receive, limit: int) -> Receive:
 
 def _too_large(limit: int, headers: Mapping[str, str] | None = None) -> ApiError:
     return ApiError(413, f"the body must have at most {limit} bytes", headers=headers)
-
-
-def _is_soon_over(scope: Scope, limit: int) -> bool:
-    """Whether a body that is too large is read to its end, and dropped: its length is known, and not absurd. A client
-    that sends all of it before it reads the answer would find the connection broken otherwise."""
-    lengths = [value for name, value in scope["headers"] if name == b"content-length"]
-    return len(lengths) == 1 and lengths[0].isdigit() and int(lengths[0]) <= _PATIENCE * limit
 
 
 def _is_open(scope: Scope) -> bool:

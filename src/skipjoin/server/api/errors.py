@@ -105,6 +105,12 @@ def unavailable(message: str, code: str, retry_after_s: int = 5) -> ApiError:
     return ApiError(503, message, code=code, headers={"Retry-After": str(retry_after_s)})
 
 
+def too_many_connections(whose: str, most: float) -> ApiError:
+    """429: all connections that this address or key may have are busy. whose: "address" or "key"."""
+    text = f"there are {most:g} connections of this {whose}, the most that this server allows: use fewer"
+    return ApiError(429, text, code="too_many_connections", headers={"Retry-After": "1"})
+
+
 def from_engine(error: EngineError) -> ApiError:
     """The answer where no engine has one: 503, 400 for a request that the engine refused, 500 for one that engines did
     not outlive."""

@@ -270,7 +270,7 @@ class Endpoint(ABC, Generic[BodyT]):
         # A queue of their own has no part that is kept for others.
         is_best_effort = queue is None and options.service is ServiceClass.BEST_EFFORT
         estimates = [tokens for tokens in self.estimates(body) for _ in range(n)]
-        slots = admission.reserve(estimates, is_best_effort=is_best_effort)
+        slots = admission.reserve(estimates, client=options.client, is_best_effort=is_best_effort)
         try:
             prompts = await self.tokenize(body)
             rules = self.text_rules(body)

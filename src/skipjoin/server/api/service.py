@@ -62,7 +62,11 @@ class Service:
         self.client = client
         self.metrics = metrics
         self.admission = Admission(
-            config.max_queued_requests, config.max_queued_tokens, metrics, steps=lambda: client.steps
+            config.max_queued_requests,
+            config.max_queued_tokens,
+            metrics,
+            steps=lambda: client.steps,
+            is_shared=config.fair_by == "key" and len(set(config.api_keys)) > 1,
         )
         self.phase = Phase.STARTING
         self.created = int(time.time())

@@ -242,13 +242,13 @@ class Service:
                 "context_length_exceeded",
             )
 
-    async def expect(self, prompts: Sequence[tuple[list[int], SamplingParams]]) -> list[Expectation]:
-        """What is expected of the outputs of prompts, once it is known, or soon without it."""
+    async def expect(self, prompts: Sequence[tuple[list[int], SamplingParams]], owner: str) -> list[Expectation]:
+        """What is expected of the outputs of an owner's prompts, once it is known, or soon without it."""
         if self._forecasting is None:
             return [Expectation() for _ in prompts]
         room = self.info.max_model_len
         return await self._forecasting.expect(
-            [(ids, params.max_tokens or max(1, room - len(ids))) for ids, params in prompts]
+            [(ids, params.max_tokens or max(1, room - len(ids))) for ids, params in prompts], owner
         )
 
     # -- sampling -----------------------------------------------------------------------------------------

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from skipjoin.access import with_keys_of_files
 from skipjoin.cli import app
 from skipjoin.config import ConfigError, ServerConfig
+from skipjoin.key_files import owner_of_key
 from skipjoin.server import launch
 
 VARIABLE = "SKIPJOIN_API_KEY"
@@ -84,6 +86,7 @@ def test_an_empty_variable_is_an_error_and_opens_nothing(
             "--api-key-file FILE, line 2: priority-range must be LOW:HIGH of 64 bits, LOW at",
         ),
         (b"[priority-tier=flex]\na", "--api-key-file FILE, line 1: priority-tier must be one of none, all, got 'flex'"),
+        (b"[operator=all]\na", "--api-key-file FILE, line 1: operator must be one of no, yes, got 'all'"),
         (b"[secret]\na", "--api-key-file FILE, line 1: a line that begins with [ must be like [priority-range=-2:5 p"),
         (b"[priority-tier=all]secret", "--api-key-file FILE, line 1: a line that begins with [ must be like [priority"),
         (b"[priority-tier=all priority-tier=all]\na", "--api-key-file FILE, line 1: a line that begins with [ must be"),
@@ -154,3 +157,12 @@ def test_hosts_and_origins_are_separated_by_commas_or_repeated(configs: list[Ser
     assert config.cors_origins == ("http://a.com", "http://b:3", "app://c")
     run = serve("--allowed-hosts", "a,,b")
     assert run.stderr == "error: --allowed-hosts must be * or names like llm.example.com, without a port, got ''\n"
+
+
+def test_a_line_of_the_key_file_makes_operators(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("a\n[operator=yes priority-tier=all]\nb\n[operator=no]\nc\n")
+    config = with_keys_of_files(ServerConfig(api_key_file=str(file)))
+    rights = {key: config.rights_of(owner_of_key(key.encode())) for key in "abc"}
+    assert {key: right.is_operator for key, right in rights.items()} == {"a": False, "b": True, "c": False}
+    assert rights["b"].tier

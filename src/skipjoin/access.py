@@ -41,7 +41,7 @@ class AccessConfig:
         str | None,
         Knob(
             "File with such keys, one per line; lines that begin with # are left out. A line like "
-            "[priority-range=0:5 priority-tier=all] is about the keys that follow.",
+            "[priority-range=0:5 priority-tier=all operator=yes] is about the keys that follow.",
             metavar="FILE",
             group=ACCESS,
         ),

@@ -10,18 +10,22 @@ from typing import NamedTuple
 from skipjoin.knobs import ConfigError
 
 PRIORITY_TIERS = ("none", "all")
-_SETTINGS = {"priority-range", "priority-tier"}
+OPERATOR = ("no", "yes")
+_SETTINGS = {"priority-range", "priority-tier", "operator"}
 _SECTION = (
-    "a line that begins with [ must be like [priority-range=-2:5 priority-tier=all], with each of the two once at most"
+    "a line that begins with [ must be like [priority-range=-2:5 priority-tier=all operator=yes], with each of the "
+    "three once at most"
 )
 
 
 class KeyRights(NamedTuple):
     """What requests with a key may ask for. None: what the server allows to all. priorities: the lowest and the highest
-    priority, besides 0. tier: whether there is `service_tier` priority."""
+    priority, besides 0. tier: whether there is `service_tier` priority. is_operator: whether the key sees the requests
+    of all keys."""
 
     priorities: tuple[int, int] | None = None
     tier: bool | None = None
+    is_operator: bool = False
 
 
 # Of a key about which its file says nothing.
@@ -99,12 +103,14 @@ def _lines(field: str, file: str) -> Iterator[_Line]:
 def _rights(line: _Line) -> KeyRights:
     """What a section gives its keys. A line that is none may be a key: the error does not show it."""
     given = _given(line)
-    priorities, tier = given.get("priority-range"), given.get("priority-tier")
-    if tier not in (None, *PRIORITY_TIERS):
-        raise ConfigError(f"{line.where}: priority-tier must be one of {', '.join(PRIORITY_TIERS)}, got {tier!r}")
+    priorities, tier, operator = map(given.get, ("priority-range", "priority-tier", "operator"))
+    for name, value, choices in (("priority-tier", tier, PRIORITY_TIERS), ("operator", operator, OPERATOR)):
+        if value not in (None, *choices):
+            raise ConfigError(f"{line.where}: {name} must be one of {', '.join(choices)}, got {value!r}")
     return KeyRights(
         None if priorities is None else priority_bounds(f"{line.where}: priority-range", priorities),
         None if tier is None else tier == "all",
+        operator == "yes",
     )
 
 

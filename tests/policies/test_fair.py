@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
+
+from skipjoin.core.context import StepContext
+from skipjoin.core.policy import ALL_HELD, NEWCOMERS_HELD, rests
 from skipjoin.core.request import Request
 from skipjoin.core.step import Slice
-from skipjoin.policies.fairness import Fair
+from skipjoin.policies.batching import Greedy
+from skipjoin.policies.best_effort import LimitedBestEffort
+from skipjoin.policies.cost import LinearCost
+from skipjoin.policies.fairness import Fair, FairSteps
 from skipjoin.policies.ordering import Fcfs
 from support.load import make
 
@@ -49,9 +56,9 @@ def test_time_without_requests_saves_nothing_up() -> None:
     clients.run(busy, 29)
     clients.send("new")
     assert clients.ordering.served("new") == 29
-    assert clients.order() == ["busy", "new"]
-    clients.run(busy, 1, start=29)
     assert clients.order() == ["new", "busy"]
+    clients.send("newer")
+    assert clients.order() == ["newer", "new", "busy"]
 
 
 def test_what_a_client_is_ahead_by_stays_while_others_have_requests() -> None:
@@ -77,3 +84,59 @@ def test_requests_make_way_after_a_lead_only() -> None:
     clients.run(ahead, 40, start=30)
     assert clients.ordering.outranks(behind, ahead)
     assert not clients.ordering.outranks(ahead, behind)
+
+
+# Seconds, as sums that are exact.
+COST = LinearCost(floor=8.0, prefill_token=1.0, decode=1.0)
+
+
+def begun(number: int, client: str, *, best_effort: bool = False) -> Request:
+    """A request that decodes."""
+    request = make(number, 21, client=client, best_effort=best_effort)
+    request.planned = request.computed = 20
+    return request
+
+
+def step(live: list[Request], offered: list[Request]) -> list[object]:
+    """What a step has of those that are offered to it."""
+    batcher = FairSteps(
+        LimitedBestEffort(Greedy(100, 1000, chunked=True), COST, lambda request: request.is_best_effort)
+    )
+    for request in live:
+        batcher.arrived(request, 0.0)
+    assert rests(batcher) is (len({request.options.client for request in live}) < 2)
+    builder = batcher.open(StepContext(now=0.0))
+    found: list[object] = []
+    for request in offered:
+        verdict = builder.offer(request, request.pending)
+        if isinstance(verdict, int):
+            builder.take(request, verdict)
+        found.append(verdict)
+    for request in live:
+        batcher.finished(request, 0.0)
+    assert rests(batcher)
+    return found
+
+
+@pytest.mark.parametrize("clients", [2, 3, 5])
+def test_a_step_takes_as_many_times_as_long_as_there_are_clients(clients: int) -> None:
+    """That of the first one alone takes 10 s, with two decodes."""
+    first = [begun(0, "0"), begun(1, "0")]
+    others = [begun(10 + number, str(1 + number % (clients - 1))) for number in range(90)]
+    most = clients * 10 - 10
+    assert step([*first, *others], [*first, *others]) == [1] * (2 + most) + [ALL_HELD] * (90 - most)
+
+
+def test_a_client_alone_fills_the_step() -> None:
+    flood = [begun(number, "a") for number in range(100)]
+    assert step(flood, flood) == [1] * 100
+
+
+def test_prompts_of_other_clients_are_cut_to_the_time() -> None:
+    chat, prompts = begun(0, "a"), [make(number, 500, client="b") for number in (1, 2)]
+    _, first, second = step([chat, *prompts], [chat, *prompts])
+    assert (first, second) == (NEWCOMERS_HELD, NEWCOMERS_HELD)  # there is time for 9 tokens, which is too short
+    long = make(0, 40, client="a")
+    _, first, second = step([long, *prompts], [long, *prompts])
+    assert 48 - 16 <= first <= 48
+    assert second is NEWCOMERS_HELD

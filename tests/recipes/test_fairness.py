@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 
-from skipjoin.core.events import Finished, Token
+from skipjoin.core.engine import EngineCore
+from skipjoin.core.events import Event, Finished, Token
+from skipjoin.core.kv import KVLedger
 from skipjoin.core.request import Request
+from skipjoin.core.scheduler import Scheduler
+from skipjoin.exec.simulated import SimulatedExecutor
 from skipjoin.knobs import ConfigError
+from skipjoin.policies.cost import LinearCost
 from skipjoin.recipes import Settings, build
+from skipjoin.sim.driver import Replica, simulate
 from support.load import load, make
 from support.policies import COST, SOME_SYSTEMS, SYSTEMS
 from support.watch import Run, World, run
@@ -91,6 +98,38 @@ def test_a_quiet_client_gets_the_next_kv_that_comes_free(recipe: str) -> None:
     done = run(world(recipe, WEIGHT), [*flood("noisy", 60, 0, output=30), asked])
     (first, *_) = (one.now for one in done.events if isinstance(one, Token) and one.request is asked)
     assert first - asked.arrival < MOST_TTFT_S
+
+
+# A step of 256 sequences takes 40 times as long as one of a single sequence.
+STEEP = LinearCost(floor=0.002, prefill_token=1e-4, decode=3e-4)
+
+
+class ChatEndedError(Exception):
+    """The chat has ended; the others need not."""
+
+
+def chat_s(recipe: str, others: list[Request]) -> float:
+    """Seconds that a chat takes beside these requests."""
+    chat = make(10_000, 20, 40, arrival=0.3, client="chat")
+    params = (("ttft_s", 1000.0), ("tpot_s", 1000.0))
+    world = World(recipe, device_blocks=20_000, max_seqs=256, fair_output_weight=WEIGHT, params=params, cost=STEEP)
+    core = EngineCore(Scheduler(world.policies(), KVLedger(world.device_blocks, 0, world.block_size)))
+    ends: list[float] = []
+
+    def stop(events: Sequence[Event]) -> None:
+        ends.extend(one.now for one in events if isinstance(one, Finished) and one.request is chat)
+        if ends:
+            raise ChatEndedError
+
+    with pytest.raises(ChatEndedError):
+        simulate(Replica(core, SimulatedExecutor(STEEP)), [*others, chat], on_events=stop)
+    return ends[0] - chat.arrival
+
+
+@pytest.mark.parametrize("recipe", [name for name in SYSTEMS if name not in ("static", "round-robin")])
+def test_beside_640_sequences_a_chat_takes_three_times_as_long_as_alone(recipe: str) -> None:
+    """At most, except under recipes whose batch or turn runs to its end."""
+    assert chat_s(recipe, flood("noisy", 640, 0, output=100)) <= 3 * chat_s(recipe, [])
 
 
 def test_the_bound_on_waiting_excludes_fairness() -> None:

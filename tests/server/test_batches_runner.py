@@ -372,3 +372,22 @@ async def test_a_batch_that_is_cancelled_while_it_is_validated_answers_each_line
             assert len(bad) == done["request_counts"]["total"] == (0 if wrong else len(lines))
             assert (done["errors"] and [one["line"] for one in done["errors"]["data"]]) == wrong
         assert not place.api.engine.added
+async def test_lines_and_requests_of_a_key_have_queues_of_their_own(open_place: Callable[..., Any]) -> None:
+    """Where keys share the queue, lines run though their key has all of it that it may, and take nothing of it."""
+    async with open_place(api_keys=("noisy", "quiet"), fair_by="key", max_queued_requests=8) as place:
+        api, engine = place.api, place.api.engine
+        api.http.headers["Authorization"] = "Bearer noisy"
+        engine.paused = True
+        flood = [asyncio.create_task(api.complete(max_tokens=2)) for _ in range(7)]
+        await until(lambda: len(engine.live) == 7)
+        assert (await api.complete()).status_code == 429
+        batch = await place.submit(*(line(str(n), **SHORT) for n in range(20)))
+        await until(lambda: len(engine.live) == 7 + INFLIGHT)
+        api.http.headers["Authorization"] = "Bearer quiet"
+        chat = asyncio.create_task(api.complete(max_tokens=2))
+        await until(lambda: len(engine.live) == 7 + INFLIGHT + 1)
+        engine.paused = False
+        assert {answer.status_code for answer in await asyncio.gather(chat, *flood)} == {200}
+        api.http.headers["Authorization"] = "Bearer noisy"
+        done = await place.until(batch)
+        assert done["request_counts"] == {"total": 20, "completed": 20, "failed": 0}

@@ -18,9 +18,10 @@ from skipjoin.config import ForecastConfig
 from skipjoin.core.forecast import Forecast
 from skipjoin.core.request import FinishReason
 from skipjoin.engine import forecasting as keeping
-from skipjoin.engine.forecasting import ForecastKeeper
+from skipjoin.engine.forecasting import ForecastKeeper, open_keeper
 from skipjoin.forecast import make_forecaster
 from skipjoin.forecast.config import FORECASTERS
+from skipjoin.key_files import owner_of_key
 from skipjoin.observe.metric_table import FORECAST_SOURCES
 from skipjoin.server.api import forecasting
 
@@ -298,3 +299,33 @@ async def test_a_full_disk_is_one_warning_until_there_is_room() -> None:
             learn_for(keeping.SAVE_EVERY_S)
         assert disk.complaints == complaints
     assert disk.saves == 5
+
+
+async def test_requests_of_a_key_do_not_move_the_forecasts_of_another(make_api: MakeApi) -> None:
+    """60 requests with another key's prompt and long outputs."""
+    config = ForecastConfig(forecaster="learnt", forecast_dir="none")
+    keeper = open_keeper(config, model="m", folder=".", text_of=str, owners=2)
+    async with make_api(keeper, api_keys=("victim", "attacker")) as api:
+        prompt = [*range(3, 40)]
+
+        async def send(key: str, tokens: int) -> float:
+            stop = {"prompt": [*prompt, *[50] * tokens], "ignore_eos": True, "max_tokens": tokens}
+            answer = await api.http.post(
+                "/v1/completions", json=stop, headers={"Authorization": f"Bearer {key}"}, timeout=60
+            )
+            assert answer.status_code == 200
+            return keeper.forecast(prompt, 4096, owner_of_key(key.encode())).forecast.tokens
+
+        for _ in range(20):
+            before = await send("victim", 5)
+        done = len(keeper)
+        for _ in range(60):
+            await send("attacker", 120)
+        async with asyncio.timeout(30):
+            while len(keeper) < 80:
+                await asyncio.sleep(0.01)
+        assert done <= 20
+        victim = owner_of_key(b"victim")
+        lately = keeper.forecast(prompt, 4096, victim).forecast.tokens
+        assert lately == pytest.approx(before, rel=0.2)
+        assert keeper.forecast(prompt, 4096, owner_of_key(b"attacker")).forecast.tokens > 2 * lately

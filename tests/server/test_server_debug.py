@@ -15,6 +15,7 @@ from simulated_engine import SimulatedLoop
 from skipjoin.config import EngineConfig
 from skipjoin.core.forecast import Forecast
 from skipjoin.core.request import ServiceClass
+from skipjoin.key_files import KeyRights, owner_of_key
 from skipjoin.sampling import SamplingParams
 from skipjoin.server.api import debug
 from skipjoin.server.engines.engine_server import EngineServer, describe
@@ -158,3 +159,35 @@ def test_a_running_server_tells_of_each_request(start_server: StartServer) -> No
             assert row["computed_tokens"] <= row["prompt_tokens"] + row["output_tokens"]
             assert row["device_blocks"] == -(-row["computed_tokens"] // 16) or row["state"] == "running"
     server.wait_idle()
+
+
+def show(name: str) -> dict[str, Any]:
+    return {"headers": {"Authorization": f"Bearer {name}"}}
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("keys", [("one", "two", "operator"), ()])
+async def test_a_key_sees_its_own_requests_and_an_operator_all(make_api: MakeApi, keys: tuple[str, ...]) -> None:
+    rights = {owner_of_key(b"operator"): KeyRights(is_operator=True)} if keys else {}
+    async with make_api(api_keys=keys, key_rights=rights, enable_debug_routes=True) as api:
+        api.engine.paused = True
+        ended = []
+        for number, name in enumerate(("one", "one", "two"), 1):
+            body = {"prompt": "abc", "max_tokens": 2, "n": number}
+            ended.append(asyncio.create_task(api.http.post("/v1/completions", json=body, **show(name))))
+            while len(api.engine.live) < number * (number + 1) // 2:
+                await asyncio.sleep(0.01)
+        numbers = list(api.engine.live)
+
+        async def seen(name: str) -> list[int]:
+            asking = asyncio.create_task(api.http.get("/debug/requests", **show(name)))
+            while not api.engine.asked:
+                await asyncio.sleep(0.01)
+            api.engine.tell(RequestStates(api.engine.asked.pop(), [state(number) for number in numbers]))
+            return [row["number"] for row in (await asking).json()["requests"]]
+
+        assert await seen("one") == (numbers[:3] if keys else numbers)
+        assert await seen("two") == (numbers[3:] if keys else numbers)
+        assert await seen("operator") == numbers
+        api.engine.paused = False
+        assert {answer.status_code for answer in await asyncio.gather(*ended)} == {200}

@@ -273,7 +273,12 @@ class ServerConfig(AccessConfig):
     ] = "info"
     log_format: Annotated[str, Knob("Form of the log's lines", choices=LOG_FORMATS, group=SERVER)] = "text"
     enable_debug_routes: Annotated[
-        bool, Knob("Serve GET /debug/requests, the state of every live request.", group=SERVER)
+        bool,
+        Knob(
+            "Serve GET /debug/requests, the state of live requests: to keys with operator=yes in the key file all, to "
+            "others their own.",
+            group=SERVER,
+        ),
     ] = False
     batch_dir: Annotated[
         str | None,
@@ -384,6 +389,7 @@ class ServerConfig(AccessConfig):
         return KeyRights(
             self.priorities if own.priorities is None else own.priorities,
             self.priority_tier == "all" if own.tier is None else own.tier,
+            own.is_operator,
         )
 
     def default_ms(self, name: str, *, is_urgent: bool) -> float | None:

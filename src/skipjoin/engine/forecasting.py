@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import tempfile
 import time
@@ -15,6 +16,8 @@ from skipjoin.config import ConfigError, EngineConfig, ForecastConfig
 from skipjoin.core.forecast import Forecast
 from skipjoin.core.request import FinishReason
 from skipjoin.recipes import Forecasts, find
+
+_log = logging.getLogger(__name__)
 
 # Seconds from a change until it is saved at the latest: what a process that is killed loses.
 SAVE_EVERY_S = 5.0
@@ -50,6 +53,15 @@ class Forecaster(Protocol):
     def __len__(self) -> int: ...
 
 
+class OwnerForecasters(Protocol):
+    """What is used of `skipjoin.forecast.owners.OwnerForecasters`."""
+
+    def forecast(self, owner: str, prompt: Sequence[int], max_tokens: int) -> Predicted: ...
+    def prior(self, owner: str, max_tokens: int) -> Forecast: ...
+    def learn(self, owner: str, predicted: Any, tokens: int, *, exact: bool) -> None: ...
+    def __len__(self) -> int: ...
+
+
 class Save(Protocol):
     """See `ForecastKeeper`."""
 
@@ -66,7 +78,7 @@ class ForecastKeeper:
     """A forecaster and where its state is kept. One thread owns it, and calls `save_if_due` now and then.
 
     save: writes the state; False if that fails, after a warning unless it is called with quiet=True. None: nothing is
-    kept. clock: seconds, monotonic.
+    kept. clock: seconds, monotonic. owners: forecasters for requests that have an owner; None: all learn from all.
     """
 
     def __init__(
@@ -74,21 +86,36 @@ class ForecastKeeper:
         forecaster: Forecaster,
         save: Save | None = None,
         clock: Callable[[], float] = time.monotonic,
+        owners: OwnerForecasters | None = None,
     ) -> None:
         self.forecaster = forecaster
+        self._owners = owners
         self._save = save
         self._clock = clock
         self._due = math.inf  # when to save next; inf: nothing has changed
         self._earliest = -math.inf
         self._is_failing = False
 
-    def forecast(self, prompt: Sequence[int], max_tokens: int) -> Predicted:
-        """The forecast for a prompt whose output has at most max_tokens tokens."""
-        return self.forecaster.forecast(prompt, max_tokens)
+    def forecast(self, prompt: Sequence[int], max_tokens: int, owner: str = "") -> Predicted:
+        """The forecast for a prompt whose output has at most max_tokens tokens. owner: a hash of the client's key."""
+        if self._owners is None:
+            return self.forecaster.forecast(prompt, max_tokens)
+        return self._owners.forecast(owner, prompt, max_tokens)
 
-    def learn(self, predicted: Predicted, tokens: int, *, exact: bool) -> None:
+    def prior(self, max_tokens: int, owner: str = "") -> Forecast:
+        """The forecast without a prompt, in some microseconds; any thread may ask."""
+        return self.forecaster.prior(max_tokens) if self._owners is None else self._owners.prior(owner, max_tokens)
+
+    def __len__(self) -> int:
+        """Past requests that are searched."""
+        return len(self.forecaster if self._owners is None else self._owners)
+
+    def learn(self, predicted: Predicted, tokens: int, *, exact: bool, owner: str = "") -> None:
         """Learn from a request that got `tokens` tokens, at least 1. exact: see `is_exact`."""
-        self.forecaster.learn(predicted, tokens, exact=exact)
+        if self._owners is None:
+            self.forecaster.learn(predicted, tokens, exact=exact)
+        else:
+            self._owners.learn(owner, predicted, tokens, exact=exact)
         if self._save is not None and self._due == math.inf:
             self._due = max(self._clock() + SAVE_EVERY_S, self._earliest)
 
@@ -152,19 +179,27 @@ def _check_folders(config: ForecastConfig) -> None:
 
 
 def open_keeper(
-    config: ForecastConfig, *, model: str, folder: str, text_of: Callable[[Sequence[int]], str]
+    config: ForecastConfig, *, model: str, folder: str, text_of: Callable[[Sequence[int]], str], owners: int = 0
 ) -> ForecastKeeper:
     """The forecaster of settings as `chosen_forecasts` returns them, and what it learnt before.
 
-    model, folder: name and files of the model that is served. text_of: the text of its tokens.
+    model, folder: name and files of the model that is served. text_of: the text of its tokens. owners: the number of
+    keys, each of which learns for itself; 0: all requests are learned from together.
     Raises `ConfigError` for an encoder that cannot be used, and for more entries than can be searched.
     """
     # Not before it is needed: it imports numpy, which an API process does without.
-    from skipjoin.forecast import default_folder, make_forecaster  # noqa: PLC0415
+    from skipjoin.forecast import default_folder, make_forecaster, make_owner_forecasters  # noqa: PLC0415
 
     forecaster = make_forecaster(config, model, folder=Path(folder), text_of=text_of)
+    kept_in: Path | None = default_folder() if config.forecast_dir is None else Path(config.forecast_dir)
     if config.forecast_dir == _NOWHERE:
+        kept_in = None
+    if owners:
+        if kept_in is not None and (common := forecaster.identity.folder(kept_in)).exists():
+            _log.info("forecasts are learned for each API key: the state of all requests in %s is not used", common)
+        for_owners = make_owner_forecasters(config, model, forecaster.encoder, owners, kept_in)
+        return ForecastKeeper(forecaster, None if kept_in is None else for_owners.save, owners=for_owners)
+    if kept_in is None:
         return ForecastKeeper(forecaster)
-    kept_in = default_folder() if config.forecast_dir is None else Path(config.forecast_dir)
     forecaster.load(kept_in)
     return ForecastKeeper(forecaster, partial(forecaster.save, kept_in))

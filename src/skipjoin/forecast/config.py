@@ -11,8 +11,11 @@ from skipjoin.forecast.alise import Alise
 from skipjoin.forecast.embeddings import HuggingFaceEncoder, MeanEmbeddings, TextOf
 from skipjoin.forecast.encode import Encoder, HashedTokens
 from skipjoin.forecast.forecaster import Forecaster
+from skipjoin.forecast.head import REPLAYED
 from skipjoin.forecast.index import VectorIndex
+from skipjoin.forecast.mass import Array
 from skipjoin.forecast.models import Learnt, Model, PriorOnly
+from skipjoin.forecast.owners import MAX_OWNERS, OwnerForecasters
 from skipjoin.knobs import ConfigError
 
 FORECASTERS = (Learnt.name, Alise.name, PriorOnly.name)
@@ -38,11 +41,31 @@ def make_forecaster(
     return Forecaster(encoder, _model(config, encoder, clock), served)
 
 
-def _model(config: ForecastConfig, encoder: Encoder, clock: Callable[[], float]) -> Model:
+def make_owner_forecasters(
+    config: ForecastConfig, served: str, encoder: Encoder, owners: int, kept_in: Path | None
+) -> OwnerForecasters:
+    """Return a forecaster for each of about `owners` owners, among which the bounds on what is kept are divided.
+
+    Args:
+        served: see `make_forecaster`.
+        owners: their number, at least 1.
+        kept_in: folder of the states; None: they are not kept.
+    """
+    parts = min(owners, MAX_OWNERS)
+
+    def make(owner: str, first: Array) -> Forecaster:
+        return Forecaster(encoder, _model(config, encoder, time.time, parts), served, owner=owner, first=first)
+
+    return OwnerForecasters(make, kept_in)
+
+
+def _model(config: ForecastConfig, encoder: Encoder, clock: Callable[[], float], parts: int = 1) -> Model:
+    """parts: among how many models the bounds on entries are divided."""
     if config.forecaster == PriorOnly.name:
         return PriorOnly()
-    index = VectorIndex(encoder.width, config.forecast_entries, config.forecast_max_age_s, clock)
-    return Alise(index, encoder.width) if config.forecaster == Alise.name else Learnt(index)
+    entries = max(1, config.forecast_entries // parts)
+    index = VectorIndex(encoder.width, entries, config.forecast_max_age_s, clock)
+    return Alise(index, encoder.width) if config.forecaster == Alise.name else Learnt(index, max(1, REPLAYED // parts))
 
 
 def _encoder(name: str, folder: Path | None, text_of: TextOf | None) -> Encoder:

@@ -41,20 +41,23 @@ class Forecaster:
 
     Its methods may be called from several threads. A request is predicted before it is learnt, so no forecast knows its
     own length. served: the name of the model that is served, whose requests these are: states of others are refused.
+    owner: a hash of the key whose requests these are; empty: those of all. first: see `Prior`.
     """
 
-    def __init__(self, encoder: Encoder, model: Model, served: str = "") -> None:
+    def __init__(
+        self, encoder: Encoder, model: Model, served: str = "", *, owner: str = "", first: Array | None = None
+    ) -> None:
         self.encoder, self.model = encoder, model
         self.stats = Stats()
-        self._served = served
-        self._prior, self._calibrator = Prior(), Calibrator()
+        self._served, self._owner = served, owner
+        self._prior, self._calibrator = Prior(first), Calibrator()
         self._lock = threading.Lock()
         self._brief_lock = threading.Lock()  # of the prior and the counts: `prior` does not wait for a search
 
     @property
     def identity(self) -> Identity:
         """What a stored state must agree with."""
-        return Identity(self._served, self.model.name, self.encoder.name, self.encoder.width)
+        return Identity(self._served, self.model.name, self.encoder.name, self.encoder.width, self._owner)
 
     def forecast(self, prompt: Sequence[int], max_tokens: int) -> Predicted:
         """The forecast for a prompt of these tokens, whose output ends at `max_tokens`, at least 1, at the latest."""
@@ -76,6 +79,11 @@ class Forecaster:
             mass = self._prior.mass()
             self.stats.made("prior")
         return capped(mass, max_tokens, "prior")
+
+    def lengths(self) -> tuple[Array, float]:
+        """Return the distribution of all lengths, and the number of requests that it is learned from."""
+        with self._brief_lock:
+            return self._prior.mass(), self._prior.requests
 
     def learn(self, predicted: Predicted, tokens: int, *, exact: bool) -> None:
         """A request ended after `tokens` output tokens, at least 1. exact: by itself; otherwise it was cut off, by its

@@ -18,7 +18,7 @@ _STRETCH = 26
 _RATE = 0.1
 _FIRST_SQUARES, _FIRST_BIAS_SQUARES = 1e-2, 1e-1
 # Requests kept to be learnt from again, and how many of them are with each new one.
-_REPLAYED, _REPLAYS = 2000, 2
+REPLAYED, _REPLAYS = 2000, 2
 
 
 class Example(NamedTuple):
@@ -34,7 +34,7 @@ class Head:
     """logit hazard(bin | x) = bias(bin) + curves(bin) . W x, learnt with AdaGrad from the likelihood of each end, in
     which a request that was cut off counts with the bins that it got through."""
 
-    def __init__(self, features: int) -> None:
+    def __init__(self, features: int, replayed: int = REPLAYED) -> None:
         at = np.minimum((np.arange(BINS) + 0.5) / _STRETCH, 1.0)
         self._curves = np.cos(np.pi * np.arange(_CURVES) * at[:, None]).astype(np.float32)
         self._weights: Array = np.zeros((features, _CURVES), np.float32)
@@ -43,6 +43,7 @@ class Head:
         self._bias: Array = np.log(first) - np.log1p(-first)
         self._bias_squares: Array = np.full(BINS, _FIRST_BIAS_SQUARES)
         self._past: list[Example] = []
+        self._replayed = replayed
         self._learnt = 0
         self._drawn = Random(0)  # the same sequence of requests gives the same forecasts
 
@@ -62,10 +63,10 @@ class Head:
             self._step(self._past[self._drawn.randrange(len(self._past))])
 
     def _keep(self, example: Example) -> None:
-        if len(self._past) < _REPLAYED:
+        if len(self._past) < self._replayed:
             self._past.append(example)
         else:
-            self._past[self._learnt % _REPLAYED] = example
+            self._past[self._learnt % self._replayed] = example
         self._learnt += 1
 
     def _step(self, example: Example) -> None:

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from skipjoin.forecast.encode import FEATURES, Hashed
-from skipjoin.forecast.head import Example, Head
+from skipjoin.forecast.head import REPLAYED, Example, Head
 from skipjoin.forecast.index import VectorIndex
 from skipjoin.forecast.mass import Array, likelihood
 from skipjoin.forecast.neighbours import NEIGHBOURS, neighbours_mass
@@ -66,9 +66,12 @@ class Learnt:
 
     name = "learnt"
 
-    def __init__(self, index: VectorIndex) -> None:
+    def __init__(self, index: VectorIndex, replayed: int = REPLAYED) -> None:
+        """Args:
+        replayed: how many past requests the head keeps to learn from them again.
+        """
         self._index = index
-        self._head = Head(FEATURES)
+        self._head = Head(FEATURES, replayed)
         self._shares: Array = np.full(3, 1 / 3)
         self._learnt = 0
 

@@ -27,9 +27,18 @@ class Prior:
     """An online Kaplan-Meier estimate over the bins, with decay: in each bin, how many requests ended, of how many that
     got past its start and did not leave it in another way."""
 
-    def __init__(self) -> None:
+    def __init__(self, first: Array | None = None) -> None:
+        """Args:
+        first: the hazards that are expected before anything is learned; None: those of `first_guess`.
+        """
+        self._first = _FIRST_HAZARDS if first is None else first
         self._reached: Array = np.full(BINS, _FIRST_WEIGHT)
-        self._ended: Array = _FIRST_WEIGHT * hazards_of(first_guess())
+        self._ended: Array = _FIRST_WEIGHT * self._first
+
+    @property
+    def requests(self) -> float:
+        """Requests that were learned from, of which older ones count less."""
+        return float(self._reached[0]) - _FIRST_WEIGHT
 
     def hazards(self) -> Array:
         """The probability to end in each bin once it is reached."""
@@ -51,7 +60,7 @@ class Prior:
         """Keep the weight of the first guess: bins that are never reached keep its hazards."""
         lost = (1 - _KEPT) * _FIRST_WEIGHT
         self._reached += lost
-        self._ended += lost * _FIRST_HAZARDS
+        self._ended += lost * self._first
 
     def state(self) -> dict[str, Array]:
         """The arrays to keep."""

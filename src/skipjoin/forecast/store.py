@@ -49,16 +49,22 @@ class StateError(Exception):
 @dataclass(frozen=True, slots=True)
 class Identity:
     """What a state is of. served: the model whose requests were learnt from. forecaster: the name of the forecaster's
-    model. encoder, width: what its vectors come from, and their width."""
+    model. encoder, width: what its vectors come from, and their width. owner: a hash of the key whose requests they
+    were; empty: of all requests, on a server without keys."""
 
     served: str
     forecaster: str
     encoder: str
     width: int
+    owner: str = ""
+
+    def fields(self) -> dict[str, str | int]:
+        """Return what describes it in a state. States of all requests name no owner, as those of before."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if name != "owner" or value}
 
     def folder(self, parent: Path) -> Path:
         """The folder of this state below the folder of all."""
-        digest = hashlib.sha256(json.dumps(dataclasses.asdict(self), sort_keys=True).encode()).hexdigest()[:12]
+        digest = hashlib.sha256(json.dumps(self.fields(), sort_keys=True).encode()).hexdigest()[:12]
         name = re.sub(r"[^\w.-]+", "-", self.served)[-40:].strip("-.") or "model"
         return parent / f"{name}-{self.forecaster}-{digest}"
 
@@ -94,7 +100,7 @@ def _write(folder: Path, identity: Identity, content: bytes, counts: dict[str, i
     before = _named_arrays(folder)
     described = {"format": FORMAT, "counts": counts, "arrays": name, "sha256": digest, "bytes": len(content)}
     write_durably(folder / name, content)
-    write_durably(folder / STATE, json.dumps(described | dataclasses.asdict(identity), indent=1).encode())
+    write_durably(folder / STATE, json.dumps(described | identity.fields(), indent=1).encode())
     for file in folder.iterdir():
         if file.name != name and (file.name == before or _is_orphan(file)):
             file.unlink(missing_ok=True)
@@ -140,7 +146,7 @@ def read_description(folder: Path) -> dict[str, Any]:
 
 def _read(folder: Path, identity: Identity) -> dict[str, Array]:
     described = read_description(folder)
-    wanted = {"format": FORMAT} | dataclasses.asdict(identity)
+    wanted = {"format": FORMAT, "owner": None} | identity.fields()
     for name, value in wanted.items():
         if described.get(name) != value:
             raise StateError(f"{name} is {described.get(name)!r}, not {value!r}")

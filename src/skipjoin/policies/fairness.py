@@ -1,8 +1,9 @@
 """Fairness between clients: equal service while they compete (the Virtual Token Counter of "Fairness in Serving Large
-Language Models", Sheng et al., OSDI 2024)."""
+Language Models", Sheng et al., OSDI 2024), in steps that no client makes long for the others."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, count
@@ -10,9 +11,22 @@ from math import inf
 from operator import attrgetter
 from typing import Any
 
-from skipjoin.core.policy import Callbacks, Ordering
+from skipjoin.core.context import StepContext
+from skipjoin.core.policy import (
+    ALL_HELD,
+    HELD,
+    NEWCOMERS_HELD,
+    BatchBuilder,
+    Callbacks,
+    CostModel,
+    Ordering,
+    Refusal,
+    rests,
+)
 from skipjoin.core.request import Request
 from skipjoin.core.step import Slice
+from skipjoin.policies.best_effort import LimitedBestEffort
+from skipjoin.policies.step_load import StepLoad, fitting_tokens
 
 # What a generated token counts, where one of a prompt counts 1: as in the paper's experiments.
 OUTPUT_WEIGHT = 2.0
@@ -22,7 +36,8 @@ OUTPUT_WEIGHT = 2.0
 class _Client:
     """A client with requests.
 
-    number: by arrival, which decides between equal counts. served: the service that it has had. live: its requests,
+    number: falls with each arrival, so that of equal counts the latest client comes first: it has run nothing yet.
+    served: the service that it has had. live: its requests,
     each with the tokens of its prompt that were counted. distance: by how many whole leads it is ahead of the client
     with the least service. is_apart: whether it is the only one at that distance.
     """
@@ -67,7 +82,7 @@ class Fair(Callbacks):
         self._lead, self._output_weight = lead, output_weight
         self._clients: dict[str, _Client] = {}
         self._left: dict[str, float] = {}  # of clients without requests: those that are ahead of one that has some
-        self._numbers = count()
+        self._numbers = count(0, -1)
         self._sorted: list[_Client] = []  # by key, once `_standings` has been called
         self._is_sorted = True
 
@@ -175,3 +190,85 @@ class Fair(Callbacks):
         least = self._least() if self._clients else inf
         self._left = {one: served for one, served in self._left.items() if served > least}
         self._is_sorted = False
+
+
+class FairSteps(Callbacks):
+    """Batcher around `LimitedBestEffort` that bounds how long clients make each other's steps.
+
+    While `n` clients have real-time requests, a step takes at most `n` times as long, by the cost model, as the
+    requests of its first client alone: that client gets at least 1/n of the time. Other clients join a step as far as
+    that allows, with prompts cut to fit. A client alone is not limited, and best-effort requests are limited by
+    `LimitedBestEffort` only.
+    """
+
+    def __init__(self, batcher: LimitedBestEffort) -> None:
+        self.batcher = batcher
+        self._clients: Counter[str] = Counter()
+
+    @property
+    def cap(self) -> int:
+        return self.batcher.cap
+
+    @property
+    def rests(self) -> bool:
+        """See `skipjoin.core.policy.rests`."""
+        return len(self._clients) < 2 and rests(self.batcher)
+
+    def arrived(self, request: Request, now: float) -> None:
+        self.batcher.arrived(request, now)
+        if not request.is_best_effort:
+            self._clients[request.options.client] += 1
+
+    def finished(self, request: Request, now: float) -> None:
+        self.batcher.finished(request, now)
+        if not request.is_best_effort:
+            client = request.options.client
+            self._clients[client] -= 1
+            if not self._clients[client]:
+                del self._clients[client]
+
+    def open(self, context: StepContext) -> BatchBuilder:
+        inner = self.batcher.open(context)
+        clients = len(self._clients)
+        return inner if clients < 2 else FairBuilder(inner, context, self.batcher.cost, clients)
+
+
+class FairBuilder:
+    """One step's batch under `FairSteps`."""
+
+    __slots__ = ("_clients", "_context", "_cost", "_first", "_inner", "_limit_s", "_load")
+
+    def __init__(self, inner: BatchBuilder, context: StepContext, cost: CostModel, clients: int) -> None:
+        self._inner, self._context = inner, context
+        self._cost, self._clients = cost, clients
+        self._load = StepLoad()
+        self._first: str | None = None
+        self._limit_s = inf  # known once a second client joins
+
+    def offer(self, request: Request, pending: int) -> int | Refusal:
+        verdict = self._inner.offer(request, pending)
+        if isinstance(verdict, Refusal) or request.is_best_effort:
+            return verdict
+        limit_s = self._limit_beside(request)
+        if limit_s == inf:
+            return verdict
+        away = self._context.blocks_away(request)
+        tokens = fitting_tokens(self._load, request.planned, verdict, away=away, cost=self._cost, limit=limit_s)
+        if tokens:
+            return tokens
+        if pending == 1 and not away:
+            return ALL_HELD
+        return HELD if request.planned else NEWCOMERS_HELD
+
+    def take(self, request: Request, tokens: int) -> None:
+        if not request.is_best_effort:
+            self._limit_s = self._limit_beside(request)
+            self._first = request.options.client if self._first is None else self._first
+            self._load = self._load.plus(StepLoad.of(request.planned, tokens, self._context.blocks_away(request)))
+        self._inner.take(request, tokens)
+
+    def _limit_beside(self, request: Request) -> float:
+        """Return the longest time of the step if the request joins it."""
+        if self._limit_s < inf or self._first in (None, request.options.client):
+            return self._limit_s
+        return self._clients * self._load.seconds(self._cost)

@@ -12,7 +12,7 @@ from skipjoin.policies.admission import OnDemand
 from skipjoin.policies.batching import Greedy
 from skipjoin.policies.best_effort import LimitedBestEffort
 from skipjoin.policies.eviction import ProactiveSwap
-from skipjoin.policies.fairness import Fair
+from skipjoin.policies.fairness import Fair, FairSteps
 from skipjoin.policies.ordering import Prioritized
 from skipjoin.policies.predictors import forecast_tokens, most_tokens
 from skipjoin.policies.stages import EvenStages
@@ -90,10 +90,12 @@ def classed(
     best_effort: Callable[[], Ordering] | None = None,
 ) -> Policies:
     """The service classes and priorities as strict bands, each with an ordering of its own, and steps that best-effort
-    requests lengthen only as far as real-time ones can wait. best_effort: the ordering of a best-effort band, where it
-    is another one."""
+    requests lengthen only as far as real-time ones can wait, and clients only by the number of clients, where they are
+    told apart. best_effort: the ordering of a best-effort band, where it is another one."""
     ordering = banded(s, make, best_effort=best_effort)
-    return Policies(ordering, LimitedBestEffort(batcher, s.cost, ordering.is_best_effort), admission, eviction)
+    limited = LimitedBestEffort(batcher, s.cost, ordering.is_best_effort)
+    steps = limited if s.fair_output_weight is None else FairSteps(limited)
+    return Policies(ordering, steps, admission, eviction)
 
 
 def preemptive(s: Settings, ordering: Callable[[], Ordering], eviction: EvictionPolicy | None = None) -> Policies:

@@ -1,10 +1,11 @@
-"""GET /debug/requests: every request that is not complete. There only with `--enable-debug-routes`."""
+"""GET /debug/requests: the requests that are not complete. There only with `--enable-debug-routes`."""
 
 from __future__ import annotations
 
 import msgspec
-from fastapi import FastAPI, Response
+from fastapi import FastAPI, Request, Response
 
+from skipjoin.server.api.auth import ANONYMOUS
 from skipjoin.server.api.replies import json_response
 from skipjoin.server.api.service import Service
 
@@ -16,12 +17,16 @@ def add_routes(app: FastAPI, service: Service) -> None:
     """Add the debug routes."""
 
     @app.get("/debug/requests")
-    async def show_requests() -> Response:
-        """The state of each request: `engines.messages.RequestState`, with the answer and the replica it belongs to."""
+    async def show_requests(request: Request) -> Response:
+        """The state of each request: `engines.messages.RequestState`, with the answer and the replica it belongs to.
+        Keys that are not an operator's see their own requests only."""
         _ = service.info  # 503 while the server starts
+        owner = request.state.owner
+        sees_all = owner == ANONYMOUS or service.config.rights_of(owner).is_operator
         found = await service.client.describe(TIMEOUT_S)
         rows = [
             {"id": one.label, "choice": one.choice, "replica": one.replica, **msgspec.structs.asdict(one.state)}
             for one in found.requests
+            if sees_all or one.owner == owner
         ]
         return json_response({"requests": rows, "silent_replicas": found.silent})

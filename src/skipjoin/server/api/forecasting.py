@@ -125,19 +125,20 @@ class Forecasting:
         self._lessons: deque[Callable[[], None]] = deque(maxlen=MOST_LESSONS)
         self._is_closing = False
         self._is_failing = False
-        metrics.indexed(len(keeper.forecaster))
+        metrics.indexed(len(keeper))
         self._thread = threading.Thread(target=self._work, name="skipjoin-forecasts", daemon=True)
         self._thread.start()
 
-    async def expect(self, prompts: Sequence[tuple[Sequence[int], int]]) -> list[Expectation]:
-        """The expectations for prompts, each with the most tokens of its output, after at most `PATIENCE_S` seconds."""
-        asked = [self._ask(prompt, max_tokens) for prompt, max_tokens in prompts]
+    async def expect(self, prompts: Sequence[tuple[Sequence[int], int]], owner: str = "") -> list[Expectation]:
+        """The expectations for prompts, each with the most tokens of its output, after at most `PATIENCE_S` seconds.
+        owner: a hash of the client's key, from whose requests alone they are learned."""
+        asked = [self._ask(prompt, max_tokens, owner) for prompt, max_tokens in prompts]
         waiting = [answer for _, answer in asked if answer is not None]
         if waiting:
             await asyncio.wait(waiting, timeout=PATIENCE_S)
         for (expectation, answer), (_, max_tokens) in zip(asked, prompts, strict=True):
             if expectation.forecast is None:
-                expectation.forecast = self._keeper.forecaster.prior(max_tokens)
+                expectation.forecast = self._keeper.prior(max_tokens, owner)
                 self._metrics.forecast_unready(expectation.forecast, is_late=answer is not None)
         return [expectation for expectation, _ in asked]
 
@@ -150,17 +151,19 @@ class Forecasting:
 
     # -- on the event loop --------------------------------------------------------------------------------
 
-    def _ask(self, prompt: Sequence[int], max_tokens: int) -> tuple[Expectation, asyncio.Future[None] | None]:
+    def _ask(
+        self, prompt: Sequence[int], max_tokens: int, owner: str
+    ) -> tuple[Expectation, asyncio.Future[None] | None]:
         """Begin to forecast; the future is done when the expectation has settled. None: there is no room to wait."""
         ask = None if self._ask_for is None else partial(self._ask_for, prompt, max_tokens)
         if len(self._asked) >= MOST_WAITING:
             return Expectation(ask=ask), None
-        expectation, answer = Expectation(learn=self._learn, ask=ask), self._loop.create_future()
-        self._put(self._asked, partial(self._forecast, expectation, answer, prompt, max_tokens))
+        expectation, answer = Expectation(learn=partial(self._learn, owner), ask=ask), self._loop.create_future()
+        self._put(self._asked, partial(self._forecast, expectation, answer, prompt, max_tokens, owner))
         return expectation, answer
 
-    def _learn(self, predicted: Predicted, revised: Forecast | None, tokens: int, exact: bool) -> None:
-        self._put(self._lessons, partial(self._take, predicted, revised, tokens, exact))
+    def _learn(self, owner: str, predicted: Predicted, revised: Forecast | None, tokens: int, exact: bool) -> None:
+        self._put(self._lessons, partial(self._take, owner, predicted, revised, tokens, exact))
 
     def _put(self, queue: deque[Callable[[], None]], work: Callable[[], None]) -> None:
         with self._changed:
@@ -208,15 +211,20 @@ class Forecasting:
                     return self._keeper.save_if_due
 
     def _forecast(
-        self, expectation: Expectation, answer: asyncio.Future[None], prompt: Sequence[int], max_tokens: int
+        self,
+        expectation: Expectation,
+        answer: asyncio.Future[None],
+        prompt: Sequence[int],
+        max_tokens: int,
+        owner: str,
     ) -> None:
         begin = time.perf_counter()
-        predicted = self._keeper.forecast(prompt, max_tokens)
+        predicted = self._keeper.forecast(prompt, max_tokens, owner)
         self._report(partial(self._settle, expectation, answer, predicted, time.perf_counter() - begin))
 
-    def _take(self, predicted: Predicted, revised: Forecast | None, tokens: int, exact: bool) -> None:
-        self._keeper.learn(predicted, tokens, exact=exact)
-        self._report(partial(self._count_lesson, predicted, revised, tokens, exact, len(self._keeper.forecaster)))
+    def _take(self, owner: str, predicted: Predicted, revised: Forecast | None, tokens: int, exact: bool) -> None:
+        self._keeper.learn(predicted, tokens, exact=exact, owner=owner)
+        self._report(partial(self._count_lesson, predicted, revised, tokens, exact, len(self._keeper)))
 
     def _report(self, tell: Callable[[], None]) -> None:
         with suppress(RuntimeError):  # the event loop has ended

@@ -22,6 +22,7 @@ from typing import ClassVar, Generic, NamedTuple, Protocol, TypeVar
 from skipjoin.core.request import DEFAULT_OPTIONS, FinishReason, RequestOptions, ServiceClass
 from skipjoin.engine.text import Choice, TextRules
 from skipjoin.sampling import SEED_MIN, SamplingParams
+from skipjoin.server.api.auth import ANONYMOUS
 from skipjoin.server.api.errors import deadline_exceeded, given_up, too_slow, unavailable
 from skipjoin.server.api.forecasting import Expectation
 from skipjoin.server.api.limits import Admission, AdmissionSlot
@@ -74,6 +75,7 @@ class Job:
     choices: the sequences to generate, prompt by prompt. params, slots, expectations: one for each choice; the choices
     of a prompt have the same expectation. copies: choices of each prompt. prompt_tokens: of all prompts, each counted
     once. arrived: seconds on the monotonic clock; the deadline in `options` counts from then.
+    owner: a hash of the client's key.
     """
 
     choices: list[Choice]
@@ -85,6 +87,7 @@ class Job:
     options: RequestOptions
     arrived: float
     format: Format
+    owner: str = ANONYMOUS
 
     def close(self) -> None:
         """Give the places in the queue back. It may be called again."""
@@ -137,6 +140,7 @@ class JobRun:
             options=options,
             forecast=expected.forecast,
             label=job.format.id,
+            owner=job.owner,
             like=self._sequences[-1] if number % job.copies else None,
             on_start=job.slots[number].started,
             on_end=expected.ended,
@@ -254,11 +258,12 @@ class Endpoint(ABC, Generic[BodyT]):
         arrived: float | None = None,
         *,
         queue: Admission | None = None,
+        owner: str = ANONYMOUS,
     ) -> Job:
         """Check a body, count it in the queue, and tokenize it.
 
         arrived: seconds on the monotonic clock, from which the deadline counts; None: now. queue: whose limits hold;
-        None: that of requests over HTTP.
+        None: that of requests over HTTP. owner: a hash of the client's key.
         Raises `ApiError`: 400, 404 for another model, 429 where the queue is full, 503 where no work is taken. The job
         then holds nothing.
         """
@@ -270,13 +275,13 @@ class Endpoint(ABC, Generic[BodyT]):
         # A queue of their own has no part that is kept for others.
         is_best_effort = queue is None and options.service is ServiceClass.BEST_EFFORT
         estimates = [tokens for tokens in self.estimates(body) for _ in range(n)]
-        slots = admission.reserve(estimates, is_best_effort=is_best_effort)
+        slots = admission.reserve(estimates, client=options.client, is_best_effort=is_best_effort)
         try:
             prompts = await self.tokenize(body)
             rules = self.text_rules(body)
             copies = [(prompt, copy) for prompt in prompts for copy in range(n)]
             admission.resize(slots, [len(prompt.ids) for prompt, _ in copies], is_best_effort=is_best_effort)
-            expectations = await service.expect([(prompt.ids, prompt.params) for prompt in prompts])
+            expectations = await service.expect([(prompt.ids, prompt.params) for prompt in prompts], owner)
             choices = []
             for index, (prompt, _) in enumerate(copies):
                 choices.append(Choice(index, prompt.ids, prompt.text, service.tokenizer, rules))
@@ -292,6 +297,7 @@ class Endpoint(ABC, Generic[BodyT]):
                 options=options,
                 arrived=arrived,
                 format=self.format(body, options),
+                owner=owner,
             )
         except BaseException:
             _free(slots)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 
 from skipjoin.server.api.errors import bad_request, overloaded
+from skipjoin.server.api.shares import Shares
 from skipjoin.server.metrics import Metrics
 
 # Bytes of text per token, for an estimate before tokenizing; English has 4 to 5, code and other scripts fewer.
@@ -24,6 +25,10 @@ _DOUBT, _TOLD_S, _FINE_S, _SAMPLED, _MARGIN = 0.05, 0.1, 0.05, 64, 1.3
 _PACE_S = 0.5
 # Of either limit, what a best-effort request leaves free: real-time ones find room beside any flood of them.
 _KEPT_SHARE = 0.25
+# Of either limit, what clients that are over their share leave free, where clients share it.
+RESERVED_SHARE = 1 / 8
+# Seconds after Retry-After for which the place of a refused client is kept for it: clients round up, and connect.
+_RETURN_S = 2.0
 
 
 def estimate_tokens(prompt: str | Sequence[int]) -> int:
@@ -170,11 +175,12 @@ def _share_ended(over: Sequence[float], age: float, more: float) -> float:
 class AdmissionSlot:
     """One sequence's share of the limits, from its admission to its end. Every method may be called again."""
 
-    __slots__ = ("_admission", "_open", "_tokens")
+    __slots__ = ("_admission", "_open", "_tokens", "client")
 
-    def __init__(self, admission: Admission, tokens: int) -> None:
+    def __init__(self, admission: Admission, tokens: int, client: str) -> None:
         self._admission = admission
         self._tokens = tokens
+        self.client = client
         self._open = True
 
     @property
@@ -185,7 +191,7 @@ class AdmissionSlot:
     def resize(self, tokens: int) -> None:
         """Replace the estimate: the prompt has `tokens` tokens. See `Admission.resize`, which heeds the limits."""
         if self._open:
-            self._admission.tokens += tokens - self._tokens
+            self._admission.note_size(self, tokens - self._tokens)
             self._tokens = tokens
 
     def started(self) -> None:
@@ -207,7 +213,7 @@ class Admission:
 
     requests: sequences in the server, waiting or running. tokens: prompt tokens of those that have not run yet.
     A quarter of either limit is for real-time requests alone. clock: in seconds. steps: how many the engines have made;
-    None: one in each second.
+    None: one in each second. is_shared: whether clients share both limits, as `Shares` says.
     """
 
     def __init__(
@@ -217,11 +223,14 @@ class Admission:
         metrics: Metrics,
         clock: Callable[[], float] = time.monotonic,
         steps: Callable[[], float] | None = None,
+        *,
+        is_shared: bool = False,
     ) -> None:
         self.max_requests = max_requests
         self.max_tokens = max_tokens
-        self.requests = 0
-        self.tokens = 0
+        self._is_shared = is_shared
+        reserve = RESERVED_SHARE if is_shared else 0.0
+        self._requests, self._tokens = Shares(reserve), Shares(reserve)
         self._metrics = metrics
         self._clock = clock
         self._began: float | None = None  # when the server was last empty; None: it is
@@ -230,33 +239,49 @@ class Admission:
         self._starts = Throughput(self._busy_time)
         self._runs = Runs(clock, steps or clock)
 
+    @property
+    def requests(self) -> int:
+        """Sequences in the server."""
+        return self._requests.used
+
+    @property
+    def tokens(self) -> int:
+        """Prompt tokens of sequences that have not run yet."""
+        return self._tokens.used
+
     def reserve(
-        self, prompt_tokens: Sequence[int], *, is_best_effort: bool = False, param: str = "prompt"
+        self, prompt_tokens: Sequence[int], *, client: str = "", is_best_effort: bool = False, param: str = "prompt"
     ) -> list[AdmissionSlot]:
-        """Slots for sequences whose prompts have about so many tokens: all of them, or an error. param: the field that
-        has the prompts.
+        """Slots for sequences whose prompts have about so many tokens: all of them, or an error. client: whose they are
+        where clients share the limits. param: the field that has the prompts.
 
         Raises 429 if there is no room now, with the time when there is likely to be, and 400 if there never is.
         """
+        client = client if self._is_shared else ""
         count, tokens = len(prompt_tokens), sum(prompt_tokens)
         most, most_tokens, whose = self._limits(is_best_effort)
-        if count > most:
+        largest = most - self._requests.reserve_of(most)
+        if count > largest:
             raise bad_request(
-                f"prompts times n must be at most {most}, the requests this server queues{whose}, got {count}", "n"
+                f"prompts times n must be at most {largest}, the requests this server queues{self._of_one(whose)}, "
+                f"got {count}",
+                "n",
             )
         self._check_size(tokens, most_tokens, whose, param)
-        if (excess := self.requests + count - most) > 0:
+        now = self._clock()
+        if (excess := self._requests.excess(client, count, most, now)) > 0:
             self._metrics.rejected("requests")
+            retry_s = _retry_after(self._seconds_until(excess))
+            is_entitled = self._requests.refuse(client, count, most, now, expected_in_s=retry_s + _RETURN_S)
             raise overloaded(
-                f"the queue is full{whose}: {self.requests} of {most} requests",
-                _retry_after(self._seconds_until(excess)),
+                self._full(self._requests, most, "requests", whose, None if is_entitled else client), retry_s
             )
-        self._check_room(tokens, most_tokens, whose)
+        self._check_room(client, tokens, most_tokens, whose, now)
         if self._began is None and count:
-            self._began = self._clock()
-        self.requests += count
-        self.tokens += tokens
-        return [AdmissionSlot(self, share) for share in prompt_tokens]
+            self._began = now
+        self._requests.take(client, count)
+        self._tokens.take(client, tokens)
+        return [AdmissionSlot(self, share, client) for share in prompt_tokens]
 
     def _seconds_until(self, count: int) -> float:
         """About how long it takes until so many more sequences have ended."""
@@ -270,10 +295,10 @@ class Admission:
         as many as it was taken for. Raises as `reserve` if that passes the limit; the slots then keep their
         estimates."""
         _, most_tokens, whose = self._limits(is_best_effort)
-        tokens = sum(prompt_tokens)
-        if (growth := tokens - sum(slot.tokens for slot in slots)) > 0:
+        tokens, before = sum(prompt_tokens), sum(slot.tokens for slot in slots)
+        if tokens > before:
             self._check_size(tokens, most_tokens, whose)
-            self._check_room(growth, most_tokens, whose)
+            self._check_room(slots[0].client, tokens, most_tokens, whose, self._clock(), instead_of=before)
         for slot, size in zip(slots, prompt_tokens, strict=True):
             slot.resize(size)
 
@@ -290,37 +315,58 @@ class Admission:
         share = 1 - _KEPT_SHARE
         return math.ceil(share * self.max_requests), math.ceil(share * self.max_tokens), " for best-effort requests"
 
+    def _of_one(self, whose: str) -> str:
+        """Whose limit it is for a single request."""
+        return f"{whose} of one API key" if self._is_shared else whose
+
     def _check_size(self, tokens: int, most: int, whose: str, param: str = "prompt") -> None:
         """400 for a job that never fits."""
-        if tokens > most:
+        largest = most - self._tokens.reserve_of(most)
+        if tokens > largest:
             raise bad_request(
-                f"the prompts, times n, must have at most {most} tokens, which is what this server queues{whose}; they "
-                f"have about {tokens}",
+                f"the prompts, times n, must have at most {largest} tokens, which is what this server queues"
+                f"{self._of_one(whose)}; they have about {tokens}",
                 param,
             )
 
-    def _check_room(self, tokens: int, most: int, whose: str) -> None:
-        """429 where so many tokens more do not fit now."""
-        if (excess := self.tokens + tokens - most) > 0:
+    def _check_room(self, client: str, tokens: int, most: int, whose: str, now: float, *, instead_of: int = 0) -> None:
+        """429 where so many tokens do not fit now. instead_of: what of them is counted."""
+        if (excess := self._tokens.excess(client, tokens, most, now, instead_of=instead_of)) > 0:
             self._metrics.rejected("tokens")
-            raise overloaded(
-                f"the queue is full{whose}: {self.tokens} of {most} prompt tokens wait",
-                _retry_after(self._starts.seconds_until(excess)),
+            retry_s = _retry_after(self._starts.seconds_until(excess))
+            is_entitled = self._tokens.refuse(
+                client, tokens, most, now, instead_of=instead_of, expected_in_s=retry_s + _RETURN_S
             )
+            named = None if is_entitled else client
+            raise overloaded(self._full(self._tokens, most, "prompt tokens wait", whose, named), retry_s)
+
+    def _full(self, limit: Shares, most: int, what: str, whose: str, client: str | None) -> str:
+        """Say what is full. client: that is over its share; None: it is not."""
+        text = f"{limit.used} of {most} {what}"
+        if client is None or not self._is_shared:
+            return f"the queue is full{whose}: {text}"
+        return (
+            f"the queue is full{whose} of this API key: {text}, {limit.held(client)} of them with this key, and the "
+            f"keys that use this server share them ({limit.count_with(client)} now)"
+        )
+
+    def note_size(self, slot: AdmissionSlot, growth: int) -> None:
+        """The prompt of a request has that many tokens more than it was taken for."""
+        self._tokens.take(slot.client, growth)
 
     def note_start(self, slot: AdmissionSlot, tokens: int) -> None:
         """A request runs: its `tokens` prompt tokens wait no longer."""
         self._runs.begin(slot)
         if tokens:
-            self.tokens -= tokens
+            self._tokens.give_back(slot.client, tokens)
             self._starts.add(tokens)
 
     def note_end(self, slot: AdmissionSlot, tokens: int) -> None:
         """A request has ended; `tokens` of its prompt never ran."""
         self._runs.end(slot)
-        self.tokens -= tokens
+        self._tokens.give_back(slot.client, tokens)
         self._ends.add(1)
-        self.requests -= 1
+        self._requests.give_back(slot.client, 1)
         if not self.requests and self._began is not None:
             self._busy_s, self._began = self._busy_time(), None
 

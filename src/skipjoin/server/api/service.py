@@ -62,7 +62,11 @@ class Service:
         self.client = client
         self.metrics = metrics
         self.admission = Admission(
-            config.max_queued_requests, config.max_queued_tokens, metrics, steps=lambda: client.steps
+            config.max_queued_requests,
+            config.max_queued_tokens,
+            metrics,
+            steps=lambda: client.steps,
+            is_shared=config.fair_by == "key" and len(set(config.api_keys)) > 1,
         )
         self.phase = Phase.STARTING
         self.created = int(time.time())
@@ -240,13 +244,13 @@ class Service:
                 "context_length_exceeded",
             )
 
-    async def expect(self, prompts: Sequence[tuple[list[int], SamplingParams]]) -> list[Expectation]:
-        """What is expected of the outputs of prompts, once it is known, or soon without it."""
+    async def expect(self, prompts: Sequence[tuple[list[int], SamplingParams]], owner: str) -> list[Expectation]:
+        """What is expected of the outputs of an owner's prompts, once it is known, or soon without it."""
         if self._forecasting is None:
             return [Expectation() for _ in prompts]
         room = self.info.max_model_len
         return await self._forecasting.expect(
-            [(ids, params.max_tokens or max(1, room - len(ids))) for ids, params in prompts]
+            [(ids, params.max_tokens or max(1, room - len(ids))) for ids, params in prompts], owner
         )
 
     # -- sampling -----------------------------------------------------------------------------------------

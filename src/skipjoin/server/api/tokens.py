@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from skipjoin.server.api.browsers import json_body
 from skipjoin.server.api.errors import bad_request
 from skipjoin.server.api.limits import estimate_tokens
+from skipjoin.server.api.options import client_of
 from skipjoin.server.api.protocol import DetokenizeRequest, TokenizeRequest
 from skipjoin.server.api.replies import JsonReply
 from skipjoin.server.api.responses import Detokenized, Tokens, encode
@@ -38,7 +39,8 @@ def add_routes(app: FastAPI, service: Service) -> None:
             raise bad_request("give either prompt or messages", "prompt")
         texts = [body.prompt or "", *(message.text for message in body.messages or ())]
         param = "prompt" if body.messages is None else "messages"
-        return await _counted(service, sum(map(estimate_tokens, texts)), param, lambda: _tokenize(service, body))
+        tokens = sum(map(estimate_tokens, texts))
+        return await _counted(service, request, tokens, param, lambda: _tokenize(service, body))
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
@@ -47,12 +49,15 @@ def add_routes(app: FastAPI, service: Service) -> None:
         body = await service.parse(await json_body(request), DetokenizeRequest)
         service.check_model(body.model)
         service.check_ids("tokens", body.tokens)
-        return await _counted(service, len(body.tokens), "tokens", lambda: _detokenize(service, body))
+        return await _counted(service, request, len(body.tokens), "tokens", lambda: _detokenize(service, body))
 
 
-async def _counted(service: Service, tokens: int, param: str, work: Callable[[], Awaitable[bytes]]) -> Response:
+async def _counted(
+    service: Service, request: Request, tokens: int, param: str, work: Callable[[], Awaitable[bytes]]
+) -> Response:
     """An answer that counts as a sequence with so many prompt tokens until its last byte is sent. Raises 429."""
-    (slot,) = service.admission.reserve([tokens], param=param)
+    client = client_of(request.state.owner, service.config)
+    (slot,) = service.admission.reserve([tokens], client=client, param=param)
     try:
         return JsonReply(await work(), on_end=slot.ended)
     except BaseException:

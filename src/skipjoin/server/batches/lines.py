@@ -49,7 +49,7 @@ async def prepare(endpoint: Endpoint[Any], line: Line, data: bytes, left_s: floa
     options, has_own = line_options(
         body, left_s, client=client_of(line.owner, service.config), salt=cache_salt(body, line.owner)
     )
-    job = await endpoint.prepare(body, options, queue=queue)
+    job = await endpoint.prepare(body, options, queue=queue, owner=line.owner)
     return LineJob(replace(job, params=seeded(line, job.params)), has_own)
 
 

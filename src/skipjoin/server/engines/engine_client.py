@@ -75,12 +75,14 @@ class ConnectedEngine:
 
 
 class LiveRequest(NamedTuple):
-    """A sequence that is not complete. label, choice: of the answer that it belongs to. replica: None without one."""
+    """A sequence that is not complete. label, choice: of the answer that it belongs to. replica: None without one.
+    owner: see `EngineClient.submit`."""
 
     label: str
     choice: int
     replica: int | None
     state: RequestState
+    owner: str
 
 
 class LiveRequests(NamedTuple):
@@ -241,14 +243,15 @@ class EngineClient:
         options: RequestOptions = DEFAULT_OPTIONS,
         forecast: Forecast | None = None,
         label: str = "",
+        owner: str = "",
         like: EngineSequence | None = None,
         on_start: Callable[[], None] | None = None,
         on_end: OnEnd | None = None,
     ) -> EngineSequence:
         """Start a sequence whose outputs go to `mailbox` as number `index`.
 
-        forecast: of its output; `reforecast` changes it. label: the id of the answer that it belongs to. like: one
-        of the same prompt and options, if there is one. on_start:
+        forecast: of its output; `reforecast` changes it. label: the id of the answer that it belongs to. owner: a
+        hash of the client's key. like: one of the same prompt and options, if there is one. on_start:
         called when it first runs, if it does, and again if it must start anew. on_end: called once at its end, with the
         reason and the tokens that it got from all engines. Raises `EngineDeadError` or
         `NoReplicaError` if there is no engine.
@@ -271,7 +274,7 @@ class EngineClient:
             prefix=self._prefix(info, params, options, like),
         )
         sequence = EngineSequence(request, params, mailbox, index, label)
-        sequence.on_start, sequence.on_end = on_start, on_end
+        sequence.owner, sequence.on_start, sequence.on_end = owner, on_start, on_end
         if options.deadline_s is not None:
             # The engine ends it between two steps, if it can: it may hang.
             delay = options.deadline_s + _DEADLINE_GRACE_S
@@ -310,7 +313,7 @@ class EngineClient:
         if asked:
             await asyncio.wait(asked.values(), timeout=timeout_s)
         found = [
-            LiveRequest(sequence.label, sequence.index, None, _without_engine(sequence))
+            LiveRequest(sequence.label, sequence.index, None, _without_engine(sequence), sequence.owner)
             for sequence in (*self._waiting.values(), *self._trials.held.values())
         ]
         silent = []
@@ -321,7 +324,7 @@ class EngineClient:
                 continue
             for state in answer.result():
                 if (sequence := replica.sequences.get(state.number)) is not None:  # it may have ended by now
-                    found.append(LiveRequest(sequence.label, sequence.index, replica.number, state))
+                    found.append(LiveRequest(sequence.label, sequence.index, replica.number, state, sequence.owner))
         return LiveRequests(found, silent)
 
     # -- inside -------------------------------------------------------------------------------------------

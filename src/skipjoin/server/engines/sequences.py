@@ -86,10 +86,10 @@ class EngineSequence:
 
     request: prompt, tokens so far, options, and arrival on this process's monotonic clock. params: with the seed, so
     that another engine continues with the same noise. index: of its choice. label: the id of the answer that it belongs
-    to. patience: fires when it has waited for an engine for too long. alarm: fires when its deadline has passed.
-    has_begun: whether it has run at the engine that it is at. deaths: engines that ended after it had begun there.
-    stuck: those since its last token that it may have ended. scores: those of the prompt, before the first token.
-    cached_tokens: tokens of the prompt whose KV was there at the engine where its output began.
+    to. owner: a hash of the client's key. patience: fires when it has waited for an engine for too long. alarm: fires
+    when its deadline has passed. has_begun: whether it has run at the engine that it is at. deaths: engines that ended
+    after it had begun there. stuck: those since its last token that it may have ended. scores: those of the prompt,
+    before the first token. cached_tokens: tokens of the prompt whose KV was there at the engine where its output began.
     """
 
     __slots__ = (
@@ -102,6 +102,7 @@ class EngineSequence:
         "mailbox",
         "on_end",
         "on_start",
+        "owner",
         "params",
         "patience",
         "request",
@@ -115,6 +116,7 @@ class EngineSequence:
         self.mailbox = mailbox
         self.index = index
         self.label = label
+        self.owner = ""
         self.cached_tokens = 0
         self.patience: asyncio.TimerHandle | None = None
         self.scores: list[Scored] = []

@@ -1,0 +1,99 @@
+"""Forecasters for clients that must not learn from each other: one for each, and a bounded part that they share."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from skipjoin.core.forecast import Forecast
+from skipjoin.forecast.forecaster import Forecaster, Predicted
+from skipjoin.forecast.mass import Array, capped, hazards_of
+from skipjoin.forecast.prior import first_guess
+
+# Owners whose forecasters are in memory; each takes 1 to 2 MB besides its entries. The least recently used one leaves.
+MAX_OWNERS = 64
+# Requests after which an owner counts half as much in the shared distribution as it does in the end.
+_HALF_WEIGHT = 40
+
+
+class OwnerForecasters:
+    """A forecaster for each owner, which learns from this owner's requests only.
+
+    What a new owner's forecaster expects at first, before it has learned, is the shared distribution: the mean of the
+    first guess, with a weight of 1, and of the distributions of the owners in memory, each with a weight below 1. So
+    one owner moves it by at most 1/2 in total variation, and beside `m` owners that have learned much by 1/(m + 2).
+    An owner's forecaster that exists is not moved by others at all.
+
+    make: makes the forecaster of an owner; its second argument has the hazards of the shared distribution. folder:
+    where states are kept, one for each owner; None: they are not.
+    """
+
+    def __init__(self, make: Callable[[str, Array], Forecaster], folder: Path | None = None) -> None:
+        self._make, self._folder = make, folder
+        self._owners: OrderedDict[str, Forecaster] = OrderedDict()
+        self._changed: set[str] = set()
+        self._lock = threading.Lock()  # of the two above: `prior` does not wait for a search or a file
+
+    def forecast(self, owner: str, prompt: Sequence[int], max_tokens: int) -> Predicted:
+        """See `Forecaster.forecast`."""
+        return self._of(owner).forecast(prompt, max_tokens)
+
+    def learn(self, owner: str, predicted: Predicted, tokens: int, *, exact: bool) -> None:
+        """See `Forecaster.learn`."""
+        self._of(owner).learn(predicted, tokens, exact=exact)
+        with self._lock:
+            self._changed.add(owner)
+
+    def prior(self, owner: str, max_tokens: int) -> Forecast:
+        """Return the forecast for a request of which only the owner is known. Takes some microseconds."""
+        with self._lock:
+            found = self._owners.get(owner)
+        return capped(self.shared(), max_tokens, "prior") if found is None else found.prior(max_tokens)
+
+    def shared(self) -> Array:
+        """Return the shared distribution, as probabilities of the bins."""
+        with self._lock:
+            found = list(self._owners.values())
+        total, weight = first_guess(), 1.0
+        for forecaster in found:
+            mass, requests = forecaster.lengths()
+            share = requests / (requests + _HALF_WEIGHT)
+            total, weight = total + share * mass, weight + share
+        return total / weight
+
+    def __len__(self) -> int:
+        """Past requests that are searched, over all owners in memory."""
+        with self._lock:
+            return sum(map(len, self._owners.values()))
+
+    def save(self, *, quiet: bool = False) -> bool:
+        """Save what has changed since the last call, see `Forecaster.save`."""
+        with self._lock:
+            changed = {owner: self._owners[owner] for owner in self._changed if owner in self._owners}
+            self._changed.clear()
+        failed = {owner for owner, forecaster in changed.items() if not self._save(forecaster, quiet=quiet)}
+        with self._lock:
+            self._changed |= failed
+        return not failed
+
+    def _save(self, forecaster: Forecaster, *, quiet: bool) -> bool:
+        return self._folder is None or forecaster.save(self._folder, quiet=quiet)
+
+    def _of(self, owner: str) -> Forecaster:
+        with self._lock:
+            if (found := self._owners.get(owner)) is not None:
+                self._owners.move_to_end(owner)
+                return found
+        made = self._make(owner, hazards_of(self.shared()))
+        if self._folder is not None:
+            made.load(self._folder)
+        with self._lock:
+            self._owners[owner] = made
+            gone = [self._owners.popitem(last=False) for _ in range(len(self._owners) - MAX_OWNERS)]
+            unsaved = [forecaster for name, forecaster in gone if name in self._changed]
+            self._changed -= {name for name, _ in gone}
+        for forecaster in unsaved:
+            self._save(forecaster, quiet=False)
+        return made

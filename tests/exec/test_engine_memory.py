@@ -1,0 +1,54 @@
+"""What an engine keeps of requests that were aborted: pages of the KV pool, which has a fixed size, and a batch."""
+
+from __future__ import annotations
+
+import gc
+import tracemalloc
+
+from skipjoin.config import EngineConfig
+from skipjoin.core.request import Request
+from skipjoin.engine.build import assemble
+from skipjoin.engine.loop import EngineLoop
+from skipjoin.sampling import SamplingParams, Scored, TokenDetail
+from skipjoin.server.engines.engine_server import Digest
+
+SEQUENCES = 64 * 16
+PARAMS = SamplingParams(max_tokens=900, ignore_eos=True, logprobs=20)
+
+
+def stream_and_abort(loop: EngineLoop, first: int) -> int:
+    """Run sequences for some steps, as for clients that do not read, and abort them; the log-probabilities made."""
+    digest, scored = Digest(), 0
+    loop.on_plan = digest.begin
+    for number in range(first, first + SEQUENCES):
+        loop.add(number, list(range(40, 60)), PARAMS)
+        digest.arrived(number)
+    for _ in range(6):
+        outputs = digest.fold(loop.step())
+        scored += sum(len(chosen.top) for chosen, _ in outputs.details.values()) if outputs else 0
+        loop.submit()
+    for number in range(first, first + SEQUENCES):
+        loop.abort(number)
+    while not loop.idle or loop.core.scheduler.events:
+        digest.fold(loop.step())
+    assert not digest._new
+    gc.collect()
+    return scored
+
+
+def test_nothing_is_kept_of_streams_that_were_aborted() -> None:
+    config = EngineConfig(recipe="fcfs", profile="off", kv_cache_gib=0.05, swap_space_gib=0, threads=1)
+    loop = EngineLoop(assemble(config))
+    try:
+        assert stream_and_abort(loop, 0) >= 20 * SEQUENCES
+        tracemalloc.start()
+        before, _ = tracemalloc.get_traced_memory()
+        assert stream_and_abort(loop, SEQUENCES) >= 20 * SEQUENCES
+        after, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        kept = [type(one) for one in gc.get_objects() if type(one) in (Request, TokenDetail, Scored)]
+        assert set(kept) <= {Request}
+        assert len(kept) <= 2 * config.max_num_seqs  # the last batch, until the next one
+        assert after - before < 1 << 20  # a KiB for each would be as much
+    finally:
+        loop.close()

@@ -1,0 +1,146 @@
+"""Forecasts of an owner are learned from its own requests; what owners share, one of them moves by little."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from skipjoin.config import ForecastConfig
+from skipjoin.engine.forecasting import ForecastKeeper, open_keeper
+from skipjoin.forecast import make_forecaster, owners, words
+from skipjoin.forecast.config import make_owner_forecasters
+from skipjoin.forecast.encode import HashedTokens
+from skipjoin.forecast.owners import OwnerForecasters
+from skipjoin.forecast.prior import first_guess
+from skipjoin.key_files import owner_of_key
+
+PROMPT, OTHER = words("Tell me about the sea"), words("Count from one to ten")
+KINDS = ("learnt", "alise", "prior")
+
+
+def make(kind: str = "learnt", count: int = 10, kept_in: Path | None = None) -> OwnerForecasters:
+    config = ForecastConfig(forecaster=kind, forecast_entries=640)
+    return make_owner_forecasters(config, "model", HashedTokens(), count, kept_in)
+
+
+def teach(forecasters: OwnerForecasters, owner: str, tokens: int, requests: int = 60, prompt=PROMPT) -> None:
+    for _ in range(requests):
+        forecasters.learn(owner, forecasters.forecast(owner, prompt, 8192), tokens, exact=True)
+
+
+def expected(forecasters: OwnerForecasters, owner: str, prompt=PROMPT) -> float:
+    return forecasters.forecast(owner, prompt, 8192).forecast.tokens
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_requests_of_one_owner_leave_the_forecasts_of_another_as_they_were(kind: str) -> None:
+    forecasters = make(kind)
+    teach(forecasters, "victim", 200)
+    before = forecasters.forecast("victim", PROMPT, 8192), forecasters.prior("victim", 8192)
+    teach(forecasters, "attacker", 4000, 200)
+    after = forecasters.forecast("victim", PROMPT, 8192), forecasters.prior("victim", 8192)
+    assert after[0].forecast == before[0].forecast
+    assert after[0].interval == before[0].interval
+    assert after[1] == before[1]
+    assert expected(forecasters, "attacker") > 1000
+
+
+def moved(before: np.ndarray, after: np.ndarray) -> float:
+    """The distance in total variation."""
+    return float(np.abs(before - after).sum() / 2)
+
+
+@pytest.mark.parametrize("others", [0, 1, 3, 8])
+@pytest.mark.parametrize("tokens", [1, 4000])
+def test_one_owner_moves_what_all_share_by_a_bounded_part(others: int, tokens: int) -> None:
+    forecasters = make("prior")
+    for number in range(others):
+        teach(forecasters, f"other {number}", 300, 2000)
+    before = forecasters.shared()
+    teach(forecasters, "attacker", tokens, 5000)
+    full = 2000 / 2040  # the weight of each of the others, at most 1
+    assert 0.5 / (others + 2) < moved(before, forecasters.shared()) <= 1 / (1 + others * full + 1)
+
+
+def test_a_new_owner_begins_with_what_is_shared() -> None:
+    forecasters = make()
+    assert np.allclose(forecasters.shared(), first_guess())
+    fresh = expected(forecasters, "a")
+    for owner in "bcdefg":
+        teach(forecasters, owner, 900, 100, OTHER)
+    assert expected(forecasters, "h") > 2 * fresh
+    assert forecasters.prior("i", 8192).tokens == pytest.approx(forecasters.prior("h", 8192).tokens, rel=0.05)
+    teach(forecasters, "h", 20, 40)
+    assert expected(forecasters, "h") < 60  # two requests' worth of it
+
+
+@pytest.mark.parametrize("kind", ["learnt", "alise"])
+def test_a_server_without_keys_forecasts_as_a_forecaster_alone(kind: str) -> None:
+    config = ForecastConfig(forecaster=kind, forecast_dir="none")
+    keeper = open_keeper(config, model="model", folder=".", text_of=str)
+    alone = make_forecaster(config, "model")
+    for number in range(120):
+        prompt, tokens = ((PROMPT, 40), (OTHER, 700))[number % 2]
+        one, other = keeper.forecast(prompt, 8192, "anonymous"), alone.forecast(prompt, 8192)
+        assert one.forecast == other.forecast
+        keeper.learn(one, tokens, exact=True, owner="anonymous")
+        alone.learn(other, tokens, exact=True)
+    assert keeper.prior(100, "anonymous") == alone.prior(100)
+    assert len(keeper) == len(alone) == 120
+
+
+def test_a_thousand_owners_take_bounded_memory_and_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(owners, "MAX_OWNERS", 8)
+    forecasters = make(count=1000, kept_in=tmp_path)
+    assert forecasters.forecast("first", PROMPT, 8192).forecast.tokens > 0
+    for number in range(40):
+        teach(forecasters, f"owner {number}", 11, 12)
+    assert len(forecasters._owners) == 8
+    assert len(forecasters) <= 8 * 640 // 64  # of each owner no more than its part
+    assert forecasters._changed <= set(forecasters._owners)
+    before = expected(forecasters, "owner 39")
+    assert abs(expected(forecasters, "owner 0") - before) < 5  # it was saved when it left
+
+
+def test_states_have_hashes_of_keys_and_are_those_of_their_owner(tmp_path: Path) -> None:
+    key = "sk-very-secret-key"
+    forecasters = make(kept_in=tmp_path)
+    teach(forecasters, owner_of_key(key.encode()), 700)
+    teach(forecasters, "other", 11)
+    assert forecasters.save()
+    described = [json.loads((folder / "state.json").read_text()) for folder in sorted(tmp_path.iterdir())]
+    assert {one["owner"] for one in described} == {owner_of_key(key.encode()), "other"}
+    for file in tmp_path.rglob("*"):
+        assert key not in file.name
+        assert file.is_dir() or key.encode() not in file.read_bytes()
+    again = make(kept_in=tmp_path)
+    assert expected(again, owner_of_key(key.encode())) == pytest.approx(700, rel=0.3)
+    assert expected(again, "other") == pytest.approx(11, rel=0.5)
+
+
+def open_kept(folder: Path, owner_count: int) -> ForecastKeeper:
+    config = ForecastConfig(forecaster="learnt", forecast_dir=str(folder))
+    return open_keeper(config, model="model", folder=".", text_of=str, owners=owner_count)
+
+
+def test_a_state_of_all_keys_together_is_not_used_for_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It has the format of before, is used where there are no keys, and is left as it is where there are."""
+    keeper = open_kept(tmp_path, 0)
+    for _ in range(60):
+        keeper.learn(keeper.forecast(PROMPT, 8192), 1500, exact=True)
+    keeper.close()
+    (folder,) = tmp_path.iterdir()
+    assert "owner" not in json.loads((folder / "state.json").read_text())
+    assert open_kept(tmp_path, 0).forecast(PROMPT, 8192).forecast.tokens > 1000
+    with caplog.at_level(logging.INFO):
+        keyed = open_kept(tmp_path, 3)
+    assert f"the state of all requests in {folder} is not used" in caplog.text
+    assert keyed.forecast(PROMPT, 8192, "a").forecast.tokens < 400
+    keyed.learn(keyed.forecast(PROMPT, 8192, "a"), 30, exact=True, owner="a")
+    keyed.close()
+    assert len(list(tmp_path.iterdir())) == 2
+    assert open_kept(tmp_path, 0).forecast(PROMPT, 8192).forecast.tokens > 1000

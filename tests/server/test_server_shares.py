@@ -1,0 +1,290 @@
+"""Keys share the queue: one key cannot fill it, and what it borrowed goes first to those under their share."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from bisect import bisect_right
+from collections import Counter, deque
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from server_worlds import MakeApi
+
+from skipjoin.server.api.errors import ApiError
+from skipjoin.server.api.limits import Admission, AdmissionSlot
+from skipjoin.server.metrics import Metrics
+
+METRICS = Metrics()
+CAPACITY, RESERVE = 64, 8
+
+
+class Queue:
+    """An admission of `CAPACITY` sequences, or of tokens of waiting prompts, that keys share."""
+
+    def __init__(self, *, by_tokens: bool = False) -> None:
+        self.now = 0.0
+        self.steps = 0
+        self.by_tokens = by_tokens
+        bounds = (10_000, CAPACITY) if by_tokens else (CAPACITY, 1_000_000)
+        self.admission = Admission(*bounds, METRICS, lambda: self.now, lambda: self.steps, is_shared=True)
+        self.slots: dict[str, deque[AdmissionSlot]] = {}
+
+    def ask(self, key: str, amount: int = 1) -> int | None:
+        """Take places; the Retry-After of a refusal, else None."""
+        sizes = [amount] if self.by_tokens else [1] * amount
+        try:
+            slots = self.admission.reserve(sizes, client=key)
+        except ApiError as refused:
+            return int(refused.headers["Retry-After"])
+        self.slots.setdefault(key, deque()).extend(slots)
+        return None
+
+    def fill(self, key: str, amount: int = 1) -> None:
+        while self.ask(key, amount) is None:
+            pass
+
+    def end(self, key: str) -> None:
+        """The oldest sequence of a key ends; with tokens it begins, and waits no longer."""
+        slot = self.slots[key].popleft()
+        slot.started()
+        slot.ended()
+
+    def held(self, key: str) -> int:
+        return sum(slot.tokens if self.by_tokens else 1 for slot in self.slots.get(key, ()))
+
+    @property
+    def used(self) -> int:
+        return self.admission.tokens if self.by_tokens else self.admission.requests
+
+
+by_both = pytest.mark.parametrize("by_tokens", [False, True])
+
+
+@by_both
+def test_a_key_alone_may_have_all_but_the_reserve(by_tokens: bool) -> None:
+    queue = Queue(by_tokens=by_tokens)
+    queue.fill("a")
+    assert queue.used == CAPACITY - RESERVE
+    with pytest.raises(ApiError, match="at most 56 tokens" if by_tokens else "at most 56, the requests") as refused:
+        queue.admission.reserve([57] if by_tokens else [1] * 57, client="b")
+    assert refused.value.status == 400
+
+
+@by_both
+@given(floods=st.lists(st.tuples(st.sampled_from("abcde"), st.integers(1, 20)), min_size=1, max_size=60))
+def test_whatever_some_keys_hold_and_borrow_the_first_of_others_finds_room(
+    by_tokens: bool, floods: list[tuple[str, int]]
+) -> None:
+    """Keys that are refused beyond their share never hold the reserve; those within it may."""
+    queue = Queue(by_tokens=by_tokens)
+    for key, amount in floods:
+        before, keys = queue.used, len({*queue.slots, key})
+        held = queue.held(key)
+        refused = queue.ask(key, amount)
+        assert queue.used <= CAPACITY
+        if refused is None and before <= CAPACITY - RESERVE < queue.used:
+            # Only a key within its share, or one that held nothing, gets into the reserve.
+            assert held + amount <= (CAPACITY - RESERVE) / keys or (held == 0 and amount <= RESERVE)
+    room = CAPACITY - queue.used
+    waiting = {key for key, one in queue.admission._requests._clients.items() if one.claim}
+    if by_tokens:
+        waiting = {key for key, one in queue.admission._tokens._clients.items() if one.claim}
+    if room and not waiting:
+        assert queue.ask("newcomer", min(room, RESERVE)) is None
+
+
+@by_both
+def test_newcomers_share_the_reserve_beside_a_flood(by_tokens: bool) -> None:
+    """As many as fit into it are admitted at once; then the flood's places go to the others first."""
+    queue = Queue(by_tokens=by_tokens)
+    queue.fill("flood")
+    for number in range(RESERVE):
+        assert queue.ask(f"key {number}") is None
+    assert queue.ask("late", 2) is not None
+    for _ in range(2):
+        queue.end("flood")
+        assert queue.ask("flood") is not None  # it is not lent what it gave back
+    assert queue.ask("late", 2) is None
+
+
+@by_both
+def test_borrowing_stops_until_a_large_request_within_its_share_fits(by_tokens: bool) -> None:
+    queue = Queue(by_tokens=by_tokens)
+    queue.fill("flood")
+    assert queue.ask("other", 20) is not None  # its share is 28
+    ends = 0
+    while queue.ask("other", 20) is not None:
+        queue.end("flood")
+        ends += 1
+        assert queue.ask("flood") is not None
+    assert ends == 20 - RESERVE
+
+
+@by_both
+def test_where_keys_outnumber_shares_those_that_were_refused_come_first(by_tokens: bool) -> None:
+    """Shares are smaller than the requests: each key may have one at a time, and those that wait come first."""
+    queue = Queue(by_tokens=by_tokens)
+    size, places = RESERVE, CAPACITY // RESERVE
+    names = [f"key {number}" for number in range(3 * places)]
+    waiting = deque(name for name in names if queue.ask(name, size) is not None)
+    running = deque(name for name in names if queue.held(name))
+    assert len(running) == places
+    served = Counter(running)
+    for _ in range(4 * len(names)):
+        ended = running.popleft()
+        while queue.slots[ended]:
+            queue.end(ended)
+        assert queue.ask(ended, size) is not None  # at once, before those that wait come back
+        waiting.append(ended)
+        assert queue.ask(waiting[0], size) is None
+        running.append(waiting.popleft())
+        served[running[-1]] += 1
+    assert max(served.values()) - min(served.values()) <= 1
+
+
+def test_a_claim_ends_when_its_client_does_not_come_back() -> None:
+    queue = Queue()
+    queue.fill("flood")
+    told = queue.ask("other", 20)
+    assert told is not None
+    queue.end("flood")
+    assert queue.ask("flood") is not None
+    queue.now += told + 4
+    assert queue.ask("flood") is None
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (RESERVE, 1), (RESERVE, RESERVE), (7, 3)])
+@pytest.mark.parametrize("keys", [2, 3, 4])
+def test_keys_that_never_stop_come_to_equal_shares(keys: int, sizes: tuple[int, int]) -> None:
+    """The first one had all. Of what one key holds, as much ends in a time as it has of the whole."""
+    queue, draw = Queue(), random.Random(keys)
+    names = [f"key {number}" for number in range(keys)]
+    amounts = {name: sizes[number > 0] for number, name in enumerate(names)}
+    queue.fill(names[0], amounts[names[0]])
+    held: Counter[str] = Counter()
+    for turn in range(4000):
+        queue.now += 0.05
+        for name in draw.sample(names, keys):
+            queue.ask(name, amounts[name])
+        queue.end(draw.choice([name for name in names for _ in range(queue.held(name))]))
+        if turn >= 1000:
+            held.update({name: queue.held(name) for name in names})
+    share = (CAPACITY - RESERVE) / keys
+    for name in names:
+        assert abs(held[name] / 3000 - share) <= max(4, *sizes), held
+
+
+@settings(max_examples=50)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("abc"), st.sampled_from(["ask", "size", "start", "end", "wait"]), st.integers(0, 30)),
+        max_size=80,
+    )
+)
+def test_counts_of_all_keys_come_home(acts: list[tuple[str, str, int]]) -> None:
+    now = 0.0
+    admission = Admission(20, 100, METRICS, lambda: now, is_shared=True)
+    slots: dict[str, list[AdmissionSlot]] = {key: [] for key in "abc"}
+    for key, act, number in acts:
+        with contextlib.suppress(ApiError):
+            if act == "ask":
+                slots[key] += admission.reserve([number] * (1 + number % 4), client=key)
+            elif act == "wait":
+                now += number
+            elif slots[key] and act == "size":
+                admission.resize(slots[key][-1:], [number])
+            elif slots[key]:
+                slot = slots[key][number % len(slots[key])]
+                slot.started() if act == "start" else slot.ended()
+        assert admission.requests <= 20
+        assert admission.tokens <= 100
+    for slot in (slot for some in slots.values() for slot in some):
+        slot.ended()
+    now += 100
+    admission.reserve([1], client="d")[0].ended()
+    assert (admission.requests, admission.tokens) == (0, 0)
+    for limit in (admission._requests, admission._tokens):
+        assert limit._claimed == sum(one.claim for one in limit._clients.values())
+        assert all(one.claim and not one.held for one in limit._clients.values())
+
+
+@pytest.mark.parametrize(("others", "right"), [({"b": 5.0}, 0.95), ({"b": 0.1}, 0.75), ({"b": 1.0}, 0.75)])
+def test_retry_after_of_a_key_over_its_share_is_true(others: dict[str, float], right: float) -> None:
+    """A flood of one key beside others, as parts of what the server can take. Nearly always the flood's key gets a
+    place in the time that it was told, unless others within their share took what came free."""
+    queue, draw = Queue(), random.Random(3)
+    rates = {"flood": 5.0, **others}
+    made: deque[tuple[int, str]] = deque()
+    told: list[tuple[float, int]] = []
+    taken: list[float] = []
+    due = dict.fromkeys(rates, 0.0)
+    while queue.now < 40:
+        for key, rate in rates.items():
+            while due[key] <= queue.now:
+                due[key] += draw.expovariate(rate * CAPACITY / (150 * (0.01 + 0.001 * CAPACITY)))
+                said = queue.ask(key)
+                if said is None:
+                    queue.slots[key][-1].started()
+                    made.append((queue.steps + 150, key))
+                if key == "flood" and queue.now > 15:
+                    taken.append(queue.now) if said is None else told.append((queue.now, said))
+        queue.now += (0.01 + 0.001 * queue.used) * draw.uniform(0.8, 1.2)
+        queue.steps += 1
+        while made and made[0][0] <= queue.steps:
+            queue.end(made.popleft()[1])
+    pairs = [(taken[at] - when, said) for when, said in told if (at := bisect_right(taken, when)) < len(taken)]
+    assert len(pairs) > 100
+    assert sum(true <= said for true, said in pairs) >= right * len(pairs)
+
+
+# -- over HTTP ----------------------------------------------------------------------------------------------------
+
+
+def key(name: str) -> dict[str, Any]:
+    return {"headers": {"Authorization": f"Bearer {name}"}}
+
+
+FLOOD = {"prompt": "abc", "max_tokens": 4, "n": 16, "ignore_eos": True}
+CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
+
+
+@pytest.mark.anyio
+async def test_sixteen_choices_of_one_key_leave_places_for_another(make_api: MakeApi) -> None:
+    async with make_api(api_keys=("noisy", "quiet"), fair_by="key") as api:
+        api.engine.paused = True
+
+        async def flood() -> int:
+            return (await api.http.post("/v1/completions", json=FLOOD, **key("noisy"))).status_code
+
+        flooding = [asyncio.create_task(flood()) for _ in range(80)]
+        while api.service.admission.requests < 896 or not all(task.done() for task in flooding[56:]):
+            await asyncio.sleep(0.01)
+        assert api.service.admission.requests == 896
+        asked = [
+            asyncio.create_task(api.http.post("/v1/chat/completions", json=CHAT, **key("quiet"))) for _ in range(5)
+        ]
+        text = await api.http.post("/tokenize", json={"prompt": "abc"}, **key("quiet"))
+        assert text.status_code == 200
+        refused = await api.http.post("/tokenize", json={"prompt": "abc"}, **key("noisy"))
+        assert refused.status_code == 429
+        message = refused.json()["error"]["message"]
+        assert "the queue is full of this API key: 901 of 1024 requests, 896 of them with this key" in message
+        while api.service.admission.requests < 901:
+            await asyncio.sleep(0.01)
+        api.engine.paused = False
+        assert [answer.status_code for answer in await asyncio.gather(*asked)] == [200] * 5
+        assert Counter(await asyncio.gather(*flooding)) == {200: 56, 429: 24}
+        assert api.is_clean()
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("settings", [{}, {"api_keys": ("a", "b")}, {"api_keys": ("a",), "fair_by": "key"}])
+async def test_without_keys_that_share_it_the_queue_is_one(make_api: MakeApi, settings: dict[str, Any]) -> None:
+    async with make_api(max_queued_requests=8, **settings) as api:
+        answer = await api.http.post("/v1/completions", json={**FLOOD, "n": 8}, **key("a"))
+        assert answer.status_code == 200
+        assert api.is_clean()

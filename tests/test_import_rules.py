@@ -83,6 +83,7 @@ ALLOWED = {
         "core",
         "engine",
         "exec.ranks.cluster",
+        "exec.ranks.nodes",
         "machine",
         "model.config",
         "observe",
@@ -211,7 +212,7 @@ WITHOUT_HTTP = {
 # does.
 LAZY = (
     *("exec", "model", "forecast", "__init__.py", "cli", "engine"),
-    *("server/launch.py", "server/engines/supervisor.py", "server/batches/database.py"),
+    *("server/launch.py", "server/batches/database.py"),
 )
 
 

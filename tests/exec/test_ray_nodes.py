@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -219,6 +220,14 @@ def test_sizes_that_do_not_divide_are_known_before_the_cluster_is_joined() -> No
 def test_an_address_where_nobody_answers(address: str) -> None:
     with pytest.raises(ConfigError, match=f"ray_address {address}: no connection"):
         assemble(config(1, 2, ray_address=address))
+
+
+def test_a_cluster_that_asks_for_no_token_is_refused() -> None:
+    with nodes(has_token=False) as unprotected:
+        before = dict(os.environ)
+        with pytest.raises(ConfigError, match=r"asks for no token.* with RAY_AUTH_MODE=token and the same RAY_AUTH_T"):
+            assemble(config(1, 2, ray_address=unprotected.address))
+        assert dict(os.environ) == before
 
 
 def test_a_cluster_that_cannot_start_says_why(tmp_path: Path) -> None:

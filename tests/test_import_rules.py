@@ -57,7 +57,7 @@ ALLOWED = {
     "exec.simulated": {"core", "exec.base"},
     "exec": {"container", "core", "model", "exec", "policies.cost", "profile", "machine", "sampling", "version"},
     "exec.ranks": {"container", "core", "model", "exec", "exec.ranks", "profile", "sampling", "version"},
-    "model": {"container", "durable", "folders", "model", "sampling"},
+    "model": {"container", "durable", "folders", "model", "own_folder", "sampling"},
     "builtin": set[str](),
     "engine": {
         "builtin",
@@ -140,6 +140,7 @@ ALLOWED = {
         "config",
         "core.request",
         "engine",
+        "folders",
         "forecast",
         "knobs",
         "llm",

@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --quiet --no-compile
 MODEL ?= tally
 RECIPE ?= fastserve
 HOST ?= 127.0.0.1
@@ -13,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Which tests may run beside each other is said in tests/support/groups.py.
 PYTEST := $(BIN)/python -m pytest -n $(JOBS)
 
-.PHONY: help serve test test-cluster test-chaos soak fuzz-core lint check format clean
+.PHONY: help serve test test-cluster test-chaos soak fuzz-core lint check format lock audit clean
 help:
 	@echo "make serve   start an OpenAI-compatible server with the built-in model on $(HOST):$(PORT)"
 	@echo "make test    run all tests"
@@ -24,20 +25,25 @@ help:
 	@echo "make lint    format, lint, words and types"
 	@echo "make check   the same, core tests and import rules, in two minutes"
 	@echo "make format  format the code"
+	@echo "make lock    write the locks and THIRD_PARTY.md after a change of pyproject.toml or constraints.txt (needs a network)"
+	@echo "make audit   look the locked versions up in a database of known vulnerabilities (needs a network)"
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "Skipjoin needs Python 3.11 or newer; name one with: make PYTHON=python3.12 ..." >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.runtime: pyproject.toml constraints.txt | $(BIN)/python
+# The locks are complete, so that pip resolves nothing, and installs nothing whose hash they do not have. torch is the
+# exception: its wheels for CPUs have other hashes than those for GPUs, which bring CUDA's libraries along.
+$(VENV)/.runtime: pyproject.toml constraints.txt requirements.lock | $(BIN)/python
 	@echo "Installing Skipjoin into $(VENV) (torch is large: this takes a minute or more)"
-	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt torch numpy
-	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable .
+	$(INSTALL) --no-deps --require-hashes --requirement requirements.lock
+	$(INSTALL) --constraint constraints.txt torch
+	$(INSTALL) --no-deps --no-build-isolation --editable .
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/.runtime
-	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev,distributed]'
+$(VENV)/.dev: $(VENV)/.runtime requirements-dev.lock
+	$(INSTALL) --no-deps --require-hashes --requirement requirements-dev.lock
 	@touch $@
 
 serve: $(VENV)/.runtime
@@ -74,5 +80,16 @@ format: $(VENV)/.dev
 	$(BIN)/ruff check --fix-only --quiet .
 	$(BIN)/ruff format .
 
+lock: $(VENV)/.dev
+	$(BIN)/python tools/lock.py
+	$(INSTALL) --no-deps --require-hashes --requirement requirements-dev.lock
+	$(BIN)/python tools/licenses.py > THIRD_PARTY.md
+
+# The tool has an environment of its own: what it needs is not what is examined.
+audit:
+	$(PYTHON) -m venv $(VENV)-audit
+	$(VENV)-audit/bin/python -m pip install --quiet --constraint constraints.txt pip-audit
+	$(VENV)-audit/bin/pip-audit --strict --disable-pip --require-hashes --requirement requirements-dev.lock
+
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-audit build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

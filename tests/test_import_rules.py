@@ -57,7 +57,7 @@ ALLOWED = {
     "exec.simulated": {"core", "exec.base"},
     "exec": {"container", "core", "model", "exec", "policies.cost", "profile", "machine", "sampling", "version"},
     "exec.ranks": {"container", "core", "model", "exec", "exec.ranks", "profile", "sampling", "version"},
-    "model": {"container", "durable", "folders", "model", "sampling"},
+    "model": {"container", "durable", "folders", "model", "own_folder", "sampling"},
     "builtin": set[str](),
     "engine": {
         "builtin",
@@ -83,6 +83,7 @@ ALLOWED = {
         "core",
         "engine",
         "exec.ranks.cluster",
+        "exec.ranks.nodes",
         "machine",
         "model.config",
         "observe",
@@ -139,6 +140,7 @@ ALLOWED = {
         "config",
         "core.request",
         "engine",
+        "folders",
         "forecast",
         "knobs",
         "llm",
@@ -211,7 +213,7 @@ WITHOUT_HTTP = {
 # does.
 LAZY = (
     *("exec", "model", "forecast", "__init__.py", "cli", "engine"),
-    *("server/launch.py", "server/engines/supervisor.py", "server/batches/database.py"),
+    *("server/launch.py", "server/batches/database.py"),
 )
 
 

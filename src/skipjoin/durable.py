@@ -44,12 +44,20 @@ def write_durably(path: Path, content: bytes, mode: int = 0o600) -> None:
     _sync_folder(path.parent)
 
 
+def make_private(folder: Path) -> None:
+    """Make a folder, and those above it that do not exist, for this user alone, whatever the umask is. Raises
+    OSError."""
+    for missing in reversed([one for one in (folder, *folder.parents) if not one.exists()]):
+        missing.mkdir(mode=0o700, exist_ok=True)
+    folder.mkdir(exist_ok=True)  # raises where it is a file
+
+
 @contextmanager
 def locked(path: Path) -> Iterator[str]:
     """Hold the lock of a cache file, a file beside it, among the processes of this machine: those that start together
     make its content once. Where files cannot be locked it does not wait; gives the problem, or an empty text."""
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(path.parent)
         lock = path.with_suffix(".lock").open("w")
     except OSError as error:
         yield error.strerror or str(error)

@@ -1,15 +1,26 @@
-"""Where the user's files are kept."""
+"""Where the user's files are kept, and which of them can be trusted."""
 
 from __future__ import annotations
 
 import functools
 import logging
 import os
+import shlex
 import stat
 import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
+try:
+    import pwd
+except ImportError:  # not on Windows
+    pwd = None  # type: ignore[assignment]
+
 _log = logging.getLogger(__name__)
+
+# Links that a path may lead through, as on Linux.
+_MAX_LINKS = 40
 
 
 def cache_folder() -> Path:
@@ -40,6 +51,92 @@ def _shared_by_processes() -> Path | None:
         found = folder.lstat()
     except OSError:
         return None
-    # What is in it is run, as compiled operators are: no other user may write there.
     is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
     return folder if is_own else None
+
+
+# -- trust --------------------------------------------------------------------------------------------------------
+
+
+def is_trusted(path: Path, what: str) -> bool:
+    """Return whether only this user and root can change a file or folder. If not, log a warning once.
+
+    Args:
+        path: It need not exist.
+        what: What is at the path, for the warning, such as "the cached profile".
+    """
+    reason = why_untrusted(path)
+    if reason is not None:
+        _warn_once(f"{what} {path} is not used: {reason}")
+    return reason is None
+
+
+def why_untrusted(path: Path) -> str | None:
+    """Return why another user may have made or changed what is at `path`, and the remedy; None if none can.
+
+    What decides is what OpenSSH asks of a user's keys: the file or folder and all folders above it, up to the home
+    folder or the root, belong to this user or root, and neither group nor others may write to them. A folder that is
+    sticky, as /tmp is, may be above it. Links on the way are followed if they belong to this user or root; the path
+    itself must not be one.
+    """
+    if not hasattr(os, "getuid"):  # on Windows
+        return None
+    spelled = Path(os.path.abspath(path))  # `resolve` would hide the links
+    if spelled.is_symlink():
+        return f"{spelled} is a symbolic link; remove it, or name the folder that it leads to"
+    above_home = set(_home().parents)
+    try:
+        visited = [(place, found) for place, found in _visit(spelled) if place not in above_home]
+    except OSError as error:
+        return f"{error.filename or spelled} cannot be examined: {error.strerror or error}"
+    for number, (place, found) in enumerate(visited, 1):
+        if found.st_uid not in (0, os.getuid()):
+            owner, us = _user(found.st_uid), _user(os.getuid())
+            return f"{place} belongs to user {owner}, not to {us} or root; remove it, or change its owner (chown)"
+        is_above = number < len(visited) or place != spelled
+        is_sticky = is_above and found.st_mode & stat.S_ISVTX
+        if found.st_mode & 0o022 and not is_sticky and not stat.S_ISLNK(found.st_mode):
+            mode, quoted = stat.S_IMODE(found.st_mode), shlex.quote(str(place))
+            return f"{place} has mode {mode:04o}, so other users may write to it; run: chmod go-w {quoted}"
+    return None
+
+
+def _visit(path: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    """All folders and links that the system goes through on the way to an absolute path, from the root on, and what is
+    there. Ends where nothing exists yet."""
+    place = Path(path.anchor)
+    ahead = list(reversed(path.parts[1:]))
+    links = 0
+    yield place, place.lstat()
+    while ahead:
+        name = ahead.pop()
+        place = place.parent if name == ".." else place / name
+        try:
+            found = place.lstat()
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        yield place, found
+        if stat.S_ISLNK(found.st_mode):
+            links += 1
+            if links > _MAX_LINKS:
+                raise OSError(f"{path} leads through too many links")
+            target = Path(os.readlink(place))
+            place = Path(target.anchor) if target.is_absolute() else place.parent
+            ahead += reversed(target.parts[1:] if target.is_absolute() else target.parts)
+
+
+def _home() -> Path:
+    with suppress(RuntimeError):
+        return Path.home()
+    return Path("/")
+
+
+def _user(number: int) -> str:
+    with suppress(KeyError):
+        return f"{pwd.getpwuid(number).pw_name} ({number})"
+    return str(number)
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    _log.warning("%s", text)

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from skipjoin.config import ConfigError
-from skipjoin.durable import locked, write_durably
-from skipjoin.folders import cache_folder
+from skipjoin.durable import locked, make_private, write_durably
+from skipjoin.folders import cache_folder, is_trusted
 from skipjoin.policies.cost import LinearCost
 
 # Incremented when older files can no longer be read.
@@ -142,6 +142,9 @@ def cache_path(key: ProfileKey) -> Path:
 def one_at_a_time(key: ProfileKey) -> Iterator[None]:
     """Hold a lock per key among the processes of this machine, so that engines that start together measure once and
     undisturbed: the others read the first one's result. Where files cannot be locked, does not wait."""
+    if not _is_cache_trusted(key):
+        yield
+        return
     with locked(cache_path(key)) as problem:
         if problem:
             _log.warning("the profile cannot be locked, so several engines may measure at once: %s", problem)
@@ -149,9 +152,10 @@ def one_at_a_time(key: ProfileKey) -> Iterator[None]:
 
 
 def cached_profile(key: ProfileKey) -> Profile | None:
-    """The cached profile of this key; None if there is none. A damaged file is ignored with a warning."""
+    """The cached profile of this key; None if there is none. A damaged file, and one that another user can change, is
+    ignored with a warning."""
     path = cache_path(key)
-    if not path.is_file():
+    if not (_is_cache_trusted(key) and path.is_file()):
         return None
     try:
         profile = read_profile(path)
@@ -161,12 +165,23 @@ def cached_profile(key: ProfileKey) -> Profile | None:
     return profile if profile.key.digest == key.digest else None
 
 
+def cache_profile(profile: Profile) -> None:
+    """Write the cached profile of its key, unless another user can change it. Raises `ConfigError` if it cannot be
+    written."""
+    if _is_cache_trusted(profile.key):
+        write_profile(profile, cache_path(profile.key))
+
+
+def _is_cache_trusted(key: ProfileKey) -> bool:
+    return is_trusted(cache_path(key), "the cached profile")
+
+
 def write_profile(profile: Profile, path: Path) -> None:
     """Write the file atomically. Raises `ConfigError` if it cannot be written."""
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(path.parent)
         content = json.dumps({"format": FORMAT} | dataclasses.asdict(profile), indent=1) + "\n"
-        write_durably(path, content.encode(), mode=0o666)
+        write_durably(path, content.encode(), mode=0o644)
     except OSError as error:
         raise ConfigError(f"profile {path} cannot be written: {error.strerror or error}") from error
 

@@ -125,7 +125,7 @@ class Launched:
         return self._named(lambda process: "RankActor" in process.name())
 
     def replicas(self) -> list[psutil.Process]:
-        """The actors of Ray Serve, each of which has an engine."""
+        """The actors that keep an engine each."""
         return [parent for engine in self.engines() if (parent := engine.parent()) is not None]
 
     def _named(self, is_one: Callable[[psutil.Process], bool]) -> list[psutil.Process]:

@@ -28,9 +28,10 @@ _LAST_WORDS = 2000  # characters: the end of a traceback
 
 
 class Nodes:
-    """The cluster as its tests hold it. address: by which this process and its children join it."""
+    """The cluster as its tests hold it. address: by which this process and its children join it. has_token: whether
+    it asks for one."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, has_token: bool = True) -> None:
         # Ray reads the token once in a process, which may have used a cluster before.
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
         os.environ["RAY_AUTH_MODE"] = "token"
@@ -46,7 +47,12 @@ class Nodes:
                 stdout=subprocess.PIPE,
                 stderr=words,
                 text=True,
-                env={**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": str(folder)},
+                env={
+                    **os.environ,
+                    **({} if has_token else {"RAY_AUTH_MODE": "disabled"}),
+                    "RAY_USAGE_STATS_ENABLED": "0",
+                    "RAY_TMPDIR": str(folder),
+                },
             )
         try:
             self.address: str = self._answer()["address"]
@@ -113,11 +119,11 @@ class Nodes:
 
 
 @contextmanager
-def nodes() -> Iterator[Nodes]:
+def nodes(*, has_token: bool = True) -> Iterator[Nodes]:
     """Started, and ended whatever happens."""
     # A short name: sockets lie in it.
     with tempfile.TemporaryDirectory(prefix="sj-nodes-", ignore_cleanup_errors=True) as folder:
-        started = Nodes(Path(folder))
+        started = Nodes(Path(folder), has_token=has_token)
         try:
             yield started
         finally:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import httpx
+import psutil
 import pytest
 
 pytest.importorskip("ray")
@@ -221,10 +225,63 @@ def test_an_address_where_nobody_answers(address: str) -> None:
         assemble(config(1, 2, ray_address=address))
 
 
+def test_a_cluster_that_asks_for_no_token_is_refused() -> None:
+    with nodes(has_token=False) as unprotected:
+        before = dict(os.environ)
+        with pytest.raises(ConfigError, match=r"asks for no token.* with RAY_AUTH_MODE=token and the same RAY_AUTH_T"):
+            assemble(config(1, 2, ray_address=unprotected.address))
+        assert dict(os.environ) == before
+
+
 def test_a_cluster_that_cannot_start_says_why(tmp_path: Path) -> None:
     long = tmp_path / ("x" * 107)  # its sockets lie in it, and their names may have so many characters
     with pytest.raises(AssertionError, match="AF_UNIX path length cannot exceed"):
         Nodes(long)
+
+
+# -- replicas ---------------------------------------------------------------------------------------------------------
+
+SERVE = "import sys; from skipjoin.cli import app; sys.argv[0] = 'skipjoin'; app()"
+
+
+def test_a_replica_moves_from_a_lost_node_and_all_end_with_their_server(cluster: Nodes) -> None:
+    """Here with a server that is killed, which can end nothing itself."""
+    cluster.have(1, 1)
+    options = ["--replicas", "2", "--ray-address", cluster.address, "--threads", "1", "--profile", "off"]
+    command = [sys.executable, "-c", SERVE, "serve", "tally", "--port", "0", *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
+        try:
+            assert server.stdout is not None
+            (url,) = (line.split(" at ")[1].split()[0] for line in server.stdout.readlines(1) if line[:5] == "Ready")
+            until(lambda: replicas_alive(url) == 2)
+            cluster.lose(next(iter(cluster.cpus)))
+            until(lambda: replicas_alive(url) == 1)
+            cluster.add(1)
+            until(lambda: replicas_alive(url) == 2)
+            assert len(cluster.processes("EngineReplica")) == 2
+        finally:
+            server.kill()
+    until(lambda: not cluster.processes("EngineReplica") and not engines(cluster))
+
+
+def replicas_alive(url: str) -> int:
+    health = httpx.get(f"{url}/health")
+    return int(health.json()["replicas_alive"]) if health.status_code == 200 else 0
+
+
+def engines(cluster: Nodes) -> list[psutil.Process]:
+    found = []
+    for process in cluster.processes():
+        with suppress(psutil.NoSuchProcess):
+            found += [process] if "engine_process" in " ".join(process.cmdline()) else []
+    return found
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 # -- ends -------------------------------------------------------------------------------------------------------------

@@ -21,30 +21,27 @@ from skipjoin.server.metrics import Metrics
 
 
 class LocalKeeper:
-    """`Keeper` on this machine, in this process. It starts again what ends, unless `rests`."""
-
-    name = "tests"
+    """`ReplicaSupervisor` without Ray, in this process. It starts again what ends, unless `rests`."""
 
     def __init__(self) -> None:
         self.replicas: list[EngineReplica] = []
         self.rests = False
-        self._arguments: tuple[Any, ...] = ()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._is_over = threading.Event()
 
-    def deploy(self, kind: type, arguments: tuple[Any, ...], *, replicas: int, needs: Needs) -> None:
-        self._arguments = arguments
+    def deploy(self, command: tuple[str, ...], setup: bytes, *, replicas: int, needs: Needs) -> None:
+        self._arguments = (command, setup)
         self._count = replicas
         self._thread.start()
 
-    def trouble(self) -> str | None:
+    def check(self) -> str | None:
         return None
 
     def close(self) -> None:
         self._is_over.set()
         self._thread.join()
         for replica in self.replicas:
-            replica.__del__()
+            replica.close()
 
     def _watch(self) -> None:
         # One thread starts all engines, because they end with it.
@@ -56,9 +53,14 @@ class LocalKeeper:
                     replica.check_health()
                     continue
                 self.replicas.remove(replica)
+                replica.close()
             if len(self.replicas) < self._count:
-                with contextlib.suppress(RuntimeError):  # an engine that does not start is tried again
-                    self.replicas.append(EngineReplica(*self._arguments))
+                replica = EngineReplica()
+                try:
+                    replica.start(*self._arguments)
+                    self.replicas.append(replica)
+                except RuntimeError:  # an engine that does not start is tried again
+                    replica.close()
 
 
 class LocalCluster:

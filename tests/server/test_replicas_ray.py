@@ -1,4 +1,4 @@
-"""Replicas that Ray Serve keeps: engines and replicas are killed under streams, the server under everything."""
+"""Replicas that Ray places: engines and replicas are killed under streams, the server under everything."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from server_worlds import ServerProcess
 from skipjoin.exec.ranks.cluster import ClusterError
 from skipjoin.server.engines.supervisor import Needs, check_room
 from skipjoin.version import install_command
+from support.sockets import assert_only_local
 
 needs_ray = pytest.mark.ray
 CHAT = {
@@ -69,7 +70,7 @@ class Reader(threading.Thread):
         return self._choices
 
 
-def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+def until(condition: Callable[[], bool], seconds: float = 120.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end
@@ -85,7 +86,6 @@ def alive(server: ServerProcess) -> int:
 def server() -> Iterator[ServerProcess]:
     """The built-in model, twice. Its engines are slowed down by having to share what this machine has."""
     pytest.importorskip("ray")
-    pytest.importorskip("grpc")
     found = ServerProcess(["model", "tally", "replicas=2"])
     yield found
     found.stop()
@@ -94,6 +94,12 @@ def server() -> Iterator[ServerProcess]:
 @pytest.fixture(scope="module")
 def undisturbed(server: ServerProcess) -> list[dict[int, list[Any]]]:
     return [Reader(server.url, body).end() for body in (CHAT, SEEDED)]
+
+
+@needs_ray
+def test_no_process_listens_on_an_address_that_other_machines_reach(server: ServerProcess) -> None:
+    processes = [server.api, *server.api.children(recursive=True)]
+    assert_only_local(processes, "gcs_server", "raylet", "ray::EngineReplica", server.api.name())
 
 
 @needs_ray
@@ -115,7 +121,7 @@ def test_streams_are_the_same_whatever_is_killed(
         until(lambda: all(reader.events > count + 10 for reader, count in zip(readers, seen, strict=True)))
         other.kill()  # now nobody is there, and all wait for the first that comes back
     else:
-        one.parent().kill()  # Serve's replica takes its engine along
+        one.parent().kill()  # the actor, which takes its engine along
     ends = [reader.end() for reader in readers]
     assert ends == [undisturbed[0], undisturbed[1]] * 2
     assert server.metric("requests_moved_total") > moved
@@ -142,7 +148,6 @@ def test_sigterm_drains_and_leaves_nothing(server: ServerProcess) -> None:
 @needs_ray
 def test_kill_9_of_the_api_process_leaves_nothing(tokenizer_folder: Any) -> None:
     pytest.importorskip("ray")
-    pytest.importorskip("grpc")
     options = ["simulated", str(tokenizer_folder), "0.01", "4096", "512", "replicas=2"]
     server = ServerProcess(options)
     processes = server.api.children(recursive=True)

@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from support.leftovers import Mark
+from support.sockets import assert_only_local
 
 pytest.importorskip("ray")
 
@@ -87,8 +88,10 @@ def serve() -> Iterator[Callable[..., Server]]:
 
 
 def test_nothing_is_left_of_a_server_that_is_told_to_end(serve: Callable[..., Server]) -> None:
-    """As service managers do it: they signal every process that they know of, and the server decides when all end."""
+    """As service managers do it: they signal every process that they know of, and the server decides when all end.
+    Until then none of its processes listens on an address that other machines reach."""
     server = serve()
+    assert_only_local(server.mark.processes(), "raylet")
     server.engine.terminate()
     time.sleep(0.5)
     assert httpx.post(f"{server.url}/v1/completions", json={"prompt": "abc", "max_tokens": 4}).status_code == 200

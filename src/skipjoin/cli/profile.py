@@ -13,6 +13,7 @@ from rich.table import Table
 
 from skipjoin.cli.options import Section, Values, takes
 from skipjoin.config import ConfigError, EngineConfig
+from skipjoin.folders import why_untrusted
 from skipjoin.profile import Profile, Transfer, cache_path, write_profile
 
 if TYPE_CHECKING:
@@ -62,6 +63,8 @@ def profile(
     space = 0 if engine["swap_dtype"] == "auto" else None
     found = _measure(EngineConfig(**engine, swap_space_gib=space), Effort(seconds, THOROUGH_PRECISION))
     path = out or cache_path(found.key)
+    if out is None and (why := why_untrusted(path)) is not None:
+        raise ConfigError(f"the profile is not written: {why}; or name a file with --out")
     write_profile(found, path)
     _print(found, path)
 

@@ -257,7 +257,7 @@ class ServerConfig(AccessConfig):
     replicas: Annotated[
         int,
         Knob(
-            "Engines behind this server, by Ray Serve; each has the model, and the KV pool, of its own.",
+            "Engines behind this server, placed by Ray; each has the model, and the KV pool, of its own.",
             low=1,
             high=4096,
             group=PARALLELISM,

@@ -24,8 +24,8 @@ from typing import Any
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from skipjoin.durable import write_durably
-from skipjoin.folders import cache_folder
+from skipjoin.durable import make_private, write_durably
+from skipjoin.folders import cache_folder, is_trusted
 from skipjoin.forecast.mass import Array
 
 # Incremented when older states can no longer be read.
@@ -82,9 +82,11 @@ def save_state(
     """Replace the state of this identity below `parent`. False, after one warning unless quiet, if that fails: the old
     one stays."""
     folder = identity.folder(parent)
+    if not _is_trusted(folder):
+        return False
     try:
-        parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        folder.mkdir(mode=0o700, exist_ok=True)
+        make_private(parent)
+        make_private(folder)
         _write(folder, identity, save(arrays), counts)
     except OSError as error:
         if not quiet:
@@ -92,6 +94,11 @@ def save_state(
             _log.warning("forecasts cannot be saved in %s, the state of before stays: %s", folder, reason)
         return False
     return True
+
+
+def _is_trusted(folder: Path) -> bool:
+    """Whether no other user can change a state: its description has the checksum of its arrays."""
+    return is_trusted(folder, "the folder of forecasts") and is_trusted(folder / STATE, "the state of forecasts")
 
 
 def _write(folder: Path, identity: Identity, content: bytes, counts: dict[str, int]) -> None:
@@ -122,6 +129,8 @@ def load_state(parent: Path, identity: Identity, restore: Callable[[dict[str, Ar
     """Give the arrays of this identity to `restore`. False if there are none. A state that cannot be used, also because
     `restore` raises ValueError or KeyError, is set aside with one warning."""
     folder = identity.folder(parent)
+    if not _is_trusted(folder):
+        return False
     try:
         if not (folder / STATE).exists():
             return False

@@ -20,7 +20,7 @@ from skipjoin.engine.scheduling import depth_of, make_scheduler, recipe_settings
 from skipjoin.exec.rank_spec import ModelExecutor
 from skipjoin.exec.sampling import Sampling
 from skipjoin.policies.cost import LinearCost
-from skipjoin.profile import Profile, ProfileKey, cache_path, cached_profile, one_at_a_time, read_profile, write_profile
+from skipjoin.profile import Profile, ProfileKey, cache_profile, cached_profile, one_at_a_time, read_profile
 from skipjoin.recipes import build
 from skipjoin.sampling import SamplingParams
 
@@ -105,7 +105,7 @@ def _host_seconds(config: EngineConfig, executor: ModelExecutor, deadline: float
 
 def _cache(profile: Profile) -> None:
     try:
-        write_profile(profile, cache_path(profile.key))
+        cache_profile(profile)
     except ConfigError as error:
         _log.warning("the profile cannot be cached, so the next start measures steps again: %s", error)
 

@@ -15,7 +15,7 @@ import socket
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -35,7 +35,7 @@ _SEVERAL_MACHINES = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 _OBJECT_BYTES = 80 << 20
 # Prefix of the name of a private cluster's folder; the id of the owning process follows.
 _FOLDER = "skipjoin-ray-"
-# Timeout of the connection test of a cluster's address, in seconds.
+# Timeout of tests of a cluster's address, in seconds.
 _ANSWER_S = 3.0
 _SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",  # report no usage statistics
@@ -114,7 +114,8 @@ class Cluster:
 
     @classmethod
     def join(cls, address: str) -> Cluster:
-        """Join the cluster at host:port. Raises `ClusterError`, after a few seconds if no connection can be made."""
+        """Join the cluster at host:port. Raises `ClusterError`, after a few seconds if no connection can be made, and
+        if the cluster asks for no token."""
         host, _, port = address.rpartition(":")
         if not (host and port.isdecimal() and 0 < int(port) < 65536):
             raise ClusterError(f"ray_address must be host:port of a running Ray cluster, got {address!r}")
@@ -128,6 +129,12 @@ class Cluster:
         except OSError as error:
             raise ClusterError(f"ray_address {address}: no connection ({error.strerror or error})") from error
         ray = import_ray()
+        if _is_open(address):
+            raise ClusterError(
+                f"ray_address {address}: the cluster asks for no token, so that any process that reaches it can run "
+                "code on its nodes; stop it, and start Ray on every node, and this program, with RAY_AUTH_MODE=token "
+                "and the same RAY_AUTH_TOKEN (openssl rand -hex 32)"
+            )
         try:
             with _sigterm_kept():
                 ray.init(address=address, log_to_driver=False, logging_level="error")
@@ -152,20 +159,28 @@ class Cluster:
 def _private_settings() -> Iterator[None]:
     """What closes a cluster that this process starts: a token of its own, which processes that it starts inherit and
     join with, and one machine. Both stand above what the environment says."""
-    raylet: Any = import_module("ray._raylet")
     constants: Any = import_module("ray._private.ray_constants")
-    ours = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), _SEVERAL_MACHINES: "0"}
-    before = {name: os.environ.pop(name, None) for name in ours}
     had_several = constants.ENABLE_RAY_CLUSTER
+    constants.ENABLE_RAY_CLUSTER = False  # Ray read the variable when it was imported
+    try:
+        with _environment({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), _SEVERAL_MACHINES: "0"}):
+            yield
+    finally:
+        constants.ENABLE_RAY_CLUSTER = had_several
 
-    def reread(several_machines: bool) -> None:
-        """Ray has read the variables when it was imported."""
-        constants.ENABLE_RAY_CLUSTER = several_machines
+
+@contextmanager
+def _environment(ours: Mapping[str, str]) -> Iterator[None]:
+    """Set variables, and have Ray, which reads them when it is imported, use these values for its connections."""
+    raylet: Any = import_module("ray._raylet")
+
+    def reread() -> None:
         raylet.Config.initialize("")
         raylet.AuthenticationTokenLoader.instance().reset_cache()
 
+    before = {name: os.environ.pop(name, None) for name in ours}
     os.environ.update(ours)
-    reread(False)
+    reread()
     try:
         yield
     finally:
@@ -173,7 +188,18 @@ def _private_settings() -> Iterator[None]:
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
-        reread(had_several)
+        reread()
+
+
+def _is_open(address: str) -> bool:
+    """Whether the cluster answers a client without a token."""
+    raylet: Any = import_module("ray._raylet")
+    with _environment({"RAY_AUTH_MODE": "disabled"}):
+        try:
+            raylet.GcsClient(address=address).internal_kv_keys(b"", None, _ANSWER_S)
+        except Exception:  # it is refused, or there is no cluster, which `ray.init` explains
+            return False
+    return True
 
 
 @contextmanager

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
-from skipjoin.durable import write_durably
-from skipjoin.folders import cache_folder
+from skipjoin.durable import make_private, write_durably
+from skipjoin.folders import cache_folder, is_trusted
 
 _log = logging.getLogger(__name__)
 
@@ -67,11 +67,13 @@ def table_path(device: str, version: str) -> Path:
 
 
 class TunedTable:
-    """The choices of one device. path: of its file; None: nothing is read or written."""
+    """The choices of one device. path: of its file; None, or a file that another user can change: nothing is read or
+    written."""
 
     def __init__(self, path: Path | None, timer: Timer = cuda_ms) -> None:
-        self._path, self._timer = path, timer
-        self._chosen = {} if path is None else _read(path)
+        self._path = path if path is not None and is_trusted(path, "the table of kernel sizes") else None
+        self._timer = timer
+        self._chosen = {} if self._path is None else _read(self._path)
 
     def known(self, name: str, source: str, key: Sequence[object]) -> bool:
         return _entry(name, source, key) in self._chosen
@@ -112,7 +114,7 @@ class TunedTable:
         if self._path is None:
             return
         try:
-            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private(self._path.parent)
             # Another process may have measured other keys since.
             self._chosen = {**_read(self._path), **self._chosen}
             write_durably(self._path, json.dumps(self._chosen, indent=1, sort_keys=True).encode())

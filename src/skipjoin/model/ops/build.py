@@ -13,8 +13,9 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from skipjoin.durable import is_sealed, scratch_folder, sealed, write_durably
-from skipjoin.folders import cache_folder
+from skipjoin.durable import is_sealed, make_private, scratch_folder, sealed, write_durably
+from skipjoin.folders import cache_folder, is_trusted, why_untrusted
+from skipjoin.own_folder import OwnFolder
 
 _log = logging.getLogger(__name__)
 
@@ -75,7 +76,8 @@ def say_once(text: str, level: int = logging.INFO) -> None:
 
 def compiled_library(target: Sequence[str] = _NATIVE) -> Path:
     """The library file for a processor, built if it does not exist or is not what was built: loading one that was cut
-    off ends the process. Raises `OSError` or `SubprocessError` if it cannot be built."""
+    off ends the process, and one that another user can write runs that user's code. Raises `OSError` or
+    `SubprocessError` if it cannot be built."""
     folder = Path(__file__).parent
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
     if compiler is None:
@@ -84,12 +86,14 @@ def compiled_library(target: Sequence[str] = _NATIVE) -> Path:
     for source in sorted(folder.glob("*.cpp")):
         digest.update(source.read_bytes())
     cache = cache_folder()
+    if not is_trusted(cache, "the folder of compiled operations"):
+        cache = _private_folder()
     library = cache / f"ops-{digest.hexdigest()[:16]}.so"
-    if library.is_file():
+    if is_trusted(library, "the compiled operations' library") and library.is_file():
         if is_sealed(library.read_bytes()):
             return library
         _log.warning("%s is damaged, and is built again", library)
-    cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_private(cache)
     with scratch_folder(cache) as scratch:
         made = Path(scratch) / library.name
         command = [*shlex.split(compiler), *FLAGS, *target, *(str(folder / source) for source in SOURCES)]
@@ -97,6 +101,20 @@ def compiled_library(target: Sequence[str] = _NATIVE) -> Path:
         # Atomically: another process may be building the same file. Loaders ignore what follows the library.
         write_durably(library, sealed(made.read_bytes()))
     return library
+
+
+def _private_folder() -> Path:
+    """A folder of this process, where the cache folder is not trusted. Raises OSError if it is not, either."""
+    folder = _own_folder().path
+    if (why := why_untrusted(folder)) is not None:
+        raise OSError(f"there is no folder for them that only this user can write: {why}")
+    say_once(f"CPU operations are compiled for this process alone, in {folder}", logging.WARNING)
+    return folder
+
+
+@functools.cache
+def _own_folder() -> OwnFolder:
+    return OwnFolder("skipjoin-ops-")
 
 
 def cpu_features() -> frozenset[str]:

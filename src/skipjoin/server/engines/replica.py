@@ -1,4 +1,4 @@
-"""The actor that Ray Serve starts, checks and restarts: one engine process, and its answers to Serve."""
+"""The Ray actor that keeps one engine process on its node and reports how it is."""
 
 from __future__ import annotations
 
@@ -8,22 +8,34 @@ import subprocess
 import msgspec
 
 from skipjoin.container import oom_kills
-from skipjoin.server.engines.engine_program import ORPHANED, THREAD_WAITING, describe_end
+from skipjoin.exec.ranks.cluster import import_ray
+from skipjoin.server.engines.engine_program import THREAD_WAITING, describe_end
 from skipjoin.server.engines.messages import Setup
 from skipjoin.server.engines.pulse import PulseReader, describe_hang, end_hung
-from skipjoin.server.engines.supervisor import delete
 
 
 class EngineReplica:
-    """One replica. It is ready once its engine takes requests, and unhealthy once the engine has ended.
+    """One replica. Call in this order, from one thread: `place`, `start`, `check_health`.
 
-    The engine is its child and ends with it. Tokens do not pass through it: the engine has its own link to the API
-    process. command: the program of the engine process. setup: a `Setup` as JSON, without the fields of this process.
-    application: the name under which Serve runs it. Raises RuntimeError if the engine does not start.
+    The engine is a child of this process and ends with it. Tokens do not pass through it: the engine has a link of its
+    own to the API process.
     """
 
-    def __init__(self, command: tuple[str, ...], setup: bytes, application: str) -> None:
-        self._application = application
+    def place(self) -> str:
+        """Return Ray's name of the node of this process."""
+        node: str = import_ray().get_runtime_context().get_node_id()
+        return node
+
+    def start(self, command: tuple[str, ...], setup: bytes) -> None:
+        """Start the engine and wait until it takes requests.
+
+        Args:
+            command: The program of the engine process.
+            setup: A `Setup` as JSON, without the fields of this process.
+
+        Raises:
+            RuntimeError: The engine did not start.
+        """
         self._oom_kills = oom_kills()
         self._pulse = PulseReader()
         notify = self._pulse.engine_fd
@@ -41,27 +53,25 @@ class EngineReplica:
         with self._process.stdin as pipe:
             pipe.write(msgspec.json.encode(mine))
         if not self._pulse.wait():
-            self._give_up(self._process.wait())
+            raise RuntimeError(self._describe_end(self._process.wait()))
 
     def check_health(self) -> None:
-        """Called by Serve, which starts another replica after some failures.
+        """Kill the engine if it hangs. To be called every `PULSE_S`.
 
-        Raises RuntimeError if the engine has ended, and kills one that hangs.
+        Raises:
+            RuntimeError: The engine has ended.
         """
         if self._pulse.silent_s() >= self._limits.hang_s and self._process.poll() is None:
             end_hung(self._process)
             raise RuntimeError(describe_hang(self._limits))
         if (code := self._process.poll()) is not None:
-            self._give_up(code)
+            raise RuntimeError(self._describe_end(code))
 
-    def __del__(self) -> None:
-        """Called by Serve before it ends this process."""
+    def close(self) -> None:
+        """End the engine. Not needed where this process ends, too."""
         self._process.kill()
         self._process.wait()
         self._pulse.close()
 
-    def _give_up(self, code: int) -> None:
-        if code == ORPHANED:
-            # In a shared cluster Serve would go on to start engines for a server that has ended.
-            delete(self._application)
-        raise RuntimeError(describe_end(code, is_out_of_memory=oom_kills() > self._oom_kills))
+    def _describe_end(self, code: int) -> str:
+        return describe_end(code, is_out_of_memory=oom_kills() > self._oom_kills)

@@ -1,14 +1,13 @@
-"""Several engines behind one server: Ray Serve starts and restarts them, and they connect to this process directly.
+"""Several engines behind one server: `ReplicaSupervisor` has Ray place them, and they connect to this process directly.
 
-Serve places and supervises the engines. Requests and tokens do not go through it: every engine has a link of its own to
-the API process (`link`), which notices its end at once and moves its requests to another one (`EngineClient`).
+Requests and tokens do not go through Ray: every engine has a link of its own to the API process (`link`), which notices
+its end at once and moves its requests to another one (`EngineClient`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -24,15 +23,12 @@ from skipjoin.server.engines.engine_client import ConnectedEngine, EngineClient
 from skipjoin.server.engines.engine_handle import EngineStartError
 from skipjoin.server.engines.link import EngineLink, EngineListener
 from skipjoin.server.engines.messages import EngineFailed, FromEngine, LoadProgress, Ready, Setup
-from skipjoin.server.engines.replica import EngineReplica
-from skipjoin.server.engines.supervisor import Needs, ReplicaSupervisor
+from skipjoin.server.engines.supervisor import CHECK_S, Needs, ReplicaSupervisor
 
 logger = logging.getLogger(__name__)
 
 # Failed starts in a row, with no engine left, after which the server ends.
 MOST_FAILURES = 3
-# Seconds between two checks of Serve's state while engines are missing.
-_ASK_S = 1.0
 
 ResultT = TypeVar("ResultT")
 
@@ -104,15 +100,11 @@ class ReplicaSet:
             self._cluster = Cluster.start(needs.all_cpus * self._client.wanted)
         else:
             self._cluster = Cluster.join(self._address)
-        self._supervisor = ReplicaSupervisor(f"skipjoin-{secrets.token_hex(4)}", is_alone=self._address is None)
+        self._supervisor = ReplicaSupervisor()
 
     def _deploy(self, setup: bytes, needs: Needs) -> None:
         assert self._supervisor is not None
-        arguments = (self._command, setup, self._supervisor.name)
-        self._supervisor.deploy(EngineReplica, arguments, replicas=self._client.wanted, needs=needs)
-
-    def _trouble(self) -> str | None:
-        return None if self._supervisor is None else self._supervisor.trouble()
+        self._supervisor.deploy(self._command, setup, replicas=self._client.wanted, needs=needs)
 
     def _leave(self) -> None:
         if self._supervisor is not None:
@@ -123,13 +115,14 @@ class ReplicaSet:
     # -- life ---------------------------------------------------------------------------------------------
 
     async def _live(self, config: EngineConfig, limits: HangLimits) -> None:
-        """Start everything, and check Serve while engines are missing."""
+        """Start everything, and keep the engines alive."""
         try:
             config = self._divide(config)
             needs = Needs(config.threads or 1, config.device, config.ranks if config.is_distributed else 0)
             self._on_progress("starting Ray", 0.0)
             await self._in_thread(self._enter, needs)
             assert self._cluster is not None
+            assert self._supervisor is not None
             self._listener = EngineListener(self._cluster.ip, self._admit)
             if config.is_distributed:  # its ranks are placed on the same cluster
                 config = replace(config, ray_address=self._cluster.address)
@@ -144,11 +137,9 @@ class ReplicaSet:
             self._fail_start(f"{type(error).__name__}: {error}")
             return
         while not self._is_ending:
-            await asyncio.sleep(_ASK_S)
-            if (
-                self._client.alive < self._client.wanted
-                and (reason := await self._in_thread(self._trouble)) is not None
-            ):
+            await asyncio.sleep(CHECK_S)
+            reason = await self._in_thread(self._supervisor.check)
+            if reason is not None and self._client.alive < self._client.wanted:
                 self._give_up(reason)
 
     def _divide(self, config: EngineConfig) -> EngineConfig:

@@ -1,26 +1,36 @@
-"""Ray Serve as the supervisor of replicas: it starts them, checks their health, and replaces those that die.
+"""Keeps replicas alive: it has Ray place them as actors, checks their health, and replaces those that end.
 
-Nothing else of Serve is used: there is no proxy, and no request goes through it.
+They are plain actors, like ranks, which listen on the cluster's address only. Ray does not restart them itself: it
+notices neither an engine that hangs nor, for a minute or more, a machine that is cut off.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
 from skipjoin.exec.ranks.cluster import ClusterError, import_ray
-from skipjoin.version import install_command
+from skipjoin.exec.ranks.nodes import Node, away_from, known_nodes, silent
+from skipjoin.server.engines.pulse import PULSE_S
+from skipjoin.server.engines.replica import EngineReplica
 
-# Seconds between two health checks by Serve; after three failures it replaces the replica.
-_HEALTH_S = 0.5
-# Seconds without an answer after which Serve replaces a replica, whose machine may be busy.
-_HEALTH_TIMEOUT_S = 20.0
-# Seconds that a replica has to end before it is killed.
-_END_S = 5.0
-# Failed starts after which Serve reports the first start of all replicas as failed.
-_TRIES = 3
+logger = logging.getLogger(__name__)
+
+# Interval of health checks, in seconds.
+CHECK_S = PULSE_S
+# Seconds without an answer after which to check, again and again, that the replica's node can be reached.
+_LATE_S = 5.0
+# Seconds without an answer after which a replica is replaced whose node can be reached: that may only be busy.
+_ANSWER_S = 60.0
+# Seconds after which the log says that no node has room for a replica.
+_PLACE_S = 30.0
+# Failed starts in a row after which `check` reports them.
+_MAX_FAILURES = 3
+# Delays before the next start after a failed one, in seconds: the first, and the longest. Each doubles the one before.
+_FIRST_DELAY_S, _MAX_DELAY_S = 0.5, 30.0
 
 
 class Needs(NamedTuple):
@@ -39,68 +49,145 @@ class Needs(NamedTuple):
         """CPUs of the replica and its ranks together."""
         return 1 + self.ranks if self.ranks else self.cpus
 
+    @property
+    def own_cpus(self) -> int:
+        """CPUs of the replica without its ranks."""
+        return 1 if self.ranks else self.cpus
+
+
+class _Slot:
+    """One of the wanted replicas. Its actor has one call open at a time: `place`, then `start`, then `check_health`."""
+
+    def __init__(self) -> None:
+        self.actor: Any = None
+        self.node: Node | None = None  # from the answer to `place` on
+        self.is_running = False  # from the answer to `start` on
+        self.call: Any = None
+        self.waited_s = 0.0  # for the answer to `call`
+        self.rest_s = 0.0  # until the next start
+        self.watched_s = 0.0  # since the last warning, or the last check that the node can be reached
+
+    def ask(self, call: Any) -> None:
+        """Wait for a call."""
+        self.call, self.waited_s, self.watched_s = call, 0.0, 0.0
+
 
 class ReplicaSupervisor:
-    """Keeps replicas alive in the cluster that this process has joined. All calls block, and are made by one thread.
+    """Keeps replicas alive in the cluster that this process has joined, for as long as `check` is called every
+    `CHECK_S`. All calls block, and are made by one thread."""
 
-    name: of the application, unique in the cluster. is_alone: whether the cluster is this program's own, and ends with
-    it.
-    """
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._slots: list[_Slot] = []
+        self._failures = 0  # starts that failed since one succeeded
+        self._reason = ""  # of the last of them
 
-    def __init__(self, name: str, *, is_alone: bool) -> None:
-        self.name = name
-        self._is_alone = is_alone
+    def deploy(self, command: tuple[str, ...], setup: bytes, *, replicas: int, needs: Needs) -> None:
+        """Start replicas. See `EngineReplica.start` for `command` and `setup`.
 
-    def deploy(self, kind: type, arguments: Sequence[Any], *, replicas: int, needs: Needs) -> None:
-        """Start replicas of a class with these arguments. Its `check_health` raises if the replica is unhealthy.
-
-        Raises `ClusterError` if the cluster has too few CPUs or GPUs.
+        Raises:
+            ClusterError: The cluster has too few CPUs or GPUs.
         """
-        serve = _import_serve()
-        nodes = [node["Resources"] for node in import_ray().nodes() if node["Alive"]]
-        gpus = check_room(replicas, needs, nodes)
-        quiet = {"log_level": "ERROR", "enable_access_log": False}
-        serve.start(proxy_location="Disabled", logging_config=quiet)
-        deployment = serve.deployment(
-            kind,
-            name="replica",
-            num_replicas=replicas,
-            ray_actor_options={"num_cpus": 1 if needs.ranks else needs.cpus, "num_gpus": gpus},
-            health_check_period_s=_HEALTH_S,
-            health_check_timeout_s=_HEALTH_TIMEOUT_S,
-            graceful_shutdown_timeout_s=_END_S,
-            graceful_shutdown_wait_loop_s=0.1,
-            max_constructor_retry_count=_TRIES,
-            logging_config=quiet,
-        )
-        target = serve.RunTarget(deployment.bind(*arguments), self.name, route_prefix=None, logging_config=quiet)
-        serve.run_many([target], wait_for_applications_running=False, wait_for_ingress_deployment_creation=False)
+        ray = import_ray()
+        gpus = check_room(replicas, needs, [node.has for node in known_nodes()])
+        self._needs = needs
+        self._arguments = (command, setup)
+        # Replicas of one machine would all be lost with it.
+        self._kind = ray.remote(num_cpus=needs.own_cpus, num_gpus=gpus, scheduling_strategy="SPREAD")(EngineReplica)
+        self._checked_at = self._clock()
+        self._slots = [_Slot() for _ in range(replicas)]
+        for slot in self._slots:
+            self._start(slot)
 
-    def trouble(self) -> str | None:
-        """Why Serve will not start the replicas; None while it tries."""
-        serve = _import_serve()
+    def check(self) -> str | None:
+        """Replace replicas that have ended. Return why replicas do not start, or None if they do."""
+        now = self._clock()
+        # Time in which this process did not run itself does not count.
+        passed_s = min(now - self._checked_at, 2 * CHECK_S)
+        self._checked_at = now
         try:
-            found = serve.status().applications.get(self.name)
-        except Exception as error:
-            return f"Ray Serve does not answer: {type(error).__name__}"
-        if found is None:
-            return "the application was deleted from Ray Serve"
-        return found.message if found.status == "DEPLOY_FAILED" else None
+            for slot in self._slots:
+                self._check(slot, passed_s)
+        except Exception as error:  # Ray's errors have no common class
+            return f"Ray does not answer: {type(error).__name__}"
+        if self._failures < _MAX_FAILURES:
+            return None
+        return f"{self._failures} starts in a row failed, the last one: {self._reason}"
 
     def close(self) -> None:
-        """End the replicas on a shared cluster, and Serve with its last application."""
-        if self._is_alone:
+        """End the replicas."""
+        for slot in self._slots:
+            self._end(slot)
+
+    # -- one replica --------------------------------------------------------------------------------------
+
+    def _start(self, slot: _Slot) -> None:
+        labels = away_from(silent(known_nodes()))  # Ray would place it on a node that is cut off
+        slot.actor = self._kind.options(label_selector=labels or None).remote()
+        slot.ask(slot.actor.place.remote())
+
+    def _check(self, slot: _Slot, passed_s: float) -> None:
+        ray = import_ray()
+        if slot.actor is None:
+            slot.rest_s -= passed_s
+            if slot.rest_s <= 0:
+                self._start(slot)
+        elif ray.wait([slot.call], timeout=0)[0]:
+            try:
+                self._go_on(slot, ray.get(slot.call))
+            except ray.exceptions.RayTaskError as failed:
+                self._replace(slot, str(failed.cause))
+            except ray.exceptions.RayError as gone:
+                logger.debug("a replica's process was lost", exc_info=gone)
+                self._replace(slot, "its process, or its machine, has ended")
+        else:
+            self._wait(slot, passed_s)
+
+    def _go_on(self, slot: _Slot, answer: Any) -> None:
+        """Make the next call after the last one was answered."""
+        if slot.node is None:
+            slot.node = next((node for node in known_nodes() if node.name == answer), None)
+            if slot.node is None:
+                self._replace(slot, "its machine was lost")
+            else:
+                slot.ask(slot.actor.start.remote(*self._arguments))
             return
-        serve = _import_serve()
-        with suppress(Exception):  # this process leaves the cluster whatever fails there
-            serve.delete(self.name)
-            if not serve.status().applications:
-                serve.shutdown()
+        if not slot.is_running:
+            slot.is_running, self._failures = True, 0
+        slot.ask(slot.actor.check_health.remote())
 
+    def _wait(self, slot: _Slot, passed_s: float) -> None:
+        """Replace a replica that has not answered for too long. A start may take any time."""
+        slot.waited_s += passed_s
+        slot.watched_s += passed_s
+        if slot.node is None:
+            if slot.watched_s >= _PLACE_S:
+                slot.watched_s = 0.0
+                logger.warning("no node of the cluster has %d free CPUs for a replica", self._needs.own_cpus)
+        elif slot.is_running and slot.waited_s >= _ANSWER_S:
+            self._replace(slot, f"its process did not answer for {_ANSWER_S:g} s")
+        elif slot.watched_s >= _LATE_S:
+            slot.watched_s = 0.0
+            if silent([slot.node]):
+                self._replace(slot, f"node {slot.node.ip} cannot be reached")
 
-def delete(name: str) -> None:
-    """End the application soon, with all its replicas. Called in a replica."""
-    _import_serve().delete(name, _blocking=False)
+    def _replace(self, slot: _Slot, reason: str) -> None:
+        """End a replica, and start another: at once if it ran, or else after a delay."""
+        if slot.is_running:
+            slot.rest_s = 0.0
+            logger.warning("a replica ended (%s); another is started", reason)
+        else:
+            slot.rest_s = min(_FIRST_DELAY_S * 2**self._failures, _MAX_DELAY_S)
+            self._failures += 1
+            self._reason = reason
+            logger.warning("a replica did not start (%s); the next try is in %g s", reason, slot.rest_s)
+        self._end(slot)
+
+    def _end(self, slot: _Slot) -> None:
+        if slot.actor is not None:
+            with suppress(Exception):  # it has ended, or the cluster has
+                import_ray().kill(slot.actor)
+        slot.actor, slot.node, slot.is_running, slot.call = None, None, False, None
 
 
 def check_room(replicas: int, needs: Needs, nodes: Sequence[Mapping[str, float]]) -> int:
@@ -122,13 +209,3 @@ def check_room(replicas: int, needs: Needs, nodes: Sequence[Mapping[str, float]]
             f"replicas must be at most {room}: each takes {takes}, and the cluster's nodes have {have}; got {replicas}"
         )
     return int(wants_gpus and not needs.ranks)
-
-
-def _import_serve() -> Any:
-    import_ray()
-    try:
-        from ray import serve  # noqa: PLC0415 (an optional back end)
-    except ImportError as error:
-        raise ClusterError(f"replicas need Ray Serve ({error}): {install_command('distributed')}") from error
-    logging.getLogger("ray.serve").setLevel(logging.ERROR)  # it logs every start
-    return serve

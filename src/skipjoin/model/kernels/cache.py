@@ -1,0 +1,33 @@
+"""Triton's cache, from which it loads the libraries that it has compiled."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from pathlib import Path
+
+from skipjoin.folders import is_trusted
+from skipjoin.own_folder import OwnFolder
+
+_log = logging.getLogger(__name__)
+
+
+def protect_triton_cache() -> None:
+    """Have Triton keep its cache in a folder of this process if another user can change the usual one."""
+    if not is_trusted(_triton_cache(), "Triton's cache"):
+        folder = _own_folder().path
+        os.environ["TRITON_CACHE_DIR"] = str(folder)
+        _log.warning("Triton's kernels are compiled for this process alone, in %s", folder)
+
+
+def _triton_cache() -> Path:
+    """As Triton finds it, which need not be installed."""
+    if folder := os.environ.get("TRITON_CACHE_DIR"):
+        return Path(folder)
+    return Path(os.environ.get("TRITON_HOME") or os.path.expanduser("~"), ".triton", "cache")
+
+
+@functools.cache
+def _own_folder() -> OwnFolder:
+    return OwnFolder("skipjoin-triton-")

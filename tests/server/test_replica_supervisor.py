@@ -1,0 +1,229 @@
+"""The supervisor of replicas over a scripted Ray: which replicas it replaces, when, and what it reports."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from skipjoin.exec.ranks.nodes import Node
+from skipjoin.server.engines import supervisor
+from skipjoin.server.engines.supervisor import CHECK_S, Needs, ReplicaSupervisor
+
+NODES = [Node(name, f"10.0.0.{number}", 1, {"CPU": 8.0}) for number, name in enumerate("abc")]
+GONE = RuntimeError("the engine process was killed by SIGKILL")
+
+
+class RayError(Exception):
+    """Of a process or machine that has ended."""
+
+
+class RayTaskError(RayError):
+    """Of a call that raised `cause`."""
+
+    def __init__(self, cause: Exception) -> None:
+        super().__init__()
+        self.cause = cause
+
+
+class Call:
+    """A call of an actor. answer: set by the test; an exception is raised."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.answer: list[Any] = []
+
+
+class Actor:
+    """Records the calls that it gets."""
+
+    def __init__(self, labels: dict[str, str] | None) -> None:
+        self.labels = labels
+        self.calls: list[Call] = []
+        self.is_killed = False
+
+    def __getattr__(self, name: str) -> Any:
+        def remote(*arguments: Any) -> Call:
+            self.calls.append(Call(name))
+            return self.calls[-1]
+
+        return SimpleNamespace(remote=remote)
+
+    def answer(self, answer: Any = None) -> None:
+        assert not self.is_killed
+        self.calls[-1].answer.append(answer)
+
+
+class World:
+    """A supervisor, its clock, and a Ray that does as it is told."""
+
+    exceptions = SimpleNamespace(RayError=RayError, RayTaskError=RayTaskError)
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, replicas: int = 2) -> None:
+        self.now = 100.0
+        self.actors: list[Actor] = []
+        self.silent: list[Node] = []
+        self.options_of_actors: dict[str, Any] = {}
+        monkeypatch.setattr(supervisor, "import_ray", lambda: self)
+        monkeypatch.setattr(supervisor, "known_nodes", lambda: NODES)
+        monkeypatch.setattr(supervisor, "silent", lambda nodes: [node for node in nodes if node in self.silent])
+        self.supervisor = ReplicaSupervisor(clock=lambda: self.now)
+        self.supervisor.deploy(("program",), b"{}", replicas=replicas, needs=Needs(2, "cpu"))
+
+    def remote(self, **options: Any) -> Callable[[type], Any]:
+        self.options_of_actors = options
+        return lambda kind: SimpleNamespace(
+            options=lambda *, label_selector: SimpleNamespace(remote=lambda: self._create(label_selector))
+        )
+
+    def _create(self, labels: dict[str, str] | None) -> Actor:
+        self.actors.append(Actor(labels))
+        return self.actors[-1]
+
+    @staticmethod
+    def wait(calls: list[Call], *, timeout: float) -> tuple[list[Call], list[Call]]:
+        assert timeout == 0
+        return [call for call in calls if call.answer], [call for call in calls if not call.answer]
+
+    @staticmethod
+    def get(call: Call) -> Any:
+        (answer,) = call.answer
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def kill(self, actor: Actor) -> None:
+        actor.is_killed = True
+
+    def check(self, seconds: float = 0.0) -> str | None:
+        """Check once, and then every `CHECK_S` for this time; return what the last check reported."""
+        trouble = self.supervisor.check()
+        end = self.now + seconds
+        while self.now < end:
+            self.now += CHECK_S
+            trouble = self.supervisor.check()
+        return trouble
+
+    def bring_up(self, actor: Actor, node: str = "a") -> None:
+        actor.answer(node)
+        self.check()
+        actor.answer()
+        self.check()
+        assert [call.name for call in actor.calls] == ["place", "start", "check_health"]
+
+    @property
+    def live(self) -> list[Actor]:
+        return [actor for actor in self.actors if not actor.is_killed]
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    """Two replicas that run on nodes a and b."""
+    made = World(monkeypatch)
+    for actor, node in zip(list(made.actors), "ab", strict=True):
+        made.bring_up(actor, node)
+    assert made.options_of_actors == {"num_cpus": 2, "num_gpus": 0, "scheduling_strategy": "SPREAD"}
+    return made
+
+
+@pytest.mark.parametrize("end", [RayTaskError(GONE), RayError("no words")])
+def test_a_replica_that_ends_is_replaced_at_once(
+    world: World, caplog: pytest.LogCaptureFixture, end: Exception
+) -> None:
+    one, other = world.actors
+    for _ in range(3):
+        one.answer()
+        other.answer()
+        world.check()
+    one.answer(end)
+    assert world.check() is None
+    assert world.live == [other]
+    assert ("SIGKILL" if isinstance(end, RayTaskError) else "process, or its machine") in caplog.text
+    world.check()
+    _, third = world.live
+    world.bring_up(third)
+    assert len(world.actors) == 3
+
+
+def test_a_replica_that_does_not_answer_is_replaced(world: World) -> None:
+    other = world.actors[1]
+    world.check(supervisor._ANSWER_S - 2)
+    other.answer()
+    world.check(1)
+    assert len(world.live) == 2
+    world.check(2)
+    assert other in world.live
+    assert len(world.actors) == 3
+
+
+def test_time_in_which_the_server_did_not_run_does_not_count(world: World) -> None:
+    world.now += 1000
+    world.check(supervisor._ANSWER_S / 2)
+    assert len(world.actors) == 2
+
+
+@pytest.mark.parametrize("is_running", [True, False])
+def test_a_replica_on_a_machine_that_is_cut_off_is_replaced_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, is_running: bool
+) -> None:
+    world = World(monkeypatch, replicas=1)
+    (first,) = world.actors
+    if is_running:
+        world.bring_up(first, "b")
+    else:
+        first.answer("b")
+        world.check()
+    world.silent = [NODES[1]]
+    world.check(supervisor._LATE_S + 2)
+    (second,) = world.live
+    assert second.labels == {"ray.io/node-id": "!in(b)"}
+    assert first.labels is None
+
+
+def test_starts_that_fail_are_repeated_at_growing_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, replicas=1)
+    times: list[float] = []
+    for _ in range(10):
+        times.append(world.now)
+        (actor,) = world.live
+        actor.answer("a")
+        world.check()
+        actor.answer(RayTaskError(GONE))
+        found = world.check()
+        assert (found is None) == (len(times) < 3)
+        while not world.live:
+            world.check(CHECK_S)
+    delays = [later - earlier for earlier, later in pairwise(times)]
+    assert delays == [0.5, 1, 2, 4, 8, 16, 30, 30, 30]
+    assert world.check() == f"10 starts in a row failed, the last one: {GONE}"
+    world.bring_up(world.live[0])
+    assert world.check() is None
+
+
+def test_a_replica_that_waits_for_room_is_in_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = World(monkeypatch, replicas=1)
+    assert world.check(2.5 * supervisor._PLACE_S) is None
+    warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert warnings == ["no node of the cluster has 2 free CPUs for a replica"] * 2
+    world.bring_up(world.actors[0])
+
+
+def test_a_cluster_that_does_not_answer_is_reported(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> list[Node]:
+        raise ConnectionError
+
+    world.actors[0].answer(RayError())
+    world.check()
+    monkeypatch.setattr(supervisor, "known_nodes", fail)
+    assert world.check() == "Ray does not answer: ConnectionError"
+
+
+def test_closing_ends_all(world: World) -> None:
+    world.supervisor.close()
+    assert world.live == []

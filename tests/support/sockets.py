@@ -1,0 +1,30 @@
+"""The addresses at which processes listen."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterable
+from contextlib import suppress
+from ipaddress import ip_address
+
+import psutil
+
+
+def open_sockets(processes: Iterable[psutil.Process]) -> dict[str, bool]:
+    """Return the TCP and UDP sockets on which these processes receive, by a description of each, and whether it is on a
+    loopback address."""
+    found = {}
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            for one in process.net_connections("inet"):
+                if one.status == psutil.CONN_LISTEN or (one.type == socket.SOCK_DGRAM and not one.raddr):
+                    address = ip_address(one.laddr.ip.removeprefix("::ffff:"))
+                    found[f"{process.name()} at {one.laddr.ip} port {one.laddr.port}"] = address.is_loopback
+    return found
+
+
+def assert_only_local(processes: Iterable[psutil.Process], *names: str) -> None:
+    """Check that all their sockets are on loopback addresses, and that a process of each of these names has one."""
+    found = open_sockets(processes)
+    assert not (reachable := [one for one, is_local in found.items() if not is_local]), reachable
+    assert all(any(one.startswith(name) for one in found) for name in names), found

@@ -1,0 +1,180 @@
+"""The locks have all that is installed, with hashes, and agree with what is written by hand."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parents[1]
+# torch, without hashes; and what only its wheel for GPUs needs.
+UNLOCKED = {"torch"}
+# Of constraints.txt: used by `make lock` and `make audit`, in environments of their own.
+TOOLS = {"uv", "pip-audit"}
+
+
+def load(name: str) -> ModuleType:
+    """A program of the folder tools."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+licenses = load("licenses")
+RUNTIME = licenses.read_lock(ROOT / "requirements.lock")
+DEV = licenses.read_lock(ROOT / "requirements-dev.lock")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+EXTRAS = [line for lines in PROJECT["project"]["optional-dependencies"].values() for line in lines]
+
+
+def pins() -> dict[str, str]:
+    """The versions that are written by hand."""
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    return dict(line.partition("#")[0].strip().split("==") for line in lines if re.match(r"\w", line))
+
+
+def test_locks_have_the_versions_of_constraints() -> None:
+    wanted = {name: version for name, version in pins().items() if name not in UNLOCKED | TOOLS}
+    assert len(wanted) > 30
+    assert {name: DEV[name].version for name in wanted} == wanted
+    assert {name: DEV[name] for name in RUNTIME} == RUNTIME
+
+
+@pytest.mark.parametrize("lock", [RUNTIME, DEV], ids=["runtime", "dev"])
+def test_every_entry_has_hashes(lock: dict) -> None:
+    for entry in lock.values():
+        assert entry.hashes, entry.name
+        assert all(re.fullmatch(r"sha256:[0-9a-f]{64}", one) for one in entry.hashes), entry.name
+
+
+@pytest.mark.parametrize("name", ["requirements.lock", "requirements-dev.lock", "constraints.txt"])
+def test_no_file_says_where_packages_come_from(name: str) -> None:
+    """That is for the machine's settings of pip."""
+    text = (ROOT / name).read_text(encoding="utf-8")
+    assert "://" not in text
+    assert not re.search(r"^\s*-(?!-hash=)", text, re.MULTILINE)
+
+
+def missing(lines: list[str], lock: dict, allowed: set[str], extra: str = "") -> list[str]:
+    """Requirements that hold here and that a lock does not meet."""
+    found = []
+    for line in lines:
+        wanted = Requirement(line)
+        name = canonicalize_name(wanted.name)
+        if name in allowed or (wanted.marker is not None and not wanted.marker.evaluate({"extra": extra})):
+            continue
+        if name not in lock or not wanted.specifier.contains(lock[name].version, prereleases=True):
+            found.append(line)
+    return found
+
+
+def test_locks_have_what_the_project_needs() -> None:
+    direct = PROJECT["project"]["dependencies"] + PROJECT["build-system"]["requires"]
+    assert missing(direct, RUNTIME, UNLOCKED) == []
+    assert missing(direct + EXTRAS, DEV, UNLOCKED) == []
+    assert missing(["haproxy", "numpy<2"], RUNTIME, set()) == ["haproxy", "numpy<2"]
+
+
+@pytest.mark.parametrize("lock", [RUNTIME, DEV], ids=["runtime", "dev"])
+def test_locks_have_what_their_distributions_need(lock: dict) -> None:
+    """pip installs them without looking for more. As far as they are installed here, in these versions."""
+    found, seen = {}, 0
+    for entry in lock.values():
+        try:
+            installed = distribution(entry.name)
+        except PackageNotFoundError:
+            continue
+        if installed.version == entry.version:
+            seen += 1
+            if gaps := missing(installed.requires or [], lock, UNLOCKED):
+                found[entry.name] = gaps
+    assert found == {}
+    if seen < len(lock) // 2:
+        pytest.skip(f"only {seen} of {len(lock)} locked distributions are installed here")
+
+
+# -- installation -------------------------------------------------------------------------------------------------
+
+
+def installs() -> list[str]:
+    """What `make` installs, as the options of pip."""
+    lines = (ROOT / "Makefile").read_text(encoding="utf-8").splitlines()
+    assert not any("pip install" in line for line in lines if "INSTALL :=" not in line and "audit" not in line)
+    return [line.removeprefix("\t$(INSTALL) ") for line in lines if line.startswith("\t$(INSTALL) ")]
+
+
+def test_make_installs_by_hash_all_but_torch() -> None:
+    unhashed = [line for line in installs() if "--require-hashes" not in line]
+    assert unhashed == ["--constraint constraints.txt torch", "--no-deps --no-build-isolation --editable ."]
+    hashed = [line.split(" --requirement ") for line in installs() if line not in unhashed]
+    assert {options for options, _ in hashed} == {"--no-deps --require-hashes"}
+    assert {file for _, file in hashed} == {"requirements.lock", "requirements-dev.lock"}
+
+
+def test_what_has_another_hash_is_not_installed(tmp_path: Path) -> None:
+    """With the options of the Makefile."""
+    wheel = tmp_path / "lockedthing-1.0-py3-none-any.whl"
+    info = "lockedthing-1.0.dist-info"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: lockedthing\nVersion: 1.0\n")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+    (line,) = {line.partition(" --requirement ")[0] for line in installs() if "--requirement" in line}
+    right = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    for digest in (right, right[::-1]):
+        lock = tmp_path / "lock"
+        lock.write_text(f"lockedthing==1.0 \\\n    --hash=sha256:{digest}\n")
+        command = [sys.executable, "-m", "pip", "install", "--dry-run", "--no-index", "--find-links", str(tmp_path)]
+        done = subprocess.run(
+            [*command, *line.split(), "--requirement", str(lock)], capture_output=True, text=True, check=False
+        )
+        assert (done.returncode == 0) == (digest == right), done.stderr
+        assert digest == right or "DO NOT MATCH THE HASHES" in done.stderr
+
+
+# -- licenses -----------------------------------------------------------------------------------------------------
+
+
+def table() -> dict[str, tuple[str, str]]:
+    """Version and license by name, as THIRD_PARTY.md has them."""
+    lines = (ROOT / "THIRD_PARTY.md").read_text(encoding="utf-8").splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
+    return {name: (version, text) for name, version, text, _ in rows[1:]}
+
+
+def test_licenses_of_all_locked_distributions_are_listed_and_allowed() -> None:
+    found = table()
+    assert {name: version for name, (version, _) in found.items()} == {one.name: one.version for one in DEV.values()}
+    assert [name for name, (_, text) in found.items() if not licenses.is_allowed(text)] == []
+
+
+def test_listed_licenses_are_those_that_distributions_declare() -> None:
+    found = table()
+    for entry, text, _ in licenses.rows():
+        try:
+            is_same = distribution(entry.name).version == entry.version
+        except PackageNotFoundError:
+            is_same = entry.name in licenses.ELSEWHERE
+        if is_same:
+            assert found[entry.name][1] == text, entry.name
+
+
+@pytest.mark.parametrize("text", ["GPL-2.0-only", "unknown", "MIT AND GPL-3.0-or-later", "AGPL-3.0 OR SSPL-1.0", ""])
+def test_other_licenses_are_refused(text: str) -> None:
+    assert not licenses.is_allowed(text)
+    assert licenses.is_allowed("MIT OR GPL-2.0-only")

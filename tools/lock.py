@@ -1,0 +1,81 @@
+"""Write requirements.lock and requirements-dev.lock: every distribution with its version and the hashes of its files.
+
+    python tools/lock.py [--upgrade]
+
+Needs a network. Versions that constraints.txt does not pin stay as they are in the lock, unless --upgrade is given.
+torch is left out, with what only its CUDA wheel needs: its wheels for CPUs have other hashes than those for GPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+import tomllib
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+CONSTRAINTS = ROOT / "constraints.txt"
+RUNTIME, DEV = ROOT / "requirements.lock", ROOT / "requirements-dev.lock"
+HEADER = "# Written by `make lock` from pyproject.toml and constraints.txt. Do not edit.\n"
+# Installed without hashes: by the version in constraints.txt, and with the versions that torch itself pins.
+UNLOCKED = re.compile(r"(torch|nvidia-.*|cuda-.*)==|.*sys_platform == 'emscripten'")
+# Of the runtime alone: it comes with torch's CUDA wheel, and is of no use with the other.
+UNLOCKED_AT_RUNTIME = re.compile(rf"triton==|{UNLOCKED.pattern}")
+
+
+def main() -> None:
+    """Write both files."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--upgrade", action="store_true", help="take the newest version of what is not pinned")
+    upgrade = parser.parse_args().upgrade
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        project = tomllib.load(file)
+    with tempfile.TemporaryDirectory() as folder:
+        uv = install_uv(Path(folder, "venv"))
+        build = Path(folder, "build.in")
+        build.write_text("\n".join(project["build-system"]["requires"]))
+        extras = [f"--extra={name}" for name in project["project"]["optional-dependencies"]]
+        everything = compiled(uv, [*extras, "--constraint", str(CONSTRAINTS)], build, DEV, upgrade)
+        versions = Path(folder, "versions.txt")
+        versions.write_text(everything)
+        runtime = compiled(uv, ["--constraint", str(versions)], build, RUNTIME, upgrade)
+    DEV.write_text(HEADER + without(everything, UNLOCKED))
+    RUNTIME.write_text(HEADER + without(runtime, UNLOCKED_AT_RUNTIME))
+
+
+def install_uv(folder: Path) -> Path:
+    """The resolver, in a virtual environment of its own."""
+    venv.create(folder, with_pip=True)
+    programs = folder / ("Scripts" if sys.platform == "win32" else "bin")
+    pip = [str(programs / "python"), "-m", "pip", "install", "--quiet", "--constraint", str(CONSTRAINTS), "uv"]
+    subprocess.run(pip, check=True)
+    return programs / "uv"
+
+
+def compiled(uv: Path, options: list[str], build: Path, before: Path, upgrade: bool) -> str:
+    """All distributions for all platforms. before: the lock whose versions are kept where they still fit."""
+    command = [str(uv), "pip", "compile", "--universal", "--python-version=3.11", "--generate-hashes", "--no-header"]
+    command += ["--no-annotate", "--quiet", *options, str(ROOT / "pyproject.toml"), str(build)]
+    output = build.with_name(before.name)
+    if before.exists() and not upgrade:
+        output.write_text(before.read_text())
+    subprocess.run([*command, "--output-file", str(output)], check=True, stdout=subprocess.DEVNULL, cwd=build.parent)
+    return output.read_text()
+
+
+def without(lock: str, unlocked: re.Pattern[str]) -> str:
+    """Leave distributions out. An entry ends with the line that has no backslash."""
+    kept, is_left_out, is_new = [], False, True
+    for line in lock.splitlines(keepends=True):
+        is_left_out = bool(unlocked.match(line)) if is_new else is_left_out
+        is_new = not line.rstrip().endswith("\\")
+        kept += [] if is_left_out else [line]
+    return "".join(kept)
+
+
+if __name__ == "__main__":
+    main()

@@ -218,14 +218,11 @@ def known_trailers(draw: random.Random) -> Case:
             b"x-slo-ttft-ms: junk\r\n",
             b"x-slo-jct-ms: -1\r\n",
             b"Authorization: Bearer " + WRONG.encode() + b"\r\n",
-            b"Content-Length: 3\r\n",
-            b"Transfer-Encoding: chunked\r\n",
             b"Content-Type: text/plain\r\n",
             b"Host: evil.example\r\n",
             b"Origin: https://evil.example\r\n",
             b"Expect: 100-continue\r\n",
             b"Connection: close\r\n",
-            b"Idempotency-Key: \x01\r\n",
             f"x-request-id: {TRAILER}{number}\r\n".encode(),
         ),
         draw.randint(1, 4),
@@ -233,6 +230,16 @@ def known_trailers(draw: random.Random) -> Case:
     path = draw.choice((COMPLETIONS, CHAT, "/tokenize", "/v1/models", "/health"))
     data = _chunked_post(path, b"".join(some), CLIENTS[0], b"\r\n")
     return Case("known trailers", (data,), answers=1, statuses=frozenset({200}))
+
+
+def forbidden_trailers(draw: random.Random) -> Case:
+    """Return trailers that may not be trailers, or are no fields: they are refused or ignored."""
+    field = draw.choice(
+        (b"Content-Length: 3", b"Transfer-Encoding: chunked", b"x: \x01", b"no colon", b": no name", b" x")
+    )
+    path = draw.choice((COMPLETIONS, CHAT, "/tokenize", "/detokenize"))
+    data = _chunked_post(path, field + b"\r\n", CLIENTS[0], b"\r\n")
+    return Case("forbidden trailers", (data,), answers=1, statuses=frozenset({200, 400}))
 
 
 def key_in_trailers(draw: random.Random) -> Case:

@@ -44,7 +44,7 @@ _HUGE: tuple[Callable[[], str], ...] = (
 )
 _WRONG_TYPES = ("text/plain", "application/x-www-form-urlencoded", "application/json; charset=utf-16", "", "a" * 3000)
 # Shares of values that are odd, of those that are huge, and of bodies that are no JSON any more.
-_ODD_SHARE, _HUGE_SHARE, _BROKEN_SHARE = 0.08, 0.04, 0.08
+_ODD_SHARE, _HUGE_SHARE, _BROKEN_SHARE = 0.05, 0.04, 0.05
 
 
 def odd(draw: random.Random) -> str:
@@ -107,7 +107,7 @@ def body(draw: random.Random, path: str) -> bytes:
     fields, definitions = schema["properties"], schema.get("$defs", {})
     texts = {name: json.dumps(value) for name, value in BODIES[path].items()}
     for name in draw.sample(list(fields), min(len(fields), draw.randint(0, 4))):
-        texts[name] = odd(draw) if draw.random() < 0.3 else allowed(draw, fields[name], definitions)
+        texts[name] = odd(draw) if draw.random() < 0.15 else allowed(draw, fields[name], definitions)
     pairs = list(texts.items())
     if draw.random() < 0.15:
         pairs.append((draw.choice([*texts, "whatever", "", "\ud800"]), odd(draw)))

@@ -28,7 +28,7 @@ _KINDS = (
     (wire.slow, 3),
 )
 _MAKERS = [maker for maker, count in _KINDS for _ in range(count)]
-CASES, STORIES = len(_MAKERS), 6
+CASES, STORIES = len(_MAKERS), 4
 
 
 @dataclass(frozen=True)

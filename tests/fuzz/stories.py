@@ -16,7 +16,7 @@ from fuzz.lines import jsonl
 
 _FINAL = ("completed", "failed", "expired", "cancelled")
 # Seconds until a batch ends.
-_BATCH_S = 60.0
+_BATCH_S = 240.0
 _QUERIES = (
     "",
     "?limit=1",

@@ -14,13 +14,14 @@ unexport PYTHONDONTWRITEBYTECODE
 # Which tests may run beside each other is said in tests/support/groups.py.
 PYTEST := $(BIN)/python -m pytest -n $(JOBS)
 
-.PHONY: help serve test test-cluster test-chaos soak fuzz-core lint check format lock audit clean
+.PHONY: help serve test test-cluster test-chaos soak fuzz fuzz-core lint check format lock audit clean
 help:
 	@echo "make serve   start an OpenAI-compatible server with the built-in model on $(HOST):$(PORT)"
 	@echo "make test    run all tests"
 	@echo "make test-cluster   cut a machine off while requests stream (two minutes; Linux, needs root and iproute2)"
 	@echo "make test-chaos     faults in the middle of loads, for ten minutes; SEED=7 repeats a run"
 	@echo "make soak    the same load without faults, for an hour: memory has to stay flat"
+	@echo "make fuzz    odd requests of any form to a real server, for five minutes; MINUTES=30 SEED=7 are its options"
 	@echo "make fuzz-core   random worlds of the core for an hour; MINUTES=5 makes it shorter, SEED=7 repeats a run"
 	@echo "make lint    format, lint, words and types"
 	@echo "make check   the same, core tests and import rules, in two minutes"
@@ -61,6 +62,9 @@ test-chaos: $(VENV)/.dev
 
 soak: $(VENV)/.dev
 	PYTHONPATH=tests $(BIN)/python -m chaos.soak --minutes 60 $(if $(SEED),--seed $(SEED))
+
+fuzz: $(VENV)/.dev
+	PYTHONPATH=tests $(BIN)/python -m fuzz $(if $(MINUTES),--minutes $(MINUTES)) $(if $(SEED),--seed $(SEED))
 
 fuzz-core: $(VENV)/.dev
 	PYTHONPATH=tests $(BIN)/python -m core_fuzz --minutes $(or $(MINUTES),60) $(if $(SEED),--seed $(SEED))

@@ -175,10 +175,13 @@ class Launched:
 
 
 class Served(Launched):
-    """A server that runs."""
+    """A server that runs. headers: of all requests of `get`, such as a key."""
 
-    def __init__(self, place: Place, *options: str, pools: tuple[str, ...] = _POOLS) -> None:
+    def __init__(
+        self, place: Place, *options: str, pools: tuple[str, ...] = _POOLS, headers: Mapping[str, str] | None = None
+    ) -> None:
         super().__init__(place, *options, pools=pools)
+        self._headers = headers
         self.url = self._wait_ready()
         self.resting: Mapping[str, int] | None = None  # what it has open when it is idle
 
@@ -195,7 +198,7 @@ class Served(Launched):
         try:
             async with (
                 aiohttp.ClientSession(timeout=timeout) as session,
-                session.get(self.url + path) as answer,
+                session.get(self.url + path, headers=self._headers) as answer,
             ):
                 is_json = "json" in answer.headers.get("content-type", "")
                 return answer.status, await (answer.json() if is_json else answer.text())

@@ -50,6 +50,19 @@ async def test_wrong_keys_do_not_open(make_api: MakeApi, value: str) -> None:
 
 
 @pytest.mark.anyio
+async def test_a_refusal_takes_no_longer_with_many_keys(make_api: MakeApi) -> None:
+    async def seconds(count: int) -> float:
+        async with make_api(api_keys=tuple(f"key-{number}" for number in range(count))) as api:
+            await api.http.get("/v1/models")
+            begin = time.process_time()
+            for _ in range(20):
+                assert (await api.http.get("/v1/models", headers=KEY)).status_code == 401
+            return time.process_time() - begin
+
+    assert await seconds(100_000) < 10 * await seconds(1)
+
+
+@pytest.mark.anyio
 async def test_two_keys_in_one_request_do_not_open(make_api: MakeApi) -> None:
     async with make_api(api_keys=("right",)) as api:
         headers = [(b"authorization", b"Bearer right"), (b"authorization", b"Bearer wrong")]

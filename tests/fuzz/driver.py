@@ -1,0 +1,263 @@
+"""Runs rounds on one server: cases and stories concurrently, alongside a canary, and then the checks."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import re
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+import aiohttp
+import psutil
+
+from chaos import checks as chaos_checks
+from chaos.plan import World
+from chaos.served import Place, Served
+from chaos.soak import Memory, growth, resident_bytes
+from fuzz.case import CANARY, CHAT, KEYS, OPERATOR
+from fuzz.plan import Round
+from fuzz.stories import delete_files, story
+from fuzz.talk import HANG_S, play
+from support.pace import slowness
+
+# Connections at a time.
+_CONCURRENCY = 24
+# MiB by which a process may grow in a round, over what it held before: bodies of 4 MiB are parsed concurrently.
+PEAK_MIB = 120.0
+# MiB by which a process may grow at rest over all rounds but the first ones, by the slope.
+LEAK_MIB = 48.0
+_MIN_POINTS = 6
+_SAMPLE_S = 0.05
+# Seconds between two texts of the canary.
+_PAUSE_S = 0.1
+_MIB = 1 << 20
+# Characters of the log around an error: a traceback has several thousands.
+_SHOWN = 6000
+_ALARMS = re.compile(r"Traceback|\bERROR\b|\bCRITICAL\b|Exception in|never retrieved|never awaited")
+_CANARY_BODY = {
+    "messages": [{"role": "user", "content": "Count from 1 to 30"}],
+    "temperature": 0,
+    "max_tokens": 120,
+    "stream": True,
+    "service_tier": "priority",
+}
+
+
+@dataclass
+class Watch:
+    """What the processes of a server did during a round. peak: MiB by process, over those at its beginning. stall_s:
+    the longest time for which the event loop of the API process did not answer, or for which that process computed,
+    whichever is less, over how slow the machine was."""
+
+    peak: dict[str, float] = field(default_factory=dict)
+    stall_s: float = 0.0
+
+
+class Fuzzer:
+    """Runs rounds on a server, one after another."""
+
+    def __init__(self, served: Served) -> None:
+        self.served = served
+        where = urlsplit(served.url)
+        self._host, self._port = str(where.hostname), int(where.port or 0)
+        self._processes = {"api": served.api, "engine": served.engines()[0]}
+        self._notes: dict[str, list[Memory]] = {name: [] for name in self._processes}
+        self._begin = time.monotonic()
+        self._told = 0  # characters of the log that were read
+        self._expected = ""
+        self.cases = self.songs = 0
+        self.stall_s = 0.0
+        self._peak: dict[str, float] = {}
+
+    def __str__(self) -> str:
+        peaks = ", ".join(f"{name} +{peak:.0f} MiB at most" for name, peak in self._peak.items())
+        stall = f"longest stall {1000 * self.stall_s:.0f} ms"
+        return f"{self.cases} cases, {self.songs} texts of the canary, {stall}, {peaks}"
+
+    async def run(self, this: Round) -> list[str]:
+        """Return what does not hold in a round, each with the command that repeats it."""
+        if not self._expected:
+            self._expected = await self._song()
+        before, alone = await self.served.metrics(), self._anonymous()
+        watch, found = Watch(), []
+        done = asyncio.Event()
+        async with asyncio.TaskGroup() as group:
+            watchers = [group.create_task(self._watch_memory(watch, alone)), group.create_task(self._watch_loop(watch))]
+            canary = group.create_task(self._canary(done))
+            found += await self._play_all(this)
+            done.set()
+            found += await canary
+            for task in watchers:
+                task.cancel()
+        self.stall_s = max(self.stall_s, watch.stall_s)
+        self._peak |= {name: max(peak, self._peak.get(name, 0.0)) for name, peak in watch.peak.items()}
+        found += [f"{text}: {this.replay()}" for text in await self._after(watch, before)]
+        return found
+
+    async def _play_all(self, this: Round) -> list[str]:
+        gate = asyncio.Semaphore(_CONCURRENCY)
+
+        async def one(index: int, what: object, work: Callable[[], Awaitable[list[str]]]) -> list[str]:
+            async with gate:
+                try:
+                    found = await work()
+                except (OSError, aiohttp.ClientError, TimeoutError, ValueError) as error:
+                    found = [f"{type(error).__name__}: {error}"]
+            return [f"{trouble}\n    in {what}\n    to run it again: {this.replay(index)}" for trouble in found]
+
+        cases, stories = this.cases(), this.stories()
+        self.cases += len(cases) + len(stories)
+        found = await asyncio.gather(
+            *(one(index, "a story", lambda draw=draw: story(self.served.url, draw)) for index, draw in stories),
+            *(one(index, case, lambda case=case: play(case, self._host, self._port)) for index, case in cases),
+        )
+        return list(itertools.chain.from_iterable(found))
+
+    # -- after a round --------------------------------------------------------------------------------------------
+
+    async def _after(self, watch: Watch, before: dict[str, float]) -> list[str]:
+        if (code := self.served.process.poll()) is not None:
+            return [f"the server ended with code {code}:\n{self.served.told()}"]
+        if self.served.engines() != [self._processes["engine"]]:
+            return [f"the engine is another process: {self.served.engines()}"]
+        found = await delete_files(self.served.url)
+        found += await chaos_checks.rest(self.served)
+        found += [f"file {path.name} is left" for path in (self.served.place.batches / "files").iterdir()]
+        if leaked := chaos_checks.grown(before, await self.served.metrics(), "kv_blocks_recovered_total"):
+            found.append(f"{leaked:g} KV blocks leaked")
+        for name, peak in watch.peak.items():
+            if peak > PEAK_MIB:
+                found.append(f"memory of process {name} grew by {peak:.0f} MiB in the round, at most {PEAK_MIB:g}")
+        return found + self._leaks() + self._alarms()
+
+    def _anonymous(self) -> dict[str, float]:
+        """Return MiB that each process holds, without pages of files."""
+        found = {}
+        for name, process in self._processes.items():
+            with suppress(psutil.Error):
+                resident, files = resident_bytes(process)
+                found[name] = (resident - files) / _MIB
+        return found
+
+    def _leaks(self) -> list[str]:
+        """Note what processes hold at rest; return those that grow."""
+        found = []
+        for name, held in self._anonymous().items():
+            some = self._notes[name]
+            some.append(Memory(time.monotonic() - self._begin, self.cases, held, held))
+            if len(some) >= _MIN_POINTS and (grown := growth(some)[0]) > LEAK_MIB:
+                held_mib = [round(one.anonymous) for one in some]
+                found.append(f"memory of process {name} at rest grew by {grown:.0f} MiB: {held_mib}")
+        return found
+
+    def _alarms(self) -> list[str]:
+        """Return what the log has of errors since the last round."""
+        text = (self.served.place.root / "log").read_text(errors="replace")
+        new, self._told = text[self._told :], len(text)
+        alarm = alarm_of(new)
+        return [] if alarm is None else [f"the log has an error:\n{alarm}"]
+
+    # -- alongside ------------------------------------------------------------------------------------------------
+
+    async def _watch_memory(self, watch: Watch, before: dict[str, float]) -> None:
+        while True:
+            for name, held in self._anonymous().items():
+                watch.peak[name] = max(watch.peak.get(name, 0.0), held - before.get(name, held))
+            await asyncio.sleep(_SAMPLE_S)
+
+    async def _watch_loop(self, watch: Watch) -> None:
+        """Ask whether the process lives, and note how long its event loop takes to say so."""
+        slow = await asyncio.to_thread(slowness)
+        async with aiohttp.ClientSession() as session:
+            while True:
+                begin, used = time.monotonic(), self._computed()
+                with suppress(aiohttp.ClientError, OSError, TimeoutError):
+                    async with session.get(f"{self.served.url}/live") as answer:
+                        await answer.read()
+                watch.stall_s = max(watch.stall_s, min(time.monotonic() - begin, self._computed() - used) / slow)
+                await asyncio.sleep(_SAMPLE_S)
+
+    def _computed(self) -> float:
+        """Return seconds of processors that the API process has used."""
+        with suppress(psutil.Error):
+            times = self.served.api.cpu_times()
+            return times.user + times.system
+        return 0.0
+
+    async def _canary(self, done: asyncio.Event) -> list[str]:
+        """Ask for the same text until the round is done; return what was wrong."""
+        while True:
+            begin = time.monotonic()
+            try:
+                async with asyncio.timeout(HANG_S):
+                    text = await self._song()
+            except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+                return [f"the canary failed after {time.monotonic() - begin:.1f} s: {type(error).__name__}: {error}"]
+            if text != self._expected:
+                return [f"the canary's text is {text!r} in place of {self._expected!r}"]
+            self.songs += 1
+            if done.is_set():
+                return []
+            await asyncio.sleep(_PAUSE_S)
+
+    async def _song(self) -> str:
+        """Return the canary's text. Raises ValueError for an answer that is none."""
+        parts = []
+        async with (
+            aiohttp.ClientSession(headers={"Authorization": f"Bearer {CANARY}"}) as session,
+            session.post(self.served.url + CHAT, json=_CANARY_BODY) as answer,
+        ):
+            if answer.status != 200:
+                raise ValueError(f"{answer.status} {await answer.text()}")
+            async for line in answer.content:
+                data = line.strip().removeprefix(b"data: ")
+                if data == b"[DONE]":
+                    return "".join(parts)
+                if data:
+                    event = json.loads(data)
+                    if "error" in event:
+                        raise ValueError(str(event))
+                    parts += [choice["delta"].get("content") or "" for choice in event["choices"]]
+        raise ValueError("the stream was cut off")
+
+
+def alarm_of(log: str) -> str | None:
+    """Return the part of a log that tells of an error; None if there is none."""
+    found = _ALARMS.search(log)
+    return None if found is None else log[max(0, found.start() - _SHOWN) : found.end() + _SHOWN]
+
+
+@contextmanager
+def server() -> Iterator[Served]:
+    """A server with keys and two pools in which few requests have room."""
+    place = Place(World("fuzz"))
+    try:
+        keys = itertools.chain.from_iterable(("--api-key", key) for key in KEYS)
+        served = Served(place, *keys, headers={"Authorization": f"Bearer {OPERATOR}"})
+        try:
+            yield served
+        finally:
+            served.close()
+    finally:
+        place.close()
+
+
+async def fuzz(rounds: Iterable[Round], say: Callable[[str], None] = print) -> list[str]:
+    """Run rounds until one of them finds something; return that. say: gets a line for each."""
+    with server() as served:
+        fuzzer = Fuzzer(served)
+        for this in rounds:
+            begin = time.monotonic()
+            found = await fuzzer.run(this)
+            end = f"{len(found)} TROUBLES" if found else "ok"
+            say(f"round {this.number}: {end}, {time.monotonic() - begin:.1f} s; so far {fuzzer}")
+            if found:
+                return found
+        code = await served.stop()
+        left = [f"left behind: {one}" for one in await served.left()]
+        return left if code == 0 else [f"told to end, the server ended with code {code}", *left, served.told()]

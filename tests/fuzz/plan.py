@@ -1,0 +1,59 @@
+"""A round as a function of the seed and its number. No clock and no process: the same arguments, the same round."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from fuzz import forms, values, wire
+from fuzz.case import Case
+
+# What makes the cases of a round, and how many of them.
+_KINDS = (
+    (values.json_case, 33),
+    (values.refused, 3),
+    (wire.heads, 14),
+    (forms.form_case, 8),
+    (wire.chunks, 7),
+    (wire.lengths, 6),
+    (wire.leaving, 6),
+    (wire.pipeline, 5),
+    (wire.bodies_with_requests, 3),
+    (wire.incomplete, 3),
+    (wire.known_trailers, 3),
+    (wire.forbidden_trailers, 2),
+    (wire.key_in_trailers, 2),
+    (wire.many_trailers, 1),
+    (wire.endless_trailer, 1),
+    (wire.slow, 3),
+)
+_MAKERS = [maker for maker, count in _KINDS for _ in range(count)]
+CASES, STORIES = len(_MAKERS), 4
+
+
+@dataclass(frozen=True)
+class Round:
+    """Cases that one round plays concurrently, and draws from which its stories are told. only: number of the one case
+    that is played; None: all, and the stories. A story has the numbers after those of cases."""
+
+    seed: int
+    number: int
+    only: int | None = None
+
+    def cases(self) -> list[tuple[int, Case]]:
+        """Return the round's cases with their numbers, in the order in which they begin."""
+        order = random.Random(f"order/{self.seed}/{self.number}").sample(range(CASES), CASES)
+        return [(index, _MAKERS[index](self._draw(index))) for index in order if self.only in (None, index)]
+
+    def stories(self) -> list[tuple[int, random.Random]]:
+        """Return the generators of the round's stories, with their numbers."""
+        some = range(CASES, CASES + STORIES)
+        return [(index, self._draw(index)) for index in some if self.only in (None, index)]
+
+    def replay(self, index: int | None = None) -> str:
+        """Return the command that runs the round, or one of its cases, again."""
+        case = "" if index is None else f" --case {index}"
+        return f"PYTHONPATH=tests python -m fuzz --seed {self.seed} --round {self.number} --rounds 1{case}"
+
+    def _draw(self, index: int) -> random.Random:
+        return random.Random(f"fuzz/{self.seed}/{self.number}/{index}")

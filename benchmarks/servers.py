@@ -40,11 +40,11 @@ class Server:
 
 
 @contextmanager
-def skipjoin(model: Path, *options: object) -> Iterator[Server]:
-    """`skipjoin serve` of this environment."""
+def skipjoin(model: Path, *options: object, key: str = "") -> Iterator[Server]:
+    """`skipjoin serve` of this environment. key: one that it takes, if it asks for one."""
     port = free_port()
     program = Path(sys.executable).with_name("skipjoin")
-    with running([program, "serve", model, "--port", port, "--batch-dir", "none", *options], port) as server:
+    with running([program, "serve", model, "--port", port, "--batch-dir", "none", *options], port, key=key) as server:
         yield server
 
 
@@ -89,7 +89,9 @@ def llamacpp(python: Path, model: Path, *, seqs: int) -> Iterator[Server]:
 
 
 @contextmanager
-def running(command: Sequence[object], port: int, environment: Mapping[str, str] = NOTHING) -> Iterator[Server]:
+def running(
+    command: Sequence[object], port: int, environment: Mapping[str, str] = NOTHING, *, key: str = ""
+) -> Iterator[Server]:
     """A server's processes, from the time that it lists its model to its end. Raises RuntimeError if it does not start;
     the end of what it wrote is on stderr then."""
     # Whatever is told to end ends its servers first.
@@ -104,7 +106,7 @@ def running(command: Sequence[object], port: int, environment: Mapping[str, str]
         )
         try:
             url = f"http://127.0.0.1:{port}"
-            name = model_of(url, process)
+            name = model_of(url, process, key)
             if name is None:
                 output.seek(0)
                 sys.stderr.write(output.read()[-4000:])
@@ -124,14 +126,15 @@ def stop(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def model_of(url: str, process: subprocess.Popen[bytes]) -> str | None:
+def model_of(url: str, process: subprocess.Popen[bytes], key: str) -> str | None:
     """The model that the server lists, once it does and can answer; None if it ends, or takes too long."""
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
     end = time.monotonic() + START_S
     while time.monotonic() < end and process.poll() is None:
         with contextlib.suppress(httpx.TransportError):
             # llama.cpp's server lists its model before it has loaded it, and says so of its health.
             if httpx.get(f"{url}/health").status_code == 200:
-                return str(httpx.get(f"{url}/v1/models").json()["data"][0]["id"])
+                return str(httpx.get(f"{url}/v1/models", headers=headers).json()["data"][0]["id"])
         time.sleep(0.3)
     return None
 

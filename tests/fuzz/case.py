@@ -21,11 +21,12 @@ Headers = Sequence[tuple[str | bytes, str | bytes]]
 class Case:
     """What a client sends on one connection.
 
-    pieces: sent one after another, `pause_s` apart. answers: number of complete requests at the beginning, each of
-    which must be answered. is_locked: no answer may be below 400, because no key is in a head. statuses: that answers
-    may have; empty: any but those of server errors. must_close: the server has to close the connection soon: it has
-    answered a request that is not complete, or a bound was passed. leaves: what the client does without waiting for an
-    answer: "" (it waits), "close" or "reset".
+    pieces: sent one after another, `pause_s` apart; waits: those after the first one only when that is answered.
+    answers: number of complete requests at the beginning, each of which must be answered. is_locked: no answer may
+    be below 400, because no key is in a head. statuses: that answers may have; empty: any but those of server
+    errors. must_close: the server has to close the connection soon: it has answered a request that is not complete,
+    or a bound was passed. leaves: what the client does without waiting for an answer: "" (it waits), "close" or
+    "reset".
     """
 
     name: str
@@ -36,6 +37,7 @@ class Case:
     statuses: frozenset[int] = frozenset()
     must_close: bool = False
     leaves: str = ""
+    waits: bool = False
 
     def __str__(self) -> str:
         data = b"".join(self.pieces)

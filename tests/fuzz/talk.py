@@ -129,5 +129,7 @@ async def _send(case: Case, transport: asyncio.Transport, reader: _Reader) -> No
             return
         transport.write(piece)
         await asyncio.sleep(case.pause_s)
+        if case.waits:
+            await reader.until(lambda: bool(reader.answers) or reader.is_closed, HANG_S)
     if not case.leaves:
         await reader.may_write.wait()

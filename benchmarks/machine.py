@@ -8,7 +8,7 @@ import platform
 import re
 from pathlib import Path
 
-from skipjoin.machine import cpu_name
+from skipjoin.system.machine import cpu_name
 
 # Of x86, then of ARM, by the names that Linux has for them.
 _INSTRUCTIONS = (

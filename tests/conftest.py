@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from skipjoin.profile import CACHE_VARIABLE
+from skipjoin.config.profile import CACHE_VARIABLE
 
 try:
     from hypothesis import settings

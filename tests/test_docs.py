@@ -12,12 +12,12 @@ import pytest
 from skipjoin.core import forecast
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.events import Event, Preempted, Preemption
-from skipjoin.core.kv import KVLedger
+from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.policy import Policies
 from skipjoin.core.request import Request
-from skipjoin.core.scheduler import Scheduler
+from skipjoin.core.scheduling.scheduler import Scheduler
 from skipjoin.exec.simulated import SimulatedExecutor
-from skipjoin.knobs import ConfigError
+from skipjoin.options import ConfigError
 from skipjoin.policies import eviction, ordering, valued
 from skipjoin.policies.cost import LinearCost
 from skipjoin.recipes import Settings, fastserve, parts, registry

@@ -1,4 +1,4 @@
-"""Make the tables of request lengths in src/skipjoin/bench/tables from files of measured lengths.
+"""Make the tables of request lengths in src/skipjoin/workload/tables from files of measured lengths.
 
     python tools/make_length_tables.py TRACES [--out FOLDER]
 
@@ -20,7 +20,7 @@ from typing import Any
 
 Pair = tuple[int, int]
 
-DEFAULT_OUT = Path(__file__).resolve().parents[1] / "src" / "skipjoin" / "bench" / "tables"
+DEFAULT_OUT = Path(__file__).resolve().parents[1] / "src" / "skipjoin" / "workload" / "tables"
 EQUAL_BINS = 40
 # The last bin is split further: a few very long prompts hold much of the load.
 TAIL_EDGES = (0.985, 0.993, 0.997, 0.999, 1.0)

@@ -22,9 +22,9 @@ from skipjoin.engine.forecasting import Predicted, chosen_forecasts, is_exact, o
 from skipjoin.engine.load import model_folder
 from skipjoin.engine.loop import EngineLoop
 from skipjoin.engine.text import Choice, Output, TextRules
-from skipjoin.knobs import settings_of
 from skipjoin.model.generation_config import sampling_defaults
 from skipjoin.model.tokenizer import Tokenizer, load_tokenizer
+from skipjoin.options import settings_of
 from skipjoin.sampling import MAX_SALT, ParameterError, SamplingParams, TokenDetail
 
 Message = Mapping[str, Any]

@@ -1,7 +1,7 @@
 """What is done to a server in the middle of a load, and which ends of requests each of it allows.
 
 Everything here is what operators meet: signals, limits of the system, a disk that fills up. Copies of KV that fail or
-hang cannot be had from outside: `tests/exec/test_transfer.py` and `tests/core/test_two_tiers.py` have them. A clock
+hang cannot be had from outside: `tests/exec/test_transfer.py` and `tests/core/kv/test_two_tiers.py` have them. A clock
 that jumps is out of reach, too, unless the machine's own is set: `tests/server/test_batch_store.py` sets that of
 batches.
 """

@@ -6,9 +6,9 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NamedTuple
 
-from skipjoin.core.blocks import BlockPool, Key
-from skipjoin.core.kv import KVLedger
-from skipjoin.core.prefixes import ContentPrefix
+from skipjoin.core.kv.block_pool import BlockPool, Key
+from skipjoin.core.kv.ledger import KVLedger
+from skipjoin.core.kv.prefixes import ContentPrefix
 from skipjoin.core.request import Request
 from skipjoin.core.step import Direction, Move, Slice, StepPlan, StepResult
 

@@ -25,7 +25,7 @@ from core_fuzz.machine import (
     Start,
     World,
 )
-from skipjoin.knobs import Value
+from skipjoin.options import Value
 from skipjoin.recipes import RECIPES
 
 # Plans in flight, whether they overlap, and stages.

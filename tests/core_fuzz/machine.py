@@ -11,12 +11,12 @@ from core_fuzz.device import POISON, Device, FindingError, salted
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.events import Finished
 from skipjoin.core.forecast import Forecast
-from skipjoin.core.kv import KVLedger
-from skipjoin.core.prefixes import ContentPrefix
+from skipjoin.core.kv.ledger import KVLedger
+from skipjoin.core.kv.prefixes import ContentPrefix
 from skipjoin.core.request import FinishReason, Request, RequestOptions, ServiceClass
-from skipjoin.core.scheduler import Scheduler
+from skipjoin.core.scheduling.scheduler import Scheduler
 from skipjoin.core.step import Direction, Move, StepPlan, StepResult
-from skipjoin.knobs import Value
+from skipjoin.options import Value
 from skipjoin.policies.cost import LinearCost
 from skipjoin.policies.eviction import Lend
 from skipjoin.recipes import EngineLimits, Settings, build

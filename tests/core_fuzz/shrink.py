@@ -142,10 +142,10 @@ from dataclasses import replace
 
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.forecast import Forecast
-from skipjoin.core.kv import KVLedger
-from skipjoin.core.prefixes import ContentPrefix
+from skipjoin.core.kv.ledger import KVLedger
+from skipjoin.core.kv.prefixes import ContentPrefix
 from skipjoin.core.request import Request, RequestOptions, ServiceClass
-from skipjoin.core.scheduler import Scheduler
+from skipjoin.core.scheduling.scheduler import Scheduler
 from skipjoin.core.step import StepResult
 from skipjoin.policies.cost import LinearCost
 from skipjoin.recipes import EngineLimits, Settings, build

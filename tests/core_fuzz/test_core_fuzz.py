@@ -9,11 +9,11 @@ import pytest
 from core_fuzz.draw import play
 from core_fuzz.machine import Case, replay
 from core_fuzz.shrink import script, shrunk
-from skipjoin.core.kv import KVLedger
-from skipjoin.core.planner import StepPlanner
-from skipjoin.core.prefix_cache import PrefixCache
+from skipjoin.core.kv.ledger import KVLedger
+from skipjoin.core.kv.prefix_cache import PrefixCache
 from skipjoin.core.request import Request
-from skipjoin.core.scheduler import Scheduler
+from skipjoin.core.scheduling.planner import StepPlanner
+from skipjoin.core.scheduling.scheduler import Scheduler
 from skipjoin.core.step import Move
 from skipjoin.recipes import RECIPES
 

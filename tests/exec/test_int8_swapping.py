@@ -15,7 +15,7 @@ from test_invisible_preemption import Fails
 
 from skipjoin.builtin import builtin_model_path
 from skipjoin.core.events import Event, Moved, Token
-from skipjoin.core.kv import KVLedger
+from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.policy import Ordering
 from skipjoin.core.request import Request
 from skipjoin.core.step import Direction, Move

@@ -25,9 +25,9 @@ from engines import (
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.events import Admitted, Claimed, Event, Moved, MoveFailed, Planned, Preempted, Preemption
 from skipjoin.core.forecast import Forecast
-from skipjoin.core.kv import KVLedger
+from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.request import Request
-from skipjoin.core.scheduler import Scheduler
+from skipjoin.core.scheduling.scheduler import Scheduler
 from skipjoin.core.step import Direction, Move
 from skipjoin.exec.local import LocalExecutor
 from skipjoin.model.ops.build import load_library

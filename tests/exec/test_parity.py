@@ -12,10 +12,10 @@ from engines import BLOCK_SIZE, VOCAB, tiny_model
 
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.events import Event, Moved, Planned
-from skipjoin.core.kv import KVLedger
+from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.policy import Policies
 from skipjoin.core.request import Request, RequestOptions
-from skipjoin.core.scheduler import Scheduler
+from skipjoin.core.scheduling.scheduler import Scheduler
 from skipjoin.core.step import Move, StepPlan
 from skipjoin.exec.local import LocalExecutor
 from skipjoin.exec.sampling import Sampling

@@ -11,6 +11,7 @@ import torch
 from engines import BLOCK_SIZE, CONFIGS, tiny_model
 from rank_links import thread_executor
 
+from skipjoin.config.profile import Transfer
 from skipjoin.core.step import Direction, StageTime, StepPlan, StepShape
 from skipjoin.engine.profiling.cases import Limits, cases
 from skipjoin.engine.profiling.guess import guess_cost
@@ -21,7 +22,6 @@ from skipjoin.exec.rank_spec import RankSpec, rank_spec_of
 from skipjoin.exec.ranks.sharded import ShardedExecutor
 from skipjoin.model.config import ModelConfig
 from skipjoin.policies.cost import STEP_TERMS, LinearCost
-from skipjoin.profile import Transfer
 
 LIMITS = Limits(tokens=64, requests=8, positions=128, kv_tokens=64 * BLOCK_SIZE)
 # What the clock is made to show for steps.

@@ -17,7 +17,7 @@ from skipjoin.forecast.embeddings import HuggingFaceEncoder, MeanEmbeddings
 from skipjoin.forecast.encode import FEATURES, SEEN, HashedTokens, hashed
 from skipjoin.forecast.index import VectorIndex
 from skipjoin.forecast.vectors import EXACT_ENTRIES, GraphVectors, vectors_of
-from skipjoin.knobs import ConfigError
+from skipjoin.options import ConfigError
 
 PROMPTS = [[], [5], words("Write a poem about the sea."), list(range(5000))]
 

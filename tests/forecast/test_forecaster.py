@@ -16,7 +16,7 @@ from skipjoin.forecast import ForecastConfig, Forecaster, make_forecaster, words
 from skipjoin.forecast.calibrate import Calibrator
 from skipjoin.forecast.mass import BINS, EDGES, hazards_of, mass_of, mean, place
 from skipjoin.forecast.prior import Prior, first_guess
-from skipjoin.knobs import ConfigError
+from skipjoin.options import ConfigError
 
 KINDS = ("learnt", "alise")
 SHORT, LONG = words("Count to 5"), words("Count to 200")

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from skipjoin.config import ForecastConfig
+from skipjoin.config.key_files import owner_of_key
 from skipjoin.engine.forecasting import ForecastKeeper, open_keeper
 from skipjoin.forecast import make_forecaster, owners, words
 from skipjoin.forecast.config import make_owner_forecasters
 from skipjoin.forecast.encode import HashedTokens
 from skipjoin.forecast.owners import OwnerForecasters
 from skipjoin.forecast.prior import first_guess
-from skipjoin.key_files import owner_of_key
 
 PROMPT, OTHER = words("Tell me about the sea"), words("Count from one to ten")
 KINDS = ("learnt", "alise", "prior")

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from skipjoin.core.claims import Account, Lender
 from skipjoin.core.events import Arrived, Claimed, Event, Finished, Planned, Preempted, Preemption
-from skipjoin.core.kv import KVLedger
+from skipjoin.core.kv.ledger import KVLedger
+from skipjoin.core.kv.reservations import Account, Lender
 from skipjoin.core.policy import Callbacks, Grant
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.core.step import StepPlan

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from skipjoin.core.events import Computed, Event, Moved, MoveFailed, Planned
-from skipjoin.core.kv import KVLedger
+from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.request import Request
 from skipjoin.core.step import LINK, Direction, Move
 from skipjoin.exec.simulated import SimulatedExecutor

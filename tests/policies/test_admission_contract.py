@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skipjoin.core.kv import KVLedger
+from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.policy import AdmissionPolicy, Grant, Wait
 from skipjoin.policies.admission import OnDemand, WholeMaximum
 from skipjoin.policies.coupled import WholeClaims

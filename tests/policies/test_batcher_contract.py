@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skipjoin.core.context import StepContext
 from skipjoin.core.policy import (
     NO_SEAT,
     NO_TOKENS,
@@ -21,6 +20,7 @@ from skipjoin.core.policy import (
     Scope,
 )
 from skipjoin.core.request import FinishReason, Request
+from skipjoin.core.scheduling.context import StepContext
 from skipjoin.core.step import StepShape
 from skipjoin.policies.batching import Greedy, RunToCompletion, TargetForward
 from skipjoin.policies.coupled import WholePrompts

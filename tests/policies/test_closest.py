@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.forecast import Forecast
-from skipjoin.core.kv import KVLedger
-from skipjoin.core.scheduler import Scheduler
+from skipjoin.core.kv.ledger import KVLedger
+from skipjoin.core.scheduling.scheduler import Scheduler
 from skipjoin.recipes import Settings, build
 from support.load import make
 from support.policies import UnitCost

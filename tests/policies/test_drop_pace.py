@@ -7,7 +7,7 @@ import math
 import pytest
 
 from skipjoin.core.events import Preempted, Preemption
-from skipjoin.core.kv import KVLedger
+from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.policies.cost import LinearCost
 from skipjoin.policies.eviction import Swap

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skipjoin.core.events import Preemption
-from skipjoin.core.kv import KVLedger
+from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.policy import Eviction, EvictionPolicy
 from skipjoin.core.request import Request, RequestOptions, ServiceClass
 from skipjoin.policies.eviction import Defer, Lend, ProactiveSwap, Recompute, Spill, Swap, Vacate

@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from skipjoin.core.context import StepContext
 from skipjoin.core.policy import ALL_HELD, NEWCOMERS_HELD, rests
 from skipjoin.core.request import Request, Target
+from skipjoin.core.scheduling.context import StepContext
 from skipjoin.policies.batching import Greedy
 from skipjoin.policies.best_effort import QUIET_S, LimitedBestEffort
 from skipjoin.policies.cost import LinearCost

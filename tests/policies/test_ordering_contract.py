@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skipjoin.core.context import StepContext
 from skipjoin.core.forecast import LENGTH_EDGES, Forecast, length_bin
-from skipjoin.core.kv import KVLedger
+from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.policy import Ordering
 from skipjoin.core.request import Request, Target
+from skipjoin.core.scheduling.context import StepContext
 from skipjoin.core.step import Slice
 from skipjoin.policies.coupled import Closest, HoldersFirst, Room
 from skipjoin.policies.deadlines import ByDeadline, NextTokens, StartedFirst

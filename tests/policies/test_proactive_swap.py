@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skipjoin.core.kv import KVLedger
+from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.request import Request
 from skipjoin.core.step import Direction, Move
 from skipjoin.policies.cost import LinearCost

@@ -18,9 +18,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from recorded_traces import PIPELINES
 
-from skipjoin.bench.simulation import Cell, Extent, run
-from skipjoin.bench.system import System
-from skipjoin.bench.workload import Workload, WorkloadRequest, synthetic
 from skipjoin.core.events import Claimed, Event, Finished, Planned, Preempted, Preemption
 from skipjoin.core.forecast import Forecast
 from skipjoin.core.request import FinishReason, Request
@@ -28,6 +25,9 @@ from skipjoin.core.step import StepPlan
 from skipjoin.observe.record import NO_SLO, Record, Slo
 from skipjoin.policies.econo import Phase, phase_of
 from skipjoin.policies.exact_claims import PROMPTS
+from skipjoin.sim.experiments.simulation import Cell, Extent, run
+from skipjoin.sim.experiments.system import System
+from skipjoin.workload.workload import Workload, WorkloadRequest, synthetic
 from support.load import load, make
 from support.policies import EVICTIONS
 from support.simulated import SYSTEM

@@ -9,11 +9,11 @@ import pytest
 
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.events import Event, Finished, Token
-from skipjoin.core.kv import KVLedger
+from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.request import Request
-from skipjoin.core.scheduler import Scheduler
+from skipjoin.core.scheduling.scheduler import Scheduler
 from skipjoin.exec.simulated import SimulatedExecutor
-from skipjoin.knobs import ConfigError
+from skipjoin.options import ConfigError
 from skipjoin.policies.cost import LinearCost
 from skipjoin.recipes import Settings, build
 from skipjoin.sim.driver import Replica, simulate

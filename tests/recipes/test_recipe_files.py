@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from skipjoin.bench.results import load_results
 from skipjoin.cli import app
 from skipjoin.config import ConfigError, EngineConfig
 from skipjoin.recipes import RECIPES, find
+from skipjoin.report.results import load_results
 
 PAGE = Path(__file__).parents[2] / "docs" / "add-a-policy.md"
 HEAD = "from __future__ import annotations\nfrom skipjoin.recipes import Params, Settings, baselines, recipe\n"
@@ -53,7 +53,7 @@ def test_an_engine_finds_it_from_any_folder_and_the_package_has_no_other_recipes
 
 def test_a_recipe_of_a_file_has_parameters_and_may_have_a_name_of_the_package(folder: Path) -> None:
     (folder / "own.py").write_text(
-        f"{HEAD}from dataclasses import dataclass\nfrom typing import Annotated\nfrom skipjoin.knobs import Knob\n"
+        f"{HEAD}from dataclasses import dataclass\nfrom typing import Annotated\nfrom skipjoin.options import Knob\n"
         "@dataclass(frozen=True, slots=True, kw_only=True)\n"
         "class Own(Params):\n    size: Annotated[int, Knob('A size.', low=1)] = 3\n"
         "@recipe\ndef fcfs(s: Settings, p: Own):\n    return baselines.fcfs(s)\n"

@@ -20,11 +20,11 @@ from recorded_traces import PIPELINES, WORLDS, drawn, served, stored, trace_hash
 
 from skipjoin.core.events import Moved, MoveFailed, Planned, Preempted, Preemption
 from skipjoin.core.forecast import Forecast
-from skipjoin.core.kv import KVLedger
+from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.policy import AdmissionPolicy, EvictionPolicy, Grant, Wait
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.core.step import Move, Slice
-from skipjoin.knobs import ConfigError
+from skipjoin.options import ConfigError
 from skipjoin.policies.batching import TargetForward
 from skipjoin.policies.best_effort import LimitedBestEffort
 from skipjoin.policies.eviction import Lend

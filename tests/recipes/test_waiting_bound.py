@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 import pytest
 
 from skipjoin.core.engine import EngineCore
-from skipjoin.core.kv import KVLedger
+from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.request import Request
-from skipjoin.core.scheduler import Scheduler
+from skipjoin.core.scheduling.scheduler import Scheduler
 from skipjoin.exec.simulated import SimulatedExecutor, SimulatedHandle
 from skipjoin.policies.cost import LinearCost
 from skipjoin.policies.mlfq import SkipJoinMlfq

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from skipjoin.config import EngineConfig, ForecastConfig, ServerConfig
-from skipjoin.knobs import settings_of
+from skipjoin.options import settings_of
 from skipjoin.server.engines.engine_program import ENGINE_COMMAND
 from skipjoin.server.engines.replicas import ReplicaSet
 from skipjoin.server.launch import MakeEngines, one_engine, run_server

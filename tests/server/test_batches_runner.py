@@ -372,6 +372,8 @@ async def test_a_batch_that_is_cancelled_while_it_is_validated_answers_each_line
             assert len(bad) == done["request_counts"]["total"] == (0 if wrong else len(lines))
             assert (done["errors"] and [one["line"] for one in done["errors"]["data"]]) == wrong
         assert not place.api.engine.added
+
+
 async def test_lines_and_requests_of_a_key_have_queues_of_their_own(open_place: Callable[..., Any]) -> None:
     """Where keys share the queue, lines run though their key has all of it that it may, and take nothing of it."""
     async with open_place(api_keys=("noisy", "quiet"), fair_by="key", max_queued_requests=8) as place:

@@ -15,13 +15,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from server_worlds import Api, MakeApi
 
 from skipjoin.config import ForecastConfig
+from skipjoin.config.key_files import owner_of_key
 from skipjoin.core.forecast import Forecast
 from skipjoin.core.request import FinishReason
 from skipjoin.engine import forecasting as keeping
 from skipjoin.engine.forecasting import ForecastKeeper, open_keeper
 from skipjoin.forecast import make_forecaster
 from skipjoin.forecast.config import FORECASTERS
-from skipjoin.key_files import owner_of_key
 from skipjoin.observe.metric_table import FORECAST_SOURCES
 from skipjoin.server.api import forecasting
 

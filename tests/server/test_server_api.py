@@ -18,8 +18,8 @@ import tiny_model as tiny
 from msgspec.structs import replace
 from server_worlds import JSON, Api, MakeApi
 
-from skipjoin.access import with_keys_of_files
 from skipjoin.config import ConfigError, EngineConfig, ServerConfig
+from skipjoin.config.access import with_keys_of_files
 from skipjoin.core.request import NO_TARGET, FinishReason, RequestOptions, ServiceClass, Target
 from skipjoin.server.api.app import build_app
 from skipjoin.server.api.service import Service

@@ -13,9 +13,9 @@ from server_worlds import MakeApi, StartServer
 from simulated_engine import SimulatedLoop
 
 from skipjoin.config import EngineConfig
+from skipjoin.config.key_files import KeyRights, owner_of_key
 from skipjoin.core.forecast import Forecast
 from skipjoin.core.request import ServiceClass
-from skipjoin.key_files import KeyRights, owner_of_key
 from skipjoin.sampling import SamplingParams
 from skipjoin.server.api import debug
 from skipjoin.server.engines.engine_server import EngineServer, describe

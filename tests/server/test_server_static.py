@@ -17,7 +17,7 @@ CALLS = {"eval", "exec", "recv_pyobj", "send_pyobj", "__import__", "torch.load",
 # The one place that reads pickled weights: it makes safetensors of them, and reads them with weights_only.
 CONVERTER = SOURCE / "model" / "convert.py"
 # Simulations run in processes that it starts itself, over pipes that nobody else has; no server imports it.
-SWEEP = SOURCE / "bench" / "sweep.py"
+SWEEP = SOURCE / "sim" / "experiments" / "sweep.py"
 # Connections with a challenge, on which bytes go as they are.
 LINKS = SOURCE / "exec" / "ranks" / "links.py"
 

@@ -7,10 +7,10 @@ from itertools import count
 import pytest
 
 from skipjoin.core.engine import EngineCore
-from skipjoin.core.kv import KVLedger
+from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.policy import HELD, Callbacks, Policies, Refusal
 from skipjoin.core.request import Request
-from skipjoin.core.scheduler import Scheduler
+from skipjoin.core.scheduling.scheduler import Scheduler
 from skipjoin.core.step import StepResult
 from skipjoin.policies.admission import OnDemand
 from skipjoin.policies.batching import ChunkedBuilder

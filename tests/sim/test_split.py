@@ -12,9 +12,9 @@ import pytest
 
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.events import Computed, Event, Finished, Preempted, Preemption, Token
-from skipjoin.core.kv import KVLedger
+from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.request import Request
-from skipjoin.core.scheduler import Scheduler
+from skipjoin.core.scheduling.scheduler import Scheduler
 from skipjoin.core.step import StepShape
 from skipjoin.exec.simulated import SimulatedExecutor
 from skipjoin.policies.dispatch import make_dispatch

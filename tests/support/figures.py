@@ -16,14 +16,14 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 def run_figure(evaluation: str, figure: str, out: Path, *options: str) -> dict[str, Any]:
     """Run the command of a figure; returns the result that it wrote."""
-    command = [sys.executable, str(BENCHMARKS / evaluation / figure / "run.py"), "--out", str(out), *options]
+    command = [sys.executable, str(BENCHMARKS / "papers" / evaluation / figure / "run.py"), "--out", str(out), *options]
     subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
     return json.loads((out / "result.json").read_text(encoding="utf-8"))
 
 
 def figure_module(evaluation: str, figure: str) -> ModuleType:
     """The `run.py` of a figure."""
-    path = BENCHMARKS / evaluation / figure / "run.py"
+    path = BENCHMARKS / "papers" / evaluation / figure / "run.py"
     spec = importlib.util.spec_from_file_location(f"{evaluation}_{figure}", path)
     assert spec is not None
     assert spec.loader is not None
@@ -34,8 +34,8 @@ def figure_module(evaluation: str, figure: str) -> ModuleType:
 
 def assert_documented(evaluation: str, figures: Sequence[str]) -> None:
     """Every figure has a README with its command, and the evaluation's names its folder."""
-    overview = (BENCHMARKS / evaluation / "README.md").read_text(encoding="utf-8")
+    overview = (BENCHMARKS / "papers" / evaluation / "README.md").read_text(encoding="utf-8")
     for name in figures:
         assert f"`{name}`" in overview
-        readme = (BENCHMARKS / evaluation / name / "README.md").read_text(encoding="utf-8")
-        assert f"benchmarks/{evaluation}/{name}/run.py" in readme
+        readme = (BENCHMARKS / "papers" / evaluation / name / "README.md").read_text(encoding="utf-8")
+        assert f"benchmarks/papers/{evaluation}/{name}/run.py" in readme

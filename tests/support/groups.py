@@ -9,7 +9,7 @@ from xdist.scheduler import LoadScopeScheduling
 # Files of tests that use Ray: a machine has room for one cluster.
 RAY = {"test_ranks_on_ray", "test_ray_nodes", "test_replicas_ray", "test_server_orphans"}
 # Folders of tests that start no process and share nothing that is slow to make, but for some files.
-PURE = {"core", "core_fuzz", "model", "observe", "policies", "recipes", "sim"}
+PURE = {"core", "kv", "scheduling", "core_fuzz", "model", "observe", "policies", "recipes", "sim"}
 SHARING = {"test_econoserve", "test_recipe_properties", "test_timeline"}
 
 

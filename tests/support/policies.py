@@ -6,12 +6,12 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from skipjoin.core.claims import Account
-from skipjoin.core.context import StepContext
 from skipjoin.core.events import Preemption
-from skipjoin.core.kv import KVLedger
+from skipjoin.core.kv.ledger import KVLedger
+from skipjoin.core.kv.reservations import Account
 from skipjoin.core.policy import Callbacks, Eviction, EvictionPolicy, Grant, Ordering, Refusal, Wait
 from skipjoin.core.request import Request
+from skipjoin.core.scheduling.context import StepContext
 from skipjoin.core.step import StepShape
 from skipjoin.policies.cost import LinearCost
 from skipjoin.policies.eviction import Defer, ProactiveSwap, Recompute, Spill, Swap

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from skipjoin.bench.simulation import Cell, Extent
-from skipjoin.bench.system import System
-from skipjoin.bench.workload import synthetic
 from skipjoin.observe.record import Record
 from skipjoin.policies.cost import LinearCost
+from skipjoin.sim.experiments.simulation import Cell, Extent
+from skipjoin.sim.experiments.system import System
+from skipjoin.workload.workload import synthetic
 
 COST = LinearCost(floor=0.01, prefill_token=1e-4, attention_pair=1e-8, decode=2e-4, context_token=1e-7)
 SYSTEM = System(

@@ -8,16 +8,16 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from skipjoin.core.claims import Lender
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.events import Event, Token
-from skipjoin.core.kv import KVLedger
+from skipjoin.core.kv.ledger import KVLedger
+from skipjoin.core.kv.reservations import Lender
 from skipjoin.core.policy import CostModel, EvictionPolicy, Policies
 from skipjoin.core.request import FinishReason, Request
-from skipjoin.core.scheduler import Scheduler
+from skipjoin.core.scheduling.scheduler import Scheduler
 from skipjoin.core.step import Direction, Move, Slice, StepPlan, StepResult
 from skipjoin.exec.simulated import SimulatedExecutor, SimulatedHandle, never, position_as_token
-from skipjoin.knobs import Value
+from skipjoin.options import Value
 from skipjoin.recipes import EngineLimits, Settings, build, own
 from skipjoin.sim.driver import Replica, simulate
 from support.policies import COST

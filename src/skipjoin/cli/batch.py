@@ -19,7 +19,7 @@ from skipjoin.cli.batch_watch import Watch, summary
 from skipjoin.cli.commands import Commands
 from skipjoin.cli.options import Section, Values, takes
 from skipjoin.config import base_url
-from skipjoin.knobs import ConfigError, Knob
+from skipjoin.options import ConfigError, Knob
 
 if TYPE_CHECKING:
     from skipjoin.cli.batch_client import BatchClient

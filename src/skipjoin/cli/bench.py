@@ -8,12 +8,12 @@ from typing import Annotated
 
 import typer
 
-from skipjoin.bench.load_plan import LoadPlan
-from skipjoin.bench.target import Target, parse_extra, parse_prompt_ids
-from skipjoin.bench.workload import keys_of
 from skipjoin.cli.options import Section, Values, takes
 from skipjoin.cli.workload import LoadOptions, parse_seeds, rates_of
 from skipjoin.config import ConfigError
+from skipjoin.loadtest.plan import LoadPlan
+from skipjoin.loadtest.targets import Target, parse_extra, parse_prompt_ids
+from skipjoin.workload.workload import keys_of
 
 _ENDED_EARLY, _INTERRUPTED = 1, 130
 _DURATION_S = 60.0
@@ -46,10 +46,10 @@ def bench(
     plan: Values,
 ) -> None:
     """Measure an OpenAI-compatible server under load that does not wait for it."""
-    from skipjoin.bench.load import measure  # noqa: PLC0415
-    from skipjoin.bench.results import ResultsFile  # noqa: PLC0415
     from skipjoin.cli.bench_report import BenchReport  # noqa: PLC0415
     from skipjoin.cli.requests_file import RequestsFile  # noqa: PLC0415
+    from skipjoin.loadtest.runs import measure  # noqa: PLC0415
+    from skipjoin.report.results import ResultsFile  # noqa: PLC0415
 
     server = Target(**target, prompt_ids=parse_prompt_ids(prompt_ids), extra=parse_extra(extra_body))
     options = LoadOptions(**load)

@@ -12,12 +12,12 @@ from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bars
 from rich.table import Table
 
-from skipjoin.bench.client import ClientProgress, Exchange
-from skipjoin.bench.load import TOO_LATE_S
-from skipjoin.bench.load_plan import LoadPlan
-from skipjoin.bench.results import Record, ResultsFile
 from skipjoin.cli.class_table import class_table
 from skipjoin.cli.requests_file import RequestsFile
+from skipjoin.loadtest.client import ClientProgress, Exchange
+from skipjoin.loadtest.plan import LoadPlan
+from skipjoin.loadtest.runs import TOO_LATE_S
+from skipjoin.report.results import Record, ResultsFile
 
 _FILE_WIDTH = 120  # of tables that go to a file
 _COLUMNS = ("req/s", "finished", "failed", "ms/token", "P95", "TTFT s", "P95", "TPOT ms", "P95", "lag ms")

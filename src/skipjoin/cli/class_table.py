@@ -7,9 +7,9 @@ from statistics import fmean
 
 from rich.table import Table
 
-from skipjoin.bench.bound import field_value
 from skipjoin.config import ConfigError
 from skipjoin.observe.record import Record
+from skipjoin.report.bound import field_value
 
 _COLUMNS = {
     "s/token": "normalized_latency_s.mean",

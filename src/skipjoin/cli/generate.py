@@ -12,7 +12,7 @@ import typer
 from skipjoin.cli.options import Section, Values, engine_values, takes
 from skipjoin.config import EngineConfig, ForecastConfig
 from skipjoin.core.request import ServiceClass
-from skipjoin.knobs import Knob, check
+from skipjoin.options import Knob, check
 from skipjoin.sampling import SamplingParams
 
 if TYPE_CHECKING:

@@ -19,9 +19,9 @@ import typer
 
 from skipjoin.cli.settings_file import read_settings, variable
 from skipjoin.config import DEPRECATED
-from skipjoin.knobs import ConfigError, Setting, Value, settings_of
+from skipjoin.config.profile import read_profile
 from skipjoin.model.config import ModelError
-from skipjoin.profile import read_profile
+from skipjoin.options import ConfigError, Setting, Value, settings_of
 from skipjoin.recipes import Recipe, check_names, described, find
 from skipjoin.sampling import ParameterError
 

@@ -33,10 +33,10 @@ def plot(
     ] = Path("."),
 ) -> None:
     """Draw the results of measurements as pictures."""
-    from skipjoin.bench.bound import parse_bound  # noqa: PLC0415
-    from skipjoin.bench.plot import View, plot_results  # noqa: PLC0415
-    from skipjoin.bench.plots.lines import lines_of, maximum_rates  # noqa: PLC0415
-    from skipjoin.bench.results import load_results  # noqa: PLC0415
+    from skipjoin.report.bound import parse_bound  # noqa: PLC0415
+    from skipjoin.report.plot import View, plot_results  # noqa: PLC0415
+    from skipjoin.report.plots.lines import lines_of, maximum_rates  # noqa: PLC0415
+    from skipjoin.report.results import load_results  # noqa: PLC0415
 
     def warn(text: str) -> None:
         print(f"warning: {text}", file=sys.stderr)

@@ -18,12 +18,12 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from skipjoin.bench.trace import Trace, read_trace
 from skipjoin.cli.commands import Commands
 from skipjoin.cli.options import Section, Values, plain_errors, takes
 from skipjoin.config import ForecastConfig
-from skipjoin.knobs import ConfigError, Knob, check
-from skipjoin.machine import cpu_name
+from skipjoin.options import ConfigError, Knob, check
+from skipjoin.system.machine import cpu_name
+from skipjoin.workload.traces import Trace, read_trace
 
 if TYPE_CHECKING:
     from skipjoin.forecast.evaluate import Evaluation, Figures, Sample

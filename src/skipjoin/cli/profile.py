@@ -13,8 +13,8 @@ from rich.table import Table
 
 from skipjoin.cli.options import Section, Values, takes
 from skipjoin.config import ConfigError, EngineConfig
-from skipjoin.folders import why_untrusted
-from skipjoin.profile import Profile, Transfer, cache_path, write_profile
+from skipjoin.config.profile import Profile, Transfer, cache_path, write_profile
+from skipjoin.system.folders import why_untrusted
 
 if TYPE_CHECKING:
     from skipjoin.engine.profiling.profiler import Effort

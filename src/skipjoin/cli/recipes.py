@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 
-from skipjoin.knobs import Setting
+from skipjoin.options import Setting
 from skipjoin.recipes import DEFAULT, RECIPES, Recipe
 
 

@@ -6,9 +6,9 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from skipjoin.bench.results import Existing
 from skipjoin.config import ConfigError
 from skipjoin.observe.record import Record
+from skipjoin.report.results import Existing
 
 
 class RequestsFile:

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from skipjoin.knobs import ConfigError, nearest
+from skipjoin.options import ConfigError, nearest
 
 PREFIX = "SKIPJOIN_"
 # Variables that are no options of a command.

@@ -12,22 +12,22 @@ from typing import Annotated
 
 import typer
 
-from skipjoin.bench.bound import parse_bound
-from skipjoin.bench.machine import Machine
-from skipjoin.bench.predictors import columns_of
-from skipjoin.bench.results import ResultsFile
-from skipjoin.bench.simulation import Cell, Extent
-from skipjoin.bench.sweep import Grid, RateSearch, ReplicaSearch, sweep
-from skipjoin.bench.system import System
-from skipjoin.bench.workload import Replay, Workload, keys_of
 from skipjoin.cli.options import Section, Values, read_assignments, takes
 from skipjoin.cli.requests_file import RequestsFile
 from skipjoin.cli.simulate_report import Goal, SimulationReport, kept_requests, single_run
 from skipjoin.cli.workload import LoadOptions, has_own_times, parse_rates, parse_seeds, rates_of
 from skipjoin.config import DEPRECATED, ConfigError, with_aliases
-from skipjoin.knobs import Knob, check
 from skipjoin.observe.record import NO_SLO, Slo
+from skipjoin.options import Knob, check
 from skipjoin.recipes import DEFAULT, find
+from skipjoin.report.bound import parse_bound
+from skipjoin.report.results import ResultsFile
+from skipjoin.sim.experiments.machines import Machine
+from skipjoin.sim.experiments.predictors import columns_of
+from skipjoin.sim.experiments.simulation import Cell, Extent
+from skipjoin.sim.experiments.sweep import Grid, RateSearch, ReplicaSearch, sweep
+from skipjoin.sim.experiments.system import System
+from skipjoin.workload.workload import Replay, Workload, keys_of
 
 _INTERRUPTED = 128 + signal.SIGINT
 _START_RPS = 1.0  # where a search for the largest rate begins

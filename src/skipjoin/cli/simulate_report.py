@@ -16,15 +16,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from skipjoin.bench.bound import Bound, maximum_rate, minimum_replicas
-from skipjoin.bench.results import ResultsFile, rate_of
-from skipjoin.bench.simulation import Cell, run
-from skipjoin.bench.sweep import BoundSearch, OnRequests, ReplicaSearch
 from skipjoin.cli.class_table import class_table, finished, mean_text, number_text
 from skipjoin.cli.requests_file import RequestsFile
 from skipjoin.config import ConfigError
 from skipjoin.observe.record import Record, preempted
 from skipjoin.observe.timeline import Timeline
+from skipjoin.report.bound import Bound, maximum_rate, minimum_replicas
+from skipjoin.report.results import ResultsFile, rate_of
+from skipjoin.sim.experiments.simulation import Cell, run
+from skipjoin.sim.experiments.sweep import BoundSearch, OnRequests, ReplicaSearch
 
 _FILE_WIDTH = 120  # of tables that go to a file
 _COLUMNS = {

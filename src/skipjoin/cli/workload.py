@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from skipjoin.bench.arrivals import parse_arrivals
-from skipjoin.bench.fields import number
-from skipjoin.bench.prefixes import HASH_TOKENS
-from skipjoin.bench.results import Existing
-from skipjoin.bench.trace import read_trace
-from skipjoin.bench.workload import (
+from skipjoin.observe.record import Slo
+from skipjoin.options import ConfigError, Knob, check, settings_of
+from skipjoin.report.results import Existing
+from skipjoin.workload.arrivals import parse_arrivals
+from skipjoin.workload.fields import number
+from skipjoin.workload.prefixes import HASH_TOKENS
+from skipjoin.workload.traces import read_trace
+from skipjoin.workload.workload import (
     Classed,
     Replay,
     Synthetic,
@@ -22,8 +24,6 @@ from skipjoin.bench.workload import (
     with_best_effort,
     with_closed,
 )
-from skipjoin.knobs import ConfigError, Knob, check, settings_of
-from skipjoin.observe.record import Slo
 
 _WORKLOAD, _OBJECTIVES, _RESULTS = "Workload", "Objectives", "Results"
 

@@ -20,7 +20,7 @@ from skipjoin.config.shared import (
     check_swap_type,
     with_aliases,
 )
-from skipjoin.knobs import ConfigError, unknown
+from skipjoin.options import ConfigError, unknown
 
 __all__ = [
     "DEPRECATED",

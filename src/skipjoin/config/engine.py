@@ -24,7 +24,7 @@ from skipjoin.config.shared import (
     check_swap_type,
     with_aliases,
 )
-from skipjoin.knobs import ConfigError, Knob, Value, check
+from skipjoin.options import ConfigError, Knob, Value, check
 from skipjoin.recipes import BEST_EFFORT_WAIT_S, DEFAULT, DEFAULT_SLO_S, absolute, check_recipe
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from skipjoin.config.shared import FORECASTS
-from skipjoin.knobs import ConfigError, Knob, check
+from skipjoin.options import ConfigError, Knob, check
 
 FORECASTERS = ("learnt", "alise", "prior", "none")
 

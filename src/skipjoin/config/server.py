@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
-from skipjoin.access import AccessConfig
+from skipjoin.config.access import AccessConfig
+from skipjoin.config.key_files import AS_ALL, PRIORITY_TIERS, KeyRights, priority_bounds
 from skipjoin.config.shared import (
     ASKED,
     BATCHES,
@@ -19,8 +20,7 @@ from skipjoin.config.shared import (
     OutputWeight,
     base_url,
 )
-from skipjoin.key_files import AS_ALL, PRIORITY_TIERS, KeyRights, priority_bounds
-from skipjoin.knobs import ConfigError, Knob, check, settings_of
+from skipjoin.options import ConfigError, Knob, check, settings_of
 from skipjoin.recipes import OUTPUT_WEIGHT
 
 METRICS_COMPAT = ("none", "vllm")

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Annotated
 from urllib.parse import urlsplit
 
-from skipjoin.knobs import ConfigError, Knob, Value
+from skipjoin.options import ConfigError, Knob, Value
 
 # Groups of the help, in its order.
 MODEL, SCHEDULING, MEMORY, PARALLELISM = "Model", "Scheduling", "Memory", "Parallelism"

@@ -6,10 +6,10 @@ from collections.abc import Hashable, Sequence
 from enum import Enum
 from typing import NamedTuple
 
-from skipjoin.core.claims import Lender
+from skipjoin.core.kv.reservations import Lender
 from skipjoin.core.request import FinishReason, Request
+from skipjoin.core.scheduling.waits import WaitReason
 from skipjoin.core.step import Move, StepPlan, StepResult
-from skipjoin.core.waits import WaitReason
 
 
 class Preemption(Enum):

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
-from skipjoin.core.accounts import KVAccounts
-from skipjoin.core.claims import Account, Lender
-from skipjoin.core.context import StepContext
 from skipjoin.core.events import Preemption
+from skipjoin.core.kv.interface import KVAccounts
+from skipjoin.core.kv.reservations import Account, Lender
 from skipjoin.core.request import Request
+from skipjoin.core.scheduling.context import StepContext
+from skipjoin.core.scheduling.waits import WaitReason
 from skipjoin.core.step import Slice, StepShape
-from skipjoin.core.waits import WaitReason
 
 
 class CostModel(Protocol):

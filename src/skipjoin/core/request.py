@@ -10,8 +10,8 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from skipjoin.core.forecast import Forecast
-from skipjoin.core.prefixes import Prefix
-from skipjoin.core.waits import WaitState
+from skipjoin.core.kv.prefixes import Prefix
+from skipjoin.core.scheduling.waits import WaitState
 
 NEVER = -(1 << 62)  # a plan id below every other
 UNLIMITED = sys.maxsize  # tokens that a claim without a limit reaches

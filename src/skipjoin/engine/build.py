@@ -6,12 +6,12 @@ from dataclasses import asdict, dataclass
 
 from skipjoin.config import EngineConfig
 from skipjoin.core.engine import EngineCore
-from skipjoin.core.kv import KVLedger
+from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.engine.load import Loaded, OnProgress, load
 from skipjoin.engine.profiling.startup import start_cost
 from skipjoin.engine.scheduling import depth_of, engine_limits, make_scheduler, recipe_settings
 from skipjoin.exec.rank_spec import ModelExecutor
-from skipjoin.knobs import Value
+from skipjoin.options import Value
 from skipjoin.policies.cost import LearningCost
 from skipjoin.recipes import find
 

@@ -11,6 +11,7 @@ import torch
 
 from skipjoin.builtin import MODEL_NAME, builtin_model_path
 from skipjoin.config import ConfigError, EngineConfig
+from skipjoin.config.profile import ProfileKey
 from skipjoin.engine.profiling.profiler import profile_key
 from skipjoin.engine.sizing import device_blocks, host_blocks
 from skipjoin.exec.base import RankError
@@ -23,7 +24,6 @@ from skipjoin.model.config import ModelConfig
 from skipjoin.model.loader import load_model, resolve_folder
 from skipjoin.model.ops.threads import default_threads
 from skipjoin.model.parallel import check_shards
-from skipjoin.profile import ProfileKey
 from skipjoin.version import VERSION
 
 if TYPE_CHECKING:

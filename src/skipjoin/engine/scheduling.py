@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from skipjoin.config import EngineConfig
-from skipjoin.core.accounts import Ledger
+from skipjoin.core.kv.interface import Ledger
 from skipjoin.core.policy import CostModel, Policies
-from skipjoin.core.scheduler import Scheduler
+from skipjoin.core.scheduling.scheduler import Scheduler
 from skipjoin.engine.load import Loaded
 from skipjoin.exec.rank_spec import ModelExecutor
 from skipjoin.recipes import EngineLimits, Settings

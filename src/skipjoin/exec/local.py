@@ -6,6 +6,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
+from skipjoin.config.profile import Transfer
 from skipjoin.core.step import Direction, StepPlan, StepResult
 from skipjoin.exec.graphs import DecodeGraphs
 from skipjoin.exec.kv_store import KVStore
@@ -14,7 +15,6 @@ from skipjoin.exec.transfer import Copier
 from skipjoin.exec.worker import InFlightStep, Worker
 from skipjoin.model.causal_lm import CausalLM
 from skipjoin.model.cuda import use_device
-from skipjoin.profile import Transfer
 
 
 class LocalHandle:

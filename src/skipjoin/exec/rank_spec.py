@@ -12,16 +12,16 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
-from skipjoin.container import free_memory
+from skipjoin.config.profile import Transfer
 from skipjoin.core.request import Request
 from skipjoin.core.step import LINK, Direction, Move
 from skipjoin.exec.base import Executor, Handle
 from skipjoin.exec.fit import fit_times
 from skipjoin.exec.kv_store import KVStore
-from skipjoin.machine import cpu_name
 from skipjoin.model.causal_lm import CausalLM
 from skipjoin.model.kv_cache import PagedKV, QuantizedKV
-from skipjoin.profile import Transfer
+from skipjoin.system.container import free_memory
+from skipjoin.system.machine import cpu_name
 
 # Blocks per measured transfer, and bytes of the pools used.
 _TRANSFER_BLOCKS = tuple(2**power for power in range(9))

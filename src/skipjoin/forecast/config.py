@@ -16,7 +16,7 @@ from skipjoin.forecast.index import VectorIndex
 from skipjoin.forecast.mass import Array
 from skipjoin.forecast.models import Learnt, Model, PriorOnly
 from skipjoin.forecast.owners import MAX_OWNERS, OwnerForecasters
-from skipjoin.knobs import ConfigError
+from skipjoin.options import ConfigError
 
 FORECASTERS = (Learnt.name, Alise.name, PriorOnly.name)
 HASHED, EMBEDDINGS = "hashed", "embeddings"

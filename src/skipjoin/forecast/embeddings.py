@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from skipjoin.forecast.encode import SEEN, Hashed, unit
 from skipjoin.forecast.mass import Array
-from skipjoin.knobs import ConfigError
+from skipjoin.options import ConfigError
 
 # Embeddings wider than this are projected onto as many random directions, which keeps angles nearly as they are.
 _MOST_WIDTH = 256

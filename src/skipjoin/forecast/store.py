@@ -24,9 +24,9 @@ from typing import Any
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from skipjoin.durable import make_private, write_durably
-from skipjoin.folders import cache_folder, is_trusted
 from skipjoin.forecast.mass import Array
+from skipjoin.system.durable import make_private, write_durably
+from skipjoin.system.folders import cache_folder, is_trusted
 
 # Incremented when older states can no longer be read.
 FORMAT = 1

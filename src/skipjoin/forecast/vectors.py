@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from skipjoin.forecast.mass import Array
-from skipjoin.knobs import ConfigError
+from skipjoin.options import ConfigError
 from skipjoin.version import install_command
 
 # What a product with all vectors does in well under a millisecond.

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Hashable
 from typing import NamedTuple
 
-from skipjoin.core.claims import Lender
 from skipjoin.core.events import Claimed
+from skipjoin.core.kv.reservations import Lender
 from skipjoin.core.request import Request
 
 

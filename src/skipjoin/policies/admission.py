@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from skipjoin.core.accounts import KVAccounts
+from skipjoin.core.kv.interface import KVAccounts
 from skipjoin.core.policy import Grant, Wait
 from skipjoin.core.request import Request
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from skipjoin.core.context import StepContext
 from skipjoin.core.policy import (
     HELD,
     NEWCOMERS_HELD,
@@ -15,6 +14,7 @@ from skipjoin.core.policy import (
     Refusal,
 )
 from skipjoin.core.request import Request
+from skipjoin.core.scheduling.context import StepContext
 from skipjoin.policies.forward import saturating_tokens
 
 

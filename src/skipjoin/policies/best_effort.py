@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import inf
 
-from skipjoin.core.context import StepContext
 from skipjoin.core.policy import (
     ALL_HELD,
     HELD,
@@ -18,6 +17,7 @@ from skipjoin.core.policy import (
     rests,
 )
 from skipjoin.core.request import Request
+from skipjoin.core.scheduling.context import StepContext
 from skipjoin.core.step import StepShape
 from skipjoin.policies.step_load import LEAST_CHUNK, StepLoad, fitting_tokens
 

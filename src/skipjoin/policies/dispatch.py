@@ -6,8 +6,8 @@ import heapq
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from skipjoin.core.blocks import Key
 from skipjoin.core.events import Admitted, Event, Finished, Token
+from skipjoin.core.kv.block_pool import Key
 from skipjoin.core.policy import CostModel
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.core.step import StepShape

@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from skipjoin.core.accounts import KVAccounts
 from skipjoin.core.events import Preemption
+from skipjoin.core.kv.interface import KVAccounts
 from skipjoin.core.policy import CostModel, Eviction, Ordering
 from skipjoin.core.request import Request
 from skipjoin.core.step import LINK, Direction, StepShape

@@ -9,9 +9,9 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
 from operator import itemgetter
 
-from skipjoin.core.accounts import KVAccounts
-from skipjoin.core.claims import Account, Lender
 from skipjoin.core.forecast import Forecast
+from skipjoin.core.kv.interface import KVAccounts
+from skipjoin.core.kv.reservations import Account, Lender
 from skipjoin.core.policy import Callbacks, Grant, Wait
 from skipjoin.core.request import UNLIMITED, Band, Request
 from skipjoin.policies.econo import PaddedLengths, Phase, phase_of

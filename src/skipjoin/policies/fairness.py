@@ -11,7 +11,6 @@ from math import inf
 from operator import attrgetter
 from typing import Any
 
-from skipjoin.core.context import StepContext
 from skipjoin.core.policy import (
     ALL_HELD,
     HELD,
@@ -24,6 +23,7 @@ from skipjoin.core.policy import (
     rests,
 )
 from skipjoin.core.request import Request
+from skipjoin.core.scheduling.context import StepContext
 from skipjoin.core.step import Slice
 from skipjoin.policies.best_effort import LimitedBestEffort
 from skipjoin.policies.step_load import StepLoad, fitting_tokens

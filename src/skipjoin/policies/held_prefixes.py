@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from skipjoin.core.blocks import Key
+from skipjoin.core.kv.block_pool import Key
 
 
 class _Uses(NamedTuple):

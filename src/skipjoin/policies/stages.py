@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import tee
 
-from skipjoin.core.context import StepContext
 from skipjoin.core.policy import ALL_HELD, HELD, BatchBuilder, Batcher, CostModel, Refusal
 from skipjoin.core.request import Request
+from skipjoin.core.scheduling.context import StepContext
 from skipjoin.core.step import StepShape
 
 # What a further token, pair or request costs is read off beside a prefill of so many tokens: there no work hides behind

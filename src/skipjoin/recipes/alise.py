@@ -9,7 +9,7 @@ from typing import Annotated
 
 from skipjoin.core.policy import EvictionPolicy, Policies
 from skipjoin.core.request import Request
-from skipjoin.knobs import Knob
+from skipjoin.options import Knob
 from skipjoin.policies.eviction import Defer, ProactiveSwap, Recompute, Swap
 from skipjoin.policies.execution import ExecutionTime
 from skipjoin.policies.predictors import ForecastQuantile

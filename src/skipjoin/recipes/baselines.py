@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from skipjoin.core.policy import Batcher, Policies
-from skipjoin.knobs import Knob
+from skipjoin.options import Knob
 from skipjoin.policies.admission import OnDemand, WholeMaximum
 from skipjoin.policies.batching import RunToCompletion
 from skipjoin.policies.eviction import Recompute

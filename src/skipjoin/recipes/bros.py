@@ -8,7 +8,7 @@ from typing import Annotated
 
 from skipjoin.core.policy import EvictionPolicy, Policies
 from skipjoin.core.request import Target
-from skipjoin.knobs import Knob
+from skipjoin.options import Knob
 from skipjoin.policies.admission import OnDemand
 from skipjoin.policies.batching import Greedy
 from skipjoin.policies.deadlines import ByDeadline, NextTokens, StartedFirst

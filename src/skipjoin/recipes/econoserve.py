@@ -7,7 +7,7 @@ from typing import Annotated
 
 from skipjoin.core.policy import Policies
 from skipjoin.core.request import Request
-from skipjoin.knobs import ConfigError, Knob
+from skipjoin.options import ConfigError, Knob
 from skipjoin.policies.batching import TargetForward
 from skipjoin.policies.econo import ByArrival, ByGroup, ByObjective, PaddedLengths, QueueOrder, Tasks, TwoQueues
 from skipjoin.policies.eviction import Vacate

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Self
 
 from skipjoin.core.policy import EvictionPolicy, Policies
-from skipjoin.knobs import ConfigError, Knob
+from skipjoin.options import ConfigError, Knob
 from skipjoin.policies.eviction import DROP_SHARE, Defer, ProactiveSwap, Recompute, Swap
 from skipjoin.policies.mlfq import PROMOTION_SHARE, SkipJoinMlfq
 from skipjoin.policies.starvation import WorstCase, least_bound, most_requests, starvation_after, starvation_within

@@ -8,7 +8,7 @@ import traceback
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from skipjoin.knobs import ConfigError, unknown
+from skipjoin.options import ConfigError, unknown
 
 _SUFFIX = ".py"
 _T = TypeVar("_T")

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from skipjoin.core.policy import AdmissionPolicy, Batcher, EvictionPolicy, Ordering, Policies
 from skipjoin.core.request import Request
-from skipjoin.knobs import ConfigError, Knob
+from skipjoin.options import ConfigError, Knob
 from skipjoin.policies.admission import OnDemand
 from skipjoin.policies.batching import Greedy
 from skipjoin.policies.best_effort import LimitedBestEffort

@@ -9,7 +9,7 @@ from inspect import getdoc, signature
 from typing import Self, TypeVar, get_type_hints, overload
 
 from skipjoin.core.policy import CostModel, Policies
-from skipjoin.knobs import ConfigError, Setting, Value, check, nearest, settings_of
+from skipjoin.options import ConfigError, Setting, Value, check, nearest, settings_of
 from skipjoin.policies.cost import LinearCost
 from skipjoin.policies.ordering import BEST_EFFORT_WAIT_S
 from skipjoin.recipes.files import RecipeFile, load, parse

@@ -30,8 +30,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import uvloop
 
-from skipjoin.access import is_loopback, with_keys_of_files
 from skipjoin.config import ConfigError, EngineConfig, ForecastConfig, HangLimits, ServerConfig, check_not_one_card
+from skipjoin.config.access import is_loopback, with_keys_of_files
 from skipjoin.engine.forecasting import chosen_forecasts, open_keeper
 from skipjoin.model.config import ModelError
 from skipjoin.model.generation_config import sampling_defaults

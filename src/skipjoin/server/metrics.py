@@ -19,7 +19,6 @@ from prometheus_client.utils import floatToGoString
 
 from skipjoin.core.forecast import Forecast
 from skipjoin.engine.forecasting import Predicted
-from skipjoin.machine import resident_bytes
 from skipjoin.observe.metric_table import (
     BATCH_ENDS,
     BATCH_OPEN,
@@ -38,6 +37,7 @@ from skipjoin.observe.metric_table import (
 )
 from skipjoin.observe.metrics import Histogram
 from skipjoin.server.engines.messages import Ready
+from skipjoin.system.machine import resident_bytes
 
 
 class Metrics(Collector):

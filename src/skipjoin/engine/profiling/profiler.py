@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from skipjoin.config.profile import FitErrors, Profile, ProfileKey, Sample
 from skipjoin.core.request import Request
 from skipjoin.core.step import Direction, Slice, StepPlan, StepShape
 from skipjoin.engine.profiling.cases import Case, Limits, Pieces, cases
@@ -25,11 +26,10 @@ from skipjoin.engine.profiling.guess import guess_cost
 from skipjoin.exec.fit import cost_errors, fit_cost
 from skipjoin.exec.rank_spec import ModelExecutor, RankSpec, by_stage
 from skipjoin.exec.sampling import Sampling
-from skipjoin.machine import cpu_name
 from skipjoin.model.config import ModelConfig
 from skipjoin.policies.cost import LinearCost, scaled
-from skipjoin.profile import FitErrors, Profile, ProfileKey, Sample
 from skipjoin.sampling import SamplingParams
+from skipjoin.system.machine import cpu_name
 
 # Called with (current activity, share done in [0, 1]).
 OnProgress = Callable[[str, float], None]

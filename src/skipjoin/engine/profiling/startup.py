@@ -8,8 +8,9 @@ import time
 from pathlib import Path
 
 from skipjoin.config import ConfigError, EngineConfig
+from skipjoin.config.profile import Profile, ProfileKey, cache_profile, cached_profile, one_at_a_time, read_profile
 from skipjoin.core.engine import EngineCore
-from skipjoin.core.kv import KVLedger
+from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.request import Request
 from skipjoin.engine.driver import StepDriver
 from skipjoin.engine.load import Loaded, OnProgress, load
@@ -20,7 +21,6 @@ from skipjoin.engine.scheduling import depth_of, make_scheduler, recipe_settings
 from skipjoin.exec.rank_spec import ModelExecutor
 from skipjoin.exec.sampling import Sampling
 from skipjoin.policies.cost import LinearCost
-from skipjoin.profile import Profile, ProfileKey, cache_profile, cached_profile, one_at_a_time, read_profile
 from skipjoin.recipes import build
 from skipjoin.sampling import SamplingParams
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from skipjoin.container import usable_cpus
+from skipjoin.config.profile import Transfer
 from skipjoin.core.step import Direction
 from skipjoin.exec.base import RankError
 from skipjoin.exec.graphs import DecodeGraphs, graph_bytes, record_graphs, replays
@@ -40,7 +40,7 @@ from skipjoin.model.cuda import choose_device
 from skipjoin.model.loader import load_model
 from skipjoin.model.parallel import Alone, Group, Shard
 from skipjoin.model.torch_group import TorchGroup
-from skipjoin.profile import Transfer
+from skipjoin.system.container import usable_cpus
 from skipjoin.version import VERSION
 
 _SIOCGIFADDR = 0x8915

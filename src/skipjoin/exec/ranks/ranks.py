@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from skipjoin.config.profile import Transfer
 from skipjoin.core.step import LINK, Direction, StepPlan
 from skipjoin.exec.base import RankError
 from skipjoin.exec.rank_spec import MemoryBudget, RankSpec
@@ -19,7 +20,6 @@ from skipjoin.exec.ranks.rank_actor import RankActor, RankModel, RankPlace, vers
 from skipjoin.exec.ranks.sharded import ShardedExecutor, ShardedHandle
 from skipjoin.model.config import ModelError
 from skipjoin.model.parallel import Shard
-from skipjoin.profile import Transfer
 
 _log = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ import logging
 import os
 from pathlib import Path
 
-from skipjoin.folders import is_trusted
-from skipjoin.own_folder import OwnFolder
+from skipjoin.system.folders import is_trusted
+from skipjoin.system.own_folder import OwnFolder
 
 _log = logging.getLogger(__name__)
 

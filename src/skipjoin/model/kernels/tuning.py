@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
-from skipjoin.durable import make_private, write_durably
-from skipjoin.folders import cache_folder, is_trusted
+from skipjoin.system.durable import make_private, write_durably
+from skipjoin.system.folders import cache_folder, is_trusted
 
 _log = logging.getLogger(__name__)
 

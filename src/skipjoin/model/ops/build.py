@@ -13,9 +13,9 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from skipjoin.durable import is_sealed, make_private, scratch_folder, sealed, write_durably
-from skipjoin.folders import cache_folder, is_trusted, why_untrusted
-from skipjoin.own_folder import OwnFolder
+from skipjoin.system.durable import is_sealed, make_private, scratch_folder, sealed, write_durably
+from skipjoin.system.folders import cache_folder, is_trusted, why_untrusted
+from skipjoin.system.own_folder import OwnFolder
 
 _log = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 
-from skipjoin.durable import is_sealed, locked, sealed, write_durably
-from skipjoin.folders import cache_folder, is_trusted
+from skipjoin.system.durable import is_sealed, locked, sealed, write_durably
+from skipjoin.system.folders import cache_folder, is_trusted
 
 _log = logging.getLogger(__name__)
 

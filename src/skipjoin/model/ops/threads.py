@@ -7,7 +7,7 @@ import threading
 
 import torch
 
-from skipjoin.container import usable_cpus
+from skipjoin.system.container import usable_cpus
 
 _log = logging.getLogger(__name__)
 _own = threading.local()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from skipjoin.key_files import owner_of_key
+from skipjoin.config.key_files import owner_of_key
 from skipjoin.server.api.browsers import ANY_SITE, SiteRules, with_cors
 from skipjoin.server.api.errors import ApiError, unauthorized
 

@@ -17,8 +17,8 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
-from skipjoin.access import ANY, is_loopback
 from skipjoin.config import ServerConfig
+from skipjoin.config.access import ANY, is_loopback
 from skipjoin.server.api.errors import ApiError
 
 Headers = Iterable[tuple[bytes, bytes]]

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 
 from skipjoin.config import MAX_DEADLINE_MS, ServerConfig
+from skipjoin.config.key_files import AS_ALL
 from skipjoin.core.request import RequestOptions, ServiceClass, Target
-from skipjoin.key_files import AS_ALL
 from skipjoin.server.api.auth import ANONYMOUS
 from skipjoin.server.api.errors import bad_request
 from skipjoin.server.api.protocol import GenerationBody, ServiceTier, Slo

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from skipjoin.config import NOWHERE, ServerConfig
-from skipjoin.folders import cache_folder
+from skipjoin.system.folders import cache_folder
 
 # Environment variable with the folder of servers that are given none; "none": they have no batches.
 FOLDER_VARIABLE = "SKIPJOIN_BATCH_DIR"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 
-from skipjoin.core.accounts import Ledger
-from skipjoin.core.claim_tree import LedgerError
+from skipjoin.core.kv.interface import Ledger
+from skipjoin.core.kv.reservation_tree import LedgerError
 
 logger = logging.getLogger(__name__)
 

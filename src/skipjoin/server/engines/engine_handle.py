@@ -11,13 +11,13 @@ import msgspec
 import zmq
 
 from skipjoin.config import HANG_LIMITS, EngineConfig, HangLimits
-from skipjoin.container import oom_kills
-from skipjoin.own_folder import OwnFolder
 from skipjoin.server.engines.channel import Channel
 from skipjoin.server.engines.engine_client import ConnectedEngine, EngineClient
 from skipjoin.server.engines.engine_program import ENGINE_COMMAND, THREAD_WAITING, describe_end
 from skipjoin.server.engines.messages import EngineFailed, FromEngine, LoadProgress, Ready, Setup, Shutdown, ToEngine
 from skipjoin.server.engines.pulse import DUMP_S, HUNG_S, PULSE_S, PulseReader, ask_for_stacks, describe_hang
+from skipjoin.system.container import oom_kills
+from skipjoin.system.own_folder import OwnFolder
 
 # Seconds that an engine has to end on request, before it is killed.
 STOP_S = 5.0

@@ -27,7 +27,6 @@ from skipjoin.core.events import Event, Finished, Token
 from skipjoin.core.forecast import Forecast
 from skipjoin.core.request import DEFAULT_OPTIONS, FinishReason, Request, RequestOptions
 from skipjoin.core.step import StepPlan
-from skipjoin.machine import resident_bytes
 from skipjoin.model.config import ModelError
 from skipjoin.observe.metrics import EngineMetrics
 from skipjoin.observe.timeline import Timeline
@@ -58,6 +57,7 @@ from skipjoin.server.engines.messages import (
 )
 from skipjoin.server.engines.pulse import Pulse, print_stacks
 from skipjoin.server.engines.stall import StallWatch
+from skipjoin.system.machine import resident_bytes
 
 logger = logging.getLogger(__name__)
 

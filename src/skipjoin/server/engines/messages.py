@@ -198,8 +198,8 @@ class RequestState(msgspec.Struct, frozen=True, array_like=True):
     on the device or dropped; "swapped", with its KV on the host or moving. service: its class. is_urgent: whether it
     comes before the others of its class. place: in the scheduler's order, 0 is first;
     None without an engine. computed_tokens: tokens that have KV. device_blocks, host_blocks: KV blocks that it holds.
-    wait_reason, wait_s: what keeps it from running (`core.waits.WaitReason`), and for how many seconds; None while it
-    runs. short_blocks: KV blocks that were missing when it began to wait for them. predicted_tokens,
+    wait_reason, wait_s: what keeps it from running (`core.scheduling.waits.WaitReason`), and for how many seconds; None
+    while it runs. short_blocks: KV blocks that were missing when it began to wait for them. predicted_tokens,
     forecast_source: the expected length of its whole output, and what made that forecast; None without one.
     """
 

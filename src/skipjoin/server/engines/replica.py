@@ -7,11 +7,11 @@ import subprocess
 
 import msgspec
 
-from skipjoin.container import oom_kills
 from skipjoin.exec.ranks.cluster import import_ray
 from skipjoin.server.engines.engine_program import THREAD_WAITING, describe_end
 from skipjoin.server.engines.messages import Setup
 from skipjoin.server.engines.pulse import PulseReader, describe_hang, end_hung
+from skipjoin.system.container import oom_kills
 
 
 class EngineReplica:

@@ -17,13 +17,13 @@ from typing import Any, TypeVar
 import msgspec
 
 from skipjoin.config import HANG_LIMITS, EngineConfig, HangLimits
-from skipjoin.container import usable_cpus
 from skipjoin.exec.ranks.cluster import Cluster, ClusterError
 from skipjoin.server.engines.engine_client import ConnectedEngine, EngineClient
 from skipjoin.server.engines.engine_handle import EngineStartError
 from skipjoin.server.engines.link import EngineLink, EngineListener
 from skipjoin.server.engines.messages import EngineFailed, FromEngine, LoadProgress, Ready, Setup
 from skipjoin.server.engines.supervisor import CHECK_S, Needs, ReplicaSupervisor
+from skipjoin.system.container import usable_cpus
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,85 @@
+"""ALISE figure 9: response latency of 200 consecutive requests, `fcfs` against `alise`.
+
+    python benchmarks/papers/alise/figure09/run.py
+
+OPT-13B on ShareGPT. At the paper's 2 requests per second a V100 with 32 GB gets more than twice what it can compute,
+and an A100 with 40 GB has no queue: both are shown, and the V100 just above its capacity. The 200 requests are those in
+the middle of 300 s of arrivals.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[3]))
+from statistics import fmean
+
+from matplotlib.figure import Figure
+
+from papers.alise.setting import A100, NEAR_TRUE, REGRESSED, V100
+from papers.figures.pictures import legend_of, look
+from papers.figures.report import main, settings_of, table
+from papers.figures.runs import Options, Result, cells, poisson
+from papers.figures.variants import plain
+from skipjoin.observe.requests import RequestFacts, RequestLog
+from skipjoin.report.plots import style
+from skipjoin.sim.experiments.simulation import Cell, run
+
+VARIANTS = (*plain("fcfs", "fastserve"), NEAR_TRUE, REGRESSED[1])
+CASES = {"V100, 2 req/s": (V100["opt-13b"], 2.0), "V100, 1 req/s": (V100["opt-13b"], 1.0), "A100, 2 req/s": (A100, 2.0)}
+SAMPLED = 200
+COLUMNS = ("case", "variant", "mean latency s", "to fcfs", "faster than with fcfs", "TTFT s", "P95 TTFT s")
+
+
+def ended(cell: Cell) -> list[RequestFacts]:
+    """The requests of a run by arrival."""
+    facts: list[RequestFacts] = []
+    run(cell, on_events=RequestLog(facts.append).observe)
+    return sorted(facts, key=lambda one: one.id)
+
+
+def measure(options: Options) -> Result:
+    rows, latency = [], {}
+    workload = poisson("sharegpt")
+    for case, (machine, rate) in CASES.items():
+        found = {}
+        for variant in VARIANTS:
+            (cell,) = cells(variant.on(machine), workload, [rate], options, seeds=[0])
+            facts = ended(cell)
+            first = max(0, (len(facts) - SAMPLED) // 2)
+            found[variant.name] = facts[first : first + SAMPLED]
+        latency[case] = {name: [round(one.jct(0.0), 3) for one in mine] for name, mine in found.items()}
+        rows += [(case, name, *_row(latency[case], name, mine)) for name, mine in found.items()]
+    systems = [variant.on(machine) for machine, _ in CASES.values() for variant in VARIANTS]
+    return {
+        "settings": settings_of(systems, [workload], options, seeds=1),
+        "tables": [table("Latency of 200 consecutive requests (paper: 46 % less than with fcfs)", COLUMNS, rows)],
+        "latency_s": latency,
+    }
+
+
+def _row(latency: Mapping[str, list[float]], name: str, facts: list[RequestFacts]) -> tuple[object, ...]:
+    mine, first = latency[name], latency["fcfs"]
+    faster = sum(one < other for one, other in zip(mine, first, strict=True)) / len(mine)
+    ttft = sorted(one.ttft(0.0) for one in facts)
+    return fmean(mine), fmean(mine) / fmean(first), faster, fmean(ttft), ttft[int(0.95 * len(ttft))]
+
+
+def draw(result: Result) -> Mapping[str, Figure]:
+    figure = style.new_figure(style.WIDE_IN, 2.6)
+    panels = figure.subplots(1, len(CASES))
+    for axes, (case, found) in zip(panels, result["latency_s"].items(), strict=True):
+        for name in ("fcfs", NEAR_TRUE.name):
+            shape = look(name)
+            axes.plot(found[name], ".", color=shape.colour, ms=3, label=name)
+            axes.axhline(fmean(found[name]), color=shape.colour, linestyle=":", lw=1)
+        axes.set(title=case, xlabel="request", ylim=(0, None))
+    panels[0].set_ylabel("latency (s)")
+    legend_of(figure, panels[0])
+    return {"responses.png": figure}
+
+
+if __name__ == "__main__":
+    main(__file__, __doc__, measure, draw)

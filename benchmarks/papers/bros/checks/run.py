@@ -1,0 +1,122 @@
+"""What is wanted of BROS at 8 real-time requests per second of ShareGPT, and whether it holds.
+
+    SKIPJOIN_TRACES=FOLDER python benchmarks/papers/bros/checks/run.py
+
+OPT-13B on two A100s, 128 best-effort requests in flight, 120 s with several seeds, and the paper's ten minutes with
+one. Fails if `bros-swap` or `bros` does not keep the TTFT of 95 % of the real-time requests.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+
+sys.path.insert(0, str(Path(__file__).parents[3]))
+from matplotlib.figure import Figure
+
+from papers.bros.setting import (
+    BATCHED,
+    BROS,
+    FIELDS,
+    LATENCY,
+    PAPER_TIMES,
+    SHAREGPT,
+    SWAP,
+    TTFT_KEPT,
+    UNSHARED,
+    VARIANTS,
+    changes,
+    compared,
+    records_of,
+    said,
+    system,
+    value_of,
+    window,
+)
+from papers.figures.pictures import bars, look
+from papers.figures.report import main, table
+from papers.figures.runs import Options, Result, grid, mean, pick, run_plans
+from skipjoin.observe.record import Record
+from skipjoin.report.plots import style
+
+MODEL, RATE, SEEDS = "opt-13b", 8.0, 5
+WANTED = 0.95
+COMPARED = (*VARIANTS, UNSHARED)
+MOVED = {
+    "GB to the host": lambda record: record["kv"]["swapped_out_bytes"] / 1e9,
+    "slots saved": "kv.checkpointed_slots",
+    "shared blocks": "kv.shared_blocks_mean",
+    "computed again": "kv.recomputed_tokens",
+}
+
+
+def measure(options: Options) -> Result:
+    short, long = window(options), window(options, PAPER_TIMES)
+    systems = {variant.name: system(variant, MODEL) for variant in COMPARED}
+    plans = {
+        (MODEL, "sharegpt", name, variant.name): grid(
+            SHAREGPT.cells(variant, systems[variant.name], [RATE], extent, seeds=seeds)
+        )
+        for name, extent, seeds in ((f"{short.duration_s:g} s", short, SEEDS), (f"{long.duration_s:g} s", long, 1))
+        for variant in COMPARED
+    }
+    run_plans("checks", list(plans.values()), options)
+    records = records_of(plans, "model", "lengths", "lasting", "variant")
+    return {
+        "settings": said(list(systems.values()), [SHAREGPT], short, seeds=SEEDS),
+        "tables": [checks(records), compared("All of it", records, ("lasting", "variant"), {**FIELDS, **MOVED})],
+        "records": records,
+    }
+
+
+def checks(records: Sequence[Record]) -> Result:
+    """Changes against class-blind `fcfs`, with the least and the most over seeds, and whether the check holds."""
+    rows = []
+    for lasting in dict.fromkeys(record["lasting"] for record in records):
+        some = pick(records, lasting=lasting)
+        for variant in COMPARED:
+            kept = [value_of(record, TTFT_KEPT) for record in pick(some, variant=variant.name)]
+            found = [_percent(changes(some, variant.name, field)) for field in (LATENCY, BATCHED)]
+            rows.append((lasting, variant.name, *found, _range(kept, 3), _verdict(variant.name, kept)))
+    columns = ("real-time latency", "best-effort throughput", "TTFT kept", f"at least {WANTED:g}")
+    return table("Against class-blind fcfs: mean (least to most over seeds)", ("lasting", "variant", *columns), rows)
+
+
+def _verdict(name: str, kept: Sequence[float]) -> str:
+    """Whether the check holds with every seed; "-": it is not wanted of this variant."""
+    if name not in (SWAP.name, BROS.name):
+        return "-"
+    return "yes" if min(kept) >= WANTED else "no"
+
+
+def _percent(values: Sequence[float]) -> str:
+    return f"{_range([100 * value for value in values], 1, '+')} %"
+
+
+def _range(values: Sequence[float], digits: int, sign: str = "") -> str:
+    mean, *ends = (f"{value:{sign}.{digits}f}" for value in (fmean(values), min(values), max(values)))
+    return mean if len(values) == 1 else f"{mean} ({ends[0]} to {ends[1]})"
+
+
+def draw(result: Result) -> Mapping[str, Figure]:
+    shown = {
+        "latency (s/token)": LATENCY,
+        "TTFT within 0.4 s": TTFT_KEPT,
+        "best effort (req/s)": BATCHED,
+    }
+    records = pick(result["records"], lasting=result["records"][0]["lasting"])
+    names = [variant.name for variant in COMPARED]
+    figure = style.new_figure(style.WIDE_IN, 2.4)
+    for axes, (label, field) in zip(figure.subplots(1, len(shown)), shown.items(), strict=True):
+        series = {name: [mean(pick(records, variant=name), field)] for name in names}
+        bars(axes, [""], series, {name: look(name).colour for name in names})
+        axes.set_title(label)
+    style.legend(figure, *figure.axes[0].get_legend_handles_labels())
+    return {"checks.png": figure}
+
+
+if __name__ == "__main__":
+    result = main(__file__, __doc__, measure, draw)
+    sys.exit(any(row[-1] == "no" for row in result["tables"][0]["rows"]))

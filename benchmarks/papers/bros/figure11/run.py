@@ -1,0 +1,63 @@
+"""BROS figure 11: how many real-time requests get their first token within 0.4 s, and the others at 0.2 s each.
+
+    python benchmarks/papers/bros/figure11/run.py
+
+The runs of figure 10, read from its result.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+
+sys.path.insert(0, str(Path(__file__).parents[3]))
+from matplotlib.figure import Figure
+
+from papers.bros.setting import DATASETS, TPOT_KEPT, TTFT_KEPT, VARIANTS, against_rate, side_by_side, value_of
+from papers.figures.report import main, table
+from papers.figures.runs import Options, Result, pick
+from skipjoin.observe.record import Record
+
+NAMES = [variant.name for variant in VARIANTS]
+
+
+def measure(options: Options) -> Result:
+    found = json.loads((options.out.parent / "figure10" / "result.json").read_text(encoding="utf-8"))
+    kept = ("model", "lengths", "variant", "workload")
+    records = [
+        {part: record[part] for part in kept} | {"real_time": {"slo": record["real_time"]["slo"]}}
+        for record in found["records"]
+    ]
+    keys = ("lengths", "model", "rate_rps")
+    return {
+        "settings": found["settings"],
+        "tables": [
+            summary(records),
+            side_by_side("TTFT within 0.4 s, share of the real-time requests", records, keys, TTFT_KEPT),
+            side_by_side("TPOT within 0.2 s, share of the real-time requests", records, keys, TPOT_KEPT),
+        ],
+        "records": records,
+    }
+
+
+def summary(records: Sequence[Record]) -> Result:
+    """Means over rates and models."""
+    rows = [
+        (lengths, name, *(fmean(value_of(record, field) for record in some) for field in (TTFT_KEPT, TPOT_KEPT)))
+        for lengths in DATASETS
+        for name in NAMES
+        if (some := pick(records, lengths=lengths, variant=name))
+    ]
+    return table("Means over rates and models", ("lengths", "variant", "TTFT kept", "TPOT kept"), rows)
+
+
+def draw(result: Result) -> Mapping[str, Figure]:
+    fields = {"TTFT within 0.4 s": TTFT_KEPT, "TPOT within 0.2 s": TPOT_KEPT}
+    return {f"{name}.png": against_rate(pick(result["records"], lengths=name), fields, NAMES) for name in DATASETS}
+
+
+if __name__ == "__main__":
+    main(__file__, __doc__, measure, draw)

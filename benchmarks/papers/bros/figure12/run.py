@@ -1,0 +1,74 @@
+"""BROS figure 12: real-time requests alone.
+
+    SKIPJOIN_TRACES=FOLDER python benchmarks/papers/bros/figure12/run.py [--quick]
+
+OPT-13B on two A100s and OPT-30B on four, ShareGPT. `fcfs` stands for vLLM; TGI is not compared.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[3]))
+from matplotlib.figure import Figure
+
+from papers.bros.setting import (
+    BROS,
+    FCFS,
+    LATENCY,
+    TPOT_KEPT,
+    TTFT_KEPT,
+    Load,
+    against_rate,
+    compared,
+    records_of,
+    said,
+    system,
+    window,
+)
+from papers.figures.report import main
+from papers.figures.runs import Options, Result, grid, run_plans
+from papers.figures.variants import plain
+
+VARIANTS = (FCFS, *plain("fastserve"), BROS)
+RATES = (4.0, 8.0, 10.0, 12.0, 14.0, 16.0)
+MODELS, SEEDS, ALONE = ("opt-13b", "opt-30b"), 2, Load(in_flight=0)
+COLUMNS = {
+    "s/token": LATENCY,
+    "TTFT kept": TTFT_KEPT,
+    "TPOT kept": TPOT_KEPT,
+    "req/s while they arrive": "real_time.window.throughput_rps",
+    "tokens/s while they arrive": "real_time.window.throughput_tps",
+    "KV used": "kv.used_mean",
+}
+
+
+def measure(options: Options) -> Result:
+    options = window(options)
+    systems = {(model, variant.name): system(variant, model) for model in MODELS for variant in VARIANTS}
+    plans = {
+        (model, "sharegpt", variant.name): grid(
+            ALONE.cells(variant, systems[model, variant.name], options.some(RATES), options, seeds=SEEDS)
+        )
+        for model in MODELS
+        for variant in VARIANTS
+    }
+    run_plans("figure12", list(plans.values()), options)
+    records = records_of(plans, "model", "lengths", "variant")
+    return {
+        "settings": said(list(systems.values()), [ALONE], options, seeds=SEEDS),
+        "tables": [compared("Real-time requests alone", records, ("model", "rate_rps", "variant"), COLUMNS)],
+        "records": records,
+    }
+
+
+def draw(result: Result) -> Mapping[str, Figure]:
+    fields = {"latency (s/token)": LATENCY, "throughput (req/s)": "real_time.window.throughput_rps"}
+    names = [variant.name for variant in VARIANTS]
+    return {"alone.png": against_rate(result["records"], fields, names)}
+
+
+if __name__ == "__main__":
+    main(__file__, __doc__, measure, draw)

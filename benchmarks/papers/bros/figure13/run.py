@@ -1,0 +1,79 @@
+"""BROS figure 13: what its KV management brings.
+
+    SKIPJOIN_TRACES=FOLDER python benchmarks/papers/bros/figure13/run.py [--quick]
+
+OPT-30B on four A100s at 10 real-time requests per second, 128 best-effort requests in flight. Without it, requests that
+lose KV compute it again (`bros-recompute`, section 7.4.1); beside these `bros-swap`, which moves all KV of a request.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[3]))
+from matplotlib.figure import Figure
+
+from papers.bros.setting import (
+    BROS,
+    DATASETS,
+    FIELDS,
+    RECOMPUTE,
+    SWAP,
+    TPOT_KEPT,
+    TTFT_KEPT,
+    Load,
+    compared,
+    records_of,
+    said,
+    system,
+    window,
+)
+from papers.figures.pictures import bars, look
+from papers.figures.report import main
+from papers.figures.runs import Options, Result, grid, mean, pick, run_plans
+from skipjoin.report.plots import style
+
+MODEL, RATE, SEEDS = "opt-30b", 10.0, 3
+VARIANTS = (RECOMPUTE, SWAP, BROS)
+COLUMNS = {**FIELDS, "P99 TTFT s": "real_time.ttft_s.p99", "P99 TPOT s": "real_time.tpot_s.p99"}
+
+
+def measure(options: Options) -> Result:
+    options = window(options)
+    systems = {variant.name: system(variant, MODEL) for variant in VARIANTS}
+    loads = [Load(name) for name in DATASETS]
+    plans = {
+        (MODEL, load.dataset, variant.name): grid(
+            load.cells(variant, systems[variant.name], [RATE], options, seeds=SEEDS)
+        )
+        for load in loads
+        for variant in VARIANTS
+    }
+    run_plans("figure13", list(plans.values()), options)
+    records = records_of(plans, "model", "lengths", "variant")
+    return {
+        "settings": said(list(systems.values()), loads, options, seeds=SEEDS),
+        "tables": [compared(f"{MODEL} at {RATE:g} req/s", records, ("lengths", "variant"), COLUMNS)],
+        "records": records,
+    }
+
+
+def draw(result: Result) -> Mapping[str, Figure]:
+    fields = {"TTFT within 0.4 s": TTFT_KEPT, "TPOT within 0.2 s": TPOT_KEPT}
+    names = [variant.name for variant in VARIANTS]
+    figure = style.new_figure(style.NARROW_IN, 2.6)
+    for axes, (label, field) in zip(figure.subplots(1, len(fields)), fields.items(), strict=True):
+        series = {
+            name: [mean(pick(result["records"], lengths=one, variant=name), field) for one in DATASETS]
+            for name in names
+        }
+        bars(axes, list(DATASETS), series, {name: look(name).colour for name in names})
+        axes.set(ylim=(0, 1.1), title=label)
+    style.legend(figure, *figure.axes[0].get_legend_handles_labels())
+    return {"management.png": figure}
+
+
+if __name__ == "__main__":
+    main(__file__, __doc__, measure, draw)

@@ -1,0 +1,21 @@
+"""All figures of BROS's evaluation in the simulator, one after the other.
+
+SKIPJOIN_TRACES=FOLDER python benchmarks/papers/bros/run_all.py [--quick] [--only figure10,checks] [--jobs 2]
+    [--out FOLDER]
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from papers.figures.run_all import run_all
+
+HOME = Path(__file__).resolve().parent
+
+# Those of the paper, then those that it does not have. Figure 11 reads what figure 10 wrote, and comes after it.
+NAMES = ("figure10", "figure11", "figure12", "figure13", "figure14", "batch_size", "checks")
+
+if __name__ == "__main__":
+    run_all(HOME, __doc__, NAMES)

@@ -1,0 +1,252 @@
+"""The settings of BROS's evaluation: its machines, its workloads, and what is compared."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from papers.figures.pictures import curves, legend_of
+from papers.figures.report import settings_of, table
+from papers.figures.runs import Kept, Options, Result, cells, pick
+from papers.figures.variants import Variant, lasting, plain
+from skipjoin.core.request import ServiceClass
+from skipjoin.observe.record import Record, Slo
+from skipjoin.options import Value
+from skipjoin.report.bound import field_value
+from skipjoin.report.plots import style
+from skipjoin.sim.experiments.machines import Machine
+from skipjoin.sim.experiments.simulation import Cell
+from skipjoin.sim.experiments.system import System
+from skipjoin.workload.arrivals import parse_arrivals
+from skipjoin.workload.lengths import Lengths, parse_lengths
+from skipjoin.workload.workload import DEFAULT, Closed, ClosedMode, Stream, Synthetic
+
+# Section 7.1: objectives of real-time requests, groups of GPUs, blocks of 16 tokens.
+SLO = Slo(ttft_s=0.4, tpot_s=0.2)
+MACHINES = {
+    "opt-13b": Machine(model="opt-13b", hardware="a100-40gb:tp2", block_size=16),
+    "opt-30b": Machine(model="opt-30b", hardware="a100-40gb:tp4", block_size=16),
+    "llama-3-70b": Machine(model="llama-3-70b", hardware="a100-80gb:tp8", block_size=16),
+}
+# Real-time requests per second. The paper has 15 cases for three models and does not list them; it names 10 (section
+# 7.4.1) and 15 (section 7.2.1).
+RATES: Mapping[str, Sequence[float]] = {
+    "opt-13b": (4.0, 8.0, 10.0, 12.0),
+    "opt-30b": (4.0, 8.0, 10.0, 12.0),
+    "llama-3-70b": (4.0, 8.0, 10.0, 15.0),
+}
+DATASETS = ("sharegpt", "lmsys")
+# By dataset: real lengths with the means and deviations of table 2, in the folder that SKIPJOIN_TRACES names; and
+# where they are not, the built-in lengths with its means.
+_LENGTHS = {
+    "sharegpt": ("cal_sharegpt_bros.csv", "sharegpt*1.417,0.719"),
+    "lmsys": ("cal_lmsys_bros.csv", "lmsys*0.977,1.139"),
+}
+# Section 7.1 has these prompts and outputs, submitted as a batch when the batch before is complete. It does not say how
+# many.
+BEST_EFFORT, IN_FLIGHT = "uniform:512-1024,32-128", 128
+# Of the 300 s that a figure's runs usually have: 120 s. The paper's traces have 10 minutes.
+TIMES, PAPER_TIMES = 0.4, 2.0
+
+# -- what is compared -------------------------------------------------------------------------------------
+
+# To the first one all requests are alike, as to the paper's vLLM; under the others best effort comes second.
+BLIND = Variant("fcfs, class-blind", "fcfs")
+FCFS, ROUND_ROBIN, RECOMPUTE, SWAP, UNSHARED, BROS = plain(
+    "fcfs", "round-robin", "bros-recompute", "bros-swap", "bros-unshared", "bros"
+)
+VARIANTS = (BLIND, FCFS, ROUND_ROBIN, RECOMPUTE, SWAP, BROS)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Real-time requests beside best-effort ones.
+
+    dataset: the lengths of the real-time ones. in_flight: best-effort requests; 0: there are none.
+    """
+
+    dataset: str = "sharegpt"
+    in_flight: int = IN_FLIGHT
+    mode: ClosedMode = ClosedMode.BATCH
+
+    def workload(self, *, blind: bool) -> Synthetic:
+        """Its requests. blind: the best-effort ones are not called so."""
+        stream = Stream(DEFAULT, lengths(self.dataset), parse_arrivals("poisson"))
+        if not self.in_flight:
+            return Synthetic((stream,))
+        service = ServiceClass.REAL_TIME if blind else ServiceClass.BEST_EFFORT
+        closed = Closed("best-effort", parse_lengths(BEST_EFFORT), self.in_flight, self.mode, service=service)
+        return Synthetic((stream,), closed=(closed,))
+
+    def cells(
+        self, variant: Variant, of: System, rates: Sequence[float], options: Options, *, seeds: int
+    ) -> list[Cell]:
+        """A cell for each rate and seed of a variant, on this system."""
+        workload = self.workload(blind=variant is BLIND)
+        return cells(of, workload, rates, options, seeds=options.seeds(seeds), slo=SLO)
+
+
+SHAREGPT = Load()
+
+
+@cache
+def lengths(dataset: str) -> Lengths:
+    """Of real-time requests; where their file is missing, the built-in ones, which stderr and the settings say."""
+    file, built_in = _LENGTHS[dataset]
+    folder = os.environ.get("SKIPJOIN_TRACES")
+    if folder is not None and (path := Path(folder) / file).exists():
+        return parse_lengths(f"trace:{path}")
+    print(f"SKIPJOIN_TRACES names no folder with {file}: lengths are {built_in}", file=sys.stderr)
+    return parse_lengths(built_in)
+
+
+def system(variant: Variant, model: str = "opt-13b", **params: Value) -> System:
+    """The variant on the paper's GPUs for the model. params: of the recipe."""
+    return replace(variant, params={**variant.params, **params}).on(MACHINES[model])
+
+
+def window(options: Options, times: float = TIMES) -> Options:
+    """The same with the duration of these runs."""
+    return lasting(options, times)
+
+
+def records_of(plans: Mapping[tuple[Any, ...], Kept], *labels: str) -> list[Record]:
+    """The records of plans, whose keys are the values of the labels, with a part for each class."""
+    return [
+        {**dict(zip(labels, key, strict=True)), **_by_class(record)}
+        for key, plan in plans.items()
+        for record in plan.records
+    ]
+
+
+_CLASSES = {"real_time": DEFAULT, "best_effort": "best-effort"}
+
+
+def _by_class(record: Record) -> Record:
+    """A record with the figures of both classes, also where the scheduler did not tell them apart."""
+    streams = record.get("classes", {DEFAULT: record})
+    parts = {name: streams[stream] for name, stream in _CLASSES.items() if stream in streams}
+    kept = ("requests", "window", "normalized_latency_s", "ttft_s", "tpot_s", "slo", "wait_s")
+    own = {name: value for name, value in record.items() if name not in ("classes", "services")}
+    return own | {name: {field: part[field] for field in kept} for name, part in parts.items()}
+
+
+def said(systems: Sequence[System], loads: Sequence[Load], options: Options, *, seeds: int = 1) -> Result:
+    """The settings of a figure."""
+    closed = sorted({(load.in_flight, load.mode.value) for load in loads if load.in_flight})
+    texts = [f"{size} in flight (mode={mode})" for size, mode in closed]
+    note = f"Best effort: {BEST_EFFORT}, {', '.join(texts)}." if texts else "No best-effort requests."
+    datasets = dict.fromkeys(load.dataset for load in loads)
+    workloads = [Load(name).workload(blind=False) for name in datasets]
+    return settings_of(systems, workloads, options, seeds=seeds, note=note)
+
+
+# -- tables -----------------------------------------------------------------------------------------------
+
+Column = str | Callable[[Record], float]
+LATENCY, BATCHED = "real_time.normalized_latency_s.mean", "best_effort.window.throughput_rps"
+TTFT_KEPT, TPOT_KEPT = "real_time.slo.ttft_attained", "real_time.slo.tpot_attained"
+
+
+def all_tokens(record: Record) -> float:
+    """Output tokens per second of both classes, of requests that were complete while others were submitted."""
+    return float(sum(record[name]["window"]["throughput_tps"] for name in _CLASSES if name in record))
+
+
+def evicted(record: Record) -> float:
+    """How often a request lost its place on the device, in part or in whole."""
+    return float(sum(count for how, count in record["kv"]["preemptions"].items() if how != "pause"))
+
+
+FIELDS: Mapping[str, Column] = {
+    "s/token": LATENCY,
+    "TTFT kept": TTFT_KEPT,
+    "TPOT kept": TPOT_KEPT,
+    "best effort req/s": BATCHED,
+    "real time req/s": "real_time.window.throughput_rps",
+    "tokens/s, both": all_tokens,
+    "KV used": "kv.used_mean",
+    "evicted": evicted,
+}
+
+
+def compared(title: str, records: Sequence[Record], keys: Sequence[str], columns: Mapping[str, Column]) -> Result:
+    """A row for each combination of the keys' values, in the order of the records; means over what is left."""
+    rows = [
+        (*key, *(_mean(some, column) for column in columns.values())) for key, some in _grouped(records, keys).items()
+    ]
+    return table(title, (*(_HEADS.get(key, key) for key in keys), *columns), rows)
+
+
+def side_by_side(title: str, records: Sequence[Record], keys: Sequence[str], column: Column) -> Result:
+    """A column for each variant, a row for each combination of the keys' values; means over what is left."""
+    names = list(dict.fromkeys(record["variant"] for record in records))
+    rows = [
+        (*key, *(_mean(pick(some, variant=name), column) for name in names))
+        for key, some in _grouped(records, keys).items()
+    ]
+    return table(title, (*(_HEADS.get(key, key) for key in keys), *names), rows)
+
+
+_HEADS = {"rate_rps": "req/s", "in_flight": "in flight"}
+
+
+def _grouped(records: Sequence[Record], keys: Sequence[str]) -> dict[tuple[object, ...], list[Record]]:
+    """Records by the values of the keys: labels, and the rate."""
+    groups: dict[tuple[object, ...], list[Record]] = {}
+    for record in records:
+        values = (f"{record['workload'][key]:g}" if key == "rate_rps" else record[key] for key in keys)
+        groups.setdefault(tuple(values), []).append(record)
+    return groups
+
+
+def value_of(record: Record, column: Column) -> float:
+    """What a column shows of a record."""
+    return column(record) if callable(column) else field_value(record, column)
+
+
+def _mean(records: Sequence[Record], column: Column) -> float:
+    return fmean(value_of(record, column) for record in records)
+
+
+def changes(records: Sequence[Record], name: str, column: Column, base: str = BLIND.name) -> list[float]:
+    """How far a variant's figure is above that of another one, as a share of it, for each run that both have."""
+    others = {_run(record): value_of(record, column) for record in pick(records, variant=base)}
+    mine = {_run(record): value_of(record, column) for record in pick(records, variant=name)}
+    return [value / others[run] - 1 for run, value in mine.items()]
+
+
+def _run(record: Record) -> tuple[object, ...]:
+    """What a run has in common with the same of another variant."""
+    workload = record["workload"]
+    return (record["model"], record["lengths"], workload["rate_rps"], workload["seed"], workload["duration_s"])
+
+
+# -- pictures ---------------------------------------------------------------------------------------------
+
+
+def against_rate(records: Sequence[Record], fields: Mapping[str, str], names: Sequence[str]) -> Figure:
+    """A column of panels for each model and a row for each field, in each a line for each variant. fields: by what the
+    axis says."""
+    models = list(dict.fromkeys(record["model"] for record in records))
+    figure = style.new_figure(style.WIDE_IN, 0.6 + 1.9 * len(fields))
+    for (label, field), line in zip(
+        fields.items(), figure.subplots(len(fields), len(models), squeeze=False), strict=True
+    ):
+        for model, axes in zip(models, line, strict=True):
+            curves(axes, pick(records, model=model), names, field, by="variant")
+            axes.set_xlim(left=0)
+            axes.set_ylim(0, 1.05 if field.endswith("attained") else None)
+            axes.set_title(model)
+            axes.set_xlabel("real-time arrival rate (req/s)")
+        line[0].set_ylabel(label)
+    legend_of(figure, figure.axes[0])
+    return figure

@@ -1,0 +1,184 @@
+"""What is wanted of EconoServe's policies, and whether it holds.
+
+    python benchmarks/papers/econoserve/checks/run.py
+
+OPT-13B on one A100 with 12 GiB of KV, an overload unless another load is named. A claim is what a request may hold at
+once; the pool holds more claims than it has blocks only where some lie within others.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[3]))
+from matplotlib.figure import Figure
+
+from papers.econoserve.setting import SHAREGPT, SLO, said, system
+from papers.econoserve.watch import watched
+from papers.figures.pictures import bars
+from papers.figures.report import main, table
+from papers.figures.runs import Options, Result, pick, poisson
+from papers.figures.variants import Variant
+from skipjoin.observe.record import Record
+from skipjoin.options import Value
+from skipjoin.report.plots import style
+from skipjoin.sim.experiments.simulation import Cell, Extent
+from skipjoin.workload.workload import Synthetic, synthetic
+
+# Long and short outputs, half of each; rates are above what can be computed.
+MIXED = synthetic("fixed:64,960", "poisson", ["name=short,share=0.5,lengths=fixed:16,100,arrivals=poisson"])
+ALIKE, PROMPTS, SPREAD = map(poisson, ("fixed:64,256", "fixed:128,32", "uniform:16-512,16-900"))
+_S = 60.0
+CASES: dict[str, tuple[str, str | None, dict[str, Value], Synthetic, float]] = {
+    "mixed, econoserve": ("econoserve", "oracle", {}, MIXED, 5.0),
+    "mixed, econoserve-sdo": ("econoserve-sdo", "oracle", {}, MIXED, 5.0),
+    "mixed, econoserve-sd": ("econoserve-sd", "oracle", {}, MIXED, 5.0),
+    "noise, econoserve": ("econoserve", "noise:0.5", {}, poisson("sharegpt"), 5.0),
+    "alike, econoserve-sdo": ("econoserve-sdo", "oracle", {}, ALIKE, 8.0),
+    "spread, econoserve-sdo": ("econoserve-sdo", "oracle", {"length_range": 1}, SPREAD, 4.0),
+    "prompts, econoserve-sdo": ("econoserve-sdo", "oracle", {"reserve": 0.3}, PROMPTS, 80.0),
+    "no padding, econoserve": ("econoserve", "oracle", {"padding": 0.0}, poisson("sharegpt"), 5.0),
+    "fcfs": ("fcfs", None, {}, poisson("sharegpt"), 5.0),
+    "short forecasts, econoserve": ("econoserve", "noise:0.5", {"padding": 0.0}, poisson("sharegpt"), 5.0),
+    "short forecasts, econoserve-sdo": ("econoserve-sdo", "noise:0.5", {"padding": 0.0}, poisson("sharegpt"), 5.0),
+    "econoserve": ("econoserve", "oracle", {}, poisson("sharegpt"), 5.0),
+    "econoserve-sdo": ("econoserve-sdo", "oracle", {}, poisson("sharegpt"), 5.0),
+    "econoserve-sd": ("econoserve-sd", "oracle", {}, poisson("sharegpt"), 5.0),
+    "econoserve, longest first": ("econoserve", "oracle", {"order": "longest"}, poisson("sharegpt"), 5.0),
+    "econoserve-sdo, longest first": ("econoserve-sdo", "oracle", {"order": "longest"}, poisson("sharegpt"), 5.0),
+}
+
+
+def measure(options: Options) -> Result:
+    asked = [({"variant": name}, _cell(*case)) for name, case in CASES.items()]
+    records = watched(asked, options.jobs)
+    found = {record["variant"]: record for record in records}
+    rows = [(name, _shown(value), wanted, "yes" if holds else "no") for name, value, wanted, holds in checks(found)]
+    return {
+        "settings": said([cell.system for _, cell in asked], options, note=f"Every run lasts {_S:g} s."),
+        "tables": [table("Checks", ("check", "value", "wanted", "holds"), rows)],
+        "records": records,
+    }
+
+
+def _cell(recipe: str, predictor: str | None, params: dict[str, Value], workload: Synthetic, rate: float) -> Cell:
+    return Cell(system(Variant(recipe, recipe, predictor), SHAREGPT, **params), workload, Extent(rate, _S, 0), SLO)
+
+
+def _shown(value: object) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def checks(found: Mapping[str, Record]) -> list[tuple[str, object, str, bool]]:
+    """What is measured, its value, what is wanted, and whether it holds. found: records by case."""
+    return [*hosting(found), *forecasts(found), *objectives(found)]
+
+
+def hosting(found: Mapping[str, Record]) -> list[tuple[str, object, str, bool]]:
+    """That lent KV is physical, and groups are."""
+    mixed, plain = found["mixed, econoserve"], found["mixed, econoserve-sdo"]
+    claims = mixed["watch"]["most_claimed"], plain["watch"]["most_claimed"]
+    moved = mixed["kv"]["swapped_out_bytes"] + mixed["kv"]["swapped_in_bytes"]
+    share = mixed["watch"]["hosted"] / mixed["requests"]["finished"]
+    ratio = mixed["jct_s"]["mean"] / plain["jct_s"]["mean"]
+    per_token = _per_token(mixed, plain)
+    on_sharegpt = _per_token(found["econoserve"], found["econoserve-sdo"])
+    unordered = _per_token(mixed, found["mixed, econoserve-sd"])
+    noisy, alike = found["noise, econoserve"], found["alike, econoserve-sdo"]["watch"]
+    size = found["spread, econoserve-sdo"]["groups"]["mean_size"]
+    forward = _reached(found["prompts, econoserve-sdo"])
+    return [
+        ("1 claims at one time to the pool, econoserve", claims[0], "above 1", claims[0] > 1),
+        ("1 the same, econoserve-sdo", claims[1], "at most 1", claims[1] <= 1),
+        ("1 swapped bytes", moved, "0", moved == 0),
+        ("1 hosted, share of requests", share, "at least 0.2", share >= 0.2),
+        ("1 mean JCT to econoserve-sdo", ratio, "at most 0.75", ratio <= 0.75),
+        ("1 mean s/token to econoserve-sdo", per_token, "at most 0.75", per_token <= 0.75),
+        ("1 the same, econoserve-sd, which does not order", unordered, "at most 0.75", unordered <= 0.75),
+        ("1 the same, econoserve-sdo, ShareGPT", on_sharegpt, "at most 0.75", on_sharegpt <= 0.75),
+        ("2 vacated with noise:0.5", noisy["watch"]["vacated"], "above 0", noisy["watch"]["vacated"] > 0),
+        ("2 unfinished", noisy["requests"]["unfinished"], "0", noisy["requests"]["unfinished"] == 0),
+        ("3 groups that end with one step, equal lengths", alike["synced"], "1", alike["synced"] == 1),
+        ("3 mean size of groups, uniform lengths", size, "below 1.5", size < 1.5),
+        ("4 steps at 0.9 of target while prompts fit the reserve", forward, "at least 0.9", forward >= 0.9),
+    ]
+
+
+def _per_token(one: Record, other: Record) -> float:
+    return float(one["normalized_latency_s"]["mean"] / other["normalized_latency_s"]["mean"])
+
+
+def _reached(record: Record) -> float:
+    """The share of plans that reach 0.9 of the target, of those while a prompt waits that the reserve has room for."""
+    plans = {int(tokens): count for tokens, count in record["watch"]["forwards"].items()}
+    near = sum(count for tokens, count in plans.items() if tokens >= 0.9 * record["forward"]["target"])
+    return near / max(1, sum(plans.values()))
+
+
+def forecasts(found: Mapping[str, Record]) -> list[tuple[str, object, str, bool]]:
+    """What forecasts that are right and wrong lead to."""
+    exact, other = (_lost(found[name]) for name in ("no padding, econoserve", "fcfs"))
+    first, lending = (_first(found[f"short forecasts, {name}"]) for name in ("econoserve-sdo", "econoserve"))
+    return [
+        ("5 dropped and swapped, lengths known, no padding", exact, "0", exact == 0),
+        ("5 the same, fcfs", other, "above 0", other > 0),
+        ("5 first uses, forecasts too short", " ".join(first), "reserve pause", first[:2] == ["reserve", "pause"]),
+        (
+            "5 the same where KV is lent: guests that overrun lose it",
+            " ".join(lending),
+            "reserve first",
+            lending[0] == "reserve",
+        ),
+    ]
+
+
+def _first(record: Record) -> list[str]:
+    """The ways to handle claims that are too small, in the order of their first use."""
+    first = record["watch"]["first"]
+    return sorted((way for way in first if way != "more"), key=first.__getitem__)
+
+
+def _lost(record: Record) -> int:
+    kinds = record["kv"]["preemptions"]
+    return int(kinds["swap"] + kinds["drop"])
+
+
+def objectives(found: Mapping[str, Record]) -> list[tuple[str, object, str, bool]]:
+    """Attainment, KV and throughput in an overload."""
+    met = {name: record["slo"]["jct_attained"] for name, record in found.items()}
+    kv = found["econoserve"]["kv"]
+    ratio = found["econoserve"]["throughput_tps"] / found["fcfs"]["throughput_tps"]
+    rise = met["econoserve-sdo"] - met["econoserve-sd"]
+    rows: list[tuple[str, object, str, bool]] = [
+        ("6 attainment, econoserve-sdo less econoserve-sd", rise, "above 0", rise > 0),
+        ("6 KV allocated", kv["allocated_mean"], "at least 0.9", kv["allocated_mean"] >= 0.9),
+        ("6 KV used", kv["used_mean"], "at most 0.65", kv["used_mean"] <= 0.65),
+        ("6 tokens/s to fcfs, until the last request ends", ratio, "below 1: fcfs is ahead", ratio < 1),
+    ]
+    for name in ("fcfs", "econoserve-sd", "econoserve-sdo", "econoserve"):
+        rows.append((f"6 attainment, {name}", met[name], "printed", True))
+    for name in ("econoserve-sdo, longest first", "econoserve, longest first"):
+        rows.append((f"6 attainment, {name}", met[name], "printed", True))
+    return rows
+
+
+def draw(result: Result) -> Mapping[str, Figure]:
+    names: Sequence[str] = ("fcfs", "econoserve-sd", "econoserve-sdo", "econoserve")
+    records = [pick(result["records"], variant=name)[0] for name in names]
+    figure = style.new_figure(style.NARROW_IN, 2.8)
+    axes = figure.add_subplot()
+    series = {
+        "attainment": [record["slo"]["jct_attained"] for record in records],
+        "KV used": [record["kv"]["used_mean"] for record in records],
+        "KV allocated": [record["kv"]["allocated_mean"] for record in records],
+    }
+    bars(axes, list(names), series, dict(zip(series, style.COLOURS, strict=False)))
+    axes.set_ylim(0, 1.05)
+    style.legend(figure, *axes.get_legend_handles_labels())
+    return {"checks.png": figure}
+
+
+if __name__ == "__main__":
+    main(__file__, __doc__, measure, draw)

@@ -1,0 +1,102 @@
+"""EconoServe figure 1: schedulers compared where lengths are known.
+
+    python benchmarks/papers/econoserve/figure01/run.py [--quick]
+
+OPT-13B on one A100, three traces, 1.2 times what `fcfs` computes. Throughput, KV, forward size, requests whose KV was
+lost because blocks were short, the parts of the completion time, and how many requests a step ends.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[3]))
+from matplotlib.figure import Figure
+
+from papers.econoserve.setting import ABLATIONS, BASELINES, TRACES, UTILISATION, compared, known, loaded, said, system
+from papers.econoserve.watch import watched
+from papers.figures.pictures import bars
+from papers.figures.report import main, table
+from papers.figures.runs import Options, Result, pick
+from skipjoin.observe.record import Record
+from skipjoin.report.plots import style
+
+LOAD = 1.2
+# The paper's first measurement knows all lengths (section 2.1).
+VARIANTS = tuple(map(known, (*BASELINES, *ABLATIONS)))
+TIMES = {
+    "JCT s": "jct_s.mean",
+    "waiting s": "breakdown_s.queueing",
+    "execution s": "breakdown_s.execution",
+    "swapping s": "breakdown_s.swapping",
+    "lost KV, share of requests": "watch.failed",
+    "swapped": "kv.preemptions.swap",
+    "dropped": "kv.preemptions.drop",
+    "decision ms": "decision_ms.mean",
+}
+# Requests that end with a step, up to this many.
+_MOST_ENDS = 4
+
+
+def measure(options: Options) -> Result:
+    asked = [
+        ({"lengths": trace.lengths, "variant": variant.name}, cell)
+        for trace in TRACES.values()
+        for variant in VARIANTS
+        for cell in loaded(system(variant, trace), trace, [LOAD], options)
+    ]
+    records = watched(asked, options.jobs)
+    systems = [system(variant, trace) for trace in TRACES.values() for variant in VARIANTS]
+    return {
+        "settings": said(systems, options, note="Lengths are known."),
+        "tables": [
+            compared("Utilisation", records, ("lengths", "variant"), UTILISATION),
+            compared("Time and lost KV", records, ("lengths", "variant"), TIMES),
+            _ends(records),
+        ],
+        "records": records,
+    }
+
+
+def _ends(records: list[Record]) -> Result:
+    """Shares of steps by the requests that end with them (figure 1f)."""
+    rows = []
+    for record in records:
+        ends = {int(number): steps for number, steps in record["watch"]["ends"].items()}
+        total = sum(ends.values())
+        more = sum(steps for number, steps in ends.items() if number >= _MOST_ENDS)
+        shares = [ends.get(number, 0) / total for number in range(_MOST_ENDS)]
+        rows.append((record["lengths"], record["variant"], *shares, more / total))
+    columns = (*map(str, range(_MOST_ENDS)), f"{_MOST_ENDS} or more")
+    return table("Steps by the requests that they end, shares", ("lengths", "variant", *columns), rows)
+
+
+def draw(result: Result) -> Mapping[str, Figure]:
+    shown = {
+        "throughput (tokens/s)": "throughput_tps",
+        "KV used": "used_mean",
+        "KV allocated": "allocated_mean",
+        "completion time (s)": "jct_s",
+    }
+    names = [variant.name for variant in VARIANTS]
+    figure = style.new_figure(style.WIDE_IN, 6.0)
+    for axes, (label, field) in zip(figure.subplots(4, 1, sharex=True), shown.items(), strict=True):
+        series = {name: [_height(one, field) for one in pick(result["records"], lengths=name)] for name in TRACES}
+        bars(axes, names, series, dict(zip(TRACES, style.COLOURS, strict=False)))
+        axes.set_ylabel(label)
+        if field in ("throughput_tps", "jct_s"):
+            axes.set_yscale("log")
+    axes.tick_params(axis="x", rotation=30)
+    style.legend(figure, *figure.axes[0].get_legend_handles_labels())
+    return {"schedulers.png": figure}
+
+
+def _height(record: Record, field: str) -> float:
+    value = record["kv"].get(field, record.get(field))
+    return float(value["mean"] if isinstance(value, dict) else value)
+
+
+if __name__ == "__main__":
+    main(__file__, __doc__, measure, draw)

@@ -1,0 +1,86 @@
+"""EconoServe figure 5: claims that are too large and too small, and what a request loses that outgrows its claim.
+
+    python benchmarks/papers/econoserve/figure05/run.py [--quick]
+
+OPT-13B on one A100 at 1.2 times what `fcfs` computes, forecasts with the trace's noise. `econoserve-sd` with a
+reserve from which requests that outgrow a claim get more, and without one, so that they pause; beside it what takes
+KV away under other recipes: `fcfs` drops it, `fastserve-reactive` swaps it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[3]))
+from matplotlib.figure import Figure
+
+from papers.econoserve.setting import SYNCED, TRACES, compared, loaded, said, system
+from papers.econoserve.watch import watched
+from papers.figures.pictures import bars
+from papers.figures.report import main
+from papers.figures.runs import Options, Result, pick
+from papers.figures.variants import Variant, plain
+from skipjoin.options import Value
+from skipjoin.report.plots import style
+
+LOAD, SEEDS = 1.2, 1
+FIELDS = {
+    "over": "watch.over",
+    "under": "watch.under",
+    "outgrown": "watch.outgrown",
+    "paused, share of JCT": "watch.away.pause",
+    "swapped, share of JCT": "watch.away.swap",
+    "dropped, share of JCT": "watch.away.drop",
+    "JCT s": "jct_s.mean",
+    "pauses": "kv.preemptions.pause",
+    "swaps": "kv.preemptions.swap",
+    "drops": "kv.preemptions.drop",
+}
+
+
+def variants() -> list[tuple[str, Variant, dict[str, Value]]]:
+    """Names, variants and parameters that are not the trace's."""
+    econoserve = [(f"reserve {share:g}", SYNCED, {"reserve": share}) for share in (0.0, 0.02, 0.1)]
+    others = [(variant.name, variant, {}) for variant in plain("fcfs", "fastserve-reactive")]
+    return [("the trace's reserve", SYNCED, {}), *econoserve, *others]
+
+
+def measure(options: Options) -> Result:
+    systems = {
+        (name, label): system(variant, trace, **params)
+        for name, trace in TRACES.items()
+        for label, variant, params in variants()
+    }
+    asked = [
+        ({"lengths": name, "variant": label}, cell)
+        for (name, label), of in systems.items()
+        for cell in loaded(of, TRACES[name], [LOAD], options, seeds=SEEDS)
+    ]
+    records = watched(asked, options.jobs)
+    return {
+        "settings": said(list(systems.values()), options, seeds=SEEDS),
+        "tables": [compared("Claims and what outgrowing them costs", records, ("lengths", "variant"), FIELDS)],
+        "records": records,
+    }
+
+
+def draw(result: Result) -> Mapping[str, Figure]:
+    figure = style.new_figure(style.NARROW_IN, 2.8)
+    axes = figure.add_subplot()
+    series = {
+        side: [
+            100 * pick(result["records"], lengths=name, variant="the trace's reserve")[0]["watch"][side]
+            for name in TRACES
+        ]
+        for side in ("over", "under")
+    }
+    bars(axes, list(TRACES), series, {"over": style.BLUE, "under": style.VERMILION})
+    axes.set_ylabel("% of the claim")
+    style.legend(figure, *axes.get_legend_handles_labels())
+    return {"claims.png": figure}
+
+
+if __name__ == "__main__":
+    main(__file__, __doc__, measure, draw)

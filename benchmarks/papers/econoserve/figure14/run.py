@@ -1,0 +1,88 @@
+"""EconoServe figure 14: how long decisions take.
+
+    python benchmarks/papers/econoserve/figure14/run.py [--quick]
+
+OPT-13B on one A100, three traces at 1.2 times what `fcfs` computes, and 3,000 requests of ShareGPT at once.
+Wall-clock times of this machine's scheduler on one core, one run at a time; all else is simulated.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[3]))
+from matplotlib.figure import Figure
+
+from papers.econoserve.setting import (
+    ABLATIONS,
+    BASELINES,
+    SHAREGPT,
+    SLO,
+    SPLIT,
+    TRACES,
+    compared,
+    loaded,
+    records_of,
+    said,
+    system,
+)
+from papers.figures.pictures import bars
+from papers.figures.report import main
+from papers.figures.runs import Options, Result, grid, pick, poisson, run_plans
+from skipjoin.observe.record import Record
+from skipjoin.report.plots import style
+from skipjoin.sim.experiments.simulation import Cell, Extent
+
+LOAD, VARIANTS = 1.2, (*BASELINES, SPLIT, *ABLATIONS)
+# All at once, for so many seconds.
+QUEUED, _WATCHED_S = 3000, 30.0
+
+
+def share(record: Record) -> float:
+    """Decision time as a share of the run's simulated time."""
+    return float(record["decision_ms"]["mean"] * record["steps"] / 1000 / record["duration_s"])
+
+
+FIELDS = {
+    "ms": "decision_ms.mean",
+    "P99 ms": "decision_ms.p99",
+    "share of the run": share,
+    "steps": "steps",
+    "requests in a step": "batch_mean",
+}
+
+
+def measure(options: Options) -> Result:
+    systems = {(name, variant.name): system(variant, trace) for name, trace in TRACES.items() for variant in VARIANTS}
+    plans = {key: grid(loaded(of, TRACES[key[0]], [LOAD], options)) for key, of in systems.items()}
+    for variant in VARIANTS:
+        cell = Cell(system(variant, SHAREGPT), poisson("sharegpt"), Extent(1e5, None, 0, QUEUED, _WATCHED_S), SLO)
+        plans[f"sharegpt, {QUEUED} at once", variant.name] = grid([cell])
+    run_plans("figure14", list(plans.values()), replace(options, jobs=1))
+    records = records_of(plans, "case", "variant")
+    return {
+        "settings": said(list(systems.values()), options),
+        "tables": [compared("Decision time", records, ("case", "variant"), FIELDS)],
+        "records": records,
+    }
+
+
+def draw(result: Result) -> Mapping[str, Figure]:
+    figure = style.new_figure(style.WIDE_IN, 2.8)
+    axes = figure.add_subplot()
+    records = result["records"]
+    names = list(dict.fromkeys(record["variant"] for record in records))
+    cases = list(dict.fromkeys(record["case"] for record in records))
+    series = {case: [one["decision_ms"]["mean"] for one in pick(records, case=case)] for case in cases}
+    bars(axes, names, series, dict(zip(cases, style.COLOURS, strict=False)))
+    axes.set(ylabel="ms for a decision", yscale="log")
+    axes.tick_params(axis="x", rotation=30)
+    style.legend(figure, *axes.get_legend_handles_labels())
+    return {"decisions.png": figure}
+
+
+if __name__ == "__main__":
+    main(__file__, __doc__, measure, draw)

@@ -1,0 +1,215 @@
+"""What the figures need beside records: groups, claims that were too small, KV of those that wait, ends of steps."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from statistics import fmean
+from typing import Any
+
+from papers.econoserve.setting import labelled
+from papers.figures.runs import slim
+from skipjoin.core.events import Arrived, Claimed, Computed, Event, Finished, Planned, Preempted, Preemption, Started
+from skipjoin.core.request import Request
+from skipjoin.observe.record import Record, percentile, rounded
+from skipjoin.policies.exact_claims import PROMPTS
+from skipjoin.sim.experiments.simulation import Cell, run
+
+# Plans between two looks at the requests that wait.
+_EVERY = 16
+NEW, PREEMPTED, CHUNKED = "new generation", "preempted generation", "chunked prompt"
+
+
+class Watch:
+    """Folds the events of a run. blocks, block_size: the KV pool. reserve: the share of it that prompts have.
+
+    A request has outgrown its claim when it asks for more than the first claim for its whole output. While one waits,
+    it is a chunked prompt, a new generation or, after it ran once, a preempted one.
+    """
+
+    def __init__(self, blocks: int, block_size: int, reserve: float = 0.0) -> None:
+        self._blocks = blocks
+        self._block_size = block_size
+        self._reserve = math.ceil(reserve * blocks)
+        self._live: dict[Request, None] = {}
+        self._requests = 0
+        self._exact: dict[Request, int] = {}  # blocks of the first claim for the whole output
+        self._outgrown: set[Request] = set()
+        self._lost: set[Request] = set()  # swapped or dropped once
+        self._stopped: dict[Request, tuple[float, Preemption]] = {}
+        self._away_s: defaultdict[Request, dict[Preemption, float]] = defaultdict(dict)
+        self._shares: dict[Preemption, list[float]] = {how: [] for how in Preemption}
+        self._over: list[float] = []
+        self._under: list[float] = []
+        self._claims: dict[Request, Claimed] = {}
+        self._claimed = self._most_claimed = 0  # blocks of all claims together
+        self._prompts = 0  # blocks that the reserve has lent to prompts
+        self._hosted: set[Request] = set()
+        self._vacated = 0
+        self._fresh: dict[Request, None] = {}  # those that never ran
+        self._forwards: Counter[int] = Counter()  # tokens of plans while a prompt waits that the reserve has room for
+        self._groups: defaultdict[tuple[float, object], list[Request]] = defaultdict(list)
+        self._ended_at: dict[Request, float] = {}
+        self._ends_at: Counter[float] = Counter()
+        self._steps = 0
+        self._held: dict[str, list[float]] = {NEW: [], PREEMPTED: [], CHUNKED: []}
+        self._plans = 0
+        self.first: dict[str, float] = {}  # when each way to handle a claim that is too small was first used
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            Arrived: self._arrive,
+            Claimed: self._claim,
+            Started: self._start,
+            Preempted: self._preempt,
+            Planned: self._plan,
+            Computed: self._compute,
+            Finished: self._finish,
+        }
+
+    def observe(self, events: Iterable[Event]) -> None:
+        """Take what happened, in order."""
+        for event in events:
+            if (handle := self._handlers.get(type(event))) is not None:
+                handle(event)
+
+    def figures(self) -> Record:
+        """What came of it. Shares are of requests; `over` and `under` are of the first exact claim, `away` of the
+        completion time of the requests that were preempted so, `most_claimed` of the pool."""
+        count = max(1, self._requests)
+        ends = Counter(self._ends_at.values())
+        ends[0] = self._steps - ends.total()
+        sizes = Counter(map(len, self._groups.values()))
+        return {
+            "failed": rounded(len(self._lost) / count),
+            "outgrown": rounded(len(self._outgrown) / count),
+            "over": _mean(self._over),
+            "under": _mean(self._under),
+            "away": {how.name.lower(): _mean(shares) for how, shares in self._shares.items()},
+            "held": {name: _spread(values) for name, values in self._held.items()},
+            "ends": {str(number): ends[number] for number in sorted(ends)},
+            "group_sizes": {str(size): number for size, number in sorted(sizes.items())},
+            "synced": self._synced(),
+            "hosted": len(self._hosted),
+            "vacated": self._vacated,
+            "most_claimed": rounded(self._most_claimed / self._blocks),
+            "forwards": {str(tokens): plans for tokens, plans in sorted(self._forwards.items())},
+            "first": self.first,
+        }
+
+    def _synced(self) -> float | None:
+        """The share of groups of several requests whose members all end with one step."""
+        groups = [members for members in self._groups.values() if len(members) > 1]
+        return _mean([len({self._ended_at.get(member) for member in members}) == 1 for members in groups])
+
+    # -- folding ------------------------------------------------------------------------------------------
+
+    def _arrive(self, event: Arrived) -> None:
+        self._live[event.request] = self._fresh[event.request] = None
+        self._requests += 1
+
+    def _claim(self, event: Claimed) -> None:
+        request = event.request
+        self._set(request, event)
+        if isinstance(event.lender, Request):
+            self._hosted.add(request)
+        if event.group is not None:
+            self._groups[event.now, event.group].append(request)
+        if request in self._exact:
+            self._outgrown.add(request)
+            self.first.setdefault("reserve" if event.drawn else "more", event.now)
+        elif request.output or isinstance(event.lender, Request):
+            self._exact[request] = event.blocks
+
+    def _set(self, request: Request, claim: Claimed | None) -> None:
+        """The claim that the request has from now on; None: none."""
+        for one, sign in ((self._claims.pop(request, None), -1), (claim, 1)):
+            if one is not None:
+                self._claimed += sign * one.blocks
+                self._prompts += sign * one.blocks * (one.lender is PROMPTS)
+        if claim is not None:
+            self._claims[request] = claim
+
+    def _start(self, event: Started) -> None:
+        self._fresh.pop(event.request, None)
+        if (stopped := self._stopped.pop(event.request, None)) is not None:
+            since, how = stopped
+            away = self._away_s[event.request]
+            away[how] = away.get(how, 0.0) + event.now - since
+
+    def _preempt(self, event: Preempted) -> None:
+        request, how = event.request, event.how
+        if how is not Preemption.PAUSE:
+            self._lost.add(request)
+            claim = self._claims.get(request)
+            self._vacated += claim is not None and isinstance(claim.lender, Request)
+            self._set(request, None)
+        elif request not in self._exact:
+            return  # its prompt is computed, and it waits for its claim
+        else:
+            self._outgrown.add(request)
+        self.first.setdefault(how.name.lower(), event.now)
+        since, _ = self._stopped.get(request, (event.now, how))
+        self._stopped[request] = (since, how)
+
+    def _plan(self, event: Planned) -> None:
+        self._plans += 1
+        self._most_claimed = max(self._most_claimed, self._claimed)
+        runs = {piece.request for piece in event.plan.slices}
+        waiting = next((request for request in self._fresh if request not in runs), None)
+        if waiting is not None and self._prompts + -(-len(waiting.prompt) // self._block_size) <= self._reserve:
+            self._forwards[sum(piece.tokens for piece in event.plan.slices)] += 1
+        if self._plans % _EVERY:
+            return
+        for request in self._live:
+            if request.computed and request not in runs:
+                self._held[self._kind(request)].append(request.computed / (self._blocks * self._block_size))
+
+    def _kind(self, request: Request) -> str:
+        if request.computed < len(request.prompt):
+            return CHUNKED
+        return PREEMPTED if request in self._exact else NEW
+
+    def _compute(self, event: Computed) -> None:
+        self._steps += bool(event.result.plan.slices)
+
+    def _finish(self, event: Finished) -> None:
+        request = event.request
+        self._live.pop(request, None)
+        self._fresh.pop(request, None)
+        self._set(request, None)
+        self._ended_at[request] = event.now
+        self._ends_at[event.now] += 1
+        for how, seconds in self._away_s.pop(request, {}).items():
+            self._shares[how].append(seconds / (event.now - request.arrival))
+        if (claimed := self._exact.pop(request, None)) is not None:
+            # The last token's KV is never computed.
+            needed = -(-(len(request.prompt) + len(request.output) - 1) // self._block_size)
+            self._over.append(max(0, claimed - needed) / claimed)
+            self._under.append(max(0, needed - claimed) / claimed)
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return rounded(fmean(values)) if values else None
+
+
+def _spread(values: list[float]) -> Record:
+    found = sorted(values)
+    points = {"p5": 5, "p50": 50, "p95": 95}
+    spread = {name: rounded(percentile(found, percent)) if found else None for name, percent in points.items()}
+    return {"seen": len(found), "mean": _mean(found), **spread}
+
+
+def watched(cells: Sequence[tuple[Mapping[str, object], Cell]], jobs: int) -> list[Record]:
+    """The records of cells, each with its labels and the figures of a watch as `watch`."""
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        records = pool.map(_watched, [cell for _, cell in cells])
+        return [one for (labels, _), record in zip(cells, records, strict=True) for one in labelled([record], **labels)]
+
+
+def _watched(cell: Cell) -> Record:
+    of = cell.system
+    watch = Watch(of.kv_blocks, of.block_size, float(of.recipe_params.get("reserve", 0.0)))
+    record = run(cell, on_events=watch.observe)
+    return {**slim(record), "watch": watch.figures()}

@@ -1,0 +1,49 @@
+"""FastServe figure 12: the 95th percentile of normalized latency against rate, in the runs of figure 11.
+
+    python benchmarks/papers/fastserve/figure11/run.py && python benchmarks/papers/fastserve/figure12/run.py [--quick]
+
+The curves are figure 11's. The largest rate with a P95 normalized latency of at most 0.3 s is searched here for OPT-13B
+on ShareGPT, at batch caps of 256 and 16, and read off the curves for the others.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[3]))
+from matplotlib.figure import Figure
+
+from papers.fastserve.panels import STARTS, Searches, draw_panels, read_off
+from papers.fastserve.setting import RECIPES, TAIL_BOUND, system
+from papers.figures.report import main, settings_of
+from papers.figures.runs import Options, Result, poisson, run_plans
+
+# What is kept of figure 11's records.
+_FIELDS = ("recipe", "model", "hardware", "workload", "settings", "normalized_latency_s")
+
+
+def measure(options: Options) -> Result:
+    source = options.out.parent / "figure11" / "result.json"
+    if not source.exists():
+        raise SystemExit(f"figure 12 draws the runs of figure 11, and there is no {source}: run that first")
+    records = json.loads(source.read_text(encoding="utf-8"))["records"]
+    searches = Searches(TAIL_BOUND, options)
+    run_plans("figure12", searches.plans, options)
+    systems = [system(recipe, batch_cap=cap) for cap in STARTS for recipe in RECIPES]
+    return {
+        "settings": settings_of(systems, [poisson("sharegpt")], options),
+        "tables": [*searches.tables(), read_off(records, TAIL_BOUND)],
+        "tried": searches.tried(),
+        "records": [{name: record[name] for name in _FIELDS} for record in records],
+    }
+
+
+def draw(result: Result) -> Mapping[str, Figure]:
+    return {"tail-latency.png": draw_panels(result["records"], "normalized_latency_s.p95", 0.3)}
+
+
+if __name__ == "__main__":
+    main(__file__, __doc__, measure, draw)

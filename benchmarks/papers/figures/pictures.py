@@ -1,0 +1,124 @@
+"""What the pictures share: a look per recipe, curves against rate, bars."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from papers.figures.runs import by_rate, pick
+from skipjoin.observe.record import Record
+from skipjoin.report.bound import field_value
+from skipjoin.report.plots import style
+
+# A recipe looks the same in every figure, and no two of one figure share a colour, of which there are seven.
+_INDEX = {
+    "fcfs": 0,
+    "fastserve": 1,
+    "srpt": 2,
+    "static": 3,
+    "mlfq": 4,
+    "fixed-priority": 5,
+    "fastserve-reactive": 6,
+    "fastserve-recompute": 7,
+    "fastserve-defer": 9,
+    "orca": 3,
+    "alise": 4,
+    "alise-oracle": 2,
+    "alise-reactive": 6,
+    "alise-recompute": 7,
+    "alise-defer": 9,
+    # ALISE by what foresees its lengths.
+    "alise noise:0.2": 4,
+    "alise regress:0.8": 5,
+    "alise regress:0.6": 6,
+    "alise regress:0.3": 10,
+    "alise prior": 3,
+    "alise learnt": 4,
+    "alise retrieval": 5,
+    "sarathi": 5,
+    "multires": 6,
+    "synccoupled": 12,
+    # EconoServe by what it adds, and by what foresees its lengths.
+    "econoserve": 8,
+    "econoserve-sdo": 7,
+    "econoserve-sd": 9,
+    "econoserve-d": 10,
+    "econoserve, oracle": 11,
+    "econoserve, defaults": 11,
+    "econoserve, prior": 13,
+    "split": 2,
+    # BROS and what it is compared with.
+    "fcfs, class-blind": 13,
+    "round-robin": 3,
+    "bros-recompute": 5,
+    "bros-swap": 4,
+    "bros-unshared": 6,
+    "bros": 9,
+}
+
+
+def look(name: str) -> style.Look:
+    """Colour, marker and dashes of a recipe or variant."""
+    return style.look(_INDEX[name])
+
+
+def curves(axes: Axes, records: Sequence[Record], names: Sequence[str], field: str, *, by: str = "recipe") -> None:
+    """A field against rate, a line per recipe through the means over seeds, from least to most as a band.
+
+    by: the field of a record that has the name of its line.
+    """
+    for name in names:
+        points = by_rate(pick(records, **{by: name}))
+        if not points:
+            continue
+        values = [[field_value(record, field) for record in some] for some in points.values()]
+        shape = look(name)
+        axes.plot(
+            list(points),
+            list(map(fmean, values)),
+            color=shape.colour,
+            marker=shape.marker,
+            linestyle=shape.dash,
+            label=name,
+        )
+        axes.fill_between(
+            list(points), list(map(min, values)), list(map(max, values)), color=shape.colour, alpha=0.15, lw=0
+        )
+
+
+def bound_line(axes: Axes, limit: float) -> None:
+    """A horizontal line at a bound."""
+    axes.axhline(limit, color=style.BLACK, linestyle=(0, (4, 3)), linewidth=0.9, zorder=1.5, label=f"bound {limit:g}")
+
+
+def bars(axes: Axes, groups: Sequence[str], series: Mapping[str, Sequence[float]], colours: Mapping[str, str]) -> None:
+    """A bar per series in each group, its value above it."""
+    width = 0.8 / len(series)
+    for number, (name, values) in enumerate(series.items()):
+        places = [index + (number - (len(series) - 1) / 2) * width for index in range(len(groups))]
+        axes.bar(places, values, width, color=colours[name], edgecolor="black", lw=0.5, label=name)
+        for place, value in zip(places, values, strict=True):
+            axes.annotate(
+                f"{value:.2g}" if value < 99.5 else f"{value:.0f}",
+                (place, value),
+                (0, 1),
+                textcoords="offset points",
+                ha="center",
+                fontsize=6,
+            )
+    axes.set_xticks(range(len(groups)), groups)
+    axes.grid(visible=False, axis="x")
+
+
+def legend_of(figure: Figure, axes: Axes, title: str | None = None) -> None:
+    """A legend above, of what one of the axes shows."""
+    handles, labels = axes.get_legend_handles_labels()
+    style.legend(figure, handles, labels, title)
+
+
+def colours_of(recipes: Sequence[str]) -> dict[str, str]:
+    """The colour of each recipe."""
+    return {recipe: look(recipe).colour for recipe in recipes}

@@ -1,0 +1,240 @@
+"""The command that every figure has: measure, write `result.json`, draw, print tables.
+
+A figure is a folder with a `run.py` that has two functions: `measure` runs the simulator and returns a `Result`, and
+`draw` makes pictures of a result, also of one that was read back from its file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from machine import describe_machine
+from papers.figures.runs import DURATION_S, SEEDS, Options, Result, Search, by_rate, mean, pick
+from skipjoin.observe.record import Record
+from skipjoin.report.bound import MaximumRate
+from skipjoin.report.plots import style
+from skipjoin.sim.experiments.system import System
+from skipjoin.workload.workload import Synthetic
+
+Row = Sequence[Any]
+# Where a README has the tables of its result.
+_TABLES = re.compile(r"(<!-- tables -->\n).*?(<!-- /tables -->)", re.DOTALL)
+_DOCUMENTS = Path(__file__).resolve().parents[3] / "docs" / "figures"
+
+# -- tables -----------------------------------------------------------------------------------------------
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Row]) -> Result:
+    """A table for the result's file and the terminal."""
+    return {"title": title, "columns": list(columns), "rows": [list(row) for row in rows]}
+
+
+def ratio_of(one: MaximumRate | None, other: MaximumRate | None) -> str:
+    """One rate to another, "-" where there is none. A rate that is only a lower bound makes the ratio a bound."""
+    if one is None or other is None:
+        return "-"
+    sign = {(True, False): "≥ ", (False, True): "≤ ", (True, True): "? "}.get((one.at_least, other.at_least), "")
+    return f"{sign}{one.rate_rps / other.rate_rps:.2f}x"
+
+
+def rates_table(title: str, searches: Mapping[str, Search], beside: Sequence[str] = ("fcfs", "srpt")) -> Result:
+    """Largest rates by name. beside: the names that all are compared with."""
+    found = {name: search.rate for name, search in searches.items()}
+    rows = [
+        (name, "none" if rate is None else str(rate), *(ratio_of(rate, found[other]) for other in beside))
+        for name, rate in found.items()
+    ]
+    return table(title, ("recipe", "largest req/s", *(f"to {other}" for other in beside)), rows)
+
+
+_LATENCIES = {
+    "s/token": "normalized_latency_s.mean",
+    "P95 s/token": "normalized_latency_s.p95",
+    "TTFT s": "ttft_s.mean",
+    "P95 TTFT s": "ttft_s.p95",
+    "JCT s": "jct_s.mean",
+    "P99 JCT s": "jct_s.p99",
+}
+
+
+def latencies(title: str, records: Sequence[Record], names: Sequence[str], *, by: str = "recipe") -> Result:
+    """Latencies by rate and name, means over seeds. by: the field of a record that has the name."""
+    rows = [
+        (rate, name, *(mean(mine, field) for field in _LATENCIES.values()))
+        for rate, some in by_rate(records).items()
+        for name in names
+        if (mine := pick(some, **{by: name}))
+    ]
+    return table(title, ("req/s", by, *_LATENCIES), rows)
+
+
+def settings_of(
+    systems: Sequence[System],
+    workloads: Sequence[Synthetic],
+    options: Options,
+    seeds: int = SEEDS,
+    note: str = "",
+) -> Result:
+    """All that decides a ratio, for the file and the terminal. note: what else does."""
+    groups: dict[str, Result] = {}
+    for of in systems:
+        name = f"{of.model} on {of.hardware}, cap {of.max_num_seqs}, {of.kv_blocks} blocks"
+        name += "" if of.swap_dtype == "auto" else f", {of.swap_dtype} on the host"
+        name += f", {of.max_tokens} tokens asked for" if isinstance(of.max_tokens, int) else ""
+        recipes = groups.setdefault(name, {"recipes": [], **of.describe()})["recipes"]
+        recipe = of.recipe if of.predictor is None else f"{of.recipe} {of.predictor}"
+        if recipe not in recipes:
+            recipes.append(recipe)
+    return {
+        "duration_s": options.duration_s,
+        "seeds": list(options.seeds(seeds)),
+        "lengths": [workload.streams[0].lengths.name for workload in workloads],
+        "arrivals": sorted({workload.streams[0].arrivals.name for workload in workloads}),
+        **({"note": note} if note else {}),
+        "systems": groups,
+    }
+
+
+_ASKED = {"exact": "what they generate", "room": "the room of the context"}
+
+
+def shown_settings(settings: Result) -> str:
+    """The settings in lines; a figure without a workload has one text for them."""
+    if "case" in settings:
+        return str(settings["case"])
+    lines = [
+        f"lengths {', '.join(settings['lengths'])}; arrivals {', '.join(settings['arrivals'])}; "
+        f"{settings['duration_s']:g} s; seeds {', '.join(map(str, settings['seeds']))}"
+    ]
+    lines += [settings["note"]] if "note" in settings else []
+    for name, one in settings["systems"].items():
+        asked = _ASKED.get(one["max_tokens"], one["max_tokens"])
+        parts = (
+            ", ".join(one["recipes"]),
+            f"{one['max_num_batched_tokens']} tokens per step, KV {one['kv_gib']:g} GiB, host {one['swap_gib']:g} GiB",
+            f"blocks of {one['block_size']}, alpha {one['starvation_s']:g} s, requests ask for {asked}",
+        )
+        lines.append(f"{name}: {', '.join(parts)}")
+    return "\n".join(lines)
+
+
+# -- the command ------------------------------------------------------------------------------------------
+
+
+def main(
+    file: str,
+    text: str | None,
+    measure: Callable[[Options], Result],
+    draw: Callable[[Result], Mapping[str, Figure]],
+    *,
+    docs: Mapping[str, str] = MappingProxyType({}),
+) -> Result:
+    """The command of a figure: measure, write `result.json`, draw, print the tables, and put them into the README.
+    Returns the result.
+
+    docs: pictures that documents show, by their name there; they are written only with results in the figure's folder.
+    """
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one seed and every other rate, for a first look")
+    parser.add_argument("--jobs", type=int, default=2, help="processes")
+    parser.add_argument("--duration", type=float, default=DURATION_S, help="seconds in which requests arrive")
+    parser.add_argument(
+        "--out", type=Path, help="folder for results (default: the figure's own; a scratch one if quick)"
+    )
+    parser.add_argument("--draw", action="store_true", help="only draw again what result.json holds")
+    args = parser.parse_args()
+    # Without this, the processes of a sweep would outlive a command that is told to end.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    home = Path(file).resolve().parent
+    out = args.out or (home if not args.quick else Path(tempfile.gettempdir()) / "skipjoin-figures" / home.name)
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / "result.json"
+    if not args.draw:
+        options = Options(out=out, quick=args.quick, jobs=args.jobs, duration_s=args.duration)
+        start = time.monotonic()
+        found = measure(options)
+        write_result(path, home.name, found, quick=args.quick, seconds=time.monotonic() - start)
+    result = json.loads(path.read_text(encoding="utf-8"))
+    with style.styled():
+        for name, figure in draw(result).items():
+            style.save(figure, out / name)
+            if name in docs and out == home:
+                style.save(figure, _DOCUMENTS / docs[name])
+    if out == home:
+        fill_readme(home / "README.md", result)
+    print(shown(result))
+    print(f"wrote {out}", file=sys.stderr)
+    return dict(result)
+
+
+def write_result(path: Path, name: str, found: Result, *, quick: bool, seconds: float) -> None:
+    """The result's file: a header, the figure's own parts, and one record in each line."""
+    records = found.pop("records", [])
+    head: Result = {
+        "figure": name,
+        "quick": quick,
+        "date": date.today().isoformat(),
+        "version": version("skipjoin"),
+        "machine": describe_machine(),
+        "seconds": round(seconds, 1),
+        **found,
+    }
+    parts = [f"{json.dumps(key)}: {_dumped(value)}" for key, value in head.items()]
+    lines = ",\n".join(json.dumps(record, allow_nan=False) for record in records)
+    parts.append(f'"records": [\n{lines}\n]' if records else '"records": []')
+    path.write_text("{\n" + ",\n".join(parts) + "\n}\n", encoding="utf-8")
+
+
+def _dumped(value: object) -> str:
+    """JSON that reads well: lists of plain values in one line."""
+    flat = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    if len(flat) <= 110 or not isinstance(value, dict | list):
+        return flat
+    if isinstance(value, list):
+        return "[\n" + ",\n".join(_dumped(one) for one in value) + "\n]"
+    return "{\n" + ",\n".join(f"{json.dumps(key)}: {_dumped(one)}" for key, one in value.items()) + "\n}"
+
+
+def fill_readme(path: Path, result: Result) -> None:
+    """Put the result's tables where the README has marks for them, `<!-- tables -->` and `<!-- /tables -->`."""
+    if path.exists():
+        text = path.read_text(encoding="utf-8")
+        tables = "\n\n".join(map(shown_table, result["tables"]))
+        path.write_text(_TABLES.sub(lambda marks: f"{marks[1]}\n{tables}\n\n{marks[2]}", text), encoding="utf-8")
+
+
+def shown(result: Result) -> str:
+    """The settings and tables of a result as text."""
+    blocks = [f"{result['figure']}{' (quick)' if result['quick'] else ''}\n{shown_settings(result['settings'])}"]
+    return "\n\n".join([*blocks, *map(shown_table, result["tables"])]) + "\n"
+
+
+def shown_table(one: Result) -> str:
+    """A table in Markdown, as READMEs take it."""
+    rows = [[_text(value) for value in row] for row in (one["columns"], *one["rows"])]
+    widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
+    lines = [
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows
+    ]
+    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
+    return f"{one['title']}\n\n" + "\n".join(lines)
+
+
+def _text(value: object) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

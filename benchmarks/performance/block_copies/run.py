@@ -1,0 +1,277 @@
+"""Bandwidth of KV block moves between the tiers of a CPU, and their effect on concurrent steps.
+
+    OMP_WAIT_POLICY=passive python benchmarks/performance/block_copies/run.py [--out FILE] [--repeats 15] [--rounds 15]
+
+`copies`: one move of 256 MiB of blocks, scattered over pools of twice the size, through the store's copy, against one
+memmove of as many bytes between the same pools, and against the same move where the host holds 8 bits for each number
+(`--swap-dtype int8`). All are timed in every repeat, in turn; `ratio` is the bytes per second of the blocks over those
+of the memmove in one repeat, `int8_ratio` that of the move that converts. Its bytes, too, are those on the device.
+
+`beside`: decode steps of 8 requests, 96 tokens of context each, on a random-weight Llama of 97.5M parameters in
+bfloat16. Rounds of steps with copies in flight throughout alternate with rounds without; `ratio` is the median step of
+one round over that of the round before it. The copies share cores and memory with the model. `beside_int8`: the same
+with moves that convert.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from itertools import count, cycle
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from skipjoin.core.request import Request
+from skipjoin.core.step import LINK, Direction, Move, Slice, StepPlan, StepResult
+from skipjoin.exec.kv_store import KVStore
+from skipjoin.exec.local import LocalExecutor
+from skipjoin.exec.sampling import Sampling
+from skipjoin.model.config import ModelConfig
+from skipjoin.model.loader import load_model
+from skipjoin.sampling import SamplingParams
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from machine import describe_machine
+from random_model import VOCAB, make_model
+
+TOTAL_BYTES = 256 << 20
+BLOCK_KIB = (32, 64, 128, 256, 512, 1024)
+# A layer of 256 bytes per token in bfloat16: with 16 tokens a block, 4 KiB of each.
+SHAPE = {
+    "model_type": "llama",
+    "vocab_size": 8,
+    "hidden_size": 64,
+    "intermediate_size": 8,
+    "num_attention_heads": 1,
+    "max_position_embeddings": 8,
+}
+KIB_PER_LAYER = 4
+
+BATCH, CONTEXT, BLOCK_TOKENS = 8, 96, 16
+STEPS_PER_ROUND = 20
+# Fields of the record, by what the host holds.
+BESIDE = {"beside": "auto", "beside_int8": "int8"}
+# Blocks per move, and the number of moves kept in flight: more than the link carries in a step.
+MOVE_BLOCKS, ON_WAY = 16, 40
+
+
+def spread(values: Sequence[float], digits: int) -> dict[str, float]:
+    """Median and quartiles."""
+    low, middle, high = statistics.quantiles(values, n=4)
+    return {"median": round(middle, digits), "p25": round(low, digits), "p75": round(high, digits)}
+
+
+def seconds(work: Callable[[], Any]) -> float:
+    """How long the work takes."""
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin
+
+
+# -- copies ---------------------------------------------------------------------------------------------------------
+
+
+def make_store(block_kib: int, blocks: int, swap_dtype: str) -> KVStore:
+    """Two pools of blocks of one size, all of which were written."""
+    store = KVStore(
+        ModelConfig.from_dict(SHAPE | {"num_hidden_layers": block_kib // KIB_PER_LAYER}),
+        torch.bfloat16,
+        torch.device("cpu"),
+        device_blocks=blocks,
+        host_blocks=blocks,
+        block_size=BLOCK_TOKENS,
+        swap_dtype=swap_dtype,
+    )
+    assert store.host is not None
+    assert store.device.block_bytes == block_kib << 10
+    # Memory that was never written is one page of zeros, which is read faster than any other.
+    store.device.tensor.fill_(1)
+    store.host.tensor.fill_(1)
+    return store
+
+
+def measure_copies(block_kib: int, repeats: int) -> list[dict[str, Any]]:
+    """Both directions with blocks of one size."""
+    blocks = TOTAL_BYTES // (block_kib << 10)
+    store, small = (make_store(block_kib, 2 * blocks, swap_dtype) for swap_dtype in ("auto", "int8"))
+    assert store.host is not None
+    draw, owner = random.Random(0), Request(0, 0.0, [0], 1)
+    results = []
+    for direction in LINK:
+        source, target = (tuple(draw.sample(range(2 * blocks), blocks)) for _ in range(2))
+        move = Move(direction, owner, source, target, blocks * BLOCK_TOKENS)
+        device, host = store.device.tensor.data_ptr(), store.host.tensor.data_ptr()
+        to, rows = (host, device) if direction is Direction.OUT else (device, host)
+        in_blocks: list[float] = []
+        in_one: list[float] = []
+        in_codes: list[float] = []
+        for turn in range(repeats + 1):
+            kinds = [
+                (in_blocks, lambda move=move: store.copy(move)),
+                (in_one, lambda to=to, rows=rows: ctypes.memmove(to, rows, TOTAL_BYTES)),
+                (in_codes, lambda move=move: small.copy(move)),
+            ]
+            for times, work in kinds if turn % 2 else reversed(kinds):
+                times.append(seconds(work))
+        # The first turn warms up.
+        in_blocks, in_one, in_codes = in_blocks[1:], in_one[1:], in_codes[1:]
+        results.append(
+            {
+                "block_kib": block_kib,
+                "direction": direction.name.lower(),
+                "blocks_gb_per_s": spread([TOTAL_BYTES / taken / 1e9 for taken in in_blocks], 2),
+                "memmove_gb_per_s": spread([TOTAL_BYTES / taken / 1e9 for taken in in_one], 2),
+                "ratio": spread([one / many for one, many in zip(in_one, in_blocks, strict=True)], 3),
+                "int8_gb_per_s": spread([TOTAL_BYTES / taken / 1e9 for taken in in_codes], 2),
+                "int8_ratio": spread([one / many for one, many in zip(in_one, in_codes, strict=True)], 3),
+            }
+        )
+    return results
+
+
+# -- beside steps ---------------------------------------------------------------------------------------------------
+
+
+class Decoder:
+    """Decode steps of a full batch, and a stream of moves beside them."""
+
+    def __init__(self, folder: Path, swap_dtype: str) -> None:
+        model = load_model(folder, dtype="bfloat16")
+        per_request = CONTEXT // BLOCK_TOKENS + 1
+        own, spare = BATCH * per_request, 2 * ON_WAY * MOVE_BLOCKS
+        store = KVStore(
+            model.config,
+            model.dtype,
+            model.device,
+            device_blocks=own + spare,
+            host_blocks=spare,
+            block_size=BLOCK_TOKENS,
+            swap_dtype=swap_dtype,
+        )
+        assert store.host is not None
+        store.device.tensor.fill_(0.01)
+        store.host.tensor.fill_(0 if swap_dtype == "int8" else 0.01)
+        self.executor = LocalExecutor(model, store)
+        self.move_bytes = MOVE_BLOCKS * store.device.block_bytes
+        self.landed = self.on_way = 0
+        self._slices = tuple(self._slice(number, per_request) for number in range(BATCH))
+        self._moves = cycle(self._make_moves(own, spare))
+        self._ids = count()
+
+    def step(self, *, with_copies: bool) -> float:
+        """Seconds of a step. with_copies: enough moves are on their way all the time."""
+        moves = [next(self._moves) for _ in range(ON_WAY - self.on_way)] if with_copies else []
+        return self._run(self._slices, moves).seconds
+
+    def drain(self) -> None:
+        """Wait for all moves."""
+        while self.on_way:
+            self._run((), [])
+
+    def _run(self, slices: tuple[Slice, ...], moves: list[Move]) -> StepResult:
+        self.on_way += len(moves)
+        result = self.executor.submit(StepPlan(next(self._ids), slices, (), tuple(moves)), 0.0).result()
+        assert not result.failed
+        self.landed += len(result.landed)
+        self.on_way -= len(result.landed)
+        return result
+
+    def _slice(self, number: int, per_request: int) -> Slice:
+        sampling = Sampling(SamplingParams(temperature=0), 0, ())
+        prompt = [3 + (number * 7919 + place * 104729) % (VOCAB - 3) for place in range(CONTEXT + 1)]
+        request = Request(number, 0.0, prompt, 1, sampling=sampling)
+        first = number * per_request
+        blocks = tuple(range(first, first + per_request))
+        return Slice(request, CONTEXT, 1, samples=True, awaits=False, blocks=blocks)
+
+    @staticmethod
+    def _make_moves(own: int, spare: int) -> list[Move]:
+        """Moves out and in by turns between scattered blocks: `spare` on either tier, those on the device after the
+        first `own`."""
+        draw, owner = random.Random(1), Request(BATCH, 0.0, [0], 1)
+        device, host = draw.sample(range(own, own + spare), spare), draw.sample(range(spare), spare)
+        moves = []
+        for number, first in enumerate(range(0, spare, MOVE_BLOCKS)):
+            ours, theirs = tuple(device[first : first + MOVE_BLOCKS]), tuple(host[first : first + MOVE_BLOCKS])
+            out = number % 2 == 0
+            blocks = (Direction.OUT, owner, ours, theirs) if out else (Direction.IN, owner, theirs, ours)
+            moves.append(Move(*blocks, MOVE_BLOCKS * BLOCK_TOKENS))
+        return moves
+
+
+def measure_beside(rounds: int, swap_dtype: str) -> dict[str, Any]:
+    """Steps with and without copies."""
+    with tempfile.TemporaryDirectory() as folder:
+        make_model(Path(folder), torch.bfloat16)
+        decoder = Decoder(Path(folder), swap_dtype)
+    with_copies: list[float] = []
+    without: list[float] = []
+    rates: list[float] = []
+    for turn in range(rounds + 1):
+        quiet = statistics.median(decoder.step(with_copies=False) for _ in range(STEPS_PER_ROUND))
+        decoder.step(with_copies=True)  # from here on copies are on their way
+        landed, begin = decoder.landed, time.perf_counter()
+        busy = statistics.median(decoder.step(with_copies=True) for _ in range(STEPS_PER_ROUND))
+        rate = (decoder.landed - landed) * decoder.move_bytes / (time.perf_counter() - begin) / 1e9
+        decoder.drain()
+        if turn:  # the first turn warms up
+            without.append(quiet)
+            with_copies.append(busy)
+            rates.append(rate)
+    decoder.executor.close()
+    return {
+        "batch": BATCH,
+        "context": CONTEXT,
+        "move_kib": decoder.move_bytes >> 10,
+        "rounds": rounds,
+        "steps_per_round": STEPS_PER_ROUND,
+        "step_ms": spread([taken * 1e3 for taken in without], 3),
+        "step_with_copies_ms": spread([taken * 1e3 for taken in with_copies], 3),
+        "ratio": spread([busy / quiet for busy, quiet in zip(with_copies, without, strict=True)], 3),
+        "copied_gb_per_s": spread(rates, 2),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="write the JSON here instead of printing it")
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=15)
+    arguments = parser.parse_args()
+    machine = describe_machine() | {"threads": torch.get_num_threads()}
+    copies = []
+    for block_kib in BLOCK_KIB:
+        for result in measure_copies(block_kib, arguments.repeats):
+            copies.append(result)
+            rates = f"{result['blocks_gb_per_s']['median']:5.2f} of {result['memmove_gb_per_s']['median']:5.2f} GB/s"
+            codes = f"int8 {result['int8_gb_per_s']['median']:5.2f} GB/s  {result['int8_ratio']['median']:.0%}"
+            share = f"{result['ratio']['median']:.0%}"
+            print(f"{block_kib:5} KiB {result['direction']:>3}  {rates}  {share}  {codes}", flush=True)
+    beside = {name: measure_beside(arguments.rounds, dtype) for name, dtype in BESIDE.items()}
+    for name, found in beside.items():
+        print(name, {key: value["median"] for key, value in found.items() if isinstance(value, dict)})
+    record = {
+        "machine": machine,
+        "repeats": arguments.repeats,
+        "total_mib": TOTAL_BYTES >> 20,
+        "copies": copies,
+        **beside,
+    }
+    text = json.dumps(record, indent=1)
+    if arguments.out is None:
+        print(text)
+    else:
+        arguments.out.write_text(text + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,270 @@
+"""The cost of sending a plan to several ranks, by transport, and the overhead of a step apart from its model.
+
+    python benchmarks/performance/distributed_overhead/run.py [--out FILE]
+
+`ways`: a message of a plan's size is sent to every rank and each answers: by Ray actor calls, through a compiled graph
+of Ray, and over the engine's links. The actors do nothing else. A compiled graph runs in a separate process, which is
+killed if it does not end.
+
+`steps`: a plan without slices through the built-in model's executor: in this process, on one rank, with TP 2 and with
+TP 2 x PP 2. `control` is the overhead of the ranks. `decode` is the same with eight requests that each get a token: it
+includes the model, its collectives between processes, and waiting for a core where there are more ranks than cores.
+
+Rounds of all kinds alternate. Figures are medians in milliseconds; the quartiles are printed with them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from skipjoin.core.engine import EngineCore
+from skipjoin.core.kv.ledger import KVLedger
+from skipjoin.core.request import Request
+from skipjoin.core.scheduling.scheduler import Scheduler
+from skipjoin.core.step import StepPlan, StepResult
+from skipjoin.engine.load import model_folder
+from skipjoin.exec.local import LocalExecutor
+from skipjoin.exec.memory import LargestStep
+from skipjoin.exec.rank_spec import make_store
+from skipjoin.exec.ranks.cluster import Cluster, import_ray
+from skipjoin.exec.ranks.links import Address, RankListener, connect
+from skipjoin.exec.ranks.plan_messages import PlanReader, PlanWriter
+from skipjoin.exec.ranks.rank_actor import RankModel
+from skipjoin.exec.ranks.ranks import GroupSizes, RankGroup
+from skipjoin.exec.sampling import Sampling
+from skipjoin.model.loader import load_model
+from skipjoin.policies.cost import LinearCost
+from skipjoin.recipes import Settings, build
+from skipjoin.sampling import SamplingParams
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from machine import describe_machine
+
+MESSAGE, ANSWER = bytes(981), bytes(100)  # a plan of 64 decodes, and what comes back
+ROUNDS, CALLS = 10, 200
+REQUESTS, BLOCKS, BLOCK_SIZE = 8, 512, 16
+SIZES = {"one process": None, "one rank": GroupSizes(1, 1), "TP 2": GroupSizes(2, 1), "TP 2 x PP 2": GroupSizes(2, 2)}
+GRAPH_S = 120
+
+Clocked = dict[str, list[float]]
+
+
+class Echo:
+    """An actor that answers."""
+
+    def answer(self, message: bytes) -> bytes:
+        return ANSWER
+
+    def serve(self, address: Address, secret: bytes, rank: int) -> None:
+        connection = connect(address, secret, rank)
+        while connection.recv_bytes():
+            connection.send_bytes(ANSWER)
+
+
+def quartiles(times: Sequence[float]) -> dict[str, float]:
+    """In milliseconds."""
+    low, middle, high = statistics.quantiles(times, n=4)
+    return {name: round(1e3 * value, 4) for name, value in (("p25", low), ("median", middle), ("p75", high))}
+
+
+def clock(call: Callable[[], Any], times: list[float]) -> None:
+    for _ in range(CALLS):
+        begin = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - begin)
+
+
+# -- ways -------------------------------------------------------------------------------------------------------------
+
+
+def echoes(count: int, **options: Any) -> list[Any]:
+    actor = import_ray().remote(num_cpus=1, **options)(Echo)
+    return [actor.remote() for _ in range(count)]
+
+
+def linked(cluster: Cluster, count: int) -> Callable[[], Any]:
+    listener = RankListener(cluster.ip)
+    for rank, actor in enumerate(echoes(count)):
+        actor.serve.remote(listener.address, listener.secret, rank)
+    links = listener.accept(count, 30)
+
+    def call() -> None:
+        for link in links:
+            link.send(MESSAGE)
+        for link in links:
+            link.receive(30)
+
+    return call
+
+
+def ways(cluster: Cluster) -> dict[str, Any]:
+    ray = import_ray()
+    calls: dict[str, Callable[[], Any]] = {}
+    for count in (2, 4):
+        plain = echoes(count)
+        calls[f"actor calls to {count}"] = lambda actors=plain: ray.get([one.answer.remote(MESSAGE) for one in actors])
+        calls[f"links to {count}"] = linked(cluster, count)
+    times: Clocked = {name: [] for name in calls}
+    for call in calls.values():
+        clock(call, [])
+    for _ in range(ROUNDS):
+        for name, call in calls.items():
+            clock(call, times[name])
+    return {name: quartiles(found) for name, found in times.items()} | graphs()
+
+
+def graphs() -> dict[str, Any]:
+    """In processes of their own, since taking a graph down may hang."""
+    found = {}
+    for count in (2, 4):
+        command = [sys.executable, __file__, "--graph", str(count)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+            try:
+                told, _ = process.communicate(timeout=GRAPH_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                told, _ = process.communicate()
+        lines = told.splitlines()
+        name = f"compiled graph to {count}"
+        found[name] = json.loads(lines[0]) if lines else {"error": "it did not run"}
+        found[name]["taken_down_s"] = float(lines[1]) if len(lines) > 1 else None
+    return found
+
+
+def graph(count: int) -> None:
+    """Measure one, tell it, and then how long taking it down took."""
+    cluster = Cluster.start(count)
+    from ray.dag import InputNode, MultiOutputNode  # noqa: PLC0415 (Ray must have been set up before)
+
+    with InputNode() as sent:
+        dag = MultiOutputNode([actor.answer.bind(sent) for actor in echoes(count)])
+    compiled = dag.experimental_compile()
+    ray, times = import_ray(), []
+    for keep in range(ROUNDS + 1):
+        clock(lambda: ray.get(compiled.execute(MESSAGE)), times if keep else [])
+    print(json.dumps(quartiles(times)), flush=True)
+    begin = time.perf_counter()
+    compiled.teardown()
+    print(time.perf_counter() - begin, flush=True)
+    cluster.close()
+
+
+# -- steps ------------------------------------------------------------------------------------------------------------
+
+
+class Decoder:
+    """Eight requests on an executor, one token each with every call."""
+
+    def __init__(self, executor: Any) -> None:
+        self.executor = executor
+        self._core = EngineCore(
+            Scheduler(build("fcfs", Settings(LinearCost(0.01, 1e-4), 64, 4096)), KVLedger(BLOCKS, 0, BLOCK_SIZE))
+        )
+        self._number = 0
+
+    def empty(self) -> None:
+        """A step that computes nothing."""
+        self.executor.submit(StepPlan(-1, ()), 0.0).result()
+
+    def token(self) -> None:
+        core = self._core
+        while len(core.requests) < REQUESTS:
+            sampling = Sampling(SamplingParams(temperature=0), 0, ())
+            core.add(Request(self._number, 0.0, [7, 8, 9], 900, sampling=sampling), 0.0)
+            self._number += 1
+        plan = core.start_step(0.0)
+        core.finish_step(self.executor.submit(plan, 0.0).result(), 0.0)
+        core.take_events()
+
+
+def executors(cluster: Cluster) -> dict[str, tuple[Any, Any]]:
+    """By name, with what must be kept for them to live."""
+    made: dict[str, tuple[Any, Any]] = {}
+    folder = model_folder("tally")
+    for name, sizes in SIZES.items():
+        if sizes is None:
+            model = load_model(folder, dtype="float32")
+            executor = LocalExecutor(model, make_store(model, BLOCKS, 0, BLOCK_SIZE), threads=1)
+            made[name] = executor, None
+            continue
+        largest = LargestStep(BLOCKS * BLOCK_SIZE, BLOCKS, BLOCKS * BLOCK_SIZE)
+        loaded = RankModel(str(folder), "float32", "cpu", "auto", "auto", 1, BLOCK_SIZE, 0.9, largest)
+        group = RankGroup(cluster, loaded, sizes, lambda rank_specs, budgets: (BLOCKS, 0), lambda what, share: None)
+        made[name] = group.executor, group
+    return made
+
+
+def steps(cluster: Cluster) -> dict[str, Any]:
+    kept = executors(cluster)
+    decoders = {name: Decoder(executor) for name, (executor, _) in kept.items()}
+    empty: Clocked = {name: [] for name in decoders}
+    decode: Clocked = {name: [] for name in decoders}
+    for keep in range(ROUNDS + 1):
+        for name, decoder in decoders.items():
+            clock(decoder.empty, empty[name] if keep else [])
+            clock(decoder.token, decode[name] if keep else [])
+    here = statistics.median(empty["one process"])
+    found = {
+        name: {
+            "empty": quartiles(empty[name]),
+            "control": round(1e3 * (statistics.median(empty[name]) - here), 4),
+            "decode": quartiles(decode[name]),
+        }
+        for name in decoders
+    }
+    for executor, group in kept.values():
+        (group or executor).close()
+    return found
+
+
+def written() -> dict[str, Any]:
+    """A plan of 64 decodes as a message: writing and reading it."""
+    core = EngineCore(Scheduler(build("fcfs", Settings(LinearCost(0.01, 1e-4), 64, 4096)), KVLedger(64 * 64, 0, 16)))
+    for number in range(64):
+        core.add(Request(number, 0.0, [1] * 32, 900, sampling=Sampling(SamplingParams(), 0, ())), 0.0)
+    writer, reader = PlanWriter(), PlanReader()
+    writing, reading, sizes = [], [], []
+    for _ in range(ROUNDS * CALLS // 4):
+        plan = core.start_step(0.0)
+        begin = time.perf_counter()
+        message = writer.write(plan)
+        middle = time.perf_counter()
+        reader.read(message)
+        reading.append(time.perf_counter() - middle)
+        writing.append(middle - begin)
+        sizes.append(len(message))
+        tokens = [5 if piece.samples else None for piece in plan.slices]
+        core.finish_step(StepResult(plan, tokens, 0.0), 0.0)
+        core.take_events()
+    return {"write": quartiles(writing), "read": quartiles(reading), "bytes": statistics.median(sizes)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--graph", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.graph:
+        graph(args.graph)
+        return
+    cluster = Cluster.start(24)
+    try:
+        found = {"machine": describe_machine(), "plan_of_64": written(), "steps": steps(cluster), "ways": ways(cluster)}
+    finally:
+        cluster.close()
+    text = json.dumps(found, indent=1)
+    print(text)
+    if args.out is not None:
+        args.out.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,194 @@
+"""The engines that are compared, behind one call: run these jobs, return the seconds it took."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Protocol
+
+import servers
+from peer_venvs import PeerUnavailableError, python_of
+from skipjoin import LLM, SamplingParams
+from workload import FILL_UP, KV_GIB, SEATS, WARM_UP, Job
+
+HERE = Path(__file__).parent
+LIMITS = ("--max-num-seqs", SEATS, "--kv-cache-gib", KV_GIB)
+
+
+class Engine(Protocol):
+    """Something that runs jobs. warm_up: those that touch its code and memory for the first time."""
+
+    warm_up: Callable[[int], list[Job]]
+
+    def run(self, jobs: list[Job]) -> float:
+        """Run the jobs, all at once; the seconds that this took."""
+        ...
+
+
+class Ours:
+    """`skipjoin.LLM`, in this process."""
+
+    warm_up = FILL_UP
+
+    def __init__(self, folder: Path) -> None:
+        self.llm = LLM(str(folder), progress=False, max_num_seqs=SEATS, kv_cache_gib=KV_GIB)
+        self.weight_bytes = self.llm.engine.info.weight_bytes
+
+    def run(self, jobs: list[Job]) -> float:
+        params = [SamplingParams(max_tokens=job.output, temperature=0, ignore_eos=True) for job in jobs]
+        start = time.perf_counter()
+        results = self.llm.generate([job.prompt for job in jobs], params)
+        seconds = time.perf_counter() - start
+        assert [len(result.token_ids) for result in results] == [job.output for job in jobs]
+        return seconds
+
+    def scheduling_share(self, jobs: list[Job]) -> float:
+        """Share of a run that the engine core's decisions take."""
+        core = self.llm.engine.core
+        spent = 0.0
+        originals = core.start_step, core.finish_step
+
+        def timed(inner):
+            def call(*args):
+                nonlocal spent
+                start = time.perf_counter()
+                try:
+                    return inner(*args)
+                finally:
+                    spent += time.perf_counter() - start
+
+            return call
+
+        core.start_step, core.finish_step = map(timed, originals)
+        try:
+            seconds = self.run(jobs)
+        finally:
+            core.start_step, core.finish_step = originals
+        return spent / seconds
+
+
+class OverHttp:
+    """A server in processes of its own, one stream per request."""
+
+    def __init__(self, server: servers.Server, warm_up: Callable[[int], list[Job]] = FILL_UP) -> None:
+        self.server, self.warm_up = server, warm_up
+        self._port = int(server.url.rsplit(":", 1)[1])
+
+    def run(self, jobs: list[Job]) -> float:
+        return asyncio.run(self._run(jobs))
+
+    async def _run(self, jobs: list[Job]) -> float:
+        start = time.perf_counter()
+        counts = await asyncio.gather(*(self._stream(job) for job in jobs))
+        seconds = time.perf_counter() - start
+        assert counts == [job.output for job in jobs], counts
+        return seconds
+
+    async def _stream(self, job: Job) -> int:
+        """Tokens of one streamed completion, by the usage that the server reports at its end."""
+        body = json.dumps(
+            {
+                "model": self.server.name,
+                "prompt": job.prompt,
+                "max_tokens": job.output,
+                "temperature": 0,
+                "ignore_eos": True,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+            }
+        ).encode()
+        # A bare socket: a client library would take the processor time that is being measured.
+        reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
+        head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-type: application/json"
+        writer.write(f"{head}\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
+        tail = b""
+        while piece := await reader.read(1 << 16):
+            tail = (tail + piece)[-2048:]
+        writer.close()
+        if b'"completion_tokens"' not in tail:
+            raise RuntimeError(f"the server ended a stream with {tail!r}")
+        usage = tail[tail.rindex(b'"completion_tokens"') :]
+        return int(usage.split(b":", 1)[1].split(b",")[0].split(b"}")[0])
+
+
+class Transformers:
+    """One of transformers' ways to generate. process: that of `transformers_peer.py`."""
+
+    warm_up = WARM_UP
+
+    def __init__(self, process: subprocess.Popen[str], engine: str) -> None:
+        self._process, self._engine = process, engine
+
+    def run(self, jobs: list[Job]) -> float:
+        task = {"engine": self._engine, "jobs": [(job.prompt, job.output) for job in jobs]}
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(task) + "\n")
+        self._process.stdin.flush()
+        return float(_line(self._process))
+
+
+@contextmanager
+def transformers(folder: Path, dtype: str) -> Iterator[subprocess.Popen[str]]:
+    """The process of `transformers_peer.py`, once it has loaded the model."""
+    command = [python_of("transformers"), HERE / "transformers_peer.py", folder, "--dtype", dtype]
+    process = subprocess.Popen(
+        [str(part) for part in command],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, "PYTHONPATH": ""},
+    )
+    try:
+        _line(process)
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    if not (line := process.stdout.readline()):
+        raise RuntimeError("transformers ended")
+    return line
+
+
+@contextmanager
+def engines(folder: Path, dtype: str, names: list[str]) -> Iterator[tuple[dict[str, Engine], dict[str, str]]]:
+    """The engines: ours, and those of the named peers that can be had; of the others, why not."""
+    found: dict[str, Engine] = {}
+    missing: dict[str, str] = {}
+    with ExitStack() as stack:
+        ours = Ours(folder)
+        stack.callback(ours.llm.close)
+        found["skipjoin LLM"] = ours
+        found["skipjoin HTTP"] = OverHttp(stack.enter_context(servers.skipjoin(folder, *LIMITS)))
+        for name in names:
+            try:
+                found |= _peer(stack, name, folder, dtype)
+            except (PeerUnavailableError, RuntimeError) as error:
+                missing[name] = str(error)
+                print(f"{name} is left out: {error}", flush=True)
+        yield found, missing
+
+
+def _peer(stack: ExitStack, name: str, folder: Path, dtype: str) -> dict[str, Engine]:
+    if name == "transformers":
+        process = stack.enter_context(transformers(folder, dtype))
+        return {
+            "transformers generate": Transformers(process, "generate"),
+            "transformers continuous batching": Transformers(process, "continuous"),
+        }
+    if name == "llamacpp":
+        server = servers.llamacpp(python_of("llamacpp"), folder, seqs=SEATS)
+        return {"llama.cpp HTTP": OverHttp(stack.enter_context(server), WARM_UP)}
+    is_eager = name == "vllm-eager"
+    server = servers.vllm(python_of("vllm"), folder, seqs=SEATS, dtype=dtype, kv_gib=KV_GIB, is_eager=is_eager)
+    return {"vLLM eager HTTP" if is_eager else "vLLM HTTP": OverHttp(stack.enter_context(server))}

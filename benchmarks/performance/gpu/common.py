@@ -1,0 +1,297 @@
+"""What the parts of the GPU benchmark share: their task, the models, engines, plans, and a driver of requests."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "src"))
+from skipjoin.config import EngineConfig
+from skipjoin.core.request import Request
+from skipjoin.core.step import Slice, StepPlan
+from skipjoin.engine.build import Engine
+from skipjoin.engine.load import Loaded, load
+from skipjoin.engine.loop import EngineLoop
+from skipjoin.exec.sampling import Sampling
+from skipjoin.observe.record import Record, add_usage, summarize
+from skipjoin.observe.requests import RequestFacts, RequestLog
+from skipjoin.observe.usage import EngineUsage
+from skipjoin.sampling import SamplingParams
+from skipjoin.sim.models import ModelShape, model_shape
+from skipjoin.workload.workload import WorkloadRequest
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[2]
+Figures = dict[str, Any]
+BLOCK_SIZE = 16
+# Shapes of a rehearsal: every kind of step, in no time.
+_TINY = {"layers": 2, "hidden": 64, "heads": 4, "head_dim": 16, "intermediate": 128, "vocab": 512}
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a part is to do. seconds: it may take about so long. ceilings: of the machine, as `machine.measure` found
+    them; empty in that part. earlier: what the part had found in an earlier run of the same folder. into: a file."""
+
+    device: str
+    seconds: float
+    ceilings: Mapping[str, float]
+    earlier: Figures
+    into: Path
+    began: float
+
+    @property
+    def is_rehearsal(self) -> bool:
+        """Whether it is only to be seen that everything runs."""
+        return self.device == "cpu"
+
+    @property
+    def left_s(self) -> float:
+        """Of the time that it may take."""
+        return self.seconds - (time.monotonic() - self.began)
+
+    def keep(self, figures: Figures) -> None:
+        """What is known so far: it is not lost when the rest fails."""
+        partial = self.into.with_suffix(".tmp")
+        partial.write_text(json.dumps(figures))
+        partial.replace(self.into)
+
+
+def spread(values: Sequence[float], scale: float = 1.0) -> Figures:
+    """Median, least and greatest."""
+    found = statistics.median(values), min(values), max(values)
+    return dict(zip(("median", "min", "max"), (significant(value * scale) for value in found), strict=True)) | {
+        "runs": len(values)
+    }
+
+
+def significant(value: float) -> float:
+    """Five digits, no times are known better."""
+    return float(f"{value:.5g}")
+
+
+def synchronize(device: str) -> None:
+    """Wait until the device has nothing more to do."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def seconds_of(device: str, work: Callable[[], object], *, warmup: int = 3, runs: int = 20) -> list[float]:
+    """How long a call keeps the device busy, by its own clock on CUDA; each run begins when the one before is over."""
+    for _ in range(warmup):
+        work()
+    found = []
+    for _ in range(runs):
+        synchronize(device)
+        if device == "cuda":
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            work()
+            end.record()
+            end.synchronize()
+            found.append(begin.elapsed_time(end) / 1e3)
+        else:
+            start = time.perf_counter()
+            work()
+            found.append(time.perf_counter() - start)
+    return found
+
+
+# -- models and engines -----------------------------------------------------------------------------------
+
+
+def shape_of(task: Task, name: str, *, max_positions: int | None = None) -> ModelShape:
+    """A model of the simulator's catalogue; in a rehearsal a tiny one of the same family."""
+    shape = model_shape(name)
+    if task.is_rehearsal:
+        heads = {"kv_heads": _TINY["heads"] // (2 if shape.kv_heads < shape.heads else 1)}
+        shape = dataclasses.replace(shape, **_TINY, **heads)
+    return shape if max_positions is None else dataclasses.replace(shape, max_positions=max_positions)
+
+
+def config_of(shape: ModelShape, dtype: str) -> dict[str, Any]:
+    """What config.json says of it."""
+    common = {
+        "vocab_size": shape.vocab,
+        "hidden_size": shape.hidden,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "max_position_embeddings": shape.max_positions,
+        "tie_word_embeddings": shape.tied,
+        "bos_token_id": 0,
+        "eos_token_id": 2,
+        "pad_token_id": 1,
+        "dtype": dtype,
+    }
+    if shape.name.startswith("opt"):
+        own = {
+            "model_type": "opt",
+            "architectures": ["OPTForCausalLM"],
+            "ffn_dim": shape.intermediate,
+            "word_embed_proj_dim": shape.hidden,
+            "activation_function": "relu",
+            "do_layer_norm_before": True,
+        }
+    else:
+        own = {
+            "model_type": "llama",
+            "architectures": ["LlamaForCausalLM"],
+            "intermediate_size": shape.intermediate,
+            "num_key_value_heads": shape.kv_heads,
+            "head_dim": shape.head_dim,
+            "hidden_act": "silu",
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500000.0,
+        }
+    return common | own
+
+
+@contextlib.contextmanager
+def folder_of(shape: ModelShape, dtype: str) -> Iterator[Path]:
+    """A folder with nothing but config.json; its name is the model's, as profiles tell it."""
+    with tempfile.TemporaryDirectory(prefix="skipjoin-bench-") as scratch:
+        folder = Path(scratch) / shape.name
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(config_of(shape, dtype)))
+        yield folder
+
+
+def settings_for(task: Task, folder: Path, dtype: str, **settings: Any) -> EngineConfig:
+    """An engine's settings on the task's device, with random weights."""
+    common: dict[str, Any] = {
+        "model": str(folder),
+        "dtype": dtype,
+        "device": task.device,
+        "load_format": "dummy",
+        "profile": "off",
+        "recipe": "fcfs",
+        "block_size": BLOCK_SIZE,
+        "swap_space_gib": 0.0,
+    }
+    return EngineConfig(**(common | settings))
+
+
+@contextlib.contextmanager
+def loaded_model(config: EngineConfig) -> Iterator[Loaded]:
+    """A model and its pools, with numbers in the KV as attention meets them: zeros would be kinder to the card."""
+    loaded = load(config)
+    try:
+        loaded.executor.store.device.tensor.normal_(0.0, 0.5)
+        synchronize(loaded.executor.rank_specs[0].device_kind)  # the model may run on another stream
+        yield loaded
+    finally:
+        loaded.executor.close()
+
+
+def backends(loaded: Loaded) -> Figures:
+    """Which implementations the model runs on."""
+    model = loaded.executor.model
+    return {
+        "attention": model.attention.name,
+        "ops": type(model.ops).__name__,
+        "dtype": loaded.executor.rank_specs[0].dtype,
+    }
+
+
+def tokens(number: int, count: int, vocab: int) -> list[int]:
+    """A prompt: ids all over the vocabulary, another one for each request."""
+    return [3 + (number * 7919 + place * 104729) % (vocab - 3) for place in range(count)]
+
+
+def plan_of(pieces: Sequence[tuple[int, int]], vocab: int) -> StepPlan:
+    """A step with slices of (start, tokens), each in blocks of its own, that samples one token of each."""
+    slices, next_block = [], 0
+    for number, (start, count) in enumerate(pieces):
+        blocks = -(-(start + count) // BLOCK_SIZE)
+        request = Request(number, 0.0, tokens(number, start + count, vocab), 1, sampling=Sampling(GREEDY, 0, ()))
+        table = tuple(range(next_block, next_block + blocks))
+        slices.append(Slice(request, start, count, samples=True, awaits=False, blocks=table))
+        next_block += blocks
+    return StepPlan(0, tuple(slices))
+
+
+# -- requests through the engine --------------------------------------------------------------------------
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def forced(output: int) -> SamplingParams:
+    """Greedy, and just so many tokens whatever they are."""
+    return SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
+
+
+def room(engine: Engine, job: WorkloadRequest) -> bool:
+    """Whether the engine can take it."""
+    most = min(engine.info.max_model_len, engine.core.largest_request)
+    return job.prompt_tokens + job.output_tokens <= most
+
+
+def drive(engine: Engine, jobs: Sequence[WorkloadRequest], until_s: float) -> Record:
+    """Hand in jobs when they are due, between steps as the server does, and say what came of them.
+
+    Latencies count from the moment a job was due. Those that are not over `until_s` seconds after the start count with
+    their age, and are aborted. The engine is idle again afterwards.
+    """
+    loop, info = EngineLoop(engine), engine.info
+    ended: list[RequestFacts] = []
+    log = RequestLog(ended.append)
+    usage = EngineUsage(device_blocks=info.device_blocks, block_size=info.block_size, block_bytes=info.host_block_bytes)
+    taken = [(number, job) for number, job in enumerate(jobs) if room(engine, job)]
+    prompts = {number: tokens(number, job.prompt_tokens, info.vocab_size) for number, job in taken}
+    rejected = [job.kind for job in jobs if not room(engine, job)]
+    left, late, begin = deque(taken), 0.0, loop.clock()
+    while (left or not loop.idle) and (now := loop.clock() - begin) < until_s:
+        while left and left[0][1].at <= now:
+            number, job = left.popleft()
+            loop.add(number, prompts[number], forced(job.output_tokens))
+            late = max(late, now - job.at)
+        if loop.idle and left:
+            time.sleep(max(0.0, left[0][1].at - (loop.clock() - begin)))
+            continue
+        events = loop.step()
+        log.observe(events)
+        usage.observe(events)
+    end = loop.clock() - begin
+    facts = ended + list(log.live(begin + end))
+    for one in facts:
+        one.arrival, one.ended = jobs[one.id].at, None if one.ended is None else one.ended - begin
+        for name in ("started", "first_token", "last_token"):
+            if getattr(one, name) is not None:
+                setattr(one, name, getattr(one, name) - begin)
+    record = summarize(facts, now=end, rejected=rejected)
+    add_usage(record, [usage])
+    drain(loop)
+    return slim(record) | {"latest_add_s": significant(late), "reasons": _reasons(facts)}
+
+
+def drain(loop: EngineLoop) -> None:
+    """End what runs."""
+    for number in list(loop.core.requests):
+        loop.abort(number)
+    while not loop.idle:
+        loop.step()
+
+
+def slim(record: Record) -> Record:
+    """Without the curves."""
+    return {name: value for name, value in record.items() if name not in ("series", "quantiles", "slo")}
+
+
+def _reasons(facts: Sequence[RequestFacts]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for one in facts:
+        found[one.reason or "unfinished"] = found.get(one.reason or "unfinished", 0) + 1
+    return found

@@ -1,0 +1,44 @@
+"""One part of the GPU benchmark, in this process: `run.py` starts it.
+
+    python benchmarks/performance/gpu/part.py NAME TASK.json FILE
+
+TASK.json holds the fields of `Task`. The figures go to FILE, what was known before a failure, too.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from common import Figures, Task
+
+# Name of the part: where it is.
+PARTS = {
+    "machine": ("card", "measure"),
+    "tests": ("checks", "measure_tests"),
+    "decode": ("steps", "measure_decode"),
+    "prefill": ("steps", "measure_prefill"),
+    "peers": ("continuous", "measure"),
+    "attention": ("kernels", "measure_attention"),
+    "activations": ("kernels", "measure_activations"),
+    "copies": ("kernels", "measure_copies"),
+    "record": ("serving", "measure_record"),
+    "sanitizer": ("checks", "measure_sanitizer"),
+    "experiment": ("experiment", "measure"),
+}
+
+
+def main() -> None:
+    name, task_file, into = sys.argv[1:]
+    task = Task(**json.loads(Path(task_file).read_text()), into=Path(into), began=time.monotonic())
+    module, function = PARTS[name]
+    measure: Callable[[Task], Figures] = getattr(importlib.import_module(module), function)
+    task.keep(measure(task))
+
+
+if __name__ == "__main__":
+    main()

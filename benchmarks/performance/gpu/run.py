@@ -1,0 +1,310 @@
+"""The GPU benchmark: all measurements and checks that need a GPU, in one command.
+
+    python benchmarks/performance/gpu/run.py [--parts decode,prefill,...] [--minutes 9] [--out FOLDER] [--rehearse]
+
+Each part runs in a process of its own, with a time limit, so that a crash or a hang loses only that part; result.json
+is written after each. Parts of an earlier run in FOLDER/result.json are kept, each with its own date. Every part except
+`machine` is compared with the results of `machine`, which always runs first: the bandwidth of a copy and the rate of a
+matrix product.
+
+`--rehearse` runs all parts on the CPU with tiny shapes, to test the script; its figures mean nothing, and go to
+rehearsal.json in a folder of their own. `experiment` takes the whole time of a call, and runs only if it is named; with
+the result of an earlier call in FOLDER it continues from there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+HERE = Path(__file__).resolve().parent
+# Seconds that a part may take beyond its share of the time, to end a running measurement; and, for that reason, seconds
+# of the remaining time that are withheld from it.
+_GRACE_S, _RESERVE_S = 30.0, 8.0
+# Parts with less time than this are not started.
+_LEAST_S = 15.0
+_LOG_CHARS = 3000
+
+
+class Part(NamedTuple):
+    """weight: its share of the remaining time, relative to those of the parts after it."""
+
+    name: str
+    weight: float
+
+
+# The most informative parts first.
+PARTS = (
+    Part("machine", 0.3),
+    Part("tests", 2.0),
+    Part("decode", 1.5),
+    Part("prefill", 0.7),
+    Part("peers", 1.5),
+    Part("attention", 1.2),
+    Part("activations", 0.4),
+    Part("copies", 0.8),
+    Part("record", 0.8),
+    Part("sanitizer", 1.2),
+    Part("experiment", 12.0),
+)
+USUAL = tuple(part.name for part in PARTS if part.name != "experiment")
+
+
+def chosen(names: str | None) -> list[Part]:
+    """The parts to run, in their order. Raises ValueError for one that there is not."""
+    wanted = set(USUAL if names is None else [name.strip() for name in names.split(",")])
+    if missing := sorted(wanted - {part.name for part in PARTS}):
+        raise ValueError(f"parts must be of {', '.join(part.name for part in PARTS)}, got {', '.join(missing)}")
+    return [part for part in PARTS if part.name in wanted | {"machine"}]
+
+
+def environment(device: str) -> dict[str, str]:
+    """The environment of a part's process: imports this Skipjoin, and downloads no model."""
+    paths = (str(HERE.parents[2] / "src"), str(HERE.parents[2] / "tests" / "exec"), os.environ.get("PYTHONPATH", ""))
+    ours = {"PYTHONPATH": os.pathsep.join(path for path in paths if path), "HF_HUB_OFFLINE": "1"}
+    # On a CPU kernels run in Triton's interpreter, which has to be known before it is imported.
+    return os.environ | ours | ({"TRITON_INTERPRET": "1"} if device == "cpu" else {})
+
+
+def run_part(part: Part, task: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
+    """Run a part in a process group of its own: its status, its seconds, what it found, and how it failed."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="skipjoin-bench-") as scratch:
+        given, found, log = (Path(scratch) / name for name in ("task.json", "figures.json", "log.txt"))
+        given.write_text(json.dumps(task))
+        command = [sys.executable, str(HERE / "part.py"), part.name, str(given), str(found)]
+        with log.open("w") as output:
+            process = subprocess.Popen(
+                command,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment(task["device"]),
+                start_new_session=True,
+            )
+            try:
+                code = process.wait(limit_s)
+                status = "ok" if code == 0 else f"failed with exit code {code}"
+            except subprocess.TimeoutExpired:
+                status = f"stopped after {limit_s:.0f} s"
+            finally:
+                # What it started ends with it.
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        outcome: dict[str, Any] = {
+            "status": status,
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "seconds": round(time.monotonic() - began, 1),
+            "figures": json.loads(found.read_text()) if found.is_file() else {},
+        }
+        # Warnings say what a figure was measured without.
+        if told := log.read_text(errors="replace").replace(str(HERE.parents[2]), ".").replace(sys.prefix, "python"):
+            outcome["log"] = told[-_LOG_CHARS:]
+    return outcome
+
+
+def run_all(parts: list[Part], minutes: float, file: Path, *, rehearse: bool) -> dict[str, Any]:
+    """Run the parts, each with its share of the time that is left; the file is written after every part. Raises
+    RuntimeError, and writes nothing, where the first part cannot measure the machine."""
+    end = time.monotonic() + minutes * 60
+    device = "cpu" if rehearse else "cuda"
+    result: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {"parts": {}}
+    names = ",".join(part.name for part in parts)
+    command = f"python benchmarks/performance/gpu/run.py --parts {names} --minutes {minutes:g}"
+    result |= {
+        "device": device,
+        "rehearsal": rehearse,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": command + (" --rehearse" if rehearse else ""),
+        "statuses": {},  # of this call; what stands in `parts` may be of an earlier one
+    }
+    for index, part in enumerate(parts):
+        left = end - time.monotonic()
+        share = left * part.weight / sum(later.weight for later in parts[index:])
+        known = result["parts"].get("machine", {}).get("figures", {})
+        if left < _LEAST_S:
+            outcome: dict[str, Any] = {"status": "not begun: no time left", "seconds": 0.0, "figures": {}}
+        else:
+            task = {
+                "device": device,
+                "seconds": min(share, left - _RESERVE_S),
+                "ceilings": {} if part.name == "machine" else known["ceilings"],
+                "earlier": result["parts"].get(part.name, {}).get("figures", {}),
+            }
+            print(f"{part.name}: {share:.0f} s", file=sys.stderr, flush=True)
+            if part.name == "machine":  # of this run, or none
+                result["parts"].pop(part.name, None)
+            outcome = run_part(part, task, min(share + _GRACE_S, left))
+            outcome["gpu"] = (outcome["figures"] if part.name == "machine" else known).get("machine", {}).get("gpu")
+        result["statuses"][part.name] = outcome["status"]
+        if part.name == "machine" and "ceilings" not in outcome["figures"]:
+            raise RuntimeError(f"the card cannot be measured: {outcome.get('log', outcome['status'])[-500:]}")
+        # A part that did not come to anything does not take the place of one that did.
+        if outcome["figures"] or not result["parts"].get(part.name, {}).get("figures"):
+            result["parts"][part.name] = outcome
+        result["machine"] = result["parts"].get("machine", {}).get("figures", {}).get("machine")
+        file.write_text(json.dumps(result, indent=1) + "\n")
+    return result
+
+
+def table(result: Mapping[str, Any]) -> list[str]:
+    """A few lines on each part, and what of this call has come to nothing."""
+    lines = [f"{name}: {status}" for name, status in result["statuses"].items() if status != "ok"]
+    for part in PARTS:
+        if (outcome := result["parts"].get(part.name)) is None:
+            continue
+        lines.append(f"{part.name:11} {outcome['status']}, {outcome['seconds']:.0f} s")
+        try:
+            lines += [f"  {line}" for line in _told(part.name, outcome["figures"])]
+        except (KeyError, TypeError) as error:
+            lines.append(f"  figures are missing: {error}")
+        if outcome["status"] != "ok" and "log" in outcome:
+            lines += [f"  | {line}" for line in outcome["log"].splitlines()[-4:]]
+    return lines
+
+
+def _told(name: str, figures: Mapping[str, Any]) -> list[str]:
+    """What the table says of a part's figures."""
+    return _LINES[name](figures) if name in _LINES and figures else [json.dumps(figures)[:300]]
+
+
+def _machine_lines(figures: Mapping[str, Any]) -> list[str]:
+    top = figures["ceilings"]
+    copy, matmul = top["copy_bytes_per_s"] / 1e9, top["matmul_flop_per_s"] / 1e12
+    return [f"{figures['machine']['gpu']}: copy {copy:.4g} GB/s, matmul {matmul:.4g} TFLOP/s"]
+
+
+def _tests_lines(figures: Mapping[str, Any]) -> list[str]:
+    lines = []
+    for run, found in figures.items():
+        counts = {name: found[name] for name in ("passed", "failed", "skipped", "collected") if name in found}
+        lines.append(f"{run}: " + ", ".join(f"{count} {name}" for name, count in counts.items()))
+        lines += [f"  {failure}" for failure in found.get("failures", ())[:10]]
+    return lines
+
+
+def _decode_lines(figures: Mapping[str, Any]) -> list[str]:
+    lines = [_decode_line(batch, found) for batch, found in figures["batches"].items()]
+    return [f"{figures['model']}, {figures['attention']} attention", *lines]
+
+
+def _decode_line(batch: str, found: Mapping[str, Any]) -> str:
+    if "skipped" in found:
+        return f"batch {batch}: {found['skipped']}"
+    gap = found.get("gpu", {}).get("gap_share")
+    return (
+        f"batch {batch:>3}: {found['step_ms']['median']:.4g} ms, {found['of_floor']:.2f} of what the card allows, "
+        f"scheduling {found['scheduling_share']:.2%}" + ("" if gap is None else f", gap {gap:.1%}")
+    )
+
+
+def _prefill_lines(figures: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{what}: {found['step_ms']['median']:.4g} ms, {found['of_rate']:.2f} of the matrix rate"
+        for what, found in figures["steps"].items()
+    ]
+
+
+def _peers_lines(figures: Mapping[str, Any]) -> list[str]:
+    told = [f"{engine}: {found['median']:.4g} tokens/s" for engine, found in figures["tokens_per_s"].items()]
+    return [*told, f"ours over theirs: {figures['ratio']}"]
+
+
+def _attention_lines(figures: Mapping[str, Any]) -> list[str]:
+    lines = []
+    for case in figures["cases"]:
+        share = case.get("of_copy", case.get("of_matmul"))
+        told = case.get("failed") or f"{case['ms']['median']:.4g} ms"
+        lines.append(f"{case['case']}, {case['implementation']}: {told}" + ("" if share is None else f", {share:.2f}"))
+    return lines
+
+
+def _activations_lines(figures: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{case['model']}, {case['activation']}, {case['rows']} rows: "
+        + ", ".join(f"{way} {us['median']:.4g} us" for way, us in case["us"].items())
+        for case in figures["cases"]
+    ]
+
+
+def _copies_lines(figures: Mapping[str, Any]) -> list[str]:
+    link = {way: figures["link"][f"{way}_gb_per_s"]["median"] for way in ("out", "in", "both")}
+    lines = [f"link: {link['out']} GB/s out, {link['in']} in, {link['both']} both"]
+    for move in figures["moves"]:
+        what = f"{move['blocks']} blocks of {move['blocks_of']} {move['direction']}"
+        lines.append(f"{what}: {move['share']['median']:.2f} of the link")
+    return lines + [
+        f"steps beside copies of {found['blocks_of']}: {found['slowdown']['median']:.3f} times as long"
+        for found in figures["beside"]
+    ]
+
+
+def _record_lines(figures: Mapping[str, Any]) -> list[str]:
+    record = figures["record"]
+    return [f"{record['throughput_tps']:.4g} tokens/s, batch {record['batch_mean']:.3g}"]
+
+
+def _sanitizer_lines(figures: Mapping[str, Any]) -> list[str]:
+    runs = {name: found["status"] for name, found in figures.items() if isinstance(found, dict)}
+    return [figures.get("reason") or figures["tool"], *(f"{name}: {status}" for name, status in runs.items())]
+
+
+def _experiment_lines(figures: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{recipe:20} measured {found['measured']}, predicted {found['predicted']} requests/s"
+        + ("" if found["done"] else ", not done")
+        for recipe, found in figures["largest_rate_rps"].items()
+    ]
+
+
+_LINES: dict[str, Callable[[Mapping[str, Any]], list[str]]] = {
+    "machine": _machine_lines,
+    "tests": _tests_lines,
+    "decode": _decode_lines,
+    "prefill": _prefill_lines,
+    "peers": _peers_lines,
+    "attention": _attention_lines,
+    "activations": _activations_lines,
+    "copies": _copies_lines,
+    "record": _record_lines,
+    "sanitizer": _sanitizer_lines,
+    "experiment": _experiment_lines,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", help=f"some of: {', '.join(part.name for part in PARTS)}")
+    parser.add_argument("--minutes", type=float, default=9.0, help="for all of it")
+    parser.add_argument("--out", type=Path, help="folder of result.json (default: this one)")
+    parser.add_argument("--rehearse", action="store_true", help="tiny shapes on the CPU")
+    args = parser.parse_args()
+    try:
+        parts = chosen(args.parts)
+    except ValueError as error:
+        parser.error(str(error))
+    folder = args.out or (Path(tempfile.mkdtemp(prefix="skipjoin-rehearsal-")) if args.rehearse else HERE)
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / ("rehearsal.json" if args.rehearse else "result.json")
+    try:
+        result = run_all(parts, args.minutes, file, rehearse=args.rehearse)
+    except RuntimeError as error:
+        raise SystemExit(f"error: {error}") from None
+    print("\n".join(table(result)))
+    print(f"wrote {file}")
+    raise SystemExit(any(status != "ok" for status in result["statuses"].values()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,310 @@
+"""Prefix caching in the simulator: hit rates over cache sizes, tiers and orders of eviction, what it saves where
+requests are recomputed, how long a request waits that nothing is cached for, and where requests go among replicas.
+
+    SKIPJOIN_TRACES=FOLDER python benchmarks/performance/prefix/run.py [--parts sizes,tiers,order,...] [--out FILE]
+
+With Mooncake's conversation_trace.jsonl, with its hash_ids, in the folder, `sizes` and `order` are of it, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from statistics import median
+from time import process_time
+from typing import Any
+from unittest.mock import patch
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from machine import describe_machine
+from performance.prefix.accesses import Prompt, hit_rate
+from skipjoin.core.kv.ledger import KVLedger
+from skipjoin.core.kv.prefixes import ContentPrefix
+from skipjoin.core.request import Request
+from skipjoin.policies import dispatch
+from skipjoin.policies.cost import LinearCost
+from skipjoin.policies.dispatch import OWN_WEIGHT, prefix_aware
+from skipjoin.sim.experiments.machines import Machine
+from skipjoin.sim.experiments.simulation import Cell, Extent, Run, run
+from skipjoin.sim.experiments.system import System
+from skipjoin.workload.prefixes import PromptParts
+from skipjoin.workload.traces import Trace, TraceRow, read_trace
+from skipjoin.workload.workload import Replay, Workload, synthetic
+
+Result = dict[str, Any]
+MOONCAKE = "conversation_trace.jsonl"
+WHOLE = Extent(None, None, 0)
+PART = 64  # tokens of a named part of a conversation, and of a block
+
+
+def conversations(seed: int, requests: int, *, rate: float) -> Trace:
+    """Generated: conversations of 8 turns on average, which begin with one of four system prompts of 256 tokens. The
+    prompt of a turn has all that was said before and 150 more tokens on average; answers have 250. A user takes 60 s
+    on average from one prompt to the next. rate: conversations that begin per second."""
+    draw = random.Random(seed)
+    rows: list[TraceRow] = []
+    start, conversation = 0.0, 0
+    while len(rows) < 2 * requests:
+        start, conversation = start + draw.expovariate(rate), conversation + 1
+        group, at, tokens = draw.randrange(4), start, 256
+        while True:
+            tokens += 1 + int(draw.expovariate(1 / 150))
+            output = 1 + min(1000, int(draw.expovariate(1 / 250)))
+            rows.append(TraceRow(at, tokens, output, parts=PromptParts(_names(group, conversation, tokens), PART)))
+            tokens += output
+            at += draw.expovariate(1 / 60)
+            if tokens > 16_000 or draw.random() < 1 / 8:
+                break
+    rows.sort(key=lambda row: row.arrival_s or 0.0)
+    return Trace("conversations", tuple(rows[:requests]))
+
+
+def _names(group: int, conversation: int, tokens: int) -> tuple[int, ...]:
+    common = 256 // PART
+    return tuple(index + 1000 * (group if index < common else 10 + conversation) for index in range(tokens // PART))
+
+
+def system(recipe: str, blocks: int, block_size: int = PART, *, length: int = 20_000, host_gib: float = 0) -> System:
+    """A GPU with so much KV; without a host pool what makes way is computed again."""
+    machine = Machine(hardware="a100-80gb", model="qwen3-8b", block_size=block_size, swap_gib=host_gib)
+    (found,) = machine.systems(recipe)
+    return replace(found, kv_blocks=blocks, max_model_len=length, max_num_batched_tokens=8192)
+
+
+def traces() -> Iterator[tuple[Trace, int]]:
+    """Each with its tokens per block."""
+    yield conversations(0, 3000, rate=0.6), PART
+    folder = os.environ.get("SKIPJOIN_TRACES")
+    if folder and (Path(folder) / MOONCAKE).exists():
+        yield read_trace(Path(folder) / MOONCAKE), 512
+    else:
+        print(f"no {MOONCAKE} in SKIPJOIN_TRACES: Mooncake is left out", flush=True)
+
+
+def prompts_of(trace: Trace) -> list[Prompt]:
+    return [(row.parts.names, row.prompt_tokens) for row in trace.rows if row.parts is not None]
+
+
+def found(record: Result) -> Result:
+    """The figures of a run."""
+    return {
+        "finished": record["requests"]["finished"],
+        "hit_rate": record["prefix"]["hit_rate"] if "prefix" in record else 0.0,
+        "regained_tokens": record["prefix"]["regained_tokens"] if "prefix" in record else 0,
+        "recomputed_tokens": record["kv"]["recomputed_tokens"],
+        "ttft_mean_s": record["ttft_s"]["mean"],
+        "jct_mean_s": record["jct_s"]["mean"],
+        "kv_used_mean": record["kv"]["used_mean"],
+        "kv_allocated_mean": record["kv"]["allocated_mean"],
+    }
+
+
+@contextmanager
+def plain_lru() -> Iterator[None]:
+    """Requests that wait keep nothing in the cache for longer."""
+    with patch.object(KVLedger, "await_prefix", lambda ledger, request: None):
+        yield
+
+
+def sizes() -> Result:
+    """Hit rates in the simulator, first come first served, over the size of the KV pool."""
+    results: Result = {}
+    for trace, block_size in traces():
+        tokens = sum(row.prompt_tokens + row.output_tokens for row in trace.rows)
+        unlimited = tokens // block_size + 2 * len(trace.rows)
+        length = 2 * max(row.prompt_tokens + row.output_tokens for row in trace.rows)
+        rows = []
+        for share in (1.0, 0.1, 0.04, 0.02, 0.01, 0.005):
+            blocks = int(unlimited * share)
+            if blocks * block_size < length:
+                continue
+            record = run(Cell(system("fcfs", blocks, block_size, length=length), Replay(trace), WHOLE))
+            rows.append({"share_of_all_tokens": share, "kv_blocks": blocks, **found(record)})
+            print(trace.name, rows[-1], flush=True)
+        infinite = hit_rate(prompts_of(trace), block_size, None)
+        results[trace.name] = {"requests": len(trace.rows), "sequence_unlimited": infinite, "simulated": rows}
+    return results
+
+
+def tiers() -> Result:
+    """The same with a host pool, which gets what the device loses, and where more arrives than the device can hold."""
+    results: Result = {}
+    for name, rate, pools in (("sizes", 0.6, (1017, 2034)), ("twice the load", 1.2, (800,))):
+        trace = conversations(0, 1500, rate=rate)
+        rows = []
+        for recipe, blocks, host_gib in product(("fcfs", "fastserve"), pools, (0, 8, 64)):
+            record = run(Cell(system(recipe, blocks, host_gib=host_gib), Replay(trace), WHOLE))
+            use = {"recipe": recipe, "kv_blocks": blocks, "host_gib": host_gib, **found(record)}
+            use["hit_rate_on_host"] = record["prefix"]["hit_on_host_tokens"] / record["prefix"]["queried_tokens"]
+            use["saved_gb"] = record["prefix"]["saved_bytes"] / 1e9
+            use["swapped_out_gb"] = record["kv"]["swapped_out_bytes"] / 1e9
+            rows.append(use)
+            print(name, use, flush=True)
+        results[name] = {"sequence_unlimited": hit_rate(prompts_of(trace), PART, None), "simulated": rows}
+    return results
+
+
+def order() -> Result:
+    """Orders of eviction: by the sequence of prompts alone, and in the simulator with requests that wait for what is
+    cached."""
+    results: Result = {}
+    for trace, block_size in traces():
+        prompts = prompts_of(trace)
+        distinct = len({name for names, _ in prompts for name in names})
+        offline = [
+            {
+                "cache_blocks": int(distinct * share),
+                "lru": hit_rate(prompts, block_size, int(distinct * share)),
+                "belady": hit_rate(prompts, block_size, int(distinct * share), optimal=True),
+            }
+            for share in (0.02, 0.05, 0.1, 0.2, 0.4)
+        ]
+        results[trace.name] = {"distinct_blocks": distinct, "offline_analysis": offline}
+        print(trace.name, results[trace.name], flush=True)
+    # Twice the load that the machine can take, so that hundreds wait: what they wait for is what interest keeps.
+    trace = conversations(1, 2000, rate=2.5)
+    rows = []
+    for blocks in (800, 1200, 2400):
+        cell = Cell(system("fcfs", blocks), Replay(trace), WHOLE)
+        with plain_lru():
+            lru = found(run(cell))
+        rows.append({"kv_blocks": blocks, "lru": lru, "interest": found(run(cell))})
+        print(rows[-1], flush=True)
+    return results | {"simulated_overload": rows}
+
+
+def recompute() -> Result:
+    """`fastserve-recompute` under pressure, with caching and without: prompts that have nothing in common with others,
+    so that requests find what they computed themselves, and conversations."""
+    alone = synthetic("uniform:200-1500,50-400", "poisson").draw(6.0, None, 0, 600)
+    rows = tuple(
+        TraceRow(job.at, job.prompt_tokens, job.output_tokens, parts=PromptParts(_own(number, job.prompt_tokens), PART))
+        for number, job in enumerate(alone)
+    )
+    results: Result = {}
+    for trace, blocks in ((Trace("alone", rows), 400), (conversations(2, 1200, rate=1.0), 700)):
+        for recipe in ("fastserve-recompute", "bros-recompute", "fcfs"):
+            with_cache = system(recipe, blocks)
+            cold = found(run(Cell(replace(with_cache, enable_prefix_caching=False), Replay(trace), WHOLE)))
+            warm = found(run(Cell(with_cache, Replay(trace), WHOLE)))
+            share = warm["recomputed_tokens"] / max(1, cold["recomputed_tokens"])
+            results[f"{trace.name}, {recipe}"] = {"without": cold, "with": warm, "recomputed_share": round(share, 4)}
+            print(trace.name, recipe, results[f"{trace.name}, {recipe}"], flush=True)
+    return results
+
+
+def _own(number: int, tokens: int) -> tuple[int, ...]:
+    return tuple(1000 * number + index for index in range(tokens // PART))
+
+
+def flood() -> Result:
+    """Requests whose prompts begin with 4,096 cached tokens, and one in twenty whose prompt nothing is cached for."""
+    workload = synthetic("uniform:50-200,50-200", "poisson", ["name=cold,lengths=fixed:4096,100,share=0.05"], "4096:1")
+    results: Result = {}
+    for recipe in ("fcfs", "sarathi", "fastserve", "bros", "econoserve", "srpt"):
+        for rate, caching in ((12.0, False), (12.0, True), (24.0, True)):
+            chosen = replace(system(recipe, 4000), enable_prefix_caching=caching)
+            whole = Run(Cell(chosen, workload, Extent(rate, 120.0, 0)))
+            shard = whole.shard(0)
+            name = f"{recipe}, {rate:g} req/s, {'with' if caching else 'without'} caching"
+            results[name] = {
+                stream: _waits([one for one in shard.facts if one.stream == stream], shard.end_s)
+                for stream in ("cold", "default")
+            }
+            print(name, results[name], flush=True)
+    return results
+
+
+def _waits(facts: list[Any], end: float) -> Result:
+    ttfts = [one.ttft(end) for one in facts]
+    return {
+        "requests": len(facts),
+        "finished": sum(one.is_complete for one in facts),
+        "ttft_mean_s": sum(ttfts) / len(ttfts),
+        "ttft_max_s": max(ttfts),
+        "queue_max_s": max(one.queue(end) or 0.0 for one in facts),
+    }
+
+
+def replicas() -> Result:
+    """Four replicas behind the dispatch rules: conversations at a load that they can take and at one that is too much,
+    and requests that have one system prompt of 4,096 tokens in common."""
+    fast = [row._replace(arrival_s=(row.arrival_s or 0.0) / 4) for row in conversations(0, 4000, rate=4.0).rows]
+    system_prompt = synthetic("uniform:50-400,50-400", "poisson", [], "4096:1")
+    loads: dict[str, tuple[Workload, Extent]] = {
+        "conversations": (Replay(conversations(0, 2000, rate=2.4)), WHOLE),
+        "conversations, overload": (Replay(Trace("fast", tuple(fast))), WHOLE),
+        "one system prompt, 8 req/s": (system_prompt, Extent(8.0, 30.0, 0)),
+        "one system prompt, 32 req/s": (system_prompt, Extent(32.0, 30.0, 0)),
+    }
+    rules = ("round-robin", 1.0), ("least-work", 1.0), *(("prefix-aware", weight) for weight in (OWN_WEIGHT, 1.0, 16.0))
+    results: Result = {}
+    for load, (workload, extent) in loads.items():
+        for rule, weight in rules:
+            chosen = replace(system("fcfs", 4000), replicas=4, dispatch=rule)
+            with patch.object(dispatch, "OWN_WEIGHT", weight):
+                record = run(Cell(chosen, workload, extent))
+            name = f"{load}, {rule}" + (f", weight {weight:g}" if rule == "prefix-aware" else "")
+            results[name] = found(record) | {"ttft_p99_s": record["ttft_s"]["p99"]}
+            print(name, results[name], flush=True)
+    return results
+
+
+def routing_cost() -> Result:
+    """Processor time that the API process takes to choose one of four replicas for a prompt: to hash it, and to look
+    the keys up and remember them."""
+    results: Result = {}
+    for tokens in (1000, 10_000, 30_000, 100_000):
+        rule = prefix_aware()
+        for replica in range(4):
+            rule.join(replica, LinearCost(floor=0.01, prefill_token=1e-4, decode=2e-4), 20_000, 16)
+        draw, times = random.Random(0), []
+        for number in range(41):
+            prompt = [draw.randrange(150_000) for _ in range(tokens)]
+            for turn in range(2):  # the second one finds what the first one left
+                request = Request(2 * number + turn, 0.0, prompt, 100, prefix=ContentPrefix(16))
+                begun = process_time()
+                rule.choose(request)
+                times.append(1e3 * (process_time() - begun))
+        new, known = times[::2], times[1::2]
+        results[f"{tokens} tokens"] = {
+            name: {"median_ms": median(some), "least_ms": min(some), "greatest_ms": max(some)}
+            for name, some in (("new", new), ("known", known))
+        }
+        print(tokens, results[f"{tokens} tokens"], flush=True)
+    return results
+
+
+PARTS: dict[str, Callable[[], Result]] = {
+    "sizes": sizes,
+    "tiers": tiers,
+    "order": order,
+    "recompute": recompute,
+    "flood": flood,
+    "replicas": replicas,
+    "routing_cost": routing_cost,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("result.json"))
+    args = parser.parse_args()
+    record = json.loads(args.out.read_text()) if args.out.exists() else {}
+    for part in args.parts.split(","):
+        record[part] = PARTS[part]()
+        record["machine"] = describe_machine()
+        args.out.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

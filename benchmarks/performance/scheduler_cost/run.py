@@ -1,0 +1,185 @@
+"""What a scheduling decision costs: schedule + commit per step, with 128 requests decoding and a queue behind them.
+
+    python benchmarks/performance/scheduler_cost/run.py [--out FILE]
+
+No model runs: every plan is answered at once with fixed tokens. `decide` is Scheduler.schedule + Scheduler.commit;
+`engine` is EngineCore.start_step + finish_step + take_events, which adds tokens, stop conditions and events.
+The queue waits either because the batch is full (128 seats) or because the KV pool is (256 seats, no blocks for a
+newcomer). Its prompts are long, so that every recipe ranks it behind the requests that run, and the state is steady.
+`prefix` has one request that waits for memory, and finds the KV of the first 30,000 tokens of its prompt in the cache.
+`swapping` is another load: OPT-13B on a simulated A100 with 11 GiB of KV and 128 GiB of host memory, ShareGPT's lengths
+at 5.5 requests per second for 100 s, which is above capacity: KV moves all the time, and hundreds hold some.
+Each figure is the median over the steps of a run; printed are median, least and greatest over the repeats.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from skipjoin.core.engine import EngineCore
+from skipjoin.core.kv.ledger import KVLedger
+from skipjoin.core.kv.prefixes import ContentPrefix
+from skipjoin.core.request import Request
+from skipjoin.core.scheduling.scheduler import Scheduler
+from skipjoin.core.step import StepPlan, StepResult
+from skipjoin.observe.record import preempted
+from skipjoin.policies.cost import LinearCost
+from skipjoin.recipes import RECIPES, Settings, build, own
+from skipjoin.sim.experiments.machines import Machine
+from skipjoin.sim.experiments.simulation import Cell, Extent, run
+from skipjoin.workload.workload import synthetic
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from machine import describe_machine
+
+RUNNING = 128
+WAITING = (0, 100, 1_000, 10_000, 100_000)
+BLOCK_SIZE = 16
+PREFIX = 30_000  # tokens
+STEPS = 200  # beyond that, fastserve would demote the running requests behind the queue
+SWAPPING = ("alise", "fastserve", "fastserve-reactive", "mlfq", "srpt")
+COST = LinearCost(floor=0.02, prefill_token=1e-4, decode=1e-4, context_token=1e-7)
+
+
+def engine_with(recipe: str, waiting: int, limit: str) -> EngineCore:
+    """An engine in which RUNNING requests decode and `waiting` others queue behind what `limit` names."""
+    seats = RUNNING if limit == "seats" else 2 * RUNNING
+    settings = Settings(COST, max_seqs=seats, max_tokens=8192)
+    policies = build(recipe, settings, own(recipe, {"starvation_s": 1e9, "oracle": "max-tokens"}))
+    cached = PREFIX if limit == "prefix" else 0
+    # 24 blocks each: enough for 128 + STEPS tokens, too few for a waiting prompt besides.
+    core = EngineCore(Scheduler(policies, KVLedger(RUNNING * 24 + cached // BLOCK_SIZE, 0, BLOCK_SIZE)))
+    if cached:
+        core.add(Request(-1, 0.0, range(cached), 1, prefix=ContentPrefix(BLOCK_SIZE)), 0.0)
+        while core.requests:
+            answer(core, core.start_step(0.0), 0.0)
+    for number in range(RUNNING):
+        core.add(Request(number, 0.0, range(128), STEPS + 50), 0.0)
+    while any(request.output == [] for request in core.requests.values()):
+        answer(core, core.start_step(0.0), 0.0)
+    for number in range(RUNNING, RUNNING + waiting):
+        prefix = ContentPrefix(BLOCK_SIZE) if cached else None
+        core.add(Request(number, 1.0, range(cached + 40_000), 1500, prefix=prefix), 1.0)
+    core.take_events()
+    return core
+
+
+def answer(core: EngineCore, plan: StepPlan | None, now: float) -> None:
+    """Finish a plan with token 7 for every sample."""
+    assert plan is not None
+    core.finish_step(StepResult(plan, [7 if piece.samples else None for piece in plan.slices], 0.02), now)
+
+
+def measure(recipe: str, waiting: int, limit: str) -> dict[str, float]:
+    """Median microseconds per step of the decision alone and of the whole engine core."""
+    core = engine_with(recipe, waiting, limit)
+    scheduler = core.scheduler
+    decide, engine = [], []
+    commit_seconds = 0.0
+    inner = scheduler.commit
+
+    def timed_commit(result: StepResult, now: float) -> set[Request]:
+        nonlocal commit_seconds
+        start = time.perf_counter()
+        lost = inner(result, now)
+        commit_seconds = time.perf_counter() - start
+        return lost
+
+    scheduler.commit = timed_commit  # type: ignore[method-assign]
+    now = 1.0
+    for _ in range(STEPS):
+        now += 0.02
+        t0 = time.perf_counter()
+        plan = core.start_step(now)
+        t1 = time.perf_counter()
+        assert plan is not None
+        assert len(plan.slices) == RUNNING
+        result = StepResult(plan, [7] * RUNNING, 0.02)
+        t2 = time.perf_counter()
+        core.finish_step(result, now)
+        core.take_events()
+        t3 = time.perf_counter()
+        decide.append(t1 - t0 + commit_seconds)
+        engine.append(t1 - t0 + t3 - t2)
+    return {"decide_us": statistics.median(decide) * 1e6, "engine_us": statistics.median(engine) * 1e6}
+
+
+def measure_swapping(recipe: str) -> dict[str, float]:
+    """Median and 95th percentile of the microseconds per decision while KV moves, and how much goes on."""
+    (system,) = Machine(model="opt-13b", hardware="a100-40gb", kv_gib=11.0, swap_gib=128.0).systems(recipe)
+    schedule, commit = Scheduler.schedule, Scheduler.commit
+    seconds: list[float] = []
+
+    def timed_schedule(self: Scheduler, now: float) -> StepPlan | None:
+        start = time.perf_counter()
+        plan = schedule(self, now)
+        if plan is not None:
+            seconds.append(time.perf_counter() - start)
+        return plan
+
+    def timed_commit(self: Scheduler, result: StepResult, now: float) -> set[Request]:
+        start = time.perf_counter()
+        lost = commit(self, result, now)
+        seconds[-1] += time.perf_counter() - start
+        return lost
+
+    Scheduler.schedule, Scheduler.commit = timed_schedule, timed_commit  # type: ignore[method-assign]
+    try:
+        record = run(Cell(system, synthetic("sharegpt", "poisson"), Extent(5.5, 100.0, 0)))
+    finally:
+        Scheduler.schedule, Scheduler.commit = schedule, commit  # type: ignore[method-assign]
+    return {
+        "decide_us": statistics.median(seconds) * 1e6,
+        "decide_p95_us": statistics.quantiles(seconds, n=20)[-1] * 1e6,
+        "batch_mean": record["batch_mean"],
+        "preemptions_per_step": preempted(record) / record["steps"],
+        "step_ms": record["duration_s"] / record["steps"] * 1e3,
+    }
+
+
+def summary(values: Sequence[float]) -> dict[str, float]:
+    """Median, least and greatest."""
+    return {"median": round(statistics.median(values), 2), "min": round(min(values), 2), "max": round(max(values), 2)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--recipes", nargs="*", default=sorted(RECIPES))
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    gc.freeze()
+    rows = []
+    # Under mlfq the queue's prompts, of any length, enter the first queue and displace running requests: no steady
+    # state.
+    steady = [recipe for recipe in args.recipes if recipe != "mlfq"]
+    queues = [*itertools.product(("seats", "memory"), WAITING), ("prefix", 1)]
+    for recipe, (limit, waiting) in itertools.product(steady, queues):
+        runs = [measure(recipe, waiting, limit) for _ in range(args.repeats if waiting < 50_000 else 2)]
+        row: dict[str, object] = {"recipe": recipe, "limit": limit, "running": RUNNING, "waiting": waiting}
+        row |= {name: summary([one[name] for one in runs]) for name in runs[0]}
+        rows.append(row)
+        print(row, flush=True)
+    for recipe in args.recipes:
+        if recipe not in SWAPPING:
+            continue
+        runs = [measure_swapping(recipe) for _ in range(args.repeats)]
+        row = {"recipe": recipe, "limit": "swapping"}
+        row |= {name: summary([one[name] for one in runs]) for name in runs[0]}
+        rows.append(row)
+        print(row, flush=True)
+    if args.out:
+        record = {"machine": describe_machine(), "steps": STEPS, "rows": rows}
+        args.out.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""Workloads, the load client, results and plots."""

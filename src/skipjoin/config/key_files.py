@@ -1,0 +1,129 @@
+"""Files of API keys: one key per line, and what the keys below a line like `[priority-range=0:5]` may ask for."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from skipjoin.options import ConfigError
+
+PRIORITY_TIERS = ("none", "all")
+OPERATOR = ("no", "yes")
+_SETTINGS = {"priority-range", "priority-tier", "operator"}
+_SECTION = (
+    "a line that begins with [ must be like [priority-range=-2:5 priority-tier=all operator=yes], with each of the "
+    "three once at most"
+)
+
+
+class KeyRights(NamedTuple):
+    """What requests with a key may ask for. None: what the server allows to all. priorities: the lowest and the highest
+    priority, besides 0. tier: whether there is `service_tier` priority. is_operator: whether the key sees the requests
+    of all keys."""
+
+    priorities: tuple[int, int] | None = None
+    tier: bool | None = None
+    is_operator: bool = False
+
+
+# Of a key about which its file says nothing.
+AS_ALL = KeyRights()
+
+
+class _Line(NamedTuple):
+    """A line of a file that is neither empty nor a comment. where: it, as errors name it."""
+
+    where: str
+    text: str
+
+    @property
+    def is_section(self) -> bool:
+        return self.text.startswith("[")
+
+
+def owner_of_key(key: bytes) -> str:
+    """A hash of a key: it stands for the key wherever its requests and files are told from those of others."""
+    return hashlib.sha256(key).hexdigest()
+
+
+def read_keys(field: str, file: str | None) -> dict[str, KeyRights]:
+    """The keys in a file, none for no file. field: the setting that names it. Raises `ConfigError`, which shows no key,
+    for a file without keys, a key that no header can carry or that is there twice with different rights, and a section
+    that has no meaning or no keys."""
+    found: dict[str, KeyRights] = {}
+    rights, section = AS_ALL, None
+    for line in () if file is None else _lines(field, file):
+        if line.is_section:
+            _check_has_keys(section)
+            rights, section = _rights(line), line
+            continue
+        check_key(f"{line.where}:", line.text)
+        if found.setdefault(line.text, rights) != rights:
+            raise ConfigError(f"{line.where}: this key is also further up, in another section")
+        section = None
+    _check_has_keys(section)
+    if file is not None and not found:
+        raise ConfigError(f"{field} {file} must have a key, one per line, and has none")
+    return found
+
+
+def check_key(field: str, key: str) -> None:
+    """Raise `ConfigError` for a key that no header can carry. The error does not show the key."""
+    if not key:
+        raise ConfigError(f"{field} must not be empty")
+    if not (key.isascii() and key.isprintable() and key == key.strip()):
+        raise ConfigError(f"{field} must be printable ASCII characters without blanks at the ends")
+
+
+def priority_bounds(field: str, text: str) -> tuple[int, int]:
+    """The lowest and the highest priority of a range LOW:HIGH. Raises `ConfigError`, which names the field."""
+    try:
+        low, high = map(int, text.split(":"))
+    except ValueError:
+        raise ConfigError(f"{field} must be two integers, LOW:HIGH, got {text!r}") from None
+    if not -(1 << 63) <= low <= high < 1 << 63:
+        raise ConfigError(f"{field} must be LOW:HIGH of 64 bits, LOW at most HIGH, got {text!r}")
+    return low, high
+
+
+def _lines(field: str, file: str) -> Iterator[_Line]:
+    try:
+        lines = Path(file).read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ConfigError(f"{field} {file} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{field} {file} is not UTF-8 text") from error
+    for number, line in enumerate(lines, 1):
+        if (text := line.strip()) and not text.startswith("#"):
+            yield _Line(f"{field} {file}, line {number}", text)
+
+
+def _rights(line: _Line) -> KeyRights:
+    """What a section gives its keys. A line that is none may be a key: the error does not show it."""
+    given = _given(line)
+    priorities, tier, operator = map(given.get, ("priority-range", "priority-tier", "operator"))
+    for name, value, choices in (("priority-tier", tier, PRIORITY_TIERS), ("operator", operator, OPERATOR)):
+        if value not in (None, *choices):
+            raise ConfigError(f"{line.where}: {name} must be one of {', '.join(choices)}, got {value!r}")
+    return KeyRights(
+        None if priorities is None else priority_bounds(f"{line.where}: priority-range", priorities),
+        None if tier is None else tier == "all",
+        operator == "yes",
+    )
+
+
+def _given(line: _Line) -> Mapping[str, str]:
+    """The settings of a section, by name."""
+    pairs = [part.partition("=")[::2] for part in line.text[1:-1].split()]
+    given = dict(pairs)
+    if not line.text.endswith("]") or len(given) < len(pairs) or not given.keys() <= _SETTINGS:
+        raise ConfigError(f"{line.where}: {_SECTION}")
+    return given
+
+
+def _check_has_keys(section: _Line | None) -> None:
+    """section: one without a key so far."""
+    if section is not None:
+        raise ConfigError(f"{section.where}: no key follows, of which this could be said")

@@ -1,0 +1,101 @@
+"""Which requests a step could run, before it is filled: what batchers look at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from skipjoin.core.kv.interface import MISS, Hit, KVAccounts
+from skipjoin.core.policy import Grant, Policies, Wait
+from skipjoin.core.request import Request
+from skipjoin.core.scheduling.context import StepContext, eligible_tokens
+from skipjoin.core.scheduling.evictor import Evictor
+
+# Longest that a request waits for KV that another one computes, in seconds.
+MOST_BEHIND_S = 5.0
+
+
+def find_candidates(
+    policies: Policies, kv: KVAccounts, evictor: Evictor, context: StepContext
+) -> Iterator[tuple[Request, int]]:
+    """See `StepContext.candidates`."""
+    admission, blocks_of, returns_overlapped = policies.admission, kv.blocks_of, policies.eviction.returns_overlapped
+    space = _Space(kv, evictor)
+    for request in policies.ordering.ranked(context.now):
+        if not (tokens := eligible_tokens(request, context)) or request in space.given_up:
+            continue
+        held, target = blocks_of(request), request.planned + tokens
+        hit = kv.hit(request) if held is None else MISS
+        if comes_soon(request, hit, context):
+            continue
+        away = held.away if held is not None else 0
+        grant = admission.claim(request, target, kv) if held is None or target > request.claimed else None
+        if grant is Wait.PASS or (grant is Wait.WAIT and held is not None):
+            continue
+        if held is None:
+            blocks = max(grant.now, grant.blocks) - hit.held if isinstance(grant, Grant) else 0
+            if not isinstance(grant, Grant) or not space.take(request, blocks, grant.spare):
+                break
+        elif held.moving is not None or (away and (returns_overlapped(request) or not space.take(request, away, 0))):
+            continue
+        yield request, tokens - hit.tokens
+    else:
+        return
+    for holder in evictor.holders_after(request):
+        held = blocks_of(holder)
+        if held is None or not held.device or held.away or holder in space.given_up:
+            continue
+        if tokens := eligible_tokens(holder, context):
+            yield holder, tokens
+
+
+def comes_soon(request: Request, hit: Hit, context: StepContext) -> bool:
+    """Whether a request that runs, and matters as much, computes KV that this one can use: it does better to wait, for
+    `MOST_BEHIND_S` at most, since the other one may be slowed down."""
+    leader = hit.leader
+    if leader is None or leader.finish_reason is not None or leader.band > request.band:
+        return False
+    if leader.last_plan < context.latest:
+        return False
+    request.led_since = min(request.led_since, context.now)
+    return context.now < request.led_since + MOST_BEHIND_S
+
+
+class _Space:
+    """Device blocks that candidates can still take.
+
+    given_up: best-effort requests whose blocks real-time candidates take, the least important ones. What the last of
+    them has too many is no best-effort candidate's: an eviction may leave it where it is.
+    """
+
+    def __init__(self, kv: KVAccounts, evictor: Evictor) -> None:
+        self.given_up: set[Request] = set()
+        self._kv = kv
+        self._evictor = evictor
+        self._free = kv.available
+        self._given = 0  # of best-effort requests, for real-time ones
+        self._donors: Iterator[Request] | None = None
+
+    def take(self, request: Request, blocks: int, spare: int) -> bool:
+        """Blocks for the request, and that many more that stay; False: there are too few."""
+        if request.is_best_effort:
+            if blocks + spare > self._free:
+                return False
+            self._free -= blocks
+            return True
+        self._collect(request, blocks + spare - self._free)
+        if blocks + spare > self._free + self._given:
+            return False
+        taken = min(blocks, max(0, self._free))
+        self._free -= taken
+        self._given -= blocks - taken
+        return True
+
+    def _collect(self, request: Request, blocks: int) -> None:
+        """Let best-effort requests give up theirs until there are that many, as far as they reach."""
+        while self._given < blocks:
+            if self._donors is None:  # all real-time requests come before them
+                self._donors = iter(self._evictor.best_effort_below(request))
+            if (donor := next(self._donors, None)) is None:
+                return
+            self.given_up.add(donor)
+            self._given += self._kv.footprint(donor)

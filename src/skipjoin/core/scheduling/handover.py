@@ -1,0 +1,45 @@
+"""Requests that go on where another engine left off: their KV is copied from there while this engine works."""
+
+from __future__ import annotations
+
+from skipjoin.core.events import Admitted, Claimed, Event
+from skipjoin.core.kv.interface import Ledger
+from skipjoin.core.policy import Grant, Policies, Wait
+from skipjoin.core.request import Request
+from skipjoin.core.scheduling.planner import begin_decision
+
+
+class Incoming:
+    """The requests whose KV is on its way. Until it is there, no policy knows them but the one that admitted them."""
+
+    def __init__(self, policies: Policies, kv: Ledger) -> None:
+        self._policies = policies
+        self._kv = kv
+        self._grants: dict[Request, Grant] = {}
+
+    def expect(self, request: Request, now: float) -> bool:
+        """Admit a request, and fence device blocks for its computed tokens. False: the admission policy refuses, or
+        there is no room beside what waits on the host; nothing is evicted."""
+        kv = self._kv
+        begin_decision(self._policies, kv, now)
+        grant = self._policies.admission.claim(request, request.known, kv)
+        if isinstance(grant, Wait):
+            return False
+        blocks = kv.blocks_for(request.known)
+        need = max(grant.now, grant.blocks, blocks) + grant.spare
+        if need > kv.headroom(grant.lender) - (kv.host_total - kv.host_free) or blocks > kv.device_free:
+            return False
+        kv.claim(request, grant.blocks, tokens=grant.tokens, lender=grant.lender)
+        kv.expect(request)
+        self._grants[request] = grant
+        return True
+
+    def receive(self, request: Request, now: float) -> list[Event]:
+        """The request enters the engine: if it was expected, its KV is there. Returns what that means."""
+        grant = self._grants.pop(request, None)
+        if grant is None:
+            return []
+        self._kv.receive(request)
+        request.is_fresh = True
+        claimed = Claimed(request, now, grant.lender, grant.blocks, group=grant.group)
+        return [Admitted(request, now), claimed]

@@ -1,0 +1,225 @@
+"""How one step is decided: overlapped moves begin, the batch is filled best requests first, and the rest waits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from skipjoin.core.events import Event, Started, Waited
+from skipjoin.core.kv.interface import HeldBlocks, Ledger
+from skipjoin.core.policy import BatchBuilder, Policies, Refusal, Scope
+from skipjoin.core.request import Request
+from skipjoin.core.scheduling.candidates import comes_soon, find_candidates
+from skipjoin.core.scheduling.context import StepContext, eligible_tokens
+from skipjoin.core.scheduling.evictor import Evictor
+from skipjoin.core.scheduling.residency import Residency
+from skipjoin.core.scheduling.waits import WaitReason, WaitState
+from skipjoin.core.step import Move, Slice, StepPlan
+
+
+def begin_decision(policies: Policies, kv: Ledger, now: float) -> None:
+    """Let accounts have the blocks that the policies want them to have."""
+    for begin in policies.on_begin:
+        for account, blocks in begin(now, kv):
+            kv.reserve(account, blocks)
+
+
+class StepPlanner:
+    """One step while it is being decided.
+
+    waiting: the requests that were examined and wait. tail: why the requests wait that were not examined. started: how
+    many requests of the batch did not run until now.
+    """
+
+    def __init__(self, policies: Policies, kv: Ledger, events: list[Event], context: StepContext) -> None:
+        self.waiting: list[Request] = []
+        self.tail = WaitReason.NOT_EXAMINED
+        self.started = 0
+        self._policies = policies
+        self._kv = kv
+        self._events = events
+        self._context = context
+        self._evictor = Evictor(policies, kv, events, context)
+        self._slices: list[Slice] = []
+        self._is_forced = False
+        self._residency = self._new_residency()
+
+    def plan(self) -> StepPlan:
+        """Decide; the plan may be empty."""
+        context, evictor = self._context, self._evictor
+        begin_decision(self._policies, self._kv, context.now)
+        overlapped = self._move_ahead() if self._kv.host_total else []
+        self._fill_from_first(self._policies.batcher.open(self._with_candidates(context)))
+        if not (self._slices or evictor.blocking or context.in_flight or self._kv.is_moving):
+            self._begin_anew()
+        residency = self._residency
+        overlapped += residency.overlapped
+        # Last: what this step takes is lost.
+        if self._slices and context.may_leave and (copy := self._kv.keep_cached(context.depth)) is not None:
+            overlapped.append(copy)
+        for request in evictor.evicted:
+            for evicted in self._policies.on_evicted:
+                evicted(request, context.now)
+        for request in residency.claimed:
+            for claimed in self._policies.on_claimed:
+                claimed(request, context.now)
+        return StepPlan(
+            context.plan_id,
+            slices=tuple(self._slices),
+            blocking=tuple(evictor.blocking),
+            overlapped=tuple(overlapped),
+            waiting_for_kv=tuple(residency.waiting_for_kv),
+        )
+
+    def _with_candidates(self, context: StepContext) -> StepContext:
+        found = find_candidates(self._policies, self._kv, self._evictor, context)
+        return replace(context, candidates=found, blocks_away=self._kv.footprint_on_host)
+
+    def _move_ahead(self) -> list[Move]:
+        """Begin overlapped moves, of requests that then cannot join this step."""
+        kv, context, ordering = self._kv, self._context, self._policies.ordering
+        settled = [request for request in kv.holders() if request.finish_reason is None and kv.is_settled(request)]
+        out, back = self._policies.eviction.ahead(settled, ordering, kv, context.now)
+        if out or context.depth > 1 or kv.host_free < kv.host_total:
+            ranked = ordering.ranked(context.now)
+            self._residency.first = next((request for request in ranked if not request.is_satisfied), None)
+        moves: list[Move] = []
+        for request in out if context.may_leave else ():
+            if request is self._residency.first:
+                continue  # its turn has come: it could be moved back and forth and never run
+            if request.in_flight:
+                context.pausing.add(request)
+            elif kv.can_move_out(request, blocking=False):
+                moves.append(self._evictor.swap_ahead(request))
+        for request in back:
+            if kv.can_move_in(request):
+                moves.append(kv.move_in(request))
+                request.is_fresh = True
+        return moves
+
+    def _fill(self, queue: Iterable[Request], builder: BatchBuilder) -> Request | None:
+        """Offer the requests of the queue to the batch. Returns the request at which the step was closed to newcomers,
+        where it was open before; the queue is then read no further."""
+        context, residency, blocks_of = self._context, self._residency, self._kv.blocks_of
+        offer, take, add = builder.offer, builder.take, self._slices.append
+        plan_id, latest, was_closed = context.plan_id, context.latest, residency.closed is not None
+        for request in queue:
+            held = blocks_of(request)
+            meets = held is None and request.prefix is not None and residency.closed is None
+            tokens = self._meet(request) if meets else eligible_tokens(request, context)
+            if not tokens:
+                self._pass_over(request)
+            elif held is None and residency.closed is not None:
+                self._wait(request, residency.closed)
+            elif isinstance(verdict := offer(request, tokens), int):
+                start = request.planned
+                target = start + verdict
+                if held is None or held.moving is not None or target > held.room:
+                    held = self._secure(request, held, target)
+                if held is not None:
+                    take(request, verdict)
+                    samples = verdict == tokens  # the slice reaches the end of what is known or awaited
+                    add(Slice(request, start, verdict, samples, target > request.known, held.table))
+                    request.planned = target
+                    request.pending_samples += samples
+                    request.wait = None
+                    if request.last_plan < latest:
+                        self.started += 1
+                        self._events.append(Started(request, context.now))
+                    request.last_plan = plan_id
+            elif self._refuse(request, verdict) is Scope.ALL:
+                if meets:
+                    request.computed = request.planned = 0
+                return None
+            if meets and held is None and blocks_of(request) is None:
+                request.computed = request.planned = 0
+            if residency.closed is not None and not was_closed:
+                self.tail = residency.closed
+                return request
+        return None
+
+    def _meet(self, request: Request) -> int:
+        """For the batcher, a request that holds nothing is as far as the KV that it finds. Returns its eligible tokens:
+        none if more of its KV comes soon."""
+        hit = self._kv.hit(request)
+        if not self._is_forced and comes_soon(request, hit, self._context):
+            self._wait(request, WaitReason.BEHIND_PREFIX)
+            return 0
+        request.computed = request.planned = hit.tokens
+        return eligible_tokens(request, self._context)
+
+    def _new_residency(self) -> Residency:
+        return Residency(
+            self._policies, self._kv, self._events, self._context, evictor=self._evictor, slices=self._slices
+        )
+
+    def _fill_from_first(self, builder: BatchBuilder) -> None:
+        """Offer all requests to the batch, the best first."""
+        last = self._fill(self._policies.ordering.ranked(self._context.now), builder)
+        if last is not None:  # only requests that hold KV can still run: a long queue behind them costs nothing
+            self._fill(self._evictor.holders_after(last), builder)
+
+    def _begin_anew(self) -> None:
+        """No request was chosen, and nothing is under way that would change that. The batch begins anew, without
+        candidates: those that there were find no space."""
+        before, self._residency = self._residency, self._new_residency()
+        self._residency.first, self._residency.claimed = before.first, before.claimed
+        self._residency.overlapped = before.overlapped
+        self._context.pausing.clear()  # no plan in flight holds what they would be evicted from
+        self.waiting.clear()
+        builder = self._policies.batcher.open(self._context)
+        self._fill_from_first(builder)
+        if not (self._slices or self._evictor.blocking):
+            self._force(builder)
+
+    def _force(self, builder: BatchBuilder) -> None:
+        """Run the first request that the batcher takes, whatever the other policies say.
+
+        No plan is in flight and no KV in transit, so every other request can be evicted. Then the request finds the
+        blocks for its next step, since `EngineCore.add` refuses requests that are larger than the pool. Only blocks
+        that another engine still reads or writes (`Request.keeps_kv`, `Incoming`) may be in its way.
+        """
+        self._is_forced = True
+        for account in self._kv.accounts:
+            self._kv.disband(account)
+        for request in self._policies.ordering.ranked(self._context.now):
+            self._residency.force()
+            self._fill((request,), builder)
+            if self._slices:
+                return
+
+    def _secure(self, request: Request, held: HeldBlocks | None, target: int) -> HeldBlocks | None:
+        """Device space for `target` tokens of the request, or None if it waits."""
+        found = self._residency.secure(request, held, target)
+        if isinstance(found, WaitReason):
+            self._wait(request, found, self._residency.short)
+            return None
+        return found
+
+    def _refuse(self, request: Request, refusal: Refusal) -> Scope:
+        """The batcher does not take the request; returns which others it does not take either."""
+        self._wait(request, refusal.reason)
+        if refusal.scope is Scope.ALL:
+            self.tail = refusal.reason
+        elif refusal.scope is Scope.NEWCOMERS:
+            self._residency.closed = self._residency.closed or refusal.reason
+        return refusal.scope
+
+    # -- waiting ------------------------------------------------------------------------------------------
+
+    def _pass_over(self, request: Request) -> None:
+        """The request is not eligible; one that plans in flight hold does not wait."""
+        waits = request.examined == self._context.decision
+        if not (request.in_flight or request.is_satisfied or waits):
+            self._wait(request, WaitReason.HELD_BY_EVICTION)
+
+    def _wait(self, request: Request, reason: WaitReason, short: int = 0) -> None:
+        """Record why the request waits; an event tells when that changes."""
+        if request.in_flight:
+            return
+        self.waiting.append(request)
+        request.examined = self._context.decision
+        wait = request.wait
+        if wait is None or wait.reason is not reason:
+            request.wait = WaitState(reason, self._context.now, short)
+            self._events.append(Waited(request, self._context.now, reason, short))

@@ -1,0 +1,273 @@
+"""How a request comes to have its KV on the device: it is admitted, it returns from the host, it grows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from skipjoin.core.events import Admitted, Claimed, Event
+from skipjoin.core.kv.interface import MISS, HeldBlocks, Hit, Ledger
+from skipjoin.core.kv.reservations import Lender
+from skipjoin.core.policy import Grant, Policies, Wait
+from skipjoin.core.request import Request
+from skipjoin.core.scheduling.context import StepContext
+from skipjoin.core.scheduling.evictor import Evictor
+from skipjoin.core.scheduling.waits import WaitReason
+from skipjoin.core.step import Move, Slice
+
+# Requests that an admission policy may refuse in a step while others still get in: a long queue is not read to its end.
+_MOST_PASSES = 64
+
+
+class Residency:
+    """Device space for the requests of one step.
+
+    closed: why no request without KV gets in any more in this step, or None. short: blocks that were missing for the
+    last request that got none. first: the request that matters most, or None where nothing depends on it.
+    waiting_for_kv: requests that would run if all their KV were on the device. claimed: those that were granted claims,
+    of which the policies must hear when the ordering is not iterated over any more. overlapped: moves of KV that
+    requests found on the host, and wait for.
+
+    slices: of the step, as far as it is filled.
+    """
+
+    def __init__(
+        self,
+        policies: Policies,
+        kv: Ledger,
+        events: list[Event],
+        context: StepContext,
+        *,
+        evictor: Evictor,
+        slices: Sequence[Slice],
+    ) -> None:
+        self.closed: WaitReason | None = None
+        self.short = 0
+        self.first: Request | None = None
+        self.waiting_for_kv: list[Request] = []
+        self.claimed: list[Request] = []
+        self.overlapped: list[Move] = []
+        self._is_forced = False
+        self._drawn = 0  # blocks that an account gave up for the claim at hand
+        self._passes = 0  # requests that the admission policy refused
+        self._policies = policies
+        self._kv = kv
+        self._events = events
+        self._context = context
+        self._evictor = evictor
+        self._slices = slices
+        self._taken = self._counted = 0  # device blocks of the first slices, and how many slices those are
+        self._owed = 0  # blocks that requests passed over while their KV is on the host need to come back
+        self._first_waits = False  # for space, with plans in flight
+
+    def secure(self, request: Request, held: HeldBlocks | None, target: int) -> HeldBlocks | WaitReason:
+        """Device space for `target` tokens of the request, or why it waits."""
+        self.short = 0
+        found = self._admit(request, target) if held is None else self._extend(request, held, target)
+        if isinstance(found, WaitReason):
+            self._first_waits = self._first_waits or (request is self.first and self._context.depth > 1)
+        return found
+
+    def _admit(self, request: Request, target: int) -> HeldBlocks | WaitReason:
+        """First blocks for a request that holds none. A refusal closes the step: no request overtakes it, unless the
+        admission policy lets others pass."""
+        if self._evictor.is_below_floor(request):
+            self.closed = WaitReason.BEHIND_MEMORY
+            return WaitReason.BEHIND_MEMORY
+        grant = self._ask(request, target)
+        if isinstance(grant, WaitReason):
+            return grant
+        kv = self._kv
+        hit = kv.hit(request) if request.computed else MISS
+        need = max(grant.now, grant.blocks, kv.blocks_for(target)) + grant.spare
+
+        def missing() -> int:
+            found = 0 if kv.holds(request) else hit.held
+            room = need - kv.shortfall_of_claim(request, need, grant.lender) + found
+            # Requests that matter more and are on their way back from the host come first to what is free.
+            return need - max(0, room - self._owed)
+
+        if (reason := self._make_room_beside(hit, request, grant, missing, target)) is not None:
+            self.closed = WaitReason.BEHIND_MEMORY
+            return reason
+        self._events.append(Admitted(request, self._context.now, hit.tokens, hit.away * kv.block_size))
+        self._claim(request, grant)
+        request.is_fresh = True
+        kv.announce(request)
+        if hit.away:
+            if not self._is_forced and self._policies.eviction.returns_overlapped(request) and kv.holder_count > 1:
+                self.overlapped.append(kv.move_in(request))
+                self._miss(request, kv.blocks_for(request.computed))
+                return WaitReason.KV_IN_TRANSIT
+            self._evictor.blocking += kv.restore(request, target)
+        held = kv.grow(request, target)
+        self._evictor.take_slots(request, target)
+        return held
+
+    def _make_room_beside(
+        self, hit: Hit, request: Request, grant: Grant, missing: Callable[[], int], target: int
+    ) -> WaitReason | None:
+        """Make room for a request without KV, and let it hold what it finds."""
+        if not hit.tokens:
+            return self._make_room_for(request, grant, missing, target, newcomer=True)
+        # Victims may hold the same blocks, so it has to hold them before. That takes time for a long prefix, and is not
+        # done at every step for a request that cannot get in.
+        self._draw(grant, missing, request)
+        self.short = missing() - self._drawn
+        if self.short > 0 and not self._is_forced:
+            reason = self._evictor.refusal(request, self.short, lender=grant.lender)
+            if reason is not None:
+                return reason
+        self._kv.adopt(request)
+        reason = self._make_room_for(request, grant, missing, target, newcomer=True)
+        if reason is not None:
+            self._kv.release(request)
+        return reason
+
+    # -- claims -------------------------------------------------------------------------------------------
+
+    def force(self) -> None:
+        """From now on grant what a request needs for its next step and no more, without asking the admission policy.
+        Any other request is evicted for it, and whole: parts of KV may fill the device between them."""
+        self.closed = None
+        self._first_waits = False
+        self._owed = 0
+        self._is_forced = True
+        self._evictor.force()
+
+    def _ask(self, request: Request, target: int) -> Grant | WaitReason:
+        """The admission policy's answer to a request that has no claim, or one that does not reach `target` tokens."""
+        kv = self._kv
+        if self._is_forced:
+            blocks = max(kv.blocks_for(target), kv.footprint(request))
+            return Grant(now=blocks, blocks=blocks, tokens=target)
+        answer = self._policies.admission.claim(request, target, kv)
+        if isinstance(answer, Grant):
+            return answer
+        self._passes += 1
+        if answer is Wait.WAIT or self._passes >= _MOST_PASSES:
+            self.closed = self.closed or WaitReason.BEHIND_MEMORY
+        self.short = kv.shortfall(request, target)
+        return WaitReason.NO_KV if self.short else WaitReason.HELD_BY_ADMISSION
+
+    def _renew(self, request: Request, target: int, *, newcomer: bool) -> WaitReason | None:
+        """Another claim for a request whose own does not reach `target` tokens, or why it waits."""
+        grant = self._ask(request, target)
+        if isinstance(grant, WaitReason):
+            return grant
+        kv = self._kv
+        need = max(grant.now, grant.blocks, kv.blocks_for(target))
+
+        def missing() -> int:
+            # What is claimed is to be had at once: a claim of a request that waits all the same would help none.
+            of_claim = kv.shortfall_of_claim(request, need, grant.lender) + grant.spare
+            return max(of_claim, kv.shortfall_of_blocks(request, target))
+
+        if (reason := self._make_room_for(request, grant, missing, target, newcomer=newcomer)) is not None:
+            self.closed = self.closed or WaitReason.BEHIND_MEMORY
+            return reason
+        self._claim(request, grant)
+        return None
+
+    def _make_room_for(
+        self, request: Request, grant: Grant, missing: Callable[[], int], target: int, *, newcomer: bool
+    ) -> WaitReason | None:
+        """Make room for what is granted, after drawing on the account that the grant names."""
+        self._draw(grant, missing, request)
+        return self._make_room(request, lambda: missing() - self._drawn, target, lender=grant.lender, newcomer=newcomer)
+
+    def _draw(self, grant: Grant, missing: Callable[[], int], request: Request) -> None:
+        """Choose how many of the missing blocks the account gives up that the grant draws on."""
+        self._drawn = 0
+        if grant.draws is not None:
+            self._drawn = max(0, min(missing(), self._kv.unused_without(grant.draws, request)))
+
+    def _make_room(
+        self, request: Request, missing: Callable[[], int], target: int, *, lender: Lender, newcomer: bool
+    ) -> WaitReason | None:
+        """Evict until nothing is missing for `target` tokens of the request, or return why it waits."""
+        self.short = missing()
+        if self.short <= 0:
+            return None
+        newcomer = newcomer and not self._is_forced
+        return self._evictor.make_room(request, missing, tokens=target, lender=lender, newcomer=newcomer)
+
+    def _claim(self, request: Request, grant: Grant) -> None:
+        self._kv.claim(request, grant.blocks, tokens=grant.tokens, lender=grant.lender)
+        if grant.draws is not None:
+            self._kv.draw(grant.draws, self._drawn)
+        self.claimed.append(request)
+        now = self._context.now
+        self._events.append(Claimed(request, now, grant.lender, grant.blocks, self._drawn, grant.group))
+
+    # -- of holders ---------------------------------------------------------------------------------------
+
+    def _extend(self, request: Request, held: HeldBlocks, target: int) -> HeldBlocks | WaitReason:
+        """Space for a request that holds KV, on either tier or on its way."""
+        if held.moving is not None or held.parts:
+            self._miss(request, self._kv.blocks_for(request.computed))
+            return WaitReason.KV_IN_TRANSIT
+        # The first request does not wait for overlapped moves: the space that they need may never be left over.
+        is_hasty = self._is_forced or request is self.first
+        if held.host and not is_hasty and self._policies.eviction.returns_overlapped(request):
+            self._owed += len(held.host)
+            self._miss(request, len(held.device))
+            return WaitReason.KV_ON_HOST
+        if self._evictor.is_below_floor(request):
+            return WaitReason.BEHIND_MEMORY
+        # A request that returned is spared until the plan commits that runs it. With other plans in flight there would
+        # always be one that the first request may not evict: while that waits, no other returns.
+        if held.away and self._first_waits:
+            self.closed = self.closed or WaitReason.BEHIND_MEMORY
+            return WaitReason.BEHIND_MEMORY
+        # One whose last tokens were dropped is a newcomer until it has them again: two could take each other's in turn
+        # for nothing.
+        newcomer = held.away > 0 or request.planned < held.regains
+        if target > request.claimed:
+            waits = self._renew(request, target, newcomer=newcomer)
+            if waits is not None:
+                return waits
+        found = (self._return if held.away else self._grow)(request, target, newcomer=newcomer)
+        if isinstance(found, WaitReason):
+            # Newcomers ranked below would take the space that it waits for, one after the other.
+            self.closed = self.closed or WaitReason.BEHIND_MEMORY
+        return found
+
+    def _grow(self, request: Request, target: int, *, newcomer: bool) -> HeldBlocks | WaitReason:
+        kv, evictor = self._kv, self._evictor
+        reason = evictor.hindered(request, target)
+        if reason is None and kv.shortfall(request, target) > 0:
+            reason = self._make_room(
+                request, lambda: kv.shortfall(request, target), target, lender=kv.lender_of(request), newcomer=newcomer
+            )
+        if reason is not None:
+            return reason
+        evictor.blocking += kv.take_back(request, target)
+        held = kv.grow(request, target)
+        evictor.take_slots(request, target)
+        return held
+
+    def _return(self, request: Request, target: int, *, newcomer: bool) -> HeldBlocks | WaitReason:
+        """Bring the request's KV back from the host with a blocking move."""
+        kv = self._kv
+        reason = self._make_room(
+            request, lambda: kv.shortfall(request, target), target, lender=kv.lender_of(request), newcomer=newcomer
+        )
+        if reason is not None:
+            return reason
+        self._evictor.blocking += kv.restore(request, target)
+        request.is_fresh = True
+        return kv.grow(request, target)
+
+    def _miss(self, request: Request, blocks: int) -> None:
+        """The request is passed over because not all of its KV is on the device. blocks: its own that are there or in
+        transit."""
+        if request.in_flight:  # its KV arrives just before the slices of a plan that has not committed
+            return
+        for piece in self._slices[self._counted :]:
+            self._taken += len(piece.blocks)
+        self._counted = len(self._slices)
+        if self._taken + self._owed + blocks <= self._kv.device_total:
+            self.waiting_for_kv.append(request)
+        else:
+            # The requests that matter more than all from here on fill the device.
+            self.closed = self.closed or WaitReason.BEHIND_MEMORY

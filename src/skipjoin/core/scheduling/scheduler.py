@@ -1,0 +1,283 @@
+"""The one generic preemptive scheduler. It names no policy, reads no clock and touches no tensor."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from skipjoin.core.events import (
+    Computed,
+    Event,
+    Moved,
+    MoveFailed,
+    Planned,
+    Preempted,
+    Preemption,
+    Released,
+    Restarted,
+    Waited,
+)
+from skipjoin.core.kv.interface import Ledger
+from skipjoin.core.policy import Policies
+from skipjoin.core.request import NEVER, Request
+from skipjoin.core.scheduling.context import StepContext
+from skipjoin.core.scheduling.handover import Incoming
+from skipjoin.core.scheduling.planner import StepPlanner
+from skipjoin.core.scheduling.waits import WaitReason, WaitState
+from skipjoin.core.step import StepPlan, StepResult
+
+
+class Scheduler:
+    """Turns requests into plans: `schedule(now)` decides a step, `commit(result, now)` applies its outcome.
+
+    policies: what makes this a particular serving system. kv: the ledger, which the scheduler alone changes.
+    depth: plans that may be in flight at once, at least 1; with overlap at most 2.
+    overlap: whether a request may be chosen while its input token is still being sampled (one device that runs plans
+        back to back). Without it such a request keeps its place but cannot be chosen again until its plan commits
+        (pipeline stages). Chunks of a prompt wait for no token: they may follow each other through the stages.
+    """
+
+    def __init__(
+        self,
+        policies: Policies,
+        kv: Ledger,
+        *,
+        depth: int = 1,
+        overlap: bool = False,
+    ) -> None:
+        if depth < 1:
+            raise ValueError(f"depth must be at least 1, got {depth}")
+        if overlap and depth > 2:
+            raise ValueError(
+                f"depth must be at most 2 with overlap, got {depth}: an executor keeps the tokens of one plan"
+            )
+        self.policies = policies
+        self.kv = kv
+        self.depth = depth
+        self.overlap = overlap
+        self.events: list[Event] = []  # what happened since the engine core last took them
+        # Why the requests wait that the last decision did not examine, and since when that is so.
+        self.tail = WaitState(WaitReason.NOT_EXAMINED, 0.0)
+        self._incoming = Incoming(policies, kv)
+        self._in_flight: deque[StepPlan] = deque()
+        self._next_id = 0
+        self._decisions = 0
+        self._waiting: list[Request] = []  # examined by the last decision, and not run
+        # The plans in which a request that still runs must have had a slice: the last one, or with stages the
+        # last `depth` ones, because a request is chosen once every `depth` plans.
+        self._window = depth if not overlap else 1
+        self._recent: deque[StepPlan] = deque()
+        # Whether a move failed since the last decision. The next step then begins no overlapped move out: a request
+        # that keeps trying, and cannot be evicted meanwhile, would hold up those that need its blocks for ever.
+        self._has_failed_move = False
+
+    @property
+    def latest_plan(self) -> int:
+        """A request whose last slice was in this plan or a later one runs."""
+        return self._next_id - self._window
+
+    @property
+    def has_plans(self) -> bool:
+        """Whether any plan is in flight."""
+        return bool(self._in_flight)
+
+    # -- the life of a request ----------------------------------------------------------------------------
+
+    def add(self, request: Request, now: float) -> None:
+        """Let the request compete for the device."""
+        request.reverse = self.policies.eviction.lends and self.kv.has_two_ends and request.is_best_effort
+        received = self._incoming.receive(request, now)
+        self.events.extend(received)
+        if not received:
+            self.kv.await_prefix(request)
+            request.cached = self.kv.hit(request).tokens
+        for arrived in self.policies.on_arrived:
+            arrived(request, now)
+        for claimed in self.policies.on_claimed if received else ():
+            claimed(request, now)
+
+    def expect(self, request: Request, now: float) -> bool:
+        """Make room for a request whose computed KV is to come from another engine before it is added; False: not
+        now."""
+        return self._incoming.expect(request, now)
+
+    def remove(self, request: Request, now: float) -> None:
+        """The request is finished or aborted (its finish_reason is set). Its blocks come home now, or when the
+        last plan that holds or moves them commits, or if it keeps its KV with `release`."""
+        for finished in self.policies.on_finished:
+            finished(request, now)
+        self.kv.forget_prefix(request)
+        self._release_if_settled(request)
+
+    def release(self, request: Request, now: float) -> None:
+        """The KV of a finished request is needed no more."""
+        request.keeps_kv = False
+        self._release_if_settled(request)
+        self.events.append(Released(request, now, self.kv.device_total - self.kv.available))
+
+    # -- deciding -----------------------------------------------------------------------------------------
+
+    def schedule(self, now: float) -> StepPlan | None:
+        """Decide the next step; None when the pipeline is full or nothing can be done. Where all that can be done is to
+        wait for moves, the plan is empty."""
+        if len(self._in_flight) >= self.depth:
+            return None
+        context = StepContext(
+            now=now,
+            plan_id=self._next_id,
+            latest=self.latest_plan,
+            depth=self.depth,
+            overlap=self.overlap,
+            may_leave=not self._has_failed_move,
+            decision=self._decisions,
+            in_flight=self._in_flight,
+        )
+        self._has_failed_move = False
+        self._decisions += 1
+        planner = StepPlanner(self.policies, self.kv, self.events, context)
+        plan = planner.plan()
+        self._note_waits(planner, now)
+        # With a plan in flight, its result is what to wait for.
+        is_empty = not (plan.slices or plan.blocking or plan.overlapped)
+        if is_empty and (self._in_flight or not self.kv.is_moving):
+            return None
+        self._next_id += 1
+        self._in_flight.append(plan)
+        self._note_pauses(plan, planner.started, now)
+        kv = self.kv
+        held, claimed = kv.device_total - kv.device_free, kv.device_total - kv.available
+        cap, lent = self.policies.batcher.cap, kv.lent_blocks
+        self.events.append(Planned(plan, now, held, claimed, planner.tail, cap, lent))
+        return plan
+
+    def _note_waits(self, planner: StepPlanner, now: float) -> None:
+        """Report the requests that waited for a reason of their own and were not examined in this decision."""
+        for request in self._waiting:
+            if request.wait is not None and request.examined != self._decisions - 1 and request.finish_reason is None:
+                request.wait = None
+                self.events.append(Waited(request, now, WaitReason.NOT_EXAMINED))
+        self._waiting = planner.waiting
+        if self.tail.reason is not planner.tail:
+            self.tail = WaitState(planner.tail, now)
+
+    def _note_pauses(self, plan: StepPlan, started: int, now: float) -> None:
+        """Report the requests that ran until now and were passed over in this plan. started: requests in it that did
+        not run until now."""
+        self._recent.append(plan)
+        if len(self._recent) <= self._window:
+            return
+        old = self._recent.popleft()
+        if self._window == 1 and len(plan.slices) - started == len(old.slices):
+            return  # all of them run on
+        old_id = old.id
+        for piece in old.slices:
+            request = piece.request
+            if request.last_plan == old_id and request.finish_reason is None and not request.is_satisfied:
+                self.events.append(Preempted(request, now, Preemption.PAUSE))
+
+    def steady(self, live: int) -> StepPlan | None:
+        """The plan in flight, if steps like it can follow as far as blocks and tokens last: it decodes all `live`
+        requests, nothing is in transit, and the policies rest. Otherwise None."""
+        if self.depth > 1 or self.overlap or not self._in_flight or self.kv.is_moving:
+            return None
+        (plan,) = self._in_flight
+        if len(plan.slices) != live or plan.blocking or plan.overlapped or not self.policies.rest:
+            return None
+        decodes = all(
+            piece.tokens == 1 and piece.samples and piece.request.finish_reason is None for piece in plan.slices
+        )
+        return plan if decodes else None
+
+    # -- settling -----------------------------------------------------------------------------------------
+
+    def commit(self, result: StepResult, now: float) -> set[Request]:
+        """Apply the outcome of the oldest plan in flight: counters, moves, order. Tokens are the engine core's.
+
+        Return the requests whose slices are void: the KV that they read was lost in transit, or the executor gave them
+        up. The engine core ends the latter. A slice of a request that has finished is void too, because the executor
+        may have given up an earlier slice of it: no key is registered for its KV.
+        """
+        if not self._in_flight or result.plan is not self._in_flight[0]:
+            raise ValueError(f"plan {result.plan.id} is not the oldest in flight")
+        plan = self._in_flight.popleft()
+        self.events.append(Computed(result, now))
+        lost = self._settle_moves(result, now)
+        void = {*lost, *(plan.slices[index].request for index in result.given_up)}
+        gone, offer = bool(void), self.kv.offer
+        for piece in plan.slices:
+            request = piece.request
+            request.computed = piece.start + piece.tokens
+            if request.finish_reason is not None:
+                gone = True
+            elif request.prefix is not None and request not in void:
+                offer(request)
+            if piece.samples:
+                request.pending_samples -= 1
+                request.is_fresh = False
+        alive = plan.slices
+        if gone:
+            alive = tuple(
+                piece for piece in plan.slices if piece.request.finish_reason is None and piece.request not in void
+            )
+            for piece in plan.slices:
+                self._release_if_finished(piece.request)
+        for ran in self.policies.on_ran:
+            ran(alive, now)
+        for request, keep in lost.items():
+            self._forget(request, keep, now)
+        for move in (*result.landed, *result.failed):
+            if move.request is not None:
+                self._release_if_finished(move.request)
+        return void
+
+    def restart(self, now: float) -> None:
+        """The executor was started anew: its KV, and the plans in flight, are lost. Requests with computed tokens
+        compute them again."""
+        self.events.append(Restarted(tuple(self._in_flight), now))
+        holders = [request for request in self.kv.holders() if request.finish_reason is None]
+        self.kv.clear()
+        self._in_flight.clear()
+        self._recent.clear()
+        self._has_failed_move = False
+        for request in holders:
+            request.pending_samples = 0
+            self._drop(request, 0, now)
+
+    def _settle_moves(self, result: StepResult, now: float) -> dict[Request, int]:
+        """Lift the fences of the moves that ended. Returns the requests whose KV was lost, each with how many device
+        blocks still hold some."""
+        lost: dict[Request, int] = {}
+        settled: list[tuple[int | None, Moved | MoveFailed]] = []
+        settled += [(self.kv.land(move), Moved(move, now)) for move in result.landed]
+        settled += [(self.kv.fail(move), MoveFailed(move, now)) for move in result.failed]
+        self._has_failed_move = self._has_failed_move or bool(result.failed)
+        for keep, event in settled:
+            self.events.append(event)
+            if keep is not None and (request := event.move.request) is not None:
+                lost[request] = min(keep, lost.get(request, keep))
+        return lost
+
+    def _forget(self, request: Request, keep: int, now: float) -> None:
+        """KV of the request was lost on its way, all but its first `keep` device blocks: compute it again. No other
+        plan holds it, as it was in transit."""
+        if request.finish_reason is not None:
+            self.kv.release(request)
+            return
+        self.kv.drop(request, keep=keep)
+        self._drop(request, self.kv.tokens_in(request, keep), now)
+
+    def _drop(self, request: Request, kept: int, now: float) -> None:
+        """The request has only the KV of its first `kept` tokens any more, though no other request needed the space."""
+        request.computed = request.planned = kept
+        request.is_fresh = request.is_fresh or kept > 0
+        request.last_plan = NEVER
+        for evicted in self.policies.on_evicted:
+            evicted(request, now)
+        self.events.append(Preempted(request, now, Preemption.DROP, kept))
+
+    def _release_if_finished(self, request: Request) -> None:
+        if request.finish_reason is not None:
+            self._release_if_settled(request)
+
+    def _release_if_settled(self, request: Request) -> None:
+        if self.kv.is_settled(request) and not request.in_flight and not request.keeps_kv:
+            self.kv.release(request)

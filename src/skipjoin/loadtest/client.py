@@ -1,0 +1,359 @@
+"""The load client: every request is sent when it is due, whatever the state of earlier ones. Only those of closed
+streams follow on others."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import resource
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Self
+
+import aiohttp
+import msgspec
+
+from skipjoin.config import ConfigError
+from skipjoin.loadtest.http_answer import Answer, Failure, failure
+from skipjoin.loadtest.http_request import Bodies
+from skipjoin.loadtest.targets import Target
+from skipjoin.observe.requests import RequestFacts
+from skipjoin.workload.workload import Closed, ClosedMode, WorkloadRequest
+
+# A run ends early after so many seconds, and so many failures, in which the server only failed connections.
+GIVE_UP_S, GIVE_UP_FAILURES = 3.0, 3
+CONNECTION_FAILURES = ("refused", "reset", "unreachable")
+REJECTED = "http_429"
+# Servers close connections that are idle for 5 s or more; a request sent at that moment would fail through no fault of
+# the server.
+_KEEP_ALIVE_S = 2.0
+_CHECK_TIMEOUT_S = 10.0
+_TICK_S = 0.5
+# Timers of event loops count whole milliseconds: the last one of a wait is spent in turns of the loop, or requests due
+# within the same millisecond would be sent together.
+_TIMER_S = 0.001
+# A job of a closed stream that failed keeps its place for so long: a server that refuses all is not flooded.
+_PAUSE_S = 1.0
+# More than there are local ports.
+_CONNECTIONS = 1 << 16
+
+
+@dataclass(slots=True)
+class Exchange:
+    """A job and its outcome. Times in seconds from the start of the run.
+
+    facts: its arrival is when the job was due, so that a late client never flatters the server. sent: when it was sent;
+    None: never. output: the text of the response so far. failure: None if the response is complete.
+    """
+
+    job: WorkloadRequest
+    facts: RequestFacts
+    sent: float | None = None
+    output: str = ""
+    failure: Failure | None = None
+
+    @property
+    def lag(self) -> float | None:
+        """Seconds by which it was sent late."""
+        return None if self.sent is None else self.sent - self.job.at
+
+    def as_json(self) -> dict[str, Any]:
+        """Its line in a file of requests; times in seconds from the start of the run."""
+        facts = self.facts
+        texts = {} if self.job.prompt is None else {"row": self.job.row, "output": self.output}
+        return {
+            "stream": self.job.stream,
+            "service": self.job.service.value,
+            "priority": self.job.priority,
+            "due_s": self.job.at,
+            "sent_s": self.sent,
+            "first_token_s": facts.first_token,
+            "last_token_s": facts.last_token,
+            "ended_s": facts.ended,
+            "prompt_tokens": facts.prompt_tokens,
+            "output_tokens": facts.output_tokens,
+            "output_limit": facts.output_limit,
+            "error": self.failure.kind if self.failure else None,
+            **texts,
+        }
+
+
+@dataclass(slots=True)
+class ClientProgress:
+    """The progress of a run, in requests; `lag` is the largest since the previous report. total: those that are known
+    to come; a closed stream adds to it as it goes on."""
+
+    total: int
+    sent: int = 0
+    done: int = 0
+    failed: int = 0
+    lag: float = 0.0
+
+
+def exchange_of(number: int, job: WorkloadRequest) -> Exchange:
+    """The exchange of a job that is not sent yet."""
+    facts = RequestFacts(
+        number, job.at, job.prompt_tokens, job.output_tokens, job.stream, service=job.service, target=job.target
+    )
+    return Exchange(job, facts)
+
+
+class ServerGoneError(Exception):
+    """The server only fails connections."""
+
+
+class Client:
+    """A target and the connections to it. An asynchronous context manager, for one event loop."""
+
+    def __init__(self, target: Target, *, timeout_s: float | None = None) -> None:
+        self.target = target
+        self._timeout = aiohttp.ClientTimeout(total=timeout_s)
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        _allow_connections()
+        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+        if self.target.api_key:
+            headers["Authorization"] = f"Bearer {self.target.api_key}"
+        self._session = await self._stack.enter_async_context(
+            aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
+                timeout=self._timeout,
+                headers=headers,
+                cookie_jar=aiohttp.DummyCookieJar(),
+            )
+        )
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+
+    async def get(self, path: str) -> tuple[int, str]:
+        """Status and text. Raises `ConfigError` if the server cannot be reached."""
+        url = self.target.base_url + path
+        try:
+            async with self._session.get(url, timeout=aiohttp.ClientTimeout(total=_CHECK_TIMEOUT_S)) as response:
+                return response.status, await response.text(errors="replace")
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            reason = explain(error)
+            raise ConfigError(f"cannot reach {url}: {reason.detail}; is the server running?") from error
+
+    async def models(self) -> list[dict[str, Any]]:
+        """The models in /v1/models. Raises `ConfigError` if there are none."""
+        status, text = await self.get("/v1/models")
+        where = f"{self.target.base_url}/v1/models"
+        if status == 401:
+            raise ConfigError(f"{where} requires a key: give --api-key or set OPENAI_API_KEY")
+        try:
+            found = msgspec.json.decode(text)["data"] if status == 200 else []
+            models = [model for model in found if isinstance(model["id"], str)]
+        except (ValueError, KeyError, TypeError):
+            models = []
+        if not models:
+            raise ConfigError(f"{where} lists no model (status {status}); is it an OpenAI-compatible server?")
+        return models
+
+    async def ask(
+        self, exchange: Exchange, body: bytes, clock: Callable[[], float], on_sign: Callable[[], None] = lambda: None
+    ) -> None:
+        """Send a request, read its response, and record the outcome in `exchange`. Does not raise for errors of the
+        server. on_sign: called whenever data of the server arrives."""
+        facts = exchange.facts
+        answer = Answer()
+        exchange.sent = clock()
+        try:
+            async with self._session.post(self.target.url, data=body) as response:
+                on_sign()
+                if response.status == 200:
+                    while data := await response.content.readany():
+                        on_sign()
+                        answer.feed(data, clock())
+                    answer.close(clock())
+                else:
+                    answer.error = failure(f"http_{response.status}", _message(await response.read()))
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            if answer.ended is None:
+                answer.error = answer.error or explain(error)
+        facts.ended = clock() if answer.ended is None else answer.ended
+        facts.first_token, facts.last_token = answer.first_token, answer.last_token
+        facts.output_tokens = answer.output_tokens or 0
+        facts.prompt_tokens = answer.prompt_tokens or facts.prompt_tokens
+        exchange.output = answer.text
+        exchange.failure = answer.problem(self.target.max_tokens(exchange.job) or 0, may_stop=self.target.may_stop)
+        whole = "stop" if answer.finish_reason == "stop" else "length"
+        facts.reason = whole if exchange.failure is None else exchange.failure.kind
+
+
+@dataclass(slots=True)
+class ClosedLoad:
+    """A closed stream, its jobs, endless, and their bodies. until: no job is sent from then on, in seconds."""
+
+    stream: Closed
+    jobs: Iterator[WorkloadRequest]
+    bodies: Bodies
+    until: float
+
+
+class ClientRun:
+    """One run of a client over jobs, beside those of closed streams. on_progress: called twice a second."""
+
+    def __init__(
+        self,
+        client: Client,
+        jobs: Sequence[WorkloadRequest],
+        bodies: Bodies,
+        on_progress: Callable[[ClientProgress], None] | None = None,
+        *,
+        closed: Sequence[ClosedLoad] = (),
+    ) -> None:
+        self._client = client
+        self._bodies = bodies
+        self._closed = closed
+        self._on_progress = on_progress
+        self._progress = ClientProgress(len(jobs))
+        self._failing_since: float | None = None
+        self._failures = 0
+        self._start = 0.0
+        self.exchanges = [exchange_of(number, job) for number, job in enumerate(jobs)]
+        self.gone = False  # whether the run gave up on the server
+
+    async def go(self) -> float:
+        """Send everything and wait for all responses. Returns the seconds that it took."""
+        self._start = time.monotonic()
+        ticker = asyncio.create_task(self._report()) if self._on_progress is not None else None
+        try:
+            async with asyncio.TaskGroup() as group:
+                for load in self._closed:
+                    self._keep_going(group, load)
+                await self._pace(group, list(self.exchanges))
+        except* ServerGoneError:
+            self.gone = True
+            self._give_up()
+        finally:
+            if ticker is not None:
+                ticker.cancel()
+        return self._now()
+
+    def _now(self) -> float:
+        # Not the loop's clock, which does not advance during callbacks.
+        return time.monotonic() - self._start
+
+    async def _pace(self, group: asyncio.TaskGroup, exchanges: Sequence[Exchange]) -> None:
+        for exchange in exchanges:
+            # Made ahead of time: generating a long prompt takes longer than sending it.
+            body = self._bodies.make(exchange.job)
+            while (wait := exchange.job.at - self._now()) > 0:
+                await asyncio.sleep(max(0.0, wait - _TIMER_S))
+            group.create_task(self._ask(exchange, body))
+
+    def _keep_going(self, group: asyncio.TaskGroup, load: ClosedLoad) -> None:
+        """Begin a closed stream: one batch after the other, or so many jobs at once each followed by another."""
+        together = load.stream.mode is ClosedMode.BATCH
+        lanes, width = (1, load.stream.size) if together else (load.stream.size, 1)
+        for _ in range(lanes):
+            group.create_task(self._follow(load, width))
+
+    async def _follow(self, load: ClosedLoad, width: int) -> None:
+        """Send `width` jobs of a closed stream, and the next ones when all of these are over."""
+        while self._now() < load.until:
+            async with asyncio.TaskGroup() as batch:
+                for job in islice(load.jobs, width):
+                    batch.create_task(self._ask_closed(load, job))
+                    await asyncio.sleep(0)  # other requests leave on time though it makes many bodies
+
+    async def _ask_closed(self, load: ClosedLoad, job: WorkloadRequest) -> None:
+        body = load.bodies.make(job)
+        exchange = exchange_of(len(self.exchanges), job._replace(at=self._now()))
+        self.exchanges.append(exchange)
+        self._progress.total += 1
+        await self._ask(exchange, body)
+        if exchange.failure is not None:
+            await asyncio.sleep(_PAUSE_S)
+
+    async def _ask(self, exchange: Exchange, body: bytes) -> None:
+        progress = self._progress
+        progress.sent += 1
+        progress.lag = max(progress.lag, self._now() - exchange.job.at)
+        await self._client.ask(exchange, body, self._now, self._note_sign)
+        progress.done += 1
+        if exchange.failure is not None:
+            progress.failed += 1
+            if exchange.failure.kind in CONNECTION_FAILURES:
+                self._note_failure()
+
+    def _note_sign(self) -> None:
+        self._failing_since = None
+
+    def _note_failure(self) -> None:
+        now = self._now()
+        if self._failing_since is None:
+            self._failing_since, self._failures = now, 0
+        self._failures += 1
+        if now - self._failing_since >= GIVE_UP_S and self._failures >= GIVE_UP_FAILURES:
+            raise ServerGoneError
+
+    def _give_up(self) -> None:
+        """Record failures for the requests that the end of the run cut off."""
+        now = self._now()
+        for exchange in self.exchanges:
+            if exchange.facts.ended is None:
+                sent = exchange.sent is not None
+                exchange.failure = Failure("given_up" if sent else "not_sent", "the server failed all connections")
+                exchange.facts.ended, exchange.facts.reason = now, exchange.failure.kind
+
+    async def _report(self) -> None:
+        assert self._on_progress is not None
+        while True:
+            self._on_progress(self._progress)
+            self._progress.lag = 0.0
+            await asyncio.sleep(_TICK_S)
+
+
+async def warm_up(client: Client, jobs: Sequence[WorkloadRequest], bodies: Bodies) -> None:
+    """Send jobs one after the other. Raises `ConfigError` if none succeeds."""
+    failures: list[Failure] = []
+    for number, job in enumerate(jobs):
+        exchange = exchange_of(number, job._replace(at=0.0))
+        await client.ask(exchange, bodies.make(job), time.monotonic)
+        if exchange.failure is not None:
+            failures.append(exchange.failure)
+    if jobs and len(failures) == len(jobs):
+        ((kind, detail), _), *_ = Counter(failures).most_common(1)
+        raise ConfigError(f"{client.target.url}: all {len(jobs)} warm-up requests failed: {kind}: {detail}")
+
+
+def explain(error: BaseException) -> Failure:
+    """Classify an error of the connection."""
+    if isinstance(error, TimeoutError):
+        return Failure("timeout", "no answer in time")
+    number = getattr(error, "errno", None)
+    if number in (errno.EMFILE, errno.ENFILE):
+        return Failure("client_files", "this process may not open more connections; see ulimit -n")
+    if number == errno.ECONNREFUSED:
+        return Failure("refused", "connection refused")
+    if isinstance(error, aiohttp.ClientConnectorError):
+        return failure("unreachable", getattr(error, "strerror", None) or error)
+    if isinstance(error, aiohttp.ClientConnectionError | aiohttp.ClientPayloadError | OSError):
+        return failure("reset", f"connection lost: {getattr(error, 'strerror', None) or error}")
+    return failure("malformed", f"not HTTP: {error}")
+
+
+def _message(body: bytes) -> str:
+    """The message in an error's body, in OpenAI's form or any other."""
+    try:
+        return str(msgspec.json.decode(body)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return body.decode("utf-8", "replace")
+
+
+def _allow_connections() -> None:
+    """Raise this process's limit of open files: every request that waits at a slow server holds a connection."""
+    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _CONNECTIONS if most == resource.RLIM_INFINITY else min(most, _CONNECTIONS)
+    if now != resource.RLIM_INFINITY and now < wanted:
+        with suppress(ValueError, OSError):  # some systems have a lower limit than they report
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))

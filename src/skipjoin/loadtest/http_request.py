@@ -1,0 +1,88 @@
+"""The load client's requests: bodies with prompts of given lengths, or with given texts."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from skipjoin.core.request import ServiceClass
+from skipjoin.loadtest.targets import Target
+from skipjoin.workload.workload import WorkloadRequest
+
+# Ordinary words that are one token in most vocabularies.
+_WORDS = ("time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world", "school")
+_Token = TypeVar("_Token", int, str)
+_encode = msgspec.json.Encoder().encode
+
+
+def _slo(job: WorkloadRequest) -> dict[str, float]:
+    """The objectives that a job brings, in milliseconds, by the names of the API."""
+    target = job.target._asdict()
+    return {f"{name.removesuffix('_s')}_ms": s * 1000 for name, s in target.items() if s < math.inf}
+
+
+class Bodies:
+    """Request bodies, one for each job in turn; the same seed gives the same bodies.
+
+    A job with a text sends it, and the model ends the answer. Other prompts are random, and consecutive ones differ
+    from the first token on, so that a server's prefix cache has no hits, but for what the workload says is the same.
+    """
+
+    def __init__(self, target: Target, seed: str) -> None:
+        self._target = target
+        self._seed = seed
+        self._random = random.Random(seed)
+        self._count = 0
+        low, high = target.prompt_ids
+        self._ids = tuple(range(low, high + 1))
+
+    def make(self, job: WorkloadRequest) -> bytes:
+        """The JSON of the next request."""
+        target = self._target
+        max_tokens = target.max_tokens(job)
+        body: dict[str, Any] = {
+            "model": target.model,
+            **(self._prompt(job) if job.prompt is None else self._text(job.prompt)),
+            "max_tokens": max_tokens,
+            "ignore_eos": None if max_tokens is None else True,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if job.priority:
+            body["priority"] = job.priority
+        if job.service is ServiceClass.BEST_EFFORT:
+            body["service_tier"] = "flex"
+        if job.deadline_s is not None:
+            body["deadline_ms"] = max(1, round(job.deadline_s * 1000))
+        if slo := _slo(job):
+            body["slo"] = slo
+        body |= target.extra
+        self._count += 1
+        return _encode({name: value for name, value in body.items() if value is not None})
+
+    def _prompt(self, job: WorkloadRequest) -> dict[str, Any]:
+        if self._target.endpoint == "chat":
+            return self._text(" ".join(self._drawn(job, f"{self._count}", _WORDS)))
+        return {"prompt": self._drawn(job, self._ids[self._count % len(self._ids)], self._ids)}
+
+    def _drawn(self, job: WorkloadRequest, own: _Token, choices: Sequence[_Token]) -> list[_Token]:
+        """A prompt: its named parts, then `own`, then others at random."""
+        shared: list[_Token] = []
+        if job.parts is not None:
+            for name in job.parts.names:
+                shared += random.Random(f"{self._seed}/{name}").choices(choices, k=job.parts.tokens)
+        rest = job.prompt_tokens - len(shared)
+        if rest:
+            shared.append(own)
+            shared += self._random.choices(choices, k=rest - 1)
+        return shared
+
+    def _text(self, text: str) -> dict[str, Any]:
+        if self._target.endpoint == "chat":
+            return {"messages": [{"role": "user", "content": text}]}
+        return {"prompt": text}

@@ -1,0 +1,67 @@
+"""Which runs the load client makes against a server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from typing import Annotated
+
+from skipjoin.observe.record import NO_SLO, Slo
+from skipjoin.options import ConfigError, Knob, check
+from skipjoin.workload.workload import Workload, WorkloadRequest
+
+_GROUP = "Runs"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadPlan:
+    """What to measure: every seed at every rate. Raises `ConfigError`.
+
+    rates: requests per second; None: as a trace has it. One of duration_s and limit, as in `Workload.draw`.
+    """
+
+    workload: Workload
+    rates: tuple[float | None, ...]
+    seeds: tuple[int, ...] = (0,)
+    duration_s: float | None = None
+    limit: int | None = None
+    slo: Slo = NO_SLO
+    warmup: Annotated[
+        int,
+        Knob(
+            "Requests before the first run, one at a time, that do not count.", low=0, metavar="REQUESTS", group=_GROUP
+        ),
+    ] = 4
+    settle_s: Annotated[
+        float, Knob("Time between runs.", low=0, high=1e6, flags=("--settle",), metavar="SECONDS", group=_GROUP)
+    ] = 1.0
+    timeout_s: Annotated[
+        float | None,
+        Knob(
+            "Time until a request is given up (default: never).",
+            above=0,
+            flags=("--timeout",),
+            metavar="SECONDS",
+            group=_GROUP,
+        ),
+    ] = None
+    label: Annotated[
+        str | None, Knob("The record's recipe (default: what a skipjoin server says).", metavar="NAME", group="Results")
+    ] = None
+    hardware: Annotated[
+        str, Knob("The record's hardware.", flags=("--hardware-label",), metavar="NAME", group="Results")
+    ] = "unknown"
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    def runs(self) -> list[tuple[float | None, int]]:
+        """Rate and seed of each run, in order."""
+        return list(product(self.rates, self.seeds))
+
+    def draw(self, rate: float | None, seed: int) -> list[WorkloadRequest]:
+        """The jobs of a run. Raises `ConfigError`."""
+        jobs = self.workload.draw(rate, self.duration_s, seed, self.limit)
+        if not jobs and not self.workload.closed:
+            raise ConfigError(f"no request arrives in {self.duration_s} s at {rate} per second; measure for longer")
+        return jobs

@@ -1,0 +1,212 @@
+"""Load runs against a server, one after the other, and their records."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import platform
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Protocol
+
+import uvloop
+
+from skipjoin.config import ConfigError
+from skipjoin.loadtest.client import (
+    CONNECTION_FAILURES,
+    GIVE_UP_S,
+    REJECTED,
+    Client,
+    ClientProgress,
+    ClientRun,
+    ClosedLoad,
+    Exchange,
+    warm_up,
+)
+from skipjoin.loadtest.http_request import Bodies
+from skipjoin.loadtest.plan import LoadPlan
+from skipjoin.loadtest.targets import Target
+from skipjoin.observe.record import Record, Slo, percentile, summarize
+from skipjoin.system.machine import cpu_name
+from skipjoin.version import VERSION
+
+# A request sent later than the first of these counts as late; beyond the second the client is the bottleneck.
+LATE_S, TOO_LATE_S = 0.010, 0.020
+_CACHE_CONFIG = re.compile(r"^(?:skipjoin|vllm):cache_config_info\{(.*)\} ", re.MULTILINE)
+_LABEL = re.compile(r'(\w+)="([^"]*)"')
+
+
+class LoadWatcher(Protocol):
+    """Receives the progress of the runs."""
+
+    def begun(self, number: int, rate: float | None, seed: int) -> None:
+        """Run `number`, from 0, starts."""
+
+    def progress(self, progress: ClientProgress) -> None:
+        """The progress of the current run; twice a second."""
+
+    def done(self, record: Record, exchanges: Sequence[Exchange]) -> None:
+        """A run has ended. An exception ends the measurement."""
+
+
+def measure(target: Target, plan: LoadPlan, watcher: LoadWatcher) -> str | None:
+    """Run the plan. Returns why it ended early, None if it did not.
+
+    Raises `ConfigError` for a workload that cannot be drawn, and for a server that cannot be reached or fails all
+    warm-up requests. KeyboardInterrupt ends the current run, which leaves no record.
+    """
+    # The same event loop as the server's; benchmarks/performance/load_client measures this one.
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_measure(target, plan, watcher))
+
+
+async def _measure(target: Target, plan: LoadPlan, watcher: LoadWatcher) -> str | None:
+    rate, seed = plan.runs()[0]
+    first = plan.draw(rate, seed)
+    async with Client(target, timeout_s=plan.timeout_s) as client:
+        head = await _head(client, plan, texts=any(job.prompt is not None for job in first[:1]))
+        await warm_up(client, first[: plan.warmup], Bodies(client.target, f"{seed}/warm-up"))
+        for number, (rate, seed) in enumerate(plan.runs()):
+            if number:
+                await asyncio.sleep(plan.settle_s)
+                if reason := await _unreachable(client):
+                    return reason
+            watcher.begun(number, rate, seed)
+            # Bodies differ by rate; otherwise a server's prefix cache would hold those of the previous run.
+            bodies = Bodies(client.target, f"{seed}/{rate}/prompts")
+            closed = _closed(client.target, plan, rate, seed)
+            run = ClientRun(client, plan.draw(rate, seed), bodies, watcher.progress, closed=closed)
+            with _quiet_memory():
+                seconds = await run.go()
+            workload = plan.workload.describe(rate, plan.duration_s, seed, plan.limit)
+            told = figures(run.exchanges, seconds, plan.slo, window_s=plan.duration_s)
+            watcher.done(head | {"workload": workload} | told, run.exchanges)
+            lost = any(one.failure and one.failure.kind in CONNECTION_FAILURES for one in run.exchanges)
+            if lost and (reason := await _unreachable(client)):
+                return reason
+            if run.gone:
+                return f"{target.base_url} failed all connections for {GIVE_UP_S:g} s; the run was ended early"
+    return None
+
+
+def _closed(target: Target, plan: LoadPlan, rate: float | None, seed: int) -> list[ClosedLoad]:
+    """The closed streams of a run, each with bodies of its own: those of the others do not depend on when it sends."""
+    assert plan.duration_s is not None or not plan.workload.closed
+    return [
+        ClosedLoad(
+            stream,
+            stream.jobs(seed, index),
+            Bodies(target, f"{seed}/{rate}/closed {stream.name}"),
+            plan.duration_s or 0.0,
+        )
+        for index, stream in enumerate(plan.workload.closed)
+    ]
+
+
+async def _unreachable(client: Client) -> str | None:
+    """Why the server cannot be reached; None if it can."""
+    try:
+        await client.get("/v1/models")
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+@contextmanager
+def _quiet_memory() -> Iterator[None]:
+    """Disable most garbage collection during a run: a full collection among the objects of many requests would stop all
+    streams for tens of milliseconds."""
+    before = gc.get_threshold()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 50, 1000)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()
+
+
+# -- the record -------------------------------------------------------------------------------------------
+
+
+async def _head(client: Client, plan: LoadPlan, *, texts: bool) -> Record:
+    """The fields shared by all records: the server and the settings. texts: whether prompts are those of a trace.
+    Chooses the model to request."""
+    models = await client.models()
+    target = client.target
+    if target.model is None:
+        target = client.target = replace(target, model=models[0]["id"])
+    card = next((model for model in models if model["id"] == target.model), {})
+    _, text = await client.get("/metrics")
+    server = {name: value for found in _CACHE_CONFIG.findall(text) for name, value in _LABEL.findall(found)}
+    settings: dict[str, Any] = {
+        "endpoint": target.endpoint,
+        "prompts": "trace" if texts else "random",
+        "prompt_ids": list(target.prompt_ids),
+        "extra_body": dict(target.extra),
+        "warmup": plan.warmup,
+        "timeout_s": plan.timeout_s,
+        "max_model_len": card.get("max_model_len"),
+    }
+    for name, label in (("block_size", "block_size"), ("kv_blocks", "num_gpu_blocks")):
+        settings[name] = int(server[label]) if server.get(label, "").isdecimal() else None
+    return {
+        "recipe": plan.label or server.get("recipe", "unknown"),
+        "model": target.model,
+        "hardware": plan.hardware,
+        "driver": "http",
+        "settings": settings,
+        "machine": _machine(),
+        "version": VERSION,
+    }
+
+
+def figures(exchanges: Sequence[Exchange], seconds: float, slo: Slo, *, window_s: float | None = None) -> Record:
+    """The figures of a record from a run of `seconds`. window_s: in which jobs were sent, as in `summarize`."""
+    record = summarize(
+        [one.facts for one in exchanges if one.failure is None],
+        now=seconds,
+        rejected=[one.job.kind for one in exchanges if one.failure is not None and one.failure.kind == REJECTED],
+        errors=[one.job.kind for one in exchanges if one.failure is not None and one.failure.kind != REJECTED],
+        slo=slo,
+        window_s=window_s,
+    )
+    # A client does not see when the engine started a request, nor its work.
+    for part in (record, *record.get("classes", {}).values(), *record.get("services", {}).values()):
+        part["queue_s"] = dict.fromkeys(part["queue_s"])
+        part["breakdown_s"] = part["wait_s"] = None
+    record["quantiles"]["queue_s"] = []
+    record |= dict.fromkeys(("kv", "steps", "batch_mean", "forward", "groups", "series"))
+    record["client"] = {**_lags(exchanges), "errors_by_kind": dict(_kinds(exchanges).most_common())}
+    return record
+
+
+def _kinds(exchanges: Sequence[Exchange]) -> Counter[str]:
+    return Counter(one.failure.kind for one in exchanges if one.failure is not None)
+
+
+def _lags(exchanges: Sequence[Exchange]) -> dict[str, float | None]:
+    lags = sorted(one.lag for one in exchanges if one.lag is not None)
+    if not lags:
+        return dict.fromkeys(("lag_mean_s", "lag_p99_s", "lag_max_s", "sent_late"))
+    return {
+        "lag_mean_s": round(sum(lags) / len(lags), 6),
+        "lag_p99_s": round(percentile(lags, 99), 6),
+        "lag_max_s": round(lags[-1], 6),
+        "sent_late": round(sum(lag > LATE_S for lag in lags) / len(lags), 6),
+    }
+
+
+def _machine() -> dict[str, object]:
+    """The machine that the client runs on, without names."""
+    return {
+        "cpu": cpu_name(),
+        "cores": os.cpu_count(),
+        "load_1min": os.getloadavg()[0],
+        "python": platform.python_version(),
+    }

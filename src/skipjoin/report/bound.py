@@ -1,0 +1,133 @@
+"""Bounds on a field of the result records, and the largest arrival rate or fewest replicas with which one holds."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import operator
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import fmean
+from typing import Any
+
+from skipjoin.config import ConfigError
+from skipjoin.report.results import Record, is_number
+
+_OPERATORS = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt}
+_BOUND = re.compile(r"\s*([^\s<>=]+)\s*(<=|>=|<|>)\s*([^\s<>=]+)\s*")
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A limit on one number of a record, such as a mean normalized latency of at most 0.3 s per token.
+
+    field: dotted, as in "ttft_s.p95". operator: <=, >=, < or >. limit: in the field's own unit.
+    """
+
+    field: str
+    operator: str
+    limit: float
+
+    def value(self, record: Record) -> float:
+        """The record's value of the field. Raises `ConfigError` if it is missing, null or not a number."""
+        return field_value(record, self.field)
+
+    def holds(self, record: Record) -> bool:
+        """Whether the record keeps the bound; raises as `value` does."""
+        return self.allows(self.value(record))
+
+    def allows(self, value: float) -> bool:
+        """Whether a value of the field, a mean over seeds for one, keeps the bound."""
+        return bool(_OPERATORS[self.operator](value, self.limit))
+
+    def __str__(self) -> str:
+        return f"{self.field}{self.operator}{self.limit:g}"
+
+
+@dataclass(frozen=True, slots=True)
+class MaximumRate:
+    """The largest rate at which a bound holds. at_least: the bound held at every measured rate, of which this is the
+    highest."""
+
+    rate_rps: float
+    at_least: bool
+
+    def __str__(self) -> str:
+        return f"≥ {self.rate_rps:.3g}" if self.at_least else f"{self.rate_rps:.3g}"
+
+
+def parse_bound(text: str) -> Bound:
+    """A bound from text such as "normalized_latency_s.mean<=0.3". Raises `ConfigError` if it is not one."""
+    match = _BOUND.fullmatch(text)
+    if match is None:
+        raise ConfigError(f"bound must read FIELD<=NUMBER, with <=, >=, < or >, got {text!r}")
+    field, sign, limit = match.groups()
+    try:
+        number = float(limit)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise ConfigError(f"bound {text!r}: the limit must be a finite number, got {limit!r}")
+    return Bound(field, sign, number)
+
+
+def field_value(record: Record, field: str) -> float:
+    """The number in a dotted field such as "slo.all_attained". Raises `ConfigError` if there is none."""
+    value: Any = record
+    for key in field.split("."):
+        if not isinstance(value, dict) or key not in value:
+            raise ConfigError(f"the results have no field {field}{_nearest(record, field)}")
+        value = value[key]
+    if value is None:
+        raise ConfigError(f"{field} is null")
+    if not is_number(value):
+        raise ConfigError(f"{field} is not a number{_nearest(record, field)}")
+    return float(value)
+
+
+def maximum_rate(points: Mapping[float, Sequence[Record]], bound: Bound) -> MaximumRate | None:
+    """The largest rate at which the mean over seeds keeps the bound.
+
+    points: the records of one system by arrival rate. Between the last rate at which the bound holds and the first at
+    which it does not, the crossing is interpolated linearly; later rates at which it holds again are ignored. None: it
+    does not hold at the lowest rate. Raises `ConfigError` for records without the field.
+    """
+    means = [(rate, fmean(map(bound.value, points[rate]))) for rate in sorted(points)]
+    if not means or not bound.allows(means[0][1]):
+        return None
+    for (rate, value), (next_rate, next_value) in pairwise(means):
+        if not bound.allows(next_value):
+            crossing = (bound.limit - value) / (next_value - value)
+            return MaximumRate(rate + crossing * (next_rate - rate), at_least=False)
+    return MaximumRate(means[-1][0], at_least=True)
+
+
+def minimum_replicas(points: Mapping[int, Sequence[Record]], bound: Bound) -> int | None:
+    """The fewest replicas with which the mean over seeds keeps the bound, and does so with all larger numbers measured.
+
+    points: the records of one system at one rate by the number of its replicas. None: it does not hold with the most.
+    Raises `ConfigError` for records without the field.
+    """
+    found = None
+    for replicas in sorted(points, reverse=True):
+        if not bound.allows(fmean(map(bound.value, points[replicas]))):
+            break
+        found = replicas
+    return found
+
+
+def _nearest(record: Record, field: str) -> str:
+    names = sorted(_numeric_fields(record, ""))
+    # If the name is that of an object, its fields are the candidates.
+    near = [name for name in names if name.startswith(f"{field}.")] or difflib.get_close_matches(field, names)
+    return f"; nearest: {', '.join(near)}" if near else ""
+
+
+def _numeric_fields(record: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    for key, value in record.items():
+        if isinstance(value, dict):
+            yield from _numeric_fields(value, f"{prefix}{key}.")
+        elif value is None or is_number(value):
+            yield prefix + key

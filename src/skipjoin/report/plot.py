@@ -1,0 +1,136 @@
+"""Plots of result records, for print and screen."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from skipjoin.config import ConfigError
+from skipjoin.report.bound import Bound, field_value
+from skipjoin.report.plots import style
+from skipjoin.report.plots.curves import draw_latency, draw_ttft_tpot
+from skipjoin.report.plots.lines import Line, NothingToDrawError, Warn, lines_of, same_rate
+from skipjoin.report.plots.snapshots import draw_breakdown, draw_cdf, draw_kv
+from skipjoin.report.results import Record, rate_of
+
+METRIC = "normalized_latency_s.mean"
+SUFFIXES: tuple[str, ...] = (".png", ".svg")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """Options of a plot.
+
+    metric: the dotted field that "latency" draws; None: the bound's, else the mean normalized latency.
+    bound: drawn where its field is, with the largest rate at which each system keeps it.
+    rate_rps: for the kinds at one rate; None: the highest that all systems have.
+    """
+
+    metric: str | None = None
+    bound: Bound | None = None
+    rate_rps: float | None = None
+
+    def shown(self) -> str:
+        """The metric that "latency" draws."""
+        return self.metric or (self.bound.field if self.bound else METRIC)
+
+
+_DRAW: dict[str, Callable[[Sequence[Line], View, Warn], Figure]] = {
+    "latency": lambda lines, view, warn: draw_latency(lines, view.shown(), view.bound, warn),
+    "cdf": lambda lines, view, warn: draw_cdf(lines, view.rate_rps, warn),
+    "ttft-tpot": lambda lines, view, warn: draw_ttft_tpot(lines, view.bound, warn),
+    "breakdown": lambda lines, view, warn: draw_breakdown(lines, view.rate_rps, warn),
+    "kv": lambda lines, view, warn: draw_kv(lines, view.rate_rps, warn),
+}
+KINDS = (*_DRAW, "all")
+
+
+def draw(records: Sequence[Record], kind: str, view: View, warn: Warn) -> Figure:
+    """Draw one plot. `warn` gets a line for each group of records that lack what this kind needs.
+
+    Raises `ConfigError` if there is no such kind, field or rate, and if no record is left to draw.
+    """
+    if kind not in _DRAW:
+        near = difflib.get_close_matches(kind, KINDS, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ConfigError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}{hint}")
+    _check(records, view)
+    with style.styled():
+        return _DRAW[kind](lines_of(records), view, warn)
+
+
+def plot_results(records: Sequence[Record], kind: str, out: Path, view: View, warn: Warn) -> list[Path]:
+    """Draw one kind of plot, or "all" that the records allow, and write it. Returns the paths written.
+
+    out: a file; without .png or .svg at its end both are written. In an existing folder, files are named after their
+    kind; with "all", any other `out` is a prefix: "run.svg" gives run-latency.svg and so on. Raises `ConfigError` as
+    `draw` does and for an `out` that cannot be written.
+    """
+    if kind != "all":
+        paths = _paths(out, kind, prefix=False)
+        return _save(draw(records, kind, view, warn), paths)
+    written = []
+    for each in _DRAW:
+        paths = _paths(out, each, prefix=True)
+        try:
+            figure = draw(records, each, view, warn)
+        except NothingToDrawError as error:
+            warn(str(error))
+        else:
+            written += _save(figure, paths)
+    if not written:
+        raise NothingToDrawError("the results allow no kind of picture")
+    return written
+
+
+def _check(records: Sequence[Record], view: View) -> None:
+    """Raise `ConfigError` for options that no record satisfies: an error of the user, not of the records."""
+    if not records:
+        raise ConfigError("the results hold no records")
+    for field in (view.metric, view.bound.field if view.bound else None):
+        if field is None:
+            continue
+        problems = []
+        for record in records:
+            try:
+                field_value(record, field)
+            except ConfigError as error:
+                problems.append(error)
+        if len(problems) == len(records):
+            raise problems[0]
+    rate = view.rate_rps
+    if rate is not None and not any(same_rate(rate_of(record), rate) for record in records):
+        measured = sorted({found for record in records if (found := rate_of(record)) is not None})
+        raise ConfigError(f"rate {rate:g} was not measured; choose one of {', '.join(f'{r:g}' for r in measured)}")
+
+
+def _paths(out: Path, kind: str, *, prefix: bool) -> list[Path]:
+    """The files of one plot."""
+    suffixes, base = SUFFIXES, out
+    if out.is_dir():
+        base = out / kind
+    else:
+        if out.suffix in SUFFIXES:
+            suffixes, base = (out.suffix,), out.with_suffix("")
+        elif re.fullmatch(r"\.[A-Za-z]\w*", out.suffix):  # not the .5 of "rate-2.5"
+            raise ConfigError(f"out must end in {' or '.join(SUFFIXES)}, or in neither for both, got {out}")
+        if not out.parent.is_dir():
+            raise ConfigError(f"out: there is no folder {out.parent}")
+        if prefix:
+            base = base.with_name(f"{base.name}-{kind}")
+    return [base.with_name(base.name + suffix) for suffix in suffixes]
+
+
+def _save(figure: Figure, paths: Sequence[Path]) -> list[Path]:
+    try:
+        with style.styled():
+            for path in paths:
+                style.save(figure, path)
+    except OSError as error:
+        raise ConfigError(f"out: {error.filename}: {error.strerror}") from error
+    return list(paths)

@@ -1,0 +1,171 @@
+"""Builds systems to simulate from names: a GPU of the catalogue, or the profile of a measured machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+from skipjoin.config import ConfigError, SwapType, check_swap_type
+from skipjoin.config.profile import read_profile
+from skipjoin.options import Knob, check
+from skipjoin.recipes import check_names, find
+from skipjoin.sim.experiments.system import System
+from skipjoin.sim.hardware import parse_hardware
+from skipjoin.sim.models import model_shape
+from skipjoin.sim.roofline import RooflineCost, kv_blocks
+
+_GIB = 1 << 30
+# The default share of a server's RAM for the host pool.
+_SWAP_SHARE = 0.5
+_GROUP = "System"
+# Fields of a system that say nothing of one replica.
+_OF_THE_CLUSTER = ("replicas", "dispatch", "prefill_replicas", "network_gbps")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """Hardware with a model, as named on a command line.
+
+    Raises `ConfigError` on a value outside its bounds.
+    """
+
+    hardware: Annotated[
+        str,
+        Knob("a100-40gb, a100-40gb:tp8pp2, ... or the JSON file of `skipjoin profile`.", metavar="NAME", group=_GROUP),
+    ] = "a100-40gb"
+    prefill_hardware: Annotated[
+        str | None,
+        Knob(
+            "As --hardware, of the copies that --prefill-replicas sets apart (default: the same).",
+            metavar="NAME",
+            group=_GROUP,
+        ),
+    ] = None
+    model: Annotated[
+        str | None,
+        Knob("Model of the catalogue, such as opt-13b (default: the profile's).", metavar="NAME", group=_GROUP),
+    ] = None
+    kv_gib: Annotated[
+        float | None,
+        Knob(
+            "Size of the KV pool, all GPUs together (default: what the memory leaves; a profile needs it).",
+            above=0,
+            high=1e6,
+            flags=("--kv-gib", "--kv-cache-gib"),
+            metavar="GIB",
+            group=_GROUP,
+        ),
+    ] = None
+    swap_gib: Annotated[
+        float | None,
+        Knob(
+            "Size of the host pool; 0: none (default: half of the GPUs' share of RAM, or with a profile as the KV "
+            "pool).",
+            low=0,
+            high=1e6,
+            flags=("--swap-space", "--kv-offloading-size"),
+            metavar="GIB",
+            group=_GROUP,
+        ),
+    ] = None
+    swap_dtype: SwapType = "auto"
+    block_size: Annotated[
+        int | None, Knob("Tokens per KV block (default: 16, or the profile's).", low=1, group=_GROUP)
+    ] = None
+    max_model_len: Annotated[
+        int | None, Knob("Most tokens of prompt and output together (default: the model's).", group=_GROUP)
+    ] = None
+
+    def __post_init__(self) -> None:
+        check(self)
+        check_swap_type(self.swap_dtype, "swap_gib", self.swap_gib)
+
+    def systems(self, recipes: str, **settings: Any) -> list[System]:
+        """A system for each recipe of a comma-separated list; those that need it swap losslessly, whatever the others
+        do. settings: further fields of `System`.
+
+        Raises `ConfigError` for names that there are not, a model that does not fit, or settings out of bounds.
+        """
+        names = [name.strip() for name in recipes.split(",")]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ConfigError(f"recipes must differ, but {twice} is named twice")
+        check_names([find(name) for name in names], settings.get("recipe_params", {}))
+        return [System(recipe=name, **self._for_recipe(name)._values(name, settings)) for name in names]
+
+    def _values(self, recipe: str, settings: dict[str, Any]) -> dict[str, Any]:
+        values = self._parts() | settings
+        if self.prefill_hardware is not None:
+            prefill = replace(self, hardware=self.prefill_hardware, prefill_hardware=None)
+            alone = {name: value for name, value in settings.items() if name not in _OF_THE_CLUSTER}
+            values["prefill"] = System(recipe=recipe, **(prefill._parts() | alone))
+        return values
+
+    def _for_recipe(self, name: str) -> Machine:
+        return replace(self, swap_dtype="auto") if find(name).needs_lossless_swap else self
+
+    def _parts(self) -> dict[str, Any]:
+        return self._from_profile() if self.hardware.endswith(".json") else self._from_catalogue()
+
+    def _from_catalogue(self) -> dict[str, Any]:
+        group = parse_hardware(self.hardware)
+        if self.model is None:
+            raise ConfigError(f"a model must be given for hardware {group.name}")
+        shape = model_shape(self.model)
+        size = 16 if self.block_size is None else self.block_size
+        blocks = kv_blocks(shape, group, size, self.kv_gib)
+        host_block_bytes = shape.host_block_bytes(size, self.swap_dtype)
+        swap_bytes = group.device.host_memory_bytes * group.gpus * _SWAP_SHARE
+        return {
+            "model": shape.name,
+            "hardware": group.name,
+            "cost": RooflineCost(shape, group, block_size=size, swap_dtype=self.swap_dtype),
+            "kv_blocks": blocks,
+            "host_blocks": self._host_blocks(host_block_bytes, swap_bytes),
+            "block_bytes": size * shape.kv_bytes_per_token,
+            "host_block_bytes": host_block_bytes,
+            "swap_dtype": self.swap_dtype,
+            "block_size": size,
+            "max_model_len": self._context(shape.max_positions),
+            "stages": group.pp,
+        }
+
+    def _from_profile(self) -> dict[str, Any]:
+        profile = read_profile(Path(self.hardware))
+        if self.model not in (None, profile.key.model):
+            raise ConfigError(f"{self.hardware} is the profile of {profile.key.model}, not of model {self.model}")
+        if self.block_size not in (None, profile.block_size):
+            raise ConfigError(
+                f"{self.hardware} was measured with block_size {profile.block_size}, not {self.block_size}"
+            )
+        if self.swap_dtype != profile.key.swap_dtype:
+            raise ConfigError(
+                f"{self.hardware} was measured with swap_dtype {profile.key.swap_dtype}, not {self.swap_dtype}"
+            )
+        if self.kv_gib is None:
+            raise ConfigError("kv_gib must be given with a profile, which does not contain the size of the KV pool")
+        return {
+            "model": profile.key.model,
+            "hardware": profile.key.device,
+            "cost": profile.cost,
+            "kv_blocks": int(self.kv_gib * _GIB) // profile.kv_bytes_per_block,
+            "host_blocks": self._host_blocks(profile.host_bytes_per_block, self.kv_gib * _GIB),
+            "block_bytes": profile.kv_bytes_per_block,
+            "host_block_bytes": profile.host_bytes_per_block,
+            "swap_dtype": self.swap_dtype,
+            "block_size": profile.block_size,
+            "max_model_len": self._context(profile.max_positions),
+            "stages": profile.key.pp,
+            "stage_shares": profile.stage_shares if profile.key.pp > 1 else (),
+            "decision_s": profile.host_s,
+        }
+
+    def _host_blocks(self, block_bytes: int, usual_bytes: float) -> int:
+        return int(usual_bytes if self.swap_gib is None else self.swap_gib * _GIB) // block_bytes
+
+    def _context(self, most: int) -> int:
+        if self.max_model_len is None:
+            return most
+        if not 2 <= self.max_model_len <= most:
+            raise ConfigError(f"max_model_len must be in [2, {most}], the model's positions, got {self.max_model_len}")
+        return self.max_model_len

@@ -1,0 +1,281 @@
+"""How well the lengths of simulated outputs are foreseen: a setting of an experiment.
+
+Some predictors are made from the truth before the run, with an error that the experiment declares. The others learn
+from the requests that end, at virtual time, as a server does.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean, pstdev
+from typing import NamedTuple, Protocol
+
+from skipjoin.config import ConfigError, unknown
+from skipjoin.core.events import Event, Finished
+from skipjoin.core.forecast import Forecast
+from skipjoin.core.request import FinishReason, Request
+from skipjoin.forecast import ForecastConfig, Predicted, make_forecaster, words
+from skipjoin.forecast.config import FORECASTERS
+from skipjoin.observe.forecasts import ForecastLog
+from skipjoin.policies.dispatch import Dispatch
+from skipjoin.workload.fields import number
+from skipjoin.workload.workload import Replay, Workload, WorkloadRequest
+
+Jobs = Sequence[WorkloadRequest]
+# The forecaster that reads no prompts.
+PRIOR = "prior"
+
+
+class Foreseen(NamedTuple):
+    """A forecast. interval: the tokens that 80 % of such outputs are expected between; None: it has no distribution."""
+
+    forecast: Forecast
+    interval: tuple[float, float] | None = None
+
+
+class Predictor(Protocol):
+    """Makes the forecasts of one run."""
+
+    def forecast(self, request: Request) -> Foreseen:
+        """At the request's arrival."""
+        ...
+
+    def ended(self, event: Finished) -> None:
+        """A request ended; its `output` is all that it generated."""
+
+    def extend(self, jobs: Jobs, name: str) -> None:
+        """Further jobs of a closed stream, whose requests have the ids that follow. name: of these jobs, for chance."""
+
+
+class PredictorSpec(Protocol):
+    """A predictor by name."""
+
+    def make(self, workload: Workload, jobs: Jobs, seed: int) -> Predictor:
+        """The predictor of a run. jobs: of the workload, by the id of the request. seed: of the run. Raises
+        `ConfigError` for a workload that lacks what the predictor reads."""
+        ...
+
+
+# -- made from the truth ----------------------------------------------------------------------------------
+
+# Arguments: the jobs, and a generator of chance. Returns a length for each job.
+Foresight = Callable[[Jobs, random.Random], Sequence[float]]
+
+
+class Fixed:
+    """Forecasts that are made before requests arrive.
+
+    lengths: in tokens, by the id of the request. foresee: makes those of the further jobs of a closed stream, by the
+    name of these jobs; None: there are no such jobs.
+    """
+
+    def __init__(
+        self, lengths: Sequence[float], source: str, foresee: Callable[[Jobs, str], Sequence[float]] | None = None
+    ) -> None:
+        self._lengths = list(lengths)
+        self._source = source
+        self._foresee = foresee
+
+    def forecast(self, request: Request) -> Foreseen:
+        return Foreseen(Forecast(max(1.0, self._lengths[request.id]), self._source))
+
+    def ended(self, event: Finished) -> None:
+        pass
+
+    def extend(self, jobs: Jobs, name: str) -> None:
+        assert self._foresee is not None, "checked when the predictor was made"
+        self._lengths.extend(self._foresee(jobs, name))
+
+
+@dataclass(frozen=True, slots=True)
+class FromTruth:
+    """The true lengths with the error of an experiment."""
+
+    name: str
+    foresight: Foresight
+
+    def make(self, workload: Workload, jobs: Jobs, seed: int) -> Fixed:
+        def foresee(jobs: Jobs, name: str) -> Sequence[float]:
+            return self.foresight(jobs, random.Random(f"{seed} predictor{name}")) if jobs else []
+
+        return Fixed(foresee(jobs, ""), self.name, foresee)
+
+
+def _oracle(jobs: Jobs, chance: random.Random) -> list[float]:
+    return [job.output_tokens for job in jobs]
+
+
+def _shuffled(jobs: Jobs, chance: random.Random) -> list[float]:
+    """The lengths of other jobs: their distribution is known, and nothing else."""
+    lengths = _oracle(jobs, chance)
+    chance.shuffle(lengths)
+    return lengths
+
+
+def _constant(tokens: float) -> Foresight:
+    return lambda jobs, chance: [tokens] * len(jobs)
+
+
+def _noise(sigma: float) -> Foresight:
+    """The truth times a log-normal factor of median 1."""
+    return lambda jobs, chance: [job.output_tokens * math.exp(sigma * chance.gauss(0, 1)) for job in jobs]
+
+
+def _regress(correlation: float) -> Foresight:
+    """What a regression foresees: the logarithms of forecast and truth have this correlation, and a forecast is the
+    expectation of the truth's logarithm. So forecasts spread less than the truth, the less the less is known."""
+
+    def lengths(jobs: Jobs, chance: random.Random) -> list[float]:
+        logs = [math.log(job.output_tokens) for job in jobs]
+        mean = fmean(logs)
+        error = pstdev(logs) * correlation * math.sqrt(1 - correlation**2)
+        return [math.exp(mean + correlation**2 * (log - mean) + error * chance.gauss(0, 1)) for log in logs]
+
+    return lengths
+
+
+@dataclass(frozen=True, slots=True)
+class FromColumn:
+    """What a column of the trace says, such as another run of the same prompts, or another's predictions."""
+
+    column: str
+
+    def make(self, workload: Workload, jobs: Jobs, seed: int) -> Fixed:
+        if not isinstance(workload, Replay):
+            raise ConfigError(f"predictor column:{self.column} needs a trace, which has that column")
+        if workload.closed:
+            raise ConfigError(f"predictor column:{self.column} foresees nothing of closed streams, which have no rows")
+        values = workload.trace.column(self.column)
+        return Fixed([values[job.row or 0] for job in jobs], "column")
+
+
+# -- learnt from the requests that end --------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Learning:
+    """A server's forecaster, which begins without knowing anything."""
+
+    name: str
+
+    def make(self, workload: Workload, jobs: Jobs, seed: int) -> Online:
+        if self.name != PRIOR:
+            if not isinstance(workload, Replay) or workload.closed:
+                raise ConfigError(
+                    f"predictor {self.name} reads prompts: it needs a trace with texts, and no closed streams"
+                )
+            workload.trace.check_texts()
+        return Online(self.name, [job.prompt or "" for job in jobs])
+
+
+class Online:
+    """A server's forecaster at virtual time. prompts: their texts, by the id of the request."""
+
+    def __init__(self, name: str, prompts: Sequence[str]) -> None:
+        self._prompts = list(prompts)
+        self._now = 0.0
+        self._forecaster = make_forecaster(ForecastConfig(forecaster=name), clock=lambda: self._now)
+        self._predicted: dict[int, Predicted] = {}
+
+    def forecast(self, request: Request) -> Foreseen:
+        self._now = request.arrival
+        predicted = self._forecaster.forecast(words(self._prompts[request.id]), request.max_tokens)
+        self._predicted[request.id] = predicted
+        return Foreseen(predicted.forecast, predicted.interval)
+
+    def ended(self, event: Finished) -> None:
+        self._now = event.now
+        predicted, tokens = self._predicted.pop(event.request.id), len(event.request.output)
+        if tokens:
+            self._forecaster.learn(predicted, tokens, exact=event.reason is FinishReason.STOP)
+
+    def extend(self, jobs: Jobs, name: str) -> None:
+        self._prompts.extend("" for _ in jobs)
+
+
+# -- by name ----------------------------------------------------------------------------------------------
+
+_FROM_TRUTH: dict[str, Foresight] = {"oracle": _oracle, "shuffled": _shuffled}
+# By name: what the number after it is, the least and the most that it may be, and what it makes.
+_WITH_NUMBER: dict[str, tuple[str, float, float, Callable[[float], Foresight]]] = {
+    "noise": ("sigma", 0.0, 10.0, _noise),
+    "regress": ("correlation", 0.0, 1.0, _regress),
+    "constant": ("tokens", 1.0, 1e9, _constant),
+}
+FORMS = (*FORECASTERS, *_FROM_TRUTH, *(f"{name}:{row[0].upper()}" for name, row in _WITH_NUMBER.items()), "column:NAME")
+
+
+def parse_predictor(text: str) -> PredictorSpec:
+    """The predictor that a text names, one of `FORMS`. Raises `ConfigError`."""
+    name, _, argument = text.strip().partition(":")
+    if text in FORECASTERS:
+        return Learning(text)
+    if text in _FROM_TRUTH:
+        return FromTruth(text, _FROM_TRUTH[text])
+    if name == "column" and argument:
+        return FromColumn(argument)
+    if name not in _WITH_NUMBER:
+        raise unknown("predictor", text, FORMS)
+    what, least, most, foresight = _WITH_NUMBER[name]
+    value = number(f"predictor {name}: its {what}", argument, above=-math.inf, most=most)
+    if value < least:
+        raise ConfigError(f"predictor {name}: its {what} must be in [{least:g}, {most:g}], got {value:g}")
+    return FromTruth(name, foresight(value))
+
+
+def columns_of(text: str | None) -> list[str]:
+    """The columns of a trace that the predictor of this name reads; None: no predictor is named."""
+    spec = None if text is None else parse_predictor(text)
+    return [spec.column] if isinstance(spec, FromColumn) else []
+
+
+def default_predictor(workload: Workload) -> str:
+    """What foresees lengths where no option says so: all that a server could know."""
+    has_texts = isinstance(workload, Replay) and workload.trace.has_texts
+    return "learnt" if has_texts and not workload.closed else PRIOR
+
+
+class Foreseeing:
+    """Gives each request its forecast as it arrives, before a replica is chosen for it, and keeps how good they were.
+
+    dispatch: chooses the replicas. jct: the JCT objective in seconds by output tokens, of which each real-time request
+    gets the one of its forecast; None: they have none.
+    """
+
+    def __init__(
+        self, dispatch: Dispatch, predictor: Predictor, *, jct: Callable[[float], float] | None = None
+    ) -> None:
+        self.log = ForecastLog()
+        self.ignores_tokens = dispatch.ignores_tokens
+        self._dispatch = dispatch
+        self._predictor = predictor
+        self._jct = jct
+        self._foreseen: dict[int, Foreseen] = {}
+
+    def choose(self, request: Request) -> int:
+        self.foresee(request)
+        return self._dispatch.choose(request)
+
+    def observe(self, replica: int, events: Sequence[Event]) -> None:
+        for event in events:
+            if isinstance(event, Finished):
+                self.learn(event)
+        self._dispatch.observe(replica, events)
+
+    def foresee(self, request: Request) -> None:
+        """Give a request that arrives its forecast, and its objective."""
+        foreseen = self._foreseen[request.id] = self._predictor.forecast(request)
+        request.forecast = foreseen.forecast
+        if self._jct is not None and not request.is_best_effort:
+            target = request.options.target._replace(jct_s=self._jct(foreseen.forecast.tokens))
+            request.options = replace(request.options, target=target)
+
+    def learn(self, event: Finished) -> None:
+        """A request ended."""
+        (forecast, interval), tokens = self._foreseen.pop(event.request.id), len(event.request.output)
+        if event.reason is FinishReason.STOP:
+            self.log.add(forecast.tokens, tokens, forecast.source, interval)
+        self._predictor.ended(event)

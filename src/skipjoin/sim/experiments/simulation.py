@@ -1,0 +1,474 @@
+"""One simulated run: from a system, a workload and a seed to a record.
+
+How long an output gets is known to the simulated executor alone, to declared oracles, and to `max_tokens` "exact".
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
+from typing import NamedTuple
+
+from skipjoin.config import ConfigError
+from skipjoin.core.engine import EngineCore
+from skipjoin.core.events import Event
+from skipjoin.core.kv.ledger import KVLedger
+from skipjoin.core.policy import CostModel
+from skipjoin.core.request import Request, ServiceClass
+from skipjoin.core.scheduling.scheduler import Scheduler
+from skipjoin.exec.simulated import SimulatedExecutor, none
+from skipjoin.observe.decisions import DecisionTimes
+from skipjoin.observe.forecasts import ForecastLog
+from skipjoin.observe.record import NO_SLO, Record, Slo, add_usage, rounded, summarize
+from skipjoin.observe.requests import Kind, RequestFacts, RequestLog
+from skipjoin.observe.usage import EngineUsage
+from skipjoin.policies.dispatch import Dispatch, make_dispatch
+from skipjoin.policies.eviction import KeepKv
+from skipjoin.policies.execution import ExecutionTime
+from skipjoin.policies.forward import saturating_tokens
+from skipjoin.recipes import build, find
+from skipjoin.sim.closed import ClosedStream
+from skipjoin.sim.driver import Arrivals, Dispatched, Replica, Traffic, simulate_traffic
+from skipjoin.sim.experiments.predictors import Foreseeing, Predictor, parse_predictor
+from skipjoin.sim.experiments.split import Handovers, SplitFigures
+from skipjoin.sim.experiments.submissions import END, Submissions
+from skipjoin.sim.experiments.system import System
+from skipjoin.sim.split import Network, SplitTraffic
+from skipjoin.version import VERSION
+from skipjoin.workload.workload import ClosedMode, Workload, WorkloadRequest
+
+# Any but `END`.
+_TOKEN = 0
+# Progress is reported after so many requests.
+_REPORT_AFTER = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """How much of a workload runs, as in `Workload.draw`. until_s: when to stop, even if requests are left."""
+
+    rate_rps: float | None
+    duration_s: float | None
+    seed: int
+    limit: int | None = None
+    until_s: float = math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One run: a system, a workload and its extent.
+
+    slo: objectives; slo_scale: instead, this many times the light-load prefill and decode step (FastServe section 6.2).
+    With `slo.jct_scale` policies get the objective of the forecast's length, if there is one; the record counts that of
+    the true length.
+    """
+
+    system: System
+    workload: Workload
+    extent: Extent
+    slo: Slo = NO_SLO
+    slo_scale: float | None = None
+
+    def jobs(self) -> list[WorkloadRequest]:
+        """The requests of the run, but for those of closed streams. Raises `ConfigError` for a workload that cannot be
+        drawn or run."""
+        extent = self.extent
+        if self.shards > 1 and any(one.mode is ClosedMode.BATCH for one in self.workload.closed):
+            raise ConfigError(
+                f"closed: mode=batch needs one shard, at most {REPLICAS_PER_SHARD} replicas, got {self.shards} shards: "
+                "use mode=refill"
+            )
+        jobs = self.workload.draw(extent.rate_rps, extent.duration_s, extent.seed, extent.limit)
+        for job in jobs:
+            self.system.check_parts(job)
+        return jobs
+
+    @property
+    def closed_size(self) -> int:
+        """The most requests of closed streams in flight."""
+        return sum(one.size for one in self.workload.closed)
+
+    @property
+    def window_s(self) -> float | None:
+        """How long requests are submitted, if that is observed to its end or to `until_s`; None: the extent does not
+        say."""
+        duration_s = self.extent.duration_s
+        return None if duration_s is None else min(duration_s, self.extent.until_s)
+
+    @property
+    def shards(self) -> int:
+        """How many parts the run is simulated in; it depends on nothing but the number of replicas of each kind."""
+        system = self.system
+        shards = -(-system.replicas // REPLICAS_PER_SHARD)
+        return min(shards, system.prefill_replicas, system.decode_replicas) if system.prefill_replicas else shards
+
+    def check(self) -> None:
+        """Raise `ConfigError` for a run without requests."""
+        jobs = self.jobs()
+        if not jobs and not self.workload.closed:
+            raise ConfigError(
+                f"no request arrives within {self.extent.duration_s} s at {self.extent.rate_rps} requests per second"
+            )
+        self.predictor(jobs)
+
+    def slo_for(self, jobs: Sequence[WorkloadRequest]) -> Slo:
+        """The objectives, for the run of these jobs."""
+        if self.slo_scale is None:
+            return self.slo
+        prefill_s, decode_s = self.system.light_load(jobs)
+        return Slo(ttft_s=self.slo_scale * prefill_s, tpot_s=self.slo_scale * decode_s)
+
+    def jct_for(self, jobs: Sequence[WorkloadRequest]) -> Callable[[float], float] | None:
+        """The JCT objective of a request by its output tokens, for the run of these jobs; None: it has none of its
+        own."""
+        scale = self.slo.jct_scale
+        return None if scale is None else self.system.scaled_jct(jobs, scale)
+
+    def predictor(self, jobs: Sequence[WorkloadRequest]) -> Predictor | None:
+        """What foresees the lengths of these jobs, the run's. Raises `ConfigError` for a workload that lacks what the
+        predictor reads."""
+        name = self.system.predictor_for(self.workload)
+        return None if name is None else parse_predictor(name).make(self.workload, jobs, self.extent.seed)
+
+
+# A shard is one part of a run's replicas with the requests that go to them, simulated on its own.
+REPLICAS_PER_SHARD = 64
+
+
+def _ignore(events: list[Event]) -> None:
+    pass
+
+
+class ShardResult(NamedTuple):
+    """What a shard's part of the record is made of. end_s: when it was over. facts, forecasts: of its requests;
+    forecasts is None where no forecasts were made. rejected: jobs of closed streams that were refused. usages,
+    decisions: of its replicas, in their order, prefill replicas first. split: None without these."""
+
+    end_s: float
+    facts: list[RequestFacts]
+    rejected: list[Kind]
+    usages: list[EngineUsage]
+    decisions: list[DecisionTimes]
+    forecasts: ForecastLog | None
+    split: SplitFigures | None
+
+
+class Run:
+    """The run of a cell, whose requests are drawn: shards that are simulated one by one, anywhere, and the record.
+
+    Requests take turns over the replicas and go to the shard of the replica whose turn it is; within the shard the
+    dispatch rule chooses. So round robin gives the same record as without shards, and the other rules choose among 64
+    replicas. Of a closed stream, each shard has its share of the size and of the jobs. Where prefill replicas are set
+    apart, turns are taken over them, and a shard has its share of both kinds.
+    A forecaster that learns learns in each shard on its own. Raises `ConfigError` for a workload that cannot be drawn.
+    """
+
+    def __init__(self, cell: Cell) -> None:
+        self.cell = cell
+        self.jobs = cell.jobs()
+        self._jct = cell.jct_for(self.jobs)
+        self._slo = cell.slo_for(self.jobs)
+        taken = [number for number, job in enumerate(self.jobs) if cell.system.takes(job)]
+        self._taken = sorted(taken, key=lambda number: self.jobs[number].at)
+
+    def shard(
+        self,
+        shard: int,
+        *,
+        on_share: Callable[[float], None] = lambda share: None,
+        on_events: Callable[[list[Event]], None] = _ignore,
+    ) -> ShardResult:
+        """Simulate one shard. on_share, on_events: as in `run`, of this shard."""
+        cell, system = self.cell, self.cell.system
+        predictor, jct = cell.predictor(self.jobs), self._jct
+        submissions = Submissions(system, self.jobs, self._slo, predictor)
+        lengths = submissions.lengths
+        (prefills, others), taken = self._counts(shard), self._dealt(shard)
+        machines = [*[system.prefill_system] * prefills, *[system] * others]
+        watch = _Watch(machines, len(taken), len(self.jobs), on_share, on_events)
+        dispatch = _dispatch(system, system, others, lambda request: lengths[request.id])
+        foreseeing = None if predictor is None else Foreseeing(dispatch, predictor, jct=jct)
+        handovers = watch.handovers = Handovers(watch.logs, prefills, foreseeing) if prefills else None
+        # Dispatch rules that weigh work, and a timeline, are told of every token when it comes.
+        together = dispatch.ignores_tokens and on_events is _ignore
+        replicas = [
+            _replica(one, lengths, together=together, keeps_kv=0 < prefills <= number)
+            for number, one in enumerate(machines)
+        ]
+        with _without_garbage_collection():
+            arrivals = submissions.arrivals(taken, self._closed(shard, submissions))
+            if handovers is None:
+                traffic: Traffic = Dispatched(arrivals, foreseeing or dispatch)
+            else:
+                traffic = self._split_traffic(replicas, arrivals, dispatch, handovers)
+            end = simulate_traffic(replicas, traffic, on_events=watch.observe, until=cell.extent.until_s)
+        facts = watch.facts(end)
+        for one in facts:
+            one.stream, one.output_limit = submissions.jobs[one.id].stream, lengths[one.id]
+            if jct is not None and one.service is ServiceClass.REAL_TIME:
+                one.target = one.target._replace(jct_s=jct(lengths[one.id]))
+        for replica, usage in enumerate(watch.usages):
+            usage.close(keeps_series=shard == replica == 0)  # the record's series is that of the first replica
+        decisions = [replica.decisions for replica in replicas]
+        forecasts = None if foreseeing is None else foreseeing.log
+        split = None if handovers is None else handovers.figures
+        return ShardResult(end, facts, submissions.rejected, watch.usages, decisions, forecasts, split)
+
+    def record(self, shards: Sequence[ShardResult]) -> Record:
+        """The record of the run. shards: the results of all, in order."""
+        cell, system = self.cell, self.cell.system
+        facts = [one for shard in shards for one in shard.facts]
+        rejected = [job.kind for job in self.jobs if not system.takes(job)]
+        rejected += [kind for shard in shards for kind in shard.rejected]
+        end = max(shard.end_s for shard in shards)
+        figures = summarize(facts, now=end, rejected=rejected, slo=self._slo, window_s=cell.window_s)
+        record = _settings_of(cell) | figures
+        forecasts = [shard.forecasts for shard in shards if shard.forecasts is not None]
+        if forecasts:
+            record["prediction"] = {
+                "predictor": system.predictor_for(cell.workload),
+                **ForecastLog.of(forecasts).summary(),
+                "execution": _execution(system.cost),
+            }
+        prefill, others = self._usages(shards)
+        target_tokens = saturating_tokens(system.cost, system.max_num_batched_tokens)
+        add_usage(record, prefill + others, target_tokens=target_tokens)
+        if prefill:
+            split = SplitFigures.of(shard.split for shard in shards if shard.split is not None)
+            record |= split.describe(system, prefill, others)
+        times = DecisionTimes.summary(one for shard in shards for one in shard.decisions)
+        record["decision_ms"] = {name: value and rounded(value) for name, value in times.items()}
+        record["version"] = VERSION
+        return record
+
+    def requests(self, shards: Sequence[ShardResult]) -> Iterator[Record]:
+        """A line for each request that was taken, in the order of their ends, then those of the workload that were
+        refused. Times in seconds from the start of the run, as in what the load client records."""
+        for one in (one for shard in shards for one in shard.facts):
+            yield {
+                "stream": one.stream,
+                "service": one.service.value,
+                "priority": self.jobs[one.id].priority if one.id < len(self.jobs) else None,
+                "due_s": one.arrival,
+                "sent_s": one.arrival,
+                "started_s": one.started,
+                "first_token_s": one.first_token,
+                "last_token_s": one.last_token,
+                "ended_s": one.ended,
+                "prompt_tokens": one.prompt_tokens,
+                "output_tokens": one.output_tokens,
+                "output_limit": one.output_limit,
+                "preemptions": one.preemptions,
+                "error": None if one.is_complete else one.reason or "unfinished",
+            }
+        for job in self.jobs:
+            if not self.cell.system.takes(job):
+                yield {
+                    "stream": job.stream,
+                    "service": job.service.value,
+                    "priority": job.priority,
+                    "due_s": job.at,
+                    "prompt_tokens": job.prompt_tokens,
+                    "output_limit": job.output_tokens,
+                    "error": "rejected",
+                }
+
+    def _split_traffic(
+        self, replicas: Sequence[Replica], arrivals: Arrivals, decode: Dispatch, handovers: Handovers
+    ) -> SplitTraffic:
+        """The traffic of a shard with prefill replicas. decode: chooses among the others."""
+        system, prefills = self.cell.system, handovers.prefill_replicas
+        return SplitTraffic(
+            replicas,
+            prefills,
+            arrivals,
+            prefill=_dispatch(system, system.prefill_system, prefills, lambda request: 1),
+            decode=decode,
+            network=Network(system.network_bytes_per_s),
+            token_bytes=system.token_bytes,
+            watcher=handovers,
+        )
+
+    def _closed(self, shard: int, submissions: Submissions) -> Iterator[ClosedStream]:
+        """A shard's part of the closed streams."""
+        extent, shards = self.cell.extent, self.cell.shards
+        for index, closed in enumerate(self.cell.workload.closed):
+            if size := len(range(shard, closed.size, shards)):
+                jobs = islice(closed.jobs(extent.seed, index), shard, None, shards)
+                yield submissions.closed_stream(closed, jobs, size, extent.duration_s)
+
+    def _usages(self, shards: Sequence[ShardResult]) -> tuple[list[EngineUsage], list[EngineUsage]]:
+        """Of the prefill replicas and of the others, in the order of the replicas."""
+        system, count = self.cell.system, len(shards)
+        prefill = [shards[number % count].usages[number // count] for number in range(system.prefill_replicas)]
+        others = [
+            shards[number % count].usages[self._counts(number % count)[0] + number // count]
+            for number in range(system.decode_replicas)
+        ]
+        return prefill, others
+
+    def _counts(self, shard: int) -> tuple[int, int]:
+        """How many prefill replicas and how many others a shard has."""
+        system, shards = self.cell.system, self.cell.shards
+        return len(range(shard, system.prefill_replicas, shards)), len(range(shard, system.decode_replicas, shards))
+
+    def _dealt(self, shard: int) -> list[int]:
+        """The requests of a shard, in the order of their arrival."""
+        system, shards = self.cell.system, self.cell.shards
+        replicas = system.prefill_replicas or system.replicas
+        return [number for turn, number in enumerate(self._taken) if turn % replicas % shards == shard]
+
+
+def run(
+    cell: Cell,
+    *,
+    on_share: Callable[[float], None] = lambda share: None,
+    on_events: Callable[[list[Event]], None] = _ignore,
+    on_requests: Callable[[Iterator[Record]], None] | None = None,
+) -> Record:
+    """Simulate a cell and return its record.
+
+    on_share: called from time to time with the share of requests that have ended. on_events: called with the events of
+    the first replica. on_requests: called in the end with `Run.requests`. Raises `ConfigError` for a workload that
+    cannot be drawn.
+    """
+    whole, count = Run(cell), cell.shards
+
+    def simulated(shard: int) -> ShardResult:
+        def tell(share: float) -> None:
+            on_share((shard + share) / count)
+
+        return whole.shard(shard, on_share=tell, on_events=_ignore if shard else on_events)
+
+    shards = [simulated(shard) for shard in range(count)]
+    if on_requests is not None:
+        on_requests(whole.requests(shards))
+    return whole.record(shards)
+
+
+class _Watch:
+    """Collects what a record needs from the events of a shard."""
+
+    def __init__(
+        self,
+        machines: Sequence[System],
+        requests: int,
+        first_closed: int,
+        on_share: Callable[[float], None],
+        on_events: Callable[[list[Event]], None],
+    ) -> None:
+        """machines: of the replicas. requests: how many there are, but for those of closed streams, whose ids begin at
+        `first_closed`. on_share, on_events: see `run`."""
+        self._requests = requests
+        self._first_closed = first_closed
+        self._on_share = on_share
+        self._on_events = on_events
+        self._ended: list[RequestFacts] = []
+        self._reported = self._others = 0
+        self.handovers: Handovers | None = None
+        self.logs = [RequestLog(self._end) for _ in machines]
+        self.usages = [
+            EngineUsage(device_blocks=one.kv_blocks, block_size=one.block_size, block_bytes=one.moved_bytes)
+            for one in machines
+        ]
+
+    def observe(self, replica: int, events: list[Event]) -> None:
+        """Take the events of one instant on a replica."""
+        self.logs[replica].observe(events)
+        self.usages[replica].observe(events)
+        if self.handovers is not None:
+            self.handovers.observe(replica, events)
+        if replica == 0:
+            self._on_events(events)
+        if len(self._ended) - self._reported >= _REPORT_AFTER:
+            self._reported = len(self._ended)
+            self._on_share((self._reported - self._others) / max(1, self._requests))
+
+    def facts(self, end: float) -> list[RequestFacts]:
+        """All requests, those that had not ended at `end` last. Nothing may be observed afterwards."""
+        away = [] if self.handovers is None else self.handovers.live(end)
+        return [*self._ended, *away, *(one for log in self.logs for one in log.live(end))]
+
+    def _end(self, facts: RequestFacts) -> None:
+        if self.handovers is None or not self.handovers.takes(facts):
+            self._ended.append(facts)
+            self._others += facts.id >= self._first_closed
+
+
+def _settings_of(cell: Cell) -> Record:
+    """What the figures of a record are of."""
+    system, extent = cell.system, cell.extent
+    recipe = find(system.recipe)
+    return {
+        "recipe": recipe.name,
+        "recipe_params": asdict(recipe.resolve(system.settings, system.own_params)),
+        "model": system.model,
+        "hardware": system.hardware,
+        "driver": "simulator",
+        "workload": cell.workload.describe(extent.rate_rps, extent.duration_s, extent.seed, extent.limit),
+        "settings": system.describe(),
+    }
+
+
+def _execution(cost: CostModel) -> Record:
+    """The linear model of a request's execution time, and how well it fits (ALISE section 3.1)."""
+    time = ExecutionTime(cost)
+    names = ("t0_s", "alpha_s", "beta_s", "r2_prefill", "r2_decode")
+    values = (time.t0, time.alpha, time.beta, *time.quality)
+    return {name: rounded(value) for name, value in zip(names, values, strict=True)}
+
+
+def _dispatch(system: System, machine: System, replicas: int, lengths: Callable[[Request], int]) -> Dispatch:
+    """The system's rule for so many replicas of a kind. machine: what those are. lengths: the true ones."""
+    return make_dispatch(
+        system.dispatch, replicas, machine.cost, lengths, blocks=machine.cache_blocks, block_size=machine.block_size
+    )
+
+
+def _replica(system: System, lengths: Sequence[int], *, together: bool, keeps_kv: bool) -> Replica:
+    """together: whether steps that only decode are taken together, where that changes nothing else. keeps_kv: whether
+    what is evicted is swapped, whatever the recipe does, as the replica computes no prompts."""
+    policies = build(system.recipe, system.settings, system.own_params)
+    if keeps_kv:
+        policies = replace(policies, eviction=KeepKv())
+    kv = KVLedger(system.kv_blocks, system.host_blocks, system.block_size)
+    core = EngineCore(Scheduler(policies, kv, depth=system.stages))
+    alike = _alike(lengths) if together else none
+    executor = SimulatedExecutor(
+        system.cost,
+        _sampler(lengths),
+        system.stage_shares or system.stages,
+        alike=alike,
+        block_size=system.block_size,
+    )
+    return Replica(core, executor, decision_s=system.decision_s)
+
+
+def _sampler(lengths: Sequence[int]) -> Callable[[Request, int], int]:
+    """What generates tokens. lengths: of the outputs, by the id of the request."""
+
+    def sample(request: Request, position: int) -> int:
+        return END if position + 1 - len(request.prompt) >= lengths[request.id] else _TOKEN
+
+    return sample
+
+
+def _alike(lengths: Sequence[int]) -> Callable[[Request], int]:
+    """How many tokens a request gets before the one that ends it."""
+    return lambda request: lengths[request.id] - len(request.output) - 1
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """A run makes millions of small values and no cycles; garbage collection would take a third of its time."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()

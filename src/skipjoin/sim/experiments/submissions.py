@@ -1,0 +1,115 @@
+"""The jobs of a simulated run, and the requests that they become: of its workload and of its closed streams."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from functools import partial
+from itertools import count, islice
+
+from skipjoin.config import ConfigError
+from skipjoin.core.request import NO_TARGET, Request, RequestOptions, ServiceClass, Target
+from skipjoin.observe.record import Slo
+from skipjoin.observe.requests import Kind
+from skipjoin.sim.closed import ClosedArrivals, ClosedStream
+from skipjoin.sim.driver import Arrivals
+from skipjoin.sim.experiments.predictors import Predictor
+from skipjoin.sim.experiments.system import System
+from skipjoin.workload.workload import Closed, ClosedMode, WorkloadRequest
+
+# The token that ends a request at its true length where it requested more; only lengths of tokens matter.
+END = 1
+_STOP = frozenset([END])
+# Jobs of a closed stream are drawn, and forecast, so many at a time.
+_BLOCK = 256
+
+
+class Submissions:
+    """The jobs of a shard of a run, by the id of their request: those of the workload, then those of closed streams.
+
+    Closed streams have the highest ids, whenever their requests arrive: policies use ids to break ties alone.
+
+    jobs, lengths: by id, with their true output tokens. rejected: jobs of closed streams that the system refused, in
+    whose place the next ones were submitted at once.
+    """
+
+    def __init__(self, system: System, jobs: Iterable[WorkloadRequest], slo: Slo, predictor: Predictor | None) -> None:
+        """jobs: of the workload. slo: objectives that real-time requests tell policies. predictor: is told of the jobs
+        of closed streams; None: there is none."""
+        self.jobs = list(jobs)
+        self.lengths = [job.output_tokens for job in self.jobs]
+        self.rejected: list[Kind] = []
+        self._system = system
+        self._target = Target(_or_never(slo.ttft_s), _or_never(slo.tpot_s))
+        self._predictor = predictor
+
+    def arrivals(self, taken: Iterable[int], closed: Iterable[ClosedStream] = ()) -> Arrivals:
+        """The requests of the jobs `taken`, by number, and of closed streams."""
+        # A generator, so that ended requests take no memory for their tokens.
+        requests = (self._request(number, self.jobs[number].at) for number in taken)
+        streams = list(closed)
+        return ClosedArrivals(requests, streams) if streams else Arrivals(requests)
+
+    def closed_stream(
+        self, closed: Closed, jobs: Iterator[WorkloadRequest], size: int, duration_s: float | None
+    ) -> ClosedStream:
+        """A closed stream of which the shard has these jobs, `size` in flight, until `duration_s`."""
+        numbers = self._numbers(closed, jobs)
+        return ClosedStream(
+            size,
+            partial(self._submit, numbers),
+            together=closed.mode is ClosedMode.BATCH,
+            until=_or_never(duration_s),
+        )
+
+    def _submit(self, numbers: Iterator[int], now: float) -> Request:
+        return self._request(next(numbers), now)
+
+    def _numbers(self, closed: Closed, jobs: Iterator[WorkloadRequest]) -> Iterator[int]:
+        """The numbers of the jobs that the system takes. Raises `ConfigError` if it refuses very many in a row."""
+        for block in count():
+            first, refused = len(self.jobs), 0
+            self._draw(list(islice(jobs, _BLOCK)), f" {closed.name} {block}")
+            for number in range(first, len(self.jobs)):
+                if self._system.takes(self.jobs[number]):
+                    yield number
+                else:
+                    refused += 1
+                    self.rejected.append(closed.kind)
+            if refused == _BLOCK:
+                raise ConfigError(f"closed stream {closed.name}: none of {_BLOCK} jobs fits into the context or the KV")
+
+    def _draw(self, jobs: list[WorkloadRequest], name: str) -> None:
+        self.jobs += jobs
+        self.lengths += (job.output_tokens for job in jobs)
+        if self._predictor is not None:
+            self._predictor.extend(jobs, name)
+
+    def _request(self, number: int, at: float) -> Request:
+        job = self.jobs[number]
+        usual = self._target if job.service is ServiceClass.REAL_TIME else NO_TARGET
+        # One of its own counts in place of the usual one.
+        target = usual if job.target == NO_TARGET else Target(*map(_own_or_usual, job.target, usual))
+        return Request(
+            number,
+            at,
+            range(job.prompt_tokens),
+            self._system.max_tokens_of(job),
+            stop_tokens=_STOP,
+            options=RequestOptions(
+                service=job.service,
+                priority=job.priority,
+                deadline_s=job.deadline_s,
+                target=target,
+                client=job.key,
+            ),
+            prefix=self._system.prefix_of(job),
+        )
+
+
+def _own_or_usual(own: float, usual: float) -> float:
+    return own if own < math.inf else usual
+
+
+def _or_never(seconds: float | None) -> float:
+    return math.inf if seconds is None else seconds

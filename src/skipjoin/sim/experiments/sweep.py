@@ -1,0 +1,300 @@
+"""Many simulated runs at once, in separate processes: sweeps over a grid, searches for the largest rate and for the
+fewest replicas. The shards of one run are in separate processes, too."""
+
+from __future__ import annotations
+
+import math
+import signal
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import replace
+from functools import cached_property
+from itertools import count
+from multiprocessing import active_children, get_context
+from multiprocessing.queues import Queue
+from statistics import fmean
+from typing import ClassVar, Protocol
+
+from skipjoin.observe.record import Record
+from skipjoin.report.bound import Bound
+from skipjoin.sim.experiments.simulation import Cell, Run, ShardResult, run
+
+# A search ends when its bracket is this narrow, relative to the rate.
+_TOLERANCE = 0.02
+_REPLICA_TOLERANCE = 0.01
+# The first factor between tried numbers: small, so that a start near the result does not go far into overload, which
+# takes longest to simulate. It is squared at each step up to the longest.
+_FIRST_STRIDE, _LONGEST_STRIDE = 1.25, 4.0
+# Rates outside this range are not searched.
+_LOWEST_RPS, _HIGHEST_RPS = 1e-4, 1e5
+_MOST_REPLICAS = 10_000
+_TICK_S = 0.2
+
+
+class SweepPlan(Protocol):
+    """A source of cells; results may add further cells."""
+
+    def first(self) -> Iterable[Cell]:
+        """The initial cells."""
+        ...
+
+    def then(self, cell: Cell, record: Record) -> Iterable[Cell]:
+        """The cells that follow from a finished one."""
+        ...
+
+
+class Grid:
+    """A fixed list of cells."""
+
+    def __init__(self, cells: Sequence[Cell]) -> None:
+        self._cells = cells
+
+    def first(self) -> Sequence[Cell]:
+        return self._cells
+
+    def then(self, cell: Cell, record: Record) -> Sequence[Cell]:
+        return ()
+
+
+class BoundSearch(ABC):
+    """Searches the number of a system's load or size at which the mean over seeds of a field just keeps a bound: steps
+    up or down, in growing strides, until the number lies between two others, then bisects the interval (on a
+    logarithmic scale).
+
+    cells: one per seed, all at the initial number.
+    """
+
+    # Whether the bound is harder to keep at larger numbers.
+    _harder_above: ClassVar[bool]
+
+    def __init__(self, cells: Sequence[Cell], bound: Bound) -> None:
+        self._cells = cells
+        self._bound = bound
+        self._holds: float | None = None  # the hardest number known to keep the bound
+        self._breaks: float | None = None  # the easiest number known to break it
+        self._values: list[float] = []  # at the current number
+        self._stride = _FIRST_STRIDE
+
+    def first(self) -> Sequence[Cell]:
+        return self._cells
+
+    def then(self, cell: Cell, record: Record) -> Sequence[Cell]:
+        self._values.append(self._bound.value(record))
+        if len(self._values) < len(self._cells):
+            return []
+        if self._bound.allows(fmean(self._values)):
+            self._holds = self._number(cell)
+        else:
+            self._breaks = self._number(cell)
+        following = self._next()
+        self._values = []
+        return [] if following is None else self._at(following)
+
+    def _next(self) -> float | None:
+        if self._holds is not None and self._breaks is not None:
+            return self._between(self._holds, self._breaks)
+        stride, self._stride = self._stride, min(self._stride**2, _LONGEST_STRIDE)
+        known = self._holds if self._breaks is None else self._breaks
+        assert known is not None
+        upward = self._harder_above == (self._breaks is None)
+        return self._beyond(known, stride if upward else 1 / stride)
+
+    @abstractmethod
+    def _number(self, cell: Cell) -> float:
+        """The number of a cell."""
+
+    @abstractmethod
+    def _at(self, number: float) -> Sequence[Cell]:
+        """The cells of this number, one per seed; none: the search ends."""
+
+    @abstractmethod
+    def _beyond(self, known: float, factor: float) -> float | None:
+        """The number to try next, about `factor` times a known one; None: the search ends."""
+
+    @abstractmethod
+    def _between(self, holds: float, breaks: float) -> float | None:
+        """The number to try between two; None: they are near enough."""
+
+
+class RateSearch(BoundSearch):
+    """Searches the largest rate at which a bound holds, to 2 %.
+
+    It stops for a system that keeps the bound at 100,000 requests per second, or breaks it at 0.0001 or at a rate
+    without arrivals.
+    """
+
+    _harder_above = True
+
+    def _number(self, cell: Cell) -> float:
+        assert cell.extent.rate_rps is not None
+        return cell.extent.rate_rps
+
+    def _at(self, number: float) -> Sequence[Cell]:
+        cells = [replace(cell, extent=replace(cell.extent, rate_rps=number)) for cell in self._cells]
+        return cells if all(cell.jobs() for cell in cells) else []
+
+    def _beyond(self, known: float, factor: float) -> float | None:
+        following = known * factor
+        return following if _LOWEST_RPS <= following <= _HIGHEST_RPS else None
+
+    def _between(self, holds: float, breaks: float) -> float | None:
+        return None if breaks <= holds * (1 + _TOLERANCE) else math.sqrt(holds * breaks)
+
+
+class ReplicaSearch(BoundSearch):
+    """Searches the fewest replicas at which a bound holds, exactly or to 1 % where they are more than 100.
+
+    It stops for a system that breaks the bound at 10,000 replicas or with one for each request: more would not help.
+    """
+
+    _harder_above = False
+
+    @cached_property
+    def _most(self) -> int:
+        return min(_MOST_REPLICAS, max(len(cell.jobs()) + cell.closed_size for cell in self._cells))
+
+    def _number(self, cell: Cell) -> float:
+        return cell.system.replicas
+
+    def _at(self, number: float) -> Sequence[Cell]:
+        return [replace(cell, system=replace(cell.system, replicas=int(number))) for cell in self._cells]
+
+    def _beyond(self, known: float, factor: float) -> float | None:
+        if factor > 1:
+            return min(math.ceil(known * factor), self._most) if known < self._most else None
+        return max(math.floor(known * factor), 1) if known > 1 else None
+
+    def _between(self, holds: float, breaks: float) -> float | None:
+        if holds - breaks <= max(1, _REPLICA_TOLERANCE * holds):
+            return None
+        middle: float = round(math.sqrt(holds * breaks))
+        return min(max(middle, breaks + 1), holds - 1)
+
+
+class SweepWatcher(Protocol):
+    """Receives the progress of a sweep."""
+
+    def begun(self, number: int, cell: Cell) -> None:
+        """A cell was queued."""
+
+    def share(self, number: int, share: float) -> None:
+        """The share of a cell's requests that have ended."""
+
+    def done(self, number: int, record: Record) -> None:
+        """A cell is finished."""
+
+
+# Called with a cell's number, the cell and its `Run.requests`, before it is reported as `done`.
+OnRequests = Callable[[int, Cell, Iterable[Record]], None]
+
+
+def sweep(
+    plans: Sequence[SweepPlan], processes: int, watcher: SweepWatcher, *, on_requests: OnRequests | None = None
+) -> None:
+    """Run all cells; raises an exception of a run. An interrupt ends the sweep at once; cells reported as `done` stay
+    so."""
+    context = get_context("spawn")  # a fork would copy locks held by other threads
+    shares: Queue[tuple[int, int, float]] = context.Queue()
+    pool = ProcessPoolExecutor(processes, mp_context=context, initializer=_enter, initargs=(shares,))
+    numbers = count()
+    cells: dict[int, _Running] = {}
+    waiting: dict[Future[_Result], tuple[_Running, int]] = {}
+
+    def begin(plan: SweepPlan, more: Iterable[Cell]) -> None:
+        for cell in more:
+            running = _Running(next(numbers), plan, cell, on_requests)
+            cells[running.number] = running
+            watcher.begun(running.number, cell)
+            for shard in range(cell.shards):
+                waiting[pool.submit(_run, running.number, cell, shard, on_requests is not None)] = (running, shard)
+
+    try:
+        for plan in plans:
+            begin(plan, plan.first())
+        while waiting:
+            finished, _ = wait(waiting, timeout=_TICK_S, return_when=FIRST_COMPLETED)
+            for number, shard, share in _drain(shares):
+                watcher.share(number, cells[number].share(shard, share))
+            for future in sorted(finished, key=lambda one: waiting[one][0].number):
+                running, shard = waiting.pop(future)
+                record = running.done(shard, future.result())
+                if record is not None:
+                    watcher.done(running.number, record)
+                    begin(running.plan, running.plan.then(running.cell, record))
+    except BaseException:
+        for worker in active_children():
+            worker.terminate()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
+        shares.close()
+
+
+class _Running:
+    """A cell under way."""
+
+    def __init__(self, number: int, plan: SweepPlan, cell: Cell, on_requests: OnRequests | None) -> None:
+        self.number = number
+        self.plan = plan
+        self.cell = cell
+        self._on_requests = on_requests
+        self._shares = [0.0] * cell.shards
+        self._results: dict[int, ShardResult] = {}
+
+    def share(self, shard: int, share: float) -> float:
+        """The share of the cell's requests that have ended, now that this is the shard's."""
+        self._shares[shard] = share
+        return fmean(self._shares)
+
+    def done(self, shard: int, result: _Result) -> Record | None:
+        """A shard is done; the record of the cell if it was the last one."""
+        if not isinstance(result, ShardResult):
+            record, requests = result
+            self._tell(requests)
+            return record
+        self._results[shard] = result
+        if len(self._results) < self.cell.shards:
+            return None
+        results, self._results = self._results, {}
+        whole, shards = Run(self.cell), [results[shard] for shard in range(self.cell.shards)]
+        self._tell(whole.requests(shards))
+        return whole.record(shards)
+
+    def _tell(self, requests: Iterable[Record]) -> None:
+        if self._on_requests is not None:
+            self._on_requests(self.number, self.cell, requests)
+
+
+def _drain(shares: Queue[tuple[int, int, float]]) -> Iterator[tuple[int, int, float]]:
+    while not shares.empty():
+        yield shares.get()
+
+
+# -- in a worker process ----------------------------------------------------------------------------------
+
+# What a worker sends back: the record of a run in one shard, and its requests if they are wanted; or a shard's part of
+# the run.
+_Result = tuple[Record, list[Record]] | ShardResult
+
+_shares: list[Queue[tuple[int, int, float]]] = []  # in a worker: the queue to the parent
+_latest: dict[int, Run] = {}  # in a worker: the run that its last shard was of, by its number
+
+
+def _enter(shares: Queue[tuple[int, int, float]]) -> None:
+    # Ctrl-C reaches every process of the terminal; the parent handles it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _shares.append(shares)
+
+
+def _run(number: int, cell: Cell, shard: int, keeps_requests: bool) -> _Result:
+    def tell(share: float) -> None:
+        _shares[0].put((number, shard, share))
+
+    if cell.shards == 1:
+        requests: list[Record] = []
+        return run(cell, on_share=tell, on_requests=requests.extend if keeps_requests else None), requests
+    if number not in _latest:
+        _latest.clear()
+        _latest[number] = Run(cell)
+    return _latest[number].shard(shard, on_share=tell)

@@ -1,0 +1,319 @@
+"""The system that a simulation runs: a recipe on a machine, with its copies and what its requests are told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from skipjoin.config import (
+    MAX_NUM_SEQS,
+    BestEffortWait,
+    ConfigError,
+    FairBy,
+    MaxBatchedTokens,
+    MaxNumSeqs,
+    Objective,
+    OutputWeight,
+    SwapType,
+    check_swap_type,
+)
+from skipjoin.core.kv.prefixes import NamedPrefix
+from skipjoin.core.policy import CostModel
+from skipjoin.observe.record import Record
+from skipjoin.options import Knob, Value, check
+from skipjoin.policies.dispatch import DISPATCH_RULES
+from skipjoin.policies.execution import decode_alone, prefill_alone, scaled_jct
+from skipjoin.policies.starvation import starvation_after
+from skipjoin.recipes import (
+    BEST_EFFORT_WAIT_S,
+    DEFAULT_SLO_S,
+    OUTPUT_WEIGHT,
+    EngineLimits,
+    Forecasts,
+    Settings,
+    find,
+    own,
+)
+from skipjoin.sim.experiments.predictors import default_predictor, parse_predictor
+from skipjoin.sim.hardware import SPLIT_NETWORK_GBPS
+from skipjoin.workload.workload import Workload, WorkloadRequest
+
+# Fields that mean nothing without prefill replicas, and the options that they come from.
+_SPLIT_OPTIONS = {"network_gbps": "network_gbps", "prefill": "prefill_hardware"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class System:
+    """The simulated system: a recipe on a machine.
+
+    recipe_params: parameters of recipes, of which this one takes those that it has. model, hardware: names for the
+    record. cost: of steps and transfers. stages: of a pipeline; stage_shares: of each in the computing of a step, empty
+    where all are equal. kv_blocks, host_blocks: of each replica on either tier, of block_size tokens, with block_bytes
+    and host_block_bytes (None: as many); swap_dtype says why, for the record.
+    max_model_len: most tokens of prompt and output. decision_s: host time of each decision. prefill: with
+    prefill_replicas, what those run on, where that differs; else None.
+    """
+
+    recipe: str
+    model: str
+    hardware: str
+    cost: CostModel
+    kv_blocks: Annotated[int, Knob("KV blocks on the device.", low=1)]
+    block_bytes: int
+    max_model_len: int
+    recipe_params: Mapping[str, Value] = field(default_factory=dict)
+    block_size: Annotated[int, Knob("Tokens per KV block.", low=1)] = 16
+    host_blocks: Annotated[int, Knob("KV blocks on the host.", low=0)] = 0
+    host_block_bytes: int | None = None
+    swap_dtype: SwapType = "auto"
+    max_num_seqs: MaxNumSeqs = MAX_NUM_SEQS
+    max_num_batched_tokens: MaxBatchedTokens = 2048
+    slo_s: Objective = DEFAULT_SLO_S
+    best_effort_wait_s: BestEffortWait = BEST_EFFORT_WAIT_S
+    fair_by: FairBy = "none"
+    fair_output_weight: OutputWeight = OUTPUT_WEIGHT
+    max_tokens: Annotated[
+        int | Literal["room", "exact"],
+        Knob(
+            "What requests ask for: the room that the context leaves, exactly what they will generate (this tells "
+            "policies the true lengths), or N tokens, and more where they will generate more.",
+            low=1,
+            metavar="room|exact|N",
+            group="Workload",
+        ),
+    ] = "room"
+    predictor: Annotated[
+        str | None,
+        Knob(
+            "What foresees output lengths for recipes that read forecasts: a forecaster that learns (learnt, alise, "
+            "prior, ...), or the truth with an error: oracle, noise:SIGMA, regress:CORRELATION, shuffled, "
+            "constant:TOKENS, column:NAME of the trace (default: learnt if the trace has texts, otherwise prior).",
+            metavar="NAME",
+            group="Workload",
+        ),
+    ] = None
+    enable_prefix_caching: Annotated[
+        bool,
+        Knob(
+            "Requests use the KV that others computed for the same first tokens of a prompt, as far as the workload "
+            "says which are the same: hash_ids of a trace, or a prefix.",
+            flags=("--enable-prefix-caching/--no-enable-prefix-caching",),
+            group="Scheduling",
+        ),
+    ] = True
+    stages: int = 1
+    stage_shares: tuple[float, ...] = ()
+    decision_s: Annotated[float, Knob("Host time of each decision.", low=0, high=1e6)] = 0.0
+    replicas: Annotated[int, Knob("Copies of the system behind one dispatcher.", low=1, group="System")] = 1
+    dispatch: Annotated[
+        str,
+        Knob(
+            "Which copy gets a request (prefix-aware, as in the server, and least-work learn the lengths of outputs)",
+            choices=tuple(DISPATCH_RULES),
+            group="System",
+        ),
+    ] = "round-robin"
+    prefill_replicas: Annotated[
+        int,
+        Knob(
+            "How many of the copies only compute prompts, as in DistServe: a request's KV then crosses the network to "
+            "one of the others, which generates all tokens but the first; 0: every copy does both.",
+            low=0,
+            group="System",
+        ),
+    ] = 0
+    network_gbps: Annotated[
+        float | None,
+        Knob(
+            "Gb/s of each copy's link to the others, either way, with --prefill-replicas "
+            f"(default: {SPLIT_NETWORK_GBPS:g}).",
+            above=0,
+            high=1e6,
+            metavar="GBPS",
+            group="System",
+        ),
+    ] = None
+    prefill: System | None = None
+
+    def __post_init__(self) -> None:
+        check(self)
+        if len(self.stage_shares) not in (0, self.stages):
+            raise ConfigError(f"stage_shares must be empty or {self.stages}, got {len(self.stage_shares)}")
+        check_swap_type(self.swap_dtype, "host_blocks", self.host_blocks)
+        self._check_split()
+        find(self.recipe).build(self.settings, self.own_params)
+        if self.predictor is not None:
+            parse_predictor(self.predictor)
+
+    def _check_split(self) -> None:
+        for name in ("network_gbps", "prefill"):
+            if not self.prefill_replicas and getattr(self, name) is not None:
+                raise ConfigError(f"{_SPLIT_OPTIONS[name]} needs prefill_replicas")
+        if not self.prefill_replicas:
+            return
+        if self.prefill_replicas >= self.replicas:
+            raise ConfigError(f"prefill_replicas must be below replicas, {self.replicas}, got {self.prefill_replicas}")
+        if not self.host_blocks:
+            raise ConfigError(
+                "prefill_replicas needs a host pool (swap_gib), to which decode replicas move what they evict"
+            )
+        prefill = self.prefill_system
+        if (prefill.block_size, prefill.block_bytes) != (self.block_size, self.block_bytes):
+            raise ConfigError(
+                "prefill_hardware must have the KV blocks of hardware: "
+                f"{self.block_size} tokens in {self.block_bytes} bytes, "
+                f"not {prefill.block_size} in {prefill.block_bytes}"
+            )
+
+    @property
+    def prefill_system(self) -> System:
+        """What the prefill replicas are, of which only the machine matters."""
+        return self if self.prefill is None else self.prefill
+
+    @property
+    def decode_replicas(self) -> int:
+        """How many replicas generate tokens beyond the first."""
+        return self.replicas - self.prefill_replicas
+
+    @property
+    def network_bytes_per_s(self) -> float:
+        """Of each replica's link to the others, either way."""
+        return (SPLIT_NETWORK_GBPS if self.network_gbps is None else self.network_gbps) * 1e9 / 8
+
+    @property
+    def token_bytes(self) -> float:
+        """Of a token's KV on the device, all layers."""
+        return self.block_bytes / self.block_size
+
+    @property
+    def cache_blocks(self) -> int:
+        """KV blocks of a replica that may hold prefixes: those of the host keep them where copies are exact."""
+        return self.kv_blocks + (self.host_blocks if self.swap_dtype == "auto" else 0)
+
+    def predictor_for(self, workload: Workload) -> str | None:
+        """What foresees lengths in a run of this workload; None: the recipe reads no forecasts."""
+        match find(self.recipe).forecasts:
+            case Forecasts.NONE:
+                return None
+            case Forecasts.TRUE:
+                return "oracle"
+            case Forecasts.LEARNT:
+                return self.predictor or default_predictor(workload)
+
+    @property
+    def moved_bytes(self) -> int:
+        """Of a KV block on the host, and on the link to it."""
+        return self.block_bytes if self.host_block_bytes is None else self.host_block_bytes
+
+    @property
+    def settings(self) -> Settings:
+        """What the recipe is built from."""
+        limits = EngineLimits(
+            requests=None,
+            max_len=self.max_model_len,
+            device_blocks=self.kv_blocks,
+            host_blocks=self.host_blocks,
+            block_size=self.block_size,
+            depth=self.stages,
+        )
+        return Settings(
+            self.cost,
+            self.max_num_seqs,
+            self.max_num_batched_tokens,
+            slo_s=self.slo_s,
+            best_effort_wait_s=self.best_effort_wait_s,
+            fair_output_weight=None if self.fair_by == "none" else self.fair_output_weight,
+            has_true_forecasts=True,
+            stages=self.stages,
+            lossless_swap=self.swap_dtype == "auto",
+            limits=limits,
+        )
+
+    @property
+    def own_params(self) -> dict[str, Value]:
+        """Of `recipe_params`, those that this recipe has."""
+        return own(self.recipe, self.recipe_params)
+
+    def describe(self) -> Record:
+        """The record's settings: everything that affects the figures apart from the workload."""
+        return {
+            "max_num_seqs": self.max_num_seqs,
+            "max_num_batched_tokens": self.max_num_batched_tokens,
+            "block_size": self.block_size,
+            "kv_blocks": self.kv_blocks,
+            "kv_gib": round(self.kv_blocks * self.block_bytes / 2**30, 3),
+            "host_blocks": self.host_blocks,
+            "swap_gib": round(self.host_blocks * self.moved_bytes / 2**30, 3),
+            "swap_dtype": self.swap_dtype,
+            "max_model_len": self.max_model_len,
+            # In every record since the first one, whatever the recipe.
+            "starvation_s": self.recipe_params.get("starvation_s", starvation_after(self.slo_s)),
+            "max_tokens": self.max_tokens,
+            "stages": self.stages,
+            "stage_shares": [round(share, 4) for share in self.stage_shares] or None,
+            "decision_s": self.decision_s,
+            "replicas": self.replicas,
+            "dispatch": self.dispatch if self.replicas > 1 else None,
+            **({} if self.enable_prefix_caching else {"enable_prefix_caching": False}),
+            **(self._describe_split() if self.prefill_replicas else {}),
+            **(self._describe_fairness() if self.fair_by != "none" else {}),
+        }
+
+    def _describe_fairness(self) -> Record:
+        return {"fair_by": self.fair_by, "fair_output_weight": self.fair_output_weight}
+
+    def _describe_split(self) -> Record:
+        prefill = self.prefill_system
+        return {
+            "prefill_replicas": self.prefill_replicas,
+            "prefill_hardware": prefill.hardware,
+            "prefill_kv_blocks": prefill.kv_blocks,
+            "network_gbps": self.network_bytes_per_s * 8 / 1e9,
+        }
+
+    def light_load(self, jobs: Sequence[WorkloadRequest]) -> tuple[float, float]:
+        """Seconds of a prefill and of a decode step of the mean lengths without other requests."""
+        prompt = _mean_prompt(jobs)
+        output = sum(job.output_tokens for job in jobs) / max(1, len(jobs))
+        return prefill_alone(self.cost, prompt), decode_alone(self.cost, round(prompt + output / 2))
+
+    def scaled_jct(self, jobs: Sequence[WorkloadRequest], scale: float) -> Callable[[float], float]:
+        """The JCT objective of a request, in seconds, by its output tokens, for the mean prompt: see
+        `policies.execution.scaled_jct`."""
+        return scaled_jct(self.cost, scale, _mean_prompt(jobs))
+
+    def most_output(self, job: WorkloadRequest) -> int:
+        """The room for a job's output: a server would reject one that requests more."""
+        room = min(self.max_model_len, self.kv_blocks * self.block_size) - job.prompt_tokens
+        # A prefill replica needs room for the prompt and the first token.
+        return room if job.prompt_tokens < self.prefill_system.kv_blocks * self.block_size else 0
+
+    def check_parts(self, job: WorkloadRequest) -> None:
+        """Raise `ConfigError` where blocks lie in two named parts of the job's prompt."""
+        if job.parts is not None and self.enable_prefix_caching:
+            job.parts.check(self.block_size)
+
+    def prefix_of(self, job: WorkloadRequest) -> NamedPrefix | None:
+        """The keys of a job's KV; None: it shares none. Raises `ConfigError` where blocks lie in two parts."""
+        if job.parts is None or not self.enable_prefix_caching:
+            return None
+        return job.parts.prefix(self.block_size)
+
+    def takes(self, job: WorkloadRequest) -> bool:
+        """Whether there is room for a job."""
+        return self.most_output(job) >= job.output_tokens
+
+    def max_tokens_of(self, job: WorkloadRequest) -> int:
+        """What a job asks for."""
+        match self.max_tokens:
+            case "room":
+                return self.most_output(job)
+            case "exact":
+                return job.output_tokens
+            case number:
+                return min(max(job.output_tokens, number), self.most_output(job))
+
+
+def _mean_prompt(jobs: Sequence[WorkloadRequest]) -> int:
+    return max(1, round(sum(job.prompt_tokens for job in jobs) / max(1, len(jobs))))

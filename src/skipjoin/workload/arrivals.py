@@ -1,0 +1,126 @@
+"""Arrival patterns: endless sequences of arrival times at a mean rate of one per second."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count
+from typing import Protocol
+
+from skipjoin.config import ConfigError, unknown
+from skipjoin.workload.fields import number
+
+FORMS = ("poisson", "gamma", "burst", "constant")
+
+
+class Arrivals(Protocol):
+    """A pattern of arrivals at a mean rate of 1 per second. Divided by a rate, it is the same pattern at that rate."""
+
+    @property
+    def name(self) -> str:
+        """The text that `parse_arrivals` maps to this pattern."""
+        ...
+
+    def times(self, random: random.Random) -> Iterator[float]:
+        """Arrival times in seconds, endless, never decreasing; the first comes one gap after 0."""
+        ...
+
+
+@dataclass(frozen=True)
+class Constant:
+    """One arrival at every full second."""
+
+    name: str
+
+    def times(self, random: random.Random) -> Iterator[float]:
+        return map(float, count(1))
+
+
+@dataclass(frozen=True)
+class Poisson:
+    """Independent arrivals."""
+
+    name: str
+
+    def times(self, random: random.Random) -> Iterator[float]:
+        now = 0.0
+        while True:
+            now += random.expovariate(1.0)
+            yield now
+
+
+@dataclass(frozen=True)
+class Gamma:
+    """Gamma distributed gaps. cv: their coefficient of variation; 1 is Poisson, above it arrivals cluster."""
+
+    name: str
+    cv: float
+
+    def times(self, random: random.Random) -> Iterator[float]:
+        shape = self.cv**-2
+        now = 0.0
+        while True:
+            # The mean of a gap is shape * scale = 1, its variance shape * scale**2 = cv**2.
+            now += random.gammavariate(shape, 1 / shape)
+            yield now
+
+
+@dataclass(frozen=True)
+class Burst:
+    """Poisson arrivals whose rate alternates between two levels.
+
+    factor: the rate in a burst over the rate outside, at least 1. share: of time in bursts. length: seconds of a burst,
+    equal to mean gaps between arrivals, as the mean rate is 1. The times between bursts are exponential.
+    """
+
+    name: str
+    factor: float
+    share: float
+    length: float
+
+    def times(self, random: random.Random) -> Iterator[float]:
+        quiet_rate = 1 / (1 - self.share + self.share * self.factor)
+        rates = (quiet_rate, quiet_rate * self.factor)
+        mean_quiet = self.length * (1 - self.share) / self.share
+        # The pattern starts at a random moment, so that the rate is 1 from the start: inside a burst with the
+        # probability of the bursts' share, at a uniformly random point of it.
+        in_burst = random.random() < self.share
+        end = self.length * random.random() if in_burst else mean_quiet * random.expovariate(1.0)
+        now = 0.0
+        while True:
+            # Expected arrivals until the next one; a stretch of time uses them up at its rate.
+            left = random.expovariate(1.0)
+            while now + left / rates[in_burst] > end:
+                # Rounding must not make it negative: the next arrival would precede `now`.
+                left = max(0.0, left - (end - now) * rates[in_burst])
+                now = end
+                in_burst = not in_burst
+                end = now + (self.length if in_burst else mean_quiet * random.expovariate(1.0))
+            now += left / rates[in_burst]
+            yield now
+
+
+def parse_arrivals(text: str) -> Arrivals:
+    """Arrivals by name: `poisson`, `constant`, `gamma:CV` or `burst:FACTOR,SHARE,LENGTH`. Raises `ConfigError`."""
+    name = text.strip()
+    form, colon, rest = name.partition(":")
+    if form in ("poisson", "constant"):
+        if colon:
+            raise ConfigError(f"arrivals: {form} takes no numbers, got {name!r}")
+        return Poisson(name) if form == "poisson" else Constant(name)
+    if form == "gamma":
+        # Below, the distribution's shape exceeds the range of floats; above, nearly all gaps round to zero.
+        return Gamma(name, number("arrivals: the CV of gamma", rest, above=1e-6, most=100))
+    if form != "burst":
+        raise unknown("arrivals", name, sorted(FORMS))
+    parts = rest.split(",")
+    if len(parts) != 3:
+        raise ConfigError(f"arrivals: burst takes FACTOR,SHARE,LENGTH, as in burst:5,0.1,20, got {name!r}")
+    factor = number("arrivals: the FACTOR of burst", parts[0], most=1e6)
+    share = number("arrivals: the SHARE of burst", parts[1], most=1)
+    # Shorter bursts approach Poisson arrivals and take ever longer to generate.
+    length = number("arrivals: the LENGTH of burst", parts[2], above=0.01, most=1e9)
+    if factor < 1 or share == 1:
+        raise ConfigError(f"arrivals: burst needs a FACTOR of at least 1 and a SHARE below 1, got {name!r}")
+    return Burst(name, factor, share, length)

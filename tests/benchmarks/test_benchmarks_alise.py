@@ -1,0 +1,112 @@
+"""Figures of `benchmarks/papers/alise`: their code runs, says what it was set to, and computes what it claims."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from support.figures import BENCHMARKS, assert_documented, figure_module, run_figure
+
+sys.path.insert(0, str(BENCHMARKS))
+
+from papers.alise import setting
+from papers.alise.run_all import NAMES
+from papers.figures import report, runs
+from skipjoin.sim.experiments.simulation import run as simulate
+
+FOLDER = BENCHMARKS / "papers" / "alise"
+run, module_of = partial(run_figure, "alise"), partial(figure_module, "alise")
+# Of a system, as settings and records have it.
+DECIDING = ("kv_blocks", "host_blocks", "swap_dtype", "max_num_seqs", "block_size", "max_tokens")
+
+
+def test_every_figure_in_the_simulator_has_a_readme_with_its_command() -> None:
+    assert set(NAMES) <= {path.parent.name for path in FOLDER.glob("*/run.py")}
+    assert_documented("alise", NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_results_agree_with_their_settings(name: str) -> None:
+    result = json.loads((FOLDER / name / "result.json").read_text(encoding="utf-8"))
+    assert result["figure"] == name
+    assert result["quick"] is False
+    settings = result["settings"]
+    said = {
+        (recipe, *(one[field] for field in DECIDING))
+        for one in settings.get("systems", {}).values()
+        for recipe in one["recipes"]
+    }
+    for record in result["records"]:
+        recipe, foreseen = record["recipe"], record.get("prediction", {}).get("predictor")
+        if foreseen and not recipe.endswith("-oracle"):
+            recipe += f" {foreseen}"
+        assert (recipe, *(record["settings"][field] for field in DECIDING)) in said
+        assert record["workload"]["seed"] in settings["seeds"]
+        assert any(lengths in record["workload"]["lengths"] for lengths in settings["lengths"])
+
+
+def test_the_regression_says_how_well_it_fits(tmp_path: Path) -> None:
+    result = run("figure05", tmp_path)
+    qualities = [row[4:] for row in result["tables"][1]["rows"]]
+    assert len(qualities) == 3
+    assert all(0.98 < prefill < 1 and decode > 0.999 for prefill, decode in qualities)
+    assert (tmp_path / "times.png").stat().st_size > 0
+
+
+def test_a_short_run_has_every_variant_and_its_settings(tmp_path: Path) -> None:
+    result = run("correlation", tmp_path, "--quick", "--duration", "10", "--jobs", "1")
+    assert result["settings"]["duration_s"] == 4
+    (system,) = result["settings"]["systems"].values()
+    assert system["max_tokens"] == "room"
+    assert system["kv_gib"] == pytest.approx(11, abs=0.02)
+    assert {"fcfs", "fastserve", "alise regress:0.6", "alise prior"} <= set(system["recipes"])
+    assert [row[1] for row in result["tables"][0]["rows"]][-2:] == ["fastserve", "fcfs"]
+    by_rho = [record["prediction"]["r_log"] for record in result["records"] if record["variant"] == "alise regress:1"]
+    assert by_rho == [pytest.approx(1)]
+
+
+def test_int8_on_both_tiers_has_as_many_more_blocks_as_a_block_takes_less() -> None:
+    int8 = module_of("int8")
+    whole, host, both = (int8.system(setting.NEAR_TRUE, kv) for kv in int8.KV)
+    assert host.kv_blocks == whole.kv_blocks
+    assert both.kv_blocks == pytest.approx(1.6 * whole.kv_blocks, rel=0.01)
+    assert both.host_blocks == host.host_blocks == pytest.approx(1.6 * whole.host_blocks, rel=0.01)
+    assert both.describe()["kv_gib"] == pytest.approx(whole.describe()["kv_gib"], rel=0.01)
+
+
+def test_a_check_that_does_not_hold_says_no() -> None:
+    checks = module_of("checks")
+    held = {"alise-oracle": 1.0, checks.ASKING: 2.0, "fcfs": 9.0, "fastserve": 2.0}
+    held |= {variant.name: 1 + number for number, variant in enumerate(checks.NOISES)}
+    held |= {"alise shuffled": 8.0, "alise constant:16": 3.0, "alise prior": 2.0}
+    assert {row[2] for row in checks._checks(held)["rows"]} == {"yes"}
+    wrong = held | {"alise noise:0": 1.1, "alise noise:1.6": 1.5, "alise constant:16": 8.5, checks.ASKING: 2.2}
+    assert {row[2] for row in checks._checks(wrong)["rows"]} == {"no"}
+
+
+def test_texts_that_are_missing_are_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("SKIPJOIN_TRACES", raising=False)
+    with pytest.raises(SystemExit, match="SKIPJOIN_TRACES must name the folder"):
+        module_of("texts").measure(runs.Options(out=tmp_path))
+
+
+def test_no_run_uses_a_row_of_texts_twice(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    texts = module_of("texts")
+    rows = "\n".join(json.dumps({"prompt": f"prompt {number}", "output": "an answer"}) for number in range(30))
+    monkeypatch.setenv("SKIPJOIN_TRACES", str(tmp_path))
+    (tmp_path / "alpaca_text.jsonl.gz").write_bytes(gzip.compress(rows.encode()))
+    monkeypatch.setitem(texts.RATES, "alpaca_text", (2.0,))
+    with pytest.raises(SystemExit, match="has 30 rows, too few"):
+        texts.curves_of("alpaca_text", runs.Options(out=tmp_path, duration_s=100.0))
+    plans = dict(texts.curves_of("alpaca_text", runs.Options(out=tmp_path, duration_s=20.0)))
+    (cell,) = plans["alise learnt"].first()
+    record = runs.slim(simulate(cell))
+    assert record["prediction"]["predictor"] == "learnt"
+    assert record["longest_jct_s"] >= record["jct_s"]["p99"]
+    table = report.latencies("a run", [{"variant": "alise learnt", **record}], ["alise learnt"], by="variant")
+    assert table["rows"][0][2] == record["normalized_latency_s"]["mean"]

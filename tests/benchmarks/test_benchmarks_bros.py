@@ -1,0 +1,81 @@
+"""Figures of `benchmarks/papers/bros`: their code runs, says what it was set to, and computes what it claims."""
+
+from __future__ import annotations
+
+import json
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from support.figures import BENCHMARKS, assert_documented, figure_module, run_figure
+
+sys.path.insert(0, str(BENCHMARKS))
+
+from papers.bros import setting
+from papers.bros.run_all import NAMES
+from papers.figures.runs import Options, grid
+from skipjoin.sim.experiments.simulation import run as simulate
+
+FOLDER = BENCHMARKS / "papers" / "bros"
+run, module_of = partial(run_figure, "bros"), partial(figure_module, "bros")
+
+
+def test_every_figure_has_a_readme_with_its_command() -> None:
+    assert set(NAMES) == {path.parent.name for path in FOLDER.glob("*/run.py")}
+    assert_documented("bros", NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_results_are_whole_and_in_the_readme(name: str) -> None:
+    result = json.loads((FOLDER / name / "result.json").read_text(encoding="utf-8"))
+    assert (result["figure"], result["quick"]) == (name, False)
+    assert all(text.startswith("trace:cal_") for text in result["settings"]["lengths"])
+    readme = (FOLDER / name / "README.md").read_text(encoding="utf-8")
+    assert all(f"{table['title']}\n\n| " in readme for table in result["tables"])
+    for record in result["records"]:
+        assert record.get("real_time", {}).get("requests", {}).get("unfinished", 0) == 0
+
+
+@pytest.fixture(autouse=True)
+def _built_in_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SKIPJOIN_TRACES", raising=False)
+    setting.lengths.cache_clear()
+
+
+@pytest.mark.parametrize(("dataset", "published"), [("sharegpt", (222.76, 234.51)), ("lmsys", (90.50, 237.04))])
+def test_built_in_lengths_have_the_means_of_the_paper(dataset: str, published: tuple[float, float]) -> None:
+    assert setting.lengths(dataset).mean() == pytest.approx(published, rel=0.02)
+
+
+def test_only_a_class_blind_system_is_not_told_of_classes(tmp_path: Path) -> None:
+    options = Options(out=tmp_path, duration_s=5.0)
+    for variant in (setting.BLIND, setting.FCFS):
+        (cell,) = setting.SHAREGPT.cells(variant, setting.system(variant), [4.0], options, seeds=1)
+        plan, record = grid([cell]), simulate(cell)
+        plan.then(cell, record)
+        assert ("services" in record) is (variant is setting.FCFS)
+        (kept,) = setting.records_of({(variant.name,): plan}, "variant")
+        assert kept["best_effort"]["requests"]["finished"] == 128
+        assert kept["real_time"]["requests"]["submitted"] == len(cell.jobs())
+        assert 0 <= kept["real_time"]["slo"]["ttft_attained"] <= 1
+
+
+def test_a_check_that_does_not_hold_says_no_and_fails_the_command() -> None:
+    checks = module_of("checks")
+    result = json.loads((FOLDER / "checks" / "result.json").read_text(encoding="utf-8"))
+    held = checks.checks(result["records"])
+    assert [row[-1] for row in held["rows"]] == [row[-1] for row in result["tables"][0]["rows"]]
+    assert "no" not in {row[-1] for row in held["rows"]}
+    for record in result["records"]:
+        if record["variant"] == "bros-swap":
+            record["real_time"]["slo"]["ttft_attained"] = 0.94
+    assert {row[1] for row in checks.checks(result["records"])["rows"] if row[-1] == "no"} == {"bros-swap"}
+
+
+def test_a_short_run_compares_every_variant_with_the_class_blind_one(tmp_path: Path) -> None:
+    result = run("figure13", tmp_path, "--quick", "--duration", "10", "--jobs", "1")
+    assert {row[1] for row in result["tables"][0]["rows"]} == {"bros-recompute", "bros-swap", "bros"}
+    found = setting.changes(result["records"], "bros", setting.TTFT_KEPT, "bros-recompute")
+    assert len(found) == len(setting.DATASETS)

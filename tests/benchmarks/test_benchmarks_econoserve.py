@@ -1,0 +1,84 @@
+"""Figures of `benchmarks/papers/econoserve`: their code runs, says what it was set to, and computes what it claims."""
+
+from __future__ import annotations
+
+import json
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from support.figures import BENCHMARKS, assert_documented, figure_module, run_figure
+
+sys.path.insert(0, str(BENCHMARKS))
+
+from papers.econoserve import setting
+from papers.econoserve.run_all import NAMES
+from papers.econoserve.watch import Watch, watched
+from papers.figures.report import fill_readme
+from papers.figures.runs import Options
+
+FOLDER = BENCHMARKS / "papers" / "econoserve"
+run, module_of = partial(run_figure, "econoserve"), partial(figure_module, "econoserve")
+
+
+def test_every_figure_has_a_readme_with_its_command() -> None:
+    assert set(NAMES) == {path.parent.name for path in FOLDER.glob("*/run.py")}
+    assert_documented("econoserve", NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_results_are_whole_and_in_the_readme(name: str) -> None:
+    result = json.loads((FOLDER / name / "result.json").read_text(encoding="utf-8"))
+    assert (result["figure"], result["quick"]) == (name, False)
+    readme = (FOLDER / name / "README.md").read_text(encoding="utf-8")
+    assert all(f"{table['title']}\n\n| " in readme for table in result["tables"])
+    recipes = {recipe for one in result["settings"]["systems"].values() for recipe in one["recipes"]}
+    for record in result["records"]:
+        if "recipe" not in record:  # figures 10 and 11 have parts of the records of figure 9
+            continue
+        foreseen = record.get("prediction", {}).get("predictor")
+        shown = record["recipe"] if foreseen is None else f"{record['recipe']} {foreseen}"
+        assert {record["recipe"], shown} & recipes
+
+
+def test_forecasts_fail_as_often_as_the_paper_says(tmp_path: Path) -> None:
+    trace = setting.SHAREGPT
+    cells = setting.loaded(setting.system(setting.SYNCED, trace), trace, [0.2], Options(out=tmp_path))
+    (record,) = watched([({"variant": "a name"}, cells[0])], 1)
+    assert (record["variant"], record["load"]) == ("a name", 0.2)
+    assert 0.15 < record["watch"]["outgrown"] < 0.4  # 26.8 %, less what the last block has room for
+    assert record["watch"]["failed"] == 0
+    assert sum(record["watch"]["ends"].values()) == record["steps"]
+
+
+def test_a_watch_of_nothing_has_figures() -> None:
+    figures = Watch(10, 32).figures()
+    assert figures["over"] is None
+    assert figures["most_claimed"] == 0
+
+
+def test_a_short_run_puts_every_variant_into_its_tables(tmp_path: Path) -> None:
+    result = run("figure13", tmp_path, "--quick", "--duration", "10", "--jobs", "1")
+    found = {row[2] for row in result["tables"][0]["rows"] if row[1] == "sharegpt"}
+    assert {"econoserve-d", "econoserve-sd", "econoserve-sdo", "econoserve", "econoserve, oracle", "fcfs"} <= found
+    assert all(record["slo"]["jct_scale"] == 2 for record in result["records"])
+
+
+def test_a_check_that_does_not_hold_says_no() -> None:
+    result = json.loads((FOLDER / "checks" / "result.json").read_text(encoding="utf-8"))
+    found = {record["variant"]: record for record in result["records"]}
+    rows = module_of("checks").checks(found)
+    assert {(row[0], row[3] == "yes") for row in result["tables"][0]["rows"]} == {(row[0], row[3]) for row in rows}
+    found["mixed, econoserve"]["watch"]["most_claimed"] = 0.9
+    assert not module_of("checks").checks(found)[0][3]
+
+
+def test_tables_go_where_a_readme_has_marks(tmp_path: Path) -> None:
+    path = tmp_path / "README.md"
+    path.write_text("before\n<!-- tables -->\nold\n<!-- /tables -->\nafter\n")
+    fill_readme(path, {"tables": [{"title": "New", "columns": ["a"], "rows": [[1.5]]}]})
+    assert (
+        path.read_text() == "before\n<!-- tables -->\n\nNew\n\n| a   |\n|-----|\n| 1.5 |\n\n<!-- /tables -->\nafter\n"
+    )

@@ -1,0 +1,174 @@
+"""Figures of `benchmarks/papers/fastserve`: their code runs, says what it was set to, and computes what it claims."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from support.figures import BENCHMARKS, assert_documented, figure_module, run_figure
+
+sys.path.insert(0, str(BENCHMARKS))
+
+from papers.fastserve import panels, setting
+from papers.figures import report, runs
+from papers.figures.shapes import Spread, held
+from skipjoin.config import ConfigError
+from skipjoin.report.bound import MaximumRate
+from skipjoin.sim.experiments.simulation import run as simulate
+
+FOLDER = BENCHMARKS / "papers" / "fastserve"
+FIGURES = sorted(path.parent.name for path in FOLDER.glob("figure*/run.py"))
+run, module_of = partial(run_figure, "fastserve"), partial(figure_module, "fastserve")
+
+
+def test_there_is_a_folder_for_every_figure_of_the_evaluation() -> None:
+    assert {f"figure{number}" for number in (1, 5, 7, 8, 11, 12, 13, 14, 15)} == {
+        f"figure{int(name.removeprefix('figure'))}" for name in FIGURES
+    }
+    assert_documented("fastserve", (*FIGURES, "regions"))
+
+
+def test_the_worked_example_gives_the_papers_averages_and_the_same_picture_twice(tmp_path: Path) -> None:
+    result = run("figure07", tmp_path)
+    averages = {row[0]: float(row[1]) for row in result["tables"][0]["rows"]}
+    assert averages == {"FCFS": 4.33, "MLFQ": 5.0, "skip-join MLFQ": 3.33, "SRPT": 3.0}
+    assert result["quick"] is False
+    assert result["machine"]["cores"]
+    picture = tmp_path / "timelines.png"
+    first = picture.read_bytes()
+    picture.unlink()
+    run("figure07", tmp_path, "--draw")
+    assert picture.read_bytes() == first
+
+
+def test_the_first_iteration_grows_with_the_prompt_and_the_others_hardly_do() -> None:
+    rows = module_of("figure05").measure(runs.Options(out=FOLDER))["tables"][0]["rows"]
+    firsts, seconds = ([row[place] for row in rows] for place in (1, 2))
+    assert firsts == sorted(firsts)
+    assert firsts[-1] > 5 * firsts[0]
+    assert seconds[-1] < 1.1 * seconds[0]
+
+
+def test_a_short_run_of_figure_15_has_its_settings_records_and_ratios(tmp_path: Path) -> None:
+    result = run("figure15", tmp_path, "--quick", "--duration", "8", "--jobs", "1")
+    assert result["quick"] is True
+    assert result["settings"]["duration_s"] == 8
+    assert result["settings"]["seeds"] == [0]
+    (system,) = result["settings"]["systems"].values()
+    wanted = {"max_num_seqs": 256, "block_size": 16, "max_tokens": "exact"}
+    assert wanted.items() <= system.items()
+    assert system["kv_gib"] == pytest.approx(11, abs=0.02)
+    assert system["swap_gib"] == pytest.approx(128, abs=0.02)
+    assert system["starvation_s"] > 0
+    assert not any({"series", "quantiles"} & set(record) for record in result["records"])
+    rows = result["tables"][0]["rows"]
+    assert {row[0] for row in rows} >= {2.6}
+    assert all(row[3] == row[5] == 1 for row in rows if row[1] == "fastserve")
+    for row in result["tables"][1]["rows"]:
+        # The record's parts add up to the latency, but for what the host adds, which is nothing here.
+        assert sum(row[1:4]) == pytest.approx(row[4], rel=0.01)
+    assert {path.name for path in tmp_path.iterdir()} == {"result.json", "kv-modes.png", "breakdown.png"}
+
+
+def test_figure_12_says_that_it_needs_figure_11(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="run that first"):
+        module_of("figure12").measure(runs.Options(out=tmp_path / "figure12"))
+
+
+def test_figure_11_reads_rates_off_its_curves_and_has_a_panel_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    figure11 = module_of("figure11")
+    for key, rates in figure11.RATES.items():
+        monkeypatch.setitem(figure11.RATES, key, rates[:1])
+    plans = figure11.curves_of(runs.Options(out=FOLDER, quick=True, duration_s=2.0))
+    records = []
+    for plan in plans:
+        (cell,) = plan.first()
+        records.append(runs.slim(simulate(cell)))
+    table = panels.read_off(records, setting.MEAN_BOUND)
+    assert [row[:2] for row in table["rows"]][:2] == [["opt-13b", "sharegpt"], ["opt-66b", "sharegpt"]]
+    least = table["columns"].index("fcfs")
+    assert table["rows"][0][least] == "≥ 1.5"  # the only rate that was measured, and the bound holds there
+    axes = panels.draw_panels(records, "normalized_latency_s.mean", 0.3).axes
+    assert len(axes) == 6
+    assert {line.get_label() for line in axes[0].lines} == {*setting.RECIPES, "bound 0.3"}
+
+
+def test_a_search_keeps_what_it_saw_and_finds_the_rate() -> None:
+    options = runs.Options(out=FOLDER, quick=True, jobs=1, duration_s=20.0)
+    of = setting.system("fcfs", batch_cap=1)
+    search = runs.Search(runs.cells(of, runs.poisson("uniform:8-64,4-16"), [4.0], options), "jct_s.mean<=1")
+    runs.run_plans("a search", [search], options)
+    tried = dict(search.tried())
+    holds = max(rate for rate, value in tried.items() if value <= 1)
+    breaks = min(rate for rate, value in tried.items() if value > 1)
+    assert search.rate is not None
+    assert holds <= search.rate.rate_rps <= breaks <= 1.02 * holds
+
+
+def test_quick_leaves_out_every_other_rate_but_the_last() -> None:
+    options = runs.Options(out=FOLDER, quick=True)
+    assert list(options.some((1, 2, 3, 4, 5, 6))) == [2, 4, 6]
+    assert list(options.some((1, 2, 3))) == [1, 3]
+    assert options.seeds() == (0,)
+    assert list(runs.Options(out=FOLDER).some((1, 2, 3))) == [1, 2, 3]
+    assert runs.Options(out=FOLDER).seeds() == (0, 1, 2)
+
+
+def test_the_capacity_is_what_a_saturated_system_computes() -> None:
+    of, workload = setting.system("fcfs", batch_cap=4), runs.poisson("fixed:16,50")
+    (found,) = runs.capacities("a capacity", [(of, workload)], runs.Options(out=FOLDER, jobs=1))
+    one_step_s = of.light_load(workload.draw(1.0, None, 0, 1))[1]
+    assert found == pytest.approx(4 / (50 * one_step_s), rel=0.05)
+
+
+@pytest.mark.parametrize("cv", [0.0, 0.5, 1.0, 2.0])
+def test_outputs_have_the_mean_and_the_spread_that_they_are_named_after(cv: float) -> None:
+    lengths = Spread("outputs", 128, 128.0, cv, 8, 1800)
+    chance = random.Random("outputs")
+    drawn = [lengths.draw(chance) for _ in range(20_000)]
+    outputs = [output for _, output in drawn]
+    assert {prompt for prompt, _ in drawn} == {128}
+    assert statistics.fmean(outputs) == pytest.approx(128, rel=0.03)
+    assert statistics.pstdev(outputs) / statistics.fmean(outputs) == pytest.approx(cv, abs=0.05)
+    assert min(outputs) >= 8
+    assert max(outputs) <= 1800
+
+
+def test_equal_lengths_keep_the_other_side_as_it_was() -> None:
+    whole = [held("sharegpt", prompt=False, output=False).draw(1.0, None, 0, 50)]
+    prompts = [held("sharegpt", prompt=True, output=False).draw(1.0, None, 0, 50)]
+    for before, after in zip(whole[0], prompts[0], strict=True):
+        assert after.output_tokens == before.output_tokens
+        assert after.at == before.at
+    assert len({job.prompt_tokens for job in prompts[0]}) == 1
+    assert len({job.prompt_tokens for job in whole[0]}) > 10
+
+
+def test_a_ratio_says_when_it_is_a_bound() -> None:
+    known, least = MaximumRate(4.0, at_least=False), MaximumRate(2.0, at_least=True)
+    assert report.ratio_of(known, MaximumRate(2.0, at_least=False)) == "2.00x"
+    assert report.ratio_of(known, least) == "≤ 2.00x"
+    assert report.ratio_of(least, known) == "≥ 0.50x"
+    assert report.ratio_of(None, known) == "-"
+
+
+def test_a_pool_may_be_larger_than_the_card_and_not_by_accident() -> None:
+    of = setting.system("fcfs")
+    assert runs.with_kv_gib(of, 22.0).describe()["kv_gib"] == pytest.approx(22, abs=0.02)
+    with pytest.raises(ConfigError, match="kv_gib"):
+        replace(setting.MACHINES["opt-13b"], kv_gib=22.0).systems("fcfs")
+
+
+def test_the_region_counts_wins_ties_and_losses() -> None:
+    regions = module_of("regions")
+    rows = [
+        (11.0, 16, 1.0, load, 1.0, ratio, 1.0, ratio, 1.0) for load in (0.9, 2.0) for ratio in (0.5, 1.01, 3.0, 2.0)
+    ]
+    summary = {(row[0], row[1]): row[2:] for row in regions.summary(rows)["rows"]}
+    assert summary == {(1.0, "below 1"): [2, 1, 1, 0.5, 3.0], (1.0, "above 1"): [2, 1, 1, 0.5, 3.0]}

@@ -1,0 +1,166 @@
+"""The GPU benchmark: its rehearsal runs, its record has the fields that it promises, and no part can take another one
+with it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from skipjoin.sim.models import model_shape
+
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "performance" / "gpu"
+
+
+def module(name: str) -> ModuleType:
+    """A file of the benchmark, under a name of its own: other benchmarks have files of the same names."""
+    spec = importlib.util.spec_from_file_location(f"gpu_{name}", FOLDER / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
+RUN, GRID, FLOOR = module("run"), module("grid"), module("floor")
+
+
+def rehearse(out: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(FOLDER / "run.py"), "--rehearse", "--out", str(out), *options]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+
+
+def test_a_rehearsal_says_that_it_is_one_and_what_it_measured(tmp_path: Path) -> None:
+    ran = rehearse(tmp_path, "--parts", "prefill,decode,activations", "--minutes", "1")
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert not (tmp_path / "result.json").exists()
+    result = json.loads((tmp_path / "rehearsal.json").read_text())
+    assert (result["device"], result["rehearsal"]) == ("cpu", True)
+    assert "--parts machine,decode,prefill,activations --minutes 1 --rehearse" in result["command"]
+    assert result["machine"]["versions"]["torch"]
+    assert list(result["parts"]) == ["machine", "decode", "prefill", "activations"]
+    for outcome in result["parts"].values():
+        assert outcome["status"] == "ok"
+        assert outcome["seconds"] > 0
+        assert outcome["date"]
+    ceilings = result["parts"]["machine"]["figures"]["ceilings"]
+    check_decodes(result["parts"]["decode"]["figures"]["batches"], ceilings["copy_bytes_per_s"])
+    steps = result["parts"]["prefill"]["figures"]["steps"]
+    assert list(steps) == ["1 x 64", "4 x 16"]
+    one, four = steps.values()
+    assert one["step_ms"]["min"] <= one["step_ms"]["median"] <= one["step_ms"]["max"]
+    assert one["of_rate"] == pytest.approx(one["flop_per_s"] / ceilings["matmul_flop_per_s"], rel=1e-3)
+    # Llama of 2 layers, 4 heads of 16, 2 of them with keys and values, 64 wide, 128 in the MLP, 512 tokens: two for
+    # each weight and token, the output head for what is sampled, four for each dimension of a pair.
+    weights, head = 2 * (2 * 64 * 16 * (4 + 2) + 3 * 64 * 128), 64 * 512
+    assert one["flop"] == 2 * 64 * weights + 2 * head + 4 * 2 * 64 * (64 * 65 // 2)
+    assert four["flop"] == 2 * 64 * weights + 2 * 4 * head + 4 * 2 * 64 * 4 * (16 * 17 // 2)
+    assert "of the matrix rate" in ran.stdout
+    cases = result["parts"]["activations"]["figures"]["cases"]
+    assert {(case["activation"], case["rows"]) for case in cases} == {
+        (name, rows) for name in ("relu", "gelu", "gelu_tanh") for rows in (1, 4)
+    }
+    assert all(us["min"] > 0 for case in cases for us in case["us"].values())
+
+
+def check_decodes(batches: dict[str, Any], bandwidth: float) -> None:
+    assert list(batches) == ["4", "1"]
+    for batch, found in batches.items():
+        # Weights and output head, and keys and values of 2 layers, 2 heads of 16, two bytes each.
+        context = found["context_mean"] * int(batch)
+        read = 2 * (2 * (2 * 64 * 16 * (4 + 2) + 3 * 64 * 128) + 64 * 512) + context * 2 * 2 * 2 * 16 * 2
+        assert found["bytes"] == pytest.approx(read, abs=2 * 2 * 2 * 16 * 2)
+        assert 44 < found["context_mean"] < 56
+        assert found["floor_ms"] >= found["bytes"] / bandwidth * 1e3 * 0.999
+        assert found["of_floor"] == pytest.approx(found["floor_ms"] / found["step_ms"]["median"], rel=1e-3)
+        assert found["step_ms"]["runs"] == 6
+        assert 0 < found["scheduling_share"] < 1
+        assert found["forward"]["ms"]["runs"] == 20
+
+
+def test_a_part_that_fails_or_hangs_says_so_and_keeps_its_log() -> None:
+    task = {"device": "cpu", "seconds": 1.0, "ceilings": {}, "earlier": {}}
+    failed = RUN.run_part(RUN.Part("nothing", 1.0), task, 60.0)
+    assert (failed["status"], failed["figures"]) == ("failed with exit code 1", {})
+    assert "KeyError: 'nothing'" in failed["log"]
+    hung = RUN.run_part(RUN.Part("machine", 1.0), task, 0.05)
+    assert hung["status"] == "stopped after 0 s"
+    assert hung["seconds"] < 30
+
+
+def test_where_the_machine_cannot_be_measured_nothing_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = {"status": "failed with exit code 1", "seconds": 1.0, "figures": {}, "log": "there is no card"}
+    monkeypatch.setattr(RUN, "run_part", lambda part, task, limit_s: failed)
+    with pytest.raises(RuntimeError, match="there is no card"):
+        RUN.run_all(RUN.chosen(None), 1.0, tmp_path / "result.json", rehearse=False)
+    assert not list(tmp_path.iterdir())
+
+
+def test_parts_that_were_measured_before_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "result.json"
+    ceilings = {"machine": {"gpu": "a card"}, "ceilings": {}}
+    found = {"machine": ceilings, "decode": {"batches": {}}}
+
+    def run_part(part: object, task: dict[str, object], limit_s: float) -> dict[str, object]:
+        seen.append((part.name, task["earlier"]))
+        figures = dict(found[part.name])
+        return {"status": "ok" if figures else "failed", "seconds": 1.0, "figures": figures}
+
+    monkeypatch.setattr(RUN, "run_part", run_part)
+    seen: list[tuple[str, object]] = []
+    RUN.run_all(RUN.chosen("decode"), 1.0, file, rehearse=False)
+    found["decode"] = {}
+    result = RUN.run_all(RUN.chosen("decode"), 1.0, file, rehearse=False)
+    assert result == json.loads(file.read_text())
+    assert result["parts"]["decode"]["figures"] == {"batches": {}}
+    assert result["statuses"] == {"machine": "ok", "decode": "failed"}
+    assert RUN.table(result)[0] == "decode: failed"
+    assert result["parts"]["decode"]["gpu"] == "a card"
+    assert seen[1::2] == [("decode", {}), ("decode", {"batches": {}})]
+
+
+def test_there_are_no_other_parts() -> None:
+    assert [part.name for part in RUN.chosen(None)] == list(RUN.USUAL)
+    assert "experiment" not in RUN.USUAL
+    with pytest.raises(ValueError, match="parts must be of machine, tests, "):
+        RUN.chosen("decode,other")
+    assert [part.name for part in RUN.chosen("peers,decode")] == ["machine", "decode", "peers"]
+
+
+@pytest.mark.parametrize(
+    ("tried", "following"),
+    [
+        ({}, 4),
+        ({4: True}, 5),
+        ({4: True, 5: True}, 7),
+        ({4: False}, 3),
+        ({4: False, 3: False}, 1),
+        ({4: False, 3: False, 1: True}, 2),
+        ({4: False, 3: False, 1: True, 2: False}, None),
+        ({4: False, 3: True, 7: True}, None),
+        ({4: True, 5: True, 7: True, 11: True, 19: True, 27: True}, None),
+    ],
+)
+def test_a_search_ends_between_neighbours_of_the_grid(tried: dict[int, bool], following: int | None) -> None:
+    assert GRID.next_place(tried, 4) == following
+
+
+def test_the_floor_of_a_decode_step_is_not_bytes_alone() -> None:
+    """At batch 256 an H100 multiplies for as long as it reads, and no product waits for another's part."""
+    shape, card = model_shape("llama-3-8b"), {"copy_bytes_per_s": 3e12, "matmul_flop_per_s": 7e14}
+    read, alone = FLOOR.floor_of(shape, 1, 1024, card)
+    weights = shape.parameter_bytes * (shape.layers * shape.layer_parameters + shape.head_parameters)
+    assert read == weights + 1024 * shape.kv_bytes_per_token
+    assert alone == pytest.approx(read / 3e12)
+    for batch in (256, 1024):
+        read, floor = FLOOR.floor_of(shape, batch, batch * 1024, card)
+        assert floor == pytest.approx(batch * 2 * weights / shape.parameter_bytes / 7e14 + (read - weights) / 3e12)
+        assert floor > 1.02 * read / 3e12

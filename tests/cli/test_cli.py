@@ -1,0 +1,464 @@
+"""The command line, as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import pytest
+import torch
+import transformers
+import typer
+from typer.testing import CliRunner, Result
+
+from skipjoin.builtin import builtin_model_path
+from skipjoin.cli import app
+from skipjoin.cli.options import Section, takes, with_flags
+from skipjoin.config import ConfigError, EngineConfig, ForecastConfig, ServerConfig
+from skipjoin.engine.build import assemble
+from skipjoin.recipes import RECIPES, own
+from skipjoin.report.results import load_results
+from skipjoin.sampling import SamplingParams
+from skipjoin.server.engines.engine_handle import EngineStartError
+from skipjoin.server.engines.messages import Setup
+
+SKIPJOIN = Path(sys.executable).with_name("skipjoin")
+
+
+def skipjoin(*args: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([SKIPJOIN, *map(str, args)], capture_output=True, text=True, timeout=120, check=False)
+
+
+def invoke(*args: object) -> Result:
+    """The same in this process: what a command does once the program has started."""
+    return CliRunner().invoke(app, list(map(str, args)))
+
+
+def test_generate_prints_one_json_object_per_prompt() -> None:
+    run = skipjoin(
+        "generate", "tally", "--chat", "--prompt", "Count from 3 to 12", "--prompt", "Spell apple",
+        "--max-tokens", 100, "--temperature", 0, "--json", "--profile", "off",
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    first, second = map(json.loads, run.stdout.splitlines())
+    assert first["text"] == "3, 4, 5, 6, 7, 8, 9, 10, 11, 12"
+    assert first["finish_reason"] == "stop"
+    assert set(first) == {"text", "token_ids", "prompt_tokens", "finish_reason"}
+    assert second["text"] == "a-p-p-l-e"
+
+
+def test_generate_agrees_with_transformers_on_a_saved_folder(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(builtin_model_path())
+    common = dict(vocab_size=len(tokenizer), hidden_size=64, num_hidden_layers=2, num_attention_heads=4)
+    common |= dict(max_position_embeddings=128, bos_token_id=547, eos_token_id=None, pad_token_id=552)
+    configs = {
+        "opt": transformers.OPTConfig(**common, ffn_dim=128),
+        "llama": transformers.LlamaConfig(**common, intermediate_size=128, num_key_value_heads=2),
+        "neox": transformers.GPTNeoXConfig(**common, intermediate_size=128),
+    }
+    for name, config in configs.items():
+        model = transformers.AutoModelForCausalLM.from_config(config).eval()
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                torch.nn.init.normal_(parameter, std=0.15)
+        folder = tmp_path / name
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        run = invoke("generate", folder, "--prompt", "one two three", "--max-tokens", 20, "--temperature", 0,
+                     "--ignore-eos", "--json", "--profile", "off")  # fmt: skip
+        assert run.exit_code == 0, run.stderr
+        ids = tokenizer("one two three", return_tensors="pt")["input_ids"]
+        with torch.inference_mode():
+            expected = model.generate(ids, max_new_tokens=20, do_sample=False, attention_mask=torch.ones_like(ids))
+        assert json.loads(run.stdout)["token_ids"] == expected[0, ids.shape[1] :].tolist(), name
+
+
+@pytest.mark.parametrize(
+    ("args", "names"),
+    [
+        (("generate", "/no/such/folder", "--prompt", "x"), "/no/such/folder is not a folder"),
+        (("generate", "tally", "--prompt", "x", "--temperature", "-1"), "--temperature must be in [0, 2]"),
+        (("generate", "tally", "--prompt", "x", "--temperature", "nan"), "--temperature must be a finite number"),
+        (("generate", "tally", "--prompt", "x", "--max-tokens", "99999999999"), "--max-tokens must be in [1,"),
+        (
+            ("generate", "tally", "--prompt", "x", "--max-tokens", "5000", "--profile", "off"),
+            "--max-tokens must be at most",
+        ),
+        (("generate", "tally", "--prompt", "x", "--recipe", "lifo"), "recipe must be one of"),
+        (("generate", "tally", "--prompt", "x", "--service", "flex"), "service must be one of real-time, best-effort"),
+        (("serve", "--port", "99999"), "--port must be in [0, 65535]"),
+        (("serve", "--load-format", "random"), "--load-format must be one of auto, dummy, got 'random'"),
+        (("serve", "--kv-cache-gib", "0"), "--kv-cache-gib must be in (0,"),
+        (("serve", "--forecaster", "magic"), "forecaster must be one of learnt, alise, prior, none, got 'magic'"),
+        (("serve", "--forecast-entries", "0"), "--forecast-entries must be in [1,"),
+        (("convert", "/no/such/folder", "/tmp/target"), "/no/such/folder"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(args: tuple[str, ...], names: str) -> None:
+    run = invoke(*args)
+    assert run.exit_code == 2, run.stderr
+    assert names in run.stderr
+    assert "Traceback" not in run.stderr
+    assert run.stdout == ""
+
+
+def test_the_program_ends_as_its_commands_do() -> None:
+    run = skipjoin("serve", "--port", "99999")
+    assert run.returncode == 2
+    assert run.stderr == "error: --port must be in [0, 65535], got 99999\n"
+    assert run.stdout == ""
+
+
+def test_a_folder_of_unsupported_architecture_says_what_is_supported(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["BertModel"], "model_type": "bert"}')
+    run = invoke("generate", tmp_path, "--prompt", "x")
+    assert run.exit_code == 2
+    assert "LlamaForCausalLM" in run.stderr or "tokenizer" in run.stderr
+
+
+def test_version_and_help() -> None:
+    assert skipjoin("--version").stdout.startswith("skipjoin 0.")
+    assert "--recipe" in skipjoin("serve", "--help").stdout
+
+
+# -- the host pool and the objective ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "meant"),
+    [
+        ([], (None, 0.3, {}, ())),
+        (["--swap-space", "2.5", "--slo", "1", "--set", "quantum_s=2"], (2.5, 1.0, {"quantum_s": 2.0}, ())),
+        (["--kv-offloading-size", "0", "--starvation-s", "7"], (0.0, 0.3, {"starvation_s": 7.0}, ())),
+        (["--recipe", "sarathi", "--set", "chunk_tokens=64"], (None, 0.3, {"chunk_tokens": 64}, ())),
+        (["--set", "paced=false", "--set=starvation_s=3"], (None, 0.3, {"paced": False, "starvation_s": 3.0}, ())),
+        (["--api-key", "a", "--api-key", "b"], (None, 0.3, {}, ("a", "b"))),
+    ],
+)
+def test_serve_and_its_options_of_memory_and_objective(
+    options: list[str], meant: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configs: list[tuple[EngineConfig, ServerConfig]] = []
+    monkeypatch.setattr(
+        "skipjoin.server.launch.run_server", lambda engine, server, *rest, **kw: configs.append((engine, server)) or 0
+    )
+    run = CliRunner().invoke(app, ["serve", *options])
+    assert run.exit_code == 0, run.output
+    ((config, server),) = configs
+    assert (config.swap_space_gib, config.slo_s, config.params, server.api_keys) == meant
+    sent = msgspec.json.decode(msgspec.json.encode(Setup(config, "", 0)), type=Setup)
+    assert sent.config == config
+
+
+@pytest.mark.parametrize("name", ["--swap-space", "--kv-offloading-size"])
+def test_generate_and_its_options_of_memory_and_objective(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+
+    class Noted:
+        default_params = SamplingParams(top_p=0.9, top_k=20)
+
+        def __init__(self, **settings: object) -> None:
+            given.update(settings)
+
+        def __enter__(self) -> Noted:
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            pass
+
+        def generate(self, prompts: object, params: SamplingParams, service: str) -> list[object]:
+            given["service"] = service
+            assert (params.top_p, params.top_k, params.max_tokens) == (0.9, 5, 128)
+            return []
+
+    monkeypatch.setattr("skipjoin.llm.LLM", Noted)
+    monkeypatch.delenv("SKIPJOIN_FORECAST_DIR")
+    options = ["--slo", "0.2", "--load-format", "dummy", "-tp", "2", "-pp", "3", "--enforce-eager", "--block-size", "8"]
+    options += ["--forecaster", "prior", "--service", "best-effort", "--top-k", "5"]
+    run = CliRunner().invoke(app, ["generate", "--prompt", "x", name, "1.5", *options])
+    assert run.exit_code == 0, run.output
+    assert given.pop("service") == "best-effort"
+    forecasts = {field.name: given.pop(field.name) for field in fields(ForecastConfig)}
+    assert ForecastConfig(**forecasts) == ForecastConfig(forecaster="prior")
+    config = EngineConfig(**given)
+    assert config == EngineConfig(
+        swap_space_gib=1.5,
+        slo_s=0.2,
+        load_format="dummy",
+        tensor_parallel_size=2,
+        pipeline_parallel_size=3,
+        enforce_eager=True,
+        block_size=8,
+    )
+    # Every field that has an option, and no other.
+    assert set(given) == {field.name for field in fields(EngineConfig)} - {"max_live_requests", "fair_output_weight"}
+
+
+def test_simulate_and_its_options_of_memory_and_objective(tmp_path: Path) -> None:
+    """What `--slo` sets is a threshold of the scheduler; the objectives of the figures are others."""
+    out = tmp_path / "out.json"
+    small = ["--model", "opt-13b", "--lengths", "fixed:16,2", "--rates", "1", "--requests", "2", "--out", out]
+    chosen = ["--swap-space", "8", "--slo", "0.5", "--slo-ttft", "9"]
+    for options in ([], chosen, ["--kv-offloading-size", "0", "--set", "starvation_s=7"]):
+        run = invoke("simulate", *small, "--append", "--jobs", "1", *options)
+        assert run.exit_code == 0, run.stderr
+    plain, chosen, none = load_results([out])
+    # To the block, of 12.5 MiB.
+    assert [one["settings"]["swap_gib"] for one in (plain, chosen, none)] == pytest.approx([72, 8, 0], abs=0.0125)
+    assert [one["settings"]["starvation_s"] for one in (plain, chosen, none)] == [30.0, 50.0, 7.0]
+    assert none["settings"]["host_blocks"] == 0
+    assert chosen["slo"]["ttft_s"] == 9.0
+
+
+def test_a_bound_on_waiting_counts_the_requests_that_the_server_lets_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    configs: list[EngineConfig] = []
+
+    class Noted:
+        def __init__(self, metrics: object, **_: object) -> None:
+            self.client = None
+
+        async def start(self, config: EngineConfig, limits: object) -> None:
+            configs.append(config)
+            raise EngineStartError("enough")
+
+        async def stop(self) -> None:
+            pass
+
+    monkeypatch.setattr("skipjoin.server.launch.EngineHandle", Noted)
+    args = ["serve", "--port", "0", "--starvation-bound", "60", "--max-num-queued-reqs", "77"]
+    run = CliRunner().invoke(app, args)
+    assert run.exit_code == 1, run.output
+    (config,) = configs
+    assert (config.starvation_bound_s, config.max_live_requests) == (60.0, 77)
+
+
+BOUNDED = {"threads": 1, "profile": "off", "kv_cache_gib": 0.1, "swap_space_gib": 0.1, "max_model_len": 256}
+
+
+@pytest.mark.parametrize("recipe", [name for name in RECIPES if own(name, {"starvation_bound_s": 1})])
+def test_a_bound_that_cannot_be_kept_is_refused_with_figures_that_do(recipe: str) -> None:
+    config = EngineConfig(recipe=recipe, starvation_bound_s=3.0, max_live_requests=5000, **BOUNDED)
+    with pytest.raises(ConfigError) as refused:
+        assemble(config)
+    figures = re.fullmatch(
+        r"starvation_bound_s must be at least ([\d.]+) s with 5000 requests at once \(max_num_queued_reqs, and more "
+        r"for batches unless batch_dir is none\), got 3; it would hold with (\d+) of them",
+        str(refused.value),
+    )
+    assert figures is not None, refused.value
+    longer = replace(config, starvation_bound_s=float(figures[1]))
+    fewer = replace(config, max_live_requests=int(figures[2]))
+    for works in (longer, fewer):
+        engine = assemble(works)
+        engine.executor.close()
+        assert works.starvation_bound_s is not None
+        assert 0 < engine.info.recipe_params["starvation_s"] < works.starvation_bound_s
+        assert f"No request goes {works.starvation_bound_s:g} s without running" in engine.info.notice
+    with pytest.raises(ConfigError, match="starvation_bound_s must be at least"):
+        assemble(replace(fewer, max_live_requests=int(figures[2]) + 1))
+
+
+def test_a_bound_needs_to_know_how_many_requests_there_can_be() -> None:
+    with pytest.raises(ConfigError, match="starvation_bound_s needs max_live_requests"):
+        assemble(EngineConfig(starvation_bound_s=60.0, **BOUNDED))
+    with pytest.raises(ConfigError, match=r"max_live_requests must be in \[1, "):
+        EngineConfig(max_live_requests=0)
+
+
+HAS = "fastserve has starvation_s, quantum_s, paced, starvation_bound_s"
+SIMULATE = ["simulate", "--model", "opt-13b", "--rates", "1"]
+STREAM = "name=other,lengths=alpaca,share=0.5,key=other"
+
+
+@pytest.mark.parametrize(
+    ("args", "names"),
+    [
+        (["serve", "--swap-space", "-1"], "--swap-space must be in [0, 1e+06], got -1"),
+        (["serve", "--slo", "0"], "--slo must be in (0, 1e+06], got 0"),
+        (["serve", "--slo-ttft-ms", "0"], "--slo-ttft-ms must be in (0, 604800000], got 0"),
+        (["serve", "--slo-tpot-ms", "-3"], "--slo-tpot-ms must be in (0, 604800000], got -3"),
+        (["serve", "--slo-jct-ms", "nan"], "--slo-jct-ms must be in (0, 604800000], got nan"),
+        (["serve", "--slo-jct-scale", "0"], "--slo-jct-scale must be in (0, 1e+09], got 0"),
+        (["serve", "--slo-jct-scale", "nan"], "--slo-jct-scale must be in (0, 1e+09], got nan"),
+        (["serve", "--slo-jct-scale", "2", "--slo-jct-ms", "9"], "--slo-jct-scale and --slo-jct-ms exclude each other"),
+        (["serve", "--slo-jct-scale", "2", "--forecaster", "none"], "--slo-jct-scale needs forecasts: forecaster must"),
+        (["serve", "--slo-jct-ms", "inf"], "--slo-jct-ms must be in (0, 604800000], got inf"),
+        (["serve", "--priority-ttft-ms", "0"], "--priority-ttft-ms must be in (0, 604800000], got 0"),
+        (
+            ["serve", "--priority-tier", "all", "--priority-tpot-ms", "9", "--slo-tpot-ms", "8"],
+            "--priority-tpot-ms must be at most --slo-tpot-ms, which is 8, got 9",
+        ),
+        (["serve", "--fair-by", "key"], "--fair-by key needs API keys, which tell clients apart: set --api-key or"),
+        (
+            ["serve", "--fair-by", "key", "--api-key", "k", "--starvation-bound", "60"],
+            "--starvation-bound must not be set beside --fair-by",
+        ),
+        (
+            [*SIMULATE, "--fair-by", "key"],
+            "--fair-by key needs requests of different keys: set key= in stream or closed",
+        ),
+        (
+            ["bench", "--base-url", "http://x", "--rates", "1", "--stream", STREAM],
+            "key in stream and closed is for simulate: bench sends all requests with one",
+        ),
+        (["serve", "--fair-output-weight", "0"], "--fair-output-weight must be in (0, 1000], got 0"),
+        (["serve", "--dtype", "bfloat"], "got 'bfloat'; did you mean bfloat16"),
+        (
+            ["serve", "--attention", "tritn"],
+            "one of auto, torch, cpp, triton, flash, got 'tritn'; did you mean triton?",
+        ),
+        (["serve", "--priority-range", "5"], "--priority-range must be two integers, LOW:HIGH, got '5'"),
+        (["serve", "--priority-range", "-1:-2"], "--priority-range must be LOW:HIGH of 64 bits, LOW at most HIGH"),
+        (["serve", "--min-slo-ttft-ms", "nan"], "--min-slo-ttft-ms must be in (0, 604800000], got nan"),
+        (
+            ["serve", "--min-slo-tpot-ms", "5", "--max-slo-tpot-ms", "4"],
+            "--min-slo-tpot-ms must be at most --max-slo-tpot-ms, which is 4, got 5",
+        ),
+        (["serve", "--starvation-s", "-2"], "--starvation-s must be in (0, 1e+09], got -2"),
+        (["serve", "--starvation-bound", "0"], "--starvation-bound must be in (0, 1e+09], got 0"),
+        (["serve", "--starvation-bound", "-1"], "--starvation-bound must be in (0, 1e+09], got -1"),
+        (["serve", "--starvation-bound", "nan"], "--starvation-bound must be in (0, 1e+09], got nan"),
+        (["serve", "--starvation-bound", "60", "--starvation-s", "5"], "--starvation-s must not be set beside"),
+        (["serve", "--starvation-bound", "60", "--recipe", "fcfs"], "--starvation-bound needs recipe fastserve, "),
+        (
+            ["serve", "--starvation-bound", "60", "--recipe", "fastserve-defer"],
+            "--starvation-bound needs recipe fastserve, fastserve-reactive, fastserve-recompute, mlfq: "
+            "fastserve-defer has starvation_s, quantum_s, paced",
+        ),
+        (["generate", "--prompt", "x", "--kv-offloading-size", "nan"], "--swap-space must be in [0, 1e+06], got nan"),
+        (["generate", "--prompt", "x", "--swap-space", "9e5"], "--swap-space must be at most"),
+        (["generate", "--prompt", "x", "--slo", "inf"], "--slo must be in (0, 1e+06], got inf"),
+        ([*SIMULATE, "--swap-space", "inf"], "--swap-space must be in [0, 1e+06], got inf"),
+        ([*SIMULATE, "--max-tokens", "all"], "--max-tokens must be an integer or room or exact, got 'all'"),
+        ([*SIMULATE, "--slo", "-1"], "--slo must be in (0, 1e+06], got -1"),
+        ([*SIMULATE, "--starvation-s", "0"], "--starvation-s must be in (0, 1e+09], got 0"),
+        ([*SIMULATE, "--set", "starvation_s=0"], "starvation_s must be in (0, 1e+09], got 0"),
+    ],
+)
+def test_memory_and_objectives_out_of_bounds_are_named(args: list[str], names: str) -> None:
+    run = CliRunner().invoke(app, args)
+    assert run.exit_code == 2, run.output
+    assert names in run.stderr
+    assert "Traceback" not in run.output
+    assert run.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--recipe", "lifo"], "--recipe must be one of alise, alise-defer, "),
+        (["--recipe", "srpt"], "--recipe srpt needs true output lengths: set oracle to max-tokens"),
+        (["--recipe", "srpt", "--oracle", "tarot"], "--oracle must be one of none, max-tokens, got 'tarot'"),
+        (["--quantum-s", "-1"], "--quantum-s must be in (0, 1e+06], got -1"),
+        (["--quantum-s", "1", "--starvation-bound", "60"], "--quantum-s must not be set beside --starvation-bound"),
+        (["--set", "starvation_s=3", "--starvation-s", "4"], "--starvation-s is given twice"),
+        (["--set", "quantum_s=3", "--set", "quantum_s=3"], "set: quantum_s is given twice"),
+        (["--set", "foo"], f"set must be NAME=VALUE, got 'foo': {HAS}"),
+        (["--set", "foo=1"], f"there is no parameter 'foo': {HAS}"),
+        (["--set", "chunk_tokens=64"], f"chunk_tokens needs recipe sarathi: {HAS}"),
+        (["--set", "quantum_s=soon"], "quantum_s must be a number, got 'soon'"),
+        (["--set", "quantum_s=0"], "quantum_s must be in (0, 1e+06], got 0"),
+        (["--set", "paced=perhaps"], "paced must be true or false, got 'perhaps'"),
+        (["--recipe", "sarathi", "--set", "chunk_tokens=6.5"], "chunk_tokens must be an integer, got '6.5'"),
+    ],
+)
+@pytest.mark.parametrize("command", [["serve"], ["generate", "--prompt", "x"]], ids=["serve", "generate"])
+def test_an_engine_is_refused_what_its_scheduler_cannot_use(
+    command: list[str], options: list[str], message: str
+) -> None:
+    run = CliRunner().invoke(app, [*command, *options])
+    assert run.exit_code == 2, run.output
+    assert run.stderr.startswith(f"error: {message}")
+    assert run.stderr.count("\n") == 1
+
+
+def test_simulate_refuses_a_parameter_that_none_of_its_recipes_has() -> None:
+    run = CliRunner().invoke(app, [*SIMULATE, "--recipes", "fcfs,sarathi", "--set", "quantum_s=1"])
+    assert run.exit_code == 2, run.output
+    assert "quantum_s needs recipe fastserve, " in run.stderr
+    assert "mlfq: fcfs has no parameters; sarathi has chunk_tokens" in run.stderr
+
+
+def test_the_recipes_are_listed_with_their_parameters() -> None:
+    shown = CliRunner().invoke(app, ["recipes"]).output
+    told = json.loads(CliRunner().invoke(app, ["recipes", "--json"]).output)
+    assert set(told) == set(RECIPES)
+    assert all(name in shown and recipe["summary"] for name, recipe in told.items())
+    assert [name for name, recipe in told.items() if recipe["default"]] == ["fastserve"]
+    chunk = told["sarathi"]["parameters"]["chunk_tokens"]
+    assert (chunk["type"], chunk["default"], chunk["at_least"], chunk["at_most"]) == ("int", 512, 1, 1 << 20)
+    assert "chunk_tokens=512" in shown
+    assert told["srpt"]["parameters"]["oracle"]["choices"] == ["none", "max-tokens"]
+
+
+def test_no_name_is_cut_off_in_the_help_of_any_command() -> None:
+    """At 80 columns; every flag is there as it is typed."""
+    checked = 0
+    for path, command in _commands(typer.main.get_command(app)):
+        shown = CliRunner().invoke(app, [*path, "--help"], env={"COLUMNS": "80"}).output
+        assert "\u2026" not in shown
+        assert max(map(len, shown.splitlines())) <= 80, path
+        words = set(re.split(r"[\s,/]+", shown))
+        for option in command.params:
+            if option.param_type_name == "option":
+                checked += 1
+                assert words >= {*option.opts, *option.secondary_opts}, path
+    assert checked > 200
+
+
+def _commands(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for name, command in getattr(group, "commands", {}).items():
+        yield (*path, name), command
+        yield from _commands(command, (*path, name))
+
+
+def test_help_comes_without_torch_and_tells_each_option_in_its_group() -> None:
+    program = (
+        "import sys; from skipjoin.cli import app; app(['serve', '--help'], standalone_mode=False); "
+        "print('torch' in sys.modules)"
+    )
+    environment = os.environ | {"COLUMNS": "80"}
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment)
+    assert run.stdout.endswith("False\n")
+    places = [
+        run.stdout.index(text)
+        for text in ("\nModel:\n", "\nScheduling:\n", "--set", "\nHTTP server:\n", "\nDeprecated aliases:\n")
+    ]
+    assert places == sorted(places)
+    assert max(map(len, run.stdout.splitlines())) <= 80
+
+
+def test_two_options_with_one_name_are_refused_when_a_command_is_made() -> None:
+    def command(*, seed: Annotated[int, typer.Option("--seed")] = 0, engine: dict[str, object]) -> None:
+        pass
+
+    with pytest.raises(ValueError, match="two options of a command are called seed"):
+        takes(engine=Section(EngineConfig))(command)
+
+
+def test_an_error_names_the_flag_that_was_typed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a recipe's parameter the name: the flag of the same name is deprecated, and was not typed."""
+    for options, told in (
+        (["--kv-offloading-size=-1"], "--kv-offloading-size must be in [0, 1e+06], got -1.0"),
+        (["--swap-space", "-1"], "--swap-space must be in [0, 1e+06], got -1.0"),
+        (["--set", "starvation_s=0"], "starvation_s must be in (0, 1e+09], got 0.0"),
+        (["--max-num-queued-reqs", "0"], "--max-num-queued-reqs must be in [1, 1099511627776], got 0"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["skipjoin", "serve", *options])
+        assert invoke("serve", *options).stderr == f"error: {told}\n"
+    flags = {"model": "--model", "slo_s": "--slo", "port": "--port"}
+    text = "model must be x, not model y in ./slo_s/port.json or slo_s=3; slo_s, slo_s.p95 and slo_s-x"
+    assert with_flags(text, flags) == text.replace("model must", "--model must").replace("slo_s, ", "--slo, ")
+
+
+def test_a_parameter_that_resembles_another_one_is_told() -> None:
+    assert "there is no parameter 'quantm_s'; did you mean quantum_s?" in invoke("serve", "--set", "quantm_s=1").stderr

@@ -1,0 +1,672 @@
+"""Block accounting: nothing leaks, nothing doubles, and misuse is an error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+
+from skipjoin.core.kv.ledger import KVLedger, LedgerError
+from skipjoin.core.kv.prefixes import NamedPrefix
+from skipjoin.core.kv.reservations import Account, Lender
+from skipjoin.core.request import FinishReason, Request
+from skipjoin.core.step import Direction, Move
+from support.load import make
+
+DEVICE, HOST, BLOCK = 12, 8, 4
+ACCOUNT = Account("prompts")
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    """Requests that hold, grow, share, move and go, whole or in part, in any order that the ledger allows; what it
+    forbids must raise. content: what lies in which block of a tier: the KV of a block of text that several requests
+    have, or of a block of one request.
+    """
+
+    requests = Bundle("requests")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kv = KVLedger(DEVICE, HOST, BLOCK)
+        self.kv.reserve(ACCOUNT, 2)
+        self.transit: dict[Request, tuple[Move, bool]] = {}
+        self.copied: Move | None = None
+        self.content: dict[tuple[str, int], Hashable] = {}
+        self.names: dict[Request, list[int]] = {}
+        self.count = 0
+
+    def on_device(self, request: Request) -> bool:
+        held = self.kv.blocks_of(request)
+        return held is None or (not held.host and request not in self.transit)
+
+    @rule(target=requests, common=st.sampled_from([0, 2, DEVICE]), tokens=st.integers(0, 4 * BLOCK))
+    def new(self, common: int, tokens: int) -> Request:
+        """common: its first blocks, which other requests have too. tokens: that it has from the start, if there is
+        room."""
+        self.count += 1
+        names = [place if place < common else 100 * self.count + place for place in range(DEVICE)]
+        request = make(self.count, 1000, prefix=NamedPrefix(names, BLOCK, BLOCK))
+        self.names[request] = names
+        self.kv.await_prefix(request)
+        self.adopt(request)
+        if tokens and self.kv.shortfall(request, tokens) == 0:
+            self.kv.grow(request, tokens)
+            self.compute(request, 1.0, offers=True)
+        return request
+
+    def content_of(self, request: Request, place: int) -> Hashable:
+        is_full = (place + 1) * BLOCK <= request.computed
+        return self.names[request][place] if is_full else (request, place)
+
+    @rule(request=requests)
+    def adopt(self, request: Request) -> None:
+        kv = self.kv
+        if kv.blocks_of(request) is not None:
+            return
+        tokens, held, _, away = kv.hit(request)
+        available, free, host_free = kv.available, kv.device_free, kv.host_free
+        taken = tokens // BLOCK - held - away
+        if taken > available:
+            return
+        assert kv.adopt(request).tokens == tokens < request.known
+        request.computed = request.planned = tokens
+        assert (kv.available, kv.device_free, kv.host_free) == (available - taken, free - taken, host_free - away)
+        assert (kv.blocks_of(request) is None) == (tokens == 0)
+
+    @rule(
+        request=requests,
+        blocks=st.integers(0, DEVICE),
+        tokens=st.none() | st.integers(0, DEVICE * BLOCK),
+        lender=st.none() | st.just(ACCOUNT) | requests,
+    )
+    def claim(self, request: Request, blocks: int, tokens: int | None, lender: Lender) -> None:
+        kv = self.kv
+        if not self.on_device(request):
+            return
+        if not (lender in (None, ACCOUNT) or (isinstance(lender, Request) and kv.blocks_of(lender))):
+            with pytest.raises(LedgerError, match="and claims none"):
+                kv.claim(request, blocks, lender=lender)
+        elif request in self.lenders(lender):
+            with pytest.raises(LedgerError, match="lends itself"):
+                kv.claim(request, blocks, lender=lender)
+        elif kv.shortfall_of_claim(request, blocks, lender) <= 0:
+            available = kv.available
+            kv.claim(request, blocks, tokens=tokens, lender=lender)
+            assert kv.available >= min(0, available)
+            assert kv.lender_of(request) == lender
+            assert lender is None or request in kv.guests(lender)
+            held = kv.blocks_of(request)
+            assert held is not None
+            assert held.room == min(len(held.device) * BLOCK, request.claimed)
+
+    def lenders(self, lender: Lender) -> set[Request]:
+        """The lender, where it is a request, and all that lend it its own claim."""
+        found: set[Request] = set()
+        one: Lender = lender
+        while isinstance(one, Request):
+            found.add(one)
+            one = self.kv.lender_of(one)
+        return found
+
+    @rule(blocks=st.integers(0, DEVICE))
+    def reserve(self, blocks: int) -> None:
+        available = self.kv.available
+        self.kv.reserve(ACCOUNT, blocks)
+        assert self.kv.available >= min(0, available)
+        if blocks <= available:
+            assert self.kv.unused(ACCOUNT) <= blocks
+
+    @rule(share=st.floats(0, 1))
+    def draw(self, share: float) -> None:
+        blocks, available = int(share * self.kv.unused(ACCOUNT)), self.kv.available
+        self.kv.draw(ACCOUNT, blocks)
+        assert self.kv.available == available + blocks
+
+    @rule(request=requests, tokens=st.integers(1, DEVICE * BLOCK))
+    def grow(self, request: Request, tokens: int) -> None:
+        if not self.on_device(request):
+            if request not in self.transit or self.transit[request][0].direction is Direction.OUT:
+                with pytest.raises(LedgerError, match="grows while"):
+                    self.kv.grow(request, tokens)
+            return
+        available = self.kv.available
+        if self.kv.shortfall(request, tokens) == 0:
+            held = self.kv.grow(request, tokens)
+            assert len(held.device) * BLOCK >= tokens
+            assert self.kv.slots(request) == tuple(held.device)
+            # Who keeps to the shortfall takes nothing that others were promised.
+            assert self.kv.available >= min(0, available)
+        elif self.kv.blocks_for(tokens) > DEVICE:
+            with pytest.raises(LedgerError, match="are free"):
+                self.kv.grow(request, tokens)
+
+    @rule(request=requests, share=st.floats(0, 1), offers=st.booleans())
+    def compute(self, request: Request, share: float, offers: bool) -> None:
+        held = self.kv.blocks_of(request)
+        if held is not None and self.on_device(request):
+            begun = request.computed // BLOCK
+            request.computed = request.planned = max(request.computed, int(share * held.room))
+            others = {block for one in self.kv.holders() if one is not request for block in self.places(one)[0]}
+            for place in range(begun, self.kv.blocks_for(request.computed)):
+                if place * BLOCK < request.computed > begun * BLOCK:
+                    assert held.device[place] not in others, "a block is written that another request reads"
+                    self.content["device", held.device[place]] = self.content_of(request, place)
+            if offers:
+                self.kv.offer(request)
+                assert held.keyed == request.computed // BLOCK
+
+    @rule(request=consumes(requests))
+    def release(self, request: Request) -> None:
+        if request in self.transit:
+            with pytest.raises(LedgerError, match="in transit"):
+                self.kv.release(request)
+            self.land(request)
+        request.finish_reason = FinishReason.ABORT
+        self.kv.forget_prefix(request)
+        self.kv.release(request)
+        assert self.kv.blocks_of(request) is None
+        assert self.kv.footprint(request) == 0
+
+    @rule(request=requests, blocking=st.booleans(), share=st.sampled_from([0.0, 0.4, 0.7, 1.0]), lands=st.booleans())
+    def move_out(self, request: Request, blocking: bool, share: float, lands: bool) -> None:
+        if self.kv.blocks_of(request) is None:
+            return
+        keep = int(share * self.kv.filled(request))
+        if not self.kv.can_move_out(request, keep=keep):
+            with pytest.raises(LedgerError, match="cannot be moved out"):
+                self.kv.move_out(request, blocking=blocking, keep=keep)
+            return
+        free, filled = self.kv.device_free, self.kv.filled(request)
+        table, rest = self.places(request)
+        stay = self.held_by_others(table[keep if blocking else filled :], request)
+        move = self.kv.move_out(request, blocking=blocking, keep=keep)
+        assert move.source == tuple(table[keep:filled])
+        assert len(move.target) == len(move.source) == self.kv.blocks_for(move.tokens)
+        assert keep * BLOCK + move.tokens == min(request.computed, filled * BLOCK)
+        # Beside a step, what the copy reads stays fenced until it lands.
+        assert self.kv.device_free - free == len(table) - (keep if blocking else filled) - stay
+        assert self.places(request) == (table[: keep if blocking else filled], [*move.target, *rest])
+        if blocking:
+            self.copy(move)
+        self.transit[request] = (move, blocking)
+        if lands:
+            self.land(request)
+
+    def held_by_others(self, blocks: list[int], request: Request) -> int:
+        others = {block for one in self.kv.holders() if one is not request for block in self.places(one)[0]}
+        return len(others.intersection(blocks))
+
+    @rule(request=requests, given_up=st.integers(0, DEVICE))
+    def give_up(self, request: Request, given_up: int) -> None:
+        """Blocks that hold no KV, and KV behind some that is kept, as an eviction gives it up."""
+        kv, held = self.kv, self.kv.blocks_of(request)
+        if held is None or request in self.transit:
+            return
+        footprint, filled, before = kv.footprint(request), kv.filled(request), self.places(request)
+        lender = kv.lender_of(request)
+        headroom = kv.headroom(lender)
+        keep = kv.filled_after(request, given_up)
+        if keep == filled:
+            kv.trim(request)
+            assert self.places(request) == (before[0][:keep], before[1])
+        else:
+            kept = kv.tokens_in(request, keep)
+            kv.drop(request, keep=keep)
+            request.computed = request.planned = kept
+            assert self.places(request) == (before[0][:keep], [])
+        assert kv.footprint(request) <= max(0, footprint - given_up)
+        if not self.held_by_others(before[0], request):
+            assert kv.footprint(request) == keep
+        if lender is None:
+            assert kv.available - headroom == footprint - kv.footprint(request)
+
+    def places(self, request: Request) -> tuple[list[int], list[int]]:
+        """The request's blocks on the device and on the host."""
+        held = self.kv.blocks_of(request)
+        return ([], []) if held is None else (list(held.device), list(held.host))
+
+    def copy(self, move: Move) -> None:
+        tiers = ("device", "host") if move.direction is Direction.OUT else ("host", "device")
+        for source, target in zip(move.source, move.target, strict=True):
+            self.content[tiers[1], target] = self.content[tiers[0], source]
+
+    @rule(request=requests)
+    def move_in(self, request: Request) -> None:
+        if self.kv.blocks_of(request) is None:
+            return
+        if not self.kv.can_move_in(request):
+            with pytest.raises(LedgerError, match="cannot be moved in"):
+                self.kv.move_in(request)
+            return
+        host_free = self.kv.host_free
+        move = self.kv.move_in(request)
+        assert self.kv.available >= 0, "the move took blocks that others were promised"
+        assert self.kv.host_free == host_free, "the host blocks must stay fenced"
+        table = self.kv.slots(request)
+        assert table[-len(move.target) :] == move.target
+        assert (len(table) - len(move.target)) * BLOCK + move.tokens == request.computed
+        self.transit[request] = (move, True)
+
+    @rule(request=requests)
+    def land(self, request: Request) -> None:
+        if request not in self.transit:
+            return
+        move, blocking = self.transit.pop(request)
+        assert not self.kv.is_settled(request)
+        if not (blocking and move.direction is Direction.OUT):
+            self.copy(move)
+        device, host = self.places(request)
+        self.kv.land(move)
+        assert self.kv.is_settled(request)
+        if move.direction is Direction.OUT:
+            assert self.places(request) == (device if blocking else device[: -len(move.source)], host)
+        else:
+            assert self.places(request) == (device, [])
+        with pytest.raises(LedgerError, match="not in transit"):
+            self.kv.land(move)
+
+    @rule(request=requests)
+    def fail(self, request: Request) -> None:
+        if request not in self.transit:
+            return
+        move, blocking = self.transit.pop(request)
+        device, host = self.places(request)
+        keep = self.kv.fail(move)
+        assert (keep is None) == (move.direction is Direction.OUT and not blocking)
+        assert self.kv.is_settled(request)
+        with pytest.raises(LedgerError, match="not in transit"):
+            self.kv.fail(move)
+        if keep is None:
+            assert self.places(request) == (device, host[len(move.target) :])
+        else:
+            self.kv.drop(request, keep=keep)
+            request.computed = request.planned = keep * BLOCK
+            assert self.places(request) == (device[:keep], [])
+            assert not set(device[:keep]).intersection(move.source, move.target)
+
+    @rule()
+    def keep_cached(self) -> None:
+        move = self.kv.keep_cached(1)
+        assert move is None or self.copied is None
+        self.copied = self.copied or move
+
+    @rule(fails=st.booleans())
+    def end_copy(self, fails: bool) -> None:
+        if self.copied is None:
+            return
+        if not fails:  # whatever lies there by now
+            self.content |= {
+                ("host", target): self.content.get(("device", source))
+                for source, target in zip(self.copied.source, self.copied.target, strict=True)
+            }
+        assert (self.kv.fail if fails else self.kv.land)(self.copied) is None
+        self.copied = None
+
+    @invariant()
+    def conserved(self) -> None:
+        kv = self.kv
+        for direction in Direction:
+            blocks = sum(len(move.source) for move, _ in self.transit.values() if move.direction is direction)
+            copied = len(self.copied.source) if self.copied and direction is Direction.OUT else 0
+            assert kv.blocks_in_transit[direction] == blocks + copied
+        assert kv.is_moving == bool(self.transit or self.copied)
+        kv.check()
+        held = [kv.blocks_of(request) for request in kv.holders()]
+        assert kv.device_free + len({block for one in held if one for block in one.device}) == DEVICE
+        copied = len(self.copied.target) if self.copied else 0
+        assert kv.host_free + sum(len(one.host) for one in held if one) + copied == HOST
+        top = sum(self.size(one) for one in kv.holders() if kv.lender_of(one) is None)
+        account = max(kv._accounts[ACCOUNT].promised, sum(map(self.size, kv.guests(ACCOUNT))))
+        assert kv.available == DEVICE - top - account
+
+    @invariant()
+    def kv_lies_where_it_is_looked_for(self) -> None:
+        for request in self.kv.holders():
+            device, host = self.places(request)
+            if request in self.transit:
+                continue
+            places = [*(("device", block) for block in device), *(("host", block) for block in host)]
+            filled = places[: self.kv.blocks_for(request.computed)]
+            assert [self.content[place] for place in filled] == [
+                self.content_of(request, n) for n in range(len(filled))
+            ]
+        for tier, pool in (("device", self.kv._device), ("host", self.kv._host)):
+            for name, block in pool._blocks.items():
+                if tier == "device" or pool.find_free(name) is not None:
+                    assert self.content[tier, block] == int.from_bytes(name[:8], "big", signed=True)
+
+    def size(self, request: Request) -> int:
+        held = self.kv.blocks_of(request)
+        assert held is not None
+        lent = sum(map(self.size, self.kv.guests(request)))
+        return max(held.promised, len(held.device) + lent) - held.adopted
+
+    def teardown(self) -> None:
+        self.end_copy(fails=False)
+        for request in list(self.transit):
+            self.land(request)
+        for request in list(self.names):
+            request.finish_reason = FinishReason.ABORT
+            self.kv.forget_prefix(request)
+            self.kv.release(request)
+        self.kv.check()
+        assert not self.kv._device._waiting
+        assert not self.kv._host._waiting
+        self.kv.reserve(ACCOUNT, 0)
+        assert (self.kv.device_free, self.kv.host_free, self.kv.available) == (DEVICE, HOST, DEVICE)
+
+
+TestLedgerMachine = LedgerMachine.TestCase
+TestLedgerMachine.settings = settings(max_examples=80, stateful_step_count=50, deadline=None, derandomize=True)
+
+
+def blocks_of(kv: KVLedger, number: int, tokens: int) -> Request:
+    """A request whose `tokens` tokens are computed on the device."""
+    request = make(number, tokens)
+    kv.grow(request, tokens)
+    request.computed = request.planned = tokens
+    return request
+
+
+def leak(kv: KVLedger) -> None:
+    kv._device._empty.pop()
+
+
+def leak_host(kv: KVLedger) -> None:
+    kv._host._empty.pop()
+
+
+def double(kv: KVLedger) -> None:
+    kv._device._empty.append(kv._device._empty[-1])
+
+
+def double_between_holders(kv: KVLedger) -> None:
+    one, other = (kv.blocks_of(request) for request in list(kv.holders())[:2])
+    assert one is not None
+    assert other is not None
+    one.device[0] = other.device[0]
+
+
+def swap_for_a_foreign_block(kv: KVLedger) -> None:
+    kv._device._empty[0] = DEVICE + 5
+
+
+def stale_table(kv: KVLedger) -> None:
+    held = kv.blocks_of(next(kv.holders()))
+    assert held is not None
+    held.table = held.table[::-1]
+
+
+def stale_room(kv: KVLedger) -> None:
+    held = kv.blocks_of(next(kv.holders()))
+    assert held is not None
+    held.room += BLOCK
+
+
+def lose_a_claim(kv: KVLedger) -> None:
+    kv._root.lent -= 1
+
+
+def claim_too_little(kv: KVLedger) -> None:
+    held = kv.blocks_of(next(kv.holders()))
+    assert held is not None
+    held.size -= 1
+
+
+def lose_a_lender(kv: KVLedger) -> None:
+    kv._held.popitem()
+
+
+def claim_in_a_circle(kv: KVLedger) -> None:
+    one, other = (kv.blocks_of(request) for request in list(kv.holders())[:2])
+    assert one is not None
+    assert other is not None
+    one._part()
+    other._part()
+    one.lender, other.lender = other, one
+
+
+def compute_beyond_the_blocks(kv: KVLedger) -> None:
+    next(kv.holders()).computed = 100
+
+
+def lose_count_of_transit(kv: KVLedger) -> None:
+    kv.blocks_in_transit[Direction.OUT] += 1
+
+
+def hold_too_much_on_the_host(kv: KVLedger) -> None:
+    held = kv.blocks_of(next(kv.holders()))
+    assert held is not None
+    held.host += kv._host.take(1)
+
+
+def hold_without_a_word(kv: KVLedger) -> None:
+    one, other = (kv.blocks_of(request) for request in list(kv.holders())[:2])
+    assert one is not None
+    assert other is not None
+    kv._holders[one.device[0]] = [one, other]
+
+
+def lose_count_of_what_is_shared(kv: KVLedger) -> None:
+    held = kv.blocks_of(next(kv.holders()))
+    assert held is not None
+    held.shared += 1
+
+
+def lead_a_key_astray(kv: KVLedger) -> None:
+    kv._device._blocks[b"key"] = 0
+
+
+def key_an_empty_block(kv: KVLedger) -> None:
+    block = kv._device._empty[0]
+    kv._device._blocks[b"key"], kv._device._keys[block] = block, b"key"
+
+
+def cache_without_a_key(kv: KVLedger) -> None:
+    kv._device._cached[kv._device._empty.pop()] = None
+
+
+@pytest.mark.parametrize(
+    "corrupt",
+    [
+        leak,
+        leak_host,
+        double,
+        double_between_holders,
+        swap_for_a_foreign_block,
+        stale_table,
+        stale_room,
+        lose_a_claim,
+        claim_too_little,
+        lose_a_lender,
+        claim_in_a_circle,
+        compute_beyond_the_blocks,
+        hold_too_much_on_the_host,
+        lose_count_of_transit,
+        hold_without_a_word,
+        lose_count_of_what_is_shared,
+        lead_a_key_astray,
+        key_an_empty_block,
+        cache_without_a_key,
+    ],
+)
+def test_the_check_finds(corrupt: Callable[[KVLedger], None]) -> None:
+    kv = KVLedger(DEVICE, HOST, BLOCK)
+    blocks_of(kv, 0, 9)
+    kv.claim(blocks_of(kv, 1, 5), 4)
+    kv.check()
+    corrupt(kv)
+    with pytest.raises(LedgerError):
+        kv.check()
+
+
+def test_expected_kv_is_fenced_until_it_is_there() -> None:
+    kv = KVLedger(DEVICE, HOST, BLOCK)
+    request = make(0, 10)
+    request.computed = 10
+    kv.expect(request)
+    kv.check()
+    assert kv.device_free == DEVICE - 3
+    assert (kv.is_settled(request), kv.is_moving, kv.can_move_out(request)) == (False, False, False)
+    for wrong in (kv.release, kv.expect):
+        with pytest.raises(LedgerError, match="in transit"):
+            wrong(request)
+    kv.receive(request)
+    with pytest.raises(LedgerError, match="does not expect"):
+        kv.receive(request)
+    kv.check()
+    kv.release(request)
+    assert kv.device_free == DEVICE
+
+
+def test_blocks_are_handed_out_lowest_first_and_again_in_the_same_order() -> None:
+    kv = KVLedger(DEVICE, HOST, BLOCK)
+    first = blocks_of(kv, 0, 12)
+    assert kv.slots(first) == (0, 1, 2)
+    kv.release(first)
+    assert kv.slots(blocks_of(kv, 1, 12)) == (0, 1, 2)
+
+
+def test_a_promise_is_not_a_block() -> None:
+    kv = KVLedger(DEVICE, HOST, BLOCK)
+    owner, other = make(0), make(1)
+    kv.claim(owner, 10)
+    assert (kv.device_free, kv.available) == (12, 2)
+    assert kv.shortfall(owner, 40) == 0
+    assert kv.shortfall(other, 12) == 1
+    kv.grow(owner, 20)
+    assert (kv.device_free, kv.available) == (7, 2)
+    kv.release(owner)
+    assert (kv.device_free, kv.available) == (12, 12)
+
+
+def test_a_move_before_the_step_frees_at_once_and_one_beside_it_when_it_lands() -> None:
+    kv = KVLedger(DEVICE, HOST, BLOCK)
+    one, other = blocks_of(kv, 0, 8), blocks_of(kv, 1, 8)
+    kv.land(kv.move_out(one, blocking=True))
+    assert kv.device_free == 10
+    move = kv.move_out(other, blocking=False)
+    assert kv.device_free == 10
+    kv.land(move)
+    assert kv.device_free == 12
+
+
+def on_host(kv: KVLedger, number: int, tokens: int) -> Request:
+    """A request whose KV has moved out."""
+    request = blocks_of(kv, number, tokens)
+    kv.land(kv.move_out(request, blocking=True))
+    return request
+
+
+def test_a_failed_move_out_beside_a_step_leaves_the_kv_where_it_was() -> None:
+    kv = KVLedger(DEVICE, HOST, BLOCK)
+    request = blocks_of(kv, 0, 8)
+    table = kv.slots(request)
+    move = kv.move_out(request, blocking=False)
+    assert (kv.device_free, kv.host_free) == (10, 6)
+    assert (kv.blocks_in_transit[Direction.OUT], kv.blocks_in_transit[Direction.IN]) == (2, 0)
+    assert kv.fail(move) is None
+    assert (kv.device_free, kv.host_free, kv.is_moving) == (10, 8, False)
+    assert kv.slots(request) == table
+    assert kv.grow(request, 9).room == 12
+    kv.check()
+
+
+def test_a_failed_move_out_before_a_step_has_lost_the_kv() -> None:
+    """The step may have written where it lay."""
+    kv = KVLedger(DEVICE, HOST, BLOCK)
+    request = blocks_of(kv, 0, 8)
+    move = kv.move_out(request, blocking=True)
+    assert kv.fail(move) == 0
+    assert (kv.device_free, kv.host_free, kv.is_moving) == (12, 8, False)
+    kv.release(request)
+    request.computed = 0
+    kv.check()
+
+
+@pytest.mark.parametrize("grows", [False, True])
+def test_a_failed_move_in_has_lost_the_kv(grows: bool) -> None:
+    """Before a step, which may have given it more blocks, as beside one."""
+    kv = KVLedger(DEVICE, HOST, BLOCK)
+    request = on_host(kv, 0, 8)
+    move = kv.move_in(request)
+    assert (kv.blocks_in_transit[Direction.OUT], kv.blocks_in_transit[Direction.IN]) == (0, 2)
+    if grows:
+        kv.grow(request, 9)
+    assert (kv.device_free, kv.host_free) == (9 if grows else 10, 6)
+    assert kv.fail(move) == 0
+    assert (kv.host_free, kv.is_moving) == (8, False)
+    kv.release(request)
+    assert (kv.device_free, kv.host_free) == (12, 8)
+    request.computed = 0
+    kv.check()
+
+
+def test_a_move_ends_once_however_it_ends() -> None:
+    kv = KVLedger(DEVICE, HOST, BLOCK)
+    move = kv.move_out(blocks_of(kv, 0, 8), blocking=False)
+    kv.fail(move)
+    with pytest.raises(LedgerError, match="not in transit"):
+        kv.land(move)
+
+
+def test_a_move_out_takes_computed_blocks_only_and_ends_the_promise() -> None:
+    kv = KVLedger(DEVICE, HOST, BLOCK)
+    request = make(0, 40)
+    kv.claim(request, 10)
+    kv.grow(request, 24)
+    request.computed = request.planned = 5
+    move = kv.move_out(request, blocking=False)
+    assert (move.source, kv.device_free, kv.available) == ((0, 1), 10, 10)
+
+
+def test_a_move_in_does_not_take_what_others_were_promised() -> None:
+    kv = KVLedger(DEVICE, HOST, BLOCK)
+    request = blocks_of(kv, 0, 16)
+    kv.land(kv.move_out(request, blocking=True))
+    kv.claim(make(1), 9)
+    assert kv.device_free == 12
+    assert not kv.can_move_in(request)
+
+
+def test_a_request_in_flight_cannot_be_moved_out() -> None:
+    kv = KVLedger(DEVICE, HOST, BLOCK)
+    request = blocks_of(kv, 0, 8)
+    request.planned += 1
+    assert not kv.can_move_out(request)
+
+
+def test_a_full_host_takes_nobody() -> None:
+    kv = KVLedger(DEVICE, 1, BLOCK)
+    assert not kv.can_move_out(blocks_of(kv, 0, 5))
+    assert kv.can_move_out(blocks_of(kv, 1, 4))
+
+
+@pytest.mark.parametrize("sizes", [(0, 0, 4), (1, -1, 4), (1, 0, 0)])
+def test_pool_sizes_are_checked(sizes: tuple[int, int, int]) -> None:
+    with pytest.raises(ValueError, match="must be at least"):
+        KVLedger(*sizes)
+
+
+def test_blocks_that_no_account_knows_are_freed_and_no_others() -> None:
+    """Their KV cannot be found any more, that of other blocks can."""
+    kv = KVLedger(DEVICE, HOST, BLOCK)
+    first, second = (make(number, 30, prefix=NamedPrefix(range(8), BLOCK, BLOCK)) for number in (1, 2))
+    kv.grow(first, 3 * BLOCK)
+    first.known, first.computed = 30, 3 * BLOCK
+    kv.offer(first)
+    device, host = kv._device.take(2), kv._host.take(3)
+    assert kv._device.name(device[0], b"lost")
+    assert kv.adopt(second).tokens == 3 * BLOCK
+    assert kv.astray == (2, 3)
+    with pytest.raises(LedgerError, match="leaked or doubled"):
+        kv.check()
+    assert kv.recover() == 5
+    kv.check()
+    assert kv.astray == (0, 0)
+    assert kv._device.find(b"lost") is None
+    assert (kv.device_free, kv.host_free, kv.shared_blocks) == (DEVICE - 3, HOST, 3)
+    assert (device, host) == ([3, 4], [0, 1, 2])

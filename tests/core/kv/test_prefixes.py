@@ -1,0 +1,255 @@
+"""KV that is computed once: what requests find of their prompts, and when they wait for it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from skipjoin.core.events import Admitted
+from skipjoin.core.kv.block_pool import BlockPool
+from skipjoin.core.kv.ledger import KVLedger
+from skipjoin.core.kv.prefixes import ContentPrefix, NamedPrefix
+from skipjoin.core.policy import Policies
+from skipjoin.core.request import FinishReason, Request
+from skipjoin.core.scheduling.candidates import MOST_BEHIND_S
+from skipjoin.core.scheduling.scheduler import Scheduler
+from skipjoin.core.scheduling.waits import WaitReason
+from skipjoin.policies.admission import OnDemand
+from skipjoin.policies.batching import Greedy
+from skipjoin.policies.eviction import Recompute
+from support.load import make
+from support.policies import Ranks
+from support.watch import Stepper, WatchedCore
+
+BLOCK = 4
+TEXT = range(100, 200)
+
+
+def stepper(blocks: int = 100, *, most_tokens: int = 64, depth: int = 1) -> Stepper:
+    """Requests run by id; chunks of most_tokens."""
+    policies = Policies(
+        Ranks(dict.fromkeys(range(100), 0)), Greedy(8, most_tokens, chunked=True), OnDemand(0.0), Recompute()
+    )
+    return Stepper(WatchedCore(Scheduler(policies, KVLedger(blocks, 0, BLOCK), depth=depth, overlap=depth > 1)))
+
+
+def asking(number: int, prompt: Sequence[int], max_tokens: int = 3, *, salt: bytes = b"", **rest: bool) -> Request:
+    request = make(number, 1, max_tokens, **rest)
+    request.prompt, request.known = prompt, len(prompt)
+    request.max_total_tokens = len(prompt) + max_tokens
+    request.prefix = ContentPrefix(BLOCK, salt)
+    return request
+
+
+def computed(steps: Stepper, number: int) -> int:
+    """Tokens of the request that all plans until now compute."""
+    return sum(piece[2] for _, plan in steps.core.trace for piece in plan[1] if piece[0] == number)
+
+
+def cached(steps: Stepper) -> list[int]:
+    return [event.cached for event in steps.events if isinstance(event, Admitted)]
+
+
+@pytest.mark.parametrize(("length", "found"), [(16, 12), (17, 16), (3, 0)])
+def test_a_prompt_that_was_there_is_found_in_full_blocks_before_its_last_token(length: int, found: int) -> None:
+    steps = stepper()
+    for number in range(2):
+        steps.add(asking(number, TEXT[:length]))
+        steps.drain()
+    assert cached(steps) == [0, found]
+    assert steps.tokens[0] == steps.tokens[1]
+
+
+def test_what_was_generated_is_found_too() -> None:
+    steps = stepper()
+    first = asking(0, TEXT[:6], 20)
+    steps.add(first)
+    steps.drain()
+    steps.add(asking(1, [*first.prompt, *first.output, 7]))
+    steps.drain()
+    assert cached(steps) == [0, 24]  # the last token of an output is never computed
+
+
+@pytest.mark.parametrize("other", [{"salt": b"other"}, {"prompt": [1, *TEXT[1:20]]}])
+def test_another_salt_or_first_token_finds_nothing(other: dict[str, Any]) -> None:
+    steps = stepper()
+    for number, changed in enumerate(({}, other)):
+        steps.add(asking(number, **{"prompt": TEXT[:20]} | changed))
+        steps.drain()
+    assert cached(steps) == [0, 0]
+
+
+def test_requests_that_come_together_compute_their_prompt_once() -> None:
+    steps = stepper(most_tokens=16)
+    steps.add(*(asking(number, TEXT[:41]) for number in range(8)))
+    steps.step()
+    assert steps.core.requests[1].wait is not None
+    assert steps.core.requests[1].wait.reason is WaitReason.BEHIND_PREFIX
+    steps.drain()
+    assert [computed(steps, number) for number in range(8)] == [43, *[3] * 7]
+
+
+def test_who_follows_goes_on_when_the_first_one_is_aborted() -> None:
+    steps = stepper(most_tokens=16)
+    steps.add(*(asking(number, TEXT[:41]) for number in range(3)))
+    steps.step()
+    steps.core.abort(0, steps.now, FinishReason.ABORT)
+    steps.drain()
+    assert [computed(steps, number) for number in range(3)] == [16, 27, 3]
+
+
+def test_none_waits_for_less_important_requests_or_for_long() -> None:
+    steps = stepper(most_tokens=4)
+    steps.add(asking(0, TEXT, best_effort=True))
+    steps.step()
+    steps.add(asking(1, TEXT), asking(2, TEXT, best_effort=True))
+    steps.core.scheduler.policies.ordering.numbers |= {0: -1, 1: -2}
+    steps.step()
+    assert computed(steps, 1) == 4
+    assert computed(steps, 2) == 0
+    steps.core.abort(1, steps.now)
+    steps.now += MOST_BEHIND_S
+    steps.core.scheduler.policies.ordering.numbers |= {2: -3}
+    steps.step()
+    assert computed(steps, 2) == 4
+
+
+def test_a_step_that_was_given_up_offers_nothing() -> None:
+    steps = stepper()
+    steps.gives_up = lambda piece: True
+    steps.add(asking(0, TEXT[:20]))
+    steps.step()
+    steps.gives_up = lambda piece: False
+    steps.add(asking(1, TEXT[:20]))
+    steps.drain()
+    assert cached(steps) == [0, 0]
+
+
+def test_slices_in_flight_of_a_request_that_was_given_up_register_no_keys() -> None:
+    """The KV of a later chunk rests on KV that was never computed."""
+    steps = stepper(most_tokens=4, depth=2)
+    steps.add(asking(0, TEXT[:20]))
+    steps.start()
+    steps.start()
+    steps.gives_up = lambda piece: piece.start == 0
+    steps.finish()
+    steps.gives_up = lambda piece: False
+    steps.finish()
+    steps.add(asking(1, TEXT[:20]))
+    steps.drain()
+    assert cached(steps) == [0, 0]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_an_aborted_request_registers_the_keys_of_committed_slices_only(depth: int) -> None:
+    steps = stepper(most_tokens=4, depth=depth)
+    steps.add(asking(0, TEXT[:20]))
+    steps.step()
+    for _ in range(depth):
+        steps.start()
+    steps.core.abort(0, steps.now)
+    for _ in range(depth):
+        steps.finish()
+    steps.add(asking(1, TEXT[:20]))
+    steps.drain()
+    assert cached(steps) == [0, 4]
+
+
+def test_blocks_that_a_waiting_request_can_use_are_handed_out_last() -> None:
+    kv = KVLedger(6, 0, BLOCK)
+    old, new = (asking(number, range(start, start + 13)) for number, start in ((0, 100), (1, 200)))
+    for request in (old, new):
+        request.finish_reason = None
+        kv.grow(request, 12)
+        request.computed = request.planned = 12
+        kv.offer(request)
+        request.finish_reason = FinishReason.STOP
+        kv.release(request)
+    again, filler = asking(2, range(100, 113)), make(3, 12)
+    kv.await_prefix(again)
+    kv.grow(filler, 12)
+    assert kv.hit(again).tokens == 12
+    assert kv.hit(asking(4, range(200, 213))).tokens == 0
+    kv.check()
+
+
+def test_a_long_prefix_costs_nothing_while_its_request_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither looked up nor held and released again at each step."""
+    steps = stepper(1000, most_tokens=5000)
+    steps.add(asking(0, range(3600)))
+    steps.drain()
+    steps.add(make(1, 360, 30))
+    steps.step()
+    late = asking(2, range(3800))
+    steps.add(late)
+    steps.step()
+    calls = Counter[str]()
+
+    def counted(name: str) -> None:
+        method = getattr(BlockPool, name)
+
+        def call(pool: BlockPool, *args: Any) -> Any:
+            calls[name] += 1
+            return method(pool, *args)
+
+        monkeypatch.setattr(BlockPool, name, call)
+
+    for name in ("find", "find_free", "revive", "want"):
+        counted(name)
+    for _ in range(20):
+        steps.step()
+    assert late.wait is not None
+    assert late.wait.reason is WaitReason.NO_KV
+    assert sum(calls.values()) <= 20 * 5
+    steps.drain()
+    assert cached(steps)[-1] == 3600
+
+
+def test_keys_are_the_same_by_parts_at_once_and_in_a_copy() -> None:
+    one, two = asking(0, TEXT), asking(1, TEXT)
+    begun = list(one.prefix.keys(one, 30))
+    copy = one.prefix.copy()
+    assert list(one.prefix.keys(one, 100)) == list(two.prefix.keys(two, 100))
+    other = asking(2, [*TEXT[:30], *range(50)])
+    assert [list(copy.keys(other, 80))[index] in begun for index in range(8)] == [True] * 7 + [False]
+
+
+def test_keys_of_reversed_blocks_do_not_depend_on_earlier_questions() -> None:
+    requests = [asking(number, TEXT[:4], reverse=True) for number in range(2)]
+    requests[0].prefix.keys(requests[0], 3)
+    first, second = (list(request.prefix.keys(request, 4)) for request in requests)
+    assert first == second != list(asking(2, TEXT[:4]).prefix.keys(asking(2, TEXT[:4]), 4))
+
+
+def test_names_of_a_trace_cover_whole_blocks() -> None:
+    keys = NamedPrefix([7, 8], 8, BLOCK).keys(make(0), 16)
+    assert len(set(keys)) == 4
+    assert keys[:2] == NamedPrefix([7, 9], 8, BLOCK).keys(make(0), 16)[:2]
+    with pytest.raises(ValueError, match="whole blocks of 4"):
+        NamedPrefix([7], 6, BLOCK)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_requests_that_share_all_they_hold_make_way_for_one_that_needs_it(depth: int) -> None:
+    """What they share comes free with the last of them, and is in no footprint. With two plans in flight one of them
+    runs at any time, unless it pauses."""
+    steps = stepper(8, depth=depth)
+    for number in range(2):
+        steps.add(asking(number, TEXT[:17], 9))
+        steps.step()
+        steps.step()
+    assert [steps.core.kv.footprint(request) for request in steps.core.kv.holders()] == [1, 1]
+    if depth == 2:
+        steps.start()
+    steps.core.scheduler.policies.ordering.numbers[2] = -1
+    steps.add(make(2, 28, 2))
+    for _ in range(depth):
+        steps.start()
+        steps.finish()
+    ran = [piece[0] for _, plan in steps.core.trace for piece in plan[1]]
+    assert 2 in ran
+    steps.drain()
+    assert steps.tokens.keys() == {0, 1, 2}

@@ -1,0 +1,395 @@
+"""KV between the tiers: moves that take longer than steps, moves that fail, and who waits for them."""
+
+from __future__ import annotations
+
+import pytest
+
+from skipjoin.core.events import Event, Moved, MoveFailed, Preempted, Preemption
+from skipjoin.core.kv.ledger import KVLedger
+from skipjoin.core.policy import Policies
+from skipjoin.core.request import Request
+from skipjoin.core.scheduling.scheduler import Scheduler
+from skipjoin.core.step import Direction, Move, StepPlan, StepResult
+from skipjoin.policies.admission import OnDemand
+from skipjoin.policies.batching import Greedy
+from support.load import make
+from support.policies import OnCall, Ranks
+from support.watch import Stepper, WatchedCore
+
+OUT, IN = Direction.OUT, Direction.IN
+
+
+class OnCallBeside(OnCall):
+    """No request comes back from the host but on call."""
+
+    def returns_overlapped(self, request: Request) -> bool:
+        return True
+
+
+class Scene:
+    """A stepper, with an ordering and a pressure that obey. Requests have a prompt of 8 tokens, two blocks of four."""
+
+    def __init__(
+        self,
+        numbers: dict[int, int],
+        *,
+        blocks: int = 20,
+        host: int = 20,
+        depth: int = 1,
+        eviction: OnCall | None = None,
+    ) -> None:
+        self.eviction = eviction or OnCall()
+        self.ordering = Ranks(numbers)
+        policies = Policies(self.ordering, Greedy(8, 1000, chunked=True), OnDemand(0.0), self.eviction)
+        kv = KVLedger(blocks, host, 4)
+        self.stepper = Stepper(WatchedCore(Scheduler(policies, kv, depth=depth, overlap=depth > 1)))
+        self.kv = kv
+
+    def add(self, number: int, max_tokens: int = 20, prompt: int = 8) -> Request:
+        request = make(number, prompt, max_tokens)
+        self.stepper.add(request)
+        return request
+
+    def ran(self) -> list[int]:
+        return [piece.request.id for piece in self.stepper.step().slices]
+
+    def swap_out(self, request: Request) -> None:
+        """Beside one step, landed when that is done."""
+        self.eviction.out = [request]
+        plan = self.stepper.step()
+        assert [move.request for move in plan.overlapped] == [request]
+        held = self.kv.blocks_of(request)
+        assert held is not None
+        assert held.host
+        assert not held.device
+
+    def story(self, request: Request) -> list[Event]:
+        """What became of the request's KV, oldest first."""
+        kinds = Preempted | Moved | MoveFailed
+        events = [event for event in self.stepper.events if isinstance(event, kinds)]
+        return [e for e in events if (e.request if isinstance(e, Preempted) else e.move.request) is request]
+
+
+def always(move: Move) -> bool:
+    return True
+
+
+def started(plan: StepPlan | None) -> StepPlan:
+    assert plan is not None
+    return plan
+
+
+# -- moves that take their time ---------------------------------------------------------------------------------------
+
+
+def test_others_run_while_a_move_is_under_way_and_its_blocks_stay_fenced() -> None:
+    scene = Scene({0: 1, 1: 2, 2: 3}, blocks=7)
+    first, second = scene.add(0), scene.add(1)
+    assert scene.ran() == [0, 1]
+    scene.stepper.late = 3
+    scene.eviction.out = [second]
+    scene.add(2, prompt=5)
+    for _ in range(3):  # three blocks are free of the seven, and request 0 takes one of them
+        assert scene.ran() == [0, 2]
+        assert (scene.kv.device_free, scene.kv.is_moving) == (0, True)
+    assert scene.ran() == [0, 2]
+    assert (scene.kv.device_free, scene.kv.is_moving) == (2, False)
+    assert first.computed > second.computed == 8
+    scene.stepper.late = 0
+    scene.stepper.drain()
+
+
+def test_a_request_on_its_way_back_joins_once_it_has_landed() -> None:
+    scene = Scene({0: 1, 1: 2})
+    scene.add(0)
+    mover = scene.add(1)
+    scene.ran()
+    scene.swap_out(mover)
+    scene.stepper.late = 2
+    scene.eviction.back = [mover]
+    assert [scene.ran() for _ in range(4)] == [[0], [0], [0], [0, 1]]
+    scene.stepper.drain()
+
+
+def test_where_nobody_can_run_plans_without_slices_give_the_move_time() -> None:
+    scene = Scene({0: 2, 1: 1})
+    request = scene.add(0)
+    scene.add(1)
+    scene.ran()
+    scene.stepper.late = 3
+    scene.eviction.out = [request]
+    assert scene.ran() == [1]
+    scene.stepper.core.abort(1, scene.stepper.now)
+    assert [scene.ran() for _ in range(4)] == [[], [], [], [0]]
+    scene.stepper.drain()
+
+
+def test_with_a_plan_in_flight_there_is_no_plan_that_only_waits() -> None:
+    scene = Scene({0: 2, 1: 1}, depth=2)
+    request = scene.add(0)
+    scene.add(1)
+    scene.ran()
+    scene.stepper.late = 2
+    scene.eviction.out = [request]
+    assert [piece.request.id for piece in started(scene.stepper.start()).slices] == [1]
+    scene.stepper.core.abort(1, scene.stepper.now)
+    for _ in range(2):
+        assert scene.stepper.start() is None
+        scene.stepper.finish()
+        assert not started(scene.stepper.start()).slices
+    scene.stepper.drain()
+
+
+def test_moves_outlive_the_last_request() -> None:
+    scene = Scene({0: 1})
+    request = scene.add(0)
+    scene.ran()
+    scene.stepper.late = 5
+    scene.eviction.out = [request]
+    scene.stepper.start()
+    scene.stepper.core.abort(0, scene.stepper.now)
+    assert scene.kv.device_free < scene.kv.device_total
+    scene.stepper.drain()
+
+
+def test_who_is_chosen_to_leave_while_a_plan_runs_it_pauses_and_leaves_later() -> None:
+    scene = Scene({0: 1, 1: 2}, depth=2)
+    scene.add(0)
+    leaver = scene.add(1)
+    assert [p.request.id for p in started(scene.stepper.start()).slices] == [0, 1]
+    scene.eviction.out = [leaver]
+    plan = started(scene.stepper.start())
+    assert [piece.request.id for piece in plan.slices] == [0]
+    assert plan.overlapped == ()
+    scene.stepper.finish()
+    scene.eviction.out = [leaver]
+    assert [move.request for move in started(scene.stepper.start()).overlapped] == [leaver]
+    assert leaver.evictions == 0, "it was not evicted: nobody needed its blocks"
+    scene.stepper.drain()
+
+
+def test_what_is_asked_for_and_impossible_is_left() -> None:
+    """The host has room for one of the two, and nobody comes back who is there."""
+    scene = Scene({0: 1, 1: 2, 2: 3}, host=3)
+    requests = [scene.add(number) for number in range(3)]
+    scene.ran()
+    scene.eviction.out, scene.eviction.back = requests[1:], requests[1:]
+    plan = scene.stepper.step()
+    assert [(move.direction, move.request.id) for move in plan.overlapped] == [(OUT, 1)]
+    scene.stepper.drain()
+
+
+def test_who_matters_most_does_not_leave_beside_a_step() -> None:
+    """Its turn has come: moved back and forth, it would never run."""
+    scene = Scene({0: 1, 1: 2})
+    requests = [scene.add(0), scene.add(1)]
+    scene.ran()
+    scene.eviction.out = requests
+    plan = scene.stepper.step()
+    assert [move.request.id for move in plan.overlapped] == [1]
+    assert [piece.request.id for piece in plan.slices] == [0]
+    scene.stepper.drain()
+
+
+# -- moves that fail --------------------------------------------------------------------------------------------------
+
+
+def test_a_failed_move_out_beside_a_step_leaves_the_request_where_it_was() -> None:
+    scene = Scene({0: 1, 1: 2})
+    scene.add(0)
+    request = scene.add(1)
+    scene.ran()
+    table = scene.kv.slots(request)
+    scene.eviction.out = [request]
+    scene.stepper.fails = always
+    assert scene.ran() == [0]
+    scene.stepper.fails = lambda move: False
+    assert scene.kv.slots(request) == table
+    (piece,) = [piece for piece in scene.stepper.step().slices if piece.request is request]
+    assert (piece.start, piece.tokens) == (8, 1)
+    kinds = [event.how if isinstance(event, Preempted) else type(event) for event in scene.story(request)]
+    assert kinds == [Preemption.SWAP, MoveFailed]
+    scene.stepper.drain()
+    assert scene.stepper.tokens[1] == list(range(8, 28))
+
+
+def test_after_a_failed_move_nobody_leaves_beside_the_next_step() -> None:
+    """Who tries to leave at every step, and is in transit whenever its blocks are needed, would keep them for ever."""
+    scene = Scene({0: 1, 1: 2}, blocks=5)
+    scene.add(0, 5, prompt=12)
+    stubborn = scene.add(1, 5)
+    scene.ran()
+    scene.stepper.fails = always
+    for _ in range(3):
+        scene.eviction.out = [stubborn]
+        scene.ran()
+    assert stubborn.evictions == 1
+    assert scene.kv.blocks_of(stubborn) is None
+    scene.stepper.fails = lambda move: False
+    scene.stepper.drain()
+
+
+def test_a_failed_move_out_before_a_step_is_computed_again() -> None:
+    scene = Scene({0: 5, 1: 1}, blocks=5)
+    victim = scene.add(0, 5)
+    scene.ran()
+    scene.add(1, 2, prompt=16)
+    scene.stepper.fails = always
+    plan = scene.stepper.step()
+    assert [(move.direction, move.request.id) for move in plan.blocking] == [(OUT, 0)]
+    assert [piece.request.id for piece in plan.slices] == [1], "who made it leave is served all the same"
+    assert scene.stepper.tokens[1] == [16]
+    assert (victim.computed, scene.kv.blocks_of(victim)) == (0, None)
+    kinds = [event.how if isinstance(event, Preempted) else type(event) for event in scene.story(victim)]
+    assert kinds == [Preemption.SWAP, MoveFailed, Preemption.DROP]
+    assert victim.evictions == 1, "only one was to make room"
+    scene.stepper.drain()
+    assert scene.stepper.tokens[0] == list(range(8, 13))
+
+
+def test_a_failed_move_in_beside_a_step_is_computed_again() -> None:
+    scene = Scene({0: 1, 1: 2})
+    scene.add(0)
+    request = scene.add(1)
+    scene.ran()
+    scene.swap_out(request)
+    scene.eviction.back = [request]
+    scene.stepper.fails = always
+    assert scene.ran() == [0]
+    scene.stepper.fails = lambda move: False
+    assert scene.kv.blocks_of(request) is None
+    plan = scene.stepper.step()
+    assert [(p.start, p.tokens) for p in plan.slices if p.request is request] == [(0, 9)]
+    scene.stepper.drain()
+    assert scene.stepper.tokens[1] == list(range(8, 28))
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_slices_that_read_a_failed_move_count_for_nothing(depth: int) -> None:
+    scene = Scene({0: 1, 1: 2}, depth=depth)
+    scene.add(0)
+    request = scene.add(1, 5)
+    scene.ran()
+    scene.swap_out(request)
+    known = request.known
+    plan = started(scene.stepper.start())
+    assert [move.request for move in plan.blocking] == [request]
+    assert [piece.request.id for piece in plan.slices] == [0, 1]
+    told = len(scene.stepper.tokens[0])
+    core = scene.stepper.core
+    failed = [move for move in plan.blocking if move.request is request]
+    lost: list[set[Request]] = []
+    commit = core.scheduler.commit
+
+    def noted(result: StepResult, now: float) -> set[Request]:
+        lost.append(commit(result, now))
+        return lost[-1]
+
+    core.scheduler.commit = noted  # type: ignore[method-assign]
+    scene.stepper.fails = failed.__contains__
+    scene.stepper.finish()
+    assert lost == [{request}]
+    assert len(scene.stepper.tokens[0]) == told + 1
+    assert (request.known, request.computed, request.planned, request.pending_samples) == (known, 0, 0, 0)
+    scene.stepper.drain()
+    assert scene.stepper.tokens[1] == list(range(8, 13))
+
+
+@pytest.mark.parametrize("direction", [OUT, IN])
+def test_a_request_that_ended_on_its_way_goes_whatever_becomes_of_the_move(direction: Direction) -> None:
+    scene = Scene({0: 1, 1: 2})
+    scene.add(0)
+    request = scene.add(1)
+    scene.ran()
+    if direction is IN:
+        scene.swap_out(request)
+    scene.eviction.out, scene.eviction.back = [request], [request]
+    scene.stepper.start()
+    scene.stepper.core.abort(1, scene.stepper.now)
+    scene.stepper.fails = always
+    scene.stepper.finish()
+    assert scene.kv.blocks_of(request) is None
+    story = [event for event in scene.story(request) if isinstance(event, Preempted)]
+    assert [event.how for event in story] == [Preemption.SWAP], "it has ended: it is not preempted again"
+    scene.stepper.drain()
+
+
+# -- who waits on the host --------------------------------------------------------------------------------------------
+
+
+def test_before_a_step_or_only_beside_one() -> None:
+    for eviction, before in ((OnCall(), 1), (OnCallBeside(), 0)):
+        scene = Scene({0: 1, 1: 2}, eviction=eviction)
+        scene.add(0)
+        request = scene.add(1)
+        scene.ran()
+        scene.swap_out(request)
+        plan = scene.stepper.step()
+        assert len(plan.blocking) == before
+        assert [piece.request.id for piece in plan.slices] == [0, 1][: 1 + before]
+        scene.eviction.back = [request]
+        scene.stepper.step()
+        assert scene.ran() == [0, 1]
+        scene.stepper.drain()
+
+
+def test_who_matters_most_comes_back_before_the_step_though_others_wait_for_moves_overlapped() -> None:
+    """The space that a move beside a step needs may never be left over."""
+    scene = Scene({0: 1, 1: 2, 2: 3}, blocks=8, eviction=OnCallBeside())
+    scene.add(0, 9)
+    away, other = scene.add(1, 9), scene.add(2, 9)
+    scene.ran()
+    scene.swap_out(away)
+    assert scene.ran() == [0, 2]
+    scene.ordering.numbers[1] = 0
+    plan = scene.stepper.step()
+    assert [(move.direction, move.request) for move in plan.blocking if move.direction is IN] == [(IN, away)]
+    assert away in [piece.request for piece in plan.slices]
+    assert other.evictions == 1, "it makes way"
+    scene.ordering.numbers[2] = -1
+    scene.stepper.drain()
+
+
+def test_newcomers_ranked_below_leave_the_blocks_alone_that_who_is_on_the_host_needs() -> None:
+    scene = Scene({0: 1, 1: 3, 2: 4, 3: 2}, blocks=8, eviction=OnCallBeside())
+    scene.add(0, 6, prompt=12)
+    away = scene.add(1, 6)
+    scene.ran()
+    scene.swap_out(away)  # 2 blocks; of the 8, request 0 holds 4
+    scene.add(2, 1, prompt=12)
+    assert scene.ran() == [0], "with 3 of the 4 blocks it would leave 1"
+    scene.add(3, 1, prompt=12)
+    assert scene.ran() == [0, 3], "who matters more than who is away takes them"
+    scene.eviction.back = [away]
+    scene.ran()
+    assert 1 in scene.ran()
+    scene.stepper.drain()
+
+
+def test_who_could_run_but_for_its_kv_is_named() -> None:
+    scene = Scene({0: 1, 1: 2, 2: 3}, eviction=OnCallBeside())
+    scene.add(0)
+    on_host, moving = scene.add(1), scene.add(2)
+    scene.ran()
+    assert scene.stepper.step().waiting_for_kv == ()
+    scene.swap_out(on_host)
+    scene.stepper.late = 1
+    scene.eviction.out = [moving]
+    assert scene.stepper.step().waiting_for_kv == (on_host, moving)
+    scene.stepper.late = 0
+    scene.eviction.back = [on_host]
+    assert scene.stepper.step().waiting_for_kv == (on_host, moving)
+    scene.eviction.back = [moving]
+    assert scene.stepper.step().waiting_for_kv == (moving,)
+    assert scene.stepper.step().waiting_for_kv == ()
+    scene.stepper.drain()
+
+
+def test_without_a_host_pool_nobody_is_asked() -> None:
+    scene = Scene({0: 1}, host=0)
+    request = scene.add(0)
+    scene.ran()
+    scene.eviction.out = [request]
+    assert scene.ran() == [0]
+    assert scene.eviction.out == [request]
+    scene.stepper.drain()

@@ -1,0 +1,81 @@
+"""Something runs whenever requests are there and nothing is in flight, and the request that ranks first does not wait
+for good."""
+
+from __future__ import annotations
+
+import pytest
+
+from skipjoin.core.engine import EngineCore
+from skipjoin.core.kv.ledger import KVLedger
+from skipjoin.core.policy import HELD, Policies
+from skipjoin.core.scheduling.scheduler import Scheduler
+from skipjoin.core.step import StepResult
+from skipjoin.policies.admission import OnDemand
+from skipjoin.policies.batching import Greedy
+from skipjoin.policies.eviction import Recompute
+from support.load import make
+from support.policies import LendAll, Ranks, Verdicts
+from support.watch import Stepper, WatchedCore, World
+
+DEPTHS = pytest.mark.parametrize(("depth", "overlap"), [(1, False), (2, False), (2, True)])
+
+
+def sharing(depth: int, overlap: bool, *, blocks: int = 10, ranks: dict[int, int]) -> tuple[Stepper, Ranks]:
+    """Requests run by `ranks`, and best-effort ones lend their blocks."""
+    ordering = Ranks(ranks)
+    policies = Policies(ordering, Greedy(8, 1000, chunked=True), OnDemand(0.0), LendAll())
+    core = WatchedCore(Scheduler(policies, KVLedger(blocks, 200, 4), depth=depth, overlap=overlap))
+    return Stepper(core), ordering
+
+
+@DEPTHS
+def test_a_promoted_owner_runs_though_its_borrower_fills_the_device(depth: int, overlap: bool) -> None:
+    """Its own contested slots need more blocks than the device has, until the borrower is evicted."""
+    world = World("bros", depth, overlap, device_blocks=10, host_blocks=200, max_tokens=512, best_effort_wait_s=0.015)
+    stepper = Stepper(world.core())
+    stepper.add(make(0, 38, 2, best_effort=True))
+    stepper.step()
+    stepper.add(make(1, 36, 4, arrival=stepper.now))
+    stepper.drain(100)
+    assert stepper.tokens == {0: [38, 39], 1: [36, 37, 38, 39]}
+
+
+@DEPTHS
+def test_an_owner_that_ranks_first_again_does_not_wait_until_its_borrower_ends(depth: int, overlap: bool) -> None:
+    stepper, ordering = sharing(depth, overlap, ranks={0: 1, 1: 0})
+    stepper.add(make(0, 34, 6, best_effort=True))
+    while stepper.core.requests[0].pending > 1:
+        stepper.step()
+    stepper.add(make(1, 26, 14))
+    while len(stepper.tokens.get(1, ())) < 2:
+        while stepper.start() is not None:
+            pass
+        stepper.finish()
+    assert stepper.core.kv.lent_blocks
+    owned = len(stepper.tokens.get(0, ()))
+    ordering.numbers[0] = -1
+    for _ in range(3 * depth):
+        while stepper.start() is not None:
+            pass
+        stepper.finish()
+    assert len(stepper.tokens[0]) > owned
+    assert 1 in stepper.core.requests
+    stepper.drain()
+
+
+def test_a_request_that_the_batcher_refuses_keeps_no_blocks_from_one_that_it_takes() -> None:
+    """It ranks higher, and is evicted all the same: otherwise nothing would run."""
+    verdicts = Verdicts({})
+    policies = Policies(Ranks({0: 0, 1: 1}), verdicts, OnDemand(0.0), Recompute())
+    core = EngineCore(Scheduler(policies, KVLedger(4, 0, 4)))
+    core.add(make(0, 12, 4), 0.0)
+    core.add(make(1, 12, 2), 0.0)
+    ran = []
+    for step in range(6):
+        plan = core.start_step(float(step))
+        assert plan is not None
+        ran.append([piece.request.id for piece in plan.slices])
+        core.finish_step(StepResult(plan, [1] * len(plan.slices), 0.01), float(step))
+        core.kv.check()
+        verdicts.verdicts = {0: HELD} if 1 in core.requests else {}
+    assert ran == [[0], [1], [1], [0], [0], [0]]

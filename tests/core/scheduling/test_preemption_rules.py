@@ -1,0 +1,269 @@
+"""The rules that keep preemption from thrashing, each in the smallest scene that shows it.
+
+`WatchedCore` checks on every plan of every test: victims do not run; they leave only for somebody who matters more
+and runs in that very plan; a newcomer evicts neither its equals nor anybody who runs and has no token yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from skipjoin.core.events import Preempted, Preemption
+from skipjoin.core.kv.ledger import KVLedger
+from skipjoin.core.policy import EvictionPolicy, Grant, Policies
+from skipjoin.core.request import Request
+from skipjoin.core.scheduling.scheduler import Scheduler
+from skipjoin.policies.admission import OnDemand
+from skipjoin.policies.batching import Greedy
+from skipjoin.policies.eviction import Defer, Recompute
+from support.load import make
+from support.policies import DropTails, Ranks, SpillAll, SwapAll
+from support.watch import Stepper, WatchedCore, World
+
+
+def scene(
+    numbers: dict[int, int], *, blocks: int, host: int = 0, seats: int = 8, chunk: int = 1000
+) -> tuple[Stepper, Ranks]:
+    """Requests ranked by `numbers`, `chunk` tokens a step. With a host pool whoever makes way is swapped."""
+    ordering = Ranks(numbers)
+    eviction = SwapAll() if host else Recompute()
+    policies = Policies(ordering, Greedy(seats, chunk, chunked=True), OnDemand(0.0), eviction)
+    core = WatchedCore(Scheduler(policies, KVLedger(blocks, host, 4)))
+    return Stepper(core), ordering
+
+
+def ran(stepper: Stepper) -> set[int]:
+    return {piece.request.id for piece in stepper.step().slices}
+
+
+def test_equals_do_not_evict_each_other() -> None:
+    stepper, _ = scene({0: 5, 1: 5}, blocks=4)
+    stepper.add(make(0, 8, 5))
+    ran(stepper)
+    stepper.add(make(1, 8, 5))
+    for _ in range(4):
+        assert ran(stepper) == {0}
+    stepper.drain()
+    assert not any(isinstance(event, Preempted) for event in stepper.events)
+
+
+def test_strictly_higher_evicts() -> None:
+    stepper, _ = scene({0: 5, 1: 4}, blocks=4)
+    stepper.add(make(0, 8, 5))
+    ran(stepper)
+    stepper.add(make(1, 8, 5))
+    assert ran(stepper) == {1}
+    stepper.drain()
+
+
+def test_nobody_leaves_for_a_newcomer_that_would_still_not_fit() -> None:
+    stepper, _ = scene({0: 1, 1: 5, 2: 3}, blocks=8)
+    first, low = make(0, 16, 5), make(1, 8, 5)
+    stepper.add(first, low)
+    ran(stepper)
+    stepper.add(make(2, 17, 5))  # 5 blocks: 2 of request 1 and 1 free are not enough
+    assert ran(stepper) == {0, 1}
+    assert low.evictions == 0
+    stepper.drain()
+
+
+@pytest.mark.parametrize("host", [0, 8])
+def test_who_runs_makes_way_for_a_newcomer_only_after_a_token(host: int) -> None:
+    """Every time that it has its KV again, too, whether that was computed again or swapped."""
+    stepper, _ = scene({0: 5, **dict.fromkeys(range(1, 9), 1)}, blocks=4, chunk=4, host=host)
+    victim = make(0, 9, 5)
+    stepper.add(victim)
+    assert ran(stepper) == {0}
+    for number in range(1, 4):
+        # There from the first chunk of the victim on, it gets in when the victim has a token.
+        stepper.add(make(number, 13, 1))
+        while 0 in ran(stepper):
+            assert number not in stepper.tokens
+        assert (victim.evictions, len(victim.output)) == (number, number)
+        while 0 not in ran(stepper):
+            pass
+    stepper.drain()
+
+
+def test_who_was_passed_over_is_not_spared() -> None:
+    """Or somebody paused in its prompt would keep out for ever those who matter more."""
+    stepper, _ = scene({0: 5, 1: 1, 2: 2}, blocks=8, chunk=4)
+    paused = make(0, 12, 3)
+    stepper.add(paused)
+    assert ran(stepper) == {0}
+    stepper.add(make(1, 4, 5))  # takes all tokens of a step
+    assert ran(stepper) == {1}
+    assert (paused.computed, paused.output) == (4, [])
+    stepper.add(make(2, 16, 3))
+    assert ran(stepper) == {1, 2}
+    assert paused.evictions == 1
+    stepper.drain()
+
+
+def test_growth_evicts_the_tail_even_before_it_has_a_token() -> None:
+    """Somebody who runs must be able to grow: to be fresh protects from newcomers only."""
+    stepper, _ = scene({0: 1, 1: 2}, blocks=5, chunk=6)
+    fresh = make(1, 12, 3)
+    stepper.add(make(0, 5, 9), fresh)
+    assert ran(stepper) == {0, 1}
+    while not fresh.evictions:
+        stepper.step()
+    assert fresh.output == [] or not fresh.is_fresh
+    stepper.drain()
+
+
+@pytest.mark.parametrize(("depth", "overlap"), [(1, False), (2, False), (2, True)])
+@pytest.mark.parametrize("eviction", [Recompute, SwapAll, SpillAll, DropTails])
+def test_two_that_outrank_each_other_in_turn_both_finish(
+    eviction: Callable[[], EvictionPolicy], depth: int, overlap: bool
+) -> None:
+    """The deadlock of FastServe's section 4.2: who was killed is promoted, and kills who killed it. Here the one that
+    does not run outranks the other at once, and only one of them fits."""
+    ordering = Ranks({0: 1, 1: 1})
+    policies = Policies(ordering, Greedy(8, 5, chunked=True), OnDemand(0.0), eviction())
+    stepper = Stepper(WatchedCore(Scheduler(policies, KVLedger(6, 6, 4), depth=depth, overlap=overlap)))
+    requests = [make(0, 13, 9), make(1, 13, 9)]
+    stepper.add(*requests)
+    for _ in range(1000):
+        for request in requests:
+            runs = request.last_plan >= stepper.core.scheduler.latest_plan
+            ordering.numbers[request.id] = 2 if runs else 1
+        while stepper.start() is not None:
+            pass
+        if not stepper.core.plans:
+            break
+        stepper.finish()
+    stepper.core.assert_home()
+    assert min(request.evictions for request in requests) > 2
+    for request in requests:
+        assert len(request.output) == 9
+        assert request.evictions <= (18 if eviction is DropTails else 9)  # parts of both may leave room for neither
+
+
+def test_who_defers_lets_newcomers_wait_and_growth_evict() -> None:
+    policies = Policies(Ranks({0: 5, 1: 6, 2: 1}), Greedy(8, 1000, chunked=True), OnDemand(0.0), Defer())
+    stepper = Stepper(WatchedCore(Scheduler(policies, KVLedger(6, 0, 4))))
+    first, second = make(0, 8, 9), make(1, 8, 9)
+    stepper.add(first, second)
+    assert ran(stepper) == {0, 1}
+    stepper.add(make(2, 12, 2))
+    assert ran(stepper) == {0, 1}
+    # Both have 3 blocks now; the next one that the first needs is the second's.
+    while not second.evictions:
+        assert 0 in ran(stepper)
+    assert first.evictions == 0
+    assert len(first.output) > 4
+    stepper.drain()
+
+
+def test_nobody_below_an_evicted_request_takes_new_space_in_that_step() -> None:
+    stepper, _ = scene({0: 1, 1: 5, 2: 6}, blocks=8)
+    stepper.add(make(1, 24, 3))
+    ran(stepper)
+    # Request 0 needs 5 blocks and evicts request 1; the 3 blocks left would do for request 2.
+    stepper.add(make(0, 20, 2), make(2, 8, 3))
+    assert ran(stepper) == {0}
+    stepper.drain()
+
+
+def test_a_newcomer_that_does_not_fit_keeps_out_those_behind_it() -> None:
+    stepper, _ = scene({0: 1, 1: 2, 2: 3}, blocks=8)
+    stepper.add(make(0, 16, 5))
+    ran(stepper)
+    stepper.add(make(1, 20, 2), make(2, 4, 2))
+    assert ran(stepper) == {0}
+    stepper.drain()
+
+
+def test_a_request_that_cannot_come_back_yet_keeps_out_its_equals_behind_it() -> None:
+    """Or small newcomers would take the space that it waits for, one after the other, for ever."""
+    stepper, _ = scene({0: 1, **dict.fromkeys(range(1, 40), 5)}, blocks=8, host=8)
+    stepper.add(make(1, 24, 6))
+    ran(stepper)
+    stepper.add(make(0, 20, 4))
+    assert ran(stepper) == {0}
+    assert [event.how for event in stepper.events if isinstance(event, Preempted)] == [Preemption.SWAP]
+    for number in range(2, 40):
+        stepper.add(make(number, 4, 4))
+        if 1 in ran(stepper):
+            break
+    assert number < 8, "the swapped request starves"
+    stepper.drain()
+
+
+class NoPromise:
+    """A reservation that promises nothing: every chunk of a prompt has to find space of its own."""
+
+    def claim(self, request: Request, target: int, kv: KVLedger) -> Grant:
+        return Grant(now=0)
+
+
+def test_a_request_that_cannot_grow_yet_keeps_out_those_behind_it() -> None:
+    policies = Policies(Ranks({0: 1, 1: 5, 2: 6}), Greedy(8, 13, chunked=True), NoPromise(), Recompute())
+    stepper = Stepper(WatchedCore(Scheduler(policies, KVLedger(8, 0, 4))))
+    stepper.add(make(0, 13, 6))
+    ran(stepper)
+    stepper.add(make(1, 24, 2))
+    assert ran(stepper) == {0, 1}  # 12 tokens of request 1: 3 blocks, and 1 is left
+    stepper.add(make(2, 2, 3))
+    assert ran(stepper) == {0}
+    stepper.drain()
+
+
+def test_swap_falls_back_to_dropping_when_the_host_is_full() -> None:
+    stepper, _ = scene({0: 5, 1: 1}, blocks=4, host=1)
+    stepper.add(make(0, 12, 4))
+    ran(stepper)
+    stepper.add(make(1, 12, 2))
+    assert ran(stepper) == {1}
+    assert [event.how for event in stepper.events if isinstance(event, Preempted)] == [Preemption.DROP]
+    stepper.drain()
+
+
+def test_swapped_blocks_come_back_before_the_step_and_dropped_ones_are_computed_again() -> None:
+    for host in (0, 8):
+        stepper, _ = scene({0: 5, 1: 1}, blocks=4, host=host)
+        stepper.add(make(0, 12, 4))
+        ran(stepper)
+        stepper.add(make(1, 12, 1))
+        assert ran(stepper) == {1}
+        plan = stepper.step()
+        assert [(piece.start, piece.tokens) for piece in plan.slices] == [(12, 1) if host else (0, 13)]
+        assert len(plan.blocking) == bool(host)
+        stepper.drain()
+
+
+def test_paused_requests_keep_their_blocks() -> None:
+    stepper, ordering = scene({0: 5, 1: 1}, blocks=20, seats=1)
+    paused = make(0, 8, 5)
+    stepper.add(paused)
+    ran(stepper)
+    table = stepper.core.kv.slots(paused)
+    stepper.add(make(1, 8, 3))
+    assert ran(stepper) == {1}
+    assert stepper.core.kv.slots(paused) == table
+    assert [event.how for event in stepper.events if isinstance(event, Preempted)] == [Preemption.PAUSE]
+    ordering.numbers[0] = 0
+    assert ran(stepper) == {0}
+    stepper.drain()
+
+
+@pytest.mark.parametrize(("depth", "overlap"), [(2, False), (2, True), (3, False)])
+def test_a_deeper_pipeline_delays_an_eviction_by_no_more_than_its_depth(depth: int, overlap: bool) -> None:
+    world = World("fcfs", depth, overlap, device_blocks=12)
+    stepper = Stepper(world.core())
+    stepper.add(*(make(number, 8, 20, priority=1) for number in range(4)))
+    for _ in range(6):
+        while stepper.start() is not None:
+            pass
+        stepper.finish()
+    stepper.add(make(9, 40, 3, priority=0))
+    plans = 0
+    while 9 not in {piece.request.id for plan in stepper.core.plans for piece in plan.slices}:
+        if stepper.start() is None:
+            stepper.finish()
+            plans += 1
+        assert plans <= depth
+    stepper.drain()

@@ -1,0 +1,93 @@
+"""Ranks that are lost in every step with one request: it ends alone, and the engine goes on."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from skipjoin.core.engine import EngineCore
+from skipjoin.core.events import Event, Finished
+from skipjoin.core.kv.ledger import KVLedger
+from skipjoin.core.scheduling.scheduler import Scheduler
+from skipjoin.core.step import StepPlan, StepResult
+from skipjoin.engine.loop import EngineLoop
+from skipjoin.exec.base import RankError, RankMemoryError
+from skipjoin.policies.cost import LearningCost, LinearCost
+from skipjoin.recipes import Settings, build
+from skipjoin.sampling import SamplingParams
+
+COST = LinearCost(floor=0.01, prefill_token=1e-5, decode=1e-3)
+
+
+class LosingExecutor:
+    """Loses its ranks in every step in which `is_fatal` says so of a request's id and tokens."""
+
+    def __init__(self, error: RankError, is_fatal: Any) -> None:
+        self.error, self.is_fatal, self.restarts = error, is_fatal, 0
+
+    def submit(self, plan: StepPlan, now: float) -> SimpleNamespace:
+        return SimpleNamespace(result=lambda: self._result(plan))
+
+    def _result(self, plan: StepPlan) -> StepResult:
+        if any(self.is_fatal(piece.request) for piece in plan.slices):
+            raise self.error
+        return StepResult(plan, [7 if piece.samples else None for piece in plan.slices], 0.01)
+
+    def check(self) -> None:
+        pass
+
+    def restart(self, reason: Exception) -> None:
+        assert reason is self.error
+        self.restarts += 1
+
+
+def run(executor: LosingExecutor, requests: int = 4) -> dict[int, tuple[str, int, str]]:
+    """By request: how it ended, its tokens, and the text of its error. The third asks for its prompt's scores."""
+    policies = build("fcfs", Settings(COST, 8, 256))
+    core = EngineCore(Scheduler(policies, KVLedger(64, 0, 16)))
+    info = SimpleNamespace(eos_token_ids=(), vocab_size=99, max_model_len=256, cost=LearningCost(COST))
+    engine = SimpleNamespace(core=core, executor=executor, info=info, seed=0, jct_scale=None, caches_prefixes=False)
+    loop = EngineLoop(engine)  # type: ignore[arg-type]
+    events: list[Event] = []
+    for number in range(requests):
+        scores = 1 if number == 2 else None
+        loop.add(number, [1] * (4 + number % 2), SamplingParams(max_tokens=6, logprobs=scores, prompt_logprobs=scores))
+        if number == 1:
+            events += loop.step()
+    while core.requests:
+        events += loop.step()
+    core.kv.check()
+    assert core.kv.device_free == 64
+    ends = [event for event in events if isinstance(event, Finished)]
+    return {end.request.id: (end.reason.value, len(end.request.output), end.detail) for end in ends}
+
+
+def test_one_that_ends_ranks_fails_alone_at_the_third_loss() -> None:
+    executor = LosingExecutor(RankError("rank 1 was lost"), lambda request: request.id == 3)
+    ended = run(executor)
+    why = "ranks ended 3 times while they ran this request, which is not tried again"
+    assert ended.pop(3) == ("error", 0, why)
+    assert set(ended.values()) == {("length", 6, "")}
+    assert executor.restarts == 3
+
+
+def test_losses_with_tokens_in_between_blame_no_request() -> None:
+    left = [True, False, False, True, False, True]
+    executor = LosingExecutor(RankError("rank 1 was lost"), lambda request: request.id == 0 and left and left.pop())
+    assert set(run(executor).values()) == {("length", 6, "")}
+    assert executor.restarts == 3
+
+
+@pytest.mark.parametrize("fatal", [1, 2])
+def test_a_step_beyond_the_memory_costs_its_largest_request(fatal: int) -> None:
+    """At once; one that scores its prompt counts as larger."""
+    error = RankMemoryError("rank 0 failed: OutOfMemoryError")
+    executor = LosingExecutor(error, lambda request: request.id == fatal and len(request.output) < 2)
+    ended = run(executor, requests=2 if fatal == 1 else 4)
+    reason, _, why = ended.pop(fatal)
+    assert reason == "error"
+    assert "out of memory in a step with" in why
+    assert set(ended.values()) == {("length", 6, "")}
+    assert executor.restarts == 1

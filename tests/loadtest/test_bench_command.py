@@ -1,0 +1,312 @@
+"""`skipjoin bench`, as a user runs it: against a stub, and against a real server of the built-in model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import typer
+from aiohttp import web
+from typer.testing import CliRunner, Result
+
+from skipjoin.cli.bench import bench
+from skipjoin.loadtest import client as client_module
+from skipjoin.report.results import load_results
+from support.openai_stub import OpenAiStub, complete
+
+SKIPJOIN = Path(sys.executable).with_name("skipjoin")
+METRICS = 'skipjoin:cache_config_info{block_size="16",num_gpu_blocks="640",recipe="orca"} 1.0\n'
+SMALL = ("--lengths", "uniform:4-8,2-3", "--requests", "12", "--settle", "0", "--warmup", "1")
+
+PROGRAM = "import typer; from skipjoin.cli.bench import bench; typer.run(bench)"
+
+app = typer.Typer(pretty_exceptions_enable=False)
+app.command()(bench)
+
+
+@pytest.fixture(autouse=True)
+def no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+
+
+def run(url: str, *args: object) -> Result:
+    return CliRunner().invoke(app, ["--base-url", url, *map(str, args)])
+
+
+def test_a_record_for_every_rate_and_seed(tmp_path: Path) -> None:
+    out, times = tmp_path / "out.json", tmp_path / "times.jsonl"
+    with OpenAiStub(metrics=METRICS, api_key="sesame") as stub:
+        result = run(
+            f"{stub.url}/v1/", *SMALL, "--rates", "200,400", "--seeds", "3,5", "--best-effort-share", "0.5",
+            "--slo-jct", "60", "--api-key", "sesame", "--hardware-label", "bench", "--out", out,
+            "--record-requests", times,
+        )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    records = load_results([out])
+    runs = [(record["workload"]["rate_rps"], record["workload"]["seed"]) for record in records]
+    assert runs == [(200.0, 3), (200.0, 5), (400.0, 3), (400.0, 5)]
+    for record in records:
+        names = ("driver", "recipe", "model", "hardware")
+        assert [record[name] for name in names] == ["http", "orca", "stub", "bench"]
+        assert record["requests"] == {"submitted": 12, "finished": 12, "unfinished": 0, "rejected": 0, "errors": 0}
+        assert record["slo"]["all_attained"] == 1.0
+        assert set(record["classes"]) == set(record["services"]) == {"real-time", "best-effort"}
+        assert (record["settings"]["block_size"], record["settings"]["kv_blocks"]) == (16, 640)
+        assert record["client"]["errors_by_kind"] == {}
+    lines = [json.loads(line) for line in times.read_text().splitlines()]
+    assert len(lines) == 48
+    assert all(line["due_s"] <= line["sent_s"] <= line["first_token_s"] <= line["ended_s"] for line in lines)
+    assert len(stub.bodies) == 49  # and one to warm up
+    assert {body.get("service_tier") for body in stub.bodies} == {None, "flex"}
+    assert "best-effort" in result.output
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        ((), "rates must be given"),
+        (("--rates", "0"), "rates must be a number above 0"),
+        (("--rates", "1", "--warmup", "-1"), "warmup must be at least 0"),
+        (("--rates", "1", "--timeout", "0"), "--timeout must be above 0"),
+        (("--rates", "1", "--settle", "nan"), "--settle must be in [0, 1e+06]"),
+        (("--rates", "0.001", "--duration", "0.1"), "no request arrives in 0.1 s"),
+        (("--rates", "1", "--lengths", "sharegtp"), "did you mean sharegpt?"),
+        (("--rates", "1", "--record-requests", "/no/folder/x"), "/no/folder/x: No such file"),
+        (("--rates", "1"), "cannot reach http://127.0.0.1:9/v1/models: connection refused; is the server running?"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(args: tuple[str, ...], says: str) -> None:
+    result = run("http://127.0.0.1:9", *args)
+    assert result.exit_code == 2
+    assert says in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_a_server_that_refuses_all_is_told_before_the_run(tmp_path: Path) -> None:
+    async def refuse(stub: OpenAiStub, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        return web.json_response({"error": {"message": "prompt must have at most 3 tokens"}}, status=400)
+
+    out = tmp_path / "out.json"
+    with OpenAiStub(refuse, api_key="sesame") as stub:
+        keyless = run(stub.url, *SMALL, "--rates", "100")
+        refused = run(stub.url, *SMALL, "--rates", "100", "--api-key", "sesame", "--out", out)
+    assert keyless.exit_code == refused.exit_code == 2
+    assert "give --api-key" in keyless.stderr
+    assert "all 1 warm-up requests failed: http_400: prompt must have at most 3 tokens" in refused.stderr
+    assert not out.exists()
+
+
+def test_errors_are_told_with_an_example_and_do_not_end_the_run() -> None:
+    async def sometimes(stub: OpenAiStub, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        if len(stub.bodies) % 3 == 0:
+            return web.json_response({"error": {"message": "the queue is full"}}, status=429)
+        return await complete(stub, request, body)
+
+    with OpenAiStub(sometimes) as stub:
+        result = run(stub.url, *SMALL, "--rates", "100")
+    assert result.exit_code == 0
+    assert "4 of 12 requests: http_429: the queue is full" in result.stderr
+
+
+@pytest.mark.parametrize("mode", ["batch", "refill"])
+def test_a_closed_stream_keeps_so_many_requests_at_the_server(tmp_path: Path, mode: str) -> None:
+    there: list[int] = []  # how many requests of the stream there were when one came
+    now = 0
+
+    async def count(stub: OpenAiStub, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        nonlocal now
+        closed = body.get("service_tier") == "flex"
+        now += closed
+        if closed:
+            there.append(now)
+            await asyncio.sleep(0.02)
+        now -= closed  # before the client hears of it
+        return await complete(stub, request, body)
+
+    out, times = tmp_path / "out.json", tmp_path / "times.jsonl"
+    with OpenAiStub(count) as stub:
+        result = run(
+            stub.url, "--lengths", "uniform:4-8,2-3", "--rates", "40", "--duration", "0.4", "--warmup", "0", "--closed",
+            f"name=be,lengths=uniform:4-8,2-3,size=3,class=best-effort,mode={mode}", "--out", out,
+            "--record-requests", times,
+        )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert max(there) == 3
+    (record,) = load_results([out])
+    lines = [json.loads(line) for line in times.read_text().splitlines()]
+    due = [line["due_s"] for line in lines if line["service"] == "best-effort"]
+    assert 6 <= len(due) == len(there) == record["services"]["best-effort"]["requests"]["finished"]
+    assert all(at < 0.45 for at in due)
+    if mode == "batch":
+        assert len(due) % 3 == 0
+        assert there == [1, 2, 3] * (len(due) // 3)
+    assert record["services"]["best-effort"]["window"]["duration_s"] == 0.4
+    assert re.search(r"be +best-effort", result.output)
+
+
+def test_a_server_that_refuses_a_closed_stream_is_not_flooded() -> None:
+    async def refuse(stub: OpenAiStub, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        return web.json_response({"error": {"message": "the queue is full"}}, status=429)
+
+    with OpenAiStub(refuse) as stub:
+        result = run(
+            stub.url, "--rates", "1e-6", "--duration", "0.3", "--warmup", "0",
+            "--closed", "name=be,lengths=fixed:4,2,size=3",
+        )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert len(stub.bodies) == 3
+
+
+def test_what_was_measured_before_the_server_died_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "GIVE_UP_S", 0.2)
+
+    async def die(stub: OpenAiStub, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        if len(stub.bodies) == 20:
+            stub.die()
+        return await complete(stub, request, body)
+
+    out = tmp_path / "out.json"
+    with OpenAiStub(die) as stub:
+        result = run(stub.url, *SMALL, "--rates", "20", "--seeds", "0-2", "--out", out)
+    assert result.exit_code == 1
+    assert "cannot reach" in result.stderr
+    assert "2 of 3 runs were measured" in result.stderr
+    whole, part = load_results([out])
+    assert whole["requests"]["finished"] == 12
+    assert part["requests"]["submitted"] == 12
+    assert part["requests"]["finished"] + part["requests"]["errors"] == 12
+    assert part["requests"]["errors"] >= 5
+
+
+def test_an_interrupt_keeps_the_runs_that_are_over(tmp_path: Path) -> None:
+    second = threading.Event()
+
+    async def hang(stub: OpenAiStub, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        if len(stub.bodies) > 13:
+            second.set()
+            await asyncio.Event().wait()
+        return await complete(stub, request, body)
+
+    out = tmp_path / "out.json"
+    with OpenAiStub(hang) as stub:
+        command = [
+            sys.executable,
+            "-c",
+            PROGRAM,
+            "--base-url",
+            stub.url,
+            *SMALL,
+            "--rates",
+            "200,100",
+            "--out",
+            str(out),
+        ]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            try:
+                assert second.wait(60)
+                process.send_signal(signal.SIGINT)
+                output, errors = process.communicate(timeout=60)
+            finally:
+                process.kill()
+    assert process.returncode == 130, errors
+    assert "1 of 2 runs were measured" in errors
+    assert "Traceback" not in errors
+    assert "12/12" in output
+    assert [record["workload"]["rate_rps"] for record in load_results([out])] == [200.0]
+
+
+# -- a real server ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    """The address of a server of the built-in model."""
+    command = [
+        SKIPJOIN,
+        "serve",
+        "tally",
+        "--port",
+        "0",
+        "--recipe",
+        "orca",
+        "--threads",
+        "1",
+        "--profile",
+        "off",
+        "--kv-cache-gib",
+        "0.05",
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield process.stdout.readline().split(" at ")[1].split()[0]
+        finally:
+            process.terminate()
+
+
+def metric(url: str, name: str) -> float:
+    """The sum over all labels that the name does not have."""
+    begin = name.rstrip("}").partition("{")
+    text = httpx.get(f"{url}/metrics").text
+    found = re.findall(rf"^skipjoin:{begin[0]}{{[^}}]*{re.escape(begin[2])}[^}}]*}} (\S+)$", text, re.MULTILINE)
+    assert found
+    return sum(map(float, found))
+
+
+def test_client_and_server_count_alike(server: str, tmp_path: Path) -> None:
+    finished, tokens = 'request_success_total{finished_reason="length"}', "generation_tokens_total"
+    before = [metric(server, name) for name in (finished, tokens)]
+    out, times = tmp_path / "out.json", tmp_path / "times.jsonl"
+    result = run(
+        server, "--lengths", "uniform:20-60,4-12", "--requests", "40", "--rates", "40", "--warmup", "0", "--out", out,
+        "--best-effort-share", "0.3", "--record-requests", times,
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    (record,) = load_results([out])
+    assert record["recipe"] == "orca"
+    assert record["settings"]["max_model_len"] == 1024
+    assert record["requests"]["finished"] == 40
+    lines = [json.loads(line) for line in times.read_text().splitlines()]
+    assert all(line["output_tokens"] == line["output_limit"] for line in lines)
+    after = [metric(server, name) for name in (finished, tokens)]
+    generated = sum(line["output_tokens"] for line in lines)
+    assert [now - then for then, now in zip(before, after, strict=True)] == [40, generated]
+
+
+def test_a_server_serves_a_closed_stream_besides_chat(server: str, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    result = run(
+        server, "--lengths", "uniform:20-60,4-12", "--rates", "10", "--duration", "1", "--warmup", "0", "--out", out,
+        "--closed", "name=be,lengths=uniform:64-128,8-16,size=4,class=best-effort",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    services = load_results([out])[0]["services"]
+    for part in services.values():
+        assert part["requests"]["finished"] == part["requests"]["submitted"] > 0
+    assert services["best-effort"]["requests"]["finished"] % 4 == 0
+
+
+def test_the_prompts_of_a_trace_are_answered(server: str, tmp_path: Path) -> None:
+    """The lengths are the model's, and not those of the trace."""
+    trace, out, times = (tmp_path / name for name in ("texts.jsonl", "out.json", "times.jsonl"))
+    trace.write_text("".join(json.dumps({"prompt": f"Count from 3 to {end}", "output": "?"}) + "\n" for end in (5, 12)))
+    result = run(
+        server, "--trace", trace, "--endpoint", "chat", "--requests", "2", "--rates", "50", "--warmup", "0",
+        "--out", out, "--record-requests", times,
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    (record,) = load_results([out])
+    assert (record["settings"]["prompts"], record["requests"]["finished"]) == ("trace", 2)
+    found = {line["row"]: line for line in map(json.loads, times.read_text().splitlines())}
+    assert [found[row]["output"] for row in (0, 1)] == ["3, 4, 5", "3, 4, 5, 6, 7, 8, 9, 10, 11, 12"]
+    assert found[0]["output_tokens"] < found[1]["output_tokens"]

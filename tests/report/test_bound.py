@@ -1,0 +1,129 @@
+"""Bounds on fields of the records, and the rate up to which they hold."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from skipjoin.config import ConfigError
+from skipjoin.report.bound import Bound, MaximumRate, field_value, maximum_rate, parse_bound
+from skipjoin.report.results import Record
+
+LIMIT = 1.0
+AT_MOST = Bound("ttft_s.mean", "<=", LIMIT)
+VALUES = st.floats(0.01, 100)
+CURVES = st.dictionaries(st.integers(1, 50).map(float), VALUES, min_size=1, max_size=8)
+
+
+def record(value: float | None) -> Record:
+    return {"recipe": "fcfs", "ttft_s": {"mean": value, "p95": None}, "slo": {"all_attained": 1}, "done": True}
+
+
+def points(curve: dict[float, float]) -> dict[float, list[Record]]:
+    return {rate: [record(value)] for rate, value in curve.items()}
+
+
+@pytest.mark.parametrize(
+    ("text", "bound"),
+    [
+        ("normalized_latency_s.mean<=0.3", Bound("normalized_latency_s.mean", "<=", 0.3)),
+        (" slo.all_attained >= 9e-1 ", Bound("slo.all_attained", ">=", 0.9)),
+        ("classes.best-effort.ttft_s.p95<2", Bound("classes.best-effort.ttft_s.p95", "<", 2)),
+        ("throughput_rps>-1", Bound("throughput_rps", ">", -1)),
+    ],
+)
+def test_a_bound_is_read_and_written_alike(text: str, bound: Bound) -> None:
+    assert parse_bound(text) == bound
+    assert parse_bound(str(bound)) == bound
+
+
+@pytest.mark.parametrize("text", ["", "ttft_s.mean", "ttft_s.mean=1", "<=1", "a<=b<=1", "a b<=1", "a<=", "a==1"])
+def test_what_is_no_bound_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="bound must read FIELD<=NUMBER"):
+        parse_bound(text)
+
+
+@pytest.mark.parametrize("limit", ["x", "nan", "inf", "1s"])
+def test_the_limit_must_be_a_finite_number(limit: str) -> None:
+    with pytest.raises(ConfigError, match=f"must be a finite number, got '{limit}'"):
+        parse_bound(f"ttft_s.mean<={limit}")
+
+
+@pytest.mark.parametrize(
+    ("sign", "below", "at", "above"),
+    [("<=", True, True, False), ("<", True, False, False), (">=", False, True, True), (">", False, False, True)],
+)
+def test_each_operator_means_what_it_says(sign: str, below: bool, at: bool, above: bool) -> None:
+    bound = Bound("ttft_s.mean", sign, LIMIT)
+    assert [bound.holds(record(value)) for value in (0.9, 1.0, 1.1)] == [below, at, above]
+
+
+@pytest.mark.parametrize(
+    ("field", "says"),
+    [
+        ("ttft_s.maen", r"no field ttft_s\.maen; nearest: ttft_s\.mean"),
+        ("ttft_s", r"ttft_s is not a number; nearest: ttft_s\.mean, ttft_s\.p95$"),
+        ("ttft_s.mean.x", r"no field ttft_s\.mean\.x"),
+        ("ttft_s.p95", r"ttft_s\.p95 is null"),
+        ("recipe", "recipe is not a number"),
+        ("done", "done is not a number"),
+        ("zzz", "the results have no field zzz$"),
+    ],
+)
+def test_a_field_without_a_number_is_told_with_the_nearest(field: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        field_value(record(1.0), field)
+
+
+def test_the_largest_rate_is_interpolated_between_the_means_over_seeds() -> None:
+    measured = points({1.0: 0.2, 2.0: 0.6}) | {3.0: [record(1.0), record(1.8)]}  # mean 1.4: halfway from 0.6
+    assert maximum_rate(measured, AT_MOST) == MaximumRate(2.5, at_least=False)
+
+
+def test_a_bound_from_below_is_interpolated_too() -> None:
+    assert maximum_rate(points({1.0: 3.0, 2.0: -1.0}), Bound("ttft_s.mean", ">=", LIMIT)) == MaximumRate(1.5, False)
+
+
+def test_where_a_bound_never_breaks_or_never_holds() -> None:
+    held = maximum_rate(points({1.0: 0.2, 4.0: 0.9}), AT_MOST)
+    assert held == MaximumRate(4.0, at_least=True)
+    assert str(held) == "≥ 4"
+    assert maximum_rate(points({1.0: 1.2, 4.0: 0.9}), AT_MOST) is None
+    assert maximum_rate({}, AT_MOST) is None
+
+
+def test_a_null_is_not_a_zero() -> None:
+    with pytest.raises(ConfigError, match=r"ttft_s\.mean is null"):
+        maximum_rate({1.0: [record(0.5), record(None)]}, AT_MOST)
+
+
+@given(curve=CURVES)
+def test_the_curve_keeps_the_bound_up_to_the_rate_and_meets_it_there(curve: dict[float, float]) -> None:
+    found = maximum_rate(points(curve), AT_MOST)
+    rates = sorted(curve)
+    if found is None:
+        assert curve[rates[0]] > LIMIT
+        return
+    assert all(curve[rate] <= LIMIT for rate in rates if rate < found.rate_rps)
+    if found.at_least:
+        assert found.rate_rps == rates[-1]
+        assert curve[rates[-1]] <= LIMIT
+        return
+    after = next(rate for rate in rates if curve[rate] > LIMIT)
+    before = rates[rates.index(after) - 1]
+    assert before <= found.rate_rps <= after
+    share = (found.rate_rps - before) / (after - before)
+    assert math.isclose(curve[before] + share * (curve[after] - curve[before]), LIMIT, rel_tol=1e-6)
+
+
+@given(curve=CURVES, looser=st.floats(LIMIT, 50))
+def test_a_looser_bound_never_gives_a_smaller_rate(curve: dict[float, float], looser: float) -> None:
+    tight = maximum_rate(points(curve), AT_MOST)
+    loose = maximum_rate(points(curve), Bound(AT_MOST.field, "<=", looser))
+    assume(tight is not None)
+    assert tight is not None
+    assert loose is not None
+    assert loose.rate_rps >= tight.rate_rps * (1 - 1e-9)

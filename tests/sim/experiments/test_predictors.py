@@ -1,0 +1,137 @@
+"""Predictors of simulated runs: those made from the truth have the error that they declare, those that learn see what a
+server sees."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import correlation, fmean, linear_regression
+from typing import Any
+
+import pytest
+
+from skipjoin.config import ConfigError
+from skipjoin.core.request import Request
+from skipjoin.sim.experiments.predictors import parse_predictor
+from skipjoin.sim.experiments.simulation import Cell, Extent, run
+from skipjoin.workload.traces import Column, Trace, TraceRow
+from skipjoin.workload.workload import Replay, Workload, WorkloadRequest, synthetic
+from support.simulated import CELL, SYSTEM
+
+SHAREGPT = synthetic("sharegpt", "poisson")
+JOBS = SHAREGPT.draw(1.0, None, 0, 4000)
+TRUTH = [job.output_tokens for job in JOBS]
+KINDS = ("count to five", "tell a long story of the sea")
+
+
+def foreseen(
+    text: str, jobs: Sequence[WorkloadRequest] = JOBS, workload: Workload = SHAREGPT, seed: int = 0
+) -> list[float]:
+    """The forecast of each job."""
+    predictor = parse_predictor(text).make(workload, jobs, seed)
+    requests = (Request(number, 0.0, [0], 2048) for number in range(len(jobs)))
+    return [predictor.forecast(request).forecast.tokens for request in requests]
+
+
+def logs(lengths: Sequence[float]) -> list[float]:
+    return [math.log(length) for length in lengths]
+
+
+def texts(**columns: Column) -> Replay:
+    """A trace of two kinds of requests, which the prompts tell."""
+    rows = [TraceRow(0.3 * number, 6, (5, 120)[number % 2], f"{KINDS[number % 2]} {number}") for number in range(120)]
+    return Replay(Trace("two kinds", tuple(rows), columns))
+
+
+def prediction(text: str | None, workload: Workload, recipe: str = "alise") -> dict[str, Any]:
+    """The record's field."""
+    system = replace(SYSTEM, recipe=recipe, predictor=text)
+    found: dict[str, Any] = run(Cell(system, workload, Extent(None, None, 0)))["prediction"]
+    return found
+
+
+def test_errors_around_the_truth_are_as_large_as_they_say() -> None:
+    assert foreseen("oracle") == foreseen("noise:0") == TRUTH
+    assert sorted(foreseen("shuffled")) == sorted(TRUTH) != foreseen("shuffled") != TRUTH
+    assert set(foreseen("constant:16")) == {16.0}
+    errors = [one - other for one, other in zip(logs(foreseen("noise:0.8")), logs(TRUTH), strict=True)]
+    assert math.sqrt(fmean(error**2 for error in errors)) == pytest.approx(0.8, rel=0.05)
+
+
+@pytest.mark.parametrize("rho", [0.3, 0.6, 0.8])
+def test_a_regression_correlates_and_expects_what_comes(rho: float) -> None:
+    expected, truth = logs(foreseen(f"regress:{rho}")), logs(TRUTH)
+    assert correlation(expected, truth) == pytest.approx(rho, abs=0.04)
+    slope, _ = linear_regression(expected, truth)
+    assert slope == pytest.approx(1, abs=0.12)  # what is expected is, on average, what comes
+
+
+def test_the_seed_decides_and_nothing_else() -> None:
+    for text in ("noise:0.8", "regress:0.6", "shuffled"):
+        assert foreseen(text) == foreseen(text) != foreseen(text, seed=1)
+
+
+def test_a_column_of_the_trace_is_a_predictor() -> None:
+    workload = texts(
+        other=Column(array("d", range(1, 121))), model=Column(array("d"), "line 2 (model): must be a number")
+    )
+    jobs = workload.draw(None, None, 0)
+    assert foreseen("column:other", jobs, workload) == list(range(1, 121))
+    with pytest.raises(ConfigError, match="no column absent; the columns of numbers are other"):
+        foreseen("column:absent", jobs, workload)
+    with pytest.raises(ConfigError, match="must be a number"):
+        foreseen("column:model", jobs, workload)
+    with pytest.raises(ConfigError, match="column:other needs a trace"):
+        foreseen("column:other")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nonsense", "there is no 'nonsense'; choose from learnt"),
+        ("oracles", "did you mean oracle"),
+        ("noise", "predictor noise: its sigma must be a number"),
+        ("noise:-1", r"sigma must be in \[0, 10\], got -1"),
+        ("regress:1.5", "correlation"),
+        ("constant:0", r"tokens must be in \[1, 1e\+09\], got 0"),
+        ("constant:nan", "tokens"),
+        ("column:", "there is no 'column:'"),
+    ],
+)
+def test_what_is_no_predictor_is_named(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        replace(SYSTEM, predictor=text)
+
+
+def test_forecasters_that_read_prompts_need_texts() -> None:
+    cell = replace(CELL, system=replace(SYSTEM, recipe="alise", predictor="learnt"))
+    with pytest.raises(ConfigError, match="predictor learnt reads prompts: it needs a trace with texts"):
+        cell.check()
+    silent = Replay(Trace("silent.csv", (TraceRow(0.0, 6, 5),)))
+    with pytest.raises(ConfigError, match=r"silent\.csv"):
+        replace(cell, workload=silent).check()
+
+
+def test_a_record_says_how_good_forecasts_were() -> None:
+    exact = prediction("oracle", texts())
+    assert exact.pop("execution")["r2_decode"] == pytest.approx(1)
+    assert exact == {
+        "predictor": "oracle",
+        "r_log": 1,
+        "mae": 0,
+        "within_25": 1,
+        "coverage_80": None,
+        "sources": {"oracle": 1},
+    }
+    assert "prediction" not in run(CELL)
+
+
+def test_what_learns_sees_prompts_and_what_ended_before() -> None:
+    learnt, prior = prediction(None, texts()), prediction("prior", texts())
+    assert learnt["predictor"] == "learnt"
+    assert set(learnt["sources"]) == {"learnt"}
+    assert learnt["r_log"] > 0.6 > abs(prior["r_log"])
+    assert learnt["mae"] < 0.8 * prior["mae"]
+    assert prediction(None, texts()) == learnt

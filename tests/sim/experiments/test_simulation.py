@@ -1,0 +1,427 @@
+"""One simulated run: what its record says, and that nothing but its arguments decides it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+
+from skipjoin.config import ConfigError
+from skipjoin.config.profile import FitErrors, Profile, ProfileKey, Transfer, write_profile
+from skipjoin.core.engine import EngineCore
+from skipjoin.core.events import Event, Finished
+from skipjoin.core.step import StepShape
+from skipjoin.observe.record import Slo
+from skipjoin.policies.cost import LinearCost
+from skipjoin.recipes import RECIPES
+from skipjoin.report.results import ResultsFile, load_results
+from skipjoin.sim.experiments import simulation
+from skipjoin.sim.experiments.machines import Machine
+from skipjoin.sim.experiments.simulation import Cell, Extent, run
+from skipjoin.workload.traces import read_trace
+from skipjoin.workload.workload import Replay, with_best_effort
+from support.simulated import CELL, COST, SYSTEM, WORKLOAD, repeatable
+
+
+def test_another_seed_gives_another_record() -> None:
+    assert repeatable(run(CELL)) != repeatable(run(replace(CELL, extent=replace(CELL.extent, seed=4))))
+
+
+@pytest.mark.parametrize("recipe", sorted(RECIPES))
+def test_the_same_arguments_give_the_same_record(recipe: str) -> None:
+    cell = replace(CELL, system=replace(SYSTEM, recipe=recipe))
+    record = run(cell)
+    assert repeatable(record) == repeatable(run(cell))
+    times = record["decision_ms"]
+    assert 0 < times["mean"] < 1000
+    assert 0 < times["p99"] < 1000
+    counts = record["requests"]
+    assert counts["submitted"] == counts["finished"] == len(cell.jobs())
+    assert record["recipe"] == recipe
+    # Nothing else takes time: what steps did not do for requests, they waited.
+    parts = record["breakdown_s"]
+    assert sum(parts.values()) == pytest.approx(record["jct_s"]["mean"], rel=1e-4)
+    assert record["settings"]["kv_blocks"] == 300
+
+
+def test_a_record_is_one_that_results_files_take(tmp_path) -> None:
+    file = ResultsFile(tmp_path / "results.json")
+    records = [run(replace(CELL, system=replace(SYSTEM, recipe=recipe))) for recipe in ("fcfs", "srpt")]
+    for record in records:
+        file.append(record)
+    assert load_results([tmp_path / "results.json"]) == records
+
+
+def test_requests_stop_at_their_length_though_they_asked_for_more() -> None:
+    asked = replace(CELL, system=replace(SYSTEM, max_tokens=500))
+    lengths: list[tuple[int, int]] = []
+
+    def note(events: list[Event]) -> None:
+        lengths.extend(
+            (len(e.request.output), e.request.max_tokens) for e in events if isinstance(e, Finished) and e.reason
+        )
+
+    record = run(asked, on_events=note)
+    assert sorted(length for length, _ in lengths) == sorted(job.output_tokens for job in CELL.jobs())
+    assert {most for _, most in lengths} == {500}
+    assert record["requests"]["finished"] == len(CELL.jobs())
+    # On-demand recipes do not look at what is asked for; a reservation of the maximum does.
+    assert record["jct_s"] == run(CELL)["jct_s"]
+    orca = replace(SYSTEM, recipe="orca")
+    exact, most = (run(replace(CELL, system=replace(orca, max_tokens=tokens))) for tokens in ("exact", 500))
+    assert most["jct_s"]["mean"] > exact["jct_s"]["mean"]
+    assert run(replace(CELL, system=orca))["jct_s"]["mean"] > most["jct_s"]["mean"]
+
+
+def test_the_oracle_sees_what_others_do_not() -> None:
+    # With room for few, knowing lengths pays, and what a request asks for does not mislead the oracle.
+    busy = Cell(replace(SYSTEM, max_num_seqs=2, max_tokens=500), WORKLOAD, Extent(12.0, 20.0, 0))
+    means = {
+        recipe: run(replace(busy, system=replace(busy.system, recipe=recipe)))["jct_s"]["mean"]
+        for recipe in ("fcfs", "srpt")
+    }
+    assert means["srpt"] < 0.7 * means["fcfs"]
+
+
+def test_requests_that_cannot_fit_are_refused_and_counted() -> None:
+    record = run(replace(CELL, system=replace(SYSTEM, max_model_len=100)))
+    counts = record["requests"]
+    long = sum(job.prompt_tokens + job.output_tokens > 100 for job in CELL.jobs())
+    assert (counts["rejected"], counts["submitted"]) == (long, len(CELL.jobs()))
+    assert counts["finished"] == counts["submitted"] - long
+
+
+def test_a_run_that_is_cut_short_counts_everybody() -> None:
+    cut = replace(CELL, extent=replace(CELL.extent, until_s=10.0))
+    record = run(cut)
+    counts = record["requests"]
+    arrived = sum(job.at <= 10.0 for job in CELL.jobs())
+    assert counts["submitted"] == arrived
+    assert counts["unfinished"] > 0
+    assert record["duration_s"] == 10.0
+    # One that is not finished is taken to reach its true length now, whatever it asked for.
+    asked = [run(replace(cut, system=replace(SYSTEM, max_tokens=tokens))) for tokens in ("exact", 500)]
+    for one in asked:
+        assert one["normalized_latency_s"] == record["normalized_latency_s"]
+
+
+def test_rows_of_a_trace_end_by_their_deadlines_and_are_judged_by_their_own_objectives(tmp_path: Path) -> None:
+    file = tmp_path / "trace.csv"
+    lines = ["arrival_s,prompt_tokens,output_tokens,deadline_s,priority,class,ttft_s"]
+    lines += ["0,50,100,0.001,,,", "0,50,100,,9,,1e-3", "0,50,100,,1,,60", "0,50,100,,5,best-effort,"]
+    file.write_text("\n".join(lines))
+    order: list[int] = []
+
+    def note(events: list[Event]) -> None:
+        order.extend(event.request.id for event in events if isinstance(event, Finished))
+
+    cell = Cell(replace(SYSTEM, max_num_seqs=1), Replay(read_trace(file)), Extent(None, None, 0), Slo(tpot_s=100.0))
+    record = run(cell, on_events=note)
+    assert order == [0, 2, 1, 3]
+    assert (record["requests"]["finished"], record["requests"]["unfinished"]) == (3, 1)
+    assert record["services"]["best-effort"]["requests"]["finished"] == 1
+    # Of the three real-time requests one missed its own TTFT, and another one its deadline.
+    slo = record["slo"]
+    assert (slo["ttft_attained"], slo["tpot_attained"], slo["all_attained"]) == (0.666667, 0.666667, 0.333333)
+
+
+def test_objectives_follow_the_light_load() -> None:
+    loose, tight = (run(replace(CELL, slo_scale=scale))["slo"] for scale in (100.0, 1.0))
+    assert loose["ttft_s"] == pytest.approx(100 * tight["ttft_s"])
+    assert loose["all_attained"] > tight["all_attained"]
+    fixed = run(replace(CELL, slo=Slo(jct_s=0.5)))["slo"]
+    assert 0 < fixed["jct_attained"] < 1
+
+
+@pytest.mark.parametrize(("recipe", "predictor"), [("alise", "constant:32"), ("fcfs", None)])
+def test_scaled_objectives_are_of_the_forecast_for_policies_and_of_the_truth_for_records(
+    recipe: str, predictor: str | None
+) -> None:
+    system = replace(SYSTEM, recipe=recipe, predictor=predictor, max_num_seqs=4)
+    ended: list[Finished] = []
+    cell = replace(CELL, system=system, slo=Slo(jct_scale=1.5))
+    record = run(cell, on_events=lambda events: ended.extend(one for one in events if isinstance(one, Finished)))
+    jobs, slo = cell.jobs(), record["slo"]
+    prompt = round(fmean(job.prompt_tokens for job in jobs))
+    prefill_s = COST.step(StepShape(prefill=prompt, attention=prompt * (prompt + 1) // 2))
+    decode_s = COST.step(StepShape(decodes=1, context=prompt))
+
+    def bound_s(tokens: int) -> float:
+        return 1.5 * (prefill_s + decode_s * tokens)
+
+    told = bound_s(32) if predictor else math.inf
+    (found,) = {one.request.options.target.jct_s for one in ended}
+    assert found == pytest.approx(told)
+    met = sum(one.now - one.request.arrival <= bound_s(len(one.request.output)) for one in ended)
+    assert 0 < met < len(ended) == len(jobs)
+    assert slo["jct_attained"] == slo["all_attained"] == pytest.approx(met / len(jobs), rel=1e-5)
+    assert slo["goodput_rps"] == pytest.approx(met / record["duration_s"], rel=1e-4)
+    assert (slo["jct_s"], slo["jct_scale"]) == (None, 1.5)
+
+
+def test_classes_are_told_apart_and_priorities_count() -> None:
+    classes = run(
+        Cell(replace(SYSTEM, max_num_seqs=2), with_best_effort(WORKLOAD, 0.5), Extent(12.0, 20.0, 0)),
+    )["classes"]
+    assert sorted(classes) == ["best-effort", "real-time"]
+    assert classes["real-time"]["ttft_s"]["mean"] < 0.5 * classes["best-effort"]["ttft_s"]["mean"]
+
+
+def test_replicas_share_the_load() -> None:
+    busy = Cell(replace(SYSTEM, max_num_seqs=4), WORKLOAD, Extent(12.0, 20.0, 0))
+    one = run(busy)
+    for rule in ("round-robin", "least-work"):
+        four = run(replace(busy, system=replace(busy.system, replicas=4, dispatch=rule)))
+        assert four["requests"] == one["requests"]
+        assert four["jct_s"]["mean"] < 0.5 * one["jct_s"]["mean"]
+        assert four["settings"]["dispatch"] == rule
+
+
+@pytest.mark.parametrize("until_s", [math.inf, 9.0])
+@pytest.mark.parametrize("recipe", ["fcfs", "alise"])
+def test_shards_give_the_record_of_the_whole(monkeypatch: pytest.MonkeyPatch, recipe: str, until_s: float) -> None:
+    """Also where the number of shards does not divide that of the replicas, and some requests are refused."""
+    system = replace(SYSTEM, recipe=recipe, replicas=7, max_num_seqs=3, max_model_len=230, predictor="noise:0.5")
+    cell = Cell(system, with_best_effort(WORKLOAD, 0.5), Extent(40.0, 20.0, 0, until_s=until_s), slo_scale=3.0)
+    whole = run(cell)
+    assert cell.shards == 1
+    assert whole["requests"]["rejected"]
+    monkeypatch.setattr(simulation, "REPLICAS_PER_SHARD", 3)
+    assert cell.shards == 3
+    shares: list[float] = []
+    assert repeatable(run(cell, on_share=shares.append)) == repeatable(whole)
+    assert shares == sorted(shares)
+    assert 0 < shares[-1] <= 1
+
+
+def test_a_rule_chooses_within_a_shard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it loses by that is little where a shard has many replicas; here there are four."""
+    system = replace(SYSTEM, replicas=12, max_num_seqs=4, dispatch="least-work")
+    cell = Cell(system, WORKLOAD, Extent(100.0, 6.0, 0))
+    whole = run(cell)
+    monkeypatch.setattr(simulation, "REPLICAS_PER_SHARD", 4)
+    parts = run(cell)
+    assert parts["requests"] == whole["requests"]
+    turns = run(replace(cell, system=replace(system, dispatch="round-robin")))
+    assert parts["jct_s"]["mean"] < turns["jct_s"]["mean"]
+    assert parts["jct_s"]["mean"] == pytest.approx(whole["jct_s"]["mean"], rel=0.1)
+
+
+def near(value: Any) -> Any:
+    """The value with numbers that may differ in the last digits that a record keeps."""
+    if isinstance(value, dict):
+        return {name: near(part) for name, part in value.items()}
+    return pytest.approx(value, rel=1e-5, abs=1e-9) if isinstance(value, list | float) else value
+
+
+@pytest.mark.parametrize("until_s", [math.inf, 11.0])
+@pytest.mark.parametrize("rate_rps", [2.0, 10.0, 30.0])
+@pytest.mark.parametrize("recipe", ["econoserve", "fcfs", "orca", "sarathi"])
+def test_steps_taken_together_give_the_record_of_single_ones(
+    monkeypatch: pytest.MonkeyPatch, recipe: str, rate_rps: float, until_s: float
+) -> None:
+    """At light load, where most are, with some evictions, and at overload."""
+    single = run(cramped(recipe, rate_rps, until_s), on_events=lambda events: None)
+    together: list[int] = []
+    decode = EngineCore.decode
+
+    def watched(core: EngineCore, since: float, ends: Sequence[float]) -> None:
+        decode(core, since, ends)
+        core.kv.check()
+        together.append(len(ends))
+
+    monkeypatch.setattr(EngineCore, "decode", watched)
+    assert repeatable(run(cramped(recipe, rate_rps, until_s))) == near(repeatable(single))
+    assert rate_rps > 2.0 or sum(together) > 0.3 * single["steps"]
+
+
+@pytest.mark.parametrize("recipe", sorted(RECIPES))
+def test_no_recipe_notices_that_steps_are_taken_together(recipe: str) -> None:
+    cell = cramped(recipe, 10.0, math.inf)
+    assert repeatable(run(cell)) == near(repeatable(run(cell, on_events=lambda events: None)))
+
+
+def cramped(recipe: str, rate_rps: float, until_s: float) -> Cell:
+    """A run in which KV is short at the higher rates."""
+    system = replace(
+        SYSTEM, recipe=recipe, kv_blocks=120, host_blocks=60, max_model_len=500, max_tokens=300, predictor="oracle"
+    )
+    return Cell(system, WORKLOAD, Extent(rate_rps, 15.0, 1, until_s=until_s))
+
+
+def test_pipeline_stages_overlap() -> None:
+    # Two stages hold two batches of two: more gets done than by one device with batches of two.
+    busy = Cell(replace(SYSTEM, max_num_seqs=2), WORKLOAD, Extent(12.0, 20.0, 0))
+    piped = replace(busy, system=replace(busy.system, stages=2))
+    assert run(piped)["throughput_rps"] > 1.5 * run(busy)["throughput_rps"]
+
+
+def test_decisions_may_cost_time() -> None:
+    slow = run(replace(CELL, system=replace(SYSTEM, decision_s=0.005)))
+    assert slow["breakdown_s"]["scheduling"] > 0
+    assert run(CELL)["breakdown_s"]["scheduling"] == 0
+    parts = slow["breakdown_s"]
+    assert sum(parts.values()) == pytest.approx(slow["jct_s"]["mean"], rel=1e-4)
+
+
+def test_a_trace_is_played_as_it_is(tmp_path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text("arrival_s,prompt_tokens,output_tokens\n5,10,3\n6,20,1\n7.5,30,2\n")
+    record = run(Cell(SYSTEM, Replay(read_trace(path), 2.0), Extent(None, None, 0)))
+    assert record["requests"]["finished"] == 3
+    assert record["workload"]["arrivals"] == "trace"
+    assert 1.25 < record["duration_s"] < 1.5
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_num_seqs", 0),
+        ("replicas", 0),
+        ("kv_blocks", 0),
+        ("max_tokens", 0),
+        ("max_tokens", "all"),
+        ("decision_s", -1.0),
+        ("host_blocks", -1),
+        ("dispatch", "random"),
+        ("slo_s", float("nan")),
+        ("recipe", "lifo"),
+    ],
+)
+def test_settings_out_of_bounds_are_named(field: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=field):
+        replace(SYSTEM, **{field: value})
+
+
+def test_a_run_without_requests_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no request arrives"):
+        Cell(SYSTEM, WORKLOAD, Extent(0.001, 1.0, 0)).check()
+
+
+# -- the host pool and the objective ----------------------------------------------------------------------------------
+
+GIB = 1 << 30
+
+
+def settings_of(machine: Machine, **settings: Any) -> dict[str, Any]:
+    """What the record of a system on this machine says."""
+    (system,) = machine.systems("fastserve", **settings)
+    return system.describe()
+
+
+def test_the_record_tells_the_host_pool() -> None:
+    told = replace(SYSTEM, host_blocks=250, block_bytes=GIB // 100).describe()
+    assert (told["host_blocks"], told["swap_gib"]) == (250, 2.5)
+    assert run(CELL)["settings"]["host_blocks"] == 0
+
+
+@pytest.mark.parametrize(
+    ("hardware", "gib"),
+    [
+        ("a100-40gb", 72),
+        ("a100-80gb", 128),
+        ("v100-32gb", 32),
+        ("h100-80gb", 128),
+        ("h200-141gb", 128),
+        ("a100-40gb:tp4pp2", 8 * 72),
+        ("a100-40gb:tp8pp2", 16 * 72),
+    ],
+)
+def test_a_host_pool_is_half_of_the_rams_share(hardware: str, gib: int) -> None:
+    told = settings_of(Machine(hardware=hardware, model="opt-13b", kv_gib=1.0))
+    # A block of 16 tokens of OPT-13B: 4 x 40 layers x 5120 bytes each.
+    block_bytes = 16 * 4 * 40 * 5120
+    assert told["host_blocks"] == gib * GIB // block_bytes
+    assert told["swap_gib"] == pytest.approx(gib, abs=block_bytes / GIB)
+
+
+def test_a_host_pool_is_as_large_as_asked_for() -> None:
+    told = [settings_of(Machine(hardware="a100-40gb", model="opt-13b", swap_gib=gib)) for gib in (0, 8.0)]
+    assert [one["host_blocks"] for one in told] == [0, 8 * GIB // (16 * 4 * 40 * 5120)]
+    for wrong in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(ConfigError, match=r"swap_gib must be in \[0, 1e\+06\], got"):
+            settings_of(Machine(hardware="a100-40gb", model="opt-13b", swap_gib=wrong))
+
+
+@pytest.mark.parametrize(("block_size", "ratio"), [(16, 0.625), (32, 0.5625)])
+def test_kv_of_8_bits_takes_less_of_the_host_pool_and_of_the_link(block_size: int, ratio: float) -> None:
+    machine = Machine(hardware="a100-40gb", model="opt-13b", kv_gib=4, swap_gib=8, block_size=block_size)
+    (plain,), (small,) = (
+        replace(machine, swap_dtype=name).systems("fastserve", max_num_seqs=24) for name in ("auto", "int8")
+    )
+    assert small.host_blocks == pytest.approx(plain.host_blocks / ratio, abs=2)
+    assert small.kv_blocks == plain.kv_blocks
+    seconds = [one.cost.transfer(101) - one.cost.transfer(1) for one in (small, plain)]
+    assert seconds[0] == pytest.approx(ratio * seconds[1])
+    records = [run(Cell(one, WORKLOAD, Extent(20.0, 20.0, 3))) for one in (small, plain)]
+    assert [record["settings"]["swap_dtype"] for record in records] == ["int8", "auto"]
+    assert records[0]["settings"]["swap_gib"] == pytest.approx(8, abs=0.02)
+
+
+def test_kv_of_8_bits_needs_a_host_pool() -> None:
+    for settings, text in (
+        ({"swap_gib": 0.0}, "swap_gib must be above 0, got 0"),
+        ({"swap_gib": 1e-6}, "host_blocks must be above 0, got 0"),
+    ):
+        with pytest.raises(ConfigError, match=f"swap_dtype int8 is for KV on the host: {text}"):
+            settings_of(Machine(hardware="a100-40gb", model="opt-13b", swap_dtype="int8", **settings))
+
+
+def test_the_host_pool_of_a_profile_is_as_large_as_its_kv_pool(tmp_path: Path) -> None:
+    profile = Profile(
+        key=ProfileKey("a/model", "0123", "cpu", "Some CPU", 2, "float32", "auto", "torch", "torch", 1, 1, "0.1.0"),
+        cost=LinearCost(1e-3, 2e-5),
+        transfer_out=Transfer(7e-5, 6e-6),
+        transfer_in=Transfer(5e-5, 4e-6),
+        unrest=1.0,
+        host_s=0.0,
+        block_size=16,
+        kv_bytes_per_block=65536,
+        host_bytes_per_block=65536,
+        weight_bytes=3_000_000,
+        vocab_size=500,
+        max_positions=1024,
+        stage_shares=(1.0,),
+        errors=FitErrors(0.0, 0.0, 1, 0),
+        samples=(),
+        machine={},
+        date="2030-01-02T03:04:05+00:00",
+    )
+    path = tmp_path / "profile.json"
+    write_profile(profile, path)
+    told = settings_of(Machine(hardware=str(path), kv_gib=0.5))
+    assert told["host_blocks"] == told["kv_blocks"] == GIB // 2 // 65536
+    told = settings_of(Machine(hardware=str(path), kv_gib=0.5, swap_gib=0.25))
+    assert told["host_blocks"] == told["kv_blocks"] // 2
+    with pytest.raises(ConfigError, match="was measured with swap_dtype auto, not int8"):
+        settings_of(Machine(hardware=str(path), kv_gib=0.5, swap_dtype="int8"))
+    write_profile(replace(profile, key=replace(profile.key, swap_dtype="int8"), host_bytes_per_block=32768), path)
+    told = settings_of(Machine(hardware=str(path), kv_gib=0.5, swap_dtype="int8"))
+    assert told["host_blocks"] == 2 * told["kv_blocks"]
+    with pytest.raises(ConfigError, match=r"kv_gib must be in \(0,"):
+        settings_of(Machine(hardware=str(path), kv_gib=float("inf")))
+
+
+def test_the_threshold_of_starvation_follows_the_objective_unless_it_is_set() -> None:
+    machine = Machine(hardware="a100-40gb", model="opt-13b")
+    assert settings_of(machine)["starvation_s"] == SYSTEM.describe()["starvation_s"] == 30.0
+    assert settings_of(machine, slo_s=1.5)["starvation_s"] == 150.0
+    assert settings_of(machine, slo_s=1.5, recipe_params={"starvation_s": 4.0})["starvation_s"] == 4.0
+
+
+def test_recipes_take_the_parameters_that_they_have_and_records_tell_them() -> None:
+    machine = Machine(hardware="a100-40gb", model="opt-13b", kv_gib=4)
+    given = {"starvation_s": 4.0, "chunk_tokens": 64}
+    first, second = machine.systems("sarathi,mlfq", recipe_params=given)
+    records = [run(replace(CELL, system=system, extent=Extent(8.0, 1.0, 3))) for system in (first, second)]
+    assert records[0]["recipe_params"] == {"chunk_tokens": 64}
+    assert records[1]["recipe_params"].items() >= {"starvation_s": 4.0, "quantum_s": None, "paced": True}.items()
+    with pytest.raises(ConfigError, match=r"starvation_s needs recipe fastserve, .*: orca has no parameters; sarathi"):
+        machine.systems("orca,sarathi", recipe_params=given)
+    with pytest.raises(ConfigError, match="starvation_bound_s needs max_live_requests"):
+        machine.systems("mlfq", recipe_params={"starvation_bound_s": 60.0})

@@ -1,0 +1,42 @@
+"""Temporary folders of processes that were killed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from skipjoin.system.own_folder import OwnFolder
+
+MAKE = (
+    "from skipjoin.system.own_folder import OwnFolder; own = OwnFolder('test-'); print(own.path, flush=True); input()"
+)
+
+
+def test_folders_of_killed_processes_are_removed_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no others: of processes that live, ones that are being made, links to elsewhere, and files."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    command, environment = [sys.executable, "-c", MAKE], {**os.environ, "TMPDIR": str(tmp_path)}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": environment}
+    with subprocess.Popen(command, **pipes) as killed, subprocess.Popen(command, **pipes) as alive:  # type: ignore[call-overload]
+        left, kept = (Path(process.stdout.readline().strip()) for process in (killed, alive))
+        killed.kill()
+        killed.wait()
+        (left / "engine").touch()
+        for name in ("test-unlocked", "other-folder", "new-test-young", "new-test-old"):
+            (tmp_path / name).mkdir()
+        (tmp_path / "test-file").touch()
+        (tmp_path / "test-link").symlink_to(tmp_path / "other-folder")
+        os.utime(tmp_path / "new-test-old", (0, 0))
+        own = OwnFolder("test-")
+        assert own.path.stat().st_mode & 0o777 == 0o700
+        expected = {kept.name, own.path.name, "other-folder", "new-test-young", "test-file", "test-link"}
+        assert {file.name for file in tmp_path.iterdir()} == expected
+        own.close()
+        own.close()
+        assert not own.path.exists()
+        alive.communicate("\n")

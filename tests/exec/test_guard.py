@@ -34,17 +34,29 @@ print("it has not ended itself", flush=True)
 """
 
 
-# It is killed while Ray starts, in whose place a module stands that does it.
-STARTS = """
+# A module stands in for Ray.
+STUB = """
 import os, signal, sys, types
 from unittest.mock import MagicMock
 ray = sys.modules["ray"] = types.ModuleType("ray")
 ray.is_initialized = lambda: False
 for name in ("_raylet", "_private", "_private.ray_constants"):
     sys.modules[f"ray.{name}"] = MagicMock()
+from skipjoin.exec.ranks.cluster import Cluster, ClusterError
+"""
+# The process is killed while Ray starts.
+STARTS = f"""{STUB}
 ray.init = lambda **settings: os.kill(os.getpid(), signal.SIGKILL)
-from skipjoin.exec.ranks.cluster import Cluster
 Cluster.start(1)
+"""
+# Ray fails to start so many times, for this reason.
+FAILS = f"""{STUB}
+outcomes = [RuntimeError(sys.argv[2])] * int(sys.argv[1]) + [MagicMock(address_info=dict(address="127.0.0.1:1"))]
+ray.init, ray.shutdown = MagicMock(side_effect=outcomes), MagicMock()
+try:
+    print(Cluster.start(1).address, ray.init.call_count, ray.shutdown.call_count)
+except ClusterError as error:
+    print(error, ray.init.call_count)
 """
 
 
@@ -55,6 +67,25 @@ def test_a_process_that_is_killed_while_ray_starts_leaves_no_folder(tmp_path: Pa
     while list(tmp_path.iterdir()):
         assert time.monotonic() < end
         time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("times", "why", "said"),
+    [
+        (2, "The current node timed out during startup. This may be", "127.0.0.1:1 3 2"),
+        (
+            3,
+            "The current node timed out during startup. This may be",
+            "does not start on this machine: The current node",
+        ),
+        (1, "no such file", "Ray does not start on this machine: no such file 1"),
+    ],
+)
+def test_ray_is_started_again_where_it_took_too_long(tmp_path: Path, times: int, why: str, said: str) -> None:
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-c", FAILS, str(times), why]
+    result = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    assert said in result.stdout
 
 
 @pytest.mark.parametrize("is_killed", [True, False])

@@ -195,6 +195,40 @@ async def test_a_client_that_reads_slowly_gets_all() -> None:
         assert world.connections
 
 
+async def test_a_client_that_reads_slower_than_the_kernel_tells_is_kept() -> None:
+    """The kernel buffers megabytes, and reports progress when a third of them are read."""
+    async with World(16 * MB).serve(write_s=3) as world:
+        reader, _ = await world.connect(GET)
+        for _ in range(32):  # five times as fast as it has to be
+            assert await reader.read(1 << 14)
+            await asyncio.sleep(0.15)
+        assert not world.refused
+
+
+async def test_a_client_that_leaves_is_noticed_with_a_second_request_behind() -> None:
+    left = asyncio.Event()
+
+    class Endless(World):
+        async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+            async def wait_for_end() -> None:
+                while (await receive())["type"] != "http.disconnect":
+                    pass
+                left.set()
+
+            waiting = asyncio.create_task(wait_for_end())
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            while not waiting.done():
+                await send({"type": "http.response.body", "body": b"x", "more_body": True})
+                await asyncio.sleep(0.01)
+
+    async with Endless().serve() as world:
+        reader, writer = await world.connect(GET + GET)
+        assert await reader.read(1)
+        writer.transport.abort()
+        async with asyncio.timeout(10):
+            await left.wait()
+
+
 async def test_idle_connections_make_way_for_new_ones() -> None:
     async with World().serve(max_connections=4) as world:
         for _ in range(20):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from skipjoin.system.durable import is_sealed, scratch_folder, sealed, write_durably
+from skipjoin.system.durable import is_sealed, locked, scratch_folder, sealed, write_durably
 
 
 def test_a_file_is_synchronised_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,3 +53,13 @@ def test_a_seal_is_broken_by_any_loss() -> None:
     assert not any(is_sealed(whole[:size]) for size in range(len(whole)))
     assert not is_sealed(bytes(len(whole)))
     assert not is_sealed(b"C" + whole[1:])
+
+
+def test_a_lock_is_not_taken_through_a_link(tmp_path: Path) -> None:
+    """Opening it would empty the file that somebody linked there."""
+    victim = tmp_path / "victim"
+    victim.write_text("content")
+    (tmp_path / "cache.lock").symlink_to(victim)
+    with locked(tmp_path / "cache.json") as problem:
+        assert problem
+    assert victim.read_text() == "content"

@@ -40,3 +40,20 @@ def test_folders_of_killed_processes_are_removed_by_the_next(tmp_path: Path, mon
         own.close()
         assert not own.path.exists()
         alive.communicate("\n")
+
+
+def test_a_name_that_another_user_has_taken_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    rename, taken = Path.rename, []
+
+    def taken_once(made: Path, name: Path) -> Path:
+        if not taken:
+            name.touch()
+            taken.append(name)
+        return rename(made, name)
+
+    monkeypatch.setattr(Path, "rename", taken_once)
+    own = OwnFolder("test-")
+    assert own.path not in taken
+    assert sorted(tmp_path.iterdir()) == sorted([own.path, *taken])
+    own.close()

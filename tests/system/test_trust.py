@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_profile import KEY, PROFILE
 
 from skipjoin.config.profile import cache_profile, cached_profile, one_at_a_time
 from skipjoin.forecast.store import STATE, Identity, load_state, save_state
@@ -23,6 +22,7 @@ from skipjoin.model.ops.choice import Choices
 from skipjoin.system import folders
 from skipjoin.system.durable import make_private, sealed
 from skipjoin.system.folders import why_untrusted
+from support.profiles import KEY, PROFILE
 
 OTHER = 12345
 needs_root = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can give files away")

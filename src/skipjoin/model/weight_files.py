@@ -7,6 +7,9 @@ from typing import Any
 
 from skipjoin.model.config import ModelError, read_json
 
+# Characters of a file's name: the bound of most file systems, which raise an error beyond it.
+_MAX_NAME = 255
+
 
 def read_weight_map(index: Path) -> dict[str, str]:
     """Return the file of each tensor by an index of the folder. Raises `ModelError` for a file that is not there or
@@ -17,7 +20,7 @@ def read_weight_map(index: Path) -> dict[str, str]:
     names = sorted(set(weight_map.values()))
     for name in names:
         path = PurePosixPath(name)
-        if path.is_absolute() or ".." in path.parts or "\0" in name:
+        if path.is_absolute() or ".." in path.parts or "\0" in name or len(name) > _MAX_NAME:
             raise ModelError(f"weight_map in {index} must name files inside its folder, got {name!r}")
     folder = index.parent
     if missing := [name for name in names if not (folder / name).is_file()]:

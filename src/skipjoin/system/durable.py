@@ -21,6 +21,8 @@ except ImportError:  # not on Windows
     fcntl = None  # type: ignore[assignment]
 
 _PREFIX = ".new-"
+# A link that someone else put there is not followed.
+_LOCK_FLAGS = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
 # Seconds after which a temporary file or folder belongs to no writer any more.
 _ABANDONED_S = 3600.0
 _DIGEST = hashlib.sha256
@@ -58,7 +60,7 @@ def locked(path: Path) -> Iterator[str]:
     make its content once. Where files cannot be locked it does not wait; gives the problem, or an empty text."""
     try:
         make_private(path.parent)
-        lock = path.with_suffix(".lock").open("w")
+        lock = os.fdopen(os.open(path.with_suffix(".lock"), _LOCK_FLAGS, 0o600), "w")
     except OSError as error:
         yield error.strerror or str(error)
         return

@@ -18,6 +18,7 @@ except ImportError:  # not on Windows
 _LOCK = ".lock"
 # A folder is called so, before its prefix, until its process has locked it.
 _NEW = "new-"
+_MAX_TRIES = 8
 # Seconds that a process may take from making a folder to locking it.
 _YOUNG_S = 60.0
 
@@ -31,11 +32,19 @@ class OwnFolder:
 
     def __init__(self, prefix: str) -> None:
         _remove_abandoned(prefix)
-        made = Path(tempfile.mkdtemp(prefix=_NEW + prefix))
-        self._lock = (made / _LOCK).open("w")
-        if fcntl is not None:
-            fcntl.flock(self._lock, fcntl.LOCK_EX)
-        self.path = made.rename(made.with_name(made.name.removeprefix(_NEW)))
+        for tries_left in reversed(range(_MAX_TRIES)):
+            made = Path(tempfile.mkdtemp(prefix=_NEW + prefix))
+            self._lock = (made / _LOCK).open("w")
+            if fcntl is not None:
+                fcntl.flock(self._lock, fcntl.LOCK_EX)
+            try:
+                self.path = made.rename(made.with_name(made.name.removeprefix(_NEW)))
+                break
+            except OSError:  # another user has taken the name
+                self._lock.close()
+                shutil.rmtree(made, ignore_errors=True)
+                if not tries_left:
+                    raise
         self._remove = weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
 
     def close(self) -> None:

@@ -35,6 +35,9 @@ _SEVERAL_MACHINES = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 _OBJECT_BYTES = 80 << 20
 # Prefix of the name of a private cluster's folder; the id of the owning process follows.
 _FOLDER = "skipjoin-ray-"
+# Ray gives its processes 30 s to start, which is too little on a busy machine, and has no setting for it.
+_MAX_STARTS = 3
+_TIMED_OUT = "timed out during startup"
 # Timeout of tests of a cluster's address, in seconds.
 _ANSWER_S = 3.0
 _SETTINGS = {
@@ -95,21 +98,26 @@ class Cluster:
         guard = ProcessGuard(folder)  # before Ray starts, which takes seconds, in which this process may be killed
         with ExitStack() as settings:
             settings.enter_context(_private_settings())
-            try:
-                with _sigterm_kept():
-                    found = ray.init(
-                        address="local",
-                        num_cpus=cpus,
-                        include_dashboard=False,
-                        log_to_driver=False,
-                        logging_level="error",
-                        object_store_memory=_OBJECT_BYTES,
-                        _node_ip_address=LOCAL_IP,
-                        _temp_dir=str(folder / "ray"),
-                    )
-            except Exception as error:
-                guard.close()
-                raise ClusterError(f"Ray does not start on this machine: {_first_line(error)}") from error
+            for tries_left in reversed(range(_MAX_STARTS)):
+                try:
+                    with _sigterm_kept():
+                        found = ray.init(
+                            address="local",
+                            num_cpus=cpus,
+                            include_dashboard=False,
+                            log_to_driver=False,
+                            logging_level="error",
+                            object_store_memory=_OBJECT_BYTES,
+                            _node_ip_address=LOCAL_IP,
+                            _temp_dir=str(folder / "ray"),
+                        )
+                    break
+                except Exception as error:
+                    ray.shutdown()  # ends what has started
+                    if tries_left and _TIMED_OUT in str(error):
+                        continue
+                    guard.close()
+                    raise ClusterError(f"Ray does not start on this machine: {_first_line(error)}") from error
             return cls(found.address_info["address"], LOCAL_IP, guard, settings.pop_all())
 
     @classmethod

@@ -124,6 +124,10 @@ class BoundedProtocol(HttpToolsProtocol):
         self._expect_nothing()
         self._stop_reading_timer()
         self._unparsed = b""
+        running = self._running
+        if running is not None and not running.response_complete:  # uvicorn tells the request that was parsed last
+            running.disconnected = True
+            running.message_event.set()
         super().connection_lost(exc)
 
     def shutdown(self) -> None:
@@ -556,6 +560,9 @@ def listen(host: str, port: int) -> socket.socket:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         # Events are small and must be sent at once.
         server.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if hasattr(socket, "TCP_NOTSENT_LOWAT"):
+            # Otherwise the megabytes that the kernel buffers hide for minutes that a client reads slowly.
+            server.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _TAKEN_BYTES)
         server.bind(address)
         server.listen(BACKLOG)
     except OSError:

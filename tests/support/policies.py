@@ -77,7 +77,7 @@ class Verdicts:
 
     cap = 256
 
-    def __init__(self, verdicts: dict[int, Refusal]) -> None:
+    def __init__(self, verdicts: dict[int, int | Refusal]) -> None:
         self.verdicts = verdicts
 
     def open(self, context: StepContext) -> Verdicts:

@@ -7,6 +7,7 @@ import pytest
 
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.kv.ledger import KVLedger
+from skipjoin.core.kv.prefixes import ContentPrefix
 from skipjoin.core.policy import HELD, Policies
 from skipjoin.core.scheduling.scheduler import Scheduler
 from skipjoin.core.step import StepResult
@@ -79,3 +80,20 @@ def test_a_request_that_the_batcher_refuses_keeps_no_blocks_from_one_that_it_tak
         core.kv.check()
         verdicts.verdicts = {0: HELD} if 1 in core.requests else {}
     assert ran == [[0], [1], [1], [0], [0], [0]]
+
+
+def test_a_request_does_not_wait_for_a_prefix_whose_leader_cannot_run() -> None:
+    """Plan ids stand still while nothing runs, so the leader seems to run for as long as that lasts."""
+    verdicts = Verdicts({0: 4})
+    policies = Policies(Ranks({0: 0, 1: 1}), verdicts, OnDemand(0.0), Recompute())
+    core = EngineCore(Scheduler(policies, KVLedger(20, 0, 4)))
+    for number in range(2):
+        core.add(make(number, 12, 1, prefix=ContentPrefix(4)), 0.0)
+    first = core.start_step(0.0)
+    assert first is not None
+    assert [(piece.request.id, piece.tokens) for piece in first.slices] == [(0, 4)]
+    core.finish_step(StepResult(first, [None], 0.01), 0.01)
+    verdicts.verdicts = {0: HELD}
+    second = core.start_step(0.01)
+    assert second is not None
+    assert [(piece.request.id, piece.start) for piece in second.slices] == [(1, 4)]

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
-import torch
-
-# Read when triton is imported, which nothing has done yet.
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+import support.interpreted  # noqa: F401 (read when triton is imported)
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -87,7 +87,8 @@ async def play(case: Case, host: str, port: int) -> list[str]:
     try:
         found = await _exchange(case, transport, reader)
     finally:
-        transport.abort()
+        if not reader.is_closed:
+            transport.abort()
     if reader.trouble:
         found.append(reader.trouble)
     for answer in reader.answers:

@@ -5,14 +5,10 @@ Triton kernels are interpreted where there is no CUDA device.
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 
-# Read when triton is imported, which nothing has done yet.
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+import support.interpreted  # noqa: F401 (read when triton is imported)
 
 
 @pytest.fixture(autouse=True, scope="session")

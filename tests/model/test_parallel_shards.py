@@ -167,6 +167,9 @@ class HostCopy:
             def get_shape(self):
                 return stored.get_shape()
 
+            def get_dtype(self):
+                return stored.get_dtype()
+
             def __getitem__(self, where):
                 tensor = stored[where]
                 read[name] += tensor.numel()

@@ -66,7 +66,7 @@ class Evictor:
             newcomer: Whether some of the request's KV is not on the device; otherwise the request runs and grows.
         """
         if self.takes_all:
-            return self._clear(self._others(request), missing, None)
+            return self._force_room(request, missing, tokens)
         short = missing()
         footprint, eviction = self._kv.footprint, self._policies.eviction
         lenders = self._kv.lenders(request, lender)
@@ -121,6 +121,19 @@ class Evictor:
                 victims.remove(one.request)
             comes = None  # once begun, it goes on: the first victims would have been evicted for nothing
         return None if missing() <= 0 else WaitReason.NO_KV
+
+    def _force_room(self, request: Request, missing: Callable[[], int], tokens: int) -> WaitReason | None:
+        """Evict any other requests until nothing is missing."""
+        kv, victims = self._kv, self._others(request)
+        held = ((one, kv.blocks_of(one)) for one in kv.holders())
+        if any(one.finish_reason is not None or (blocks is not None and blocks.moving) for one, blocks in held):
+            # Another engine still reads or writes KV here. It may be the blocks of that which are missing, so no
+            # request is evicted in vain, nor one that ranks higher.
+            own = self._rank(request)
+            victims = [victim for victim in victims if self._rank(victim) > own]
+            if self._freed_by_all(victims, request, tokens) < missing():
+                return WaitReason.NO_KV
+        return self._clear(victims, missing, None)
 
     def _others(self, request: Request) -> list[Request]:
         """Return all other requests that hold device blocks, the least important first."""

@@ -145,7 +145,7 @@ class DecodeGraphs:
         return self._logits[: batch.num_rows].copy_(self._model.logits(found))
 
     def run(self, segments: Sequence[Segment], sampled: torch.Tensor | None) -> tuple[PackedBatch, torch.Tensor]:
-        """Replay the graph of the smallest size that holds the segments.
+        """Replay the graph of the smallest size that holds the segments; raises as `CausalLM.check` does.
 
         Args:
             sampled: Tokens of the previous step, for segments with a pending token.
@@ -153,9 +153,6 @@ class DecodeGraphs:
         Returns:
             The batch and its logits [len(segments), vocab_size], valid until the next call. The logits are empty on
             every stage but the last.
-
-        Raises:
-            Exception: As `CausalLM.check` does.
         """
         size = self._sizes[bisect_left(self._sizes, len(segments))]
         if sampled is not None:

@@ -1,4 +1,4 @@
-"""What the families with rotary positions have in common."""
+"""Base of the families with rotary positions."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from skipjoin.model.ops.base import Norm
 
 
 class RotaryDecoder:
-    """Embedding, layers that rotate queries and keys, final norm; of a stage, its part of that.
+    """Embedding, layers with rotary positions, final norm, or a pipeline stage's part of these.
 
-    make_layer: makes the layer of an index. final_norm: makes the norm behind the last layer.
+    Args:
+        make_layer: Makes the layer with the given index.
+        final_norm: Makes the norm after the last layer.
     """
 
     EMBEDDING: ClassVar[str]
@@ -35,13 +37,13 @@ class RotaryDecoder:
         self._norm = final_norm() if shard.is_last else None
 
     def embed(self, batch: PackedBatch) -> torch.Tensor:
-        """The embeddings of the batch's tokens, [T, hidden], on the first stage."""
+        """Return the embeddings of the batch's tokens, [T, hidden], on the first stage."""
         return self.embedding(batch.token_ids)
 
     def advance(self, x: torch.Tensor, step: LayerInputs) -> torch.Tensor:
-        """Pass [T, hidden] through this rank's layers; may change `x`."""
+        """Run [T, hidden] through this rank's layers; may change `x`."""
         return advance(self._layers, x, step)
 
     def finish(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[rows, hidden] -> the input of the output projection, on the last stage."""
+        """Map [rows, hidden] to the input of the output projection, on the last stage."""
         return self._norm(hidden)

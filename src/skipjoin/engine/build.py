@@ -23,8 +23,6 @@ class EngineInfo:
     Attributes:
         folder: Folder of the model and the tokenizer.
         max_model_len: Maximum number of tokens, prompt and output together.
-        device_blocks: KV blocks on the device.
-        host_blocks: KV blocks in the CPU tier.
         block_size: Tokens per block.
         block_bytes: Bytes of a block on the device.
         host_block_bytes: Bytes of a block in the CPU tier; differs with `swap_dtype`.

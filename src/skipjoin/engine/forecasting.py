@@ -64,8 +64,6 @@ class OwnerForecasters(Protocol):
 
 
 class Save(Protocol):
-    """Writes the forecaster's state; see `ForecastKeeper`."""
-
     def __call__(self, *, quiet: bool) -> bool: ...
 
 
@@ -198,8 +196,7 @@ def open_keeper(
     """Open the forecaster of settings returned by `chosen_forecasts`, with its saved state.
 
     Args:
-        model: Name of the served model.
-        folder: Files of the served model.
+        model: Name of the served model, whose files are in `folder`.
         text_of: Decodes tokens to text.
         owners: Number of API keys, each with its own forecaster; 0 if all requests share one.
 

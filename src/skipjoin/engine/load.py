@@ -37,7 +37,6 @@ class Loaded(NamedTuple):
     """A model that is ready to run. The caller of `load` closes the executor.
 
     Attributes:
-        folder: Folder of its files.
         max_len: Maximum number of tokens, prompt and output together.
         key: Key of its profile.
     """
@@ -80,7 +79,6 @@ def load(config: EngineConfig, on_progress: OnProgress = lambda what, share: Non
 
 
 def _load_here(config: EngineConfig, folder: Path, max_len: int, on_progress: OnProgress) -> LocalExecutor:
-    """Load the whole model in this process."""
     threads = default_threads(config.threads)
     torch.set_num_threads(threads)
     model = load_model(
@@ -111,11 +109,6 @@ def _load_here(config: EngineConfig, folder: Path, max_len: int, on_progress: On
 
 
 def _load_ranks(config: EngineConfig, folder: Path, max_len: int, on_progress: OnProgress) -> RankedExecutor:
-    """Load the model on ranks placed by Ray.
-
-    Raises:
-        ConfigError: If the cluster cannot hold the ranks.
-    """
     # Imported lazily: Ray is optional.
     from skipjoin.exec.ranks.cluster import ClusterError  # noqa: PLC0415
     from skipjoin.exec.ranks.rank_actor import RankModel  # noqa: PLC0415
@@ -155,14 +148,12 @@ def _largest_step(config: EngineConfig, max_len: int) -> LargestStep:
 
 
 def _graph_sizes(config: EngineConfig) -> tuple[int, ...]:
-    """Return the batch sizes of decode steps to capture as CUDA graphs."""
     return () if config.enforce_eager else tuple(graph_batch_sizes(config.max_num_seqs))
 
 
 def _pools(
     config: EngineConfig, rank_specs: Sequence[RankSpec], budgets: Sequence[MemoryBudget], max_len: int
 ) -> tuple[int, int]:
-    """Return the numbers of KV blocks on the device and in the CPU tier."""
     blocks = device_blocks(config, rank_specs, budgets, max_len)
     return blocks, host_blocks(config, rank_specs, budgets, blocks)
 

@@ -106,10 +106,7 @@ class EngineLoop:
         return not (self.core.requests or self._driver.in_flight or self.core.kv.is_moving)
 
     def submit(self) -> None:
-        """Fill the pipeline, so that the caller can work while the model runs before it calls `step`.
-
-        The next `step` returns the events. Raises as `step` does.
-        """
+        """Fill the pipeline, so that the caller can work while the model runs; raises as `step` does."""
         try:
             self._driver.fill()
         except RankError as error:

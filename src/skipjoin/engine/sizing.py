@@ -64,11 +64,8 @@ def _check_free(asked: float, rank_specs: Sequence[RankSpec], budgets: Sequence[
 def _what_is_left(
     config: EngineConfig, rank_specs: Sequence[RankSpec], budgets: Sequence[MemoryBudget], need: float
 ) -> str:
-    """Return the cause and the remedy for the GPU with the least KV memory.
-
-    Args:
-        need: GiB of the smallest pool, over all ranks.
-    """
+    """Return the cause and the remedy for the GPU with the least KV memory, of which `need` GiB over all ranks are
+    needed."""
     spec, budget = min(zip(rank_specs, budgets, strict=True), key=lambda pair: pair[1].device // pair[0].block_bytes)
     need *= spec.block_bytes / sum(spec.block_bytes for spec in rank_specs)
     return (
@@ -111,12 +108,10 @@ def host_blocks(
 
 
 def _usual(spec: RankSpec, budget: MemoryBudget) -> int:
-    """Return the default size of a rank's KV pool in bytes."""
     return budget.device if spec.device_kind == "cuda" else min(_CPU_MOST, int(budget.device * _CPU_SHARE))
 
 
 def _most_host_bytes(spec: RankSpec, budget: MemoryBudget, device_blocks: int) -> int:
-    """Return the maximum size of a rank's CPU pool in bytes."""
     # A CPU's device pool is in RAM too, but its untouched blocks still count as free.
     taken = 0 if spec.device_kind == "cuda" else device_blocks * spec.block_bytes
     return max(0, budget.ram - taken - _SWAP_SPARE)

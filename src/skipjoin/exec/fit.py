@@ -56,16 +56,13 @@ def cost_errors(cost: LinearCost, shapes: Sequence[StepShape], seconds: Sequence
 
 
 def fit_times(features: Array, seconds: Array) -> Array:
-    """Fit nonnegative coefficients such that `features @ coefficients` is close to `seconds`.
+    """Fit nonnegative coefficients [k] such that `features @ coefficients` is close to `seconds`.
 
     Minimizes the sum of absolute relative errors: short and long steps have equal weight, and outliers have little.
 
     Args:
         features: Matrix of shape [n, k].
         seconds: Measured times, shape [n], all positive.
-
-    Returns:
-        Coefficients of shape [k].
     """
     relative = features / seconds[:, None]
     weights = np.ones(len(seconds))

@@ -84,11 +84,9 @@ def _sizes() -> Iterator[int]:
 class DecodeGraphs:
     """CUDA graphs of the model's decode steps; a batch between two captured sizes is padded to the larger.
 
-    On ranks, all-reduces within a stage are part of a graph, but sends and receives between stages are not. All ranks
-    of a model must have graphs of the same sizes, or none, because they must pad alike.
-
-    A step fits if `GraphBuffers` holds it. Padding rows are computed but never read. Their slot is -1, so they write no
-    KV; the attention back end must support that slot.
+    A step fits if `GraphBuffers` holds it. Padding rows are computed but never read; their slot is -1, which the
+    attention back end must support. All-reduces within a stage are part of a graph, but sends and receives between
+    stages are not. All ranks of a model must have graphs of the same sizes, or none, because they must pad alike.
     """
 
     def __init__(
@@ -145,14 +143,14 @@ class DecodeGraphs:
         return self._logits[: batch.num_rows].copy_(self._model.logits(found))
 
     def run(self, segments: Sequence[Segment], sampled: torch.Tensor | None) -> tuple[PackedBatch, torch.Tensor]:
-        """Replay the graph of the smallest size that holds the segments; raises as `CausalLM.check` does.
+        """Replay the smallest fitting graph; raises as `CausalLM.check` does.
 
         Args:
             sampled: Tokens of the previous step, for segments with a pending token.
 
         Returns:
-            The batch and its logits [len(segments), vocab_size], valid until the next call. The logits are empty on
-            every stage but the last.
+            The batch and its logits [len(segments), vocab_size], valid until the next call; empty on every stage but
+            the last.
         """
         size = self._sizes[bisect_left(self._sizes, len(segments))]
         if sampled is not None:
@@ -179,8 +177,7 @@ def graph_bytes(model: CausalLM, sizes: Sequence[int], peak: int) -> int:
     """Estimate the device memory of graphs of these sizes, in bytes.
 
     Args:
-        peak: Peak memory of a decode step apart from weights and KV. The tensors of all graphs share one pool of that
-            size, which nothing else uses.
+        peak: Peak memory of a decode step apart from weights and KV. All graphs share one pool of that size.
     """
     if not sizes:
         return 0

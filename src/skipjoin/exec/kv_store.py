@@ -32,7 +32,6 @@ class KVStore:
 
     Args:
         host_blocks: Blocks of the CPU tier; 0 allocates no CPU pool.
-        block_size: Tokens per block.
         shard: Layers and heads of this rank. Block numbers are the same on all ranks.
         swap_dtype: auto or int8.
     """
@@ -74,8 +73,8 @@ class KVStore:
     def copy(self, move: Move) -> None:
         """Execute a move; without conversion, each run of blocks that is consecutive on both tiers is one copy.
 
-        On a CPU the calling thread copies, without the GIL, and returns when the copy is done. On CUDA the copies are
-        queued on the current stream, as one kernel launch if runs are short.
+        On a CPU the calling thread copies, without the GIL. On CUDA the copies are queued on the current stream, as one
+        kernel launch if runs are short.
 
         Raises:
             ValueError: If a block is outside its pool, the tokens do not end in the last block, or a slot is outside
@@ -131,7 +130,6 @@ class KVStore:
 
 
 def _blocks_kernel() -> BlocksKernel | None:
-    """Return the kernel for small blocks, or None without Triton."""
     try:
         from skipjoin.model.kernels.block_copy import copy_blocks  # noqa: PLC0415 (an optional back end)
     except ImportError:

@@ -47,12 +47,10 @@ class LocalExecutor:
     """Runs plans sequentially on a dedicated thread, so that the engine schedules while the model runs.
 
     On a GPU the thread only queues work. With two plans in flight, the second is queued while the first runs, so the
-    GPU does not idle between them. Every request's `sampling` must be a `Sampling`.
+    GPU does not idle between them. See `Worker` for the other arguments.
 
     Args:
         threads: CPU threads of the model; None for torch's default.
-        copier: See `Worker`.
-        graphs: See `Worker`.
     """
 
     def __init__(

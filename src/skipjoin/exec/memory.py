@@ -61,11 +61,9 @@ class Peaks(NamedTuple):
 def measure_peak(model: CausalLM, largest: LargestStep, block_size: int) -> Peaks:
     """Measure the device memory that steps need apart from weights and KV; return zeros at once on a CPU.
 
-    Runs the largest steps, including prompts whose tokens are scored, and then frees their memory. Memory that the
-    first step allocates permanently (kernels, workspaces) is not counted. It reduces the device's free memory, so query
-    that afterwards.
-
-    All ranks of a model must call this at the same time.
+    Runs the largest steps, including prompts whose tokens are scored. Memory that the first step allocates permanently
+    (kernels, workspaces) is not counted, so query the free memory afterwards. All ranks of a model must call this at
+    the same time.
 
     Raises:
         ModelError: If such a step does not fit on the device.

@@ -41,7 +41,6 @@ class PromptScores:
         self._scores: WeakKeyDictionary[Request, list[Scored]] = WeakKeyDictionary()
 
     def keep(self, piece: Slice, scores: Sequence[PromptLogprob]) -> None:
-        """Add the scores of a slice."""
         request = piece.request
         known = self._scores.setdefault(request, [Scored(request.prompt[0], None)])
         # A chunk that is recomputed after an eviction is scored again, with the same result.

@@ -54,7 +54,6 @@ class QuantizedCopies:
 
 
 def _kernels() -> BlockQuantizer | None:
-    """Return the Triton kernels, or None without Triton."""
     try:
         from skipjoin.model.kernels.block_quant import TritonQuantizer  # noqa: PLC0415 (an optional back end)
     except ImportError:

@@ -34,7 +34,6 @@ class RankSpec(NamedTuple):
     """A rank's share of a model.
 
     Attributes:
-        stage: Pipeline stage of the rank.
         block_bytes: Bytes of one device KV block with the rank's layers and heads.
         host_block_bytes: Bytes of the same block in the CPU tier.
         attention_width: Query heads of all its layers times the head dimension.
@@ -42,8 +41,6 @@ class RankSpec(NamedTuple):
         itemsize: Bytes per weight.
         device_kind: cpu or cuda.
         device: Model name of the CPU or GPU.
-        attention: Name of the attention back end.
-        threads: CPU threads of the model.
     """
 
     stage: int
@@ -156,8 +153,8 @@ def memory_budget_of(
     Args:
         gpu_share: Fraction of the GPU's memory for all its users, including weights, steps and other programs.
         ranks_here: Number of ranks that share this machine's RAM.
-        peak: Result of `measure_peak`, which must have run. Ignored on a CPU, like the other GPU arguments.
-        graph_bytes: Device memory of CUDA graphs.
+        peak: Result of `measure_peak`, which must have run. GPU only.
+        graph_bytes: Device memory of CUDA graphs. GPU only.
     """
     ram = free_ram() // ranks_here
     if model.device.type != "cuda":
@@ -170,14 +167,13 @@ def memory_budget_of(
 
 
 def free_ram() -> int:
-    """Return the bytes of RAM that this process may use, including reclaimable page cache, within its container's
-    limit."""
+    """Return the RAM that this process may use in bytes, within its container's limit, including reclaimable page
+    cache."""
     limit = free_memory()
     return _free_here() if limit is None else min(limit, _free_here())
 
 
 def _free_here() -> int:
-    """Return the bytes of this machine's RAM that are available to programs."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
             name, _, amount = line.partition(":")

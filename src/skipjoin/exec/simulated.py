@@ -62,10 +62,9 @@ class SimulatedHandle:
 class SimulatedExecutor:
     """Simulated device that runs plans back to back, or a simulated pipeline of such stages.
 
-    A plan takes the time of its blocking moves, then that of its slices. Each pipeline stage has a fraction of the
-    layers and hence of these times. It starts a plan when it is idle and the previous stage has passed the plan on,
-    with its share of the moves first (FastServe section 4.3). Plans run concurrently up to the number of stages, in
-    order. Overlapped moves queue for the link, one queue per direction; blocking moves go first.
+    A plan takes the time of its blocking moves, then that of its slices, split over the pipeline stages. A stage starts
+    a plan when it is idle and the previous stage has passed the plan on, with its share of the moves first (FastServe
+    section 4.3). Overlapped moves queue for the link, one queue per direction; blocking moves go first.
 
     Args:
         cost: Predicts the seconds of steps, over all stages, and of transfers.
@@ -73,7 +72,6 @@ class SimulatedExecutor:
         stages: Number of equal stages, or each stage's relative compute time.
         fails: Returns whether a move fails.
         alike: Returns a lower bound on how many of a request's next tokens are identical and do not finish it.
-        block_size: Tokens per block, for moves of parts of blocks.
     """
 
     def __init__(
@@ -121,10 +119,9 @@ class SimulatedExecutor:
         return SimulatedHandle(result, ready_at)
 
     def foresee(self, handle: SimulatedHandle, most: int) -> list[float]:
-        """Predict when the step in flight and the decode steps that can follow it end.
+        """Predict when the step in flight and the identical decode steps that can follow it end.
 
-        Each following step decodes the same requests, whose tokens are identical and do not finish them. Supports one
-        stage and no moves only.
+        Assumes one stage and no moves.
 
         Args:
             most: Maximum number of steps, including the one in flight.
@@ -147,11 +144,7 @@ class SimulatedExecutor:
         return ends
 
     def _run(self, parts: Sequence[float], now: float) -> tuple[float, tuple[StageTime, ...]]:
-        """Occupy the stages one after the other for `parts` seconds each.
-
-        Returns:
-            When the last stage finishes, and the stage times.
-        """
+        """Occupy the stages one after the other for `parts` seconds each; return the end time and the stage times."""
         ready_at, times = now, []
         for stage, (free_at, seconds) in enumerate(zip(self._free_at, parts, strict=True)):
             begin = max(ready_at, free_at)
@@ -161,11 +154,9 @@ class SimulatedExecutor:
         return ready_at, tuple(times) if len(parts) > 1 else ()
 
     def _begin(self, plan: StepPlan, begin: float, moved: float, lag: float) -> None:
-        """Queue the plan's overlapped moves on the link, after its blocking moves.
+        """Queue the plan's overlapped moves on the link, after its blocking moves, which take from `begin` to `moved`.
 
         Args:
-            begin: When the blocking moves start.
-            moved: When the blocking moves end.
             lag: Seconds by which the last stage follows the first.
         """
         link = self._link_free_at

@@ -71,7 +71,6 @@ class SpanCopies:
 
 
 def _spans_kernel() -> SpansKernel | None:
-    """Return the kernel, or None without Triton."""
     try:
         from skipjoin.model.kernels.block_copy import copy_spans  # noqa: PLC0415 (an optional back end)
     except ImportError:

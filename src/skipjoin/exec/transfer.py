@@ -32,13 +32,11 @@ class Copier(Protocol):
     """Executes moves while the model runs. The model's thread makes all calls except `close`."""
 
     def run_blocking(self, moves: Sequence[Move]) -> Ended:
-        """Execute moves before the next work of the calling thread, or of its stream.
+        """Execute moves before the next work of the calling thread or its stream: swap-outs first, swap-ins last.
 
-        Swap-outs run first, because other moves may reuse their blocks, and swap-ins run last. Moves started with
-        `begin` are not waited for.
-
-        On a CPU the moves are finished on return. On CUDA they are queued: those in `landed` finish before any slice of
-        the step runs. A failed move loses the KV of its own request only.
+        Moves started with `begin` are not waited for. On a CPU the moves are finished on return. On CUDA they are
+        queued, and those in `landed` finish before any slice of the step runs. A failed move loses the KV of its own
+        request only.
         """
         ...
 
@@ -89,11 +87,7 @@ def copy_in_order(store: KVStore, moves: Sequence[Move]) -> Ended:
 
 
 class ThreadCopier:
-    """Copies on a CPU, one move at a time on a dedicated thread.
-
-    The copy uses no torch operations and hence none of the model's threads. The exception is a move to an int8 CPU pool
-    without a compiler.
-    """
+    """Copies on a CPU, one move at a time on a dedicated thread, which (with a compiler) uses no torch threads."""
 
     def __init__(self, store: KVStore) -> None:
         self._store = store
@@ -133,12 +127,12 @@ class StreamCopier:
     - Blocking moves are queued on the model's stream between the previous step and this one. They read what all earlier
     steps wrote, and later work on that stream may overwrite what they read. They overtake overlapped moves.
     - An overlapped move waits for the work on the model's stream at the time of `begin`: all earlier steps, and the
-    blocking moves of this and earlier plans. This makes the target blocks of swap-ins safe. The source blocks of a
+    blocking moves of this and earlier plans. Target blocks of swap-ins are therefore safe. The source blocks of a
     blocking swap-out are free immediately. Every other block is freed when the plan or move that uses it is settled,
     and hence has passed on its stream.
-    - No two overlapped moves share a block. The ledger fences source and target until the move has landed, so no other
-    move or step can use them, and a swap-in starts after its swap-out has landed. A copy for the prefix cache alone
-    does not fence its source: if the source is written before the copy has landed, the copy is never read.
+    - No two overlapped moves share a block. The ledger fences source and target until the move has landed, so a swap-in
+    starts after its swap-out has landed. A copy for the prefix cache alone does not fence its source: if the source is
+    written before the copy has landed, the copy is never read.
     """
 
     def __init__(self, store: KVStore) -> None:

@@ -62,21 +62,19 @@ class _Part:
 class Worker:
     """Runs plans sequentially with one rank's share of the model and the KV cache.
 
-    `begin` queues a plan's work, and `finish` waits for it and builds the result. On a CPU the work is done when
-    `begin` returns. A plan may begin before the previous one is finished: sampled tokens stay on the device, where the
-    next plan reads them. All calls of `begin` come from one thread and all calls of `finish` from one thread, in the
-    same order.
+    `begin` queues a plan's work, and `finish` waits for it and builds the result. A plan may begin before the previous
+    one is finished: sampled tokens stay on the device, where the next plan reads them. All calls of `begin` come from
+    one thread and all calls of `finish` from one thread, in the same order.
 
     All ranks run the same plans. A stage executes a plan's blocking moves while the previous stage still computes
     (FastServe section 4.3). Every rank of the last stage samples the same tokens, which are a function of logits, seed
-    and position. A slice can await a token only with a single stage, because the stage that samples must also embed.
-    With several stages, the scheduler must know a token before it plans the next.
+    and position. Slices can await tokens only with a single stage, because the stage that samples must also embed.
 
     Every request's `sampling` must be a `Sampling`.
 
     Args:
         copier: Executes overlapped moves. It receives them when their plan begins and not earlier, since they may write
-            blocks that an earlier plan's moves still read. None for the store's default copier if it has a CPU pool.
+            blocks that an earlier plan's moves still read. None for the store's default.
         graphs: CUDA graphs for the steps that fit them.
     """
 
@@ -100,7 +98,6 @@ class Worker:
         self._ended: Mark | None = None  # end of the previous plan
 
     def run(self, plan: StepPlan) -> StepResult:
-        """Run a plan: `begin`, then `finish`."""
         return self.finish(self.begin(plan))
 
     def begin(self, plan: StepPlan) -> InFlightStep:
@@ -252,14 +249,12 @@ class Worker:
         return self.model.logits(rows[last]).float()
 
     def _forward(self, segments: Sequence[Segment]) -> torch.Tensor:
-        """Return the logits of the last rows of the segments that sample."""
         sampled = self._sampled.tokens if self._sampled is not None else None
         if self._graphs is not None and self._graphs.fits(segments, sampled):
             return self._graphs.run(segments, sampled)[1]
         return self.model.forward(self._packed(segments), self.store.device)
 
     def _packed(self, segments: Sequence[Segment]) -> PackedBatch:
-        """Pack the segments into a batch and fill in the tokens that they await."""
         batch = PackedBatch.build(segments, self.store.device.block_size, self.model.device)
         if self._sampled is not None:
             batch.fill_in(self._sampled.tokens)

@@ -185,7 +185,6 @@ def _triton_failure(dtype: torch.dtype, device: torch.device) -> str | None:
 
 
 def _on_cpu(attention: str, dtype: torch.dtype, quantization: str) -> Implementations | None:
-    """Return the compiled implementations, or None."""
     library = _compiled(dtype) if dtype in CPP_DTYPES else None
     if library is not None:
         ops, slower = CppOps(library, dtype, quantization), _slower(path_of(library))

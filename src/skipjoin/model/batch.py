@@ -17,12 +17,11 @@ class Segment(NamedTuple):
     """Consecutive new tokens of one sequence.
 
     Attributes:
-        tokens: Their ids.
         start: Position of the first token, equal to the number of tokens with KV.
         blocks: Block table of the sequence, covering at least offset + start + length slots.
         sample: Compute the logits of the last token.
         all_logits: Compute the logits of every token.
-        awaits: Row of the previous step's sampled tokens that holds the id of one more token; None if there is none.
+        awaits: Row of the previous step's sampled tokens with the id of one more token; None if there is none.
         offset: Slots skipped at the end of the first block where the sequence begins, in [0, block_size).
         reverse: Fill blocks from the last slot down, so that two sequences can share a block bidirectionally.
     """
@@ -82,9 +81,8 @@ class PackedBatch:
     block_size of its table, slot i % block_size, counted from the block's end if reversed.
 
     Attributes:
-        token_ids: Shape [T].
-        positions: Shape [T].
-        slots: Shape [T], block * block_size + position in the block; -1 for a padding token, whose KV is not written.
+        token_ids: Shape [T], as `positions`.
+        slots: Shape [T], block * block_size + position in the block; -1 for padding, whose KV is not written.
         sources: Shape [T], row of the previous step's sampled tokens that holds the token, or -1 if the token is known.
             None if all are known.
         query_start: Shape [n + 1], first token of each segment.
@@ -94,10 +92,7 @@ class PackedBatch:
         block_tables: Shape [n, widest], padded with 0.
         logit_rows: Shape [rows], tokens whose logits are wanted, in order. None for all T.
         row_starts: Rows of segment i are row_starts[i]:row_starts[i + 1].
-        starts: Start of each segment, on the CPU.
-        lengths: Length of each segment, on the CPU.
-        max_context: Longest context.
-        max_block: Largest block number.
+        starts: Per segment, on the CPU, as `lengths`.
         plain: Whether no segment has an offset or is reversed.
     """
 
@@ -275,8 +270,6 @@ class PackedBatch:
 
 
 class _Parts(NamedTuple):
-    """Parts of a batch's buffer, in order."""
-
     token_ids: Any
     positions: Any
     slots: Any
@@ -290,7 +283,6 @@ class _Parts(NamedTuple):
 
 
 def _sizes(tokens: int, segments: int, width: int, rows: int) -> _Parts:
-    """Return the sizes of the parts of a batch's buffer."""
     return _Parts(tokens, tokens, tokens, tokens, segments + 1, segments, segments, segments, segments * width, rows)
 
 
@@ -339,12 +331,10 @@ def _fill_sources(to: _Parts, segments: Sequence[Segment]) -> bool:
 
 
 def _token_ids(segment: Segment) -> Sequence[int]:
-    """Return the segment's tokens, with 0 for an awaited one."""
     return segment.tokens if segment.awaits is None else (*segment.tokens, 0)
 
 
 def _offsets(segments: Sequence[Segment], block_size: int) -> np.ndarray:
-    """Return the segments' offsets; raise ValueError for one outside the first block."""
     offsets = np.fromiter((s.offset for s in segments), np.int64, len(segments))
     outside = np.flatnonzero((offsets < 0) | (offsets >= block_size))
     if len(outside):

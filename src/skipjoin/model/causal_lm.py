@@ -31,11 +31,17 @@ class Decoder(Protocol):
     OUTPUT: str
     embedding: Embedding | None
 
-    def embed(self, batch: PackedBatch) -> torch.Tensor: ...
+    def embed(self, batch: PackedBatch) -> torch.Tensor:
+        """Return the embeddings of the batch's tokens, [T, hidden], on the first stage."""
+        ...
 
-    def advance(self, x: torch.Tensor, step: LayerInputs) -> torch.Tensor: ...
+    def advance(self, x: torch.Tensor, step: LayerInputs) -> torch.Tensor:
+        """Run [T, hidden] through this rank's layers; may change `x`."""
+        ...
 
-    def finish(self, hidden: torch.Tensor) -> torch.Tensor: ...
+    def finish(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Map [rows, hidden] to the input of the output projection, on the last stage."""
+        ...
 
 
 _FAMILIES = {
@@ -60,11 +66,7 @@ class CausalLM:
         device: torch.device,
         group: Group,
     ) -> None:
-        """Build the model from its weights.
-
-        Args:
-            weights: Tensors in `dtype` and on `device`.
-            group: Group of this rank.
+        """Build the model from its weights, which are in `dtype` and on `device`.
 
         Raises:
             ModelError: If a tensor is missing or has another shape, or the model cannot be split over the group.
@@ -147,7 +149,6 @@ class CausalLM:
         return found[:0]
 
     def hidden_buffer(self, tokens: int) -> torch.Tensor:
-        """Allocate memory for the hidden states of `tokens` tokens."""
         return torch.empty((tokens, self.config.hidden_size), dtype=self.dtype, device=self.device)
 
     def receive(self, hidden: torch.Tensor) -> torch.Tensor:

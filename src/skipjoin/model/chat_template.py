@@ -44,7 +44,6 @@ def find_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
 
 
 def read_template(file: Path) -> str:
-    """Return the source of a template file, or raise `ModelError` if it cannot be read."""
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
@@ -121,17 +120,14 @@ class _Renderer:
         self._lock = threading.Lock()
 
     def start(self) -> None:
-        """Start the process unless it runs; raise `ModelError` if the template does not compile."""
         with self._lock:
             self._running()
 
     def ask(self, content: bytes) -> tuple[int, bytes]:
-        """Render a conversation and return the kind of the answer and the answer."""
         with self._lock:
             return self._exchange(self._running(), content)
 
     def close(self) -> None:
-        """Stop the process if it runs."""
         with self._lock:
             if self._process is not None:
                 self._end(self._process)
@@ -164,7 +160,6 @@ class _Renderer:
         return kind, answer
 
     def _end(self, process: subprocess.Popen[bytes]) -> int:
-        """Kill the process and return its exit code."""
         self._process = None
         process.kill()
         code = process.wait()
@@ -178,7 +173,6 @@ class _Renderer:
 
 
 def _can_read(file: int) -> bool:
-    """Wait for an answer or the end of the process."""
     waiting = select.poll()
     waiting.register(file, select.POLLIN)
     return bool(waiting.poll(_MAX_WAIT_S * 1000))

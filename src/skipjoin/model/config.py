@@ -168,7 +168,6 @@ class ModelConfig:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file, or raise `ModelError` if it is missing or is not one."""
     if not path.is_file():
         raise ModelError(f"{path.parent} has no {path.name}: it is not a model folder in Hugging Face format")
     try:

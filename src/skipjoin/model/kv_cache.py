@@ -99,7 +99,6 @@ class QuantizedKV:
     def __init__(
         self, num_blocks: int, block_size: int, config: ModelConfig, *, pin: bool = False, shard: Shard = WHOLE
     ) -> None:
-        """Allocate the pool; see `PagedKV` for `pin`."""
         if num_blocks < 1 or block_size < 1:
             raise ValueError(f"num_blocks and block_size must be at least 1, got {num_blocks} and {block_size}")
         self.num_blocks = num_blocks
@@ -108,7 +107,6 @@ class QuantizedKV:
         self.tensor = _host_bytes(self, num_blocks * self.block_bytes, pin=pin).view(num_blocks, self.block_bytes)
 
     def block_view(self) -> torch.Tensor:
-        """Return the rows of the blocks."""
         return self.tensor
 
     @staticmethod
@@ -125,12 +123,10 @@ class QuantizedKV:
 
 
 def _heads(config: ModelConfig, shard: Shard) -> int:
-    """Return the number of key and value heads of all layers of a rank."""
     return len(shard.layers(config)) * 2 * len(shard.kv_heads(config))
 
 
 def _host_bytes(pool: PagedKV | QuantizedKV, size: int, *, pin: bool) -> torch.Tensor:
-    """Allocate `size` zero bytes for a pool."""
     if not pin:
         return large_page_bytes(size)
     memory, unlock = page_locked_bytes(size)

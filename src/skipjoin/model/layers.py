@@ -98,11 +98,7 @@ class Builder:
     ) -> Linear:
         """Make a product whose input is split over the ranks of the stage (Megatron's row parallelism).
 
-        Its result is the sum over the ranks; rank 0 of the stage adds the bias.
-
-        Args:
-            begins: See `SummedLinear`.
-            ends: See `SummedLinear`.
+        Its result is the sum over the ranks; rank 0 of the stage adds the bias. See `SummedLinear`.
         """
         weight = self.weights.take(f"{name}.weight", out, inputs, columns=columns)
         shift = self.weights.take(f"{name}.bias", out) if bias and self.shard.tp_rank == 0 else None

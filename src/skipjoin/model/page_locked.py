@@ -48,7 +48,6 @@ def _mapped(size: int) -> torch.Tensor:
 
 
 def _lock(memory: torch.Tensor) -> bool:
-    """Lock the memory with CUDA and return whether that worked."""
     try:
         code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), _REGISTER_FLAGS))
     except (RuntimeError, AttributeError, TypeError, AssertionError) as error:

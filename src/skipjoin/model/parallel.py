@@ -48,12 +48,11 @@ class Shard:
 
     @property
     def rank(self) -> int:
-        """Number among all ranks of the model."""
+        """Number among all ranks of the model, stage by stage."""
         return self.pp_rank * self.tp_size + self.tp_rank
 
     @property
     def ranks(self) -> int:
-        """Number of ranks of the model."""
         return self.tp_size * self.pp_size
 
     @property
@@ -68,13 +67,11 @@ class Shard:
 
     @property
     def name(self) -> str:
-        """Description for messages."""
         return (
             f"rank {self.rank} (stage {self.pp_rank} of {self.pp_size}, tensor rank {self.tp_rank} of {self.tp_size})"
         )
 
     def heads(self, config: ModelConfig) -> range:
-        """Return the query heads of the rank."""
         return _part(config.num_heads, self.tp_rank, self.tp_size)
 
     def kv_heads(self, config: ModelConfig) -> range:
@@ -103,7 +100,6 @@ class Shard:
         return _part(config.vocab_size, self.tp_rank, self.tp_size)
 
     def vocabulary_sizes(self, config: ModelConfig) -> list[int]:
-        """Return the vocabulary sizes of all ranks of a stage."""
         return [len(_part(config.vocab_size, rank, self.tp_size)) for rank in range(self.tp_size)]
 
     def layers(self, config: ModelConfig) -> range:
@@ -163,7 +159,6 @@ class Group(Protocol):
     then failed.
 
     Attributes:
-        shard: Position of this rank.
         waited_s: Total seconds spent waiting for the previous stage.
     """
 

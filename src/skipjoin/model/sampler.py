@@ -72,8 +72,6 @@ def joined(parts: Sequence[SampledTokens]) -> SampledTokens | None:
 
 
 class JoinedReports(HostCopy[list[Sampled]]):
-    """Concatenation of reports in transit."""
-
     def __init__(self, parts: Sequence[HostCopy[list[Sampled]]]) -> None:
         self._parts = parts
 
@@ -218,11 +216,9 @@ def prompt_logprobs(
     k: int,
     logits_of: Callable[[torch.Tensor], torch.Tensor] = lambda logits: logits,
 ) -> HostCopy[list[PromptLogprob]]:
-    """Compute the logprobs of given tokens.
+    """Compute the logprobs of the tokens `targets`, one per row.
 
     Args:
-        rows: n rows.
-        targets: n token ids.
         k: Number of alternatives per token.
         logits_of: Maps at most `_SCORED_ROWS` rows to logits [rows, vocab]; by default the rows are logits.
     """
@@ -416,16 +412,12 @@ def _largest(values: torch.Tensor, count: int) -> torch.Tensor:
 def _from_best(
     best: torch.Tensor, totals: torch.Tensor, k: torch.Tensor, top_p: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return thresholds of top_k and top_p from the largest logits, and whether those suffice.
+    """Return thresholds of top_k and top_p from the largest logits `best`, descending, and whether those suffice, [n].
+
+    All other shapes are [n, 1].
 
     Args:
-        best: Largest logits of each row, descending.
-        totals: Sums of exp over the whole rows, [n, 1].
-        k: Shape [n, 1].
-        top_p: Shape [n, 1].
-
-    Returns:
-        The thresholds, [n, 1], and whether `best` suffices, [n].
+        totals: Sums of exp over the whole rows.
     """
     width = best.shape[-1]
     order = torch.arange(width, device=best.device)

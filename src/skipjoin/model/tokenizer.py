@@ -160,7 +160,6 @@ class Tokenizer:
         return len(text.encode()) // self._most_bytes if self._most_bytes else 0
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of token ids, skipping ids without a token."""
         return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def decode_long(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -192,7 +191,6 @@ class Tokenizer:
         return self.chat_template.render(messages, add_generation_prompt=add_generation_prompt, **variables)
 
     def close(self) -> None:
-        """Stop the process of the chat template; may be called repeatedly."""
         if self.chat_template is not None:
             self.chat_template.close()
 

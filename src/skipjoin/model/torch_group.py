@@ -22,11 +22,8 @@ class TorchGroup:
     not tested on several devices yet.
 
     Args:
-        store: Rendezvous of the ranks; the same for all of them, and used for nothing else.
+        store: Rendezvous of the ranks, used for nothing else.
         timeout_s: Time limit of one call; for the first call, until all ranks have joined.
-
-    Raises:
-        GroupError: If the ranks cannot join.
     """
 
     def __init__(self, shard: Shard, store: dist.Store, *, backend: str = "gloo", timeout_s: float) -> None:
@@ -107,7 +104,6 @@ class TorchGroup:
 
     @contextmanager
     def _group_errors(self, doing: str) -> Iterator[None]:
-        """Convert torch's error to `GroupError`, with the name of the operation."""
         try:
             yield
         except RuntimeError as error:

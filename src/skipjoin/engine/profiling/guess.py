@@ -45,7 +45,6 @@ def guess_cost(rank_specs: Sequence[RankSpec], block_size: int) -> LinearCost:
 
 
 def _guess(spec: RankSpec, block_size: int) -> LinearCost:
-    """Estimate the cost of one rank's share of a step."""
     rates = RATES[spec.device_kind]
     token = 2 * spec.weight_bytes / spec.itemsize / rates.arithmetic
     return LinearCost(

@@ -251,7 +251,6 @@ def _run(executor: ModelExecutor, plan: StepPlan) -> tuple[float, ...]:
 
 
 def _measured(shape: StepShape, stages: Sequence[tuple[float, ...]], held_out: bool) -> _Measured:
-    """Summarize a step's runs, given the seconds of each stage per run."""
     runs = np.sum(stages, axis=1)
     quiet, middle = np.quantile(runs, (0.25, 0.5)).tolist()
     medians = np.median(stages, axis=0)
@@ -277,7 +276,6 @@ def _spread(runs: Sequence[float]) -> float:
 
 
 def _used_blocks(executor: ModelExecutor, limits: Limits) -> int:
-    """Return the number of the pool's blocks, from the first, that the steps use."""
     blocks, _, block_size = executor.pools
     block_bytes = sum(spec.block_bytes for spec in executor.rank_specs)
     return min(blocks, max(_KV_BYTES // block_bytes, -(-limits.positions // block_size)))
@@ -297,7 +295,6 @@ def _plan(pieces: Pieces, block_size: int, used: int) -> StepPlan:
 
 
 def _fit_steps(steps: Sequence[_Measured], guess: LinearCost) -> tuple[LinearCost, FitErrors]:
-    """Fit the cost model and compute its errors on the held-out steps."""
     fitted = [step for step in steps if not step.held_out]
     held_out = [step for step in steps if step.held_out]
     if len(fitted) < _FEWEST_SHAPES:

@@ -68,7 +68,6 @@ class Cluster:
     Args:
         address: Address at which other processes of this machine can join.
         ip: This machine's address in the cluster.
-        guard: Guard of a private cluster's folder.
         settings: Settings of a private cluster, undone after it has ended.
         is_ours: Whether `close` disconnects.
     """
@@ -92,8 +91,8 @@ class Cluster:
         """Start a private cluster on this machine, or return the cluster that this process already uses.
 
         Args:
-            cpus: CPUs that the cluster declares. The number only limits how many processes can be placed, and may
-                exceed the machine's CPUs.
+            cpus: CPUs that the cluster declares, which limit how many processes can be placed. May exceed the machine's
+                CPUs.
 
         Raises:
             ClusterError: If Ray is not installed or does not start.
@@ -250,7 +249,6 @@ def import_ray() -> ModuleType:
 
 
 def _used() -> Cluster | None:
-    """Return the cluster that this process is already connected to."""
     ray = sys.modules.get("ray")
     if ray is None or not ray.is_initialized():
         return None

@@ -2,10 +2,10 @@
 
 The kernel ends Ray's main processes with this one, but their child agents keep looking for the cluster for a minute.
 The guard is a process that waits for the end of this one. It then kills every process with an open file in the
-cluster's folder, where each process of the cluster has its log, and removes the folder. (Environment variables cannot
-mark the processes, since Ray's processes overwrite theirs with their titles.)
+cluster's folder, such as its log, and removes the folder. (Environment variables cannot mark the processes, since Ray
+overwrites them with process titles.)
 
-As a program: `python guard.py FOLDER`; its standard input reaches its end when the guarded process ends.
+As a program: `python guard.py FOLDER`; its standard input ends with the guarded process.
 """
 
 from __future__ import annotations
@@ -46,7 +46,6 @@ class ProcessGuard:
 
 
 def _writers(folder: str) -> Iterator[int]:
-    """Yield the ids of processes with an open file in the folder."""
     for process in Path("/proc").iterdir():
         if process.name.isdecimal():
             with suppress(OSError):  # the process has ended, or belongs to another user

@@ -36,11 +36,7 @@ _NUMBER = struct.Struct("<I")
 
 
 class RankListener:
-    """Accepts one connection from each rank of an engine.
-
-    Args:
-        ip: Address of the interface to listen on.
-    """
+    """Accepts one connection from each rank of an engine, on the interface with address `ip`."""
 
     def __init__(self, ip: str) -> None:
         self._listener = socket.create_server((ip, 0), family=socket.AF_INET6 if ":" in ip else socket.AF_INET)
@@ -72,11 +68,9 @@ class RankListener:
         return [links[number] for number in range(ranks)]
 
     def close(self) -> None:
-        """Stop accepting connections."""
         self._listener.close()
 
     def _accept_one(self, greeted: SimpleQueue[tuple[Connection, int]], timeout_s: float) -> None:
-        """Start the handshake of the next connection, if one arrives in time."""
         self._listener.settimeout(timeout_s)
         with suppress(TimeoutError):
             accepted, _ = self._listener.accept()
@@ -135,8 +129,6 @@ def end_with(connection: Connection) -> None:
 
 
 class TcpLink:
-    """TCP implementation of `RankLink`."""
-
     def __init__(self, connection: Connection, rank: int) -> None:
         self._connection = connection
         self._rank = rank

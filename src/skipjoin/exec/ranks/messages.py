@@ -90,12 +90,10 @@ class Done(msgspec.Struct, frozen=True, tag="done", array_like=True, gc=False):
     """A rank's result of a plan; see `StepResult` for the other fields.
 
     Attributes:
-        plan: Id of the plan.
         checksum: Checksum of all plans so far.
-        tokens: Sampled tokens; empty on a rank that does not sample.
+        tokens: Empty on a rank that does not sample.
         idle: See `StageTime`.
-        landed: Numbers of the moves that landed.
-        failed: Numbers of the moves that failed.
+        landed: Numbers of moves, as in `failed`.
         details: Set on one of the ranks that sample.
     """
 

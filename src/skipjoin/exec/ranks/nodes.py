@@ -20,11 +20,10 @@ _NAME_LABEL = "ray.io/node-id"
 
 
 class Node(NamedTuple):
-    """Node of a Ray cluster.
+    """Node of a Ray cluster, with the address of its Ray process.
 
     Attributes:
         name: Ray's name of the node.
-        ip: Address at which its Ray process listens.
         has: Total resources, free or not.
     """
 

@@ -115,7 +115,6 @@ class RankActor:
         self._graphs: DecodeGraphs | None = None
 
     def place(self) -> RankPlace:
-        """Return the node and the versions of this process."""
         context = import_ray().get_runtime_context()
         return RankPlace(context.get_node_id(), self._ip(), versions())
 
@@ -204,8 +203,7 @@ class RankActor:
         """Run plans until the engine disconnects, then exit this process.
 
         Args:
-            address: Address of the engine's `RankListener`.
-            secret: Its secret.
+            address: Address of the engine's `RankListener`, which also gives the secret.
         """
         assert self._store is not None
         self._loaded.ops.use_threads(self._threads)  # the count is per thread, and this is a different thread

@@ -54,13 +54,10 @@ class GroupSizes(NamedTuple):
 class RankGroup:
     """One generation of ranks, which start and end together.
 
+    The constructor raises `RankError`, `ClusterError` or `ModelError`, and then leaves nothing running.
+
     Args:
         patience_s: Seconds to wait for nodes if the cluster has too few.
-
-    Raises:
-        RankError: If a rank cannot start; nothing is left running after any of these errors.
-        ClusterError: If the cluster has too few resources, or different versions.
-        ModelError: If the model cannot be loaded.
     """
 
     def __init__(
@@ -87,7 +84,6 @@ class RankGroup:
 
     @property
     def executor(self) -> ShardedExecutor:
-        """Executor that runs plans on the ranks."""
         assert self._executor is not None
         return self._executor
 
@@ -193,7 +189,6 @@ class RankGroup:
                     raise ClusterError(f"node {place.ip} has {name} {theirs}, this node has {ours}; they must be equal")
 
     def _follow(self, loading: Sequence[Any], on_progress: OnProgress) -> None:
-        """Report the loading progress until loading is done or fails on a rank."""
         waiting = list(loading)
         while waiting:
             done, waiting = self._ray.wait(waiting, num_returns=1, timeout=_LOOK_S)
@@ -230,16 +225,13 @@ def _ips(nodes: Sequence[Node]) -> str:
 class RankedExecutor:
     """`ModelExecutor` on several ranks, or on one rank in a separate process.
 
+    The constructor raises `RankError`, `ClusterError` or `ModelError`, and then leaves nothing running.
+
     Args:
         pools_for: Chooses the KV blocks of the first ranks; restarts reuse its result.
         address: host:port of the cluster; None to start a private one.
         max_restarts: Maximum number of restarts within ten minutes.
         on_progress: Called during every start.
-
-    Raises:
-        RankError: If a rank cannot start; nothing is left running after any of these errors.
-        ClusterError: If the cluster cannot be used.
-        ModelError: If the model cannot be loaded.
     """
 
     def __init__(

@@ -79,9 +79,8 @@ class _OnWay:
 class ShardedExecutor:
     """Executor that broadcasts plans to ranks.
 
-    A move has landed once it has landed on every rank, and failed if it failed on any. With pipeline stages, the number
-    of plans in flight must equal the number of stages, and no slice may await a token: `Scheduler(depth=stages,
-    overlap=False)`.
+    A move has landed once it has landed on every rank, and failed if it failed on any. With pipeline stages, use
+    `Scheduler(depth=stages, overlap=False)`: no slice may await a token.
 
     Args:
         links: Links to all ranks, in rank order.
@@ -114,13 +113,11 @@ class ShardedExecutor:
         return handle
 
     def check(self) -> None:
-        """Raise `RankError` if a rank was lost while no plan is in flight."""
         for link in () if self._pending else self._links:
             if link.is_ready():
                 raise RankError(f"unexpected message of a rank: {link.receive(0.0)[:80]!r}")
 
     def close(self) -> None:
-        """Disconnect all ranks; their processes then exit."""
         for link in self._links:
             link.close()
 
@@ -142,13 +139,8 @@ class ShardedExecutor:
         return True
 
     def _can_settle(self) -> bool:
-        """Return whether all ranks have answered or one has failed.
-
-        After a failure, the others may wait for the failed rank on their device, for a minute with NCCL.
-
-        Raises:
-            RankError: If a rank is lost.
-        """
+        """Return whether all ranks have answered or one has failed, for which the others may wait for a minute with
+        NCCL."""
         has_failed = False
         for early, link in zip(self._early, self._links, strict=True):
             if not early and link.is_ready():
@@ -185,7 +177,6 @@ class ShardedExecutor:
         )
 
     def _answers(self) -> list[Done]:
-        """Wait for the answers of all ranks to the oldest plan."""
         deadline = time.monotonic() + self._timeout_s
         answers: dict[int, Done] = {}
         missing = deque(range(len(self._links)))
@@ -207,7 +198,6 @@ class ShardedExecutor:
         return [answers[rank] for rank in range(len(self._links))]
 
     def _receive(self, rank: int, timeout_s: float) -> FromRank:
-        """Return the next answer of a rank; raises as `RankLink.receive` does."""
         early = self._early[rank]
         answer: FromRank = FROM_RANK_DECODER.decode(early.popleft() if early else self._links[rank].receive(timeout_s))
         return answer

@@ -56,11 +56,9 @@ class CppAttention:
 
     def tune(
         self, config: ModelConfig, dtype: torch.dtype, device: torch.device, block_size: int, shard: Shard
-    ) -> None:
-        """Do nothing: there are no sizes to choose."""
+    ) -> None: ...
 
     def versions(self, config: ModelConfig, block_size: int, seqs: int, positions: int, shard: Shard) -> tuple[()]:
-        """Return nothing: no kernels are compiled per batch."""
         return ()
 
     def attend(

@@ -36,14 +36,12 @@ class OPTDecoder:
             self._norm = builder.layer_norm(f"{name}.final_layer_norm") if config.final_norm else None
 
     def embed(self, batch: PackedBatch) -> torch.Tensor:
-        """Return the embeddings of the batch's tokens, [T, hidden], on the first stage."""
         x = self.embedding(batch.token_ids)
         if self._project_in is not None:
             x = self._project_in(x)
         return x + F.embedding(batch.positions + POSITION_OFFSET, self._positions)
 
     def advance(self, x: torch.Tensor, step: LayerInputs) -> torch.Tensor:
-        """Run [T, hidden] through this rank's layers; may change `x`."""
         if self._norm_before:
             return advance(self._layers, x, step)
         for layer in self._layers:
@@ -51,7 +49,6 @@ class OPTDecoder:
         return x
 
     def finish(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Map [rows, hidden] to the input of the output projection, [rows, embed], on the last stage."""
         if self._norm is not None:
             hidden = self._norm(hidden)
         return hidden if self._project_out is None else self._project_out(hidden)

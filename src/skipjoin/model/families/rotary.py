@@ -13,12 +13,7 @@ from skipjoin.model.ops.base import Norm
 
 
 class RotaryDecoder:
-    """Embedding, layers with rotary positions, final norm, or a pipeline stage's part of these.
-
-    Args:
-        make_layer: Makes the layer with the given index.
-        final_norm: Makes the norm after the last layer.
-    """
+    """Embedding, layers with rotary positions, final norm, or a pipeline stage's part of these."""
 
     EMBEDDING: ClassVar[str]
     OUTPUT: ClassVar[str]
@@ -37,13 +32,10 @@ class RotaryDecoder:
         self._norm = final_norm() if shard.is_last else None
 
     def embed(self, batch: PackedBatch) -> torch.Tensor:
-        """Return the embeddings of the batch's tokens, [T, hidden], on the first stage."""
         return self.embedding(batch.token_ids)
 
     def advance(self, x: torch.Tensor, step: LayerInputs) -> torch.Tensor:
-        """Run [T, hidden] through this rank's layers; may change `x`."""
         return advance(self._layers, x, step)
 
     def finish(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Map [rows, hidden] to the input of the output projection, on the last stage."""
         return self._norm(hidden)

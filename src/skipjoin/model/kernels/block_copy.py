@@ -35,11 +35,8 @@ def _copy(target, source, target_ids, source_ids, blocks, words, target_stride, 
 def copy_blocks(target: torch.Tensor, source: torch.Tensor, target_ids: torch.Tensor, source_ids: torch.Tensor) -> None:
     """Copy row source_ids[i] of `source` to row target_ids[i] of `target`, for all i, on the current stream.
 
-    Args:
-        target: Shape [blocks, elements], rows contiguous, on the device or in page-locked memory.
-        source: The same for the source, of the same type.
-        target_ids: int64 [n] on the device, not checked.
-        source_ids: int64 [n] on the device, not checked.
+    Pools are [blocks, elements] of one type with contiguous rows, on the device or in page-locked memory. Ids are int64
+    [n] on the device, not checked.
 
     Raises:
         ValueError: If the rows have different sizes.
@@ -76,9 +73,10 @@ def _copy_slots(target, source, spans, count, heads, block_words, slot_words, he
 def copy_spans(target: torch.Tensor, source: torch.Tensor, spans: torch.Tensor) -> None:
     """Copy slots of `source` to the same slots of `target`, for all heads, on the current stream.
 
+    Pools are contiguous [blocks, heads, block_size, head_dim] of one type, on the device or in page-locked memory. Both
+    may be one pool if no block is both read and written.
+
     Args:
-        target: Shape [blocks, heads, block_size, head_dim], contiguous, on the device or in page-locked memory.
-        source: The same for the source, of the same type. Both may be one pool if no block is both read and written.
         spans: Target blocks, source blocks, first slots and counts, int64 [4, n] on the device, not checked.
 
     Raises:

@@ -115,7 +115,7 @@ def _dequantize(
 
 
 class TritonQuantizer:
-    """Triton quantizer on the current stream. The host pool must be page-locked, or on the device."""
+    """Triton quantizer on the current stream. The CPU pool must be page-locked, or on the device."""
 
     def quantize(
         self, host: QuantizedKV, device: PagedKV, target: Sequence[int], source: Sequence[int], last: int

@@ -43,8 +43,7 @@ class StepDriver:
     def turn(self) -> StepResult | None:
         """Fill the pipeline, wait for the oldest plan and commit its result; raises as `fill` does.
 
-        Returns:
-            The result, or None if no plan is in flight and none can be made.
+        Returns None if no plan is in flight and none can be made.
         """
         self.fill()
         if not self.in_flight:

@@ -158,8 +158,10 @@ class EngineLoop:
         self.engine.executor.close()
 
     def _prefix(self, params: SamplingParams, options: RequestOptions) -> ContentPrefix | None:
-        """Return the request's prefix-cache keys, or None if it shares no KV: prompt logprobs need every token
-        computed."""
+        """Return the request's prefix-cache keys, or None if it shares no KV.
+
+        Prompt logprobs need every token computed, so such a request shares none.
+        """
         if not self.engine.caches_prefixes or params.prompt_logprobs is not None:
             return None
         return ContentPrefix(self.engine.info.block_size, options.cache_salt.encode())

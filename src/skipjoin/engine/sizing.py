@@ -64,8 +64,11 @@ def _check_free(asked: float, rank_specs: Sequence[RankSpec], budgets: Sequence[
 def _what_is_left(
     config: EngineConfig, rank_specs: Sequence[RankSpec], budgets: Sequence[MemoryBudget], need: float
 ) -> str:
-    """Return the cause and the remedy for the GPU with the least KV memory, of which `need` GiB over all ranks are
-    needed."""
+    """Return the cause and the remedy for the GPU with the least KV memory.
+
+    Args:
+        need: GiB of the smallest pool, over all ranks.
+    """
     spec, budget = min(zip(rank_specs, budgets, strict=True), key=lambda pair: pair[1].device // pair[0].block_bytes)
     need *= spec.block_bytes / sum(spec.block_bytes for spec in rank_specs)
     return (

@@ -112,11 +112,7 @@ class Choice:
     )
 
     def __init__(self, index: int, prompt: list[int], text: str | None, tokenizer: Tokenizer, rules: TextRules) -> None:
-        """Create the choice.
-
-        Args:
-            text: Prompt as the client spelled it; None for token ids.
-        """
+        """Create the choice; `text` is the prompt as the client spelled it, or None for token ids."""
         self.index = index
         self.prompt = prompt
         self.tokens = 0

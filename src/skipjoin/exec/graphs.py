@@ -189,8 +189,7 @@ def record_graphs(
 ) -> DecodeGraphs | None:
     """Capture decode steps of up to `sizes` requests with up to `longest` tokens each.
 
-    Returns:
-        The graphs, or None, with a logged warning, if the capture fails.
+    Logs a warning and returns None if that fails.
     """
     try:
         recorder = CudaRecorder(model.device)

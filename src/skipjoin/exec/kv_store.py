@@ -116,7 +116,6 @@ class KVStore:
             to[first_to : first_to + count].copy_(rows[first : first + count], non_blocking=True)
 
     def _launch(self, to: torch.Tensor, rows: torch.Tensor, targets: Sequence[int], sources: Sequence[int]) -> bool:
-        """Copy rows with the kernel and return whether it worked."""
         if self._kernel is None:
             return False
         try:

@@ -38,7 +38,6 @@ class LocalHandle:
 
 
 def _begin_thread(model: CausalLM, threads: int) -> None:
-    """Apply per-thread settings: the CUDA device and the thread count."""
     use_device(model.device)
     model.ops.use_threads(threads)
 

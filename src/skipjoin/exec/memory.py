@@ -143,7 +143,6 @@ def largest_steps(largest: LargestStep, block_size: int) -> list[StepPlan]:
 
 
 def _shares(total: int, parts: int) -> list[int]:
-    """Split `total` into `parts` numbers that differ by at most 1."""
     size, more = divmod(total, parts)
     return [size + (index < more) for index in range(parts)]
 

@@ -108,10 +108,7 @@ class ModelExecutor(Executor[Handle], Protocol):
         """Raise `RankError` if a rank was lost while no plan was in flight."""
 
     def restart(self, reason: Exception) -> None:
-        """Restart after a `RankError`, with empty pools and no plan in flight.
-
-        Args:
-            reason: The error that made the restart necessary.
+        """Restart after the `RankError` `reason`, with empty pools and no plan in flight.
 
         Raises:
             RankError: If a restart is not possible.
@@ -124,7 +121,6 @@ class ModelExecutor(Executor[Handle], Protocol):
 
 
 def rank_spec_of(model: CausalLM, block_size: int, threads: int, swap_dtype: str = "auto") -> RankSpec:
-    """Return the properties of a model, or of this rank's share of it."""
     config, shard, quantization = model.config, model.shard, model.ops.quantization
     block_bytes = PagedKV.bytes_per_block(config, block_size, model.dtype, shard)
     is_quantized = swap_dtype == "int8"
@@ -167,8 +163,8 @@ def memory_budget_of(
 
 
 def free_ram() -> int:
-    """Return the RAM that this process may use in bytes, within its container's limit, including reclaimable page
-    cache."""
+    """Return the bytes of RAM that this process may use, including reclaimable page cache, within its container's
+    limit."""
     limit = free_memory()
     return _free_here() if limit is None else min(limit, _free_here())
 
@@ -185,7 +181,6 @@ def _free_here() -> int:
 def make_store(
     model: CausalLM, device_blocks: int, host_blocks: int, block_size: int, swap_dtype: str = "auto"
 ) -> KVStore:
-    """Allocate the KV pools of this rank."""
     return KVStore(
         model.config,
         model.dtype,

@@ -63,7 +63,7 @@ class SimulatedExecutor:
     """Simulated device that runs plans back to back, or a simulated pipeline of such stages.
 
     A plan takes the time of its blocking moves, then that of its slices, split over the pipeline stages. A stage starts
-    a plan when it is idle and the previous stage has passed the plan on, with its share of the moves first (FastServe
+    a plan when it is idle and the previous stage has passed the plan on. Its share of the moves comes first (FastServe
     section 4.3). Overlapped moves queue for the link, one queue per direction; blocking moves go first.
 
     Args:
@@ -156,8 +156,7 @@ class SimulatedExecutor:
     def _begin(self, plan: StepPlan, begin: float, moved: float, lag: float) -> None:
         """Queue the plan's overlapped moves on the link, after its blocking moves, which take from `begin` to `moved`.
 
-        Args:
-            lag: Seconds by which the last stage follows the first.
+        The last stage follows the first by `lag` seconds.
         """
         link = self._link_free_at
         for direction, free_at in link.items():

@@ -58,7 +58,6 @@ class SpanCopies:
                 to[block, :, slots].copy_(rows[other, :, slots], non_blocking=True)
 
     def _launch(self, target: PagedKV, source: PagedKV, spans: torch.Tensor) -> bool:
-        """Copy with the kernel and return whether it worked."""
         if self._kernel is None:
             return False
         try:

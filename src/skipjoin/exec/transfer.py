@@ -41,8 +41,10 @@ class Copier(Protocol):
         ...
 
     def begin(self, moves: Sequence[Move]) -> None:
-        """Start moves, without blocking, after those in flight and after all prior work of the calling thread or its
-        stream."""
+        """Start moves without blocking.
+
+        They run after those in flight and after all prior work of the calling thread or its stream.
+        """
         ...
 
     def landed(self, timeout_s: float = 0.0) -> Ended:
@@ -59,7 +61,6 @@ class Copier(Protocol):
 
 
 def copier_for(store: KVStore) -> Copier:
-    """Return the copier for the store's device."""
     return StreamCopier(store) if store.device.tensor.is_cuda else ThreadCopier(store)
 
 
@@ -172,7 +173,6 @@ class StreamCopier:
             lane.stream.synchronize()
 
     def _ended(self) -> Ended:
-        """Return the moves that have finished so far; each stream finishes its moves in order."""
         ended = Ended([], [])
         for _, on_way in self._lanes.values():
             while on_way and on_way[0][1].query():

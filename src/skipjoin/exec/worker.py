@@ -169,7 +169,6 @@ class Worker:
             self._copier.close()
 
     def _stage_times(self, in_flight: InFlightStep, busy: float) -> tuple[StageTime, ...]:
-        """Return this rank's busy and idle time, or nothing without a pipeline."""
         if self.model.shard.pp_size == 1:
             return ()
         idle = 0.0
@@ -179,7 +178,6 @@ class Worker:
         return (StageTime(busy, idle),)
 
     def _compute(self, slices: Sequence[Slice], in_flight: InFlightStep) -> None:
-        """Run the slices, in halves if the device has too little memory for all of them."""
         going = list(range(len(slices)))
         if self._given_up:
             void = [index for index in going if slices[index].request in self._given_up]
@@ -300,7 +298,6 @@ class Worker:
         )
 
     def _awaited(self, request: Request) -> int:
-        """Wait for the token that the previous plan sampled for a request, and return it."""
         assert self._sampled is not None
         return self._sampled.report.read()[self._rows[request]].token
 

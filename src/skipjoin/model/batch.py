@@ -45,8 +45,8 @@ class GraphBuffers:
     """Fixed device tensors for decode batches, so that CUDA graphs can be replayed with new contents.
 
     Holds up to `seats` segments of one token each, with tables of up to `width` blocks. Padding has context 0 and slot
-    -1, which is not written. Only as many table columns as a batch has blocks are written, since the width may be that
-    of a context far longer than any request's.
+    -1, which is not written. Only the table columns that a batch uses are written, since the width may be far longer
+    than any request.
 
     Args:
         tables: Block tables, int64 [seats or more, width]. Several buffers may share them if no batch is used after one
@@ -148,8 +148,8 @@ class PackedBatch:
             graph_buffers: Tensors to build the batch in, padded at the end.
 
         Raises:
-            ValueError: If there are no segments, a segment is empty, a block table is too short, an offset is beyond
-                the first block, or the batch does not fit `graph_buffers`.
+            ValueError: If there are no segments, or a segment is empty, has too short a block table or an offset beyond
+                the first block. Also if the batch does not fit `graph_buffers`.
         """
         n = len(segments)
         if n and graph_buffers is None and all(map(_is_plain_decode, segments)):
@@ -287,7 +287,6 @@ def _sizes(tokens: int, segments: int, width: int, rows: int) -> _Parts:
 
 
 def _bounds(tokens: int, segments: int, width: int, rows: int) -> list[int]:
-    """Return the boundaries of the parts of a batch's buffer."""
     return list(accumulate(_sizes(tokens, segments, width, rows), initial=0))
 
 
@@ -298,11 +297,6 @@ def _is_plain_decode(segment: Segment) -> bool:
 
 
 def _fill_tables(tables: np.ndarray, segments: Sequence[Segment], held: np.ndarray) -> None:
-    """Write the segments' blocks; raise ValueError for a negative block.
-
-    Args:
-        held: Number of blocks per segment.
-    """
     in_table = chain.from_iterable(s.blocks for s in segments)
     tables[np.arange(tables.shape[1]) < held[:, None]] = np.fromiter(in_table, np.int64, int(held.sum()))
     if tables.min() < 0:
@@ -310,7 +304,6 @@ def _fill_tables(tables: np.ndarray, segments: Sequence[Segment], held: np.ndarr
 
 
 def _slots(to: _Parts, tables: np.ndarray, owner: np.ndarray, block_size: int, *, plain: bool) -> np.ndarray:
-    """Return the slots of the tokens, given the segment of each token in `owner`."""
     positions = to.positions[: len(owner)]
     if plain:
         block, slot = np.divmod(positions, block_size)
@@ -344,7 +337,6 @@ def _offsets(segments: Sequence[Segment], block_size: int) -> np.ndarray:
 
 
 def _check_tables(needed: np.ndarray, held: np.ndarray, block_size: int) -> None:
-    """Raise ValueError if a segment's table does not cover the slots that it needs."""
     short = np.flatnonzero(held * block_size < needed)
     if len(short):
         i = short[0]

@@ -101,8 +101,10 @@ class CausalLM:
         return output
 
     def check(self, batch: PackedBatch, kv: PagedKV) -> None:
-        """Raise ValueError for a position, block or block size outside the model or cache; compiled code does not
-        check."""
+        """Raise ValueError for a position, block or block size outside the model or cache.
+
+        Compiled code does not check.
+        """
         if batch.max_context > self.config.max_positions:
             raise ValueError(f"context of {batch.max_context} tokens, the model has {self.config.max_positions}")
         if batch.block_size != kv.block_size or batch.max_block >= kv.num_blocks:

@@ -95,8 +95,8 @@ def _is_zip(file: Path) -> bool:
 def _unshared(tensors: dict[str, torch.Tensor], known: dict[str, str]) -> dict[str, torch.Tensor]:
     """Return the tensors of one file as contiguous tensors that share no memory.
 
-    Tied tensors (an output projection that is the embedding) are written under each of their names, so that a missing
-    name always means a damaged file.
+    Tied tensors (an output projection that is the embedding) are written under each name. A missing name then always
+    means a damaged file.
     """
     result: dict[str, torch.Tensor] = {}
     seen: set[int] = set()

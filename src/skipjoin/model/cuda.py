@@ -126,7 +126,6 @@ def _triton() -> tuple[str, str]:
 
 
 def one_line(error: Exception) -> str:
-    """Return the error for use within a sentence."""
     return f"{type(error).__name__}: {first_line(error)}"
 
 
@@ -185,8 +184,7 @@ def choose_device(name: str, facts: CudaFacts | None = None) -> str:
     """Return the device to run on: cpu, cuda or cuda:N.
 
     Args:
-        name: One of those, or auto, which chooses a GPU if there is a usable one, and logs a warning if a GPU is
-            present but unusable.
+        name: One of those, or auto for a usable GPU if there is one. Warns if a GPU is present but unusable.
         facts: CUDA facts; None for those of this process.
 
     Raises:

@@ -227,8 +227,7 @@ class SelfAttention:
     ) -> torch.Tensor | None:
         """Add the attention over `x` to `total`, both [T, hidden], and write the tokens' KV into the cache.
 
-        Args:
-            then: See `Linear.add_to`.
+        Returns as `Linear.add_to` does.
         """
         qkv = self._qkv(x).view(-1, self._heads + 2 * self._kv_heads, self._dim)
         query, key, value = qkv.split([self._heads, self._kv_heads, self._kv_heads], dim=1)
@@ -253,11 +252,7 @@ class Layer(Protocol):
     def __call__(
         self, x: torch.Tensor, normed: torch.Tensor, step: LayerInputs, then: Norm | None
     ) -> torch.Tensor | None:
-        """Add this layer's output to `x` in place and return `then` of the result.
-
-        Args:
-            normed: `norm` of `x`.
-        """
+        """Add this layer's output to `x`, whose `norm` is `normed`, in place and return `then` of the result."""
         ...
 
 

@@ -149,7 +149,6 @@ def _dtype(name: str, config: ModelConfig) -> torch.dtype:
 def _places(
     dtype: str, device: str, attention: str, quantization: str, config: ModelConfig, *, invariant: bool = False
 ) -> tuple[torch.dtype, torch.device, LayerOps, AttentionBackend]:
-    """Return the type, device, layer operations and attention back end of a model."""
     torch_dtype, torch_device = _dtype(dtype, config), torch.device(choose_device(device))
     if torch_device.type == "cuda":
         expand_segments()
@@ -178,7 +177,6 @@ class FolderWeights:
         self._where = self._locate()
 
     def take(self, name: str, *shape: int, rows: range | None = None, columns: range | None = None) -> torch.Tensor:
-        """Read only the wanted part of a tensor; see `Weights.take`."""
         known = name if name in self._where else name.removeprefix(self._prefix)
         if known not in self._where:
             raise ModelError(f"{self._folder} has no tensor {name!r}")
@@ -207,7 +205,6 @@ class FolderWeights:
         return self._files[file]
 
     def _locate(self) -> dict[str, str]:
-        """Return the file name of each tensor."""
         index = self._folder / "model.safetensors.index.json"
         if index.is_file():
             return read_weight_map(index)
@@ -250,7 +247,6 @@ class RandomWeights:
         self._dtype, self._device = dtype, device
 
     def take(self, name: str, *shape: int, rows: range | None = None, columns: range | None = None) -> torch.Tensor:
-        """Generate the tensor; see `Weights.take`. Every name exists."""
         digest = hashlib.blake2b(f"{self._seed} {name}".encode(), digest_size=4).digest()
         generator = torch.Generator(self._device).manual_seed(int.from_bytes(digest, "little"))
         # A GPU generates in the weights' type, since float32 would need twice the memory of the largest tensor.

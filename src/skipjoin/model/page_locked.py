@@ -38,7 +38,6 @@ def page_locked_bytes(size: int) -> tuple[torch.Tensor, Callable[[], None]]:
 
 
 def _mapped(size: int) -> torch.Tensor:
-    """Return zero bytes in whole pages, huge ones if the system has them."""
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     # A child process must not copy pages that the device writes.
     for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):

@@ -309,7 +309,6 @@ def _report(logits: torch.Tensor, tokens: torch.Tensor, rows: Sequence[SampleRow
 
 
 def _alternatives(ids: torch.Tensor, values: torch.Tensor) -> list[Alternatives]:
-    """Return each row's tokens with their logprobs, in the given order; both arguments are [n, k]."""
     pairs = zip(ids.tolist(), values.tolist(), strict=True)
     return [tuple(zip(ids, values, strict=True)) for ids, values in pairs]
 

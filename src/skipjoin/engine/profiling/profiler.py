@@ -205,7 +205,6 @@ class _Clock:
         return is_fair and expected < (1 - share) * self._budget * _RUN_SHARE
 
     def note(self, tokens: int, runs: Sequence[float]) -> None:
-        """Record the latest of `runs`, which has just finished."""
         self._steps += len(runs) == 1
         if tokens >= self._heaviest:
             self._heaviest, self._heaviest_s = tokens, runs[-1]
@@ -242,7 +241,6 @@ def _measure_steps(
 
 
 def _run(executor: ModelExecutor, plan: StepPlan) -> tuple[float, ...]:
-    """Run the plan and return its seconds on each stage."""
     others = executor.rank_specs[-1].stage
     # Keeps all other stages busy while the middle plan is on any stage.
     handles = [executor.submit(plan, 0.0) for _ in range(2 * others + 1)]

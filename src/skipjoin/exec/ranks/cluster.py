@@ -214,7 +214,6 @@ def _environment(ours: Mapping[str, str]) -> Iterator[None]:
 
 
 def _is_open(address: str) -> bool:
-    """Return whether the cluster answers a client without a token."""
     raylet: Any = import_module("ray._raylet")
     with _environment({"RAY_AUTH_MODE": "disabled"}):
         try:

@@ -1,7 +1,7 @@
 """Messages between the driver and the ranks: typed msgspec structs, encoded as msgpack.
 
 A plan message is incremental. It holds a request's prompt and sampling once, then newly known tokens and blocks
-appended to its table. A checksum over this and all earlier plans precedes the plan's bytes, so that a rank detects a
+appended to its table. A checksum over this and all earlier plans precedes the plan's bytes. With it a rank detects a
 missed, repeated or reordered plan before it computes anything.
 """
 

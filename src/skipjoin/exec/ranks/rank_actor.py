@@ -196,7 +196,6 @@ class RankActor:
         return self._graphs is not None or not self._graph_sizes
 
     def forget_graphs(self) -> None:
-        """Disable CUDA graphs."""
         self._graphs = None
 
     def serve(self, address: Address, secret: bytes) -> None:
@@ -261,7 +260,6 @@ class RankActor:
 
 
 def _interface(ip: str) -> str | None:
-    """Return the network interface that has this address, or None if unknown."""
     if ip.startswith("127."):
         return "lo"
     for _, name in socket.if_nameindex():

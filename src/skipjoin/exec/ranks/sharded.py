@@ -139,8 +139,10 @@ class ShardedExecutor:
         return True
 
     def _can_settle(self) -> bool:
-        """Return whether all ranks have answered or one has failed, for which the others may wait for a minute with
-        NCCL."""
+        """Return whether all ranks have answered or one has failed.
+
+        After a failure, the other ranks may wait for the failed one for a minute with NCCL.
+        """
         has_failed = False
         for early, link in zip(self._early, self._links, strict=True):
             if not early and link.is_ready():

@@ -16,9 +16,9 @@ from skipjoin.model.parallel import Shard
 class AttentionBackend(Protocol):
     """Causal attention of a packed batch over the paged cache.
 
-    Every segment's new tokens attend to all earlier tokens of their sequence, in the blocks of its table, and to the
-    new tokens up to themselves. Cache slots beyond a sequence's length may hold any value, including NaN, and must not
-    affect the result. Implementations use the strides of the cache and of their arguments.
+    New tokens attend to all earlier tokens of their sequence, in the blocks of its table, and to the new tokens up to
+    themselves. Cache slots beyond a sequence's length may hold any value, including NaN, and must not affect the
+    result. Implementations use the strides of the cache and of their arguments.
     """
 
     name: str

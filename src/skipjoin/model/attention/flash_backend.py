@@ -59,8 +59,8 @@ class FlashAttention(TritonAttention):
     """FlashAttention 3 back end.
 
     Triton writes the KV, and attends for batches that the library does not support: segments that are reversed or have
-    an offset, and types other than half precision. Everything that depends on the contents of a batch's index tensors
-    is computed on the device in each forward pass, so that a CUDA graph can replay it.
+    an offset, and types other than half precision. Values that depend on the contents of index tensors are computed on
+    the device in each forward pass, so that a CUDA graph can replay it.
     """
 
     name = "flash"

@@ -12,8 +12,10 @@ from skipjoin.model.parallel import Shard
 
 
 class TorchAttention:
-    """Reference attention: decodes as one padded batch, and prefill chunks one by one with
-    scaled_dot_product_attention."""
+    """Reference attention.
+
+    Decodes run as one padded batch, and prefill chunks one by one with scaled_dot_product_attention.
+    """
 
     name = "torch"
 
@@ -106,10 +108,9 @@ def _cached(
 def _decode(
     query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: torch.Tensor, *, scale: float, window: int
 ) -> torch.Tensor:
-    """Attend with one query per sequence.
+    """Attend with one query per sequence, of shape [n, heads, dim].
 
     Args:
-        query: Shape [n, heads, dim], as the result.
         k: Shape [n, slots, kv_heads, dim], as `v`.
         context: Shape [n].
     """
@@ -130,12 +131,7 @@ def _decode(
 def _chunk(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, start: int, *, scale: float, window: int
 ) -> torch.Tensor:
-    """Attend with the new tokens of one sequence.
-
-    Args:
-        query: Shape [n, heads, dim].
-        key: Shape [start + n, kv_heads, dim], as `value`.
-    """
+    """Attend with the new tokens of one sequence, [n, heads, dim]; keys and values are [start + n, kv_heads, dim]."""
     mask = None
     if start or window:
         own = torch.arange(start, start + len(query), device=query.device)[:, None]

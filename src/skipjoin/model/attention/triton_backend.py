@@ -63,8 +63,8 @@ class _Plan:
 class TritonAttention:
     """Triton attention. Keys and values of the cache must have equal strides, and heads up to 256 values.
 
-    Tokens with slot -1 are not written, and a segment with context 0 gets zeros. A batch of decodes runs the same
-    kernels with the same grids for all contents of its index tensors, so that a CUDA graph can replay it.
+    Tokens with slot -1 are not written, and a segment with context 0 gets zeros. A CUDA graph can replay a batch of
+    decodes, because kernels and grids do not depend on the contents of its index tensors.
     """
 
     name = "triton"

@@ -137,7 +137,6 @@ def _grid(work: int) -> tuple[int]:
 
 
 def _tile(host: QuantizedKV) -> dict[str, int]:
-    """Return the constants of a launch: a block's tokens and width, and the tile size."""
     _, tokens, dim = host.shape
     width = triton.next_power_of_2(dim)
     rows = min(triton.next_power_of_2(tokens), max(1, _TILE // width))

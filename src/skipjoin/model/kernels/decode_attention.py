@@ -1,7 +1,7 @@
 """Attention of one query token per sequence over the paged cache.
 
 The keys of a sequence are split into chunks by its own length alone, whatever else is in the batch. A kernel lists all
-chunks on the device, programs take their items from the list by number, and a second kernel combines the partial
+chunks on the device, and programs take their items from the list by number. A second kernel combines the partial
 results of each sequence in chunk order.
 """
 

@@ -34,7 +34,6 @@ def runs_of(target: Sequence[int], source: Sequence[int]) -> Iterator[tuple[int,
 
 @functools.cache
 def block_copy() -> BlockCopy:
-    """Return the fastest copy available on this machine."""
     library = load_library()
     return plain_copy if library is None else compiled_copy(library)
 
@@ -61,7 +60,6 @@ def plain_copy(target: int, source: int, block_bytes: int, to: Sequence[int], bl
 
 @functools.cache
 def span_copy() -> SpanCopy:
-    """Return the fastest copy of slots available on this machine."""
     library = load_library()
     return plain_span_copy if library is None else compiled_span_copy(library)
 

@@ -130,8 +130,7 @@ class TorchQuantizer:
 def quantized(blocks: torch.Tensor, last: int) -> torch.Tensor:
     """Return the rows [blocks, bytes] of KV blocks [blocks, heads, tokens, dim].
 
-    Args:
-        last: Tokens in the last block.
+    The last block has `last` tokens.
     """
     x = blocks.float()
     is_stale = torch.zeros(x.shape[:3], dtype=torch.bool, device=x.device)
@@ -149,11 +148,7 @@ def quantized(blocks: torch.Tensor, last: int) -> torch.Tensor:
 
 
 def dequantized(rows: torch.Tensor, shape: tuple[int, int, int], dtype: torch.dtype) -> torch.Tensor:
-    """Return KV blocks [blocks, heads, tokens, dim] of rows.
-
-    Args:
-        shape: Heads, tokens, dim.
-    """
+    """Return KV blocks [blocks, heads, tokens, dim] of rows; `shape` is (heads, tokens, dim)."""
     heads, tokens, dim = shape
     codes_at = QuantizedKV.scale_bytes(shape)
     scales = rows[:, :codes_at].contiguous().view(torch.bfloat16).view(-1, heads, 2, 1, dim).float()

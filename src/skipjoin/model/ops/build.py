@@ -36,7 +36,6 @@ _TIMEOUT_S = 300
 
 @functools.cache
 def load_library() -> ctypes.CDLL | None:
-    """Return the first of `libraries`, or None."""
     return next(libraries(), None)
 
 
@@ -127,7 +126,6 @@ def _own_folder() -> OwnFolder:
 
 
 def cpu_features() -> frozenset[str]:
-    """Return the processor features that Linux reports."""
     return frozenset(_cpu().partition(":")[2].split())
 
 
@@ -138,7 +136,6 @@ def _targets() -> list[tuple[str, ...]]:
 
 
 def _first_line(error: Exception) -> str:
-    """Return the first of a compiler's errors."""
     detail = getattr(error, "stderr", None) or str(error)
     lines = [line for line in detail.splitlines() if "error" in line] or detail.splitlines() or [""]
     return lines[0]

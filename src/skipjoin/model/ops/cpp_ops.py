@@ -144,7 +144,7 @@ class CppLinear:
 
     Bias and activation are applied to sums that are still in registers. Quantized weights are round(weight / scale) in
     8 bits, with a scale per output. They are expanded exactly to the model's type, and a sum is multiplied by its
-    scale, so a row's result does not depend on its batch.
+    scale. A row's result therefore does not depend on its batch.
     """
 
     def __init__(

@@ -163,8 +163,10 @@ def memory_budget_of(
 
 
 def free_ram() -> int:
-    """Return the bytes of RAM that this process may use, including reclaimable page cache, within its container's
-    limit."""
+    """Return the bytes of RAM that this process may use within its container's limit.
+
+    Reclaimable page cache counts as free.
+    """
     limit = free_memory()
     return _free_here() if limit is None else min(limit, _free_here())
 

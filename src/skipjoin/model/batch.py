@@ -56,6 +56,7 @@ class GraphBuffers:
     def __init__(self, seats: int, tables: torch.Tensor) -> None:
         self.seats, self.width = seats, tables.shape[1]
         self.tables = tables[:seats]
+        # Without the tables, which have a tensor of their own.
         bounds = _bounds(seats, seats, 0, 0)
         self.buffer = torch.empty(bounds[-1], dtype=torch.int64, device=tables.device)
         self._parts = _Parts(*(self.buffer[a:b] for a, b in pairwise(bounds)))

@@ -1,1 +1,1 @@
-"""From a configuration to a running engine: loading, sizing, scheduling, profiling, and the loop that drives it."""
+"""Engine assembly: loading, sizing, scheduling, profiling, and the loop that drives the engine."""

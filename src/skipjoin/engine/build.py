@@ -1,4 +1,4 @@
-"""Builds an engine from a configuration."""
+"""Build an engine from a configuration."""
 
 from __future__ import annotations
 
@@ -18,13 +18,17 @@ from skipjoin.recipes import find
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """Properties of a built engine.
+    """Properties of a built engine. Bytes are totals over all ranks.
 
-    folder: of the model and the tokenizer. max_model_len: most tokens of prompt and output together.
-    device_blocks, host_blocks: KV blocks of block_size tokens on each tier; there they have block_bytes and
-    host_block_bytes, swap_dtype says why. weight_bytes: size of the weights. Bytes are over all ranks.
-    recipe_params: the recipe's parameters as they hold here, given or not. notice: what the recipe tells the operator.
-    cost: what the scheduler takes steps to cost; it learns from those that run.
+    Attributes:
+        folder: Folder of the model and the tokenizer.
+        max_model_len: Maximum number of tokens, prompt and output together.
+        block_size: Tokens per block.
+        block_bytes: Bytes of a block on the device.
+        host_block_bytes: Bytes of a block in the CPU tier; differs with `swap_dtype`.
+        recipe_params: Effective parameters of the recipe, including defaults.
+        notice: The recipe's message to the operator.
+        cost: The scheduler's cost model, which learns from the steps that run.
     """
 
     model: str
@@ -49,9 +53,13 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """The parts that a driver needs. seed: source of the seeds of requests without one. jct_scale: see
-    `RelativeTargets`; None: requests without a JCT target have none. caches_prefixes: whether requests use the KV of
-    others whose prompts begin alike."""
+    """Parts that a driver needs.
+
+    Attributes:
+        seed: Seed from which requests without their own seed derive one.
+        jct_scale: See `RelativeTargets`; None sets no JCT targets.
+        caches_prefixes: Whether requests share KV of equal prompt prefixes.
+    """
 
     core: EngineCore
     executor: ModelExecutor
@@ -62,9 +70,11 @@ class Engine:
 
 
 def assemble(config: EngineConfig, on_progress: OnProgress = lambda what, share: None) -> Engine:
-    """Load the model, size the KV pools, obtain step costs, build the scheduler.
+    """Load the model, size the KV pools, obtain step costs and build the scheduler.
 
-    Raises `ModelError` for a model that cannot be used and `ConfigError` for a setting that cannot be met.
+    Raises:
+        ModelError: If the model cannot be used.
+        ConfigError: If a setting cannot be met.
     """
     loaded = load(config, on_progress)
     try:
@@ -75,10 +85,15 @@ def assemble(config: EngineConfig, on_progress: OnProgress = lambda what, share:
 
 
 def engine_around(loaded: Loaded, config: EngineConfig, on_progress: OnProgress = lambda what, share: None) -> Engine:
-    """Build an engine on a loaded model, with all of its KV pools. config: the one it was loaded with; scheduler
-    settings may differ. Engines may share a model in turn, each once the one before is idle.
+    """Build an engine on a loaded model, with all of its KV pools.
 
-    Raises `ConfigError`.
+    Engines may share a model one after the other, each once the previous one is idle.
+
+    Args:
+        config: The configuration that the model was loaded with; scheduler settings may differ.
+
+    Raises:
+        ConfigError: If a setting cannot be met.
     """
     executor = loaded.executor
     blocks, host_blocks, block_size = executor.pools

@@ -1,4 +1,4 @@
-"""One turn of an engine over an executor: fill the pipeline, wait for its oldest plan, commit it."""
+"""Step driver: keeps an executor's pipeline of plans full and commits the oldest plan."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from skipjoin.exec.base import Executor, Handle
 
 
 class StepDriver:
-    """Drives `core` over `executor`, with up to as many plans in flight as the scheduler allows.
+    """Drives `core` over `executor`, with as many plans in flight as the scheduler allows.
 
-    clock: seconds, monotonic; read before every plan, its submission and its commit. on_plan: called with a plan before
-    it is submitted. on_result: called with a result before the core commits it.
+    Args:
+        clock: Monotonic seconds; read before every plan, submission and commit.
+        on_result: Called with a result before the core commits it.
+        on_plan: Called with a plan before it is submitted.
     """
 
     def __init__(
@@ -33,14 +35,16 @@ class StepDriver:
         self.in_flight: deque[Handle] = deque()
 
     def fill(self) -> None:
-        """Submit all plans that can be made now. Raises what the executor raises, such as `RankError`."""
+        """Submit all plans that can be made now; raises what the executor raises, such as `RankError`."""
         while (plan := self.core.start_step(self.clock())) is not None:
             self._on_plan(plan)
             self.in_flight.append(self.executor.submit(plan, self.clock()))
 
     def turn(self) -> StepResult | None:
-        """`fill`, then the result of the oldest plan, applied to the core; None where no plan is in flight and none can
-        be made. Raises as `fill`."""
+        """Fill the pipeline, wait for the oldest plan and commit its result; raises as `fill` does.
+
+        Returns None if no plan is in flight and none can be made.
+        """
         self.fill()
         if not self.in_flight:
             return None

@@ -1,4 +1,4 @@
-"""A forecaster in use: it learns from requests that end, and what it learnt is kept in a folder."""
+"""Output length forecasting: a forecaster that learns from finished requests and persists what it learned."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ from skipjoin.recipes import Forecasts, find
 
 _log = logging.getLogger(__name__)
 
-# Seconds from a change until it is saved at the latest: what a process that is killed loses.
+# Maximum seconds from a change until it is saved, which is what a killed process loses.
 SAVE_EVERY_S = 5.0
-# Saving takes at most this share of the time, however large the state is.
+# Maximum fraction of the time spent on saving, however large the state is.
 _SAVE_SHARE = 0.02
-# Encoders with a name; others are folders.
+# Named encoders; others are folders.
 _ENCODERS = ("hashed", "embeddings")
-# The `forecast_dir` of what is not kept.
+# Value of `forecast_dir` that disables persistence.
 _NOWHERE = "none"
 
 
 class Predicted(Protocol):
-    """A forecast, and what its forecaster needs to learn from how it came out.
+    """Forecast, with what its forecaster needs to learn from the outcome.
 
-    most: tokens at which the output ends at the latest. interval: the lengths in tokens, at most these, between which
-    it lies with a probability of 80 %.
+    Attributes:
+        most: Maximum number of output tokens.
+        interval: Bounds of the 80 % prediction interval in tokens, at most `most`.
     """
 
     @property
@@ -45,7 +46,7 @@ class Predicted(Protocol):
 
 
 class Forecaster(Protocol):
-    """What is used of `skipjoin.forecast.Forecaster`."""
+    """Subset of `skipjoin.forecast.Forecaster` that the engine uses."""
 
     def forecast(self, prompt: Sequence[int], max_tokens: int) -> Predicted: ...
     def prior(self, max_tokens: int) -> Forecast: ...
@@ -54,7 +55,7 @@ class Forecaster(Protocol):
 
 
 class OwnerForecasters(Protocol):
-    """What is used of `skipjoin.forecast.owners.OwnerForecasters`."""
+    """Subset of `skipjoin.forecast.owners.OwnerForecasters` that the engine uses."""
 
     def forecast(self, owner: str, prompt: Sequence[int], max_tokens: int) -> Predicted: ...
     def prior(self, owner: str, max_tokens: int) -> Forecast: ...
@@ -63,22 +64,22 @@ class OwnerForecasters(Protocol):
 
 
 class Save(Protocol):
-    """See `ForecastKeeper`."""
-
     def __call__(self, *, quiet: bool) -> bool: ...
 
 
 def is_exact(reason: FinishReason) -> bool:
-    """Whether a request that ended so got all of its output. Of others it is known only that their outputs are at least
-    as long as what they got."""
+    """Return whether the finish reason means that the whole output is known; otherwise its length is a lower bound."""
     return reason is FinishReason.STOP
 
 
 class ForecastKeeper:
-    """A forecaster and where its state is kept. One thread owns it, and calls `save_if_due` now and then.
+    """Forecaster with persistent state. One thread owns it and calls `save_if_due` periodically.
 
-    save: writes the state; False if that fails, after a warning unless it is called with quiet=True. None: nothing is
-    kept. clock: seconds, monotonic. owners: forecasters for requests that have an owner; None: all learn from all.
+    Args:
+        save: Writes the state and returns whether that worked. Logs a warning on failure unless called with quiet=True.
+            None disables persistence.
+        clock: Monotonic seconds.
+        owners: Per-owner forecasters; None if all requests share one.
     """
 
     def __init__(
@@ -92,26 +93,31 @@ class ForecastKeeper:
         self._owners = owners
         self._save = save
         self._clock = clock
-        self._due = math.inf  # when to save next; inf: nothing has changed
+        self._due = math.inf  # time of the next save; inf if nothing has changed
         self._earliest = -math.inf
         self._is_failing = False
 
     def forecast(self, prompt: Sequence[int], max_tokens: int, owner: str = "") -> Predicted:
-        """The forecast for a prompt whose output has at most max_tokens tokens. owner: a hash of the client's key."""
+        """Predict the output length of a prompt.
+
+        Args:
+            max_tokens: Maximum number of output tokens.
+            owner: Hash of the client's key.
+        """
         if self._owners is None:
             return self.forecaster.forecast(prompt, max_tokens)
         return self._owners.forecast(owner, prompt, max_tokens)
 
     def prior(self, max_tokens: int, owner: str = "") -> Forecast:
-        """The forecast without a prompt, in some microseconds; any thread may ask."""
+        """Return the forecast without a prompt. Takes microseconds and may be called from any thread."""
         return self.forecaster.prior(max_tokens) if self._owners is None else self._owners.prior(owner, max_tokens)
 
     def __len__(self) -> int:
-        """Past requests that are searched."""
+        """Return the number of past requests that are searched."""
         return len(self.forecaster if self._owners is None else self._owners)
 
     def learn(self, predicted: Predicted, tokens: int, *, exact: bool, owner: str = "") -> None:
-        """Learn from a request that got `tokens` tokens, at least 1. exact: see `is_exact`."""
+        """Learn from a request that got `tokens` tokens, at least 1; see `is_exact` for `exact`."""
         if self._owners is None:
             self.forecaster.learn(predicted, tokens, exact=exact)
         else:
@@ -121,16 +127,16 @@ class ForecastKeeper:
 
     @property
     def save_in_s(self) -> float | None:
-        """Seconds until `save_if_due` has something to do; None: it has not before something is learnt."""
+        """Seconds until the next save is due, or None if nothing has changed."""
         return None if self._due == math.inf else max(0.0, self._due - self._clock())
 
     def save_if_due(self) -> None:
-        """Save what was learnt, if that has waited for long enough. A failure is one warning until saving works."""
+        """Save the state if a save is due. Failures log one warning until saving works again."""
         if self._clock() >= self._due:
             self._write()
 
     def close(self) -> None:
-        """Save what is not saved."""
+        """Save unsaved changes."""
         if self._due < math.inf:
             self._write()
 
@@ -144,11 +150,17 @@ class ForecastKeeper:
 
 
 def chosen_forecasts(config: ForecastConfig, engine: EngineConfig, *, url: str | None = None) -> ForecastConfig | None:
-    """The settings with the forecaster that is meant where none is named; None: nothing is forecast. engine: which may
-    need forecasts. url: of another server that forecasts, beside which the prior is all that is needed.
+    """Resolve the default forecaster and validate the settings before anything slow begins.
 
-    Raises `ConfigError`, before anything slow begins, for what excludes each other, an encoder that is not there and a
-    folder that cannot be written.
+    Args:
+        engine: Engine configuration, which may need forecasts.
+        url: Address of a server that provides forecasts, which leaves only the prior to this one.
+
+    Returns:
+        The settings with a forecaster, or None if nothing is forecast.
+
+    Raises:
+        ConfigError: If settings exclude each other, the encoder is missing, or the folder cannot be written.
     """
     is_needed = find(engine.recipe).forecasts is Forecasts.LEARNT or engine.slo_jct_scale is not None
     if url is not None:
@@ -181,13 +193,17 @@ def _check_folders(config: ForecastConfig) -> None:
 def open_keeper(
     config: ForecastConfig, *, model: str, folder: str, text_of: Callable[[Sequence[int]], str], owners: int = 0
 ) -> ForecastKeeper:
-    """The forecaster of settings as `chosen_forecasts` returns them, and what it learnt before.
+    """Open the forecaster of settings returned by `chosen_forecasts`, with its saved state.
 
-    model, folder: name and files of the model that is served. text_of: the text of its tokens. owners: the number of
-    keys, each of which learns for itself; 0: all requests are learned from together.
-    Raises `ConfigError` for an encoder that cannot be used, and for more entries than can be searched.
+    Args:
+        model: Name of the served model, whose files are in `folder`.
+        text_of: Decodes tokens to text.
+        owners: Number of API keys, each with its own forecaster; 0 if all requests share one.
+
+    Raises:
+        ConfigError: If the encoder cannot be used, or there are more entries than can be searched.
     """
-    # Not before it is needed: it imports numpy, which an API process does without.
+    # Imported lazily: it imports numpy, which an API process does not need.
     from skipjoin.forecast import default_folder, make_forecaster, make_owner_forecasters  # noqa: PLC0415
 
     forecaster = make_forecaster(config, model, folder=Path(folder), text_of=text_of)

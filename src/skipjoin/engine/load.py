@@ -1,4 +1,4 @@
-"""Loads a model on this device or on ranks, and allocates its KV pools."""
+"""Load a model on this device or on ranks, and allocate its KV pools."""
 
 from __future__ import annotations
 
@@ -29,13 +29,17 @@ from skipjoin.version import VERSION
 if TYPE_CHECKING:
     from skipjoin.exec.ranks.ranks import RankedExecutor
 
-# Called with (current activity, share done in [0, 1]).
+# Called with the current activity and its completed fraction, in [0, 1].
 OnProgress = Callable[[str, float], None]
 
 
 class Loaded(NamedTuple):
-    """A model that can run. folder: of its files. max_len: most tokens of prompt and output together. key: of its
-    profile. The caller of `load` closes the executor."""
+    """A model that is ready to run. The caller of `load` closes the executor.
+
+    Attributes:
+        max_len: Maximum number of tokens, prompt and output together.
+        key: Key of its profile.
+    """
 
     folder: Path
     config: ModelConfig
@@ -45,14 +49,24 @@ class Loaded(NamedTuple):
 
 
 def model_folder(name: str, load_format: str = "auto") -> Path:
-    """The folder of a model: the built-in one by name, a path, or a hub id, which is downloaded; with load_format
-    "dummy" without weights. Raises `ModelError`."""
+    """Return the folder of the built-in model, a path, or a hub id, which is downloaded.
+
+    Args:
+        load_format: "dummy" downloads no weights.
+
+    Raises:
+        ModelError: If there is no such model.
+    """
     return builtin_model_path() if name == MODEL_NAME else resolve_folder(name, weights=load_format != "dummy")
 
 
 def load(config: EngineConfig, on_progress: OnProgress = lambda what, share: None) -> Loaded:
-    """Load the model and allocate its KV pools. Raises `ModelError` for a model that cannot be used and `ConfigError`
-    for a setting that cannot be met."""
+    """Load the model and allocate its KV pools.
+
+    Raises:
+        ModelError: If the model cannot be used.
+        ConfigError: If a setting cannot be met.
+    """
     folder = model_folder(config.model, config.load_format)
     model_config = ModelConfig.from_folder(folder)
     max_len = _max_model_len(config, model_config)
@@ -65,7 +79,6 @@ def load(config: EngineConfig, on_progress: OnProgress = lambda what, share: Non
 
 
 def _load_here(config: EngineConfig, folder: Path, max_len: int, on_progress: OnProgress) -> LocalExecutor:
-    """Load the whole model in this process."""
     threads = default_threads(config.threads)
     torch.set_num_threads(threads)
     model = load_model(
@@ -96,8 +109,7 @@ def _load_here(config: EngineConfig, folder: Path, max_len: int, on_progress: On
 
 
 def _load_ranks(config: EngineConfig, folder: Path, max_len: int, on_progress: OnProgress) -> RankedExecutor:
-    """Load the model on ranks placed by Ray. Raises `ConfigError` if the cluster cannot hold them."""
-    # Ray and the ranks' messages are imported only if needed.
+    # Imported lazily: Ray is optional.
     from skipjoin.exec.ranks.cluster import ClusterError  # noqa: PLC0415
     from skipjoin.exec.ranks.rank_actor import RankModel  # noqa: PLC0415
     from skipjoin.exec.ranks.ranks import GroupSizes, RankedExecutor  # noqa: PLC0415
@@ -136,14 +148,12 @@ def _largest_step(config: EngineConfig, max_len: int) -> LargestStep:
 
 
 def _graph_sizes(config: EngineConfig) -> tuple[int, ...]:
-    """Batch sizes of decode steps to record as CUDA graphs."""
     return () if config.enforce_eager else tuple(graph_batch_sizes(config.max_num_seqs))
 
 
 def _pools(
     config: EngineConfig, rank_specs: Sequence[RankSpec], budgets: Sequence[MemoryBudget], max_len: int
 ) -> tuple[int, int]:
-    """KV blocks on the device and on the host."""
     blocks = device_blocks(config, rank_specs, budgets, max_len)
     return blocks, host_blocks(config, rank_specs, budgets, blocks)
 

@@ -1,4 +1,4 @@
-"""The wall-clock driver: it runs the engine one step at a time, for `LLM` and for the engine process."""
+"""Wall-clock engine loop, one step at a time, for `LLM` and the engine process."""
 
 from __future__ import annotations
 
@@ -22,9 +22,11 @@ from skipjoin.sampling import ParameterError, SamplingParams
 
 
 class EngineLoop:
-    """Takes requests by `add` and `abort`, and returns events from `step`. Not thread-safe: one thread owns it.
+    """Accepts requests and returns their events step by step. Not thread-safe: one thread owns it.
 
-    clock: seconds, monotonic. on_plan: called with every plan before it runs.
+    Attributes:
+        clock: Monotonic seconds.
+        on_plan: Called with every plan before it runs.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -50,13 +52,17 @@ class EngineLoop:
         output: Sequence[int] = (),
         age_s: float = 0.0,
     ) -> None:
-        """Take a request.
+        """Add a request.
 
-        forecast: of its whole output. output: the tokens that another engine has generated for it; this one continues
-        after them. age_s: seconds since it arrived at the first engine, which is when its deadline begins to count.
+        Args:
+            forecast: Forecast of its whole output.
+            output: Tokens that another engine has generated for it; this one continues after them.
+            age_s: Seconds since it arrived at the first engine, from which its deadline counts.
 
-        Raises `ParameterError` for a prompt that is empty, too long or has unknown token ids, and for max_tokens
-        beyond the context; `RequestTooLargeError` if the KV pool cannot hold it.
+        Raises:
+            ParameterError: If the prompt is empty, too long or has unknown token ids, or max_tokens exceeds the
+                context.
+            RequestTooLargeError: If the KV pool cannot hold the request.
         """
         now = self.clock()
         info = self.engine.info
@@ -81,33 +87,40 @@ class EngineLoop:
         self.core.add(request, now)
 
     def reforecast(self, request_id: int, forecast: Forecast) -> bool:
-        """Give a request another forecast; False if it has ended or was never added."""
+        """Replace a request's forecast; return False if the request has finished or was never added."""
         if self._targets is not None and (request := self.core.requests.get(request_id)) is not None:
             self._targets.reforecast(request, forecast)
         return self.core.reforecast(request_id, forecast, self.clock())
 
     def abort(self, request_id: int, reason: FinishReason = FinishReason.ABORT) -> bool:
-        """End a request; False if it has ended or was never added. reason: see `EngineCore.abort`."""
+        """Abort a request; return False if it has finished or was never added.
+
+        Args:
+            reason: See `EngineCore.abort`.
+        """
         return self.core.abort(request_id, self.clock(), reason)
 
     @property
     def idle(self) -> bool:
-        """Whether no request is left, no plan is in flight, and no KV is moving."""
+        """True if there is no request, no plan is in flight, and no KV is moving."""
         return not (self.core.requests or self._driver.in_flight or self.core.kv.is_moving)
 
     def submit(self) -> None:
-        """Fill the pipeline, as `step` does first: what is done between the two is done while the model runs. The next
-        `step` returns the events. Raises as `step`."""
+        """Fill the pipeline, so that the caller can work while the model runs; raises as `step` does."""
         try:
             self._driver.fill()
         except RankError as error:
             self._restart(error)
 
     def step(self) -> list[Event]:
-        """One turn: fill the pipeline, wait for its oldest plan, commit it. Returns the events, in order.
+        """Fill the pipeline, wait for its oldest plan, commit it and return the events in order.
 
-        If a rank is lost, all ranks are restarted, and requests continue from the tokens that are known, but for one
-        that is to blame (`RankLosses`). Raises `RankError` if the restart fails, and `OutOfStepError`.
+        If a rank is lost, all ranks are restarted and requests continue from their known tokens. A request that causes
+        losses is dropped (`RankLosses`).
+
+        Raises:
+            RankError: If the restart fails.
+            OutOfStepError: If a rank did not receive the plans as they were sent.
         """
         try:
             if self.idle:
@@ -121,7 +134,7 @@ class EngineLoop:
         return events
 
     def _restart(self, error: RankError) -> None:
-        """Start all ranks again, without the request that is to blame for the loss of one."""
+        """Restart all ranks and drop the request that caused the loss, if there is one."""
         self._driver.in_flight.clear()
         self.core.restart(self.clock())
         if (blamed := self._losses.blame(self._running, error)) is not None:
@@ -136,7 +149,7 @@ class EngineLoop:
 
     def _learn(self, result: StepResult) -> None:
         self._running.popleft()
-        # The time of a step that left slices out is not that of its shape.
+        # The time of a step that dropped slices is not that of its shape.
         if result.plan.slices and not result.given_up:
             self._cost.learn(StepShape.of(result.plan.slices), result.seconds - result.moving)
 
@@ -145,7 +158,10 @@ class EngineLoop:
         self.engine.executor.close()
 
     def _prefix(self, params: SamplingParams, options: RequestOptions) -> ContentPrefix | None:
-        """The keys of a request's KV. None: it shares none, as one whose prompt is scored, token by token."""
+        """Return the request's prefix-cache keys, or None if it shares no KV.
+
+        Prompt logprobs need every token computed, so such a request shares none.
+        """
         if not self.engine.caches_prefixes or params.prompt_logprobs is not None:
             return None
         return ContentPrefix(self.engine.info.block_size, options.cache_salt.encode())

@@ -1,4 +1,4 @@
-"""Requests that are not tried again after ranks were lost in a step with them."""
+"""Requests that are not retried after ranks were lost in a step with them."""
 
 from __future__ import annotations
 
@@ -10,23 +10,28 @@ from skipjoin.core.step import StepPlan
 from skipjoin.exec.base import RankError, RankMemoryError
 from skipjoin.exec.worker import memory_rank, out_of_memory
 
-# Losses without a token in between after which a request may be given up: one more than machines that are lost one
-# after the other, and fewer than the default of max_restarts, after which the engine ends with all requests.
+# Losses without progress after which a request may be dropped. This is more than machines that fail one after the
+# other, and less than the default of max_restarts, after which the engine ends with all requests.
 _LOSSES = 3
 
 
 class RankLosses:
-    """Counts for each request the losses in a step with it."""
+    """Counts, for each request, the rank losses in steps with it."""
 
     def __init__(self) -> None:
         self._counts: WeakKeyDictionary[Request, tuple[int, int]] = WeakKeyDictionary()
 
     def blame(self, plans: Sequence[StepPlan], error: RankError) -> tuple[Request, str] | None:
-        """The request to give up, with the text for its client; None: all are tried again.
+        """Choose the request to drop after a loss.
 
-        plans: those that were in flight when ranks were lost. If a rank ran out of memory, it is the request that takes
-        most. Otherwise it is the latest to arrive of those that ran at `_LOSSES` losses: requests that arrived before
-        it ran without a loss until it came.
+        If a rank ran out of memory, this is the request with the largest demand. Otherwise it is the latest arrival
+        among the requests that were in `_LOSSES` losses, because earlier ones ran without a loss until it arrived.
+
+        Args:
+            plans: Plans in flight when ranks were lost.
+
+        Returns:
+            The request and the error text for its client, or None if all requests are retried.
         """
         pieces = [piece for plan in plans for piece in plan.slices if piece.request.finish_reason is None]
         if isinstance(error, RankMemoryError) and pieces:
@@ -40,7 +45,7 @@ class RankLosses:
         return latest, f"ranks ended {counts[latest]} times while they ran this request, which is not tried again"
 
     def _count(self, request: Request) -> int:
-        """Losses since the request's last token, this one included."""
+        """Return the number of losses since the request's last token, including this one."""
         tokens, losses = self._counts.get(request, (-1, 0))
         losses = losses + 1 if tokens == len(request.output) else 1
         self._counts[request] = len(request.output), losses

@@ -1,4 +1,4 @@
-"""The scheduler of an engine: from a configuration to what a recipe is built from."""
+"""Scheduler construction: from a configuration to the settings that a recipe is built from."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from skipjoin.recipes import EngineLimits, Settings
 
 
 def depth_of(config: EngineConfig, executor: ModelExecutor) -> int:
-    """Plans in flight."""
+    """Return the maximum number of plans in flight."""
     return config.plans_in_flight(executor.rank_specs[0].device_kind)
 
 
 def make_scheduler(config: EngineConfig, policies: Policies, kv: Ledger, depth: int) -> Scheduler:
-    # With stages, the first stage learns a sampled token only with the next plan.
+    # With several stages, the first stage learns a sampled token only with the next plan.
     return Scheduler(policies, kv, depth=depth, overlap=config.pipeline_parallel_size == 1)
 
 
 def recipe_settings(config: EngineConfig, cost: CostModel, limits: EngineLimits | None = None) -> Settings:
-    """What the recipe is built from. limits: None: not known."""
+    """Return the settings that the recipe is built from; `limits` is None if unknown."""
     return Settings(
         cost,
         config.max_num_seqs,
@@ -37,7 +37,7 @@ def recipe_settings(config: EngineConfig, cost: CostModel, limits: EngineLimits 
 
 
 def engine_limits(config: EngineConfig, loaded: Loaded) -> EngineLimits:
-    """The most that can come together in an engine on this model."""
+    """Return the maximum load of an engine on this model."""
     blocks, host_blocks, block_size = loaded.executor.pools
     return EngineLimits(
         requests=config.max_live_requests,

@@ -1,4 +1,4 @@
-"""Sizes of the KV pools on each tier, from the configuration and the memory of the ranks."""
+"""Size the KV pools of both tiers from the configuration and the memory of the ranks."""
 
 from __future__ import annotations
 
@@ -9,19 +9,22 @@ from skipjoin.config import ConfigError, EngineConfig
 from skipjoin.exec.rank_spec import MemoryBudget, RankSpec
 
 _GIB = 1 << 30
-# On a CPU, the share of free memory that the KV pools take, since other programs share it, and their maximum.
+# On a CPU, the fraction of free memory for the KV pools, since other programs share it, and their maximum size.
 _CPU_SHARE, _CPU_MOST = 0.25, 8 * _GIB
-# The same for the host pools, and the RAM that they leave to the engine and to other programs.
+# The same for the CPU tier's pools, and the RAM that stays free for the engine and other programs.
 _SWAP_SHARE, _SWAP_MOST, _SWAP_SPARE = 0.25, 4 * _GIB, 1 * _GIB
 
 
 def device_blocks(
     config: EngineConfig, rank_specs: Sequence[RankSpec], budgets: Sequence[MemoryBudget], max_len: int
 ) -> int:
-    """Blocks of the KV pool: as many as the memory of every rank allows, and at most what all running requests can
-    fill.
+    """Return the number of device KV blocks: what every rank's memory allows, at most what running requests can fill.
 
-    max_len: tokens of the longest request, which must fit. Raises `ConfigError`.
+    Args:
+        max_len: Tokens of the longest request, which must fit.
+
+    Raises:
+        ConfigError: If the pool is too small for one request, or larger than the free memory.
     """
     block_bytes = sum(spec.block_bytes for spec in rank_specs)
     one_request = -(-max_len // config.block_size)
@@ -44,7 +47,7 @@ def device_blocks(
 
 
 def _check_free(asked: float, rank_specs: Sequence[RankSpec], budgets: Sequence[MemoryBudget], blocks: int) -> None:
-    """Raise `ConfigError` for a KV pool that is larger than the free memory of a rank. asked: GiB, over all ranks."""
+    """Raise `ConfigError` if the requested KV pool, `asked` GiB over all ranks, exceeds a rank's free memory."""
     pairs = list(zip(rank_specs, budgets, strict=True))
     spec, budget = min(pairs, key=lambda pair: pair[1].largest_pool // pair[0].block_bytes)
     most = budget.largest_pool // spec.block_bytes
@@ -61,7 +64,11 @@ def _check_free(asked: float, rank_specs: Sequence[RankSpec], budgets: Sequence[
 def _what_is_left(
     config: EngineConfig, rank_specs: Sequence[RankSpec], budgets: Sequence[MemoryBudget], need: float
 ) -> str:
-    """The cause and the remedy for the GPU with the least KV memory. need: GiB of the smallest pool, over all ranks."""
+    """Return the cause and the remedy for the GPU with the least KV memory.
+
+    Args:
+        need: GiB of the smallest pool, over all ranks.
+    """
     spec, budget = min(zip(rank_specs, budgets, strict=True), key=lambda pair: pair[1].device // pair[0].block_bytes)
     need *= spec.block_bytes / sum(spec.block_bytes for spec in rank_specs)
     return (
@@ -74,8 +81,11 @@ def _what_is_left(
 def host_blocks(
     config: EngineConfig, rank_specs: Sequence[RankSpec], budgets: Sequence[MemoryBudget], device_blocks: int
 ) -> int:
-    """Blocks of the host pool: the size set, if it fits the RAM of every rank, or a share of the free RAM. Raises
-    `ConfigError`."""
+    """Return the number of CPU KV blocks: the configured size, or a fraction of the free RAM.
+
+    Raises:
+        ConfigError: If the configured size does not fit the RAM of every rank, or is smaller than one block.
+    """
     block_bytes = sum(spec.host_block_bytes for spec in rank_specs)
     pairs = list(zip(rank_specs, budgets, strict=True))
     spec, budget = min(pairs, key=lambda pair: _most_host_bytes(*pair, device_blocks) // pair[0].host_block_bytes)
@@ -101,13 +111,11 @@ def host_blocks(
 
 
 def _usual(spec: RankSpec, budget: MemoryBudget) -> int:
-    """Bytes of a rank's KV pool if no size is set."""
     return budget.device if spec.device_kind == "cuda" else min(_CPU_MOST, int(budget.device * _CPU_SHARE))
 
 
 def _most_host_bytes(spec: RankSpec, budget: MemoryBudget, device_blocks: int) -> int:
-    """Most bytes of a rank's host pool."""
-    # A CPU's device pool is in RAM too, but takes none of it until blocks are used.
+    # A CPU's device pool is in RAM too, but its untouched blocks still count as free.
     taken = 0 if spec.device_kind == "cuda" else device_blocks * spec.block_bytes
     return max(0, budget.ram - taken - _SWAP_SPARE)
 

@@ -1,4 +1,4 @@
-"""Objectives that follow from the work: JCT targets for requests that bring none."""
+"""JCT targets for requests without one, derived from their estimated work."""
 
 from __future__ import annotations
 
@@ -13,39 +13,40 @@ from skipjoin.core.policy import CostModel
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.policies.execution import scaled_jct
 
-# Requests that ended so have their whole output.
+# Finish reasons of requests that have their whole output.
 _WHOLE = (FinishReason.STOP, FinishReason.LENGTH)
 
 
 class RelativeTargets:
-    """Gives each request without a JCT target one of `scale` times what it takes alone: its prefill, and a decode step
-    for each of its output tokens (EconoServe section 4).
+    """Gives each request without a JCT target `scale` times its time alone (EconoServe section 4).
 
-    Policies get that of the forecast, and another one with each forecast that follows: that of the true length would
-    tell them the length. Once a request has its whole output, its target is that of the true length, for what counts.
+    The time alone is its prefill plus a decode step for each output token. Policies get the target of the forecast,
+    updated with each later forecast, because that of the true length would reveal the length. Once a request has its
+    whole output, its target is that of the true length, for statistics.
 
-    cost: of steps, as it is known when a target is set.
+    Args:
+        cost: Current cost model of steps.
     """
 
     def __init__(self, cost: CostModel, scale: float) -> None:
         self._cost = cost
         self._scale = scale
-        self._requests: WeakSet[Request] = WeakSet()  # those whose targets are set here
+        self._requests: WeakSet[Request] = WeakSet()  # requests whose targets are set here
 
     def arrived(self, request: Request) -> None:
-        """Before the core takes the request. Without a forecast it has no target until one follows."""
+        """Set the target before the core takes the request; without a forecast it has none until one follows."""
         if request.options.target.jct_s == inf:
             self._requests.add(request)
             if request.forecast is not None:
                 self._set(request, request.forecast.tokens)
 
     def reforecast(self, request: Request, forecast: Forecast) -> None:
-        """Before the core takes another forecast of the request, so that policies find both."""
+        """Update the target before the core takes the new forecast, so that policies see both."""
         if request in self._requests:
             self._set(request, forecast.tokens)
 
     def observe(self, events: Iterable[Event]) -> None:
-        """What happened, before anything is counted."""
+        """Set the targets of finished requests, before statistics are computed."""
         for event in events:
             if isinstance(event, Finished) and event.reason in _WHOLE and event.request in self._requests:
                 self._set(event.request, len(event.request.output))

@@ -1,4 +1,4 @@
-"""Tokens to text: incremental detokenizing, stop strings, log-probabilities. One `Choice` per sequence."""
+"""Detokenization of output: incremental text, stop strings and logprobs, with one `Choice` per sequence."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ from skipjoin.sampling import Scored, TokenDetail
 
 
 class Output(NamedTuple):
-    """What is new in one sequence: a token, its end, or both.
+    """Increment of one sequence: a token, its end, or both.
 
-    choice: index of the sequence in its job. token: None if the sequence ended without a new one. reason: of its end,
-    None before. error: what happened, if the reason is an error.
+    Attributes:
+        choice: Index of the sequence in its job.
+        token: New token; None if the sequence ended without one.
+        reason: Finish reason; None before the end.
+        error: Error text, if the reason is an error.
     """
 
     choice: int = 0
@@ -35,13 +38,13 @@ class StopStrings:
         self.found = False
 
     def add(self, text: str) -> str:
-        """The text that may be shown now; none after a stop string was `found`."""
+        """Add text and return what may be shown now; empty once a stop string was `found`."""
         if self.found:
             return ""
         text = self._held + text
         hits = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
         if hits:
-            # The stop string that is complete first counts, wherever tokens cut the text.
+            # The stop string that completes first counts, wherever tokens cut the text.
             end, at = min(hits)
             self.found, self._held = True, ""
             return text[:end] if self._include else text[:at]
@@ -50,13 +53,13 @@ class StopStrings:
         return text[: len(text) - keep]
 
     def flush(self) -> str:
-        """The text that was held back, which belongs to the output once that is complete."""
+        """Return the text that was held back, which belongs to the output once that is complete."""
         held, self._held = self._held, ""
         return held
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest suffix of `text` that is a proper prefix of `stop`."""
+    """Return the length of the longest suffix of `text` that is a proper prefix of `stop`."""
     first = stop[0]
     start = max(0, len(text) - len(stop) + 1)
     while (start := text.find(first, start)) >= 0:
@@ -70,8 +73,11 @@ def _overlap(text: str, stop: str) -> int:
 class TextRules:
     """How a request's tokens become text.
 
-    echo: the text begins with the prompt. score_only: the prompt's scores are wanted, and no token. min_tokens: stop
-    strings count after so many tokens. scores: log-probabilities are wanted.
+    Attributes:
+        min_tokens: Number of tokens after which stop strings count.
+        echo: Begin the text with the prompt.
+        score_only: Return prompt logprobs and no tokens.
+        scores: Return logprobs.
     """
 
     stop: tuple[str, ...] = ()
@@ -86,9 +92,10 @@ class TextRules:
 class Choice:
     """One sequence's output as it grows.
 
-    tokens: generated so far, those of a stop string and the end-of-sequence token included. scored: tokens whose
-    log-probabilities have not been sent. finish_reason: "stop" or "length" after the end, or "error" after an output
-    with an error.
+    Attributes:
+        tokens: Number of generated tokens, including those of a stop string and the end-of-sequence token.
+        scored: Tokens whose logprobs have not been sent.
+        finish_reason: "stop" or "length" after the end, or "error" after an output with an error.
     """
 
     __slots__ = (
@@ -105,12 +112,12 @@ class Choice:
     )
 
     def __init__(self, index: int, prompt: list[int], text: str | None, tokenizer: Tokenizer, rules: TextRules) -> None:
-        """text: the prompt as the client spelled it; None for token ids."""
+        """Create the choice; `text` is the prompt as the client spelled it, or None for token ids."""
         self.index = index
         self.prompt = prompt
         self.tokens = 0
         self.scored: list[Scored] = []
-        self.text_length = 0  # characters of the tokens whose log-probabilities were sent
+        self.text_length = 0  # characters of the tokens whose logprobs were sent
         self.finish_reason: str | None = None
         self._rules = rules
         self._detokenizer = Detokenizer(tokenizer, prompt, rules.skip_special)
@@ -120,7 +127,7 @@ class Choice:
             self._lead = text if text is not None else tokenizer.decode(prompt, rules.skip_special)
 
     def take(self, output: Output) -> str:
-        """Add an output; the new text that may be shown. No output may follow once `finish_reason` is set."""
+        """Add an output and return the new text; no output may follow once `finish_reason` is set."""
         shown, self._lead = self._lead, ""
         if output.detail is not None and self._rules.scores:
             self.scored.extend(output.detail.prompt)
@@ -132,7 +139,7 @@ class Choice:
         text = ""
         if output.token is not None:
             self.tokens += 1
-            # The token that ended the output, end-of-sequence or one of stop_token_ids, is shown only on request.
+            # The final token, end-of-sequence or one of stop_token_ids, is shown only on request.
             if output.reason is not FinishReason.STOP or self._rules.include_stop:
                 text = self._detokenizer.add(output.token)
         if output.reason is not None:
@@ -146,7 +153,7 @@ class Choice:
         return shown
 
     def take_scored(self) -> list[Scored]:
-        """The tokens whose log-probabilities are to be sent now, and never again."""
+        """Remove and return the tokens whose logprobs are to be sent now."""
         scored, self.scored = self.scored, []
         return scored
 

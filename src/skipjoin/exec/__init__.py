@@ -1,1 +1,1 @@
-"""Executors carry out step plans."""
+"""Executors: run the engine's step plans on a model, on ranks, or in simulation."""

@@ -1,4 +1,4 @@
-"""The Executor protocol: takes step plans and returns step results, in order."""
+"""Executor protocol: run step plans in order and return their results."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from skipjoin.core.step import StepPlan, StepResult
 
 
 class RankError(Exception):
-    """A rank failed, was lost, or did not answer in time. All ranks must be restarted."""
+    """A rank failed, was lost or timed out; all ranks must be restarted."""
 
 
 class RankMemoryError(RankError):
@@ -16,14 +16,14 @@ class RankMemoryError(RankError):
 
 
 class Handle(Protocol):
-    """A submitted plan."""
+    """Future of a submitted plan."""
 
     def done(self) -> bool:
-        """Whether `result` returns at once."""
+        """Return whether `result` returns without blocking."""
         ...
 
     def result(self) -> StepResult:
-        """The plan's result; blocks until it is ready. Raises the step's exception."""
+        """Wait for the plan and return its result, or raise the step's exception."""
         ...
 
 
@@ -31,22 +31,25 @@ HandleT_co = TypeVar("HandleT_co", bound=Handle, covariant=True)
 
 
 class Executor(Protocol[HandleT_co]):
-    """Carries out plans in the order in which they are submitted.
+    """Runs plans in submission order.
 
-    A plan's blocking moves land before its slices run; moves out run before moves in. Its overlapped moves start after
-    the blocking moves, and not before earlier plans have started. Each move appears exactly once, in `landed` or
-    `failed` of one result: a blocking move in the result of its own plan, an overlapped move in that of its plan or a
-    later one. Plans without slices collect moves that end while no slice runs.
+    Blocking moves of a plan land before its slices run, swap-outs before swap-ins. Overlapped moves start after the
+    blocking moves, and not before earlier plans have started. Each move is reported once, in `landed` or `failed`: a
+    blocking move in its own plan's result, an overlapped move in that result or a later one. A plan without slices
+    collects moves that finish while no slice runs.
 
-    In a pipeline, each stage runs its share of a plan when the stage before has handed the plan on, and finishes it
-    before it starts the next: as many plans can be in flight as there are stages. `seconds` and `moving` of a result
-    are then sums over the stages, the quantity that cost models predict and learn; `stages` holds each stage's busy and
-    idle time.
+    In a pipeline, each stage runs its share of a plan once the previous stage has passed it on, one plan at a time. A
+    result's `seconds` and `moving` are then sums over the stages, which is what cost models predict and learn. Its
+    `stages` holds each stage's busy and idle time.
 
-    `submit` may read the requests of a plan (prompt, output, sampling) at any time until the result is ready: known
-    tokens never change, and a slice with a pending last token is marked `awaits`.
+    `submit` may read a plan's requests (prompt, output, sampling) until the result is ready. Known tokens never change,
+    and a slice whose last token is still pending is marked `awaits`.
     """
 
     def submit(self, plan: StepPlan, now: float) -> HandleT_co:
-        """Submit a plan at `now` (seconds on the driver's clock)."""
+        """Submit a plan.
+
+        Args:
+            now: Seconds on the driver's clock.
+        """
         ...

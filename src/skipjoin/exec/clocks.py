@@ -1,4 +1,4 @@
-"""Clocks for step times: the host's clock, or events on a device stream."""
+"""Clocks for step times: the CPU's clock, or events on a CUDA stream."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from typing import Protocol
 
 import torch
 
-# Seconds on the host's clock, or an event on a device stream.
+# Seconds on the CPU's clock, or an event on a CUDA stream.
 Mark = float | torch.cuda.Event
 
 
 class Clock(Protocol):
-    """Records marks and measures the seconds between two of them."""
+    """Records marks and measures the time between two of them."""
 
     def mark(self) -> Mark: ...
 
     def between(self, start: Mark, end: Mark) -> float:
-        """Seconds from `start` to `end`; waits for both marks."""
+        """Wait for both marks and return the seconds from `start` to `end`."""
         ...
 
     def is_past(self, mark: Mark) -> bool: ...
 
 
 class HostClock:
-    """Marks on the host's clock, for work that is done when a call returns."""
+    """CPU clock, for work that is done when a call returns."""
 
     def mark(self) -> Mark:
         return time.perf_counter()
@@ -39,7 +39,7 @@ class HostClock:
 
 
 class DeviceClock:
-    """Marks between two pieces of a stream's work. Marking does not block the host; the seconds are device time."""
+    """CUDA stream clock: marks are recorded without blocking the CPU, and measure device time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

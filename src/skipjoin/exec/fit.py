@@ -1,4 +1,4 @@
-"""Fits step costs to measured times: nonnegative coefficients, least relative error, robust to outliers."""
+"""Fit step costs to measured times: nonnegative coefficients, minimum relative error, robust to outliers."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from numpy.typing import NDArray
 from skipjoin.core.step import StepShape
 from skipjoin.policies.cost import STEP_TERMS, LinearCost
 
-# A cost model divides by its floor.
+# Cost models divide by their floor.
 _LEAST_S = 1e-6
 
 Array = NDArray[np.float64]
 
-# Rounds of reweighting towards the least sum of absolute relative errors; they settle in about ten.
+# Rounds of iteratively reweighted least squares; the coefficients converge in about ten.
 _ROUNDS = 15
-# Relative errors below this have equal weight: two runs of one step differ by as much.
+# Relative errors below this have equal weight: two runs of the same step differ by as much.
 _RESOLUTION = 0.01
 
 
-# `fit_cost` searches for the steps that are bound by reading the weights. It starts from the steps of at most so many
-# tokens (none; typical of CPUs; typical of GPUs) and repeats at most so often.
+# `fit_cost` searches for the steps that are bound by reading the weights. It starts from the steps with at most this
+# many tokens (none; typical of CPUs; typical of GPUs) and iterates at most `_TURNS` times.
 _HIDDEN_TOKENS = (0, 6, 12, 24, 64, 256)
 _TURNS = 6
 
 
 def fit_cost(shapes: Sequence[StepShape], seconds: Sequence[float]) -> LinearCost:
-    """The cost model, without transfers, that best predicts the times of steps of these shapes."""
+    """Return the cost model, without transfers, that best predicts the times of steps of these shapes."""
     counts, times = np.array([(1, *shape) for shape in shapes], dtype=np.float64), np.array(seconds)
     tokens = counts[:, 1] + counts[:, 3]
     candidates = []
     for most in _HIDDEN_TOKENS:
         hidden = tokens <= most
         for _ in range(_TURNS):
-            # Where reading the weights takes longest, tokens cost nothing and the last term counts once.
+            # In weight-bound steps, tokens cost nothing and the last term counts once.
             features = np.column_stack([counts, hidden])
             features[np.ix_(hidden, (1, 3))] = 0
             terms = fit_times(features, times)
@@ -51,16 +51,18 @@ def fit_cost(shapes: Sequence[StepShape], seconds: Sequence[float]) -> LinearCos
 
 
 def cost_errors(cost: LinearCost, shapes: Sequence[StepShape], seconds: Sequence[float]) -> list[float]:
-    """Absolute errors of the cost model, relative to the measured times."""
+    """Return the absolute errors of the cost model, relative to the measured times."""
     return [abs(cost.step(shape) / time - 1) for shape, time in zip(shapes, seconds, strict=True)]
 
 
 def fit_times(features: Array, seconds: Array) -> Array:
-    """Coefficients [k], each at least 0, for which `features` [n, k] @ coefficients is close to `seconds` [n], all
-    above 0.
+    """Fit nonnegative coefficients [k] such that `features @ coefficients` is close to `seconds`.
 
-    Minimises the sum of absolute errors relative to the measured times: short and long steps have equal weight, and
-    outliers have little.
+    Minimizes the sum of absolute relative errors: short and long steps have equal weight, and outliers have little.
+
+    Args:
+        features: Matrix of shape [n, k].
+        seconds: Measured times, shape [n], all positive.
     """
     relative = features / seconds[:, None]
     weights = np.ones(len(seconds))
@@ -73,12 +75,12 @@ def fit_times(features: Array, seconds: Array) -> Array:
 
 
 def _least_squares(matrix: Array, target: Array) -> Array:
-    """The least-squares solution without negative entries.
+    """Return the least-squares solution without negative entries.
 
-    Its support is the best of the column subsets whose unconstrained solution has no negative entry: with 6 columns,
-    trying all 63 is exact and takes a millisecond or two.
+    Its support is the best column subset whose unconstrained solution is nonnegative. With 6 columns, trying all 63
+    subsets is exact and takes a millisecond or two.
     """
-    # Columns differ in magnitude by a factor of up to a million.
+    # Column magnitudes differ by a factor of up to a million.
     scale = np.linalg.norm(matrix, axis=0)
     scale[scale == 0] = 1
     scaled = matrix / scale

@@ -1,4 +1,4 @@
-"""Decode steps as CUDA graphs: one launch in place of hundreds, for batches up to the largest recorded size."""
+"""CUDA graphs of decode steps: one launch instead of hundreds, for batches up to the largest captured size."""
 
 from __future__ import annotations
 
@@ -16,28 +16,31 @@ from skipjoin.model.kv_cache import PagedKV
 
 _log = logging.getLogger(__name__)
 
-# Device memory of a graph's nodes. An assumption; not measured on a GPU yet.
+# Device memory of one graph's nodes. Assumed, not measured on a GPU yet.
 _NODE_BYTES = 16 << 20
-# Runs before the recording: they compile and tune kernels and allocate the libraries' workspaces.
+# Runs before the capture: they compile and tune kernels and allocate the libraries' workspaces.
 _WARM_UPS = 2
 
 # Reads fixed tensors and returns a fixed tensor.
 Run = Callable[[], torch.Tensor]
-# Called with the share done, in [0, 1].
+# Called with the completed fraction, in [0, 1].
 OnProgress = Callable[[float], None]
 
 
 class GraphRecorder(Protocol):
-    """Records a function's device work for replay at lower cost."""
+    """Captures a function's device work for replay at lower cost."""
 
     def record(self, run: Run) -> Run:
-        """Record `run`, which reads tensors at fixed addresses. The returned function repeats the computation on their
-        current contents and returns the same tensor each time."""
+        """Capture `run`, which reads tensors at fixed addresses.
+
+        Returns:
+            A function that repeats the computation on the current contents and returns the same tensor each time.
+        """
         ...
 
 
 class CudaRecorder:
-    """Records CUDA graphs that share one memory pool: a graph's result is valid until another graph runs."""
+    """Captures CUDA graphs that share one memory pool: a graph's result is valid until another graph runs."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -64,7 +67,7 @@ class CudaRecorder:
 
 
 def graph_batch_sizes(most: int) -> list[int]:
-    """Batch sizes to record, up to `most`: padding takes less than a fifth of a batch."""
+    """Return the batch sizes to capture, up to `most`: padding is less than a fifth of a batch."""
     return [*takewhile(lambda size: size < most, _sizes()), most]
 
 
@@ -79,13 +82,11 @@ def _sizes() -> Iterator[int]:
 
 
 class DecodeGraphs:
-    """The model's decode steps as graphs of the given batch sizes; a batch between two sizes is padded to the larger.
+    """CUDA graphs of the model's decode steps; a batch between two captured sizes is padded to the larger.
 
-    On ranks, sums over a stage's ranks are part of a graph; what a stage receives and sends is not. All ranks of a
-    model must have graphs of the same sizes, or none: they pad alike.
-
-    A step fits if `GraphBuffers` holds it. Padding rows are computed and never read; their slot is -1, so that they
-    write no keys and values. The attention back end must support that slot.
+    A step fits if `GraphBuffers` holds it. Padding rows are computed but never read; their slot is -1, which the
+    attention back end must support. All-reduces within a stage are part of a graph, but sends and receives between
+    stages are not. All ranks of a model must have graphs of the same sizes, or none, because they must pad alike.
     """
 
     def __init__(
@@ -98,23 +99,28 @@ class DecodeGraphs:
         longest: int,
         on_progress: OnProgress = lambda share: None,
     ) -> None:
-        """sizes: ascending. longest: tokens of the longest request."""
+        """Capture a graph for each batch size.
+
+        Args:
+            sizes: Batch sizes, ascending.
+            longest: Maximum number of tokens of a request.
+        """
         self._sizes = list(sizes)
         self._model, self._pool = model, pool
-        # Shared by all graphs: the tokens of the previous step by row, the logits, and the block tables.
+        # Shared by all graphs: the previous step's tokens by row, the logits, and the block tables.
         self._sampled = torch.zeros(self._sizes[-1], dtype=torch.int64, device=model.device)
         self._logits = torch.zeros((self._sizes[-1], model.config.vocab_size), device=model.device)
         tables = (self._sizes[-1], -(-longest // pool.block_size))
         self._tables = torch.zeros(tables, dtype=torch.int64, device=model.device)
-        # What the previous stage sends.
+        # Hidden states from the previous pipeline stage.
         self._received = None if model.shard.is_first else model.hidden_buffer(self._sizes[-1]).zero_()
         self._buffers: dict[int, GraphBuffers] = {}
         self._runs: dict[int, Run] = {}
-        # The largest graph first: the smaller ones reuse its memory.
+        # The largest graph comes first, so that smaller ones reuse its memory.
         for done, size in enumerate(reversed(self._sizes)):
             on_progress(done / len(self._sizes))
             buffers = GraphBuffers(size, self._tables)
-            # No request holds a block yet, so the recording may write this token into block 0.
+            # No request holds a block yet, so the capture may write this token into block 0.
             batch = PackedBatch.build([Segment([0], 0, [0])], pool.block_size, model.device, graph_buffers=buffers)
 
             def step(batch: PackedBatch = batch) -> torch.Tensor:
@@ -123,12 +129,12 @@ class DecodeGraphs:
             self._buffers[size], self._runs[size] = buffers, recorder.record(step)
 
     def fits(self, segments: Sequence[Segment], sampled: torch.Tensor | None) -> bool:
-        """Whether `run` can compute these segments. sampled: see `run`."""
+        """Return whether `run` can compute these segments."""
         largest = self._buffers[self._sizes[-1]]
         return (sampled is None or len(sampled) <= largest.seats) and largest.holds(segments)
 
     def _step(self, batch: PackedBatch) -> torch.Tensor:
-        """What is recorded: the logits, or the hidden states for the next stage."""
+        """Compute what a graph captures: the logits, or the hidden states for the next stage."""
         batch.fill_in(self._sampled)
         received = None if self._received is None else self._received[: batch.num_tokens]
         found = self._model.compute(received, batch, self._pool)
@@ -137,9 +143,15 @@ class DecodeGraphs:
         return self._logits[: batch.num_rows].copy_(self._model.logits(found))
 
     def run(self, segments: Sequence[Segment], sampled: torch.Tensor | None) -> tuple[PackedBatch, torch.Tensor]:
-        """The batch and its logits [len(segments), vocab_size], which are valid until the next call; none on a stage
-        that is not the last. sampled: tokens of the previous step, for segments with a pending token. Raises as
-        `CausalLM.check` does."""
+        """Replay the smallest fitting graph; raises as `CausalLM.check` does.
+
+        Args:
+            sampled: Tokens of the previous step, for segments with a pending token.
+
+        Returns:
+            The batch and its logits [len(segments), vocab_size], valid until the next call; empty on every stage but
+            the last.
+        """
         size = self._sizes[bisect_left(self._sizes, len(segments))]
         if sampled is not None:
             self._sampled[: len(sampled)].copy_(sampled)
@@ -152,18 +164,21 @@ class DecodeGraphs:
         found = self._runs[size]()
         if self._model.shard.is_last:
             return batch, found[: len(segments)]
-        self._model.group.send(found.clone())  # on its way while the next step overwrites it
+        self._model.group.send(found.clone())  # cloned because the next step overwrites it while it is being sent
         return batch, self._logits[:0]
 
 
 def replays(model: CausalLM) -> bool:
-    """Whether graphs can hold the model's decode steps: attention must have grids that depend on shapes only."""
+    """Return whether CUDA graphs can hold the model's decode steps: attention grids must depend on shapes only."""
     return model.attention.name in ("triton", "triton-invariant", "flash")
 
 
 def graph_bytes(model: CausalLM, sizes: Sequence[int], peak: int) -> int:
-    """Device memory of graphs of these sizes. peak: largest memory of a decode step apart from weights and KV; the
-    tensors of all graphs share one pool of that size, which nothing else uses."""
+    """Estimate the device memory of graphs of these sizes, in bytes.
+
+    Args:
+        peak: Peak memory of a decode step apart from weights and KV. All graphs share one pool of that size.
+    """
     if not sizes:
         return 0
     return len(sizes) * _NODE_BYTES + peak + sizes[-1] * model.config.vocab_size * 4
@@ -172,8 +187,10 @@ def graph_bytes(model: CausalLM, sizes: Sequence[int], peak: int) -> int:
 def record_graphs(
     model: CausalLM, pool: PagedKV, sizes: Sequence[int], longest: int, on_progress: OnProgress = lambda share: None
 ) -> DecodeGraphs | None:
-    """Graphs of decode steps with up to `sizes` requests of up to `longest` tokens each. Returns None, with a warning,
-    if recording fails."""
+    """Capture decode steps of up to `sizes` requests with up to `longest` tokens each.
+
+    Logs a warning and returns None if that fails.
+    """
     try:
         recorder = CudaRecorder(model.device)
         return DecodeGraphs(model, pool, recorder, sizes=sizes, longest=longest, on_progress=on_progress)

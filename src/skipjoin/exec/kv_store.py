@@ -1,4 +1,4 @@
-"""The tensors of the KV blocks: one pool on the device, one on the host."""
+"""KV block tensors: one pool on the device and one in the CPU tier."""
 
 from __future__ import annotations
 
@@ -18,19 +18,22 @@ from skipjoin.model.transfer import send
 
 _log = logging.getLogger(__name__)
 
-# Arguments: target and source pool as rows, target and source row numbers. See `model.kernels.block_copy`.
+# Arguments: target and source pool as rows, then target and source row numbers. See `model.kernels.block_copy`.
 BlocksKernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
-# If runs are smaller than this on average, the kernel copies: queueing one copy takes the host about 5 us, in which the
-# link transfers 256 KiB.
+# Below this mean run length the kernel copies. Queueing one copy takes about 5 us of CPU time, in which the link
+# transfers 256 KiB.
 _LEAST_RUN_BYTES = 256 << 10
 
 
 class KVStore:
-    """KV blocks on both tiers, in the same block-major layout, so that a block moves as one contiguous copy. With
-    swap_dtype int8 the host has 8 bits for each number, and a move converts.
+    """KV blocks of both tiers in the same block-major layout, so that a block moves as one contiguous copy.
 
-    device_blocks, host_blocks: pool sizes; no host pool is allocated for 0. block_size: tokens per block. shard: the
-    rank's layers and heads; block numbers are the same on all ranks. swap_dtype: auto or int8.
+    With `swap_dtype` int8 the CPU tier holds 8 bits per number, and moves quantize and dequantize.
+
+    Args:
+        host_blocks: Blocks of the CPU tier; 0 allocates no CPU pool.
+        shard: Layers and heads of this rank. Block numbers are the same on all ranks.
+        swap_dtype: auto or int8.
     """
 
     def __init__(
@@ -59,20 +62,23 @@ class KVStore:
             self.host = PagedKV(host_blocks, block_size, config, dtype, "cpu", pin=is_cuda, shard=shard)
             self._spans = SpanCopies(self.device, self.host)
             if device.type == "cpu":
-                # Requested here, since it may have to be compiled first.
+                # Requested here because it may have to be compiled first.
                 self._copy_blocks = block_copy()
             elif is_cuda and self.host.tensor.is_pinned():
                 self._kernel = _blocks_kernel()
                 if self.device.block_bytes < _LEAST_RUN_BYTES:
-                    # Compiled here, not in the first step that needs it. Both blocks are zeros.
+                    # Compiled here rather than in the first step that needs it. Both blocks are zeros.
                     self._launch(self.host.block_view(), self.device.block_view(), (0,), (0,))
 
     def copy(self, move: Move) -> None:
-        """Carry out a move; without conversion, runs of consecutive blocks on both tiers are one copy.
+        """Execute a move; without conversion, each run of blocks that is consecutive on both tiers is one copy.
 
-        On a CPU the calling thread copies, without the GIL, and returns when the copy is done. On CUDA the copies are
-        queued on the current stream, as one kernel launch where runs are small. Raises ValueError for blocks outside
-        the pools, for tokens that do not end in the last block, and for slots outside their block.
+        On a CPU the calling thread copies, without the GIL. On CUDA the copies are queued on the current stream, as one
+        kernel launch if runs are short.
+
+        Raises:
+            ValueError: If a block is outside its pool, the tokens do not end in the last block, or a slot is outside
+                its block.
         """
         if self.host is None:
             raise ValueError("a plan moves KV blocks, but there is no host pool")
@@ -100,7 +106,6 @@ class KVStore:
         self._spans.copy(target, source, move)
 
     def _queue(self, to: torch.Tensor, rows: torch.Tensor, move: Move) -> None:
-        """Queue copies of rows on the current stream."""
         runs = list(runs_of(move.target, move.source))
         row_bytes = rows.shape[1] * rows.element_size()
         if row_bytes * len(move.source) < _LEAST_RUN_BYTES * len(runs) and self._launch(
@@ -111,7 +116,6 @@ class KVStore:
             to[first_to : first_to + count].copy_(rows[first : first + count], non_blocking=True)
 
     def _launch(self, to: torch.Tensor, rows: torch.Tensor, targets: Sequence[int], sources: Sequence[int]) -> bool:
-        """Copy rows with the kernel; returns False if no kernel works."""
         if self._kernel is None:
             return False
         try:
@@ -125,7 +129,6 @@ class KVStore:
 
 
 def _blocks_kernel() -> BlocksKernel | None:
-    """The kernel for small blocks; None without Triton."""
     try:
         from skipjoin.model.kernels.block_copy import copy_blocks  # noqa: PLC0415 (an optional back end)
     except ImportError:

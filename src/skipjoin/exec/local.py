@@ -1,4 +1,4 @@
-"""The executor that runs the model in this process, on one device."""
+"""Executor that runs the model in this process, on one device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from skipjoin.model.cuda import use_device
 
 
 class LocalHandle:
-    """A plan submitted to a `LocalExecutor`."""
+    """Future of a plan submitted to a `LocalExecutor`."""
 
     def __init__(self, worker: Worker, in_flight: Future[InFlightStep]) -> None:
         self._worker, self._in_flight = worker, in_flight
@@ -31,25 +31,25 @@ class LocalHandle:
         return self._in_flight.exception() is not None or self._worker.is_done(self._in_flight.result())
 
     def result(self) -> StepResult:
-        """See `Handle`. Call in the order of the plans."""
+        """Return the plan's result; call in submission order."""
         if self._result is None:
             self._result = self._worker.finish(self._in_flight.result())
         return self._result
 
 
 def _begin_thread(model: CausalLM, threads: int) -> None:
-    """Settings that every thread has of its own: its card, and its thread count."""
     use_device(model.device)
     model.ops.use_threads(threads)
 
 
 class LocalExecutor:
-    """Runs plans one after the other on a thread of its own, so that the engine schedules and communicates while the
-    model runs. On a GPU the thread only queues work: with two plans in flight, the second is queued while the first
-    runs, and the GPU is not idle between them.
+    """Runs plans sequentially on a dedicated thread, so that the engine schedules while the model runs.
 
-    Every request's `sampling` is a `Sampling`. threads: CPU threads of the model; None: torch's default. copier,
-    graphs: see `Worker`.
+    On a GPU the thread only queues work. With two plans in flight, the second is queued while the first runs, so the
+    GPU does not idle between them. See `Worker` for the other arguments.
+
+    Args:
+        threads: CPU threads of the model; None for torch's default.
     """
 
     def __init__(
@@ -75,31 +75,26 @@ class LocalExecutor:
 
     @property
     def pools(self) -> tuple[int, int, int]:
-        """See `ModelExecutor`."""
         store = self.store
         return store.device.num_blocks, store.host.num_blocks if store.host else 0, store.device.block_size
 
     def touch(self, blocks: int) -> None:
-        """See `ModelExecutor`."""
         touch(self.store.device, blocks)
 
     def transfers(self, seconds: float) -> dict[Direction, Transfer]:
-        """See `ModelExecutor`."""
-        use_device(self.model.device)  # the caller's thread launches the copies
+        use_device(self.model.device)  # the calling thread launches the copies
         return measure_transfers(self.model, self.store.device.block_size, seconds, self.store.swap_dtype)
 
     def submit(self, plan: StepPlan, now: float) -> LocalHandle:
         return LocalHandle(self._worker, self._thread.submit(self._worker.begin, plan))
 
-    def check(self) -> None:
-        """See `ModelExecutor`."""
+    def check(self) -> None: ...
 
     def restart(self, reason: Exception) -> None:
-        """Raise `reason`: the only rank is this process."""
+        """Raise `reason`, because the only rank is this process."""
         raise reason
 
     def close(self) -> None:
-        """Wait for the running step and the running copy, and end the threads. Plans and moves that have not started
-        are cancelled."""
+        """Wait for the running step and copy, cancel plans and moves that have not started, and stop the threads."""
         self._thread.shutdown(cancel_futures=True)
         self._worker.close()

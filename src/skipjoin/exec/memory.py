@@ -1,4 +1,4 @@
-"""Device memory that steps need apart from weights and KV: measured before the pools are sized."""
+"""Peak activation memory of steps, measured before the KV pools are sized."""
 
 from __future__ import annotations
 
@@ -18,20 +18,28 @@ from skipjoin.model.cuda import is_out_of_memory
 from skipjoin.sampling import SamplingParams
 
 _GIB = 1 << 30
-# The allocator reserves more than is in use: steps of different sizes leave gaps. It allocates large segments in steps
-# of 2 MiB and splits them no further, so the share is small. Where it is not enough, a step gives up a request.
+# The allocator reserves more than is in use, because steps of different sizes leave gaps. It allocates large segments
+# in multiples of 2 MiB and splits them no further, so the fraction is small. If it does not suffice, a step drops a
+# request.
 _MARGIN = 0.05
 # Context of the sequences in the decode step. Kernels need more memory for wider block tables, not for longer contexts.
-# The reference back end, which gathers keys and values, does, but not all sequences can have the longest at once.
+# The reference back end gathers keys and values and does need more, but not all sequences can be at the maximum at
+# once.
 _DECODE_CONTEXT = 1024
-# Sampling parameters that make every copy of the logits that can be made.
+# Sampling parameters that cause every possible copy of the logits.
 _GREEDIEST = SamplingParams(
     temperature=1.0, top_p=0.95, repetition_penalty=1.1, presence_penalty=0.1, logprobs=1, prompt_logprobs=1
 )
 
 
 class LargestStep(NamedTuple):
-    """Limits of a step. tokens: all. seqs: requests. positions: tokens of one request, prompt and output."""
+    """Limits of a step.
+
+    Attributes:
+        tokens: Maximum number of tokens, over all requests.
+        seqs: Maximum number of requests.
+        positions: Maximum number of tokens of one request, prompt and output.
+    """
 
     tokens: int
     seqs: int
@@ -39,21 +47,26 @@ class LargestStep(NamedTuple):
 
 
 class Peaks(NamedTuple):
-    """Device memory, in bytes, that steps may need apart from weights and KV. all: of any step. decodes: of decode
-    steps."""
+    """Peak device memory of steps apart from weights and KV, in bytes.
+
+    Attributes:
+        all: Peak of any step.
+        decodes: Peak of decode-only steps.
+    """
 
     all: int = 0
     decodes: int = 0
 
 
 def measure_peak(model: CausalLM, largest: LargestStep, block_size: int) -> Peaks:
-    """Device memory that a step may need apart from weights and KV; 0 on a CPU, which returns at once.
+    """Measure the device memory that steps need apart from weights and KV; return zeros at once on a CPU.
 
-    Runs the largest steps; none of their memory stays allocated. Memory that the first step allocates for good
-    (kernels, workspaces) is not counted; it reduces the device's free memory, so query that afterwards. The slices
-    score their prompts, whose logits are made of a few rows at a time.
+    Runs the largest steps, including prompts whose tokens are scored. Memory that the first step allocates permanently
+    (kernels, workspaces) is not counted, so query the free memory afterwards. All ranks of a model must call this at
+    the same time.
 
-    All ranks of a model must call this at the same time. Raises `ModelError` if such a step does not fit.
+    Raises:
+        ModelError: If such a step does not fit on the device.
     """
     if model.device.type != "cuda":
         return Peaks()
@@ -61,7 +74,7 @@ def measure_peak(model: CausalLM, largest: LargestStep, block_size: int) -> Peak
     steps = largest_steps(largest, block_size)
 
     def run(steps: Sequence[StepPlan]) -> None:
-        # One block is enough: all sequences share it, since the results are not used.
+        # One block suffices: all sequences share it, since the results are not used.
         store = KVStore(
             model.config,
             model.dtype,
@@ -78,7 +91,7 @@ def measure_peak(model: CausalLM, largest: LargestStep, block_size: int) -> Peak
                 raise torch.OutOfMemoryError("the step does not fit in one piece")
 
     try:
-        # Decodes last: what the first step allocates for good is not theirs.
+        # Decodes run last, so that permanent allocations of the first step are not attributed to them.
         prompts = peak_of(model.device, lambda: run(steps[:-1]))
         decodes = peak_of(model.device, lambda: run(steps[-1:]))
         return Peaks(max(prompts, decodes), decodes)
@@ -94,7 +107,7 @@ def measure_peak(model: CausalLM, largest: LargestStep, block_size: int) -> Peak
 
 
 def peak_of(device: torch.device, work: Callable[[], None]) -> int:
-    """Peak device memory of `work` in bytes, with the allocator's margin. All of it is freed."""
+    """Return the peak device memory of `work` in bytes, including the allocator's margin, and free all of it."""
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
@@ -109,8 +122,10 @@ def peak_of(device: torch.device, work: Callable[[], None]) -> int:
 
 
 def largest_steps(largest: LargestStep, block_size: int) -> list[StepPlan]:
-    """The steps that need most memory: as few whole prompts as possible, as many as possible, and decodes only. All
-    slices use block 0, in tables as wide as any."""
+    """Return the steps that need the most memory: the fewest whole prompts, the most prompts, and decodes only.
+
+    All slices use block 0, in block tables of maximum width.
+    """
     seqs, positions = largest.seqs, largest.positions
     tokens = min(largest.tokens, seqs * positions)
     few, many = -(-tokens // positions), min(seqs, tokens)
@@ -128,7 +143,6 @@ def largest_steps(largest: LargestStep, block_size: int) -> list[StepPlan]:
 
 
 def _shares(total: int, parts: int) -> list[int]:
-    """`total` split into `parts` numbers that differ by at most 1."""
     size, more = divmod(total, parts)
     return [size + (index < more) for index in range(parts)]
 

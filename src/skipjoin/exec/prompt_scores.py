@@ -1,4 +1,4 @@
-"""Log-probabilities of prompt tokens, collected over the chunks of a prompt."""
+"""Prompt logprobs, collected over the chunks of a prompt."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from skipjoin.sampling import Scored
 
 
 def wants_scores(piece: Slice) -> bool:
-    """Whether the request has `prompt_logprobs` set and the slice holds prompt tokens that are not reported yet."""
+    """Return whether the slice holds prompt tokens whose `prompt_logprobs` are requested and not reported yet."""
     request = piece.request
     return _asked(request) is not None and piece.start < len(request.prompt) and not request.output
 
@@ -24,29 +24,32 @@ def wants_scores(piece: Slice) -> bool:
 def score_prompt(
     piece: Slice, rows: torch.Tensor, logits_of: Callable[[torch.Tensor], torch.Tensor]
 ) -> HostCopy[list[PromptLogprob]]:
-    """Score the prompt tokens that the slice's rows predict. rows: of `CausalLM.wanted_rows`, one per token of the
-    slice. logits_of: their logits, of a few rows at a time."""
+    """Score the prompt tokens that the slice's rows predict.
+
+    Args:
+        rows: Rows of `CausalLM.wanted_rows`, one per token of the slice.
+        logits_of: Returns the logits of a few rows at a time.
+    """
     targets = _targets(piece)
     return prompt_logprobs(rows[: len(targets)], targets, _asked(piece.request) or 0, logits_of)
 
 
 class PromptScores:
-    """Scores of prompt tokens, kept until the request's first generated token is reported."""
+    """Prompt logprobs, kept until the request's first output token is reported."""
 
     def __init__(self) -> None:
         self._scores: WeakKeyDictionary[Request, list[Scored]] = WeakKeyDictionary()
 
     def keep(self, piece: Slice, scores: Sequence[PromptLogprob]) -> None:
-        """Add the scores of a slice."""
         request = piece.request
         known = self._scores.setdefault(request, [Scored(request.prompt[0], None)])
-        # A chunk recomputed after an eviction is scored again, with the same result.
+        # A chunk that is recomputed after an eviction is scored again, with the same result.
         known[piece.start + 1 :] = [
             Scored(token, score.logprob, score.top) for token, score in zip(_targets(piece), scores, strict=True)
         ]
 
     def take(self, request: Request) -> tuple[Scored, ...]:
-        """Remove and return a request's scores; empty if there are none."""
+        """Remove and return a request's scores; empty if it has none."""
         return tuple(self._scores.pop(request, ()))
 
 

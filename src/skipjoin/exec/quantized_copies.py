@@ -1,4 +1,4 @@
-"""Moves between the device's KV pool and a host pool that holds 8 bits for each number."""
+"""Quantized swapping between the device's KV pool and an int8 pool in the CPU tier."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ _log = logging.getLogger(__name__)
 
 
 class QuantizedCopies:
-    """Quantises what goes to the host, and dequantises what comes back (ALISE section 3.2).
+    """Quantizes KV on swap-out and dequantizes it on swap-in (ALISE section 3.2).
 
     On a CPU the calling thread computes, without the GIL. On CUDA a kernel on the current stream reads one pool and
-    writes the other, so that only codes and scales cross the link. Where no kernel works, or the host pool is not
-    page-locked, torch's operations convert on the device, and the rows are copied.
+    writes the other, so that only codes and scales cross the link. Without a working kernel or a page-locked CPU pool,
+    torch operations convert on the device and the rows are copied.
     """
 
     def __init__(self, device: PagedKV, host: QuantizedKV) -> None:
         self._device, self._host = device, host
         if not device.tensor.is_cuda:
-            # Requested here, since it may have to be compiled first.
+            # Requested here because it may have to be compiled first.
             self._quantizer = block_quantizer()
         else:
             self._quantizer = (_kernels() if host.tensor.is_pinned() else None) or TorchQuantizer()
-            # Compiled here, not in the first step that needs it. Both blocks are zeros.
+            # Compiled here rather than in the first step that needs it. Both blocks are zeros.
             self._run(lambda by: by.quantize(host, device, (0,), (0,), host.shape[1]))
             self._run(lambda by: by.dequantize(device, host, (0,), (0,)))
 
     def copy(self, move: Move) -> None:
-        """Carry out a move of blocks that both pools have, or queue it on the current stream."""
+        """Execute a move of blocks within both pools, or queue it on the current stream."""
         host, device = self._host, self._device
         if not move.source:
             return
@@ -54,7 +54,6 @@ class QuantizedCopies:
 
 
 def _kernels() -> BlockQuantizer | None:
-    """The kernels; None without Triton."""
     try:
         from skipjoin.model.kernels.block_quant import TritonQuantizer  # noqa: PLC0415 (an optional back end)
     except ImportError:

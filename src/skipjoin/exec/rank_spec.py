@@ -23,20 +23,24 @@ from skipjoin.model.kv_cache import PagedKV, QuantizedKV
 from skipjoin.system.container import free_memory
 from skipjoin.system.machine import cpu_name
 
-# Blocks per measured transfer, and bytes of the pools used.
+# Blocks per measured transfer, and bytes of each pool used.
 _TRANSFER_BLOCKS = tuple(2**power for power in range(9))
 _TRANSFER_BYTES = 64 << 20
-# Runs of each size; the first two are made regardless of the deadline.
+# Runs per size; the first two ignore the deadline.
 _TRANSFER_RUNS = 12
 
 
 class RankSpec(NamedTuple):
-    """A rank's share of a model. stage: its pipeline stage.
+    """A rank's share of a model.
 
-    weight_bytes: of its weights. block_bytes, host_block_bytes: of one KV block of its layers and heads, on the device
-    and on the host. attention_width: query heads of all its layers times the head dimension. itemsize: bytes per
-    weight. swap_dtype: of KV on the host, auto or int8. device_kind: cpu or cuda. device: model name of the CPU or GPU.
-    attention: the attention back end. threads: CPU threads of the model.
+    Attributes:
+        block_bytes: Bytes of one device KV block with the rank's layers and heads.
+        host_block_bytes: Bytes of the same block in the CPU tier.
+        attention_width: Query heads of all its layers times the head dimension.
+        swap_dtype: Format of KV in the CPU tier, auto or int8.
+        itemsize: Bytes per weight.
+        device_kind: cpu or cuda.
+        device: Model name of the CPU or GPU.
     """
 
     stage: int
@@ -55,9 +59,14 @@ class RankSpec(NamedTuple):
 
 
 class MemoryBudget(NamedTuple):
-    """Bytes available to a rank's KV pools after its weights are loaded. device: device memory. ram: memory of its
-    machine; the same memory if the device is a CPU. steps: device memory reserved for steps. free: device memory for a
-    pool of a size that is set, whatever share of the GPU's memory it is."""
+    """Bytes available to a rank's KV pools after its weights are loaded.
+
+    Attributes:
+        device: Device memory within the configured fraction.
+        ram: RAM of its machine; the same memory if the device is a CPU.
+        steps: Device memory reserved for steps.
+        free: Device memory for a pool whose size is configured, regardless of the configured fraction.
+    """
 
     device: int
     ram: int
@@ -66,37 +75,44 @@ class MemoryBudget(NamedTuple):
 
     @property
     def largest_pool(self) -> int:
-        """Most bytes of the KV pool on the device."""
+        """Maximum number of bytes of the device KV pool."""
         return max(self.device, self.free)
 
 
 class ModelExecutor(Executor[Handle], Protocol):
-    """An executor that runs a model, on one rank or on several."""
+    """Executor that runs a model on one or several ranks."""
 
     @property
     def rank_specs(self) -> Sequence[RankSpec]:
-        """Of all ranks, in rank order."""
+        """Specs of all ranks, in rank order."""
         ...
 
     @property
     def pools(self) -> tuple[int, int, int]:
-        """KV blocks on the device, KV blocks on the host, tokens per block."""
+        """Device KV blocks, CPU KV blocks, and tokens per block."""
         ...
 
     def touch(self, blocks: int) -> None:
-        """See `touch`; runs on all ranks."""
+        """Run `touch` on all ranks."""
         ...
 
     def transfers(self, seconds: float) -> dict[Direction, Transfer]:
-        """Seconds of moves, per direction. seconds: approximate limit of the measurement."""
+        """Measure the time of moves per direction.
+
+        Args:
+            seconds: Approximate time limit of the measurement.
+        """
         ...
 
     def check(self) -> None:
         """Raise `RankError` if a rank was lost while no plan was in flight."""
 
     def restart(self, reason: Exception) -> None:
-        """Restart after a `RankError`, with empty pools and no plan in flight. reason: the error. Raises `RankError` if
-        a restart is not possible."""
+        """Restart after the `RankError` `reason`, with empty pools and no plan in flight.
+
+        Raises:
+            RankError: If a restart is not possible.
+        """
         ...
 
     def close(self) -> None:
@@ -105,7 +121,6 @@ class ModelExecutor(Executor[Handle], Protocol):
 
 
 def rank_spec_of(model: CausalLM, block_size: int, threads: int, swap_dtype: str = "auto") -> RankSpec:
-    """The properties of a model, or of this rank's share of it."""
     config, shard, quantization = model.config, model.shard, model.ops.quantization
     block_bytes = PagedKV.bytes_per_block(config, block_size, model.dtype, shard)
     is_quantized = swap_dtype == "int8"
@@ -129,15 +144,18 @@ def rank_spec_of(model: CausalLM, block_size: int, threads: int, swap_dtype: str
 def memory_budget_of(
     model: CausalLM, gpu_share: float, ranks_here: int = 1, *, peak: int = 0, graph_bytes: int = 0
 ) -> MemoryBudget:
-    """The memory that this rank's pools may take. ranks_here: ranks that share this machine's RAM.
+    """Return the memory available to this rank's KV pools.
 
-    gpu_share: share of a GPU's memory for all its users: weights, steps and other programs included. peak: result of
-    `measure_peak`, which must have run. graph_bytes: memory of CUDA graphs. The last three are ignored on a CPU.
+    Args:
+        gpu_share: Fraction of the GPU's memory for all its users, including weights, steps and other programs.
+        ranks_here: Number of ranks that share this machine's RAM.
+        peak: Result of `measure_peak`, which must have run. GPU only.
+        graph_bytes: Device memory of CUDA graphs. GPU only.
     """
     ram = free_ram() // ranks_here
     if model.device.type != "cuda":
         return MemoryBudget(ram, ram)
-    # The allocator's cached memory is available to this process, but counts as used on the device.
+    # The allocator's cache is available to this process but counts as used on the device.
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(model.device)
     steps = peak + graph_bytes
@@ -145,14 +163,15 @@ def memory_budget_of(
 
 
 def free_ram() -> int:
-    """Bytes of RAM that this process may use, page cache that can be dropped included: of the machine, and under the
-    memory limit of its container."""
+    """Return the bytes of RAM that this process may use within its container's limit.
+
+    Reclaimable page cache counts as free.
+    """
     limit = free_memory()
     return _free_here() if limit is None else min(limit, _free_here())
 
 
 def _free_here() -> int:
-    """Bytes of this machine's RAM available to programs."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
             name, _, amount = line.partition(":")
@@ -164,7 +183,6 @@ def _free_here() -> int:
 def make_store(
     model: CausalLM, device_blocks: int, host_blocks: int, block_size: int, swap_dtype: str = "auto"
 ) -> KVStore:
-    """The KV pools of this rank."""
     return KVStore(
         model.config,
         model.dtype,
@@ -178,15 +196,14 @@ def make_store(
 
 
 def touch(kv: PagedKV, blocks: int) -> None:
-    """Write the pool's first blocks: memory that was never written maps to one page of zeros, which is faster to
-    read."""
+    """Write the first blocks of the pool, because untouched memory maps to one zero page and reads faster."""
     kv.tensor[:blocks].fill_(0.01)
 
 
 def measure_transfers(
     model: CausalLM, block_size: int, seconds: float, swap_dtype: str = "auto"
 ) -> dict[Direction, Transfer]:
-    """Seconds of moves, per direction, fitted over several block counts. Uses two pools of its own."""
+    """Measure moves of several block counts in pools of its own, and fit a cost per direction."""
     deadline = time.perf_counter() + seconds
     block_bytes = PagedKV.bytes_per_block(model.config, block_size, model.dtype, model.shard)
     most = max(_TRANSFER_BLOCKS[2], min(_TRANSFER_BLOCKS[-1], _TRANSFER_BYTES // block_bytes))
@@ -226,7 +243,7 @@ def _seconds_of(move: Move, store: KVStore, device: torch.device) -> float:
 
 
 def by_stage(rank_specs: Sequence[RankSpec]) -> list[list[RankSpec]]:
-    """The ranks of each stage."""
+    """Group the ranks by pipeline stage."""
     stages: list[list[RankSpec]] = [[] for _ in range(rank_specs[-1].stage + 1)]
     for spec in rank_specs:
         stages[spec.stage].append(spec)

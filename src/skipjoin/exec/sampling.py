@@ -1,4 +1,4 @@
-"""What executors that run a model need of a request apart from its tokens."""
+"""Sampling state that model executors need of a request besides its tokens."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from skipjoin.sampling import SamplingParams
 
 
 class Sampling(NamedTuple):
-    """The value of `Request.sampling` for executors that run a model: the user's parameters and this request's seed."""
+    """Value of `Request.sampling` for model executors: the user's parameters and this request's seed."""
 
     params: SamplingParams
     seed: int

@@ -1,4 +1,4 @@
-"""An executor that computes nothing: a cost model gives the duration of each plan, on a virtual clock."""
+"""Simulated executor: a cost model gives the duration of each plan on a virtual clock."""
 
 from __future__ import annotations
 
@@ -13,23 +13,29 @@ from skipjoin.core.step import LINK, PAUSE_S, Move, StageTime, StepPlan, StepRes
 
 
 def never(move: Move) -> bool:
-    """The default for `fails`: no move fails."""
+    """Return False: the default `fails`, with which no move fails."""
     return False
 
 
 def none(request: Request) -> int:
-    """The default for `alike`: no token is known to be like another."""
+    """Return 0: the default `alike`, with which no token is known to repeat."""
     return 0
 
 
 def position_as_token(request: Request, position: int) -> int:
-    """A sampler for runs in which only lengths matter."""
+    """Return the position as the token, for runs in which only lengths matter."""
     return position
 
 
 def stage_shares(stages: int | Sequence[float]) -> tuple[float, ...]:
-    """Each stage's share of a step's compute time, from the number of stages or from relative weights. Raises
-    ValueError."""
+    """Return each stage's fraction of a step's compute time.
+
+    Args:
+        stages: Number of equal stages, or relative weights.
+
+    Raises:
+        ValueError: If there is no stage, or a weight is not positive and finite.
+    """
     if isinstance(stages, int):
         if stages < 1:
             raise ValueError(f"stages must be at least 1, got {stages}")
@@ -41,7 +47,7 @@ def stage_shares(stages: int | Sequence[float]) -> tuple[float, ...]:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedHandle:
-    """A plan that is done at `ready_at`, in seconds on the virtual clock."""
+    """Future of a plan that finishes at `ready_at`, in seconds on the virtual clock."""
 
     outcome: StepResult
     ready_at: float
@@ -54,17 +60,18 @@ class SimulatedHandle:
 
 
 class SimulatedExecutor:
-    """One device that runs plans back to back, or a pipeline of such stages.
+    """Simulated device that runs plans back to back, or a simulated pipeline of such stages.
 
-    A plan takes the time of its blocking moves, then that of its slices. Each stage has a share of the layers and hence
-    of these times. It starts a plan when it is free and the stage before has handed the plan on, with its share of the
-    moves first (FastServe section 4.3). As many plans run at once as there are stages, in order. Overlapped moves queue
-    for the link, one queue per direction; blocking moves go first.
+    A plan takes the time of its blocking moves, then that of its slices, split over the pipeline stages. A stage starts
+    a plan when it is idle and the previous stage has passed the plan on. Its share of the moves comes first (FastServe
+    section 4.3). Overlapped moves queue for the link, one queue per direction; blocking moves go first.
 
-    cost: seconds of steps, all stages together, and of transfers. sample: the token of a request at a position. stages:
-    number of equal stages, or each stage's share of a step's compute time. fails: whether a move fails. alike: how many
-    of the tokens that a request gets next are alike and end nothing; it may be less than there are. block_size: tokens
-    per block, for moves of parts of blocks.
+    Args:
+        cost: Predicts the seconds of steps, over all stages, and of transfers.
+        sample: Returns a request's token at a position.
+        stages: Number of equal stages, or each stage's relative compute time.
+        fails: Returns whether a move fails.
+        alike: Returns a lower bound on how many of a request's next tokens are identical and do not finish it.
     """
 
     def __init__(
@@ -86,7 +93,7 @@ class SimulatedExecutor:
         self._free_at = [0.0] * len(self._shares)
         self._has_run = False
         self._link_free_at = dict.fromkeys(LINK, 0.0)
-        self._transit: list[tuple[float, int, Move]] = []  # a heap of (end, number, move)
+        self._transit: list[tuple[float, int, Move]] = []  # heap of (end time, number, move)
         self._moves = 0
 
     def submit(self, plan: StepPlan, now: float) -> SimulatedHandle:
@@ -96,7 +103,7 @@ class SimulatedExecutor:
         seconds = moving + compute
         parts = [moving / len(self._shares) + compute * share for share in self._shares]
         ready_at, stages = self._run(parts, now)
-        # The last stage repeats the first stage's timing, delayed by when it gets the plan.
+        # The last stage repeats the first stage's timing, delayed until it receives the plan.
         self._begin(plan, begin, begin + moving / len(parts), ready_at - parts[-1] - begin)
         if not (plan.slices or plan.blocking):
             ready_at = max(ready_at, min(begin + PAUSE_S, self._transit[0][0] if self._transit else begin))
@@ -112,9 +119,16 @@ class SimulatedExecutor:
         return SimulatedHandle(result, ready_at)
 
     def foresee(self, handle: SimulatedHandle, most: int) -> list[float]:
-        """When the step in flight ends, and when those do that can follow it, at most `most` in all: each decodes the
-        same requests, whose tokens are alike and end nothing. Empty if a request may end with the step in flight. For
-        one stage and no moves."""
+        """Predict when the step in flight and the identical decode steps that can follow it end.
+
+        Assumes one stage and no moves.
+
+        Args:
+            most: Maximum number of steps, including the one in flight.
+
+        Returns:
+            End times in seconds; empty if a request may finish in the step in flight.
+        """
         slices, ready_at = handle.outcome.plan.slices, handle.ready_at
         for piece in slices:
             request = piece.request
@@ -130,8 +144,7 @@ class SimulatedExecutor:
         return ends
 
     def _run(self, parts: Sequence[float], now: float) -> tuple[float, tuple[StageTime, ...]]:
-        """Occupy the stages in turn for `parts` seconds each. Returns when the last one is done, and the stage
-        times."""
+        """Occupy the stages one after the other for `parts` seconds each; return the end time and the stage times."""
         ready_at, times = now, []
         for stage, (free_at, seconds) in enumerate(zip(self._free_at, parts, strict=True)):
             begin = max(ready_at, free_at)
@@ -141,12 +154,14 @@ class SimulatedExecutor:
         return ready_at, tuple(times) if len(parts) > 1 else ()
 
     def _begin(self, plan: StepPlan, begin: float, moved: float, lag: float) -> None:
-        """Queue the plan's overlapped moves on the link after its blocking moves, which take from `begin` to `moved`.
-        lag: seconds by which the last stage follows the first."""
+        """Queue the plan's overlapped moves on the link, after its blocking moves, which take from `begin` to `moved`.
+
+        The last stage follows the first by `lag` seconds.
+        """
         link = self._link_free_at
         for direction, free_at in link.items():
             link[direction] = max(free_at, begin) + (moved - begin)
-        if moved > begin:  # all remaining ends shift by the same amount, so the heap stays valid
+        if moved > begin:  # all remaining end times shift equally, so the heap stays valid
             late = moved - begin
             self._transit = [(at + late if at > begin else at, number, move) for at, number, move in self._transit]
         for move in plan.overlapped:
@@ -155,7 +170,6 @@ class SimulatedExecutor:
             heapq.heappush(self._transit, (link[move.direction] + lag, self._moves, move))
 
     def _transfer(self, moves: Sequence[Move]) -> float:
-        """Seconds of moves over the link. What changes places on the device does so at its memory's speed, next to
-        nothing here."""
+        """Return the seconds of moves over the link; moves within the device are negligible."""
         blocks = sum(move.blocks(self._block_size) for move in moves if move.direction in LINK)
         return self._cost.transfer(blocks) if blocks else 0.0

@@ -1,4 +1,4 @@
-"""Moves of some slots of blocks: what two requests that share a block take from each other, and give back."""
+"""Moves of slots within blocks, for bidirectional block sharing between two requests (BROS section 5)."""
 
 from __future__ import annotations
 
@@ -14,31 +14,34 @@ from skipjoin.model.transfer import to_device
 
 _log = logging.getLogger(__name__)
 
-# Arguments: target and source pool as [blocks, heads, block_size, head_dim], and what is copied, int64 [4, n] on the
-# device: target blocks, source blocks, first slots, counts.
+# Arguments: target and source pool as [blocks, heads, block_size, head_dim], and an int64 [4, n] tensor on the device
+# with target blocks, source blocks, first slots and counts.
 SpansKernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
 class SpanCopies:
-    """Copies slots between blocks of two pools, or of one.
+    """Copies slots between blocks of one or two pools.
 
-    On a CPU the calling thread copies. On CUDA one kernel launch is queued, or without a kernel a copy per span.
+    On a CPU the calling thread copies. On CUDA one kernel launch is queued, or one copy per span without a kernel.
     """
 
     def __init__(self, device: PagedKV, host: PagedKV) -> None:
         self._device = device
         self._kernel: SpansKernel | None = None
         if not device.tensor.is_cuda:
-            # Requested here, since it may have to be compiled first.
+            # Requested here because it may have to be compiled first.
             self._copy = span_copy()
         elif host.tensor.is_pinned() and (kernel := _spans_kernel()) is not None:
             self._kernel = kernel
-            # Compiled here, not in the first step that needs it. Both blocks are zeros.
+            # Compiled here rather than in the first step that needs it. Both blocks are zeros.
             self._launch(host, device, torch.tensor([[0], [0], [0], [1]]))
 
     def copy(self, target: PagedKV, source: PagedKV, move: Move) -> None:
-        """Carry out a move of spans between blocks that the pools have. Raises ValueError for spans that do not lie in
-        their blocks, or do not hold the move's tokens."""
+        """Execute a move of spans between blocks that the pools have.
+
+        Raises:
+            ValueError: If a span is outside its block, or the spans do not hold the move's tokens.
+        """
         size = self._device.block_size
         if len(move.spans) != len(move.source) or sum(span.slots for span in move.spans) != move.tokens:
             raise ValueError(f"{len(move.spans)} spans of {len(move.source)} blocks do not hold {move.tokens} tokens")
@@ -55,7 +58,6 @@ class SpanCopies:
                 to[block, :, slots].copy_(rows[other, :, slots], non_blocking=True)
 
     def _launch(self, target: PagedKV, source: PagedKV, spans: torch.Tensor) -> bool:
-        """Copy with the kernel; returns False if there is none that works."""
         if self._kernel is None:
             return False
         try:
@@ -68,7 +70,6 @@ class SpanCopies:
 
 
 def _spans_kernel() -> SpansKernel | None:
-    """The kernel; None without Triton."""
     try:
         from skipjoin.model.kernels.block_copy import copy_spans  # noqa: PLC0415 (an optional back end)
     except ImportError:

@@ -1,4 +1,4 @@
-"""Carrying out moves of KV blocks overlapped with steps."""
+"""Asynchronous KV block moves, overlapped with steps."""
 
 from __future__ import annotations
 
@@ -22,47 +22,50 @@ _POLL_S = 100e-6
 
 
 class Ended(NamedTuple):
-    """Moves that ended, each list in the order in which they ended. A failed move may have copied some blocks."""
+    """Finished moves, in the order in which they finished. A failed move may have copied some blocks."""
 
     landed: list[Move]
     failed: list[Move]
 
 
 class Copier(Protocol):
-    """Carries out moves while the model runs. The model's thread makes all calls except `close`."""
+    """Executes moves while the model runs. The model's thread makes all calls except `close`."""
 
     def run_blocking(self, moves: Sequence[Move]) -> Ended:
-        """Carry out moves before the work that the calling thread computes, or queues on its stream, next. Moves out
-        run first, since other moves may reuse their blocks, and moves in run last. Does not wait for moves started
-        with `begin`.
+        """Execute moves before the next work of the calling thread or its stream: swap-outs first, swap-ins last.
 
-        On a CPU the moves have ended on return. On CUDA they are queued: those in `landed` have landed once the stream
-        has passed this point, hence before any slice of the step runs. A failed move costs only its own request's KV.
+        Moves started with `begin` are not waited for. On a CPU the moves are finished on return. On CUDA they are
+        queued, and those in `landed` finish before any slice of the step runs. A failed move loses the KV of its own
+        request only.
         """
         ...
 
     def begin(self, moves: Sequence[Move]) -> None:
-        """Start moves after those in flight, and after all work that the calling thread has computed, or queued on its
-        stream, so far. Returns at once."""
+        """Start moves without blocking.
+
+        They run after those in flight and after all prior work of the calling thread or its stream.
+        """
         ...
 
     def landed(self, timeout_s: float = 0.0) -> Ended:
-        """The moves that ended since the last call. If none has ended and some are in flight, waits up to `timeout_s`
-        seconds for one."""
+        """Return the moves that finished since the last call, and wait for one if none has but some are in flight.
+
+        Args:
+            timeout_s: Maximum wait in seconds.
+        """
         ...
 
     def close(self) -> None:
-        """Drop the moves that have not started and wait for the running one. No method may be called afterwards."""
+        """Drop moves that have not started and wait for the running one; no method may be called afterwards."""
         ...
 
 
 def copier_for(store: KVStore) -> Copier:
-    """The copier for the store's device."""
     return StreamCopier(store) if store.device.tensor.is_cuda else ThreadCopier(store)
 
 
 def log_failure(move: Move, error: BaseException) -> None:
-    """Log why a move failed. The request's KV is lost; the request continues."""
+    """Log why a move failed. The request's KV is lost, but the request continues."""
     _log.error(
         "copying %d KV blocks of %s, %s, failed: %s",
         len(move.source), f"request {move.request.id}" if move.request is not None else "the prefix cache",
@@ -71,7 +74,7 @@ def log_failure(move: Move, error: BaseException) -> None:
 
 
 def copy_in_order(store: KVStore, moves: Sequence[Move]) -> Ended:
-    """Carry out moves on the calling thread, or queue them on its stream; moves out first, moves in last."""
+    """Execute or queue moves from the calling thread: swap-outs first, swap-ins last."""
     ended = Ended([], [])
     for move in sorted(moves, key=lambda move: _ORDER[move.direction]):
         try:
@@ -85,11 +88,7 @@ def copy_in_order(store: KVStore, moves: Sequence[Move]) -> Ended:
 
 
 class ThreadCopier:
-    """Copies on a CPU, one move after the other on a thread of its own.
-
-    The store's copy runs on that thread alone: it uses no torch operation, hence none of the model's threads. Only
-    without a compiler do moves to a host pool of 8 bits use some.
-    """
+    """Copies on a CPU, one move at a time on a dedicated thread, which (with a compiler) uses no torch threads."""
 
     def __init__(self, store: KVStore) -> None:
         self._store = store
@@ -106,7 +105,7 @@ class ThreadCopier:
         ended, on_way = Ended([], []), self._on_way
         if on_way and timeout_s > 0:
             wait([on_way[0][1]], timeout_s)
-        # One thread runs the copies, so they end in order.
+        # One thread runs the copies, so they finish in order.
         while on_way and on_way[0][1].done():
             move, copy = on_way.popleft()
             if (error := copy.exception()) is None:
@@ -121,20 +120,20 @@ class ThreadCopier:
 
 
 class StreamCopier:
-    """Copies on CUDA, between the device and a page-locked host pool: one stream per direction, since the link carries
-    both at once, and the model's own stream for blocking moves.
+    """Copies on CUDA between the device and a page-locked CPU pool.
 
-    No ordering is needed beyond the wait for the model's stream in `begin`:
+    Uses one stream per direction, since the link is full duplex, and the model's own stream for blocking moves. No
+    ordering is needed beyond the wait for the model's stream in `begin`:
 
     - Blocking moves are queued on the model's stream between the previous step and this one. They read what all earlier
-      steps wrote, and later work on that stream may write where they read. They overtake overlapped moves.
+    steps wrote, and later work on that stream may overwrite what they read. They overtake overlapped moves.
     - An overlapped move waits for the work on the model's stream at the time of `begin`: all earlier steps, and the
-      blocking moves of this and earlier plans. This makes the target blocks of moves in safe: the source blocks of a
-      blocking move out are free at once; every other block becomes free when the plan or move that uses it is settled,
-      hence has passed on its stream.
-    - No two overlapped moves share a block. The ledger fences source and target until the move has landed, so that no
-      other move or step can use them; a move back starts after the move out has landed. A copy for the prefix cache
-      alone has no fence around its source: where something writes there before it has landed, nothing reads the copy.
+    blocking moves of this and earlier plans. Target blocks of swap-ins are therefore safe. The source blocks of a
+    blocking swap-out are free immediately. Every other block is freed when the plan or move that uses it is settled,
+    and hence has passed on its stream.
+    - No two overlapped moves share a block. The ledger fences source and target until the move has landed, so a swap-in
+    starts after its swap-out has landed. A copy for the prefix cache alone does not fence its source: if the source is
+    written before the copy has landed, the copy is never read.
     """
 
     def __init__(self, store: KVStore) -> None:
@@ -155,7 +154,7 @@ class StreamCopier:
             with torch.cuda.stream(stream):
                 for move in some:
                     has_failed = bool(copy_in_order(self._store, [move]).failed)
-                    # After a failure too: copies queued before it still use the move's blocks.
+                    # Recorded after a failure too, since copies queued before it still use the move's blocks.
                     end = torch.cuda.Event()
                     end.record(stream)
                     on_way.append((move, end, has_failed))
@@ -169,12 +168,11 @@ class StreamCopier:
         return ended
 
     def close(self) -> None:
-        # Work queued on a stream cannot be cancelled; the pools must live until it ends.
+        # Work queued on a stream cannot be cancelled, and the pools must outlive it.
         for lane in self._lanes.values():
             lane.stream.synchronize()
 
     def _ended(self) -> Ended:
-        """The moves that have ended so far; on each stream they end in order."""
         ended = Ended([], [])
         for _, on_way in self._lanes.values():
             while on_way and on_way[0][1].query():
@@ -184,8 +182,11 @@ class StreamCopier:
 
 
 class _Lane(NamedTuple):
-    """One direction. on_way: each move in flight, the event recorded after its copies, and whether queueing them
-    failed."""
+    """One direction of the link.
+
+    Attributes:
+        on_way: Moves in flight, each with the event after its copies and whether queueing them failed.
+    """
 
     stream: torch.cuda.Stream
     on_way: deque[tuple[Move, torch.cuda.Event, bool]]

@@ -1,4 +1,4 @@
-"""Runs every kind of batch once before the first request, so that no step waits for a compiler."""
+"""Warm-up: run every kind of batch once before the first request, so that no step waits for a compiler."""
 
 from __future__ import annotations
 
@@ -9,19 +9,21 @@ from skipjoin.model.batch import PackedBatch, Segment
 from skipjoin.model.causal_lm import CausalLM
 from skipjoin.model.kv_cache import PagedKV
 
-# Called with the share done, in [0, 1].
+# Called with the completed fraction, in [0, 1].
 OnProgress = Callable[[float], None]
 
 
 def warm_up(model: CausalLM, pool: PagedKV, largest: LargestStep, on_progress: OnProgress = lambda share: None) -> None:
-    """Compile the kernels of all batches that the attention back end tells apart; the others are compiled by
-    `measure_peak`. Writes into block 0, which no request holds yet. All ranks of a model must call this at the same
-    time."""
+    """Compile the kernels of all batches that the attention back end distinguishes.
+
+    `measure_peak` compiles the other kernels. Writes into block 0, which no request holds yet. All ranks of a model
+    must call this at the same time.
+    """
     seqs = min(largest.seqs, largest.tokens)
     batches = model.attention.versions(model.config, pool.block_size, seqs, largest.positions, model.shard)
     for done, (lengths, width) in enumerate(batches):
         on_progress(done / len(batches))
         if sum(lengths) <= largest.tokens:
-            # Reversed: for other segments a back end may have a library, which compiles nothing.
+            # Reversed, because a back end may use a library for other segments, which compiles nothing.
             segments = [Segment([0] * length, 0, [0] * width, reverse=True) for length in lengths]
             model.forward(PackedBatch.build(segments, pool.block_size, model.device), pool)

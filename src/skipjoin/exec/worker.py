@@ -1,4 +1,4 @@
-"""Carries out plans on one rank: the moves, the model's step, the sampling."""
+"""Runs plans on one rank: moves, forward pass and sampling."""
 
 from __future__ import annotations
 
@@ -29,10 +29,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class InFlightStep:
-    """A plan whose work is queued on the device, or done on a CPU.
+    """Plan whose work is queued on the device, or done on a CPU.
 
-    chosen: indexes of the slices that sample, in the order of the rows of `sampled`. given_up: see `StepResult`.
-    scores: prompt scores of slices. waited: seconds of waiting for the previous stage.
+    Attributes:
+        chosen: Indexes of the slices that sample, in the row order of `sampled`.
+        scores: Prompt scores of slices.
+        given_up: See `StepResult`.
+        waited: Seconds spent waiting for the previous stage.
     """
 
     plan: StepPlan
@@ -49,7 +52,7 @@ class InFlightStep:
 
 @dataclass(slots=True)
 class _Part:
-    """Slices of a plan that ran together. See `InFlightStep`."""
+    """Slices of a plan that ran together; see `InFlightStep`."""
 
     chosen: list[int] = field(default_factory=list)
     sampled: SampledTokens | None = None
@@ -57,21 +60,22 @@ class _Part:
 
 
 class Worker:
-    """Runs plans one after the other with one rank's share of the model and of the KV.
+    """Runs plans sequentially with one rank's share of the model and the KV cache.
 
-    `begin` queues a plan's work and returns; `finish` waits for the work and builds the result. On a CPU the work is
-    done when `begin` returns. A plan may begin before the previous one is finished: sampled tokens stay on the device,
-    where the next plan reads them. One thread makes all calls of `begin`, and one all calls of `finish`, in the same
-    order.
+    `begin` queues a plan's work, and `finish` waits for it and builds the result. A plan may begin before the previous
+    one is finished: sampled tokens stay on the device, where the next plan reads them. All calls of `begin` come from
+    one thread and all calls of `finish` from one thread, in the same order.
 
-    All ranks run the same plans. A stage makes a plan's blocking moves while the previous stage still computes
-    (FastServe section 4.3). Every rank of the last stage samples the same tokens, since they are a function of logits,
-    seed and position. A slice can await a token only if the stage that samples also embeds, hence with one stage; with
-    several, the scheduler must know a token before it plans the next.
+    All ranks run the same plans. A stage executes a plan's blocking moves while the previous stage still computes
+    (FastServe section 4.3). Every rank of the last stage samples the same tokens, which are a function of logits, seed
+    and position. Slices can await tokens only with a single stage, because the stage that samples must also embed.
 
-    Every request's `sampling` is a `Sampling`. copier: for overlapped moves, which it gets when their plan begins and
-    not earlier: they may write blocks that the moves of an earlier plan still read. None: the copier for the store, if
-    that has a host pool. graphs: for the steps that fit them.
+    Every request's `sampling` must be a `Sampling`.
+
+    Args:
+        copier: Executes overlapped moves. It receives them when their plan begins and not earlier, since they may write
+            blocks that an earlier plan's moves still read. None for the store's default.
+        graphs: CUDA graphs for the steps that fit them.
     """
 
     def __init__(
@@ -84,23 +88,25 @@ class Worker:
         self._sampler = _sampler(model)
         self._alone = model.shard.ranks == 1
         self._clock = DeviceClock(model.device) if model.device.type == "cuda" else HostClock()
-        # The tokens that the latest plan sampled and the row of each request, for slices of the next plan that await
-        # them.
+        # Tokens sampled by the latest plan and the row of each request, for slices of the next plan that await them.
         self._sampled: SampledTokens | None = None
         self._rows: dict[Request, int] = {}
-        # Requests of which a slice was given up: their KV has a hole, so their slices in later plans are void.
+        # Requests with a dropped slice: their KV has a hole, so their slices in later plans are void.
         self._given_up: WeakSet[Request] = WeakSet()
-        self.halvings = 0  # times that memory ran out
+        self.halvings = 0  # number of times that memory ran out
         self._prompts = PromptScores()
         self._ended: Mark | None = None  # end of the previous plan
 
     def run(self, plan: StepPlan) -> StepResult:
-        """Carry out a plan: `begin`, then `finish`."""
         return self.finish(self.begin(plan))
 
     def begin(self, plan: StepPlan) -> InFlightStep:
-        """Queue a plan's moves, its step and its sampling. Raises ValueError for a plan that this rank cannot carry
-        out, and `GroupError`."""
+        """Queue a plan's moves, forward pass and sampling.
+
+        Raises:
+            ValueError: If this rank cannot run the plan.
+            GroupError: If another rank is lost.
+        """
         if self._copier is None and (plan.blocking or plan.overlapped):
             raise ValueError(f"plan {plan.id} moves KV blocks, but there is no host pool")
         waited = self.model.group.waited_s
@@ -121,8 +127,11 @@ class Worker:
         return in_flight
 
     def finish(self, in_flight: InFlightStep) -> StepResult:
-        """Wait for a plan's work. The result has tokens if this rank samples. Its seconds exclude waiting for the
-        previous stage; its `stages`, in a pipeline, hold this rank's time only."""
+        """Wait for a plan's work and return its result.
+
+        The result has tokens if this rank samples. Its seconds exclude waiting for the previous stage, and its
+        `stages`, in a pipeline, holds only this rank's time.
+        """
         plan, sampled = in_flight.plan, in_flight.sampled
         tokens: list[int | None] = [None] * len(plan.slices)
         details: dict[int, object] = {}
@@ -150,17 +159,16 @@ class Worker:
         )
 
     def is_done(self, in_flight: InFlightStep) -> bool:
-        """Whether `finish` returns at once."""
+        """Return whether `finish` returns without blocking."""
         assert in_flight.end is not None
         return self._clock.is_past(in_flight.end)
 
     def close(self) -> None:
-        """Wait for the running copy; moves that have not started are dropped. No method may be called afterwards."""
+        """Wait for the running copy and drop moves that have not started; no method may be called afterwards."""
         if self._copier is not None:
             self._copier.close()
 
     def _stage_times(self, in_flight: InFlightStep, busy: float) -> tuple[StageTime, ...]:
-        """This rank's busy and idle time in a pipeline step."""
         if self.model.shard.pp_size == 1:
             return ()
         idle = 0.0
@@ -170,7 +178,6 @@ class Worker:
         return (StageTime(busy, idle),)
 
     def _compute(self, slices: Sequence[Slice], in_flight: InFlightStep) -> None:
-        """Run the slices, in halves where the device has too little memory for all of them at once."""
         going = list(range(len(slices)))
         if self._given_up:
             void = [index for index in going if slices[index].request in self._given_up]
@@ -184,26 +191,27 @@ class Worker:
         self._sampled, self._rows = in_flight.sampled, rows
 
     def _halved(self, slices: Sequence[Slice], going: Sequence[int], in_flight: InFlightStep) -> list[_Part]:
-        """Run the slices at these indexes. If memory runs out, each half of them by itself: slices do not depend on
-        each other. A slice that does not fit alone is given up."""
+        """Run the slices at these indexes, halving the batch when memory runs out.
+
+        Slices do not depend on each other, so each half can run alone. A slice that does not fit alone is dropped.
+        """
         try:
             return [self._attempt(slices, going)]
         except Exception as error:
-            # The other ranks would run the step with all of it.
+            # Other ranks would still run the whole step.
             if not self._alone or not is_out_of_memory(error):
                 raise
             if len(going) == 1:
                 in_flight.given_up[going[0]] = out_of_memory(slices[going[0]], error)
                 self._given_up.add(slices[going[0]].request)
         self.halvings += 1
-        # After the except block, whose traceback holds the tensors of the attempt.
+        # After the except block, whose traceback keeps the attempt's tensors alive.
         torch.cuda.empty_cache()
         if len(going) == 1:
             return []
         return [part for half in halves(slices, going) for part in self._halved(slices, half, in_flight)]
 
     def _attempt(self, slices: Sequence[Slice], going: Sequence[int]) -> _Part:
-        """Run the slices at the indexes in `going`."""
         part = _Part()
         pieces = [slices[index] for index in going]
         segments = [self._segment(piece) for piece in pieces]
@@ -220,8 +228,11 @@ class Worker:
     def _score(
         self, pieces: Sequence[Slice], segments: Sequence[Segment], chosen: Sequence[int], part: _Part
     ) -> torch.Tensor:
-        """Run the segments and score prompts; the logits of the rows that predict the next tokens. No more rows have
-        logits at once than are scored together: those of a whole prompt may take more memory than the step."""
+        """Run the segments, score prompts, and return the logits of the rows that predict the next tokens.
+
+        Logits are computed for a few rows at a time, because those of a whole prompt may take more memory than the
+        step.
+        """
         batch = self._packed(segments)
         rows = self.model.wanted_rows(batch, self.store.device)
         if not self.model.shard.is_last:
@@ -231,19 +242,17 @@ class Worker:
                 part.scores.append((piece, score_prompt(piece, rows[first:end], self.model.logits)))
         if not chosen:
             return rows
-        # A segment's last row is the one that predicts the next token.
+        # The last row of a segment predicts the next token.
         last = send([batch.row_starts[at + 1] - 1 for at in chosen], rows.device, torch.int64)
         return self.model.logits(rows[last]).float()
 
     def _forward(self, segments: Sequence[Segment]) -> torch.Tensor:
-        """The logits of the last rows of the segments that sample."""
         sampled = self._sampled.tokens if self._sampled is not None else None
         if self._graphs is not None and self._graphs.fits(segments, sampled):
             return self._graphs.run(segments, sampled)[1]
         return self.model.forward(self._packed(segments), self.store.device)
 
     def _packed(self, segments: Sequence[Segment]) -> PackedBatch:
-        """The batch of the segments, with the tokens that they await."""
         batch = PackedBatch.build(segments, self.store.device.block_size, self.model.device)
         if self._sampled is not None:
             batch.fill_in(self._sampled.tokens)
@@ -273,10 +282,10 @@ class Worker:
         request = piece.request
         sampling: Sampling = request.sampling  # type: ignore[assignment]
         length = piece.start + piece.tokens - len(request.prompt)
-        # Most parameters need only the number of output tokens.
+        # Most sampling parameters need only the number of output tokens.
         output: Sequence[int] = range(length)
         if needs_output(sampling.params):
-            # The engine may append during this call: take only the tokens before this slice's end.
+            # The engine may append during this call, so take only the tokens before this slice's end.
             output = request.output[: length - piece.awaits]
             if piece.awaits:
                 output.append(self._awaited(request))
@@ -289,7 +298,6 @@ class Worker:
         )
 
     def _awaited(self, request: Request) -> int:
-        """The token that the previous plan sampled for a request; waits for it."""
         assert self._sampled is not None
         return self._sampled.report.read()[self._rows[request]].token
 
@@ -297,14 +305,14 @@ class Worker:
 def _sampler(model: CausalLM) -> Sampler:
     if model.ops.name != "triton":
         return Sampler(model.config.vocab_size)
-    # Imported only where Triton is installed.
+    # Imported lazily: Triton is optional.
     from skipjoin.model.kernels.thresholds import bisected_thresholds  # noqa: PLC0415
 
     return Sampler(model.config.vocab_size, bisected_thresholds)
 
 
 def halves(slices: Sequence[Slice], going: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Two parts of these indexes with about as many tokens each: those that take most memory, and the others."""
+    """Split these indexes into two parts with about equal tokens: the most memory-intensive slices, and the rest."""
     ordered = sorted(going, key=lambda index: (memory_rank(slices[index]), index), reverse=True)
     left, count = sum(slices[index].tokens for index in going) / 2, 0
     while left > 0 and count < len(ordered) - 1:
@@ -314,12 +322,12 @@ def halves(slices: Sequence[Slice], going: Sequence[int]) -> tuple[list[int], li
 
 
 def memory_rank(piece: Slice) -> tuple[bool, int, int]:
-    """Slices in the order of the memory that they take."""
+    """Return a sort key that orders slices by memory use."""
     return wants_scores(piece), piece.tokens, piece.start
 
 
 def out_of_memory(piece: Slice, error: Exception) -> str:
-    """The error text for a slice that is given up, which is logged."""
+    """Log that a slice is dropped and return the error text for its request."""
     _log.error("out of memory in a step: request %s is given up: %s", piece.request.id, error)
     tokens = f"{piece.tokens} token{'s' if piece.tokens > 1 else ''}"
     return (

@@ -1,4 +1,4 @@
-"""Chooses a model's layer operations and attention back end: the fastest that works here, or the requested one."""
+"""Choose a model's layer operations and attention back end: the requested one, or the fastest that works here."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 ATTENTION_BACKENDS = ("auto", "torch", "cpp", "triton", "flash")
-# FlashAttention 3 is for cards of this compute capability alone.
+# FlashAttention 3 supports this compute capability only.
 _FLASH_CAPABILITY = (9, 0)
 QUANTIZATIONS = ("none", "int8")
 
@@ -46,11 +46,16 @@ def implementations(
     invariant: bool = False,
     quantization: str = "none",
 ) -> Implementations:
-    """Compiled ones on a CPU that supports them, Triton's on a GPU that can run them, torch's elsewhere.
+    """Choose compiled operations on a CPU and Triton kernels on a GPU where they work, and torch elsewhere.
 
-    lost: a known loss of speed, for inclusion in the one warning. facts: of CUDA; None: of this process. invariant:
-    results of a sequence must not depend on the rest of the batch, which Triton's alone promise. quantization: see
-    `LayerOps`. Raises `ModelError` if what is requested cannot run.
+    Args:
+        lost: A known loss of speed, to include in the single warning.
+        facts: CUDA facts; None for those of this process.
+        invariant: Results of a sequence must not depend on the rest of the batch, which only Triton guarantees.
+        quantization: See `LayerOps`.
+
+    Raises:
+        ModelError: If what is requested cannot run.
     """
     if quantization not in QUANTIZATIONS:
         raise ModelError(f"quantization must be one of {', '.join(QUANTIZATIONS)}; got {quantization!r}")
@@ -86,7 +91,7 @@ def implementations(
 def _on_cuda(
     attention: str, dtype: torch.dtype, device: torch.device, lost: str | None, facts: CudaFacts
 ) -> tuple[Implementations | None, str | None]:
-    """Triton's, with the attention of a library where there is one; or None. And a description of the loss of speed."""
+    """Return Triton's implementations, with a library's attention if there is one, or None, and the loss of speed."""
     why = kernels_unusable(facts, device.index or 0) or _triton_failure(dtype, device)
     if why is None:
         chosen = _triton()
@@ -102,7 +107,7 @@ def _on_cuda(
 
 
 def _triton() -> tuple[LayerOps, TritonAttention]:
-    # Triton is imported only for a GPU.
+    # Imported lazily: Triton is needed on a GPU only.
     from skipjoin.model.attention.triton_backend import TritonAttention  # noqa: PLC0415
     from skipjoin.model.ops.triton_ops import TritonOps  # noqa: PLC0415
 
@@ -119,8 +124,11 @@ def _invariant() -> Implementations:
 def _flash(
     attention: str, dtype: torch.dtype, device: torch.device, facts: CudaFacts
 ) -> tuple[AttentionBackend | None, str | None]:
-    """FlashAttention 3, or None and what is lost if it is there and cannot be used. Raises `ModelError` if it was asked
-    for."""
+    """Return FlashAttention 3, or None and what is lost if it is installed but unusable.
+
+    Raises:
+        ModelError: If it was requested and is unusable.
+    """
     card = facts.cards[device.index or 0]
     if card.capability != _FLASH_CAPABILITY:
         why: str | None = f"{card.name} has compute capability {'.'.join(map(str, card.capability))}, it is for 9.0"
@@ -141,7 +149,7 @@ def _flash(
 
 @functools.cache
 def _flash_failure(dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why FlashAttention 3 cannot be used; None: it can. Tests it once per type and device."""
+    """Return why FlashAttention 3 is unusable, or None; tests it once per type and device."""
     if dtype not in (torch.bfloat16, torch.float16):
         return f"it has no {str(dtype).removeprefix('torch.')}"
     try:
@@ -158,8 +166,10 @@ def _flash_failure(dtype: torch.dtype, device: torch.device) -> str | None:
 
 @functools.cache
 def _triton_failure(dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why the Triton kernels cannot be used; None: they can. Compiles and tests them once per type and device, which
-    may take seconds."""
+    """Return why the Triton kernels are unusable, or None.
+
+    Compiles and tests them once per type and device, which may take seconds.
+    """
     try:
         from skipjoin.model.attention.triton_backend import check_triton_attention  # noqa: PLC0415
 
@@ -175,7 +185,6 @@ def _triton_failure(dtype: torch.dtype, device: torch.device) -> str | None:
 
 
 def _on_cpu(attention: str, dtype: torch.dtype, quantization: str) -> Implementations | None:
-    """The compiled implementations, or None."""
     library = _compiled(dtype) if dtype in CPP_DTYPES else None
     if library is not None:
         ops, slower = CppOps(library, dtype, quantization), _slower(path_of(library))
@@ -189,7 +198,7 @@ def _on_cpu(attention: str, dtype: torch.dtype, quantization: str) -> Implementa
 
 @functools.cache
 def _compiled(dtype: torch.dtype) -> ctypes.CDLL | None:
-    """The fastest compiled operations that pass their self-test, made once per type; None if there are none."""
+    """Return the fastest compiled operations that pass their self-test, or None; cached per type."""
     failed = None
     for library in libraries():
         if not has_dtype(library, dtype):
@@ -211,7 +220,7 @@ def _passes(library: ctypes.CDLL, dtype: torch.dtype) -> bool:
     return is_right and check_attention(CppAttention(library), dtype)
 
 
-# Of the flags of /proc/cpuinfo, the fastest first.
+# Flags of /proc/cpuinfo, fastest first.
 _FEATURES = (
     ("amx_bf16", "AMX", "amx"),
     ("avx512_bf16", "AVX-512 BF16", "avx512-bf16"),
@@ -222,7 +231,11 @@ _FEATURES = (
 
 
 def _slower(path: str | None) -> str:
-    """Why the CPU operations are not the fastest of this CPU, as a part of a sentence. path: None: those of torch."""
+    """Explain as part of a sentence why the CPU operations are not the fastest for this CPU.
+
+    Args:
+        path: Instruction set of the operations; None for torch's.
+    """
     if path is None:
         return " (a C++ compiler makes them several times faster: install g++ or clang++, or set CXX)"
     for feature, name, its_path in _FEATURES:

@@ -1,4 +1,4 @@
-"""One step's work as flat tensors: the tokens of all sequences end to end, and their positions in the KV cache."""
+"""Batches: one step's work as flat tensors, with the tokens of all sequences concatenated."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from skipjoin.model.transfer import to_device
 class Segment(NamedTuple):
     """Consecutive new tokens of one sequence.
 
-    tokens: their ids. start: position of the first, equal to the number of tokens with KV.
-    blocks: the sequence's block table, covering at least offset + start + length slots.
-    sample: compute the logits of the last token. all_logits: of every token. awaits: one more token follows, whose id
-    is in this row of the previous step's sampled tokens.
-    offset: slots skipped at the end of the first block where the sequence begins, in [0, block_size).
-    reverse: blocks are filled from their last slot down, so that two sequences can share one from both ends.
+    Attributes:
+        start: Position of the first token, equal to the number of tokens with KV.
+        blocks: Block table of the sequence, covering at least offset + start + length slots.
+        sample: Compute the logits of the last token.
+        all_logits: Compute the logits of every token.
+        awaits: Row of the previous step's sampled tokens with the id of one more token; None if there is none.
+        offset: Slots skipped at the end of the first block where the sequence begins, in [0, block_size).
+        reverse: Fill blocks from the last slot down, so that two sequences can share a block bidirectionally.
     """
 
     tokens: Sequence[int]
@@ -40,30 +42,33 @@ class Segment(NamedTuple):
 
 
 class GraphBuffers:
-    """Fixed device tensors for batches of up to `seats` segments of one token each, whose tables have up to `width`
-    blocks: every batch built in them has the same tensors with different contents.
+    """Fixed device tensors for decode batches, so that CUDA graphs can be replayed with new contents.
 
-    Empty seats have context 0 and slot -1, which is not written. tables: int64 [seats or more, width]. Several buffers
-    may share it, if no batch is used after a batch of another was built. Only as many columns as a batch has blocks are
-    written, since the width may be that of a context far longer than any request's.
+    Holds up to `seats` segments of one token each, with tables of up to `width` blocks. Padding has context 0 and slot
+    -1, which is not written. Only the table columns that a batch uses are written, since the width may be far longer
+    than any request.
+
+    Args:
+        tables: Block tables, int64 [seats or more, width]. Several buffers may share them if no batch is used after one
+            of another buffer was built.
     """
 
     def __init__(self, seats: int, tables: torch.Tensor) -> None:
         self.seats, self.width = seats, tables.shape[1]
         self.tables = tables[:seats]
-        # All parts except the tables.
+        # Without the tables, which have a tensor of their own.
         bounds = _bounds(seats, seats, 0, 0)
         self.buffer = torch.empty(bounds[-1], dtype=torch.int64, device=tables.device)
         self._parts = _Parts(*(self.buffer[a:b] for a, b in pairwise(bounds)))
 
     def place(self, flat: torch.Tensor, tables: torch.Tensor) -> tuple[_Parts, torch.Tensor]:
-        """Copy a batch's buffer, without its tables at the end, and its tables. Returns the fixed parts and tables."""
+        """Copy in a batch's buffer, without the tables at its end, and its tables; return the fixed ones."""
         self.buffer.copy_(flat[: len(self.buffer)])
         self.tables[:, : tables.shape[1]].copy_(tables)
         return self._parts, self.tables
 
     def holds(self, segments: Sequence[Segment]) -> bool:
-        """Whether a batch of these segments fits."""
+        """Return whether a batch of these segments fits."""
         return len(segments) <= self.seats and all(
             segment.length == 1 and segment.sample and len(segment.blocks) <= self.width for segment in segments
         )
@@ -71,18 +76,25 @@ class GraphBuffers:
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
-    """Segments packed end to end; n segments, T tokens. Index tensors are int64 on the batch's device.
+    """n segments with T tokens in total, concatenated.
 
-    token_ids, positions, slots: [T]; a slot is block * block_size + position in the block; -1: a padding token, whose
-    keys and values are not written. sources: [T], the row of the previous step's sampled tokens that holds the token,
-    -1 where it is known; None: all are known.
-    query_start: [n + 1], first token of each segment. context_lens: [n], tokens with KV after this step; 0: padding.
-    offsets, reversed: [n], of the segments; 1: reversed. Position p of a sequence lies at i = offset + p: in block i //
-    block_size of its table, slot i % block_size, counted from the block's end where reversed.
-    block_tables: [n, widest], padded with 0. logit_rows: [rows], tokens whose logits are wanted, in order; None: all T.
-    row_starts: rows of segment i are row_starts[i]:row_starts[i + 1].
-    starts, lengths: per segment, as host lists. max_context: the longest context. max_block: the largest block.
-    plain: no segment has an offset or is reversed.
+    Index tensors are int64 on the batch's device. Position p of a sequence lies at i = offset + p: in block i //
+    block_size of its table, slot i % block_size, counted from the block's end if reversed.
+
+    Attributes:
+        token_ids: Shape [T], as `positions`.
+        slots: Shape [T], block * block_size + position in the block; -1 for padding, whose KV is not written.
+        sources: Shape [T], row of the previous step's sampled tokens that holds the token, or -1 if the token is known.
+            None if all are known.
+        query_start: Shape [n + 1], first token of each segment.
+        context_lens: Shape [n], tokens with KV after this step; 0 for padding.
+        offsets: Shape [n], offsets of the segments.
+        reversed: Shape [n], 1 for reversed segments.
+        block_tables: Shape [n, widest], padded with 0.
+        logit_rows: Shape [rows], tokens whose logits are wanted, in order. None for all T.
+        row_starts: Rows of segment i are row_starts[i]:row_starts[i + 1].
+        starts: Per segment, on the CPU, as `lengths`.
+        plain: Whether no segment has an offset or is reversed.
     """
 
     token_ids: torch.Tensor
@@ -117,7 +129,7 @@ class PackedBatch:
         return self.num_tokens == len(self.lengths)
 
     def fill_in(self, sampled: torch.Tensor) -> None:
-        """Insert tokens sampled by the previous step, [rows], where they are awaited."""
+        """Insert tokens sampled by the previous step, of shape [rows], where they are awaited."""
         if self.sources is not None:
             found = sampled[self.sources.clamp(min=0)]
             self.token_ids.copy_(torch.where(self.sources < 0, self.token_ids, found))
@@ -131,11 +143,14 @@ class PackedBatch:
         *,
         graph_buffers: GraphBuffers | None = None,
     ) -> PackedBatch:
-        """Pack segments in the order given. graph_buffers: the tensors to build the batch in; seats without a segment
-        are at the end.
+        """Pack segments in the given order.
 
-        Raises `ValueError` for no segments, an empty segment, too short a block table, an offset beyond the first
-        block, or a batch that does not fit `graph_buffers`.
+        Args:
+            graph_buffers: Tensors to build the batch in, padded at the end.
+
+        Raises:
+            ValueError: If there are no segments, or a segment is empty, has too short a block table or an offset beyond
+                the first block. Also if the batch does not fit `graph_buffers`.
         """
         n = len(segments)
         if n and graph_buffers is None and all(map(_is_plain_decode, segments)):
@@ -160,7 +175,7 @@ class PackedBatch:
                     f"the graph buffers hold {graph_buffers.seats} decodes with tables of {graph_buffers.width} blocks"
                 )
             empty = graph_buffers.seats - n
-        # One buffer, so that one copy brings it to the device.
+        # One buffer, so that a single copy transfers it to the device.
         bounds = _bounds(tokens + empty, n + empty, width, len(rows or ()))
         flat = np.zeros(bounds[-1], np.int64)
         to = _Parts(*(flat[a:b] for a, b in pairwise(bounds)))
@@ -204,8 +219,10 @@ class PackedBatch:
 
     @classmethod
     def _of_decodes(cls, segments: Sequence[Segment], block_size: int, device: torch.device) -> PackedBatch:
-        """As `build`, of segments that `_is_plain_decode` allows: most steps have no others, and then array operations
-        on so few numbers would cost more than the numbers."""
+        """Build a batch of segments that `_is_plain_decode` accepts.
+
+        This is the common case, in which array operations on so few numbers would cost more than plain Python.
+        """
         n = len(segments)
         width = max(len(segment.blocks) for segment in segments)
         tokens, starts, slots, sources = [], [], [], []
@@ -254,8 +271,6 @@ class PackedBatch:
 
 
 class _Parts(NamedTuple):
-    """The parts of a batch's buffer, in order."""
-
     token_ids: Any
     positions: Any
     slots: Any
@@ -269,23 +284,20 @@ class _Parts(NamedTuple):
 
 
 def _sizes(tokens: int, segments: int, width: int, rows: int) -> _Parts:
-    """Numbers in the parts of a batch's buffer."""
     return _Parts(tokens, tokens, tokens, tokens, segments + 1, segments, segments, segments, segments * width, rows)
 
 
 def _bounds(tokens: int, segments: int, width: int, rows: int) -> list[int]:
-    """Boundaries of the parts of a batch's buffer."""
     return list(accumulate(_sizes(tokens, segments, width, rows), initial=0))
 
 
 def _is_plain_decode(segment: Segment) -> bool:
-    """Whether it is one token, whose logits are wanted, of a sequence that fills its blocks from the first slot."""
+    """Return whether the segment is one token with wanted logits and fills its blocks from the first slot."""
     tokens, _, _, sample, all_logits, awaits, offset, reverse = segment
     return (sample or all_logits) and not (offset or reverse) and len(tokens) + (awaits is not None) == 1
 
 
 def _fill_tables(tables: np.ndarray, segments: Sequence[Segment], held: np.ndarray) -> None:
-    """Write the segments' blocks. held: number of blocks per segment. Raises `ValueError` for a negative block."""
     in_table = chain.from_iterable(s.blocks for s in segments)
     tables[np.arange(tables.shape[1]) < held[:, None]] = np.fromiter(in_table, np.int64, int(held.sum()))
     if tables.min() < 0:
@@ -293,7 +305,6 @@ def _fill_tables(tables: np.ndarray, segments: Sequence[Segment], held: np.ndarr
 
 
 def _slots(to: _Parts, tables: np.ndarray, owner: np.ndarray, block_size: int, *, plain: bool) -> np.ndarray:
-    """The slots of the tokens. owner: the segment of each token."""
     positions = to.positions[: len(owner)]
     if plain:
         block, slot = np.divmod(positions, block_size)
@@ -305,7 +316,7 @@ def _slots(to: _Parts, tables: np.ndarray, owner: np.ndarray, block_size: int, *
 
 
 def _fill_sources(to: _Parts, segments: Sequence[Segment]) -> bool:
-    """Fill in the source of each token. Returns whether any token is awaited."""
+    """Fill in the source of each token and return whether any token is awaited."""
     awaits = [(i, s.awaits) for i, s in enumerate(segments) if s.awaits is not None]
     to.sources[:] = -1
     for i, row in awaits:
@@ -314,12 +325,10 @@ def _fill_sources(to: _Parts, segments: Sequence[Segment]) -> bool:
 
 
 def _token_ids(segment: Segment) -> Sequence[int]:
-    """The segment's tokens, with 0 for an awaited one."""
     return segment.tokens if segment.awaits is None else (*segment.tokens, 0)
 
 
 def _offsets(segments: Sequence[Segment], block_size: int) -> np.ndarray:
-    """The segments' offsets. Raises `ValueError` for one outside the first block."""
     offsets = np.fromiter((s.offset for s in segments), np.int64, len(segments))
     outside = np.flatnonzero((offsets < 0) | (offsets >= block_size))
     if len(outside):
@@ -329,7 +338,6 @@ def _offsets(segments: Sequence[Segment], block_size: int) -> np.ndarray:
 
 
 def _check_tables(needed: np.ndarray, held: np.ndarray, block_size: int) -> None:
-    """Raise `ValueError` if a segment's table does not cover the slots that it needs."""
     short = np.flatnonzero(held * block_size < needed)
     if len(short):
         i = short[0]
@@ -337,7 +345,7 @@ def _check_tables(needed: np.ndarray, held: np.ndarray, block_size: int) -> None
 
 
 def _wanted_rows(segments: Sequence[Segment], lengths: list[int], total: int) -> tuple[list[int] | None, list[int]]:
-    """Tokens whose logits are wanted (None: all), and the first row of each segment with the end appended."""
+    """Return the tokens whose logits are wanted (None for all), and the row boundaries of the segments."""
     rows: list[int] = []
     row_starts = [0]
     end = 0

@@ -1,4 +1,4 @@
-"""A decoder-only language model over packed batches."""
+"""Decoder-only language model over packed batches."""
 
 from __future__ import annotations
 
@@ -20,17 +20,28 @@ from skipjoin.model.parallel import Group, check_shards
 
 
 class Decoder(Protocol):
-    """A model family's layers between token ids and the output projection. EMBEDDING, OUTPUT: names of the tensors."""
+    """A model family's layers between token ids and the output projection.
+
+    Attributes:
+        EMBEDDING: Name of the embedding tensor.
+        OUTPUT: Name of the output projection tensor.
+    """
 
     EMBEDDING: str
     OUTPUT: str
     embedding: Embedding | None
 
-    def embed(self, batch: PackedBatch) -> torch.Tensor: ...
+    def embed(self, batch: PackedBatch) -> torch.Tensor:
+        """Return the embeddings of the batch's tokens, [T, hidden], on the first stage."""
+        ...
 
-    def advance(self, x: torch.Tensor, step: LayerInputs) -> torch.Tensor: ...
+    def advance(self, x: torch.Tensor, step: LayerInputs) -> torch.Tensor:
+        """Run [T, hidden] through this rank's layers; may change `x`."""
+        ...
 
-    def finish(self, hidden: torch.Tensor) -> torch.Tensor: ...
+    def finish(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Map [rows, hidden] to the input of the output projection, on the last stage."""
+        ...
 
 
 _FAMILIES = {
@@ -42,7 +53,7 @@ _FAMILIES = {
 
 
 class CausalLM:
-    """A loaded model, or one rank's share of it: weights on one device, in one type, with its attention back end."""
+    """Loaded model, or one rank's shard of it: weights of one type on one device, with an attention back end."""
 
     def __init__(
         self,
@@ -55,9 +66,10 @@ class CausalLM:
         device: torch.device,
         group: Group,
     ) -> None:
-        """weights: in `dtype` and on `device`. group: the group of this rank.
+        """Build the model from its weights, which are in `dtype` and on `device`.
 
-        Raises `ModelError` if a tensor is missing or has another shape, or if the model cannot be split over the group.
+        Raises:
+            ModelError: If a tensor is missing or has another shape, or the model cannot be split over the group.
         """
         self.config = config
         self.dtype = dtype
@@ -74,7 +86,7 @@ class CausalLM:
         self.weight_bytes = builder.weight_bytes
 
     def _make_output(self, builder: Builder) -> Linear:
-        """This rank's rows of the output projection; where tied, those of its embedding."""
+        """Return this rank's rows of the output projection; if tied, those of its embedding."""
         config, decoder = self.config, self._decoder
         held = decoder.embedding if config.tie_embeddings else None
         if held is not None:
@@ -85,12 +97,14 @@ class CausalLM:
             rows = builder.weights.take(name, config.vocab_size, config.embed_dim, rows=own)
         output = builder.finish_linear(rows, None)
         if held is not None and getattr(output, "weight", None) is rows:
-            builder.weight_bytes -= rows.nbytes  # one tensor, counted twice
+            builder.weight_bytes -= rows.nbytes  # the same tensor, counted twice
         return output
 
     def check(self, batch: PackedBatch, kv: PagedKV) -> None:
-        """Raise `ValueError` for a position, block or block size outside this model or cache: compiled code does not
-        check."""
+        """Raise ValueError for a position, block or block size outside the model or cache.
+
+        Compiled code does not check.
+        """
         if batch.max_context > self.config.max_positions:
             raise ValueError(f"context of {batch.max_context} tokens, the model has {self.config.max_positions}")
         if batch.block_size != kv.block_size or batch.max_block >= kv.num_blocks:
@@ -101,12 +115,18 @@ class CausalLM:
 
     @torch.inference_mode()
     def forward(self, batch: PackedBatch, kv: PagedKV, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Run one step: computes the batch's tokens and writes their keys and values into `kv`.
+        """Compute the batch's tokens and write their KV into `kv`.
 
-        Returns float32 logits [batch.num_rows, vocab_size] of the batch's wanted rows, in `out` if that is given; [0,
-        vocab_size] on a stage that is not the last. Raises as `check` does. On a CPU, token ids outside the vocabulary
-        raise `IndexError`. All ranks run the same batches in the same order; the loss of another rank raises
-        `GroupError`.
+        All ranks run the same batches in the same order.
+
+        Returns:
+            Logits of the batch's wanted rows, float32 [batch.num_rows, vocab_size], in `out` if given; [0, vocab_size]
+            on every stage but the last.
+
+        Raises:
+            ValueError: As `check` does.
+            IndexError: If a token id is outside the vocabulary, on a CPU.
+            GroupError: If another rank is lost.
         """
         rows = self.wanted_rows(batch, kv)
         if not len(rows):  # a chunk that does not end its prompt, or a stage that is not the last
@@ -116,8 +136,12 @@ class CausalLM:
 
     @torch.inference_mode()
     def wanted_rows(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
-        """As `forward`, up to the last layer: [batch.num_rows, hidden], from which `logits` makes those of any of the
-        rows; no rows on a stage that is not the last."""
+        """Run `forward` up to the last layer.
+
+        Returns:
+            Hidden states [batch.num_rows, hidden], from which `logits` computes any rows; none on every stage but the
+            last.
+        """
         self.check(batch, kv)
         received = None if self.shard.is_first else self.receive(self.hidden_buffer(batch.num_tokens))
         found = self.compute(received, batch, kv)
@@ -127,7 +151,6 @@ class CausalLM:
         return found[:0]
 
     def hidden_buffer(self, tokens: int) -> torch.Tensor:
-        """Memory for the hidden states of so many tokens."""
         return torch.empty((tokens, self.config.hidden_size), dtype=self.dtype, device=self.device)
 
     def receive(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -137,8 +160,14 @@ class CausalLM:
 
     @torch.inference_mode()
     def compute(self, received: torch.Tensor | None, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
-        """What a stage computes between what it receives and what it sends: hidden states, or on the last stage
-        `wanted_rows`. received: of the previous stage; None on the first."""
+        """Run one stage between its receive and its send.
+
+        Args:
+            received: Hidden states of the previous stage; None on the first.
+
+        Returns:
+            Hidden states, or the `wanted_rows` on the last stage.
+        """
         entered = self._decoder.embed(batch) if received is None else received
         hidden = self._decoder.advance(entered, LayerInputs(batch, kv, self.attention))
         if self._output is None:
@@ -149,7 +178,9 @@ class CausalLM:
 
     @torch.inference_mode()
     def logits(self, rows: torch.Tensor) -> torch.Tensor:
-        """[n, vocab_size] of rows of `wanted_rows`, in the model's type. All ranks of the stage call it for the same
-        rows in the same order."""
+        """Return the logits [n, vocab_size] of rows of `wanted_rows`, in the model's type.
+
+        All ranks of the stage call it for the same rows in the same order.
+        """
         assert self._output is not None
         return self.group.gather(self._output(rows), self._vocabulary)

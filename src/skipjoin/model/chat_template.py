@@ -1,7 +1,7 @@
 """Chat templates: Jinja programs in model folders that format a conversation as in the model's training.
 
-A template is rendered by a process of its own (`template_program`), whose processor time and memory the kernel limits:
-whatever a template does, the caller gets its text or an error and waits without holding the interpreter.
+A separate process (`template_program`) renders a template, with CPU time and memory limited by the kernel. Whatever a
+template does, the caller gets its text or an error, and releases the GIL while it waits.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from typing import Any, NoReturn
 from skipjoin.model import template_program as program
 from skipjoin.model.config import ModelError
 
-# By path and without this package, see `template_program`; -P keeps its folder's modules from hiding other packages.
+# Started by path and without this package, see `template_program`. -P keeps modules in its folder from shadowing other
+# packages.
 _COMMAND = (sys.executable, "-P", program.__file__)
-# Time after which a process that uses no processor, such as a stopped one, is killed. A busy machine may hold up a
-# process for seconds.
+# Seconds after which a process that uses no CPU, such as a stopped one, is killed. A busy machine may delay a process
+# for seconds.
 _MAX_WAIT_S = 30.0
 
 logger = logging.getLogger(__name__)
 
 
 def find_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
-    """The template's source: chat_template.jinja, or an entry of tokenizer_config.json (`settings`)."""
+    """Return the template source from chat_template.jinja or tokenizer_config.json (`settings`)."""
     file = folder / "chat_template.jinja"
     if file.is_file():
         return read_template(file)
     value = settings.get("chat_template")
-    if isinstance(value, list):  # several, by name
+    if isinstance(value, list):  # several templates by name
         named = {entry.get("name"): entry.get("template") for entry in value}
         value = named.get("default")
     return value if isinstance(value, str) else None
 
 
 def read_template(file: Path) -> str:
-    """The source of a template file. Raises `ModelError` if it cannot be read."""
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
@@ -51,14 +51,17 @@ def read_template(file: Path) -> str:
 
 
 class ChatTemplate:
-    """A template. `special`: texts of special tokens by name ("bos_token"), visible to it.
+    """Chat template, rendered by a separate process.
 
-    Its process starts when it is first needed, or with `check`, and again after a conversation that reached a limit.
+    The process starts when it is first needed or with `check`, and again after a conversation that reached a limit.
+
+    Args:
+        special: Texts of special tokens by name ("bos_token"), visible to the template.
     """
 
     def __init__(self, source: str, special: Mapping[str, str]) -> None:
         self._special = dict(special)
-        self._failures: set[str] = set()  # those that the log has
+        self._failures: set[str] = set()  # failures that were logged
         self._renderer = _Renderer(source)
         weakref.finalize(self, self._renderer.close)
 
@@ -67,10 +70,11 @@ class ChatTemplate:
         self._renderer.start()
 
     def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
-        """The conversation as text. Raises `ModelError` with the template's message if it rejects the conversation.
+        """Return the conversation as text.
 
-        Where the template itself fails, the message says no more than that: the exception, which may have any text, is
-        in the log, the first one of each type. A template that reaches a limit of its process has failed, too.
+        Raises:
+            ModelError: If the template rejects the conversation, with its message, or fails or reaches a limit. The
+                exception of a failure may hold any text, so it is only logged, once per type.
         """
         context = {"tools": None, "documents": None, **self._special, "messages": messages, **variables}
         try:
@@ -83,7 +87,7 @@ class ChatTemplate:
         return answer.decode()
 
     def close(self) -> None:
-        """End the process. It may be called again."""
+        """Stop the process; may be called repeatedly."""
         self._renderer.close()
 
     def _refuse(self, kind: int, answer: bytes) -> NoReturn:
@@ -98,7 +102,7 @@ class ChatTemplate:
         raise ModelError(f"the model's chat template fails on this conversation{f': {limit}' if limit else ''}")
 
 
-# Beside the kinds of `template_program`: what the end of its process says.
+# In addition to the kinds of `template_program`: reasons why its process ended.
 _OUT_OF_TIME, _ENDED = -1, -2
 _LIMITS = {
     _OUT_OF_TIME: f"it takes more than {program.MAX_CPU_S:g} s of processor time",
@@ -108,7 +112,7 @@ _LIMITS = {
 
 
 class _Renderer:
-    """The process of one template. Threads take turns."""
+    """Process of one template, used by one thread at a time."""
 
     def __init__(self, source: str) -> None:
         self._source = source
@@ -116,23 +120,20 @@ class _Renderer:
         self._lock = threading.Lock()
 
     def start(self) -> None:
-        """Start the process unless it runs. Raises `ModelError` if the template does not compile."""
         with self._lock:
             self._running()
 
     def ask(self, content: bytes) -> tuple[int, bytes]:
-        """What becomes of a conversation: a kind of answer, and the answer."""
         with self._lock:
             return self._exchange(self._running(), content)
 
     def close(self) -> None:
-        """End the process if it runs."""
         with self._lock:
             if self._process is not None:
                 self._end(self._process)
 
     def _running(self) -> subprocess.Popen[bytes]:
-        if self._process is not None and self._process.poll() is not None:  # killed while it waited
+        if self._process is not None and self._process.poll() is not None:  # killed while idle
             self._end(self._process)
         if self._process is None:
             self._process = subprocess.Popen(_COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -154,12 +155,11 @@ class _Renderer:
         except (OSError, EOFError):
             code = self._end(process)
             return (_OUT_OF_TIME, b"") if code == -signal.SIGPROF else (_ENDED, f"its process ended: {code}".encode())
-        if kind == program.OUT_OF_MEMORY:  # the interpreter may keep what it got
+        if kind == program.OUT_OF_MEMORY:  # the interpreter may keep the memory
             self._end(process)
         return kind, answer
 
     def _end(self, process: subprocess.Popen[bytes]) -> int:
-        """End the process; its exit code."""
         self._process = None
         process.kill()
         code = process.wait()
@@ -167,13 +167,12 @@ class _Renderer:
             assert pipe is not None
             try:
                 pipe.close()
-            except OSError:  # a frame that was not read is lost
+            except OSError:  # an unread frame is lost
                 continue
         return code
 
 
 def _can_read(file: int) -> bool:
-    """Wait for an answer, or the end of the process."""
     waiting = select.poll()
     waiting.register(file, select.POLLIN)
     return bool(waiting.poll(_MAX_WAIT_S * 1000))

@@ -1,4 +1,4 @@
-"""The configuration of a model folder: shapes, family and special tokens, as one frozen value."""
+"""Configuration of a model folder: shapes, family and special tokens, as one frozen value."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from skipjoin.model.rope import RopeSettings, is_number, parse_rope
 
-# Architecture name in config.json -> family that computes it.
+# Architecture name in config.json -> model family.
 _ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "llama",
@@ -39,8 +39,8 @@ _ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
 }
 DTYPES = ("float32", "bfloat16", "float16")
-# The largest integers of a config.json that are believed, far above those of any model: a larger one is a damaged file,
-# and would take the memory of the machine before it is found out. All must be at least 1, except `_MAY_BE_ZERO`.
+# Upper bounds of integers in config.json, far above those of any model. A larger one means a damaged file, and would
+# exhaust the machine's memory before it is detected. All must be at least 1, except `_MAY_BE_ZERO`.
 _LARGEST = {
     "num_hidden_layers": 1 << 14,
     "max_window_layers": 1 << 14,
@@ -56,7 +56,8 @@ _LARGEST = {
     "sliding_window": 1 << 30,
 }
 _MAY_BE_ZERO = ("max_window_layers", "sliding_window", "word_embed_proj_dim")
-# Bounds of what is added to a variance: a smaller one is 0 in float32, a larger one leaves nothing of the variance.
+# Bounds of the epsilon that is added to a variance: a smaller one is 0 in float32, and a larger one drowns the
+# variance.
 _EPSILONS = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon")
 _LEAST_EPSILON, _LARGEST_EPSILON = 1e-30, 1.0
 _POSITIVE = (
@@ -72,19 +73,20 @@ _POSITIVE = (
 
 
 class ModelError(Exception):
-    """A model, tokenizer or folder that cannot be used. The text gives the reason and a remedy."""
+    """A model, tokenizer or folder cannot be used; the message gives the reason and a remedy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """The shape of a decoder-only model.
+    """Shape of a decoder-only model.
 
-    family: which code computes it: "llama" (also Mistral, Qwen2, Qwen3), "opt", "gpt_neox" or
-    "starcoder2".
-    head_dim: values per attention head; num_heads * head_dim need not be hidden_size.
-    windows: per layer, how many latest tokens attention sees, the current one included; 0: all.
-    rope: rotary embedding, None where positions are learned. dtype_name: the type the weights were saved in.
-    embed_dim: width of the token embedding where it differs from hidden_size (OPT-350m), else hidden_size.
+    Attributes:
+        family: Family that implements it: "llama" (also Mistral, Qwen2, Qwen3), "opt", "gpt_neox" or "starcoder2".
+        head_dim: Values per attention head; num_heads * head_dim need not be hidden_size.
+        windows: Attention window of each layer in tokens, the current one included; 0 for full attention.
+        rope: Rotary embedding; None if positions are learned.
+        dtype_name: Type in which the weights were saved.
+        embed_dim: Width of the token embedding: hidden_size except in OPT-350m.
     """
 
     architecture: str
@@ -118,9 +120,10 @@ class ModelConfig:
 
     @classmethod
     def from_folder(cls, path: str | Path) -> ModelConfig:
-        """Read `config.json` (and `generation_config.json` for end-of-sequence ids) of a model folder.
+        """Read a model folder's `config.json`, and `generation_config.json` for end-of-sequence ids.
 
-        Raises `ModelError` for a missing folder or file, broken JSON, and anything this package cannot run.
+        Raises:
+            ModelError: If the folder or file is missing, the JSON is broken, or the model is not supported.
         """
         folder = Path(path)
         if not folder.is_dir():
@@ -132,7 +135,14 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any], *, extra_eos: Any = None) -> ModelConfig:
-        """From the contents of a `config.json`. `extra_eos`: more end-of-sequence ids. Raises `ModelError`."""
+        """Parse the contents of a `config.json`.
+
+        Args:
+            extra_eos: More end-of-sequence ids.
+
+        Raises:
+            ModelError: If the model is not supported.
+        """
         _check_numbers(raw)
         architecture = _architecture(raw)
         family = _ARCHITECTURES[architecture]
@@ -158,7 +168,6 @@ class ModelConfig:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file. Raises `ModelError` when it is missing or is not one."""
     if not path.is_file():
         raise ModelError(f"{path.parent} has no {path.name}: it is not a model folder in Hugging Face format")
     try:
@@ -175,7 +184,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def _check_numbers(raw: Mapping[str, Any]) -> None:
     for name, largest in _LARGEST.items():
         value = raw.get(name)
-        if value is None:  # its default, or a field that the family does without
+        if value is None:  # default, or a field that the family does not use
             continue
         least = 0 if name in _MAY_BE_ZERO else 1
         if not (is_number(value) and least <= value <= largest and value == int(value)):
@@ -233,7 +242,7 @@ def _activation(name: str) -> str:
 def _llama_fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     heads = int(raw["num_attention_heads"])
     layers = int(raw["num_hidden_layers"])
-    # Fields missing from config.json take the architecture's default.
+    # Missing fields take the architecture's default.
     kv_default = {"MistralForCausalLM": 8, "Qwen2ForCausalLM": 32, "Qwen3ForCausalLM": 32}.get(architecture)
     head_dim = raw.get("head_dim", 128 if architecture == "Qwen3ForCausalLM" else None)
     head_dim = int(head_dim or raw["hidden_size"] // heads)
@@ -260,7 +269,7 @@ def _llama_fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
 
 
 def _windows(raw: Mapping[str, Any], architecture: str, layers: int) -> tuple[int, ...]:
-    """Attention windows per layer: all layers of Mistral; for Qwen the layers that config.json names."""
+    """Return each layer's attention window: all layers of Mistral, and the layers that config.json names for Qwen."""
     if architecture == "MistralForCausalLM":
         return (int(raw.get("sliding_window", 4096) or 0),) * layers
     window = int(raw.get("sliding_window", 4096) or 0) if raw.get("use_sliding_window") else 0

@@ -1,7 +1,7 @@
-"""Converts weights from PyTorch's older files (`pytorch_model*.bin`) to safetensors, on a user's command.
+"""Convert weights from PyTorch's older files (`pytorch_model*.bin`) to safetensors, at a user's request.
 
-The older files are pickles. torch reads them here in its restricted mode, which accepts tensors and plain containers
-only; nothing else in this package opens them.
+The older files are pickles. torch reads them here in its restricted mode, which accepts only tensors and plain
+containers; nothing else in this package opens them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from skipjoin.model.config import ModelError
 from skipjoin.model.weight_files import read_weight_map
 
-# Called with (files done, files in all).
+# Called with (files done, total files).
 Progress = Callable[[int, int], None]
 
 _COPIED = ("*.json", "*.txt", "*.model", "*.jinja")
@@ -28,11 +28,16 @@ _NEW_INDEX = "model.safetensors.index.json"
 
 
 def convert_folder(source: str | Path, target: str | Path, progress: Progress | None = None) -> Path:
-    """Write a copy of the model folder `source` with its weights as safetensors to `target`; returns it.
+    """Write a copy of the model folder `source`, with its weights as safetensors, to `target`, and return `target`.
 
-    `target` must not exist or be empty; `source` is only read. Needs memory for one weight file at a time.
-    Raises `ModelError` for a source without .bin weights, one that torch's restricted reader refuses, and a
-    target with anything in it.
+    Needs memory for one weight file at a time.
+
+    Args:
+        target: Must be empty or not exist.
+
+    Raises:
+        ModelError: If the source has no .bin weights, torch's restricted reader refuses one, or the target is not
+            empty.
     """
     source, target = Path(source), Path(target)
     files = _bin_files(source)
@@ -82,16 +87,16 @@ def _read_bin(file: Path) -> dict[str, torch.Tensor]:
 
 
 def _is_zip(file: Path) -> bool:
-    """Only the newer of torch's two file formats, a zip archive, can be mapped into memory."""
+    """Return whether the file is a zip archive, the only one of torch's two formats that can be memory-mapped."""
     with file.open("rb") as opened:
         return opened.read(4) == b"PK\x03\x04"
 
 
 def _unshared(tensors: dict[str, torch.Tensor], known: dict[str, str]) -> dict[str, torch.Tensor]:
-    """The tensors of one file, contiguous, none of which shares memory with another.
+    """Return the tensors of one file as contiguous tensors that share no memory.
 
-    Tied tensors (an output projection that is the embedding) are written under each of their names, so that a missing
-    name always means a damaged file.
+    Tied tensors (an output projection that is the embedding) are written under each name. A missing name then always
+    means a damaged file.
     """
     result: dict[str, torch.Tensor] = {}
     seen: set[int] = set()

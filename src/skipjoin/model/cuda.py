@@ -1,4 +1,4 @@
-"""Facts about this machine's NVIDIA GPUs, gathered once, and the decisions that follow from them."""
+"""Facts about this machine's NVIDIA GPUs, gathered once, and decisions that follow from them."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from skipjoin.model.config import ModelError
 
 _log = logging.getLogger(__name__)
 
-# GPUs from this compute capability on have bfloat16 and asynchronous copies; Triton from this version on compiles the
+# Minimum compute capability with bfloat16 and asynchronous copies, and minimum Triton version that compiles the
 # kernels.
 KERNEL_CAPABILITY = (8, 0)
 KERNEL_TRITON = (3, 6)
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _ALLOCATOR_SETTINGS = "expandable_segments:True"
 _NO_MEMORY = ("out of memory", "ALLOC_FAILED", "allocate memory", "cudaErrorMemoryAllocation")
-# The module that FlashAttention 3 installs.
+# Module that FlashAttention 3 installs.
 FLASH_MODULE = "flash_attn_interface"
 
 
@@ -39,12 +39,18 @@ class Card:
 
 @dataclass(frozen=True, slots=True)
 class CudaFacts:
-    """The facts that decide whether and how models run on CUDA.
+    """Facts that decide whether and how models run on CUDA.
 
-    runtime: CUDA version that torch is built for; empty: none. cards: GPUs that torch can use. present: whether the
-    machine has a GPU, usable by torch or not. driver: its version; why_not: torch's error if it cannot use the GPU;
-    both may be empty. archs: compiled targets of torch's kernels, as "sm_90". triton: its version; if empty,
-    triton_error holds the import error. compiler: a C compiler, with which Triton builds launchers; may be empty.
+    Attributes:
+        runtime: CUDA version of torch; empty without CUDA.
+        cards: GPUs that torch can use.
+        present: Whether the machine has a GPU, usable by torch or not.
+        driver: Driver version; may be empty.
+        why_not: torch's error if it cannot use the GPU; may be empty.
+        archs: Compiled targets of torch's kernels, such as "sm_90".
+        triton: Triton's version; empty if the import failed.
+        triton_error: Error of that import.
+        compiler: C compiler with which Triton builds launchers; may be empty.
     """
 
     runtime: str = ""
@@ -60,7 +66,7 @@ class CudaFacts:
 
 @functools.cache
 def cuda_facts() -> CudaFacts:
-    """The facts of this process. Imports triton only if there is a GPU."""
+    """Return the facts of this process; imports Triton only if there is a GPU."""
     runtime = torch.version.cuda
     if runtime is None:
         return CudaFacts()
@@ -72,7 +78,7 @@ def cuda_facts() -> CudaFacts:
         except RuntimeError as error:
             cards, why_not = (), one_line(error)
     if not cards:
-        # torch reports a driver that is too old as a warning.
+        # torch reports an outdated driver as a warning.
         why_not = why_not or (first_line(caught[-1].message) if caught else "")
         return CudaFacts(runtime, present=_is_present(), driver=_driver(), why_not=why_not)
     version, error = _triton()
@@ -84,7 +90,7 @@ def cuda_facts() -> CudaFacts:
         archs=tuple(torch.cuda.get_arch_list()),
         triton=version,
         triton_error=error,
-        # Found as Triton finds it.
+        # Searched in the same way as Triton does.
         compiler=os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or "",
     )
 
@@ -97,7 +103,7 @@ def _cards() -> tuple[Card, ...]:
 
 
 def _is_present() -> bool:
-    """Whether there is a GPU that is not hidden from this process."""
+    """Return whether there is a GPU that is not hidden from this process."""
     if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
         return False
     return any(Path("/dev").glob("nvidia[0-9]*")) or (Path("/dev/dxg").exists() and bool(shutil.which("nvidia-smi")))
@@ -120,7 +126,6 @@ def _triton() -> tuple[str, str]:
 
 
 def one_line(error: Exception) -> str:
-    """The error for use within a sentence."""
     return f"{type(error).__name__}: {first_line(error)}"
 
 
@@ -129,7 +134,7 @@ def first_line(error: Exception) -> str:
 
 
 def unusable(facts: CudaFacts, index: int = 0) -> str | None:
-    """Why models cannot run on GPU `index`; None: they can."""
+    """Return why models cannot run on GPU `index`, or None if they can."""
     if not facts.runtime:
         return "this torch is built without CUDA"
     if not facts.cards:
@@ -147,7 +152,7 @@ def unusable(facts: CudaFacts, index: int = 0) -> str | None:
 
 
 def _capability(arch: str) -> tuple[int, ...]:
-    """Of "sm_90" or "sm_100a"; empty for other targets."""
+    """Parse "sm_90" or "sm_100a"; return an empty tuple for other targets."""
     found = re.match(r"sm_(\d+)(\d)", arch)
     return (int(found[1]), int(found[2])) if found else ()
 
@@ -157,7 +162,7 @@ def _dotted(capability: tuple[int, ...]) -> str:
 
 
 def kernels_unusable(facts: CudaFacts, index: int = 0) -> str | None:
-    """Why the Triton kernels cannot run on the usable GPU `index`; None: no reason is known."""
+    """Return why the Triton kernels cannot run on the usable GPU `index`, or None if no reason is known."""
     card = facts.cards[index]
     if card.capability < KERNEL_CAPABILITY:
         have, need = _dotted(card.capability), _dotted(KERNEL_CAPABILITY)
@@ -176,10 +181,14 @@ def _release(version: str) -> tuple[int, ...]:
 
 
 def choose_device(name: str, facts: CudaFacts | None = None) -> str:
-    """The device to run on: cpu, cuda or cuda:N. name: one of those, or auto: a GPU if a usable one exists.
+    """Return the device to run on: cpu, cuda or cuda:N.
 
-    Logs a warning if auto finds a GPU that cannot be used. facts: None: of this process. Raises `ModelError` if the
-    requested GPU cannot be used.
+    Args:
+        name: One of those, or auto for a usable GPU if there is one. Warns if a GPU is present but unusable.
+        facts: CUDA facts; None for those of this process.
+
+    Raises:
+        ModelError: If the requested GPU cannot be used.
     """
     if name == "cpu":
         return name
@@ -198,11 +207,13 @@ def choose_device(name: str, facts: CudaFacts | None = None) -> str:
 
 
 def expand_segments() -> None:
-    """Let the allocator grow its segments, so that steps of different sizes leave no gaps that nothing fits; unless the
-    user has set the allocator up. Call before the first tensor on a card."""
+    """Let the allocator grow its segments, so that steps of different sizes leave no unusable gaps.
+
+    Respects the user's allocator settings. Must be called before the first tensor on a GPU.
+    """
     if any(os.environ.get(name) for name in _ALLOCATOR_VARIABLES):
         return
-    os.environ[_ALLOCATOR_VARIABLES[0]] = _ALLOCATOR_SETTINGS  # of processes that this one starts
+    os.environ[_ALLOCATOR_VARIABLES[0]] = _ALLOCATOR_SETTINGS  # for child processes
     try:
         torch._C._accelerator_setAllocatorSettings(_ALLOCATOR_SETTINGS)
     except (AttributeError, RuntimeError, ValueError) as error:
@@ -210,15 +221,17 @@ def expand_segments() -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out: torch's allocator, the driver and cuBLAS each tell it in another way."""
+    """Return whether memory ran out; torch's allocator, the driver and cuBLAS each report it differently."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
 
 
 def use_device(device: torch.device) -> None:
-    """Make this card the calling thread's own: Triton's kernels are launched on the current device, which is card 0 in
-    every new thread. For other devices it does nothing."""
+    """Make this GPU the calling thread's current device; a no-op for other devices.
+
+    Triton launches kernels on the current device, which is GPU 0 in every new thread.
+    """
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
 
@@ -230,9 +243,13 @@ def warn_once(text: str) -> None:
 
 
 def check_dtype(dtype: torch.dtype, asked: bool, device: torch.device, facts: CudaFacts | None = None) -> str | None:
-    """The loss of speed with this type on this device; None: none. asked: the user set the type.
+    """Return the loss of speed with this type on this device, or None.
 
-    Raises `ModelError` if the user set a type that the GPU lacks.
+    Args:
+        asked: Whether the user set the type.
+
+    Raises:
+        ModelError: If the user set a type that the GPU lacks.
     """
     if device.type != "cuda" or dtype != torch.bfloat16:
         return None

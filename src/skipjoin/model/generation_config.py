@@ -1,4 +1,4 @@
-"""The sampling defaults of a model folder, in generation_config.json. Does not import torch."""
+"""Sampling defaults of a model folder, from generation_config.json. Does not import torch."""
 
 from __future__ import annotations
 
@@ -9,14 +9,18 @@ from skipjoin.model.config import ModelError, read_json
 from skipjoin.sampling import ParameterError, SamplingParams
 
 FILE = "generation_config.json"
-# The file's fields that say how tokens are drawn. Lengths, and do_sample, are the caller's.
+# Fields that control sampling. Lengths and do_sample are up to the caller.
 FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def sampling_defaults(folder: str | Path, generation_config: str = "auto") -> dict[str, Any]:
-    """How the model's authors sample: fields of `SamplingParams` by name, those that the file has.
+    """Return the model's sampling defaults as fields of `SamplingParams`, those that the file has.
 
-    generation_config: "auto", or "none": no file is read. Raises `ModelError` for a value out of bounds.
+    Args:
+        generation_config: "auto", or "none" to read no file.
+
+    Raises:
+        ModelError: If a value is out of bounds.
     """
     file = Path(folder) / FILE
     if generation_config == "none" or not file.is_file():

@@ -1,4 +1,4 @@
-"""The tensors of the KV cache: blocks of tokens, with all layers of a block contiguous."""
+"""KV cache tensors: blocks of tokens, with all layers of a block contiguous."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from skipjoin.model.parallel import WHOLE, Shard
 
 
 class PagedKV:
-    """`num_blocks` blocks of `block_size` tokens, with a rank's layers and key-value heads.
+    """Paged KV cache: `num_blocks` blocks of `block_size` tokens, with a rank's layers and KV heads.
 
-    `tensor` is [num_blocks, layers, 2, kv_heads, block_size, head_dim], contiguous: one block of all layers is one run
-    of bytes, so that a move is one copy per block; one head's keys of one block are one run, the order in which
-    attention reads them. Blocks start as zeros and are not cleared on reuse: attention must not read slots beyond a
-    sequence's length.
+    `tensor` is contiguous, [num_blocks, layers, 2, kv_heads, block_size, head_dim]. One block of all layers is
+    contiguous, so that a move is one copy per block. One head's keys of one block are contiguous too, in the order in
+    which attention reads them. Blocks start as zeros and are not cleared on reuse, so attention must not read slots
+    beyond a sequence's length.
     """
 
     def __init__(
@@ -33,7 +33,11 @@ class PagedKV:
         pin: bool = False,
         shard: Shard = WHOLE,
     ) -> None:
-        """pin: page-locked host memory, for copies overlapped with compute (CPU tensors, with CUDA present)."""
+        """Allocate the cache.
+
+        Args:
+            pin: Use page-locked CPU memory, for copies overlapped with compute. Needs a CPU tensor and CUDA.
+        """
         if num_blocks < 1 or block_size < 1:
             raise ValueError(f"num_blocks and block_size must be at least 1, got {num_blocks} and {block_size}")
         self.num_blocks = num_blocks
@@ -45,7 +49,7 @@ class PagedKV:
             self.tensor = _host_bytes(self, size, pin=pin).view(dtype).view(shape)
         else:
             self.tensor = torch.zeros(shape, dtype=dtype, device=device)
-        # [num_blocks, block_size, kv_heads, head_dim] per layer: kernels use the strides.
+        # Per layer [num_blocks, block_size, kv_heads, head_dim]: kernels use the strides.
         self._layers = [
             (self.tensor[:, i, 0].transpose(1, 2), self.tensor[:, i, 1].transpose(1, 2)) for i in range(layers)
         ]
@@ -56,42 +60,45 @@ class PagedKV:
         return self.tensor[0].numel() * self.tensor.element_size()
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of one layer, counted from the first layer of this cache: strided views [num_blocks,
-        block_size, kv_heads, head_dim]."""
+        """Return keys and values of one layer of this cache as strided views.
+
+        Each is [num_blocks, block_size, kv_heads, head_dim]. `index` counts from the first layer of this cache.
+        """
         return self._layers[index]
 
     def block_view(self) -> torch.Tensor:
-        """The cache as [num_blocks, elements per block], contiguous: copy rows to move blocks."""
+        """Return the cache as [num_blocks, elements per block], contiguous: copy rows to move blocks."""
         return self.tensor.view(self.num_blocks, -1)
 
     def head_view(self) -> torch.Tensor:
-        """The cache as [num_blocks, heads, block_size, head_dim], contiguous: the heads of keys and values of all
-        layers."""
+        """Return the cache as [num_blocks, heads, block_size, head_dim], contiguous.
+
+        The heads are those of keys and values of all layers.
+        """
         return self.tensor.view(self.num_blocks, -1, *self.tensor.shape[-2:])
 
     @staticmethod
     def bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype, shard: Shard = WHOLE) -> int:
-        """Bytes that one block of `block_size` tokens takes in a rank's cache of this type."""
+        """Return the bytes of one block of `block_size` tokens in a rank's cache of this type."""
         layers, kv_heads = len(shard.layers(config)), len(shard.kv_heads(config))
         return layers * 2 * kv_heads * block_size * config.head_dim * torch.empty((), dtype=dtype).element_size()
 
 
-# The largest code of a quantised number.
+# Largest code of a quantized number.
 CODE_LEVELS = 255
 
 
 class QuantizedKV:
-    """Blocks in host memory with 8 bits for each number; `model.ops.block_quant` says how they are made.
+    """Blocks in CPU memory with 8 bits per number, in the format of `model.ops.block_quant`.
 
-    `tensor` is uint8 [num_blocks, block_bytes]. A row is the scales and minima of all channels, bfloat16
-    [heads, 2, head_dim], then the codes, uint8 [heads, block_size, head_dim]; heads are those of keys and values of all
-    layers of the rank. `shape` is (heads, block_size, head_dim).
+    `tensor` is uint8 [num_blocks, block_bytes]. A row holds the scales and minima of all channels, bfloat16 [heads, 2,
+    head_dim], then the codes, uint8 [heads, block_size, head_dim]. The heads are those of keys and values of all layers
+    of the rank. `shape` is (heads, block_size, head_dim).
     """
 
     def __init__(
         self, num_blocks: int, block_size: int, config: ModelConfig, *, pin: bool = False, shard: Shard = WHOLE
     ) -> None:
-        """pin: see `PagedKV`."""
         if num_blocks < 1 or block_size < 1:
             raise ValueError(f"num_blocks and block_size must be at least 1, got {num_blocks} and {block_size}")
         self.num_blocks = num_blocks
@@ -100,32 +107,29 @@ class QuantizedKV:
         self.tensor = _host_bytes(self, num_blocks * self.block_bytes, pin=pin).view(num_blocks, self.block_bytes)
 
     def block_view(self) -> torch.Tensor:
-        """The rows of the blocks."""
         return self.tensor
 
     @staticmethod
     def scale_bytes(shape: tuple[int, int, int]) -> int:
-        """Bytes of a row's scales and minima: where its codes begin."""
+        """Return the bytes of a row's scales and minima, after which its codes begin."""
         heads, _, head_dim = shape
         return heads * 2 * head_dim * torch.bfloat16.itemsize
 
     @classmethod
     def bytes_per_block(cls, config: ModelConfig, block_size: int, shard: Shard = WHOLE) -> int:
-        """Bytes of a row: with 16 tokens a block 0.625 of bfloat16, with 32 0.5625."""
+        """Return the bytes of a row: 0.625 of bfloat16 with 16 tokens per block, 0.5625 with 32."""
         shape = (_heads(config, shard), block_size, config.head_dim)
         return cls.scale_bytes(shape) + math.prod(shape)
 
 
 def _heads(config: ModelConfig, shard: Shard) -> int:
-    """Heads of keys and values of all layers of a rank."""
     return len(shard.layers(config)) * 2 * len(shard.kv_heads(config))
 
 
 def _host_bytes(pool: PagedKV | QuantizedKV, size: int, *, pin: bool) -> torch.Tensor:
-    """`size` zero bytes for a pool."""
     if not pin:
         return large_page_bytes(size)
     memory, unlock = page_locked_bytes(size)
-    # Unlocked with the pool, not at exit: the end of the process unlocks everything.
+    # Unlocked with the pool, not at exit, since the end of the process unlocks everything.
     weakref.finalize(pool, unlock).atexit = False
     return memory

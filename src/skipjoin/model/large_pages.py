@@ -1,4 +1,4 @@
-"""Host memory in large pages, for memory that a step reads from end to end: weights and the KV cache.
+"""CPU memory in huge pages, for memory that a step reads entirely: weights and the KV cache.
 
 With pages of 4 kB, address translation takes much of the time of such a read.
 """
@@ -10,32 +10,32 @@ import mmap
 
 import torch
 
-# Weights share pieces of this size, so that small tensors are in large pages too.
+# Weights share chunks of this size, so that small tensors are in huge pages too.
 _PIECE_BYTES = 64 << 20
-# Each tensor starts on a cache line of its own.
+# Alignment: each tensor starts on a cache line of its own.
 _ALIGN = 64
 
 
 def large_page_bytes(size: int) -> torch.Tensor:
-    """`size` zero bytes as a uint8 tensor, in large pages where the system gives them on request."""
+    """Return `size` zero bytes as a uint8 tensor, in huge pages if the system grants them."""
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros(size, dtype=torch.uint8)
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # A kernel without large pages raises: the memory works, but is slower.
+    # A kernel without huge pages raises: the memory works, but is slower.
     with contextlib.suppress(OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 class Arena:
-    """Allocates byte tensors from large pieces. A piece is freed with the arena and its last tensor."""
+    """Allocates byte tensors from large chunks. A chunk is freed with the arena and its last tensor."""
 
     def __init__(self) -> None:
         self._piece = torch.empty(0, dtype=torch.uint8)
         self._used = 0
 
     def take(self, size: int) -> torch.Tensor:
-        """`size` zero bytes as a uint8 tensor, aligned to a cache line."""
+        """Return `size` zero bytes as a uint8 tensor, aligned to a cache line."""
         if self._used + size > len(self._piece):
             self._piece = large_page_bytes(max(size, _PIECE_BYTES))
             self._used = 0

@@ -1,4 +1,4 @@
-"""Code shared by the families: access to weights, self-attention, the pass through the layers, rotary tables."""
+"""Building blocks shared by the families: access to weights, self-attention, rotary tables and the layer loop."""
 
 from __future__ import annotations
 
@@ -22,9 +22,13 @@ class Weights(Protocol):
     """Named tensors, each taken once, in the model's type and on its device."""
 
     def take(self, name: str, *shape: int, rows: range | None = None, columns: range | None = None) -> torch.Tensor:
-        """The tensor of that name, or the given rows or columns of it, contiguous. shape: of the whole tensor.
+        """Return a tensor by name, or the given rows or columns of it, contiguous.
 
-        Raises `ModelError` if the tensor is missing or its shape differs.
+        Args:
+            shape: Shape of the whole tensor.
+
+        Raises:
+            ModelError: If the tensor is missing or its shape differs.
         """
         ...
 
@@ -39,7 +43,7 @@ class LayerInputs:
 
 
 class Builder:
-    """Makes layers from a model's weights, limited to the share of `group`'s rank, and counts their bytes."""
+    """Makes layers from a model's weights, limited to the shard of `group`'s rank, and counts their bytes."""
 
     def __init__(self, config: ModelConfig, weights: Weights, ops: LayerOps, group: Group) -> None:
         self.config = config
@@ -65,10 +69,13 @@ class Builder:
         gated: bool = False,
         activation: str | None = None,
     ) -> Linear:
-        """One product for matrices with the same input: their rows are concatenated.
+        """Fuse matrices with the same input into one product by concatenating their rows.
 
-        outs: rows of each whole matrix. rows: this rank's (column parallel in Megatron's terms: the columns of the
-        result); None: all. gated, activation: see `LayerOps.gated_linear` and `LayerOps.linear`.
+        Args:
+            outs: Rows of each whole matrix.
+            rows: This rank's rows (Megatron's column parallelism); None for all.
+            gated: See `LayerOps.gated_linear`.
+            activation: See `LayerOps.linear`.
         """
         names = [names] if isinstance(names, str) else names
         rows = rows or [range(out) for out in outs]
@@ -89,8 +96,10 @@ class Builder:
         begins: bool = True,
         ends: bool = True,
     ) -> Linear:
-        """A product whose input is spread over the ranks of the stage (row parallel in Megatron's terms): its result is
-        the sum over the ranks. Rank 0 of the stage adds the bias. begins, ends: see `SummedLinear`."""
+        """Make a product whose input is split over the ranks of the stage (Megatron's row parallelism).
+
+        Its result is the sum over the ranks; rank 0 of the stage adds the bias. See `SummedLinear`.
+        """
         weight = self.weights.take(f"{name}.weight", out, inputs, columns=columns)
         shift = self.weights.take(f"{name}.bias", out) if bias and self.shard.tp_rank == 0 else None
         linear = self.finish_linear(weight, shift)
@@ -123,10 +132,13 @@ def _join(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 class SummedLinear:
-    """See `Linear`; a product that is summed over the ranks of a stage.
+    """`Linear` that is summed over the ranks of a stage.
 
-    Consecutive products that are added to the same total, with no read of it in between, share one sum: begins: this is
-    the first of them. ends: this is the last of them.
+    Consecutive products that are added to the same total, which is not read in between, share one all-reduce.
+
+    Args:
+        begins: Whether this is the first of them.
+        ends: Whether this is the last of them.
     """
 
     def __init__(self, linear: Linear, group: Group, begins: bool, ends: bool) -> None:
@@ -148,7 +160,7 @@ class SummedLinear:
 
 
 class Embedding:
-    """Embedding rows of tokens. A rank has the rows `own` and gets other tokens' rows from the other ranks.
+    """Vocabulary-parallel embedding: a rank has the rows `own` and gets those of other tokens from the other ranks.
 
     Token ids outside the vocabulary raise `IndexError` on a CPU.
     """
@@ -158,7 +170,7 @@ class Embedding:
         self._own, self._vocab_size, self._group = own, vocab_size, group
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
-        """[n] -> [n, width]."""
+        """Map token ids [n] to rows [n, width]."""
         if len(self._own) == self._vocab_size:
             return F.embedding(ids, self.table)
         if ids.device.type == "cpu" and not 0 <= int(ids.min()) <= int(ids.max()) < self._vocab_size:
@@ -182,7 +194,7 @@ class Rotary:
 
 
 class SelfAttention:
-    """Query, key and value projections in one product, optional q/k norms and rotation, the output projection."""
+    """Self-attention: fused query, key and value projections, optional q/k norms and rotation, output projection."""
 
     def __init__(
         self,
@@ -194,7 +206,12 @@ class SelfAttention:
         rotary: Rotary | None = None,
         norms: tuple[Norm, Norm] | None = None,
     ) -> None:
-        """layer: its number in the whole model. norms: of each query head and of each key head."""
+        """Build the layer's attention.
+
+        Args:
+            layer: Number of the layer in the whole model.
+            norms: Norm of each query head and norm of each key head.
+        """
         config, shard = builder.config, builder.shard
         self._qkv, self._output = qkv, output
         # The cache holds this rank's layers only.
@@ -208,8 +225,10 @@ class SelfAttention:
     def add_to(
         self, x: torch.Tensor, total: torch.Tensor, step: LayerInputs, then: Norm | None = None
     ) -> torch.Tensor | None:
-        """total += attention over `x`, both [T, hidden]; writes the tokens' keys and values into the cache. then: as in
-        `Linear.add_to`."""
+        """Add the attention over `x` to `total`, both [T, hidden], and write the tokens' KV into the cache.
+
+        Returns as `Linear.add_to` does.
+        """
         qkv = self._qkv(x).view(-1, self._heads + 2 * self._kv_heads, self._dim)
         query, key, value = qkv.split([self._heads, self._kv_heads, self._kv_heads], dim=1)
         if self._norms is not None:
@@ -222,20 +241,27 @@ class SelfAttention:
 
 
 class Layer(Protocol):
-    """A layer whose sublayers read the norm of the residual stream. norm: the norm that its first sublayer reads."""
+    """Layer with pre-normalized sublayers on a residual stream.
+
+    Attributes:
+        norm: Norm that its first sublayer reads.
+    """
 
     norm: Norm
 
     def __call__(
         self, x: torch.Tensor, normed: torch.Tensor, step: LayerInputs, then: Norm | None
     ) -> torch.Tensor | None:
-        """Add this layer's output to `x` in place. normed: `norm` of `x`. Returns `then` of the result."""
+        """Add this layer's output to `x`, whose `norm` is `normed`, in place and return `then` of the result."""
         ...
 
 
 def advance(layers: Sequence[Layer], x: torch.Tensor, step: LayerInputs) -> torch.Tensor:
-    """Pass [T, hidden] through the layers, in place. A layer's last sum also computes the next layer's first norm.
-    After the last layer of a stage there is no norm: the next stage, or the output projection, reads the sum."""
+    """Run [T, hidden] through the layers, in place.
+
+    A layer's last sum also computes the next layer's first norm. There is no norm after the last layer of a stage,
+    because the next stage or the output projection reads the sum.
+    """
     normed = layers[0].norm(x)
     for layer, following in pairwise(layers):
         normed = layer(x, normed, step, following.norm)

@@ -1,4 +1,4 @@
-"""Loads a model from a folder or hub name. Reads safetensors only: nothing here unpickles."""
+"""Load a model from a folder or hub name. Reads safetensors only: nothing here unpickles."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LOAD_FORMATS = ("auto", "dummy")
 Progress = Callable[[int, int], None]
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# The types of tensors in files that can be weights. Others are quantized, or no numbers.
+# Stored tensor types that can be weights. Others are quantized, or no numbers.
 _STORED = ("F64", "F32", "BF16", "F16")
 # Checkpoints saved from the bare decoder lack this prefix.
 _PREFIXES = {"llama": "model.", "opt": "model.", "gpt_neox": "gpt_neox.", "starcoder2": "model."}
@@ -35,10 +35,13 @@ _OTHER_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
 
 
 def resolve_folder(name_or_path: str | Path, *, weights: bool = True) -> Path:
-    """A local folder unchanged, else a hub repository's snapshot (cached, downloaded if needed). weights: include the
-    weight files.
+    """Return a local folder unchanged, or the snapshot of a hub repository (cached, downloaded if needed).
 
-    Raises `ModelError` when neither exists.
+    Args:
+        weights: Include the weight files.
+
+    Raises:
+        ModelError: If neither exists.
     """
     path = Path(name_or_path)
     if path.is_dir():
@@ -46,7 +49,7 @@ def resolve_folder(name_or_path: str | Path, *, weights: bool = True) -> Path:
     name = str(name_or_path)
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise ModelError(f"{name} is not a folder")
-    # Only a hub name needs the hub's client.
+    # Imported lazily: only a hub name needs the hub's client.
     from huggingface_hub import snapshot_download  # noqa: PLC0415
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError  # noqa: PLC0415
 
@@ -68,13 +71,19 @@ def load_model(
     group: Group | None = None,
     batch_invariant: bool = False,
 ) -> CausalLM:
-    """Load a model. dtype: "auto" (as saved), or one of `DTYPES`. device: "auto", "cpu", "cuda" or "cuda:N". attention:
-    "auto", "torch", "cpp" (CPU), "triton" or "flash" (CUDA). load_format: "auto", or "dummy" for random weights, which
-    need no weight file. quantization: "none", or "int8" for products' weights with 8 bits (CPU). The device becomes the
-    calling thread's own. group: loads the share of this group's rank; None: the whole model. batch_invariant: see
-    `implementations`.
+    """Load a model. The device becomes the calling thread's current device.
 
-    Raises `ModelError` if the model cannot run.
+    Args:
+        dtype: "auto" (as saved), or one of `DTYPES`.
+        device: "auto", "cpu", "cuda" or "cuda:N".
+        attention: "auto", "torch", "cpp" (CPU), "triton" or "flash" (CUDA).
+        load_format: "auto", or "dummy" for random weights, which need no weight file.
+        quantization: "none", or "int8" for 8-bit weights of linear layers (CPU).
+        group: Load the shard of this group's rank; None for the whole model.
+        batch_invariant: See `implementations`.
+
+    Raises:
+        ModelError: If the model cannot run.
     """
     if load_format not in LOAD_FORMATS:
         raise ModelError(f"load_format must be one of {', '.join(LOAD_FORMATS)}; got {load_format!r}")
@@ -114,8 +123,13 @@ def random_model(
     quantization: str = "none",
     group: Group | None = None,
 ) -> CausalLM:
-    """A model of the given shape (a `ModelConfig` or the contents of a config.json) with random weights. quantization:
-    as in `load_model`. group: makes the share of this group's rank; None: the whole model."""
+    """Make a model with random weights.
+
+    Args:
+        config: A `ModelConfig` or the contents of a config.json.
+        quantization: See `load_model`.
+        group: Make the shard of this group's rank; None for the whole model.
+    """
     if not isinstance(config, ModelConfig):
         config = ModelConfig.from_dict(config)
     torch_dtype, torch_device, ops, backend = _places(dtype, device, attention, quantization, config)
@@ -135,7 +149,6 @@ def _dtype(name: str, config: ModelConfig) -> torch.dtype:
 def _places(
     dtype: str, device: str, attention: str, quantization: str, config: ModelConfig, *, invariant: bool = False
 ) -> tuple[torch.dtype, torch.device, LayerOps, AttentionBackend]:
-    """Type, device, layer operations and attention back end of a model."""
     torch_dtype, torch_device = _dtype(dtype, config), torch.device(choose_device(device))
     if torch_device.type == "cuda":
         expand_segments()
@@ -146,7 +159,7 @@ def _places(
 
 
 class FolderWeights:
-    """The tensors of a folder's safetensors files, one file or many with an index."""
+    """Tensors of a folder's safetensors files, one file or several with an index."""
 
     def __init__(
         self,
@@ -164,7 +177,6 @@ class FolderWeights:
         self._where = self._locate()
 
     def take(self, name: str, *shape: int, rows: range | None = None, columns: range | None = None) -> torch.Tensor:
-        """See `Weights.take`. Reads only the wanted part of a tensor."""
         known = name if name in self._where else name.removeprefix(self._prefix)
         if known not in self._where:
             raise ModelError(f"{self._folder} has no tensor {name!r}")
@@ -193,7 +205,6 @@ class FolderWeights:
         return self._files[file]
 
     def _locate(self) -> dict[str, str]:
-        """Tensor name -> file name."""
         index = self._folder / "model.safetensors.index.json"
         if index.is_file():
             return read_weight_map(index)
@@ -217,7 +228,7 @@ class FolderWeights:
 
 
 def _wanted(shape: tuple[int, ...], rows: range | None, columns: range | None) -> tuple[slice, ...] | None:
-    """The slices of these rows and columns in a tensor of this shape; None: all of it."""
+    """Return the slices of these rows and columns in a tensor of this shape, or None for all of it."""
     parts = [range(size) if part is None else part for part, size in zip((rows, columns), shape, strict=False)]
     if all(len(part) == size for part, size in zip(parts, shape, strict=False)):
         return None
@@ -225,10 +236,10 @@ def _wanted(shape: tuple[int, ...], rows: range | None, columns: range | None) -
 
 
 class RandomWeights:
-    """Random tensors, small enough that activations stay finite; the same seed gives the same model.
+    """Random tensors, small enough that activations stay finite.
 
-    A tensor's values depend only on the seed, its name and the kind of device, which generates them: every rank gets
-    its share of the same model, and billions of weights take a GPU seconds.
+    A tensor's values depend only on the seed, its name and the kind of device, which generates them. Every rank gets
+    its shard of the same model, and a GPU generates billions of weights in seconds.
     """
 
     def __init__(self, seed: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -236,10 +247,9 @@ class RandomWeights:
         self._dtype, self._device = dtype, device
 
     def take(self, name: str, *shape: int, rows: range | None = None, columns: range | None = None) -> torch.Tensor:
-        """See `Weights.take`; every name exists."""
         digest = hashlib.blake2b(f"{self._seed} {name}".encode(), digest_size=4).digest()
         generator = torch.Generator(self._device).manual_seed(int.from_bytes(digest, "little"))
-        # A GPU generates in the weights' type: float32 would need twice the memory of the largest tensor.
+        # A GPU generates in the weights' type, since float32 would need twice the memory of the largest tensor.
         drawn_as = torch.float32 if self._device.type == "cpu" else self._dtype
         drawn = torch.randn(shape, generator=generator, device=self._device, dtype=drawn_as).mul_(0.02)
         if "norm" in name and name.endswith("weight"):

@@ -1,5 +1,7 @@
-"""Sums of small tensors over the cards of one machine in one kernel: each card reads all others' memory. NCCL's rings
-take several times as long for the few kilobytes of a decode step."""
+"""One-shot all-reduce of small tensors over the GPUs of one machine: each GPU reads all others' memory.
+
+NCCL's rings take several times as long for the few kilobytes of a decode step.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +14,17 @@ import torch.distributed as dist
 
 _log = logging.getLogger(__name__)
 
-# Beyond so many bytes, every card reading everything takes longer than a ring.
+# Beyond this size, having every GPU read everything takes longer than a ring.
 MOST_BYTES = 256 << 10
-# What the kernel adds, 16 bytes at a time.
+# Types that the kernel adds, 16 bytes at a time.
 _DTYPES, _STEP = (torch.bfloat16, torch.float32), 16
 
 
 class OneShotSum:
-    """The sum over a group's ranks, which make the same calls in the same order. See `one_shot_sum`."""
+    """All-reduce over a group's ranks, which make the same calls in the same order. See `one_shot_sum`."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        # Each rank may see a single card, as number 0: torch would take them for one and the same.
+        # Each rank may see a single GPU as number 0, and torch would take them for the same one.
         os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
         from torch.distributed import _symmetric_memory as symmetric  # noqa: PLC0415 (for cards)
 
@@ -32,7 +34,7 @@ class OneShotSum:
 
     @staticmethod
     def takes(x: torch.Tensor) -> bool:
-        """Whether it can sum this tensor."""
+        """Return whether this tensor is supported."""
         return x.dtype in _DTYPES and x.is_contiguous() and x.nbytes <= MOST_BYTES and x.nbytes % _STEP == 0
 
     def add_up(self, x: torch.Tensor) -> None:
@@ -43,8 +45,7 @@ class OneShotSum:
 
 
 def one_shot_sum(group: dist.ProcessGroup, device: torch.device) -> OneShotSum | None:
-    """A sum that all ranks of the group can use and that adds up right; None: at least one cannot. All ranks call it at
-    the same time."""
+    """Return an all-reduce that passed a self-test on all ranks, or None. All ranks call this at the same time."""
     found, why = None, "it adds up wrong"
     try:
         found = OneShotSum(group, device)
@@ -52,7 +53,7 @@ def one_shot_sum(group: dist.ProcessGroup, device: torch.device) -> OneShotSum |
         found.add_up(probe)
         size = group.size()
         works = bool((probe == 2.0 * size + size * (size - 1) / 2).all())
-    except Exception as error:  # of the driver, or of cards that cannot reach each other's memory
+    except Exception as error:  # of the driver, or of GPUs that cannot reach each other's memory
         works, why = False, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     agreed = torch.tensor([float(works)], device=device)
     dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=group)

@@ -1,4 +1,4 @@
-"""Page-locked host memory, which a GPU copies from and to without the host, overlapped with kernels."""
+"""Page-locked CPU memory, which a GPU copies from and to without the CPU, overlapped with kernels."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ _REGISTER_FLAGS = 1 | 2
 
 
 def page_locked_bytes(size: int) -> tuple[torch.Tensor, Callable[[], None]]:
-    """`size` zero bytes as a uint8 tensor, and a function that unlocks them, for when no copy uses them any more.
+    """Return `size` zero bytes as a uint8 tensor, and a function that unlocks them once no copy uses them.
 
-    First choice: locks memory in place. Second, if there is enough memory: torch's own page-locked memory, which is
-    rounded up to a power of two. Last, with a warning: memory that is not locked, which makes steps wait for copies.
+    Locks memory in place if possible. Otherwise, if there is enough memory, uses torch's page-locked memory, whose size
+    is rounded up to a power of two. As a last resort, with a warning, returns memory that is not locked, which makes
+    steps wait for copies.
     """
     memory = _mapped(size)
     if _lock(memory):
@@ -37,7 +38,6 @@ def page_locked_bytes(size: int) -> tuple[torch.Tensor, Callable[[], None]]:
 
 
 def _mapped(size: int) -> torch.Tensor:
-    """Zero bytes in whole pages, large ones where the system has them."""
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     # A child process must not copy pages that the device writes.
     for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
@@ -47,7 +47,6 @@ def _mapped(size: int) -> torch.Tensor:
 
 
 def _lock(memory: torch.Tensor) -> bool:
-    """Lock the memory with CUDA; returns whether that worked."""
     try:
         code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), _REGISTER_FLAGS))
     except (RuntimeError, AttributeError, TypeError, AssertionError) as error:
@@ -66,7 +65,7 @@ def _forget_error() -> None:
 
 
 def _unlock(memory: torch.Tensor) -> None:
-    # At exit CUDA may end first, and with it the lock.
+    # At exit CUDA may end first, which unlocks the memory.
     with contextlib.suppress(Exception):
         if int(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())):
             _forget_error()

@@ -1,9 +1,9 @@
-"""How a model is split over ranks, and the communication of the ranks during a step.
+"""Model sharding over ranks, and the communication of the ranks during a step.
 
-Tensor parallelism as in Megatron-LM: every rank of a stage has some heads, some columns of the MLP and some of the
-vocabulary, and the stage sums the ranks' results. Pipeline parallelism: a stage has some consecutive layers.
+Tensor parallelism follows Megatron-LM: every rank of a stage has some heads, some columns of the MLP and some of the
+vocabulary, and the stage sums the ranks' results. In pipeline parallelism, a stage has some consecutive layers.
 
-This module does not import torch: sizes can be checked against a model without it.
+This module does not import torch, so that sizes can be checked against a model without it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class Shard:
     """A rank's position: tensor rank `tp_rank` of `tp_size` in stage `pp_rank` of `pp_size`.
 
-    A rank owns a range of consecutive heads, columns, token ids and layers; the ranges of a stage's ranks, or of the
+    A rank owns a range of consecutive heads, columns, token ids and layers. The ranges of a stage's ranks, or of the
     stages, are adjacent. `check_shards` defines which sizes fit a model.
     """
 
@@ -41,19 +41,18 @@ class Shard:
 
     @classmethod
     def of_rank(cls, rank: int, tp_size: int, pp_size: int) -> Shard:
-        """The shard of a rank number. Ranks are numbered stage by stage."""
+        """Return the shard of a rank number; ranks are numbered stage by stage."""
         if not 0 <= rank < tp_size * pp_size:
             raise ValueError(f"rank must be in [0, {tp_size * pp_size - 1}], got {rank}")
         return cls(rank % tp_size, tp_size, rank // tp_size, pp_size)
 
     @property
     def rank(self) -> int:
-        """Number among all ranks of the model."""
+        """Number among all ranks of the model, stage by stage."""
         return self.pp_rank * self.tp_size + self.tp_rank
 
     @property
     def ranks(self) -> int:
-        """Number of ranks of the model."""
         return self.tp_size * self.pp_size
 
     @property
@@ -68,43 +67,43 @@ class Shard:
 
     @property
     def name(self) -> str:
-        """For messages."""
         return (
             f"rank {self.rank} (stage {self.pp_rank} of {self.pp_size}, tensor rank {self.tp_rank} of {self.tp_size})"
         )
 
     def heads(self, config: ModelConfig) -> range:
-        """Query heads."""
         return _part(config.num_heads, self.tp_rank, self.tp_size)
 
     def kv_heads(self, config: ModelConfig) -> range:
-        """Key-value heads. With more ranks than heads, several ranks have the same head: they need as much KV memory as
-        with a smaller tp_size, but a model with two key-value heads can use eight devices."""
+        """Return the KV heads of the rank.
+
+        With more ranks than heads, several ranks have the same head. They need as much KV memory as with a smaller
+        tp_size, but a model with two KV heads can use eight devices.
+        """
         first = self.tp_rank * config.num_kv_heads // self.tp_size
         return range(first, first + max(1, config.num_kv_heads // self.tp_size))
 
     def query_rows(self, config: ModelConfig) -> range:
-        """Rows of the query projection, which are the columns of the output projection."""
+        """Return the rows of the query projection, which are the columns of the output projection."""
         return scaled(self.heads(config), config.head_dim)
 
     def kv_rows(self, config: ModelConfig) -> range:
-        """Rows of the key projection, and of the value projection."""
+        """Return the rows of the key projection and of the value projection."""
         return scaled(self.kv_heads(config), config.head_dim)
 
     def columns(self, config: ModelConfig) -> range:
-        """Columns of the MLP between its two projections."""
+        """Return the columns of the MLP between its two projections."""
         return _part(config.intermediate_size, self.tp_rank, self.tp_size)
 
     def vocabulary(self, config: ModelConfig) -> range:
-        """Token ids whose embeddings and logits it has; the ranks' counts differ by at most one."""
+        """Return the token ids whose embeddings and logits the rank has; the ranks' counts differ by at most one."""
         return _part(config.vocab_size, self.tp_rank, self.tp_size)
 
     def vocabulary_sizes(self, config: ModelConfig) -> list[int]:
-        """Of all ranks of a stage."""
         return [len(_part(config.vocab_size, rank, self.tp_size)) for rank in range(self.tp_size)]
 
     def layers(self, config: ModelConfig) -> range:
-        """Layers of the stage; the stages' counts differ by at most one."""
+        """Return the layers of the stage; the stages' counts differ by at most one."""
         return _part(config.num_layers, self.pp_rank, self.pp_size)
 
 
@@ -112,7 +111,7 @@ WHOLE = Shard()
 
 
 def scaled(part: range, size: int) -> range:
-    """The rows of consecutive items that have `size` rows each."""
+    """Return the rows of consecutive items that have `size` rows each."""
     return range(part.start * size, part.stop * size)
 
 
@@ -121,8 +120,11 @@ def _part(total: int, rank: int, size: int) -> range:
 
 
 def check_shards(config: ModelConfig, tp_size: int, pp_size: int) -> None:
-    """Raise `ModelError` unless the model can be split over these sizes; the text gives the setting, the bound and the
-    nearest sizes that fit. Heads and the MLP's width must divide evenly; layers and the vocabulary need not."""
+    """Raise `ModelError` unless the model can be split over these sizes.
+
+    Heads and the MLP's width must divide evenly; layers and the vocabulary need not. The message gives the setting, the
+    bound and the nearest sizes that fit.
+    """
     heads, kv_heads, width = config.num_heads, config.num_kv_heads, config.intermediate_size
     rules: list[tuple[Callable[[int], bool], str]] = [
         (lambda size: 1 <= size <= heads, f"be in [1, {heads}], the number of the model's attention heads"),
@@ -151,18 +153,23 @@ def _nearest(size: int, fitting: Sequence[int]) -> str:
 
 
 class Group(Protocol):
-    """Communication of a rank with the others of its model. The ranks concerned make the same calls in the same order.
-    A call that cannot be completed raises; the rank has then failed.
+    """Communication of a rank with the other ranks of its model.
 
-    shard: this rank's position. waited_s: seconds spent so far in waiting for the previous stage.
+    The participating ranks make the same calls in the same order. A call that cannot complete raises, and the rank has
+    then failed.
+
+    Attributes:
+        waited_s: Total seconds spent waiting for the previous stage.
     """
 
     shard: Shard
     waited_s: float
 
     def count_once(self, total: torch.Tensor) -> None:
-        """Clear a total that all ranks of the stage hold, on all ranks except one, before they add to it, so that
-        `all_reduce` counts it once."""
+        """Clear a total that all ranks of the stage hold, except on one rank, so that `all_reduce` counts it once.
+
+        Call it before adding to the total.
+        """
         ...
 
     def all_reduce(self, x: torch.Tensor) -> None:
@@ -170,12 +177,14 @@ class Group(Protocol):
         ...
 
     def gather(self, part: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-        """Concatenate the shares [n, sizes[r]] of the stage's ranks r along columns, on every rank."""
+        """Concatenate the parts [n, sizes[r]] of the stage's ranks r along columns, on every rank."""
         ...
 
     def send(self, x: torch.Tensor) -> None:
-        """Send `x`, which must not change any more, to the same tensor rank of the next stage; may return before it
-        arrives."""
+        """Send `x`, which must not change afterwards, to the same tensor rank of the next stage.
+
+        May return before it arrives.
+        """
         ...
 
     def receive(self, x: torch.Tensor) -> None:
@@ -188,11 +197,11 @@ class Group(Protocol):
 
 
 class GroupError(Exception):
-    """Another rank is lost or does not answer. The text names this rank and the call."""
+    """Another rank is lost or does not answer; the message names this rank and the call."""
 
 
 class Alone:
-    """The group of a single rank, which has the whole model."""
+    """Group of a single rank, which has the whole model."""
 
     shard = WHOLE
     waited_s = 0.0

@@ -13,10 +13,14 @@ SCALINGS = ("default", "linear", "llama3", "yarn")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeSettings:
-    """Rotary embedding of the first `rotary_dim` values of each head; value i is paired with value i + rotary_dim / 2.
+    """Rotary embedding of the first `rotary_dim` values of each head.
 
-    scaling: one of `SCALINGS`. attention_factor multiplies both cosine and sine (YaRN). The remaining fields are
-    parameters of one scaling and ignored by the others.
+    Value i is paired with value i + rotary_dim / 2. Fields other than these are parameters of one scaling and ignored
+    by the others.
+
+    Attributes:
+        scaling: One of `SCALINGS`.
+        attention_factor: Multiplies both cosine and sine (YaRN).
     """
 
     theta: float
@@ -32,7 +36,7 @@ class RopeSettings:
     attention_factor: float = 1.0
 
     def inverse_frequencies(self) -> list[float]:
-        """Radians per position of each of the rotary_dim / 2 pairs."""
+        """Return the radians per position of each of the rotary_dim / 2 pairs."""
         plain = [self.theta ** (-2 * i / self.rotary_dim) for i in range(self.rotary_dim // 2)]
         if self.scaling == "linear":
             return [f / self.factor for f in plain]
@@ -43,7 +47,7 @@ class RopeSettings:
         return plain
 
     def _llama3(self, frequency: float) -> float:
-        """Long waves are stretched by `factor`, short ones kept, those between interpolated."""
+        """Stretch long waves by `factor`, keep short ones, and interpolate in between."""
         turns = self.original_max_positions * frequency / (2 * math.pi)
         if turns > self.high_freq_factor:
             return frequency
@@ -53,7 +57,7 @@ class RopeSettings:
         return (1 - keep) * frequency / self.factor + keep * frequency
 
     def _yarn(self, plain: list[float]) -> list[float]:
-        """Pairs below `low` keep their frequency, pairs above `high` are stretched, with a linear ramp between."""
+        """Keep the frequency of pairs below `low`, stretch pairs above `high`, with a linear ramp in between."""
 
         def pair_with_turns(turns: float) -> float:
             wave = self.original_max_positions / (turns * 2 * math.pi)
@@ -69,10 +73,14 @@ class RopeSettings:
 
 
 def parse_rope(raw: Mapping[str, Any], head_dim: int, max_positions: int, default_share: float) -> RopeSettings:
-    """Rotary settings of a config.json, in the older (`rope_theta`, `rope_scaling`) or newer form.
+    """Parse the rotary settings of a config.json, in the older (`rope_theta`, `rope_scaling`) or newer form.
 
-    default_share: share of the head that rotates if the file does not set it. Raises `ValueError` for a scaling that is
-    not in `SCALINGS` and a number out of bounds, `KeyError` for a scaling that lacks a parameter.
+    Args:
+        default_share: Fraction of the head that rotates if the file does not set it.
+
+    Raises:
+        ValueError: If a scaling is not in `SCALINGS` or a number is out of bounds.
+        KeyError: If a scaling lacks a parameter.
     """
     nested = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
     given = (("rope_theta", nested), ("rope_theta", raw), ("rotary_emb_base", raw))
@@ -112,12 +120,12 @@ def parse_rope(raw: Mapping[str, Any], head_dim: int, max_positions: int, defaul
 
 
 def is_number(value: object) -> bool:
-    """Return whether a value of a JSON file is a finite number that a float can have."""
+    """Return whether a JSON value is a finite number that fits a float."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _bounded(name: str, value: Any, *, low: float | None = None, high: float = math.inf) -> float:
-    """Return a number in [low, high], above 0 where `low` is None. Raises `ValueError` that names the field."""
+    """Return a number in [low, high], above 0 if `low` is None, or raise ValueError that names the field."""
     if not (is_number(value) and (value > 0 if low is None else low <= value) and value <= high):
         bounds = "above 0" if low is None else f"of at least {low:g}"
         most = "" if high == math.inf else f" and at most {high:g}"

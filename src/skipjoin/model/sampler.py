@@ -1,7 +1,7 @@
-"""Sampling: from logits to tokens. A row's token is a function of its logits, its parameters and (seed, position) only.
+"""Sampling: from logits to tokens. A token is a function of its logits, parameters, seed and position only.
 
 The random number of a token is a hash of the request's seed and the token's position, not the output of a stateful
-generator: neighbours in the batch, preemption and restarts cannot change a seeded output.
+generator. Neighbors in the batch, preemption and restarts therefore cannot change a seeded output.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from skipjoin.sampling import SamplingParams
 _MASK = (1 << 64) - 1
 # Number of candidates before a full sort: top-p rarely keeps more.
 _CANDIDATES = 256
-# Groups of a row for each of its largest values that are wanted: more give a closer bound, and take longer themselves.
+# Groups of a row per wanted largest value: more give a tighter bound, but take longer themselves.
 _GROUPS = 4
 # Tokens per group in the search for the likeliest, which sorts the maxima of all groups and the tokens of the best
 # groups. With 64, a large vocabulary has about as many groups as 20 groups have tokens.
@@ -26,17 +26,17 @@ _GROUP = 64
 _MAX_ID = (1 << 32) - 1
 # Rows of prompt scores at a time: each needs a copy of the vocabulary's logits.
 _SCORED_ROWS = 256
-# Least temperature that logits are divided by: the quotients stay within float32. Already at larger ones a token has
+# Minimum temperature that logits are divided by, so that the quotients fit float32. At larger ones already, a token has
 # all of the probability, or an equal share with tokens of the same logit.
 _COLDEST = 1e-30
-# Probabilities are summed in runs of this length first: a prefix sum over a whole vocabulary is slow.
+# Probabilities are first summed in runs of this length, because a prefix sum over a whole vocabulary is slow.
 _RUN = 128
 
 Alternatives = tuple[tuple[int, float], ...]
 
 
 class SampleRow(NamedTuple):
-    """What the next token of one sequence depends on besides its logits. prompt, output: token ids so far."""
+    """Inputs of a sequence's next token besides its logits; `prompt` and `output` are the token ids so far."""
 
     params: SamplingParams
     seed: int
@@ -46,8 +46,10 @@ class SampleRow(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """A chosen token; if requested, its natural log-probability and the likeliest alternatives, best first; of equally
-    likely ones, the lower id first."""
+    """A sampled token, with its natural log-probability and the likeliest alternatives if requested.
+
+    Alternatives are sorted best first, and by id if equally likely.
+    """
 
     token: int
     logprob: float | None = None
@@ -55,14 +57,14 @@ class Sampled(NamedTuple):
 
 
 class SampledTokens(NamedTuple):
-    """The tokens of all rows, int64 [rows] on the device of the logits, and their report in transit to the host."""
+    """Tokens of all rows, int64 [rows] on the device of the logits, and their report in transit to the CPU."""
 
     tokens: torch.Tensor
     report: HostCopy[list[Sampled]]
 
 
 def joined(parts: Sequence[SampledTokens]) -> SampledTokens | None:
-    """The tokens of all parts in order; None: there are no parts."""
+    """Return the tokens of all parts in order, or None without parts."""
     if len(parts) < 2:
         return parts[0] if parts else None
     tokens = torch.cat([part.tokens for part in parts])
@@ -70,8 +72,6 @@ def joined(parts: Sequence[SampledTokens]) -> SampledTokens | None:
 
 
 class JoinedReports(HostCopy[list[Sampled]]):
-    """Reports that are on their way, one after the other."""
-
     def __init__(self, parts: Sequence[HostCopy[list[Sampled]]]) -> None:
         self._parts = parts
 
@@ -80,7 +80,7 @@ class JoinedReports(HostCopy[list[Sampled]]):
 
 
 class PromptLogprob(NamedTuple):
-    """Log-probability of a given token, the likeliest tokens in its place, and its rank (1: likeliest)."""
+    """Log-probability of a given token, the likeliest alternatives, and its rank (1 is likeliest)."""
 
     logprob: float
     top: Alternatives
@@ -88,19 +88,25 @@ class PromptLogprob(NamedTuple):
 
 
 class FindThresholds(Protocol):
-    """Finds, per row, the smallest value that top_k, then top_p, keep: [n, 1]."""
+    """Finds, per row, the smallest value that top_k, then top_p, keep."""
 
     def __call__(self, scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-        """scaled: float32 [n, vocab], no value above 0, the largest of each row 0. top_k: int64 [n], vocab for none.
-        top_p: float64 [n], 1 for none.
+        """Return the thresholds, [n, 1].
+
+        Args:
+            scaled: float32 [n, vocab], nonpositive, with a row maximum of 0.
+            top_k: int64 [n]; vocab for no limit.
+            top_p: float64 [n]; 1 for no limit.
         """
         ...
 
 
 class Sampler:
-    """Chooses next tokens over a vocabulary of `vocab_size`. Token ids outside it in parameters are ignored.
+    """Samples next tokens over a vocabulary of `vocab_size`. Token ids outside it in parameters are ignored.
 
-    find_thresholds: for top_k and top_p; None: from the largest logits, which makes the host wait for a GPU.
+    Args:
+        find_thresholds: Implements top_k and top_p; None searches the largest logits, which makes the CPU wait for a
+            GPU.
     """
 
     def __init__(self, vocab_size: int, find_thresholds: FindThresholds | None = None) -> None:
@@ -109,11 +115,14 @@ class Sampler:
 
     @torch.inference_mode()
     def sample(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> SampledTokens:
-        """Sample one token per row. logits: float32 [len(rows), vocab_size], not changed, and not needed after the
-        call. On CUDA the host does not wait for the device, unless `find_thresholds` does.
+        """Sample one token per row.
 
-        In order: logit_bias, penalties, min_tokens' ban on ending, then the largest logit where temperature is 0, else
-        temperature, top_k, top_p, min_p and a draw. Reported log-probabilities are those of the logits as given.
+        Applies, in order, logit_bias, penalties and min_tokens' ban on ending. Then it takes the largest logit at
+        temperature 0, or else applies temperature, top_k, top_p and min_p and draws. Reported logprobs are those of the
+        unmodified logits. On CUDA the CPU does not wait for the device, unless `find_thresholds` does.
+
+        Args:
+            logits: float32 [len(rows), vocab_size]; not changed, and not needed after the call.
         """
         if logits.shape != (len(rows), self.vocab_size):
             raise ValueError(f"logits are {tuple(logits.shape)}; the rows need {(len(rows), self.vocab_size)}")
@@ -131,7 +140,7 @@ class Sampler:
         return SampledTokens(tokens, _report(logits, tokens, rows))
 
     def _shaped(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
-        """The logits after biases, penalties and bans; `logits` itself if no row has any."""
+        """Return the logits after biases, penalties and bans, or `logits` itself if no row has any."""
         biased = [(i, row) for i, row in enumerate(rows) if row.params.logit_bias]
         penalised = [(i, row) for i, row in enumerate(rows) if needs_output(row.params)]
         unfinished = [(i, row) for i, row in enumerate(rows) if len(row.output) < row.params.min_tokens]
@@ -154,8 +163,10 @@ class Sampler:
         return logits
 
     def _penalise(self, logits: torch.Tensor, rows: list[tuple[int, SampleRow]]) -> None:
-        """Apply repetition, then frequency and presence penalties to the given rows, in place. Only the logits of
-        tokens that there were are touched: they are few, compared to the vocabulary."""
+        """Apply repetition, then frequency and presence penalties to the given rows, in place.
+
+        Only the logits of tokens that occurred are touched, which are few compared to the vocabulary.
+        """
         flat, device = logits.view(-1), logits.device
         repeated = [(i, row) for i, row in rows if row.params.repetition_penalty != 1]
         if repeated:
@@ -181,12 +192,12 @@ class Sampler:
             flat[index] = values - to_device(torch.from_numpy(presence), device)
 
     def _places(self, row: int, tokens: Sequence[int]) -> np.ndarray:
-        """Where the logits of a row's tokens are, of all logits one after the other: int64 [len(tokens)]."""
+        """Return the flat indexes of a row's tokens in all logits: int64 [len(tokens)]."""
         return np.asarray(tokens, np.int64) + row * self.vocab_size
 
 
 def uniform(seed: int, position: int) -> float:
-    """The random number in [0, 1) of one token: SplitMix64's finaliser over seed and position, 53 bits."""
+    """Return the random number in [0, 1) of one token: SplitMix64's finalizer over seed and position, 53 bits."""
     z = _mix(_mix(seed & _MASK) + position * 0x9E3779B97F4A7C15)
     return (z >> 11) * 2.0**-53
 
@@ -205,8 +216,12 @@ def prompt_logprobs(
     k: int,
     logits_of: Callable[[torch.Tensor], torch.Tensor] = lambda logits: logits,
 ) -> HostCopy[list[PromptLogprob]]:
-    """Log-probabilities of given tokens. rows: n of them; targets: n token ids; k: alternatives each. logits_of: from
-    at most `_SCORED_ROWS` rows to [rows, vocab]; without it the rows are logits."""
+    """Compute the logprobs of the tokens `targets`, one per row.
+
+    Args:
+        k: Number of alternatives per token.
+        logits_of: Maps at most `_SCORED_ROWS` rows to logits [rows, vocab]; by default the rows are logits.
+    """
     if not len(targets):
         return HostCopy([], lambda _: [])
     index = send(targets, rows.device, torch.int64)[:, None]
@@ -222,7 +237,7 @@ def prompt_logprobs(
 
 
 def _scored(logits: torch.Tensor, index: torch.Tensor, k: int) -> tuple[torch.Tensor, ...]:
-    """Log-probabilities of the tokens in `index`, their ranks, and the k likeliest of each row."""
+    """Return the logprobs of the tokens in `index`, their ranks, and the k likeliest tokens of each row."""
     logits = logits.float()
     ids, ranks = _likeliest(logits, k), (logits > logits.gather(1, index)).sum(-1) + 1
     logprobs = logits.log_softmax(-1)
@@ -244,7 +259,7 @@ def _likeliest(logits: torch.Tensor, k: int) -> torch.Tensor:
     n, vocab = logits.shape
     groups = vocab // _GROUP
     grouped, device = groups * _GROUP, logits.device
-    # Every one of the k first tokens is in one of the k first groups, or behind the last whole group.
+    # Each of the k first tokens is in one of the k first groups, or behind the last whole group.
     maxima = logits[:, :grouped].reshape(n, groups, _GROUP).amax(-1)
     first = _first(maxima, torch.arange(groups, device=device), min(k, groups))
     ids = (first[:, :, None] * _GROUP + torch.arange(_GROUP, device=device)).flatten(1)
@@ -253,16 +268,19 @@ def _likeliest(logits: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def _first(values: torch.Tensor, ids: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the `count` ids of each row with the largest values; of equal values, the lower id first. values: float32
-    [n, m]. ids: below 2^32, [n, m] or [m]."""
-    bits = (values + 0.0).view(torch.int32)  # of 0 and -0 the same
-    ordered = (bits ^ (bits >> 31 & 0x7FFFFFFF)).long()  # in the order of the values
+    """Return the `count` ids of each row with the largest values; of equal values, the lower id first.
+
+    Args:
+        values: float32 [n, m].
+        ids: Below 2^32, [n, m] or [m].
+    """
+    bits = (values + 0.0).view(torch.int32)  # makes 0 and -0 equal
+    ordered = (bits ^ (bits >> 31 & 0x7FFFFFFF)).long()  # sorts like the values
     return ~(ordered << 32 | _MAX_ID - ids).topk(count).values & _MAX_ID
 
 
 def _argmax(logits: torch.Tensor) -> torch.Tensor:
-    """The index of the largest value of each row: int64 [n]. On a CPU numpy's search is many times faster than
-    torch's."""
+    """Return the index of each row's largest value, int64 [n]. On a CPU numpy is many times faster than torch."""
     return torch.from_numpy(logits.numpy().argmax(-1)) if logits.device.type == "cpu" else logits.argmax(-1)
 
 
@@ -291,13 +309,12 @@ def _report(logits: torch.Tensor, tokens: torch.Tensor, rows: Sequence[SampleRow
 
 
 def _alternatives(ids: torch.Tensor, values: torch.Tensor) -> list[Alternatives]:
-    """Tokens of each row with their log-probabilities, in the order given; [n, k] each."""
     pairs = zip(ids.tolist(), values.tolist(), strict=True)
     return [tuple(zip(ids, values, strict=True)) for ids, values in pairs]
 
 
 def needs_output(params: SamplingParams) -> bool:
-    """Whether the logits of the next token are changed by penalties, which depend on earlier tokens."""
+    """Return whether penalties, which depend on earlier tokens, change the logits of the next token."""
     return params.presence_penalty != 0 or params.frequency_penalty != 0 or params.repetition_penalty != 1
 
 
@@ -313,8 +330,8 @@ def _column(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
 def _draw(logits: torch.Tensor, rows: Sequence[SampleRow], find_thresholds: FindThresholds) -> torch.Tensor:
     """Sample each row at its temperature (> 0) among the tokens that its filters keep: int64 [n].
 
-    Every filter keeps tokens at least as likely as its threshold, so that tokens of equal logits are kept or dropped
-    together; the draw runs through the vocabulary in order.
+    Every filter keeps tokens at least as likely as its threshold, so tokens of equal logits are kept or dropped
+    together. The draw runs through the vocabulary in order.
     """
     scaled = logits / _column([max(row.params.temperature, _COLDEST) for row in rows], logits)
     scaled -= scaled.amax(-1, keepdim=True)  # the maximum becomes 0, so exp cannot overflow
@@ -328,14 +345,14 @@ def _draw(logits: torch.Tensor, rows: Sequence[SampleRow], find_thresholds: Find
             threshold = scaled.new_full((len(rows), 1), -torch.inf)
             index = send(filtered, logits.device)
             threshold[index] = _thresholds(scaled[index], params, find_thresholds)
-        # In place, 1 or 0 in the type of the logits: a CPU makes Booleans many times more slowly.
+        # In place, as 1 or 0 in the type of the logits: Booleans are many times slower on a CPU.
         weights *= scaled.ge_(threshold)
     uniforms = [uniform(row.seed, len(row.prompt) + len(row.output)) for row in rows]
     return _invert(weights, send(uniforms, logits.device, torch.float64))
 
 
 def _thresholds(scaled: torch.Tensor, params: Sequence[SamplingParams], find: FindThresholds) -> torch.Tensor:
-    """The smallest scaled logit that top_k, then top_p, then min_p keep: [n, 1]. Row maxima are 0."""
+    """Return the smallest scaled logit that top_k, then top_p, then min_p keep: [n, 1]. Row maxima are 0."""
     vocab, device = scaled.shape[-1], scaled.device
     limits = [p.top_k if 0 < p.top_k < vocab else vocab for p in params]
     min_p = _column([p.min_p for p in params], scaled).log()
@@ -346,17 +363,17 @@ def _thresholds(scaled: torch.Tensor, params: Sequence[SamplingParams], find: Fi
 
 
 def largest_first(scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """See `FindThresholds`. Tries the largest logits first, and sorts the rows for which those are too few."""
+    """Find thresholds among the largest logits, sorting only the rows for which those do not suffice."""
     vocab = scaled.shape[-1]
     limits, shares = top_k.tolist(), top_p.tolist()
     wanted = max([k for k in limits if k < vocab], default=0)
     has_unlimited = any(k == vocab for k in limits)
     best = _largest(scaled, min(max(wanted, _CANDIDATES), vocab) if has_unlimited else wanted)
     if any(k == vocab and p < 1 for k, p in zip(limits, shares, strict=True)):
-        # Sums in float64: they are compared with probabilities near 1. In runs: torch's threads share the sum of a row
-        # only where there is one row, which rounds differently.
+        # Summed in float64, because the sums are compared with probabilities near 1. Summed in runs, because torch's
+        # threads split the sum of a row only if there is a single row, which rounds differently.
         totals = _in_runs(scaled.double().exp_()).sum(-1).cumsum(-1)[:, -1:]
-    else:  # `_from_best` takes those of top_k
+    else:  # `_from_best` uses the sums of top_k
         totals = scaled.new_zeros((len(limits), 1), dtype=torch.float64)
     threshold, enough = _from_best(best, totals, top_k[:, None], top_p[:, None])
     if not enough.all():
@@ -367,8 +384,11 @@ def largest_first(scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
 
 
 def _largest(values: torch.Tensor, count: int) -> torch.Tensor:
-    """The `count` largest of each row, descending: [n, count]. On a CPU numpy sorts many times faster than torch, and
-    fewer numbers: as many groups as `count` have a maximum of at least some bound, so that no smaller number counts."""
+    """Return the `count` largest values of each row, descending: [n, count].
+
+    On a CPU, numpy sorts many times faster than torch. It also sorts fewer numbers: `count` groups have a maximum of at
+    least some bound, so smaller numbers are irrelevant.
+    """
     if values.device.type != "cpu":
         return values.topk(count).values
     rows = values.numpy()
@@ -381,7 +401,7 @@ def _largest(values: torch.Tensor, count: int) -> torch.Tensor:
     found = np.empty((len(rows), count), rows.dtype)
     for row, bound, best in zip(rows, bounds, found, strict=True):
         above = row[row >= bound]
-        if len(above) < count:  # some are no numbers
+        if len(above) < count:  # some are NaN
             above = row.copy()
         above.sort()
         best[:] = above[: -count - 1 : -1]
@@ -391,16 +411,19 @@ def _largest(values: torch.Tensor, count: int) -> torch.Tensor:
 def _from_best(
     best: torch.Tensor, totals: torch.Tensor, k: torch.Tensor, top_p: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Thresholds of top_k and top_p from the largest logits, descending, and whether those suffice.
+    """Return thresholds of top_k and top_p from the largest logits `best`, descending, and whether those suffice, [n].
 
-    totals: sum of exp over the whole row. All shapes are [n, 1], except `best` and the second return value, [n].
+    All other shapes are [n, 1].
+
+    Args:
+        totals: Sums of exp over the whole rows.
     """
     width = best.shape[-1]
     order = torch.arange(width, device=best.device)
     sums = best.double().exp_().masked_fill_(order >= k, 0).cumsum(-1)
     limited = k <= width
     kept_total = torch.where(limited, sums[:, -1:], totals)
-    # The first position whose prefix sum reaches top_p of the sum that top_k keeps.
+    # First position whose prefix sum reaches top_p of the sum that top_k keeps.
     reached = sums >= top_p * kept_total
     last_p = torch.where(reached.any(-1, keepdim=True), reached.int().argmax(-1, keepdim=True), width - 1)
     whole = top_p >= 1  # rounding must not cut anything off
@@ -412,7 +435,7 @@ def _from_best(
 
 
 def _invert(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """Index at which the running sum of each row passes its share `uniforms` of the row's sum: int64 [n]."""
+    """Return the index at which each row's running sum passes the fraction `uniforms` of its sum: int64 [n]."""
     padded = _in_runs(weights)
     runs = padded.shape[1]
     run_ends = padded.sum(-1, dtype=torch.float64).cumsum(-1)
@@ -422,7 +445,7 @@ def _invert(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     inside = padded.gather(1, run[:, :, None].expand(-1, -1, _RUN))[:, 0]
     ends = inside.cumsum(-1, dtype=torch.float64)
     offset = torch.searchsorted(ends, target - before, right=True)
-    # Rounding can put the target past the run's end: then its last token that can be drawn.
+    # Rounding can put the target past the run's end. Then take its last token with a positive weight.
     drawable = torch.where(inside > 0, torch.arange(_RUN, device=weights.device), 0).amax(-1, keepdim=True)
     return (run * _RUN + offset.minimum(drawable))[:, 0]
 

@@ -1,9 +1,9 @@
-"""The program that renders chat templates for `ChatTemplate`, which starts it and limits what it may use.
+"""Program that renders chat templates for `ChatTemplate`, which starts it and limits its resources.
 
     python -P template_program.py
 
 It reads frames from standard input and answers each with one on standard output: first the template, then
-conversations. It imports nothing of this package, so that it starts in a third of the time.
+conversations. It imports nothing of this package, which makes it start in a third of the time.
 
 Templates come with downloaded models, so they run in Jinja's sandbox, without access to Python objects. Jinja cannot
 bound their time or memory: `'x' * 10**10` is one call into the interpreter. The kernel can.
@@ -30,30 +30,29 @@ try:
 except ImportError:  # not on Windows
     resource = None  # type: ignore[assignment]
 
-# Processor time of one conversation. Templates of released models take less than a millisecond.
+# CPU time of one conversation. Templates of released models take less than a millisecond.
 MAX_CPU_S = 0.5
-# Address space of this process, of which the interpreter has about 50 MiB.
+# Address space of this process, of which the interpreter takes about 50 MiB.
 MAX_MEMORY_BYTES = 512 << 20
-# Text of one conversation, four times the longest body of a request by default. The caller copies it while streams
-# wait: 31 MiB take 20 ms.
+# Text of one conversation: four times the default limit of a request body. The caller copies it while streams wait: 31
+# MiB take 20 ms.
 MAX_TEXT_BYTES = 16 << 20
-# Characters of an error: a template may raise one of any length.
+# Characters of an error, since a template may raise one of any length.
 MAX_ERROR_CHARS = 1000
 
-# What an answer is: a text, a conversation that the template rejects, an exception, or a limit that was reached.
+# Kinds of answers: a text, a conversation that the template rejects, an exception, or a limit that was reached.
 TEXT, REJECTED, FAILED, OUT_OF_MEMORY, TOO_LONG = range(5)
 _HEAD = struct.Struct("<BQ")
 
 
 def write_frame(file: IO[bytes], kind: int, content: bytes) -> None:
-    """Write one frame."""
     file.write(_HEAD.pack(kind, len(content)))
     file.write(content)
     file.flush()
 
 
 def read_frame(file: IO[bytes]) -> tuple[int, bytes]:
-    """Read one frame: its kind and content. Raises EOFError if the file ends before the frame does."""
+    """Read one frame and return its kind and content; raise EOFError if the file ends before the frame does."""
     kind, size = _HEAD.unpack(_read(file, _HEAD.size))
     return kind, _read(file, size)
 
@@ -69,7 +68,7 @@ def main() -> None:
     """Answer frames until standard input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the caller, which closes standard input
     if resource is not None:
-        with suppress(ValueError, OSError):  # a smaller limit is set, or the system has none
+        with suppress(ValueError, OSError):  # a lower limit is set, or the system has none
             resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with suppress(EOFError):
@@ -91,7 +90,7 @@ def _serve(requests: IO[bytes], answers: IO[bytes]) -> None:
 
 
 def _limited(work: Callable[[Any], str], content: bytes) -> tuple[int, bytes]:
-    """The answer to a frame. The system ends this process, in the middle of any call, when its time is up."""
+    """Answer a frame. The system kills this process, in the middle of any call, when its time is up."""
     _set_timer(MAX_CPU_S)
     try:
         text = work(json.loads(content)).encode()
@@ -126,7 +125,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class _GenerationMarks(Extension):
-    """`{% generation %}` marks the assistant's words for training; rendering outputs only its body."""
+    """Supports `{% generation %}`, which marks the assistant's words for training, by rendering its body."""
 
     tags = {"generation"}  # noqa: RUF012 - Jinja's own declaration
 

@@ -1,7 +1,7 @@
-"""Text to token ids and back, chat templates, and incremental detokenization.
+"""Tokenization, chat templates, and incremental detokenization.
 
-Does not import torch: the `tokenizers` library reads tokenizer.json. A folder without that file is read by
-transformers, which builds the same object from the older files (and imports torch if it can).
+Does not import torch: the `tokenizers` library reads tokenizer.json. If a folder lacks that file, transformers builds
+the same object from the older files (and imports torch if it can).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from skipjoin.model.config import ModelError, read_json
 
 _REPLACEMENT = "\ufffd"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-# Of bytes of text NFC leaves at least one of so many.
+# NFC shrinks text by at most this factor in bytes.
 _NFC_SHRINKS = 3
 _OWN_CODE = "it needs code of the model's own (auto_map), which Skipjoin never runs; a tokenizer.json does without"
 # Tokens kept as context of the next one: enough for any character's bytes and a leading space.
@@ -28,10 +28,15 @@ _PATIENCE = 64
 
 
 def load_tokenizer(folder: str | Path, *, chat_template: str | Path | None = None) -> Tokenizer:
-    """The tokenizer of a model folder. chat_template: a file with a template to use instead of the folder's.
+    """Load the tokenizer of a model folder.
 
-    A template is compiled when it is first used: `ChatTemplate.check` does so before. Raises `ModelError` if there is
-    no tokenizer, or anything cannot be read.
+    A template is compiled when it is first used; `ChatTemplate.check` compiles it earlier.
+
+    Args:
+        chat_template: File with a template to use instead of the folder's.
+
+    Raises:
+        ModelError: If there is no tokenizer, or anything cannot be read.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -79,14 +84,18 @@ def _optional_json(path: Path) -> dict[str, Any]:
 
 
 def _text(token: Any) -> str | None:
-    """A special token as in tokenizer_config.json: a string, or an object with its content."""
+    """Return a special token of tokenizer_config.json, which is a string or an object with its content."""
     if isinstance(token, Mapping):
         token = token.get("content")
     return token if isinstance(token, str) else None
 
 
 class TooManyTokensError(ValueError):
-    """A text has more tokens than wanted. found: how many, in words."""
+    """A text has more tokens than allowed.
+
+    Attributes:
+        found: Number of tokens, in words.
+    """
 
     def __init__(self, found: str) -> None:
         super().__init__(f"the text has {found} tokens")
@@ -94,7 +103,7 @@ class TooManyTokensError(ValueError):
 
 
 class Tokenizer:
-    """A model's vocabulary, its special tokens and its chat template."""
+    """A model's vocabulary, special tokens and chat template."""
 
     def __init__(
         self,
@@ -115,7 +124,7 @@ class Tokenizer:
         self._most_bytes = self._bytes_of_longest()
 
     def _bytes_of_longest(self) -> int:
-        """Most bytes of text that a token stands for; 0 if that is not known."""
+        """Return the maximum number of text bytes of a token, or 0 if unknown."""
         shrinks = 1 if self.backend.normalizer is None else _NFC_SHRINKS
         is_known = self.byte_level and isinstance(self.backend.normalizer, tokenizers.normalizers.NFC | None)
         tokens = self.backend.get_vocab(with_added_tokens=False) if is_known else ()
@@ -124,32 +133,37 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids with a token, added ones included. The model's own vocabulary may be padded beyond."""
+        """Number of ids with a token, including added ones. The model's own vocabulary may be padded beyond."""
         return self.backend.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
-        """Token ids of a text; add_special_tokens: with the tokens that the model expects around it.
+        """Return the token ids of a text.
 
-        Other threads go on meanwhile: of the backend's methods only those for batches release the interpreter. Raises
-        `TooManyTokensError` if there are more than `most`: of a text that must have more this is told at once.
+        Releases the GIL, which only the backend's batch methods do.
+
+        Args:
+            add_special_tokens: Add the tokens that the model expects around the text.
+            most: Maximum number of tokens.
+
+        Raises:
+            TooManyTokensError: If there are more than `most` tokens; at once if the text is long enough to tell.
         """
         if most is not None and (least := self.fewest_tokens(text)) > most:
             raise TooManyTokensError(f"at least {least}")
         (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        if most is not None and len(encoding) > most:  # before a list is made of them, which holds the interpreter
+        if most is not None and len(encoding) > most:  # before creating the list, which holds the GIL
             raise TooManyTokensError(str(len(encoding)))
         return encoding.ids
 
     def fewest_tokens(self, text: str) -> int:
-        """A number of tokens that the text has at least; 0 for a vocabulary whose tokens are not runs of bytes."""
+        """Return a lower bound of the text's tokens; 0 for a vocabulary whose tokens are not runs of bytes."""
         return len(text.encode()) // self._most_bytes if self._most_bytes else 0
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of token ids. Ids without a token are skipped."""
         return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def decode_long(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """As `decode`, at a higher cost for few ids; other threads go on meanwhile."""
+        """Decode while releasing the GIL, at a higher cost for few ids."""
         (text,) = self.backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)
         return text
 
@@ -160,36 +174,36 @@ class Tokenizer:
         most: int | None = None,
         **variables: Any,
     ) -> list[int]:
-        """Token ids of a conversation in the model's chat template. Raises as `chat_text` and `encode`."""
+        """Return the token ids of a conversation in the chat template; raises as `chat_text` and `encode` do."""
         text = self.chat_text(messages, add_generation_prompt, **variables)
         return self.encode(text, add_special_tokens=False, most=most)
 
     def chat_text(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
     ) -> str:
-        """The text of a conversation in the model's chat template; `variables` are passed to the template.
+        """Return the text of a conversation in the model's chat template, which gets `variables`.
 
-        Raises `ModelError` if the model has no template, or the template rejects the conversation.
+        Raises:
+            ModelError: If the model has no template, or the template rejects the conversation.
         """
         if self.chat_template is None:
             raise ModelError("this model has no chat template: use completions, or a model tuned for chat")
         return self.chat_template.render(messages, add_generation_prompt=add_generation_prompt, **variables)
 
     def close(self) -> None:
-        """End the process of the chat template. It may be called again."""
         if self.chat_template is not None:
             self.chat_template.close()
 
     def is_byte(self, token_id: int) -> bool:
-        """Whether the token is one byte of a character that the vocabulary does not have."""
+        """Return whether the token is one byte of a character that the vocabulary does not have."""
         return _BYTE_TOKEN.fullmatch(self.backend.id_to_token(token_id) or "") is not None
 
     def token_text(self, token_id: int) -> str:
-        """One token as text; incomplete characters become U+FFFD."""
+        """Return one token as text; incomplete characters become U+FFFD."""
         return self.token_bytes(token_id).decode("utf-8", errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of a token; empty for an id without a token."""
+        """Return the bytes of a token; empty for an id without a token."""
         if token_id in self._added:
             return self._added[token_id].encode()
         token = self.backend.id_to_token(token_id)
@@ -203,8 +217,10 @@ class Tokenizer:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """The alphabet of byte-level vocabularies: printable Latin-1 bytes are themselves, the others U+0100 and up, in
-    order."""
+    """Return the alphabet of byte-level vocabularies.
+
+    Printable Latin-1 bytes map to themselves, and the others to U+0100 and up, in order.
+    """
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(plain)]
     return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -214,9 +230,8 @@ class Detokenizer:
     """Converts one output to text, token by token, in time and memory that do not grow with its length.
 
     Text is returned once and never changed: a character whose bytes span tokens is held back until its last byte. The
-    returned texts, with that of `finish`, are what the output adds to the prompt's text. Where a vocabulary has
-    single-byte tokens and their bytes never become valid text, the number of replacement characters may differ from
-    decoding the whole output at once.
+    returned texts, including that of `finish`, are what the output adds to the prompt's text. If single-byte tokens
+    never become valid text, the number of replacement characters may differ from decoding the whole output at once.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True) -> None:
@@ -232,7 +247,7 @@ class Detokenizer:
     def _rebase(self, ids: list[int]) -> None:
         """Start a window of ids whose complete text has been returned."""
         self._ids = ids
-        # Up to here the window is whole characters: the next window can start here.
+        # The window is whole characters up to here, so the next window can start here.
         self._boundary = len(ids)
         self._given = len(self._complete(self._decode()))
 
@@ -240,9 +255,9 @@ class Detokenizer:
         return self._tokenizer.decode(self._ids, skip_special_tokens=False) if self._ids else ""
 
     def _complete(self, text: str) -> str:
-        """`text` without the end that later tokens may still turn into characters.
+        """Return `text` without the end that later tokens may still turn into characters.
 
-        Byte-level decoding gives one U+FFFD for an unfinished character; a run of single-byte tokens gives one for each
+        Byte-level decoding gives one U+FFFD for an unfinished character. A run of single-byte tokens gives one for each
         byte until the whole run is valid.
         """
         if self._tokenizer.byte_level:
@@ -250,7 +265,7 @@ class Detokenizer:
         return text.rstrip(_REPLACEMENT)
 
     def add(self, token_id: int) -> str:
-        """The text that this token completes, possibly empty."""
+        """Add a token and return the text that it completes, which may be empty."""
         if token_id in self._skipped:
             return ""
         self._ids.append(token_id)
@@ -262,7 +277,7 @@ class Detokenizer:
         new = complete[self._given :]
         self._given = max(self._given, len(complete))
         if waited:
-            # Byte-level text changes only at its end, wherever the window starts; bytes that have not become a
+            # Byte-level text changes only at its end, wherever the window starts. Bytes that have not become a
             # character by now would corrupt later ones.
             self._rebase(self._ids[-_CONTEXT:] if self._tokenizer.byte_level else [])
         elif len(complete) == len(text):
@@ -270,7 +285,7 @@ class Detokenizer:
         return new
 
     def finish(self) -> str:
-        """The text held back, replacement characters included. No token may be added afterwards."""
+        """Return the text held back, including replacement characters; no token may be added afterwards."""
         rest = self._decode()[self._given :]
         self._given += len(rest)
         return rest

@@ -1,4 +1,4 @@
-"""The group of ranks in separate processes, connected by torch.distributed."""
+"""Group of ranks in separate processes, connected by torch.distributed."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from skipjoin.model.parallel import GroupError, Shard
 
 
 class TorchGroup:
-    """See `Group`. A process is one rank and has at most one group at a time.
+    """`Group` over torch.distributed. A process is one rank and has at most one group at a time.
 
-    Gloo carries tensors in host memory. NCCL is for CUDA, on the thread's current device, small sums apart; not tested
-    on several devices yet.
+    Gloo carries tensors in CPU memory. NCCL is for CUDA, on the thread's current device, except for small sums; it is
+    not tested on several devices yet.
 
-    store: where the ranks find each other; the same for all of them, and used for nothing else. timeout_s: time limit
-    of one call; for the first call, until all ranks have joined. Raises `GroupError`.
+    Args:
+        store: Rendezvous of the ranks, used for nothing else.
+        timeout_s: Time limit of one call; for the first call, until all ranks have joined.
     """
 
     def __init__(self, shard: Shard, store: dist.Store, *, backend: str = "gloo", timeout_s: float) -> None:
@@ -35,7 +36,7 @@ class TorchGroup:
         timeout = timedelta(seconds=timeout_s)
         with self._group_errors("joining the group"):
             dist.init_process_group(backend, store=store, rank=shard.rank, world_size=shard.ranks, timeout=timeout)
-            # All ranks make all groups, in the same order.
+            # All ranks must create all groups, in the same order.
             for stage in range(shard.pp_size):
                 first = stage * shard.tp_size
                 made = dist.new_group(list(range(first, first + shard.tp_size)), timeout=timeout)
@@ -68,7 +69,7 @@ class TorchGroup:
         return torch.cat([one[:, :size] for one, size in zip(parts, sizes, strict=True)], dim=1)
 
     def send(self, x: torch.Tensor) -> None:
-        """Returns before `x` has arrived, so that this stage can begin its next plan; waits for the send before."""
+        """Return before `x` has arrived, so that this stage can begin its next plan; wait for the previous send."""
         x = x.contiguous()
         with self._group_errors("sending to the next stage"):
             self._end_sending()
@@ -77,7 +78,7 @@ class TorchGroup:
         self._sending = (work, x)
 
     def receive(self, x: torch.Tensor) -> None:
-        """Returns when `x` has arrived: NCCL's call returns when it is queued, and the wait would count as work."""
+        """Return when `x` has arrived: NCCL's call returns once queued, and the wait would count as work."""
         begin = time.perf_counter()
         with self._group_errors("receiving from the previous stage"):
             dist.recv(x, self.shard.rank - self.shard.tp_size)
@@ -86,12 +87,12 @@ class TorchGroup:
         self.waited_s += time.perf_counter() - begin
 
     def close(self) -> None:
-        # Connections end with the last reference to their group.
+        # Connections close with the last reference to their group.
         self._sending = self._stage = self._small = None
         if not dist.is_initialized():
             return
         if self._is_nccl:
-            # Leaving in order waits for what is queued, hence for ranks that may be lost.
+            # An orderly exit waits for queued work, hence for ranks that may be lost.
             dist.distributed_c10d._abort_process_group()
         else:
             dist.destroy_process_group()
@@ -103,7 +104,6 @@ class TorchGroup:
 
     @contextmanager
     def _group_errors(self, doing: str) -> Iterator[None]:
-        """Convert torch's error to `GroupError`, with the name of the operation."""
         try:
             yield
         except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""Copies of small values between host and device that do not block the host."""
+"""Nonblocking copies of small values between the CPU and the device."""
 
 from __future__ import annotations
 
@@ -11,21 +11,26 @@ T = TypeVar("T")
 
 
 def to_device(made: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A host tensor on the device. To CUDA the copy is queued on the current stream, from page-locked memory: with
-    other memory the host would wait for all work queued before it."""
+    """Copy a CPU tensor to the device.
+
+    For CUDA the copy is queued on the current stream, from page-locked memory. With other memory the CPU would wait for
+    all work queued before it.
+    """
     return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made
 
 
 def send(values: Sequence[Any], device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """A tensor of these values on the device; does not block."""
+    """Return a tensor of these values on the device, without blocking."""
     return to_device(torch.tensor(values, dtype=dtype), device)
 
 
 class HostCopy(Generic[T]):
-    """A value being copied to the host.
+    """Value being copied to the CPU.
 
-    make: builds the value from the tensors on the host. They are copied in the order of the current stream; later work
-    may overwrite the device tensors.
+    The tensors are copied in the order of the current stream, so later work may overwrite the device tensors.
+
+    Args:
+        make: Builds the value from the tensors on the CPU.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], make: Callable[[list[torch.Tensor]], T]) -> None:
@@ -38,7 +43,7 @@ class HostCopy(Generic[T]):
             self._event.record(torch.cuda.current_stream(tensors[0].device))
 
     def read(self) -> T:
-        """The value; waits for the copy."""
+        """Wait for the copy and return the value."""
         if self._event is not None:
             self._event.synchronize()
         return self._make(self._tensors)

@@ -1,1 +1,1 @@
-"""Costs of steps and transfers on this machine: measured, estimated, cached."""
+"""Step and transfer costs on this machine: measured, estimated, cached."""

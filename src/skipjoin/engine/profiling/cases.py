@@ -1,4 +1,4 @@
-"""The steps to measure: every prefix of the list covers the steps that an engine may run."""
+"""Steps to measure, ordered so that every prefix of the list covers the steps that an engine may run."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import NamedTuple
 
 # Slices as (start, tokens).
 Pieces = tuple[tuple[int, int], ...]
-# One in so many steps of each kind is held out of the fit, to assess it.
+# Of each kind, one step in this many is held out of the fit, to assess it.
 HELD_OUT_EVERY = 3
-# Bases of the Halton sequences. Not 3: as every third step is held out, one third of a range would be held out.
+# Bases of the Halton sequences. Not 3: since every third step is held out, one third of a range would be.
 _BASES = (2, 5, 7, 11)
 
 
 class Limits(NamedTuple):
-    """Limits of a step: its tokens and requests, positions of a request, KV tokens of all its requests."""
+    """Limits of a step: its tokens and requests, positions of a request, and KV tokens of all its requests."""
 
     tokens: int
     requests: int
@@ -24,16 +24,23 @@ class Limits(NamedTuple):
 
 
 class Case(NamedTuple):
-    """A step to measure. held_out: not used for the fit."""
+    """Step to measure.
+
+    Attributes:
+        held_out: Whether it is excluded from the fit.
+    """
 
     pieces: Pieces
     held_out: bool
 
 
 def cases(limits: Limits, per_kind: int) -> list[Case]:
-    """The smallest step, then up to `per_kind` steps of each kind in turn: decodes, whole prompts, mixes, and chunks of
-    prompts. Sizes follow a Halton sequence, every prefix of which fills the space evenly: batch and prefill on a
-    logarithmic scale, as their costs do, context on a quadratic one."""
+    """Return the smallest step, then up to `per_kind` steps of each kind, interleaved.
+
+    The kinds are decodes, whole prompts, mixed batches and prompt chunks. Sizes follow a Halton sequence, every prefix
+    of which fills the space evenly. Batch and prefill are on a logarithmic scale, as their costs are, and context is on
+    a quadratic one.
+    """
     found: dict[Pieces, bool] = {((0, 1),): False}
     if limits.tokens < 2 or limits.positions < 2:
         kinds: tuple[Callable[[Limits, list[float]], Pieces], ...] = (_decodes,)
@@ -62,7 +69,7 @@ def _decodes(limits: Limits, at: list[float]) -> Pieces:
 
 def _prompts(limits: Limits, at: list[float]) -> Pieces:
     tokens = _between(2, limits.tokens, at[0])
-    # One prompt, or its tokens split over up to four: one prompt costs more attention.
+    # One prompt, or the same tokens split over up to four prompts, which need less attention.
     most = min(limits.requests, tokens // 2)
     parts = max(min(most, 1 + int(at[1] * 4)), -(-tokens // limits.positions))
     return ((0, min(limits.positions, max(2, tokens // parts))),) * min(parts, limits.requests)
@@ -82,19 +89,19 @@ def _mix(limits: Limits, at: list[float]) -> Pieces:
 
 
 def _ragged(batch: int, context: int, positions: int) -> Iterator[tuple[int, int]]:
-    """Decodes with contexts spread evenly between half and one and a half of `context`, as those of requests are."""
+    """Yield decodes with contexts spread evenly between 0.5 and 1.5 times `context`, as in real batches."""
     for index in range(batch):
         length = round(context * (0.5 + (index + 0.5) / batch))
         yield (min(positions, max(1, length)) - 1, 1)
 
 
 def _between(low: int, high: int, at: float) -> int:
-    """`at` in [0, 1) of the way from low to high, on a logarithmic scale."""
+    """Return the point at fraction `at`, in [0, 1), from low to high on a logarithmic scale."""
     return max(low, min(high, round(low * math.exp(at * math.log(max(1.0, high / low))))))
 
 
 def _halton(index: int, base: int) -> float:
-    """Element `index`, from 1, of the van der Corput sequence: the digits mirrored at the radix point."""
+    """Return element `index`, from 1, of the van der Corput sequence: the digits mirrored at the radix point."""
     value, digit = 0.0, 1.0
     while index:
         digit /= base

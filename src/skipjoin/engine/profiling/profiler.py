@@ -1,4 +1,4 @@
-"""Measures steps and transfers on this machine and makes a profile of them."""
+"""Measure steps and transfers on this machine and make a profile of them."""
 
 from __future__ import annotations
 
@@ -31,48 +31,60 @@ from skipjoin.policies.cost import LinearCost, scaled
 from skipjoin.sampling import SamplingParams
 from skipjoin.system.machine import cpu_name
 
-# Called with (current activity, share done in [0, 1]).
+# Called with the current activity and its completed fraction, in [0, 1].
 OnProgress = Callable[[str, float], None]
 
 _PER_KIND = 12
-# Fewest runs of a step after its warm-up run.
+# Minimum number of runs of a step after its warm-up run.
 _FEWEST_RUNS = 6
-# Steps without a run when this share of the time has passed are skipped: half as many steps, each measured several
+# Steps without a run once this fraction of the time has passed are skipped: half as many steps, each measured several
 # times, give a better fit than all of them measured once.
 _NEW_STEPS_SHARE = 0.3
-# No run may take more than this share of the remaining time.
+# Maximum fraction of the remaining time for one run.
 _RUN_SHARE = 0.25
-# All runs of a step together may take this many times its fair share of the time: long steps get fewer runs.
+# All runs of a step may take this multiple of its fair share of the time: long steps get fewer runs.
 _FAIR_PARTS = 2
-# With fewer measured shapes than this for the fit of five coefficients, the estimate is scaled instead.
+# With fewer measured shapes than this for five coefficients, the estimate is scaled instead of fitted.
 _FEWEST_SHAPES = 8
-# Runs longer than this many times the median are clipped to it: they are disturbances.
+# Runs longer than this multiple of the median are clipped to it, as outliers.
 _HICCUP = 3.0
-# Size of the KV that measured steps read: more than caches hold, so that it comes from memory.
+# Size of the KV that measured steps read: larger than caches, so that it comes from memory.
 _KV_BYTES = 256 << 20
-# Blocks of the transfer that decides which direction is slower.
+# Transfer size in blocks for deciding which direction is slower.
 _COMPARED_BLOCKS = 16
-# Share of the time for measuring transfers.
+# Fraction of the time for measuring transfers.
 _TRANSFER_SHARE = 0.1
 
-# Attributes of a model that do not affect its step times.
+# Model attributes that do not affect step times.
 _NOT_SHAPE = ("eos_token_ids", "bos_token_id", "pad_token_id", "dtype_name")
 
 
 class Effort(NamedTuple):
-    """Limits of a measurement: about `seconds` at most, or until times are known with relative error `precision`."""
+    """Limits of a measurement.
+
+    Attributes:
+        seconds: Approximate maximum duration.
+        precision: Relative error of the times at which the measurement stops early.
+    """
 
     seconds: float
     precision: float
 
 
-# Before a server's first request, and for `skipjoin profile`.
+# Used before a server's first request, and for `skipjoin profile`.
 FIRST_START = Effort(20.0, 0.05)
 THOROUGH_PRECISION = 0.03
 
 
 class _Measured(NamedTuple):
-    """Times of a step: the lower quartile of `runs` runs, their mean, and each stage's share of it."""
+    """Times of a step.
+
+    Attributes:
+        seconds: Lower quartile of the runs.
+        mean: Mean of the runs.
+        shares: Each stage's fraction of the time.
+        runs: Number of runs.
+    """
 
     shape: StepShape
     seconds: float
@@ -83,7 +95,11 @@ class _Measured(NamedTuple):
 
 
 def profile_key(name: str, config: ModelConfig, rank_specs: Sequence[RankSpec], version: str) -> ProfileKey:
-    """The key of this model on these ranks. name: for messages; of a folder only the last component is kept."""
+    """Return the profile key of this model on these ranks.
+
+    Args:
+        name: Model name for messages; only the last component of a folder is kept.
+    """
     spec, stages = rank_specs[0], by_stage(rank_specs)
     return ProfileKey(
         model=Path(name).resolve().name if Path(name).is_dir() else name,
@@ -102,7 +118,7 @@ def profile_key(name: str, config: ModelConfig, rank_specs: Sequence[RankSpec], 
 
 
 def shape_hash(config: ModelConfig) -> str:
-    """A hash that is equal for models with equal step costs: everything except the meaning of tokens."""
+    """Return a hash that is equal for models with equal step costs: everything except the meaning of tokens."""
     values = {name: value for name, value in dataclasses.asdict(config).items() if name not in _NOT_SHAPE}
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -119,16 +135,19 @@ def measure_profile(
 ) -> Profile:
     """Measure steps and transfers, and fit a cost model to them.
 
-    Writes into free KV blocks: call it before the first request. limits: of the engine's steps. host_s: host time that
-    the engine adds to each step, for the profile. In a pipeline, steps and transfers are sums over the stages, each
-    measured while the others are busy.
+    Writes into free KV blocks, so it must be called before the first request. In a pipeline, steps and transfers are
+    sums over the stages, each measured while the others are busy.
+
+    Args:
+        limits: Limits of the engine's steps.
+        host_s: CPU time that the engine adds to each step, for the profile.
     """
     began = time.perf_counter()
     rank_specs, block_size = executor.rank_specs, executor.pools[-1]
     transfers = executor.transfers(effort.seconds * _TRANSFER_SHARE)
     steps = _measure_steps(executor, limits, began + effort.seconds, effort.precision, on_progress)
     fit, errors = _fit_steps(steps, guess_cost(rank_specs, block_size))
-    # The fit uses undisturbed times, for the relative costs of steps; scaled by the disturbance seen in these runs, it
+    # The fit uses undisturbed times, for the relative costs of steps. Scaled by the disturbance seen in these runs, it
     # predicts mean times.
     unrest = statistics.median(step.mean / step.seconds for step in steps)
     slower = max(transfers.values(), key=lambda transfer: transfer.floor + transfer.block * _COMPARED_BLOCKS)
@@ -157,7 +176,10 @@ def measure_profile(
 
 
 class _Clock:
-    """Decides which runs fit into the time. tokens: of a step. runs: the seconds of its runs so far."""
+    """Decides which runs fit into the time.
+
+    In its methods, `tokens` is the size of a step and `runs` holds the seconds of its runs so far.
+    """
 
     def __init__(self, deadline: float) -> None:
         self._began = time.perf_counter()
@@ -167,7 +189,7 @@ class _Clock:
 
     @property
     def share(self) -> float:
-        """The share of the time that has passed; above 1 when it is over."""
+        """Elapsed fraction of the time; above 1 after the deadline."""
         return (time.perf_counter() - self._began) / self._budget
 
     def allows(self, tokens: int, runs: Sequence[float]) -> bool:
@@ -183,7 +205,6 @@ class _Clock:
         return is_fair and expected < (1 - share) * self._budget * _RUN_SHARE
 
     def note(self, tokens: int, runs: Sequence[float]) -> None:
-        """Record a run that has just ended, the last of `runs`."""
         self._steps += len(runs) == 1
         if tokens >= self._heaviest:
             self._heaviest, self._heaviest_s = tokens, runs[-1]
@@ -213,23 +234,21 @@ def _measure_steps(
                 has_run = True
                 on_progress("measuring step costs", min(1.0, clock.share))
     on_progress("measuring step costs", 1.0)
-    # The first run is a warm-up and counts only if there is no other. Other programs on the machine only add time, so
-    # the lower quartile is closer to the step's own time than the median.
+    # The first run is a warm-up and counts only if there is no other. Interference only adds time, so the lower
+    # quartile is closer to the step's own time than the median.
     counted = [(case, plan, stages[case][1:] or stages[case]) for case, plan in plans if times[case]]
     return [_measured(StepShape.of(plan.slices), runs, case.held_out) for case, plan, runs in counted]
 
 
 def _run(executor: ModelExecutor, plan: StepPlan) -> tuple[float, ...]:
-    """Seconds of the plan on each stage."""
     others = executor.rank_specs[-1].stage
-    # While the middle plan is on any stage, the others keep all other stages busy.
+    # Keeps all other stages busy while the middle plan is on any stage.
     handles = [executor.submit(plan, 0.0) for _ in range(2 * others + 1)]
     result = [handle.result() for handle in handles][others]
     return tuple(stage.busy for stage in result.stages) or (result.seconds,)
 
 
 def _measured(shape: StepShape, stages: Sequence[tuple[float, ...]], held_out: bool) -> _Measured:
-    """stages: seconds of each stage, per run."""
     runs = np.sum(stages, axis=1)
     quiet, middle = np.quantile(runs, (0.25, 0.5)).tolist()
     medians = np.median(stages, axis=0)
@@ -238,8 +257,11 @@ def _measured(shape: StepShape, stages: Sequence[tuple[float, ...]], held_out: b
 
 
 def _imprecision(times: Iterable[Sequence[float]]) -> float:
-    """Estimated relative error of the times: a step's interquartile range over the root of its number of runs, for the
-    median step; infinite while most steps have too few runs."""
+    """Estimate the relative error of the times.
+
+    This is a step's interquartile range over the square root of its number of runs, for the median step. It is infinite
+    while most steps have too few runs.
+    """
     return statistics.median([_spread(runs[1:]) for runs in times if runs] or [math.inf])
 
 
@@ -252,14 +274,13 @@ def _spread(runs: Sequence[float]) -> float:
 
 
 def _used_blocks(executor: ModelExecutor, limits: Limits) -> int:
-    """How many of the pool's first blocks the steps use."""
     blocks, _, block_size = executor.pools
     block_bytes = sum(spec.block_bytes for spec in executor.rank_specs)
     return min(blocks, max(_KV_BYTES // block_bytes, -(-limits.positions // block_size)))
 
 
 def _plan(pieces: Pieces, block_size: int, used: int) -> StepPlan:
-    """A step with slices of (start, tokens), in blocks of their own as far as `used` blocks allow."""
+    """Return a step with slices of (start, tokens), in distinct blocks as far as `used` blocks allow."""
     sampling = Sampling(SamplingParams(temperature=0), 0, ())
     slices, next_block = [], 0
     for number, (start, tokens) in enumerate(pieces):
@@ -272,7 +293,6 @@ def _plan(pieces: Pieces, block_size: int, used: int) -> StepPlan:
 
 
 def _fit_steps(steps: Sequence[_Measured], guess: LinearCost) -> tuple[LinearCost, FitErrors]:
-    """Fit the cost model, and compute its errors on the held-out steps."""
     fitted = [step for step in steps if not step.held_out]
     held_out = [step for step in steps if step.held_out]
     if len(fitted) < _FEWEST_SHAPES:
@@ -289,7 +309,7 @@ def _fit_steps(steps: Sequence[_Measured], guess: LinearCost) -> tuple[LinearCos
 
 
 def _machine(device_kind: str) -> dict[str, str]:
-    """A description of the machine for a profile, besides its key; no host names and no paths."""
+    """Describe the machine for a profile, in addition to its key, without host names and paths."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     described = {
         "cpu": cpu_name(),

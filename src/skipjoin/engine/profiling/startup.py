@@ -1,4 +1,4 @@
-"""Step costs at the start of an engine: from a profile's file, the cache, a measurement or an estimate."""
+"""Step costs at engine startup: from a profile file, the cache, a measurement or an estimate."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from skipjoin.recipes import build
 from skipjoin.sampling import SamplingParams
 
 _log = logging.getLogger(__name__)
-# Steps, and requests in them, for measuring the engine's host time, and the share of the measurement that it may take.
+# Steps and requests for measuring the engine's CPU overhead, and the maximum fraction of the measurement.
 _HOST_STEPS, _HOST_REQUESTS, _HOST_SHARE = 48, 16, 0.05
 
 
 def profile_model(config: EngineConfig, effort: Effort, on_progress: OnProgress = lambda what, share: None) -> Profile:
-    """Load the model and measure what steps and transfers cost. Raises as `assemble` does."""
+    """Load the model and measure step and transfer costs; raises as `assemble` does."""
     loaded = load(config, on_progress)
     try:
         return measure(loaded, config, effort, on_progress)
@@ -39,7 +39,7 @@ def profile_model(config: EngineConfig, effort: Effort, on_progress: OnProgress 
 
 
 def start_cost(config: EngineConfig, loaded: Loaded, on_progress: OnProgress) -> LinearCost:
-    """The initial costs of steps, which later steps correct."""
+    """Return the initial step costs, which later steps correct."""
     if config.profile == "off":
         return guess_cost(loaded.executor.rank_specs, config.block_size)
     if config.profile == "auto":
@@ -57,7 +57,7 @@ def start_cost(config: EngineConfig, loaded: Loaded, on_progress: OnProgress) ->
 def measure(
     loaded: Loaded, config: EngineConfig, effort: Effort, on_progress: OnProgress = lambda what, share: None
 ) -> Profile:
-    """Measure steps and transfers of a loaded model. Writes into KV blocks: no engine may be running."""
+    """Measure steps and transfers of a loaded model. Writes into KV blocks, so no engine may be running."""
     blocks, _, block_size = loaded.executor.pools
     limits = Limits(
         tokens=config.max_num_batched_tokens,
@@ -74,15 +74,14 @@ def measure(
 
 
 def _host_seconds(config: EngineConfig, executor: ModelExecutor, deadline: float) -> float:
-    """Host time that the engine adds to a decode step (scheduling, submission, settling) and does not overlap with
-    another step: the median of some steps, in seconds.
+    """Measure the CPU time that the engine adds to a decode step: the median of some steps, in seconds.
 
-    Writes into free KV blocks.
+    It covers scheduling, submission and settling that do not overlap with another step. Writes into free KV blocks.
     """
     cost = guess_cost(executor.rank_specs, config.block_size)
     policies = build(config.recipe, recipe_settings(config, cost), config.params)
     kv = KVLedger(executor.pools[0], 0, config.block_size)
-    # Stages do not hide host time from each other, and their seconds are sums over all stages.
+    # Stages do not hide CPU time from each other, and their seconds are sums over all stages.
     depth = depth_of(config, executor) if config.pipeline_parallel_size == 1 else 1
     core = EngineCore(make_scheduler(config, policies, kv, depth))
     tokens = max(1, min(_HOST_STEPS, core.largest_request - 1))
@@ -111,8 +110,7 @@ def _cache(profile: Profile) -> None:
 
 
 def _check_profile(profile: Profile, key: ProfileKey, name: str) -> None:
-    """Raise `ConfigError` for a profile of another model, dtype or kind of device; log a warning for other
-    differences."""
+    """Raise `ConfigError` for a profile of another model, dtype or device kind, and warn of other differences."""
     for field, what in (("shape", "model"), ("dtype", "dtype"), ("device_kind", "device")):
         theirs, ours = getattr(profile.key, field), getattr(key, field)
         if theirs != ours:

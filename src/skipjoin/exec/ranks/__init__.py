@@ -1,1 +1,1 @@
-"""One model on several ranks: placement, connections, plan messages, and recovery from the loss of a rank."""
+"""Distributed execution: rank placement, connections, plan messages, and recovery from lost ranks."""

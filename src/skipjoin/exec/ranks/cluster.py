@@ -1,9 +1,10 @@
-"""The Ray cluster: a private one on this machine, or a running one. Ray places and starts processes and reports when
-they end; tokens and plans do not pass through it.
+"""Ray cluster: a private one on this machine, or an existing one.
 
-A private cluster ends with this process, however that ends. Its processes listen on the loopback interface only, accept
-only connections with a token, which is made for it, and have their files and sockets in a folder that no other user can
-enter. Whatever the environment says of Ray changes nothing of that.
+Ray places and starts processes and reports when they exit; tokens and plans do not pass through it.
+
+A private cluster ends with this process, however this process ends. Its processes listen on loopback only and require a
+token that is generated for the cluster. Their files and sockets are in a folder that no other user can enter. Ray's
+environment variables cannot weaken this.
 """
 
 from __future__ import annotations
@@ -27,46 +28,48 @@ from skipjoin.version import install_command
 if TYPE_CHECKING:
     from types import ModuleType
 
-# Address of a private cluster: the only one for which Ray listens on the loopback interface and no other.
+# Address of a private cluster: the only one for which Ray listens on loopback alone.
 LOCAL_IP = "127.0.0.1"
-# Ray's variable for whether a cluster may have several machines. If so, Ray replaces 127.0.0.1 by an outward address.
+# Ray's variable that allows a cluster of several machines. If set, Ray replaces 127.0.0.1 by an outward address.
 _SEVERAL_MACHINES = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 # Ray's minimum for shared objects; Skipjoin shares none.
 _OBJECT_BYTES = 80 << 20
-# Prefix of the name of a private cluster's folder; the id of the owning process follows.
+# Prefix of a private cluster's folder name; the owner's process id follows.
 _FOLDER = "skipjoin-ray-"
-# Ray gives its processes 30 s to start, which is too little on a busy machine, and has no setting for it.
+# Ray gives its processes 30 s to start, which is too short on a busy machine and not configurable.
 _MAX_STARTS = 3
 _TIMED_OUT = "timed out during startup"
-# Timeout of tests of a cluster's address, in seconds.
+# Timeout in seconds for testing a cluster's address.
 _ANSWER_S = 3.0
 _SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",  # report no usage statistics
-    # Give up an address without a Ray cluster after two tries of about ten seconds, not twenty of forty.
+    # Abandon an address without a Ray cluster after two tries of about ten seconds, not twenty of forty.
     "RAY_NUM_REDIS_GET_RETRIES": "2",
     "RAY_py_gcs_connect_timeout_s": "5",
-    # Detect a node that is cut off within seconds: the requests on it wait for that.
+    # Detect an unreachable node within seconds, because its requests wait for that.
     "RAY_health_check_initial_delay_ms": "2000",
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "2000",
     "RAY_health_check_failure_threshold": "3",
-    # Whether SIGTERM ends a process is for that process to say. Ray's own handler writes its stack and aborts it.
+    # A process handles SIGTERM itself. Ray's own handler would print its stack and abort it.
     "RAY_DISABLE_FAILURE_SIGNAL_HANDLER": "1",
-    # Ray would run engines and ranks at niceness 15: whatever else runs on the machine, the API process too, would
-    # then come before them.
+    # Ray would run engines and ranks at niceness 15, below everything else on the machine, including the API process.
     "RAY_worker_niceness": "0",
 }
 
 
 class ClusterError(Exception):
-    """The cluster cannot be used. The text names the setting to change, or what to install."""
+    """The cluster cannot be used; the message names the setting to change or what to install."""
 
 
 class Cluster:
-    """A connection to Ray, made by `start` and `join`. A process that already uses Ray keeps its connection.
+    """Connection to Ray, made by `start` or `join`. A process that already uses Ray keeps its connection.
 
-    address: for other processes of this machine to join. ip: this machine's, in the cluster. guard: of a private
-    cluster's folder. settings: of a private cluster, undone when it has ended. is_ours: whether `close` disconnects.
+    Args:
+        address: Address at which other processes of this machine can join.
+        ip: This machine's address in the cluster.
+        settings: Settings of a private cluster, undone after it has ended.
+        is_ours: Whether `close` disconnects.
     """
 
     def __init__(
@@ -85,17 +88,23 @@ class Cluster:
 
     @classmethod
     def start(cls, cpus: int) -> Cluster:
-        """Start a private cluster on this machine, closed to all others. cpus: CPUs that the cluster declares.
+        """Start a private cluster on this machine, or return the cluster that this process already uses.
 
-        The number only limits how many processes can be placed, and may exceed the machine's CPUs. If this process
-        already uses Ray, that cluster is returned unchanged. Raises `ClusterError`.
+        Args:
+            cpus: CPUs that the cluster declares, which limit how many processes can be placed. May exceed the machine's
+                CPUs.
+
+        Raises:
+            ClusterError: If Ray is not installed or does not start.
         """
         if (used := _used()) is not None:
             return used
         ray = import_ray()
-        # Only this user can enter it. Ray opens its own folder to all, so that is one inside.
+        # Only this user can enter this folder. Ray opens its own folder to all users, so that one is inside.
         folder = Path(tempfile.mkdtemp(prefix=f"{_FOLDER}{os.getpid()}-"))
-        guard = ProcessGuard(folder)  # before Ray starts, which takes seconds, in which this process may be killed
+        guard = ProcessGuard(
+            folder
+        )  # started before Ray, which takes seconds to start, since this process may be killed meanwhile
         with ExitStack() as settings:
             settings.enter_context(_private_settings())
             for tries_left in reversed(range(_MAX_STARTS)):
@@ -113,7 +122,7 @@ class Cluster:
                         )
                     break
                 except Exception as error:
-                    ray.shutdown()  # ends what has started
+                    ray.shutdown()  # stops what has already started
                     if tries_left and _TIMED_OUT in str(error):
                         continue
                     guard.close()
@@ -122,8 +131,11 @@ class Cluster:
 
     @classmethod
     def join(cls, address: str) -> Cluster:
-        """Join the cluster at host:port. Raises `ClusterError`, after a few seconds if no connection can be made, and
-        if the cluster asks for no token."""
+        """Join the cluster at `address`, given as host:port.
+
+        Raises:
+            ClusterError: If the cluster cannot be reached within a few seconds, cannot be joined, or requires no token.
+        """
         host, _, port = address.rpartition(":")
         if not (host and port.isdecimal() and 0 < int(port) < 65536):
             raise ClusterError(f"ray_address must be host:port of a running Ray cluster, got {address!r}")
@@ -132,7 +144,7 @@ class Cluster:
                 raise ClusterError(f"ray_address {address}: this process already uses Ray at {used.address}")
             return used
         try:
-            # Ray itself tries for minutes.
+            # Ray itself would retry for minutes.
             socket.create_connection((host.strip("[]"), int(port)), _ANSWER_S).close()
         except OSError as error:
             raise ClusterError(f"ray_address {address}: no connection ({error.strerror or error})") from error
@@ -154,7 +166,7 @@ class Cluster:
         return cls(address, ray.util.get_node_ip_address())
 
     def close(self) -> None:
-        """Disconnect. Processes that this one started in the cluster end; a private cluster ends too."""
+        """Disconnect and stop the processes that this one started in the cluster; a private cluster stops too."""
         if not self._is_ours:
             return
         import_ray().shutdown()
@@ -165,8 +177,10 @@ class Cluster:
 
 @contextmanager
 def _private_settings() -> Iterator[None]:
-    """What closes a cluster that this process starts: a token of its own, which processes that it starts inherit and
-    join with, and one machine. Both stand above what the environment says."""
+    """Secure a cluster that this process starts, overriding the environment.
+
+    The cluster gets a token of its own, which child processes inherit, and is limited to one machine.
+    """
     constants: Any = import_module("ray._private.ray_constants")
     had_several = constants.ENABLE_RAY_CLUSTER
     constants.ENABLE_RAY_CLUSTER = False  # Ray read the variable when it was imported
@@ -179,7 +193,7 @@ def _private_settings() -> Iterator[None]:
 
 @contextmanager
 def _environment(ours: Mapping[str, str]) -> Iterator[None]:
-    """Set variables, and have Ray, which reads them when it is imported, use these values for its connections."""
+    """Set environment variables and make Ray, which reads them when it is imported, use them for its connections."""
     raylet: Any = import_module("ray._raylet")
 
     def reread() -> None:
@@ -200,30 +214,30 @@ def _environment(ours: Mapping[str, str]) -> Iterator[None]:
 
 
 def _is_open(address: str) -> bool:
-    """Whether the cluster answers a client without a token."""
     raylet: Any = import_module("ray._raylet")
     with _environment({"RAY_AUTH_MODE": "disabled"}):
         try:
             raylet.GcsClient(address=address).internal_kv_keys(b"", None, _ANSWER_S)
-        except Exception:  # it is refused, or there is no cluster, which `ray.init` explains
+        except Exception:  # the client is refused, or there is no cluster, which `ray.init` explains
             return False
     return True
 
 
 @contextmanager
 def _sigterm_kept() -> Iterator[None]:
-    """Give SIGTERM back to this process: Ray makes it end a process whose main thread joins a cluster."""
+    """Restore the SIGTERM handler, which Ray replaces when a main thread joins a cluster."""
     handler = signal.getsignal(signal.SIGTERM)
     try:
         yield
     finally:
-        # Ray changes it in the main thread alone. None: the handler is not Python's, and Ray has not replaced it.
+        # Ray replaces the handler in the main thread only. None means that it is not Python's, and then Ray has not
+        # replaced it.
         if handler is not None and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler)
 
 
 def import_ray() -> ModuleType:
-    """Import Ray, with Skipjoin's settings. Raises `ClusterError` if it is not installed."""
+    """Import Ray with Skipjoin's settings, or raise `ClusterError` if it is not installed."""
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)  # the user's settings take precedence
     try:
@@ -234,7 +248,6 @@ def import_ray() -> ModuleType:
 
 
 def _used() -> Cluster | None:
-    """The cluster that this process is already connected to."""
     ray = sys.modules.get("ray")
     if ray is None or not ray.is_initialized():
         return None

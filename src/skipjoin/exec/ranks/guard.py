@@ -1,11 +1,11 @@
-"""Ends the processes of a private cluster if this process is killed.
+"""Guard that kills the processes of a private cluster if this process is killed.
 
-The kernel ends Ray's main processes with this one, but Ray's agents are children of those and keep looking for the
-cluster for a minute. The guard is a process that waits for the end of this one. It then kills all processes that have a
-file in the cluster's folder open, as each process of the cluster has its log, and removes the folder. (Environment
-variables cannot mark the processes: Ray's processes overwrite theirs with their titles.)
+The kernel ends Ray's main processes with this one, but their child agents keep looking for the cluster for a minute.
+The guard is a process that waits for the end of this one. It then kills every process with an open file in the
+cluster's folder, such as its log, and removes the folder. (Environment variables cannot mark the processes, since Ray
+overwrites them with process titles.)
 
-As a program: `python guard.py FOLDER`; its standard input ends with the process that it guards.
+As a program: `python guard.py FOLDER`; its standard input ends with the guarded process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-# Each round also kills the processes started during the one before.
+# Each round also kills processes that were started during the previous one.
 _ROUNDS, _ROUND_S = 20, 0.1
 
 
@@ -42,14 +42,13 @@ class ProcessGuard:
         """Kill the processes and remove the folder now."""
         if self._process is not None:
             self._process.communicate()
-        shutil.rmtree(self._folder, ignore_errors=True)  # on systems without /proc
+        shutil.rmtree(self._folder, ignore_errors=True)  # for systems without /proc
 
 
 def _writers(folder: str) -> Iterator[int]:
-    """Processes with an open file in the folder."""
     for process in Path("/proc").iterdir():
         if process.name.isdecimal():
-            with suppress(OSError):  # it has ended, or belongs to another user
+            with suppress(OSError):  # the process has ended, or belongs to another user
                 if any(os.readlink(file).startswith(folder) for file in (process / "fd").iterdir()):
                     yield int(process.name)
 

@@ -1,5 +1,4 @@
-"""TCP connections between an engine and its ranks: authenticated by a shared secret; a broken one is detected in
-seconds.
+"""Authenticated TCP connections between an engine and its ranks, with failure detection within seconds.
 
 A message is its length followed by its bytes; nothing is pickled.
 """
@@ -24,23 +23,20 @@ from skipjoin.exec.base import RankError
 # Host and port.
 Address = tuple[str, int]
 
-# A connection breaks after so many seconds without a packet from the other machine. The other process may be busy: its
-# kernel acknowledges packets.
+# A connection breaks after this many seconds without a packet from the other machine. The other process may be busy,
+# since its kernel acknowledges packets.
 _SILENCE_S = 4
-# Longest time that a connection may take to prove that it knows the secret, in seconds.
+# Maximum seconds for a connection to prove that it knows the secret.
 _GREETING_S = 2.0
-# Interval at which greetings that have ended are looked for, in seconds.
+# Interval in seconds at which finished handshakes are collected.
 _LOOK_S = 0.02
-# Time in which a process that has lost its connection may end by itself, in seconds.
+# Seconds in which a process that lost its connection may exit by itself.
 _GRACE_S = 2.0
 _NUMBER = struct.Struct("<I")
 
 
 class RankListener:
-    """Accepts one connection from each rank of an engine.
-
-    ip: address of the interface to listen on.
-    """
+    """Accepts one connection from each rank of an engine, on the interface with address `ip`."""
 
     def __init__(self, ip: str) -> None:
         self._listener = socket.create_server((ip, 0), family=socket.AF_INET6 if ":" in ip else socket.AF_INET)
@@ -48,8 +44,13 @@ class RankListener:
         self.secret = secrets.token_bytes(32)
 
     def accept(self, ranks: int, timeout_s: float) -> list[TcpLink]:
-        """The links to all ranks, in rank order. Connections without the secret are closed; they delay no other one.
-        Raises `RankError` if a rank does not connect in time."""
+        """Accept the links to all ranks and return them in rank order.
+
+        Connections without the secret are closed and do not delay others.
+
+        Raises:
+            RankError: If a rank does not connect in time.
+        """
         links: dict[int, TcpLink] = {}
         greeted: SimpleQueue[tuple[Connection, int]] = SimpleQueue()
         deadline = time.monotonic() + timeout_s
@@ -67,20 +68,17 @@ class RankListener:
         return [links[number] for number in range(ranks)]
 
     def close(self) -> None:
-        """Accept no more connections."""
         self._listener.close()
 
     def _accept_one(self, greeted: SimpleQueue[tuple[Connection, int]], timeout_s: float) -> None:
-        """Begin to greet the next connection, if there is one in time."""
         self._listener.settimeout(timeout_s)
         with suppress(TimeoutError):
             accepted, _ = self._listener.accept()
             threading.Thread(target=self._greet, args=(accepted, greeted), daemon=True).start()
 
     def _greet(self, accepted: socket.socket, greeted: SimpleQueue[tuple[Connection, int]]) -> None:
-        """Authenticate a connection within `_GREETING_S`, however slowly it sends, and queue it with its rank
-        number."""
-        guard = accepted.dup()  # has a descriptor of its own, which no other connection can get meanwhile
+        """Authenticate a connection within `_GREETING_S`, however slowly it sends, and queue it with its rank."""
+        guard = accepted.dup()  # has its own file descriptor, which no other connection can reuse meanwhile
         clock = threading.Timer(_GREETING_S, _cut, (guard,))
         clock.start()
         connection = _prepared(accepted)
@@ -99,7 +97,12 @@ class RankListener:
 
 
 def connect(address: Address, secret: bytes, rank: int) -> Connection:
-    """Connect a rank to its engine. Raises OSError, and `RankError` if the engine refuses the connection."""
+    """Connect a rank to its engine.
+
+    Raises:
+        OSError: If no connection can be made.
+        RankError: If the engine refuses the connection.
+    """
     connection = _prepared(socket.create_connection(address, _SILENCE_S))
     try:
         answer_challenge(connection, secret)
@@ -111,8 +114,7 @@ def connect(address: Address, secret: bytes, rank: int) -> Connection:
 
 
 def end_with(connection: Connection) -> None:
-    """When the connection breaks, end this process if it does not end by itself within `_GRACE_S`: it may be waiting
-    for another lost rank."""
+    """Exit this process `_GRACE_S` after the connection breaks: it may be stuck waiting for another lost rank."""
     if sys.platform != "linux":
         return
 
@@ -127,8 +129,6 @@ def end_with(connection: Connection) -> None:
 
 
 class TcpLink:
-    """See `RankLink`."""
-
     def __init__(self, connection: Connection, rank: int) -> None:
         self._connection = connection
         self._rank = rank
@@ -156,7 +156,7 @@ class TcpLink:
 
 
 def _prepared(plain: socket.socket) -> Connection:
-    """A connection that sends without delay and breaks when the other machine is silent."""
+    """Return a connection that sends without delay and breaks when the other machine is silent."""
     plain.settimeout(None)
     plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     plain.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -172,6 +172,6 @@ def _prepared(plain: socket.socket) -> Connection:
 
 
 def _cut(connection: socket.socket) -> None:
-    """Break a connection, also for those that wait for it to send."""
+    """Shut down a connection, which also wakes threads that wait for it to send."""
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)

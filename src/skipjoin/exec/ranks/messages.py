@@ -1,8 +1,8 @@
-"""The messages between the driver and the ranks of a model: msgspec structs of declared types, encoded as msgpack.
+"""Messages between the driver and the ranks: typed msgspec structs, encoded as msgpack.
 
-A plan message holds changes to what the ranks know: a request's prompt and sampling once, then newly known tokens and
-blocks added to its table. A checksum over this and all earlier plans precedes the plan's bytes, so that a rank detects
-a missed, repeated or reordered plan before it computes anything.
+A plan message is incremental. It holds a request's prompt and sampling once, then newly known tokens and blocks
+appended to its table. A checksum over this and all earlier plans precedes the plan's bytes. With it a rank detects a
+missed, repeated or reordered plan before it computes anything.
 """
 
 from __future__ import annotations
@@ -15,12 +15,17 @@ from skipjoin.core.step import Span
 from skipjoin.sampling import SamplingParams, TokenDetail
 
 CHECKSUM_BYTES = 8
-# The checksum before the first plan.
+# Checksum before the first plan.
 FIRST_CHECKSUM = bytes(CHECKSUM_BYTES)
 
 
 class NewRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A request, sent before the first plan that has it. number: never reused, unlike ids. id: for log messages."""
+    """Request that is sent before the first plan that uses it.
+
+    Attributes:
+        number: Number on the wire; never reused, unlike ids.
+        id: Request id, for log messages.
+    """
 
     number: int
     id: int
@@ -39,7 +44,7 @@ class KnownTokens(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class SlicePart(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """See `Slice`. Its blocks are the first `kept` of the last table sent for the request, then `blocks`."""
+    """Encoded `Slice`. Its blocks are the first `kept` of the request's last sent table, followed by `blocks`."""
 
     request: int
     start: int
@@ -51,8 +56,11 @@ class SlicePart(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class MovePart(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """See `Move`. direction: its place among all directions. Moves are numbered from 0 over all plans; in each plan
-    blocking moves come first."""
+    """Encoded `Move`. Moves are numbered from 0 over all plans; in each plan blocking moves come first.
+
+    Attributes:
+        direction: Index among all directions.
+    """
 
     direction: int
     request: int | None
@@ -63,7 +71,11 @@ class MovePart(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class PlanMessage(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A plan. ended: requests that appear in no plan from this one on."""
+    """Encoded plan.
+
+    Attributes:
+        ended: Requests that appear in no plan from this one on.
+    """
 
     id: int
     slices: list[SlicePart]
@@ -75,9 +87,15 @@ class PlanMessage(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Done(msgspec.Struct, frozen=True, tag="done", array_like=True, gc=False):
-    """A rank's result of a plan. plan: its id. checksum: of all plans so far. tokens: empty on a rank that does not
-    sample. details: set on one of the ranks that sample. idle: see `StageTime`. landed, failed: numbers of moves. See
-    `StepResult` for the rest."""
+    """A rank's result of a plan; see `StepResult` for the other fields.
+
+    Attributes:
+        checksum: Checksum of all plans so far.
+        tokens: Empty on a rank that does not sample.
+        idle: See `StageTime`.
+        landed: Numbers of moves, as in `failed`.
+        details: Set on one of the ranks that sample.
+    """
 
     plan: int
     checksum: bytes
@@ -91,8 +109,13 @@ class Done(msgspec.Struct, frozen=True, tag="done", array_like=True, gc=False):
 
 
 class RankFailed(msgspec.Struct, frozen=True, tag="failed", array_like=True, gc=False):
-    """The rank failed. lost_peer: only because it lost another rank. out_of_step: its plans differ from the sender's,
-    so that its results are invalid. out_of_memory: the step took more memory than there is."""
+    """Failure of a rank.
+
+    Attributes:
+        lost_peer: Whether the rank failed only because it lost another rank.
+        out_of_step: Whether its plans differ from the sender's, which makes its results invalid.
+        out_of_memory: Whether the step ran out of memory.
+    """
 
     text: str
     lost_peer: bool
@@ -102,11 +125,11 @@ class RankFailed(msgspec.Struct, frozen=True, tag="failed", array_like=True, gc=
 
 FromRank = Done | RankFailed
 
-# Made with the import, by one thread: while a struct's first decoder is made, a second thread's reads through null.
+# Created at import, in one thread: while a struct's first decoder is created, a second thread's would dereference null.
 PLAN_DECODER = msgspec.msgpack.Decoder(PlanMessage)
 FROM_RANK_DECODER = msgspec.msgpack.Decoder(FromRank)
 
 
 def checksum_after(before: bytes, body: bytes) -> bytes:
-    """The checksum of all plans up to the one with this body."""
+    """Return the checksum of all plans up to the one with this body."""
     return blake2b(before + body, digest_size=CHECKSUM_BYTES).digest()

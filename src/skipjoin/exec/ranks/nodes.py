@@ -1,5 +1,8 @@
-"""The reachable machines of a Ray cluster. Ray may take a minute or more to report that a node is cut off, and places
-processes there until then; a connection attempt detects it in seconds."""
+"""Reachable machines of a Ray cluster.
+
+Ray may take a minute or more to report that a node is unreachable, and places processes there until then. A connection
+attempt detects it in seconds.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,19 @@ from typing import NamedTuple
 
 from skipjoin.exec.ranks.cluster import import_ray
 
-# Timeout of a connection to a node, in seconds: allows for a lost packet or two.
+# Timeout in seconds for connecting to a node; allows for a lost packet or two.
 _ANSWER_S = 4.0
-# Ray's label for a node's name, for placement.
+# Ray's node name label, for placement.
 _NAME_LABEL = "ray.io/node-id"
 
 
 class Node(NamedTuple):
-    """name: Ray's. ip, port: where its Ray process listens. has: its resources, free or not."""
+    """Node of a Ray cluster, with the address of its Ray process.
+
+    Attributes:
+        name: Ray's name of the node.
+        has: Total resources, free or not.
+    """
 
     name: str
     ip: str
@@ -26,7 +34,7 @@ class Node(NamedTuple):
 
 
 def known_nodes() -> list[Node]:
-    """All nodes that Ray reports as alive."""
+    """Return all nodes that Ray reports as alive."""
     return [
         Node(node["NodeID"], node["NodeManagerAddress"], node["NodeManagerPort"], node["Resources"])
         for node in import_ray().nodes()
@@ -35,8 +43,7 @@ def known_nodes() -> list[Node]:
 
 
 def silent(nodes: Sequence[Node]) -> list[Node]:
-    """The nodes that cannot be reached from here. Takes up to `_ANSWER_S` seconds; returns at once if all can be
-    reached."""
+    """Return the nodes that cannot be reached from here, within `_ANSWER_S` seconds."""
     if not nodes:
         return []
     with ThreadPoolExecutor(len(nodes)) as pool:
@@ -44,7 +51,7 @@ def silent(nodes: Sequence[Node]) -> list[Node]:
 
 
 def away_from(nodes: Sequence[Node]) -> dict[str, str]:
-    """Placement labels that exclude these nodes."""
+    """Return placement labels that exclude these nodes."""
     return {_NAME_LABEL: f"!in({','.join(node.name for node in nodes)})"} if nodes else {}
 
 

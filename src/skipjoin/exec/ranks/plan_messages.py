@@ -1,4 +1,4 @@
-"""Plans as messages: the writer on the driver, which has the requests, and the reader on a rank, which mirrors them."""
+"""Plan encoding: a writer on the driver, which owns the requests, and a reader on each rank, which mirrors them."""
 
 from __future__ import annotations
 
@@ -23,19 +23,24 @@ from skipjoin.exec.ranks.messages import (
 )
 from skipjoin.exec.sampling import Sampling
 
-# With every plan, so many requests more than it has slices are checked in turn for their end: more than can end with a
-# plan, so that the ranks' memory of ended requests stays bounded.
+# With every plan, this many more requests than it has slices are checked for their end, in rotation. That is more than
+# can finish with a plan, so the ranks' memory of finished requests stays bounded.
 _LOOKS = 8
 _DIRECTIONS = tuple(Direction)
 
 
 class OutOfStepError(Exception):
-    """A rank did not get every plan once and in order."""
+    """A rank did not receive every plan once and in order."""
 
 
 @dataclass(slots=True)
 class _SentState:
-    """What the ranks know of a request. tokens: number of generated ones. table: the last one sent."""
+    """What the ranks know of a request.
+
+    Attributes:
+        tokens: Number of generated tokens sent.
+        table: Block table sent last.
+    """
 
     number: int
     tokens: int = 0
@@ -43,7 +48,11 @@ class _SentState:
 
 
 class PlanWriter:
-    """Writes plan messages for ranks that read all of them in order. checksum: of the plans written so far."""
+    """Writes plan messages for ranks that read all of them in order.
+
+    Attributes:
+        checksum: Checksum of the plans written so far.
+    """
 
     def __init__(self) -> None:
         self.checksum = FIRST_CHECKSUM
@@ -53,7 +62,7 @@ class PlanWriter:
         self._encoder = msgspec.msgpack.Encoder()
 
     def write(self, plan: StepPlan) -> bytes:
-        """The message to every rank."""
+        """Return the plan's message, which is the same for every rank."""
         new: list[NewRequest] = []
         known: list[KnownTokens] = []
         message = PlanMessage(
@@ -121,7 +130,7 @@ class PlanWriter:
         return sent
 
     def _ended(self, looks: int) -> list[int]:
-        """Numbers of the requests that the ranks can drop. An ended request is in no later plan."""
+        """Return the numbers of requests that the ranks can drop, since a finished request is in no later plan."""
         ended = []
         for _ in range(min(looks, len(self._to_look_at))):
             request = self._to_look_at.popleft()
@@ -139,8 +148,14 @@ class _Mirrored:
 
 
 class PlanReader:
-    """Reads plan messages on a rank. The plans' requests are copies: their prompt, output and sampling are correct as
-    far as the plans need them; their other fields are not. checksum: of the plans read so far."""
+    """Reads plan messages on a rank.
+
+    The plans' requests are copies. Their prompt, output and sampling are correct as far as the plans need them, but
+    their other fields are not.
+
+    Attributes:
+        checksum: Checksum of the plans read so far.
+    """
 
     def __init__(self) -> None:
         self.checksum = FIRST_CHECKSUM
@@ -149,7 +164,11 @@ class PlanReader:
         self._next_move = 0
 
     def read(self, message: bytes) -> StepPlan:
-        """The plan of a message. Raises `OutOfStepError` unless it is the next one."""
+        """Decode the next plan.
+
+        Raises:
+            OutOfStepError: If the message is not that of the next plan.
+        """
         sent, body = message[:CHECKSUM_BYTES], message[CHECKSUM_BYTES:]
         found = checksum_after(self.checksum, body)
         if sent != found:
@@ -168,13 +187,13 @@ class PlanReader:
             self._requests[known.request].request.output.extend(known.tokens)
         slices = tuple(self._slice(part) for part in plan.slices)
         blocking, overlapped = self._read_moves(plan.blocking), self._read_moves(plan.overlapped)
-        # A move in flight holds a reference to its request.
+        # Moves in flight keep references to their requests.
         for number in plan.ended:
             del self._requests[number]
         return StepPlan(plan.id, slices, blocking, overlapped)
 
     def numbers_of(self, ended: Sequence[Move]) -> list[int]:
-        """The numbers of moves that ended; forgets the moves."""
+        """Return the numbers of finished moves and forget the moves."""
         return [self._moves.pop(move) for move in ended]
 
     def _slice(self, part: SlicePart) -> Slice:

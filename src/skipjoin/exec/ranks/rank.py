@@ -1,4 +1,4 @@
-"""One rank of a model: reads plan messages and returns result messages."""
+"""One rank of a model: turns plan messages into result messages."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _log = logging.getLogger(__name__)
 
 
 class Rank:
-    """Answers every plan, in order. Called from one thread.
+    """Answers every plan, in order, from one thread.
 
-    A rank that fails leaves the group, so that other ranks that wait for it fail at once. It computes nothing from then
-    on: its KV and its requests no longer match those of the other ranks.
+    A rank that fails leaves the group, so that ranks waiting for it fail immediately. It computes nothing afterwards,
+    because its KV and requests no longer match those of the other ranks.
     """
 
     def __init__(self, worker: Worker) -> None:
@@ -30,7 +30,7 @@ class Rank:
         self._failure: RankFailed | None = None
 
     def run(self, message: bytes) -> bytes:
-        """Carry out the plan of a message. Returns the answer, an encoded `FromRank`. Never raises."""
+        """Run the plan of a message and return the answer, an encoded `FromRank`. Never raises."""
         answer: FromRank
         if self._failure is not None:
             answer = self._failure

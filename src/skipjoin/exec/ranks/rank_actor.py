@@ -1,4 +1,4 @@
-"""A rank as a process placed by Ray: it loads its share of the model, then carries out plans."""
+"""Ray actor of a rank: loads its share of the model, then runs plans."""
 
 from __future__ import annotations
 
@@ -44,13 +44,18 @@ from skipjoin.system.container import usable_cpus
 from skipjoin.version import VERSION
 
 _SIOCGIFADDR = 0x8915
-# Longest that ranks wait for each other, in seconds: to join the group, and in one step.
+# Maximum seconds that ranks wait for each other, to join the group and in one step.
 GROUP_S = 60.0
 
 
 class RankModel(NamedTuple):
-    """What every rank loads. See `EngineConfig` for the fields. gpu_share: share of a GPU's memory. largest: limits of
-    a step on a GPU. graph_sizes: batch sizes of decode steps to record as CUDA graphs there."""
+    """What every rank loads; see `EngineConfig` for the other fields.
+
+    Attributes:
+        gpu_share: Fraction of a GPU's memory to use.
+        largest: Limits of a step on a GPU.
+        graph_sizes: Batch sizes of decode steps to capture as CUDA graphs.
+    """
 
     folder: str
     dtype: str
@@ -68,7 +73,12 @@ class RankModel(NamedTuple):
 
 
 class RankPlace(NamedTuple):
-    """Where a rank's process runs. node: Ray's name of the node. versions: see `versions`."""
+    """Where a rank's process runs.
+
+    Attributes:
+        node: Ray's name of the node.
+        versions: See `versions`.
+    """
 
     node: str
     ip: str
@@ -76,7 +86,7 @@ class RankPlace(NamedTuple):
 
 
 def versions() -> dict[str, str]:
-    """Versions that must be the same on all nodes."""
+    """Return the versions that must be equal on all nodes."""
     return {
         "Skipjoin": VERSION,
         "Python": platform.python_version(),
@@ -86,9 +96,11 @@ def versions() -> dict[str, str]:
 
 
 class RankActor:
-    """Call in this order: `place`, `open_store` on rank 0, `load`, `make_pools`, `forget_graphs` if one rank has none,
-    `serve`. `progress` may be called
-    during `load`; `touch` and `transfers` after `make_pools`. Errors reach the caller unchanged."""
+    """Ray actor of one rank; errors reach the caller unchanged.
+
+    Call order: `place`, `open_store` on rank 0, `load`, `make_pools`, `forget_graphs` if one rank has none, `serve`.
+    `progress` may be called during `load`, and `touch` and `transfers` after `make_pools`.
+    """
 
     def __init__(self) -> None:
         self._share = 0.0
@@ -103,12 +115,11 @@ class RankActor:
         self._graphs: DecodeGraphs | None = None
 
     def place(self) -> RankPlace:
-        """The node of this process."""
         context = import_ray().get_runtime_context()
         return RankPlace(context.get_node_id(), self._ip(), versions())
 
     def open_store(self) -> Address:
-        """Open the socket at which the ranks find each other, on the cluster's interface only. Returns its address."""
+        """Open the rendezvous socket of the ranks, on the cluster's interface only, and return its address."""
         ip = self._ip()
         self._store_socket = socket.create_server((ip, 0), family=socket.AF_INET6 if ":" in ip else socket.AF_INET)
         address: Address = self._store_socket.getsockname()[:2]
@@ -117,8 +128,15 @@ class RankActor:
     def load(
         self, model: RankModel, shard: Shard, meeting: Address | None, ranks_here: int
     ) -> tuple[RankSpec, MemoryBudget]:
-        """Join the group and load this rank's share. meeting: result of `open_store`; None: there is one rank.
-        ranks_here: ranks on this node. Raises `ModelError`, `GroupError`.
+        """Join the group and load this rank's share of the model.
+
+        Args:
+            meeting: Result of `open_store`; None for a single rank.
+            ranks_here: Number of ranks on this node.
+
+        Raises:
+            ModelError: If the model cannot be loaded.
+            GroupError: If the ranks cannot form a group.
         """
         device = choose_device(model.device)
         self._threads = model.threads or max(1, usable_cpus() // ranks_here)
@@ -145,17 +163,24 @@ class RankActor:
         return spec, memory_budget_of(loaded, model.gpu_share, ranks_here, peak=peak.all, graph_bytes=graphs_take)
 
     def progress(self) -> float:
-        """The share of the weights that is loaded, in [0, 1]."""
+        """Return the fraction of the weights that is loaded, in [0, 1]."""
         return self._share
 
     def make_pools(self, device_blocks: int, host_blocks: int) -> bool:
-        """Allocate the KV pools, compile and record. Returns False if graphs were to be recorded and could not be: then
-        no rank may use them. Raises `RankError` if the system refuses. On a CPU the system may overcommit, and kill
-        the process when the memory is used."""
+        """Allocate the KV pools, compile kernels and capture CUDA graphs.
+
+        On a CPU the system may overcommit, and kill the process when the memory is used.
+
+        Returns:
+            False if a capture failed; then no rank may use graphs.
+
+        Raises:
+            RankError: If the pools cannot be allocated.
+        """
         model = self._loaded
         try:
             self._store = make_store(model, device_blocks, host_blocks, self._block_size, self._swap_dtype)
-        except (RuntimeError, OSError) as error:  # from torch, and from mapped memory
+        except (RuntimeError, OSError) as error:  # from torch and from mmap
             spec = rank_spec_of(model, self._block_size, self._threads, self._swap_dtype)
             here, there = (
                 blocks * size / (1 << 30)
@@ -171,12 +196,14 @@ class RankActor:
         return self._graphs is not None or not self._graph_sizes
 
     def forget_graphs(self) -> None:
-        """Launch kernels one by one."""
         self._graphs = None
 
     def serve(self, address: Address, secret: bytes) -> None:
-        """Carry out plans until the engine disconnects; then end this process. address, secret: of the engine's
-        `RankListener`."""
+        """Run plans until the engine disconnects, then exit this process.
+
+        Args:
+            address: Address of the engine's `RankListener`, which also gives the secret.
+        """
         assert self._store is not None
         self._loaded.ops.use_threads(self._threads)  # the count is per thread, and this is a different thread
         rank = Rank(Worker(self._loaded, self._store, graphs=self._graphs))
@@ -189,12 +216,10 @@ class RankActor:
         import_ray().actor.exit_actor()
 
     def touch(self, blocks: int) -> None:
-        """See `touch`."""
         assert self._store is not None
         touch(self._store.device, blocks)
 
     def transfers(self, seconds: float) -> dict[Direction, Transfer]:
-        """See `measure_transfers`."""
         return measure_transfers(self._loaded, self._block_size, seconds, self._swap_dtype)
 
     @property
@@ -210,7 +235,6 @@ class RankActor:
         self._share = done / total
 
     def _join(self, shard: Shard, meeting: Address, device: str) -> TorchGroup:
-        """Join the other ranks of the model."""
         interface = _interface(self._ip())
         if interface is not None:
             for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
@@ -236,7 +260,6 @@ class RankActor:
 
 
 def _interface(ip: str) -> str | None:
-    """The network interface that has this address; None if unknown."""
     if ip.startswith("127."):
         return "lo"
     for _, name in socket.if_nameindex():

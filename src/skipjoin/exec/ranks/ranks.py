@@ -1,5 +1,4 @@
-"""Starts the ranks of a model with Ray, submits plans over direct connections, and restarts all ranks when one is
-lost."""
+"""Ranks of a model: started with Ray, driven over direct connections, and restarted together when one is lost."""
 
 from __future__ import annotations
 
@@ -24,20 +23,25 @@ from skipjoin.model.parallel import Shard
 _log = logging.getLogger(__name__)
 
 OnProgress = Callable[[str, float], None]
-# Maps the specs and memory budgets of the ranks to KV blocks on the device and on the host.
+# Maps the ranks' specs and memory budgets to the numbers of KV blocks on the device and in the CPU tier.
 PoolsFor = Callable[[Sequence[RankSpec], Sequence[MemoryBudget]], tuple[int, int]]
 
 # Timeouts in seconds: placement, a call of a rank, a connection, a plan.
 _PLACE_S, _START_S, _CONNECT_S, _PLAN_S = 30.0, 120.0, 10.0, 120.0
-# Intervals in seconds: of progress reports, and of checks that the nodes of pending calls are reachable.
+# Intervals in seconds: progress reports, and checks that the nodes of pending calls are reachable.
 _LOOK_S, _WATCH_S = 0.1, 1.0
-# `max_restarts` counts restarts in this many seconds. Between two attempts passes a second, in which Ray detects lost
+# `max_restarts` bounds the restarts within this many seconds. Attempts are a second apart, in which Ray detects lost
 # nodes.
 _WINDOW_S, _BREATH_S = 600.0, 1.0
 
 
 class GroupSizes(NamedTuple):
-    """tp: tensor ranks per stage. pp: stages."""
+    """Parallelism of a rank group.
+
+    Attributes:
+        tp: Tensor-parallel ranks per stage.
+        pp: Pipeline stages.
+    """
 
     tp: int
     pp: int
@@ -48,10 +52,12 @@ class GroupSizes(NamedTuple):
 
 
 class RankGroup:
-    """One generation of ranks, which start together and end together. The constructor raises `RankError`,
-    `ClusterError` and `ModelError`, and then leaves nothing running.
+    """One generation of ranks, which start and end together.
 
-    patience_s: how long to wait for nodes if the cluster has too few.
+    The constructor raises `RankError`, `ClusterError` or `ModelError`, and then leaves nothing running.
+
+    Args:
+        patience_s: Seconds to wait for nodes if the cluster has too few.
     """
 
     def __init__(
@@ -78,16 +84,15 @@ class RankGroup:
 
     @property
     def executor(self) -> ShardedExecutor:
-        """Carries out plans on the ranks."""
         assert self._executor is not None
         return self._executor
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method on every rank; returns the results in rank order."""
+        """Call a method on every rank and return the results in rank order."""
         return self._answers([getattr(actor, method).remote(*arguments) for actor in self._actors])
 
     def close(self) -> None:
-        """End all ranks at once."""
+        """Kill all ranks immediately."""
         if self._executor is not None:
             self._executor.close()
         for actor in self._actors:
@@ -128,7 +133,7 @@ class RankGroup:
         self._executor = ShardedExecutor(links, tp_size=sizes.tp, timeout_s=_PLAN_S)
 
     def _place(self, device: str, patience_s: float) -> None:
-        """Start the processes; the ranks of a stage are on one node."""
+        """Start the processes; the ranks of a stage share a node."""
         ray, sizes = self._ray, self._sizes
         nodes, cut_off, kind = self._usable_nodes(device, patience_s)
         stage = {"CPU": float(sizes.tp), kind: float(sizes.tp)}
@@ -149,8 +154,11 @@ class RankGroup:
             self._actors.append(actor.options(scheduling_strategy=strategy).remote())
 
     def _usable_nodes(self, device: str, patience_s: float) -> tuple[list[Node], list[Node], str]:
-        """The reachable nodes, the nodes that Ray reports as alive but cannot be reached, and the resource that ranks
-        need. Raises `ClusterError` if the nodes have too little of it in total, used or not."""
+        """Return the reachable nodes, the unreachable ones that Ray reports as alive, and the resource that ranks need.
+
+        Raises:
+            ClusterError: If the nodes have too little of the resource in total, used or not.
+        """
         deadline = time.monotonic() + patience_s
         while True:
             known = known_nodes()
@@ -181,7 +189,6 @@ class RankGroup:
                     raise ClusterError(f"node {place.ip} has {name} {theirs}, this node has {ours}; they must be equal")
 
     def _follow(self, loading: Sequence[Any], on_progress: OnProgress) -> None:
-        """Report the progress of loading until it is done or fails on a rank."""
         waiting = list(loading)
         while waiting:
             done, waiting = self._ray.wait(waiting, num_returns=1, timeout=_LOOK_S)
@@ -189,7 +196,7 @@ class RankGroup:
             on_progress("loading weights", min(self.call("progress")) if waiting else 1.0)
 
     def _answers(self, calls: Sequence[Any]) -> list[Any]:
-        """The results of calls. Raises `ModelError` and `RankError` unchanged, and other errors as `RankError`."""
+        """Return the results of calls; errors other than `ModelError` and `RankError` become `RankError`."""
         errors = self._ray.exceptions
         deadline = time.monotonic() + _START_S
         try:
@@ -216,12 +223,15 @@ def _ips(nodes: Sequence[Node]) -> str:
 
 
 class RankedExecutor:
-    """See `ModelExecutor`: a model on several ranks, or on one rank in a process of its own.
+    """`ModelExecutor` on several ranks, or on one rank in a separate process.
 
-    pools_for: chooses the KV blocks of the first ranks; restarts reuse its result. address: host:port of the cluster;
-    None: start a private one. max_restarts: within ten minutes. on_progress: called during every start.
+    The constructor raises `RankError`, `ClusterError` or `ModelError`, and then leaves nothing running.
 
-    Raises `ClusterError`, `RankError` and `ModelError` if the ranks cannot start, and then leaves nothing running.
+    Args:
+        pools_for: Chooses the KV blocks of the first ranks; restarts reuse its result.
+        address: host:port of the cluster; None to start a private one.
+        max_restarts: Maximum number of restarts within ten minutes.
+        on_progress: Called during every start.
     """
 
     def __init__(
@@ -250,15 +260,13 @@ class RankedExecutor:
         self.pools = (*self._group.blocks, model.block_size)
 
     def submit(self, plan: StepPlan, now: float) -> ShardedHandle:
-        """See `Executor`."""
         return self._live.executor.submit(plan, now)
 
     def check(self) -> None:
-        """See `ModelExecutor`."""
         self._live.executor.check()
 
     def restart(self, reason: Exception) -> None:
-        """See `ModelExecutor`: restarts all ranks, up to `max_restarts` times."""
+        """Restart all ranks, up to `max_restarts` times."""
         began, blocks = time.monotonic(), self.pools[:2]
         while True:
             _log.warning("restarting all ranks: %s", reason)
@@ -283,11 +291,10 @@ class RankedExecutor:
             return
 
     def touch(self, blocks: int) -> None:
-        """See `ModelExecutor`."""
         self._live.call("touch", blocks)
 
     def transfers(self, seconds: float) -> dict[Direction, Transfer]:
-        """See `ModelExecutor`. The ranks of a stage copy at the same time, stages in turn."""
+        """Measure transfers: the ranks of a stage copy concurrently, and the stages' costs add up."""
         found: list[dict[Direction, Transfer]] = self._live.call("transfers", seconds)
         size = self._sizes.tp
         stages = [found[first : first + size] for first in range(0, len(found), size)]
@@ -300,7 +307,7 @@ class RankedExecutor:
         }
 
     def close(self) -> None:
-        """End the ranks, and the cluster if it is private."""
+        """Stop the ranks, and the cluster if it is private."""
         if self._group is not None:
             self._group.close()
             self._group = None

@@ -1,4 +1,4 @@
-"""The executor of a model on several ranks: sends each plan to all ranks and combines their answers into one result."""
+"""Executor over several ranks: sends each plan to all ranks and merges their answers into one result."""
 
 from __future__ import annotations
 
@@ -14,34 +14,39 @@ from skipjoin.exec.ranks.messages import FROM_RANK_DECODER, Done, FromRank, Rank
 from skipjoin.exec.ranks.plan_messages import OutOfStepError, PlanWriter
 from skipjoin.model.parallel import Shard
 
-# After a rank reported that it lost another, time for the others to report the cause, in seconds.
+# Seconds that the other ranks have to report the cause after a rank reported that it lost another.
 _GRACE_S = 2.0
-# Interval at which the other ranks are checked while one is waited for, in seconds: the cause may be a failed rank.
+# Interval in seconds at which the other ranks are checked while one is awaited: a failed rank may be the cause.
 _LOOK_S = 0.1
 
 
 class RankLink(Protocol):
-    """The connection to one rank, which answers each message, in order."""
+    """Connection to one rank, which answers each message, in order."""
 
     def send(self, message: bytes) -> None:
-        """Queue a message. Returns at once; does not raise if the rank is lost: `receive` does."""
+        """Queue a message without blocking; a lost rank raises in `receive`, not here."""
         ...
 
     def is_ready(self) -> bool:
-        """Whether `receive` returns or raises at once."""
+        """Return whether `receive` returns or raises at once."""
         ...
 
     def receive(self, timeout_s: float) -> bytes:
-        """The next answer. Raises `RankError` if the rank is lost, TimeoutError if it does not answer in time."""
+        """Wait for the next answer.
+
+        Raises:
+            RankError: If the rank is lost.
+            TimeoutError: If it does not answer in time.
+        """
         ...
 
     def close(self) -> None:
-        """Disconnect; the rank's process then ends."""
+        """Disconnect; the rank's process then exits."""
         ...
 
 
 class ShardedHandle:
-    """A plan submitted to the ranks."""
+    """Future of a plan submitted to the ranks."""
 
     def __init__(self, executor: ShardedExecutor, plan: StepPlan, checksum: bytes) -> None:
         self.plan, self.checksum = plan, checksum
@@ -52,7 +57,7 @@ class ShardedHandle:
         return self._executor.settle(self, wait=False)
 
     def result(self) -> StepResult:
-        """See `Handle`. Raises `RankError` or `OutOfStepError`."""
+        """Wait for the result; raises `RankError` or `OutOfStepError`."""
         self._executor.settle(self, wait=True)
         assert self.outcome is not None
         return self.outcome
@@ -60,7 +65,11 @@ class ShardedHandle:
 
 @dataclass(slots=True)
 class _OnWay:
-    """A move in flight. ranks: number of ranks that have not reported its end."""
+    """Move in flight.
+
+    Attributes:
+        ranks: Number of ranks that have not reported its end.
+    """
 
     move: Move
     ranks: int
@@ -68,12 +77,14 @@ class _OnWay:
 
 
 class ShardedExecutor:
-    """See `Executor`. A move has landed when it has landed on every rank, and failed if it failed on any.
+    """Executor that broadcasts plans to ranks.
 
-    links: to all ranks, in rank order. timeout_s: time limit of the ranks for a plan, from the call of `result`.
+    A move has landed once it has landed on every rank, and failed if it failed on any. With pipeline stages, use
+    `Scheduler(depth=stages, overlap=False)`: no slice may await a token.
 
-    With pipeline stages, as many plans must be in flight as there are stages, and no slice may await a token:
-    `Scheduler(depth=stages, overlap=False)`.
+    Args:
+        links: Links to all ranks, in rank order.
+        timeout_s: Time limit for a plan, from the call of `result`.
     """
 
     def __init__(self, links: Sequence[RankLink], *, tp_size: int, timeout_s: float) -> None:
@@ -84,7 +95,7 @@ class ShardedExecutor:
         self._timeout_s = timeout_s
         self._writer = PlanWriter()
         self._pending: deque[ShardedHandle] = deque()
-        # Per rank, answers taken off its link before their turn.
+        # Per rank, answers that were read from its link ahead of time.
         self._early: list[deque[bytes]] = [deque() for _ in links]
         self._on_way: dict[int, _OnWay] = {}
         self._moves = 0
@@ -102,19 +113,20 @@ class ShardedExecutor:
         return handle
 
     def check(self) -> None:
-        """Raise `RankError` if a rank was lost while no plan is in flight."""
         for link in () if self._pending else self._links:
             if link.is_ready():
                 raise RankError(f"unexpected message of a rank: {link.receive(0.0)[:80]!r}")
 
     def close(self) -> None:
-        """Disconnect all ranks; their processes then end."""
         for link in self._links:
             link.close()
 
     def settle(self, handle: ShardedHandle, *, wait: bool) -> bool:
-        """Process answers until the handle has its outcome, or cannot get one. Returns whether that is so. wait: wait
-        for answers, and raise the error that prevents the outcome."""
+        """Process answers until the handle has its outcome or cannot get one, and return whether that is so.
+
+        Args:
+            wait: Wait for answers, and raise the error that prevents the outcome.
+        """
         while handle.outcome is None and self._failure is None:
             try:
                 if not wait and not self._can_settle():
@@ -127,8 +139,10 @@ class ShardedExecutor:
         return True
 
     def _can_settle(self) -> bool:
-        """Whether all ranks have answered, or one has failed: the others may wait for that one on their device, for a
-        minute with NCCL. Raises `RankError` if one is lost."""
+        """Return whether all ranks have answered or one has failed.
+
+        After a failure, the other ranks may wait for the failed one for a minute with NCCL.
+        """
         has_failed = False
         for early, link in zip(self._early, self._links, strict=True):
             if not early and link.is_ready():
@@ -150,7 +164,7 @@ class ShardedExecutor:
             raise OutOfStepError(f"plan {plan.id}: the ranks of the last stage sampled different tokens")
         size = self._shards[0].tp_size
         stages = [answers[first : first + size] for first in range(0, len(answers), size)]
-        # The ranks of a stage wait for each other: the slowest rank's time is the stage's.
+        # The ranks of a stage wait for each other, so the slowest rank's time is the stage's.
         times = [StageTime(max(one.seconds for one in stage), min(one.idle for one in stage)) for stage in stages]
         landed, failed = self._ended(answers)
         handle.outcome = StepResult(
@@ -165,7 +179,6 @@ class ShardedExecutor:
         )
 
     def _answers(self) -> list[Done]:
-        """The answers of all ranks to the oldest plan."""
         deadline = time.monotonic() + self._timeout_s
         answers: dict[int, Done] = {}
         missing = deque(range(len(self._links)))
@@ -187,21 +200,25 @@ class ShardedExecutor:
         return [answers[rank] for rank in range(len(self._links))]
 
     def _receive(self, rank: int, timeout_s: float) -> FromRank:
-        """The next answer of a rank. Raises as `RankLink.receive` does."""
         early = self._early[rank]
         answer: FromRank = FROM_RANK_DECODER.decode(early.popleft() if early else self._links[rank].receive(timeout_s))
         return answer
 
     def _look_at(self, ranks: Iterable[int]) -> None:
-        """Raise `RankError` if one of these ranks is lost. They have answered, but their activations may not have
-        reached the ranks that have not, which would wait for them."""
+        """Raise `RankError` if one of these ranks is lost.
+
+        They have answered, but their activations may not have reached the other ranks, which would wait for them.
+        """
         for rank in ranks:
             if self._links[rank].is_ready():
                 self._early[rank].append(self._links[rank].receive(0.0))
 
     def _cause(self, failure: RankFailed, rank: int, answered: Container[int]) -> Exception:
-        """The error for a rank's failure. If the rank failed because it lost another, that rank's failure, which may be
-        its answer to a later plan."""
+        """Return the error for a rank's failure.
+
+        If the rank failed because it lost another one, that is the other rank's failure, which may be its answer to a
+        later plan.
+        """
         failed = self._error(rank, failure)
         if not failure.lost_peer:
             return failed
@@ -228,7 +245,7 @@ class ShardedExecutor:
         return kind(f"{self._shards[rank].name} failed: {failure.text}")
 
     def _ended(self, answers: Sequence[Done]) -> tuple[list[Move], list[Move]]:
-        """Moves that have now ended on every rank: those that landed on all ranks, and the others."""
+        """Return the moves that have now finished on every rank: those that landed on all ranks, and the others."""
         landed: list[Move] = []
         failed: list[Move] = []
         for answer in answers:

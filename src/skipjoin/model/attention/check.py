@@ -1,4 +1,4 @@
-"""The self-test of attention back ends: compares one with the reference on this machine."""
+"""Self-test of attention back ends, which compares one with the reference on this machine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SHAPE = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
-# A decode, a chunk and a prompt; two share block 7 from both ends.
+# A decode, a chunk and a prompt; two of them share block 7 bidirectionally.
 _SEGMENTS = [
     Segment([0], 18, [7, 1, 2, 9, 4]),
     Segment([0] * 7, 3, [3, 0, 11], offset=1),
@@ -31,8 +31,11 @@ _SEGMENTS = [
 def agrees(
     backend: AttentionBackend, dtype: torch.dtype, device: torch.device | str = "cpu", *, plain: bool = False
 ) -> bool:
-    """Whether `backend` computes the reference's outputs on a small mixed batch and writes the same keys and values.
-    plain: on segments without offset and direction."""
+    """Return whether `backend` matches the reference's outputs and KV on a small mixed batch.
+
+    Args:
+        plain: Test segments without offset and direction.
+    """
     generator = torch.Generator().manual_seed(0)
     config = ModelConfig.from_dict(_SHAPE)
     caches = [PagedKV(12, 4, config, dtype, device) for _ in range(2)]
@@ -40,7 +43,7 @@ def agrees(
     caches[1].tensor.copy_(caches[0].tensor)
     qkv = torch.randn(13, 8, 40, generator=generator).to(device, dtype)
     cos_sin = torch.rand(64, 24, generator=generator).to(device)
-    # Rounding of rotated keys differs where multiplications are fused.
+    # Rounding of rotated keys differs if multiplications are fused.
     tolerance = {torch.float32: 1e-5, torch.float16: 5e-3}.get(dtype, 2e-2)
     mixed = [one._replace(offset=0, reverse=False) for one in _SEGMENTS] if plain else _SEGMENTS
     for segments in (mixed, mixed[:1]):
@@ -58,7 +61,7 @@ def agrees(
 
 
 def cuts_change_nothing(backend: AttentionBackend, dtype: torch.dtype) -> bool:
-    """Whether a token's output has the same bits in a prompt as alone, as a decode."""
+    """Return whether a token's output has the same bits in a prompt and as a decode."""
     config, tokens = ModelConfig.from_dict(_SHAPE), 21
     qkv = torch.randn(tokens, 8, 40, generator=torch.Generator().manual_seed(0)).to(dtype)
 

@@ -23,7 +23,7 @@ _SHAPE = ("segments", "table_width", "block_size", "heads", "kv_heads", "dim", "
 
 
 class _Call(ctypes.Structure):
-    """The argument of paged_attention.cpp, field by field."""
+    """Argument of paged_attention.cpp, field by field."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in _POINTERS),
@@ -39,7 +39,7 @@ class _Call(ctypes.Structure):
 
 
 class CppAttention:
-    """See `AttentionBackend`. Keys and values of the cache must have equal strides."""
+    """Compiled attention. Keys and values of the cache must have equal strides."""
 
     name = "cpp"
 
@@ -56,11 +56,9 @@ class CppAttention:
 
     def tune(
         self, config: ModelConfig, dtype: torch.dtype, device: torch.device, block_size: int, shard: Shard
-    ) -> None:
-        """Does nothing: there are no sizes to choose."""
+    ) -> None: ...
 
     def versions(self, config: ModelConfig, block_size: int, seqs: int, positions: int, shard: Shard) -> tuple[()]:
-        """None: nothing is compiled for a batch."""
         return ()
 
     def attend(
@@ -94,7 +92,7 @@ class CppAttention:
         return out
 
     def rotate(self, query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> None:
-        """Rotary embedding in place of [n, heads, head_dim] views."""
+        """Apply rotary embedding in place to [n, heads, head_dim] views."""
         for x in (query, key):
             self._rotate(
                 CPP_DTYPES.index(x.dtype), x.data_ptr(), x.shape[0], x.stride(0), x.shape[1], x.stride(1),
@@ -103,5 +101,5 @@ class CppAttention:
 
 
 def check_attention(backend: CppAttention, dtype: torch.dtype) -> bool:
-    """Whether compiled attention agrees with the reference on a small mixed batch, and does not depend on cuts."""
+    """Return whether compiled attention matches the reference and does not depend on how prompts are cut."""
     return agrees(backend, dtype) and cuts_change_nothing(backend, dtype)

@@ -1,4 +1,4 @@
-"""Attention by FlashAttention 3, a library for Hopper GPUs, where it is installed; the Triton kernels do the rest."""
+"""Attention by FlashAttention 3, a library for Hopper GPUs, if installed, with Triton kernels for the rest."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _DTYPES = (torch.bfloat16, torch.float16)
 
 
 def library() -> Any:
-    """The library's module. Raises ImportError if it is missing, broken or of another version."""
+    """Return the library's module, or raise ImportError if it is missing, broken or of another version."""
     found = import_module(FLASH_MODULE)
     for name, needed in _PARAMETERS.items():
         function = getattr(found, name, None)
@@ -40,8 +40,11 @@ def library() -> Any:
 
 @dataclass(slots=True)
 class _Index:
-    """A batch's index tensors as the library takes them, int32. schedules: how its programs share the work, made on the
-    device, by window."""
+    """Batch's index tensors as the library takes them, int32.
+
+    Attributes:
+        schedules: Work distribution of its programs by window, made on the device.
+    """
 
     batch: PackedBatch
     tables: torch.Tensor
@@ -53,11 +56,11 @@ class _Index:
 
 
 class FlashAttention(TritonAttention):
-    """See `AttentionBackend`. Triton writes keys and values, and attends for batches that the library cannot take:
-    reversed segments or such with an offset, and other types than half ones.
+    """FlashAttention 3 back end.
 
-    All that depends on the contents of a batch's index tensors is computed on the device in each forward pass, so that
-    a CUDA graph can replay it.
+    Triton writes the KV, and attends for batches that the library does not support: segments that are reversed or have
+    an offset, and types other than half precision. Values that depend on the contents of index tensors are computed on
+    the device in each forward pass, so that a CUDA graph can replay it.
     """
 
     name = "flash"
@@ -119,8 +122,11 @@ class FlashAttention(TritonAttention):
         return out.flatten(1)
 
     def _index_of(self, batch: PackedBatch, layer: int) -> _Index:
-        """Shared by the layers of one forward pass. The batch of a graph is the same in each pass, its contents are
-        not: a pass begins where the layers' numbers do not go on."""
+        """Return the index shared by the layers of one forward pass.
+
+        A graph's batch is the same object in each pass, but its contents are not. A new pass is detected by a layer
+        number that does not increase.
+        """
         known = self._index
         if known is None or known.batch is not batch or layer <= known.layer:
             tables, context_lens, query_start = (

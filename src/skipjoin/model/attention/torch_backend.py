@@ -12,17 +12,18 @@ from skipjoin.model.parallel import Shard
 
 
 class TorchAttention:
-    """Decodes as one padded batch, prefill chunks one sequence at a time through scaled_dot_product_attention."""
+    """Reference attention.
+
+    Decodes run as one padded batch, and prefill chunks one by one with scaled_dot_product_attention.
+    """
 
     name = "torch"
 
     def tune(
         self, config: ModelConfig, dtype: torch.dtype, device: torch.device, block_size: int, shard: Shard
-    ) -> None:
-        """Does nothing: there are no sizes to choose."""
+    ) -> None: ...
 
     def versions(self, config: ModelConfig, block_size: int, seqs: int, positions: int, shard: Shard) -> tuple[()]:
-        """None: nothing is compiled for a batch."""
         return ()
 
     def attend(
@@ -68,7 +69,7 @@ class TorchAttention:
 
 
 def rotate(query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> None:
-    """Rotary embedding in place of [n, heads, head_dim] views; `cos_sin` as in `AttentionBackend.attend`."""
+    """Apply rotary embedding in place to [n, heads, head_dim] views; `cos_sin` as in `AttentionBackend.attend`."""
     pairs = cos_sin.shape[-1] // 2
     cos, sin = cos_sin[positions].unsqueeze(1).split(pairs, dim=-1)
     for x in (query, key):
@@ -86,9 +87,10 @@ def _cached(
     segments: torch.Tensor | slice = slice(None),
     context: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of these segments in the order of their positions: [n, slots, kv_heads, dim].
+    """Return keys and values of these segments in position order: [n, slots, kv_heads, dim].
 
-    context: number of positions; None: at least `batch.max_context`.
+    Args:
+        context: Number of positions; None for at least `batch.max_context`.
     """
     tables, size = batch.block_tables[segments], batch.block_size
     if batch.plain:
@@ -96,7 +98,7 @@ def _cached(
         return keys[tables].flatten(1, 2)[:, :context], values[tables].flatten(1, 2)[:, :context]
     last = tables.shape[1] * size - 1
     position = torch.arange(batch.max_context if context is None else context, device=tables.device)
-    # Positions beyond the sequence are masked later: any slot of the table will do.
+    # Positions beyond the sequence are masked later, so any slot of the table works.
     index = (batch.offsets[segments, None] + position).clamp_(max=last)
     block, slot = tables.gather(1, index // size), index % size
     slot = torch.where(batch.reversed[segments, None] > 0, size - 1 - slot, slot)
@@ -106,8 +108,12 @@ def _cached(
 def _decode(
     query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: torch.Tensor, *, scale: float, window: int
 ) -> torch.Tensor:
-    """One query per sequence. query: [n, heads, dim]; k, v: [n, slots, kv_heads, dim]; context: [n]; returns as
-    `query`."""
+    """Attend with one query per sequence, of shape [n, heads, dim].
+
+    Args:
+        k: Shape [n, slots, kv_heads, dim], as `v`.
+        context: Shape [n].
+    """
     n, heads, dim = query.shape
     kv_heads = k.shape[2]
     position = torch.arange(k.shape[1], device=query.device)
@@ -117,7 +123,7 @@ def _decode(
     grouped = query.reshape(n, kv_heads, heads // kv_heads, dim)
     scores = (grouped @ k.permute(0, 2, 3, 1)).float() * scale
     weights = scores.masked_fill_(unseen[:, None, None], -torch.inf).softmax(-1).to(v.dtype)
-    # A weight of zero does not remove a NaN in an unused slot: zero times NaN is NaN.
+    # A weight of zero does not remove a NaN in an unused slot, since zero times NaN is NaN.
     v = v.masked_fill(unseen[:, :, None, None], 0)
     return (weights @ v.permute(0, 2, 1, 3)).view(n, heads, dim)
 
@@ -125,7 +131,7 @@ def _decode(
 def _chunk(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, start: int, *, scale: float, window: int
 ) -> torch.Tensor:
-    """New tokens of one sequence. query: [n, heads, dim]; key, value: [start + n, kv_heads, dim]."""
+    """Attend with the new tokens of one sequence, [n, heads, dim]; keys and values are [start + n, kv_heads, dim]."""
     mask = None
     if start or window:
         own = torch.arange(start, start + len(query), device=query.device)[:, None]

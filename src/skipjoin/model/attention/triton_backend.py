@@ -27,9 +27,15 @@ MAX_HEAD_DIM = 256
 
 @dataclass(slots=True)
 class _Plan:
-    """Values shared by all layers of one batch. decodes: number of segments of one token; their indexes are `segments`,
-    None: all. tiles: of the other segments' queries. work: of the decodes, by window, in the forward pass that has come
-    to `layer`."""
+    """Values shared by all layers of one batch.
+
+    Attributes:
+        decodes: Number of segments of one token.
+        segments: Indexes of these segments; None for all.
+        tiles: Tiles of the other segments' queries.
+        layer: Layer that the current forward pass has reached.
+        work: Work lists of the decodes in this pass, by window.
+    """
 
     batch: PackedBatch
     decodes: int
@@ -41,8 +47,11 @@ class _Plan:
     work: dict[int, WorkList] = field(default_factory=dict)
 
     def work_of(self, layer: int, window: int) -> WorkList:
-        """Made anew in each pass, which begins where the layers' numbers do not go on: the batch of a graph is the same
-        in each, the lengths of its contexts are not."""
+        """Return the work list, made again in each forward pass.
+
+        A graph's batch is the same object in each pass, but its context lengths are not. A new pass is detected by a
+        layer number that does not increase.
+        """
         if layer <= self.layer:
             self.work = {}
         self.layer = layer
@@ -52,10 +61,10 @@ class _Plan:
 
 
 class TritonAttention:
-    """See `AttentionBackend`. Keys and values of the cache must have equal strides; heads of up to 256 values.
+    """Triton attention. Keys and values of the cache must have equal strides, and heads up to 256 values.
 
-    Tokens with slot -1 are not written; a segment with context 0 gets zeros. A batch of decodes runs the same kernels
-    with the same grids for all contents of its index tensors, so that a CUDA graph can replay it.
+    Tokens with slot -1 are not written, and a segment with context 0 gets zeros. A CUDA graph can replay a batch of
+    decodes, because kernels and grids do not depend on the contents of its index tensors.
     """
 
     name = "triton"
@@ -63,9 +72,13 @@ class TritonAttention:
     def __init__(
         self, table: TunedTable | None = None, processors: int | None = None, *, invariant: bool = False
     ) -> None:
-        """table: the kernels' sizes; None: the device's table on disk. processors: number of multiprocessors to share
-        the work out over; None: the device's. invariant: a sequence's result must not depend on the others: sizes are
-        the same for all batches."""
+        """Create the back end.
+
+        Args:
+            table: Kernel sizes; None for the device's table on disk.
+            processors: Number of multiprocessors to share the work; None for the device's.
+            invariant: Use the same sizes for all batches, so that a sequence's result does not depend on the others.
+        """
         self._table, self._processors = table, processors
         self._invariant = invariant
         if invariant:
@@ -109,8 +122,10 @@ class TritonAttention:
     def tune(
         self, config: ModelConfig, dtype: torch.dtype, device: torch.device, block_size: int, shard: Shard = WHOLE
     ) -> None:
-        """See `AttentionBackend`: measures kernel sizes and keeps them on disk. Must not run in a capture; takes up to
-        2 GiB. Without CUDA it does nothing."""
+        """Measure kernel sizes and keep them on disk; without CUDA do nothing.
+
+        Must not run in a capture, and takes up to 2 GiB.
+        """
         if device.type == "cuda" and not self._invariant:
             kv_heads = len(shard.kv_heads(config))
             card, group = _card(device), len(shard.heads(config)) // kv_heads
@@ -122,7 +137,6 @@ class TritonAttention:
     def versions(
         self, config: ModelConfig, block_size: int, seqs: int, positions: int, shard: Shard
     ) -> list[tuple[tuple[int, ...], int]]:
-        """See `AttentionBackend`."""
         kv_heads = len(shard.kv_heads(config))
         return distinct_batches(len(shard.heads(config)) // kv_heads, kv_heads, block_size, seqs, positions)
 
@@ -156,7 +170,7 @@ class TritonAttention:
 
 
 class _Card(NamedTuple):
-    """Multiprocessors, bytes of the L2 cache, and `Shape.wgmma`."""
+    """Multiprocessors, bytes of the L2 cache, and `Shape.wgmma` of a GPU."""
 
     processors: int
     cache_bytes: int
@@ -172,5 +186,5 @@ def _card(device: torch.device) -> _Card:
 
 
 def check_triton_attention(backend: TritonAttention, dtype: torch.dtype, device: torch.device | str) -> bool:
-    """Whether the kernels agree with the reference on a small mixed batch on this device."""
+    """Return whether the kernels match the reference on a small mixed batch on this device."""
     return agrees(backend, dtype, device)

@@ -11,7 +11,7 @@ from skipjoin.model.parallel import scaled
 
 
 class GPTNeoXDecoder(RotaryDecoder):
-    """Embedding, layers of attention and MLP, final norm."""
+    """Embedding, attention and MLP layers, final norm."""
 
     EMBEDDING, OUTPUT = "gpt_neox.embed_in.weight", "embed_out.weight"
 
@@ -24,7 +24,7 @@ class _NeoXLayer:
         config, shard, name = builder.config, builder.shard, f"gpt_neox.layers.{index}"
         hidden, width = config.hidden_size, config.intermediate_size
         self._parallel = config.parallel_residual
-        # In parallel, attention and MLP share one sum over the ranks.
+        # In parallel, attention and MLP share one all-reduce.
         apart = not self._parallel
         heads, columns = shard.query_rows(config), shard.columns(config)
         output, down = f"{name}.attention.dense", f"{name}.mlp.dense_4h_to_h"
@@ -45,7 +45,6 @@ class _NeoXLayer:
     def __call__(
         self, x: torch.Tensor, normed: torch.Tensor, step: LayerInputs, then: Norm | None
     ) -> torch.Tensor | None:
-        """See `Layer`."""
         if self._parallel:
             overlapped = self._mlp_norm(x)
             self._attention.add_to(normed, x, step)
@@ -55,7 +54,10 @@ class _NeoXLayer:
 
 
 def _query_key_value(builder: Builder, name: str) -> Linear:
-    """The checkpoint stores each head's query, key and value rows together; attention needs all queries first."""
+    """Load the query, key and value projections.
+
+    The checkpoint interleaves each head's query, key and value rows, but attention needs all queries first.
+    """
     config, heads = builder.config, builder.shard.heads(builder.config)
     hidden, dim, count = config.hidden_size, config.head_dim, len(heads)
     own = scaled(heads, 3 * dim)

@@ -1,4 +1,4 @@
-"""Llama and models of the same shape: Mistral, Qwen2, Qwen3."""
+"""Llama and models of the same architecture: Mistral, Qwen2, Qwen3."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from skipjoin.model.ops.base import Norm
 
 
 class LlamaDecoder(RotaryDecoder):
-    """Embedding, layers of attention and gated MLP between root-mean-square norms, final norm."""
+    """Embedding, attention and gated MLP layers with RMS norms, final norm."""
 
     EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -48,6 +48,5 @@ class _LlamaLayer:
     def __call__(
         self, x: torch.Tensor, normed: torch.Tensor, step: LayerInputs, then: Norm | None
     ) -> torch.Tensor | None:
-        """See `Layer`."""
         normed = self._attention.add_to(normed, x, step, self._mlp_norm)
         return self._down.add_to(self._gate_up(normed), x, then)

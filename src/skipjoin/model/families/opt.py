@@ -1,4 +1,4 @@
-"""OPT: learned positions, layer norms before or after each sublayer."""
+"""OPT: learned positions, with layer norms before or after each sublayer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ POSITION_OFFSET = 2
 
 
 class OPTDecoder:
-    """Token and position embeddings, layers of attention and MLP, final norm."""
+    """Token and position embeddings, attention and MLP layers, final norm."""
 
     EMBEDDING, OUTPUT = "model.decoder.embed_tokens.weight", "lm_head.weight"
 
@@ -36,14 +36,12 @@ class OPTDecoder:
             self._norm = builder.layer_norm(f"{name}.final_layer_norm") if config.final_norm else None
 
     def embed(self, batch: PackedBatch) -> torch.Tensor:
-        """The embeddings of the batch's tokens, [T, hidden], on the first stage."""
         x = self.embedding(batch.token_ids)
         if self._project_in is not None:
             x = self._project_in(x)
         return x + F.embedding(batch.positions + POSITION_OFFSET, self._positions)
 
     def advance(self, x: torch.Tensor, step: LayerInputs) -> torch.Tensor:
-        """Pass [T, hidden] through this rank's layers; may change `x`."""
         if self._norm_before:
             return advance(self._layers, x, step)
         for layer in self._layers:
@@ -51,7 +49,6 @@ class OPTDecoder:
         return x
 
     def finish(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[rows, hidden] -> the input of the output projection, [rows, embed], on the last stage."""
         if self._norm is not None:
             hidden = self._norm(hidden)
         return hidden if self._project_out is None else self._project_out(hidden)
@@ -79,11 +76,10 @@ class _OptLayer:
     def __call__(
         self, x: torch.Tensor, normed: torch.Tensor, step: LayerInputs, then: Norm | None
     ) -> torch.Tensor | None:
-        """See `Layer`."""
         normed = self._attention.add_to(normed, x, step, self._mlp_norm)
         return self._down.add_to(self._up(normed), x, then)
 
     def norm_after(self, x: torch.Tensor, step: LayerInputs) -> torch.Tensor:
-        """[T, hidden] -> [T, hidden] with a norm after each sublayer; changes `x`."""
+        """Run [T, hidden] through the layer, in place, with a norm after each sublayer."""
         x = self._attention.add_to(x, x, step, self.norm)
         return self._down.add_to(self._up(x), x, self._mlp_norm)

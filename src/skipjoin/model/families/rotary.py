@@ -1,4 +1,4 @@
-"""What the families with rotary positions have in common."""
+"""Base of the families with rotary positions."""
 
 from __future__ import annotations
 
@@ -13,10 +13,7 @@ from skipjoin.model.ops.base import Norm
 
 
 class RotaryDecoder:
-    """Embedding, layers that rotate queries and keys, final norm; of a stage, its part of that.
-
-    make_layer: makes the layer of an index. final_norm: makes the norm behind the last layer.
-    """
+    """Embedding, layers with rotary positions, final norm, or a pipeline stage's part of these."""
 
     EMBEDDING: ClassVar[str]
     OUTPUT: ClassVar[str]
@@ -35,13 +32,10 @@ class RotaryDecoder:
         self._norm = final_norm() if shard.is_last else None
 
     def embed(self, batch: PackedBatch) -> torch.Tensor:
-        """The embeddings of the batch's tokens, [T, hidden], on the first stage."""
         return self.embedding(batch.token_ids)
 
     def advance(self, x: torch.Tensor, step: LayerInputs) -> torch.Tensor:
-        """Pass [T, hidden] through this rank's layers; may change `x`."""
         return advance(self._layers, x, step)
 
     def finish(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[rows, hidden] -> the input of the output projection, on the last stage."""
         return self._norm(hidden)

@@ -1,4 +1,4 @@
-"""StarCoder2: rotary positions, grouped key-value heads, layer norms and an MLP that is not gated."""
+"""StarCoder2: rotary positions, grouped-query attention, layer norms and an ungated MLP."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from skipjoin.model.ops.base import Norm
 
 
 class Starcoder2Decoder(RotaryDecoder):
-    """Embedding, layers of attention and MLP, final norm."""
+    """Embedding, attention and MLP layers, final norm."""
 
     EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -42,6 +42,5 @@ class _Starcoder2Layer:
     def __call__(
         self, x: torch.Tensor, normed: torch.Tensor, step: LayerInputs, then: Norm | None
     ) -> torch.Tensor | None:
-        """See `Layer`."""
         normed = self._attention.add_to(normed, x, step, self._mlp_norm)
         return self._down.add_to(self._up(normed), x, then)

@@ -1,4 +1,4 @@
-"""Triton kernels, one file per operation. Imported only where Triton is installed."""
+"""Triton kernels, one file per operation. Imported only if Triton is installed."""
 
 import os
 

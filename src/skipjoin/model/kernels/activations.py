@@ -1,4 +1,4 @@
-"""The work between the two products of an MLP, in one pass over memory."""
+"""Fused operations between the two products of an MLP, in one pass over memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-# Columns per program: 8 in each thread, of gate and of up where there are both.
+# Columns per program: 8 in each thread, of both gate and up if gated.
 _BLOCK, _WARPS = 1024, 4
 
 
@@ -23,7 +23,7 @@ def silu_and_mul_kernel(x, out, width, x_stride, BLOCK: tl.constexpr):
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """[n, 2 * width], gate before up -> silu(gate) * up, [n, width]; arithmetic in float32."""
+    """Map [n, 2 * width], gate before up, to silu(gate) * up, [n, width], with arithmetic in float32."""
     rows, width = x.shape[0], x.shape[1] // 2
     out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     silu_and_mul_kernel[(rows, triton.cdiv(width, _BLOCK))](x, out, width, x.stride(0), BLOCK=_BLOCK, num_warps=_WARPS)
@@ -55,9 +55,12 @@ def bias_and_activation_kernel(
 
 
 def bias_and_activation(x: torch.Tensor, bias: torch.Tensor | None, activation: str) -> torch.Tensor:
-    """activation(x + bias), in place; arithmetic in float32. Fused as in ALISE section 3.3.
+    """Compute activation(x + bias) in place, with arithmetic in float32. Fused as in ALISE section 3.3.
 
-    x: [n, width], strided in the first; bias: [width]; activation: a `ModelConfig.activation`.
+    Args:
+        x: Shape [n, width], strided in the first dimension.
+        bias: Shape [width].
+        activation: A `ModelConfig.activation`.
     """
     rows, width = x.shape
     bias_and_activation_kernel[(rows, triton.cdiv(width, _BLOCK))](

@@ -1,4 +1,4 @@
-"""Copies many small blocks between two pools in one launch; one pool may be in page-locked host memory."""
+"""Copies of many small blocks between two pools in one launch; one pool may be in page-locked CPU memory."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import triton
 import triton.language as tl
 
 # A link of 64 GB/s with a latency of 2 us has 128 KiB in flight. A program requests 16 KiB before it waits, so eight
-# programs fill the link; twice as many, since they do not wait at the same time. Steps run at the same time: a GPU has
-# at least six times as many multiprocessors, and a program takes a sixteenth of one.
+# programs fill the link. Twice as many are launched, since they do not wait at the same time. Steps run concurrently: a
+# GPU has at least six times as many multiprocessors, and a program takes a sixteenth of one.
 _PROGRAMS = 16
 # Words of 4 bytes that a program moves at a time: 8 loads of 16 bytes for each of 128 threads.
 _CHUNK, _WARPS = 4096, 4
-# Spans are short: a slot of one head is 64 words in 16 bits.
+# Spans are short: a slot of one head is 64 words with 16-bit numbers.
 _SPAN_CHUNK = 512
 
 
-# One version for all numbers of blocks and any place of their ids, so that no step waits for a compilation.
+# One version for all numbers of blocks and all alignments of their ids, so that no step waits for a compilation.
 @triton.jit(do_not_specialize=["blocks"], do_not_specialize_on_alignment=["target_ids", "source_ids"])
 def _copy(target, source, target_ids, source_ids, blocks, words, target_stride, source_stride, CHUNK: tl.constexpr):
     """The chunks of all blocks are split among the programs, each of which copies its chunks in turn."""
@@ -35,8 +35,11 @@ def _copy(target, source, target_ids, source_ids, blocks, words, target_stride, 
 def copy_blocks(target: torch.Tensor, source: torch.Tensor, target_ids: torch.Tensor, source_ids: torch.Tensor) -> None:
     """Copy row source_ids[i] of `source` to row target_ids[i] of `target`, for all i, on the current stream.
 
-    target, source: [blocks, elements] of one type, rows contiguous; each on the device or in page-locked memory.
-    target_ids, source_ids: int64 [n] on the device, not checked. Raises ValueError for rows of different sizes.
+    Pools are [blocks, elements] of one type with contiguous rows, on the device or in page-locked memory. Ids are int64
+    [n] on the device, not checked.
+
+    Raises:
+        ValueError: If the rows have different sizes.
     """
     if target.shape[1:] != source.shape[1:] or target.dtype != source.dtype:
         raise ValueError(f"rows of {source.dtype} {source.shape[1]} do not fit {target.dtype} {target.shape[1]}")
@@ -68,11 +71,16 @@ def _copy_slots(target, source, spans, count, heads, block_words, slot_words, he
 
 
 def copy_spans(target: torch.Tensor, source: torch.Tensor, spans: torch.Tensor) -> None:
-    """Copy slots of `source` to the same slots of `target`, of all heads, on the current stream.
+    """Copy slots of `source` to the same slots of `target`, for all heads, on the current stream.
 
-    target, source: [blocks, heads, block_size, head_dim] of one type, contiguous; each on the device or in page-locked
-    memory; they may be one, if no block is both read and written. spans: int64 [4, n] on the device, not checked:
-    target blocks, source blocks, first slots, counts. Raises ValueError for blocks of different shapes.
+    Pools are contiguous [blocks, heads, block_size, head_dim] of one type, on the device or in page-locked memory. Both
+    may be one pool if no block is both read and written.
+
+    Args:
+        spans: Target blocks, source blocks, first slots and counts, int64 [4, n] on the device, not checked.
+
+    Raises:
+        ValueError: If the blocks have different shapes.
     """
     if target.shape[1:] != source.shape[1:] or target.dtype != source.dtype:
         raise ValueError(f"blocks of {source.dtype} {source.shape[1:]} do not fit {target.dtype} {target.shape[1:]}")
@@ -90,7 +98,7 @@ def copy_spans(target: torch.Tensor, source: torch.Tensor, spans: torch.Tensor) 
 
 
 def _words(pool: torch.Tensor) -> torch.Tensor:
-    """The pool in words of 4 bytes, or in bytes if the block size is no multiple of 4."""
+    """Return the pool as 4-byte words, or as bytes if the block size is no multiple of 4."""
     row_bytes = pool.shape[1] * pool.element_size()
     whole = row_bytes % 4 == 0 and pool.stride(0) * pool.element_size() % 4 == 0
     return pool.view(torch.int32 if whole else torch.uint8)

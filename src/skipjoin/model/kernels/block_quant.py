@@ -1,4 +1,4 @@
-"""Quantises KV blocks on their way to page-locked host memory, and back; see `model.ops.block_quant`."""
+"""Quantization of KV blocks on their way to page-locked CPU memory and back; see `model.ops.block_quant`."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import triton.language as tl
 from skipjoin.model.kv_cache import PagedKV, QuantizedKV
 from skipjoin.model.transfer import send
 
-# As in `block_copy`, but a program requests one head before it waits, some 2.5 KiB on the way back: so many fill the
+# As in `block_copy`, but a program requests one head before it waits, about 2.5 KiB on the way back. This many fill the
 # link.
 _PROGRAMS = 64
 # Numbers of a head that a program converts at a time.
 _TILE, _WARPS = 4096, 4
 _INFINITE = tl.constexpr(2.0**126)
 _LEAST_SCALE = tl.constexpr(2.0**-126)
-# Added and taken away again, it rounds numbers from 0 to 255 to the nearest integer, ties to even.
+# Adding and subtracting it rounds numbers from 0 to 255 to the nearest integer, ties to even.
 _ROUNDING = tl.constexpr(2.0**23)
 # One version for all moves, so that no step waits for a compilation.
 _IDS = ["target_ids", "source_ids"]
@@ -115,20 +115,17 @@ def _dequantize(
 
 
 class TritonQuantizer:
-    """See `BlockQuantizer`. Work is queued on the current stream; the host pool must be page-locked, or on the
-    device."""
+    """Triton quantizer on the current stream. The CPU pool must be page-locked, or on the device."""
 
     def quantize(
         self, host: QuantizedKV, device: PagedKV, target: Sequence[int], source: Sequence[int], last: int
     ) -> None:
-        """See `BlockQuantizer`."""
         blocks, rows = device.head_view(), host.tensor
         ids, work = send((target, source), blocks.device, torch.int64), len(source) * host.shape[0]
         pools = rows, rows.view(torch.int16), blocks
         _quantize[_grid(work)](*pools, ids[0], ids[1], len(source), last, host.shape[0], **_tile(host))
 
     def dequantize(self, device: PagedKV, host: QuantizedKV, target: Sequence[int], source: Sequence[int]) -> None:
-        """See `BlockQuantizer`."""
         blocks, rows = device.head_view(), host.tensor
         ids, work = send((target, source), blocks.device, torch.int64), len(source) * host.shape[0]
         pools, most = (blocks, rows, rows.view(torch.int16)), torch.finfo(blocks.dtype).max
@@ -140,7 +137,6 @@ def _grid(work: int) -> tuple[int]:
 
 
 def _tile(host: QuantizedKV) -> dict[str, int]:
-    """The constants of a launch: a block's tokens and width, and the tile that they are cut into."""
     _, tokens, dim = host.shape
     width = triton.next_power_of_2(dim)
     rows = min(triton.next_power_of_2(tokens), max(1, _TILE // width))

@@ -1,4 +1,4 @@
-"""Triton's cache, from which it loads the libraries that it has compiled."""
+"""Protection of Triton's cache, from which it loads compiled libraries."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _log = logging.getLogger(__name__)
 
 
 def protect_triton_cache() -> None:
-    """Have Triton keep its cache in a folder of this process if another user can change the usual one."""
+    """Move Triton's cache to a folder of this process if another user can change the usual one."""
     if not is_trusted(_triton_cache(), "Triton's cache"):
         folder = _own_folder().path
         os.environ["TRITON_CACHE_DIR"] = str(folder)
@@ -22,7 +22,7 @@ def protect_triton_cache() -> None:
 
 
 def _triton_cache() -> Path:
-    """As Triton finds it, which need not be installed."""
+    """Return the cache folder as Triton finds it, without importing Triton."""
     if folder := os.environ.get("TRITON_CACHE_DIR"):
         return Path(folder)
     return Path(os.environ.get("TRITON_HOME") or os.path.expanduser("~"), ".triton", "cache")

@@ -1,4 +1,4 @@
-"""The sizes that the attention kernels run with, and the measurement that chooses them."""
+"""Size choices of the attention kernels, and the measurement that makes them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from skipjoin.model.kernels import paged, tuning
 from skipjoin.model.kernels import prefill_attention as prefill
 from skipjoin.model.kernels.tuning import Config, TunedTable, source_hash
 
-# What is measured, and how: choices of another way to measure are not read either.
+# Covers the measurement too: choices measured in another way are ignored.
 _SOURCES = source_hash(*(str(module.__file__) for module in (paged, decode, prefill, tuning)), __file__)
-# Measured numbers of sequences of a decode and of tokens of a prompt, and the keys per sequence.
+# Measured numbers of sequences in a decode and of tokens in a prompt, and the keys per sequence.
 _DECODES, _PROMPTS, _CONTEXT = (1, 4, 16, 64, 256), (8, 4096), 1024
-# Calls that are timed together, at least and at most. Each reads other keys than those before, and all of them more
-# than the device's caches hold, so that none finds its keys there: in a step, other layers' work lies between.
+# Minimum and maximum number of calls that are timed together. Each reads other keys than the previous ones, and
+# together they read more than the device's caches hold. No call finds its keys there, as in a step, in which other
+# layers run in between.
 _CALLS, _MOST_CALLS, _CACHES_FILLED = 20, 512, 2
 # Memory of the measured KV, in bytes.
 _POOL_BYTES = 2 << 30
@@ -29,8 +30,12 @@ _log = logging.getLogger(__name__)
 
 
 class Shape(NamedTuple):
-    """The attention shape that a kernel is compiled for. group: query heads per key-value head. wgmma: see
-    `prefill_configs`; the same for all entries of a device's table."""
+    """Attention shape that a kernel is compiled for.
+
+    Attributes:
+        group: Query heads per KV head.
+        wgmma: See `prefill_configs`; the same for all entries of a device's table.
+    """
 
     dtype: torch.dtype
     group: int
@@ -44,7 +49,11 @@ class Shape(NamedTuple):
 
 
 def decode_choice(shape: Shape, work: int) -> tuple[str, str, Sequence[object], list[dict[str, int]]]:
-    """The arguments of `TunedTable.find` for decodes. work: sequences times key-value heads."""
+    """Return the arguments of `TunedTable.find` for decodes.
+
+    Args:
+        work: Number of sequences times KV heads.
+    """
     bucket = 1
     while bucket < work:  # powers of four share one choice
         bucket *= 4
@@ -53,7 +62,7 @@ def decode_choice(shape: Shape, work: int) -> tuple[str, str, Sequence[object], 
 
 
 def prefill_choice(shape: Shape, longest: int) -> tuple[str, str, Sequence[object], list[dict[str, int]]]:
-    """The arguments of `TunedTable.find` for other segments. longest: tokens of the longest."""
+    """Return the arguments of `TunedTable.find` for other segments, the longest of which has `longest` tokens."""
     rows = longest * shape.group
     configs = prefill.prefill_configs(shape.group, shape.dim, shape.dtype.itemsize, rows, wgmma=shape.wgmma)
     return "prefill", _SOURCES, (*shape.key, "short" if rows <= prefill.SHORT_ROWS else "long"), configs
@@ -62,8 +71,11 @@ def prefill_choice(shape: Shape, longest: int) -> tuple[str, str, Sequence[objec
 def distinct_batches(
     group: int, kv_heads: int, block_size: int, seqs: int, positions: int
 ) -> list[tuple[tuple[int, ...], int]]:
-    """See `AttentionBackend.versions`. Whatever the table chooses, and on whichever card: the fewest decodes that share
-    a choice, with tables that hold several chunks, and decodes beside others."""
+    """Return batches as in `AttentionBackend.versions`, whatever the table chooses, on any GPU.
+
+    They are the fewest decodes that share a choice, with tables of several chunks, and decodes mixed with other
+    segments.
+    """
     widest = -(-positions // block_size)
     bucket, most = 1, 0
     batches: list[tuple[int, ...]] = []
@@ -81,8 +93,13 @@ def distinct_batches(
 def tune_attention(
     table: TunedTable, shape: Shape, kv_heads: int, device: torch.device, processors: int, cache_bytes: int
 ) -> None:
-    """Measure the choices for this shape that `table` lacks. Takes seconds, mostly compilation. For CUDA devices; where
-    memory is too small for it, a warning tells, and the default sizes serve. cache_bytes: of the device's L2 cache."""
+    """Measure the choices for this shape that `table` lacks, on CUDA devices.
+
+    Takes seconds, mostly for compilation. With too little memory it logs a warning, and the default sizes are used.
+
+    Args:
+        cache_bytes: Size of the device's L2 cache.
+    """
     bench = _Bench(table, shape, kv_heads, device, cache_bytes)
     for measure, sizes in ((bench.decode, _DECODES), (bench.prefill, _PROMPTS)):
         for size in sizes:
@@ -97,7 +114,7 @@ def tune_attention(
 
 
 class _Bench:
-    """Measures one shape. The numbers in queries and cache are drawn."""
+    """Benchmark of one shape, with random queries and cache."""
 
     def __init__(self, table: TunedTable, shape: Shape, kv_heads: int, device: torch.device, cache_bytes: int) -> None:
         self._table, self._shape, self._kv_heads = table, shape, kv_heads
@@ -121,7 +138,7 @@ class _Bench:
         ]
         query, cache = self._query(count), self._cache(len(blocks))
         out = torch.empty_like(query)
-        # The layers of a pass share the list, so it is no part of what is measured. It is the same for all slices.
+        # The layers of a pass share the list, so it is not measured. It is the same for all slices.
         work = decode.share_out(batches[0], window=0)
         options: dict[str, Any] = {"scale": shape.dim**-0.5, "processors": processors}
 
@@ -159,11 +176,15 @@ class _Bench:
 
     @property
     def _token_bytes(self) -> int:
-        """Of one token's keys and values."""
+        """Bytes of one token's KV."""
         return 2 * self._kv_heads * self._shape.dim * self._shape.dtype.itemsize
 
     def _turns(self, tokens: int) -> tuple[int, int]:
-        """Calls that are timed together, and slices of the cache that they read in turn. tokens: read by a call."""
+        """Return the number of calls timed together, and the number of cache slices that they read in rotation.
+
+        Args:
+            tokens: Number of tokens that a call reads.
+        """
         size = tokens * self._token_bytes
         turns = min(_MOST_CALLS, max(_CALLS, -(-_CACHES_FILLED * self._cache_bytes // size)))
         return turns, max(1, min(turns, _POOL_BYTES // size))

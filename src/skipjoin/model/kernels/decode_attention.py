@@ -1,8 +1,8 @@
 """Attention of one query token per sequence over the paged cache.
 
-The keys of a sequence are cut into chunks by its own length alone, whatever else is in the batch. A kernel makes the
-list of all chunks on the device, programs take their items from it by number, and a second kernel combines the partial
-results of each sequence in the chunks' order.
+The keys of a sequence are split into chunks by its own length alone, whatever else is in the batch. A kernel lists all
+chunks on the device, and programs take their items from the list by number. A second kernel combines the partial
+results of each sequence in chunk order.
 """
 
 from __future__ import annotations
@@ -20,25 +20,27 @@ from skipjoin.model.kernels.paged import INTERPRETED, jit, load_rows, padded, to
 # Below every score, and finite: the difference of two of them is zero, not NaN.
 _LOWEST = tl.constexpr(-1.0e30)
 _LOG2E = 1.4426950408889634
-# Keys of a chunk: a multiple of CHUNK_KEYS, the least with which a sequence has at most MOST_CHUNKS. With fewer keys
-# partial results would be more than a few percent of the bytes that are read.
+# Chunk size granularity: chunks are the smallest multiple of CHUNK_KEYS with which a sequence has at most MOST_CHUNKS.
+# With fewer keys, partial results would exceed a few percent of the bytes that are read.
 CHUNK_KEYS = 256
 MOST_CHUNKS = 64
 _CHUNK_KEYS, _MOST_CHUNKS = tl.constexpr(CHUNK_KEYS), tl.constexpr(MOST_CHUNKS)
 # Programs per multiprocessor, more than it holds at a time: those that start last balance the others.
 _PROGRAMS = 8
-# int32 values of a record: a record of an item is one sector of memory.
+# int32 values per record: a record is one sector of memory.
 _ITEM, _SEQUENCE = tl.constexpr(8), tl.constexpr(4)
-# Lengths that a program of `_share_out` compares at a time, and partial results that one of `_reduce` adds up.
+# Lengths that a program of `_share_out` compares at a time, and partial results that one of `_reduce` adds at a time.
 _LENGTHS, _PARTS = tl.constexpr(128), tl.constexpr(16)
 
 
 class WorkList(NamedTuple):
-    """What the programs of a batch of decodes do; made by `share_out`. Tensors are int32 on the device.
+    """Work of the programs for a batch of decodes, made by `share_out`. Tensors are int32 on the device.
 
-    items: [most, 8], a record per chunk, those with most keys first: (segment, token, first index, end, whether
-    reversed, number of chunks of its sequence, -, -). Indexes are logical ones: offset + position. sequences: [n, 4]:
-    (its first item, number of chunks, token, -). total: [1], number of items.
+    Attributes:
+        items: Shape [most, 8], a record per chunk, those with most keys first: (segment, token, first index, end,
+            whether reversed, number of chunks of its sequence, -, -). Indexes are logical: offset + position.
+        sequences: Shape [n, 4]: (its first item, number of chunks, token, -).
+        total: Shape [1], number of items.
     """
 
     items: torch.Tensor
@@ -47,7 +49,7 @@ class WorkList(NamedTuple):
 
 
 def most_chunks(slots: int) -> int:
-    """Chunks of a sequence of up to `slots` tokens, at most."""
+    """Return the maximum number of chunks of a sequence of up to `slots` tokens."""
     return min(MOST_CHUNKS, -(-slots // CHUNK_KEYS))
 
 
@@ -270,8 +272,11 @@ def _reduce(out, sums, stats, sequences, DIM: tl.constexpr, BLOCK_D: tl.constexp
 
 
 def decode_configs(group: int, dim: int, itemsize: int) -> list[dict[str, int]]:
-    """Candidate sizes, the default first. STAGES: see `_decode`. maxnreg: where the compiler would keep fewer registers
-    than shared memory lets a multiprocessor use, and spill."""
+    """Return candidate sizes, the default first.
+
+    STAGES is explained in `_decode`. maxnreg is set if the compiler would use fewer registers than shared memory lets a
+    multiprocessor use, and spill.
+    """
     rows = 4096 // (padded(dim) * itemsize)  # a quarter of the bytes that must be in flight
     dots = [
         {"DOT": 1, "BLOCK_N": max(16, rows * n), "STAGES": stages, "num_warps": warps}
@@ -289,10 +294,13 @@ def decode_configs(group: int, dim: int, itemsize: int) -> list[dict[str, int]]:
 
 
 def share_out(batch: PackedBatch, segments: torch.Tensor | None = None, *, window: int) -> WorkList:
-    """The work list of the segments of length one; None: all segments of a batch of decodes.
+    """Return the work list of the segments of length one.
 
-    segments: int64 indexes. A launch whose grid follows from shapes, so that a graph can replay it: the list is that of
-    the lengths which the batch's index tensors then hold.
+    The launch grid depends on shapes only, so a graph can replay it. The list is then that of the lengths that the
+    batch's index tensors hold at that time.
+
+    Args:
+        segments: int64 indexes; None for all segments of a batch of decodes.
     """
     count = len(batch.lengths) if segments is None else segments.shape[0]
     most = count * most_chunks(batch.block_tables.shape[1] * batch.block_size)
@@ -319,16 +327,20 @@ def decode_attention(
     processors: int,
     config: Mapping[str, int],
 ) -> None:
-    """Attend for the tokens of the segments that `work` was made of.
+    """Attend for the tokens of the segments in `work`.
 
-    out: [T, heads, head_dim], contiguous; the segments' rows are written. query: [T, heads, head_dim]. keys, values:
-    one layer of the cache, with the new tokens written. tables: the batch's block tables. processors: multiprocessors
-    to share the work out over. config: one of `decode_configs`.
+    Args:
+        out: Shape [T, heads, head_dim], contiguous; only the segments' rows are written.
+        query: Shape [T, heads, head_dim].
+        keys: One layer of the cache, with the new tokens written, as `values`.
+        tables: The batch's block tables.
+        processors: Number of multiprocessors to share the work.
+        config: One of `decode_configs`.
     """
     heads, dim = query.shape[1:]
     kv_heads, block_size = keys.shape[2], keys.shape[1]
     count, most = work.sequences.shape[0], work.items.shape[0]
-    parts = most if most > count else 0  # with as many items as sequences none has several
+    parts = most if most > count else 0  # with as many items as sequences, none has several
     sums = torch.empty((parts, heads, dim), dtype=torch.float32, device=query.device)
     stats = torch.empty((parts, heads, 2), dtype=torch.float32, device=query.device)
     block_d, dot = padded(dim), config["DOT"]

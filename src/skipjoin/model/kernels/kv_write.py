@@ -1,4 +1,4 @@
-"""Rotates queries and keys and writes keys and values into the paged cache, in one kernel."""
+"""Rotation of queries and keys, fused with writing KV into the paged cache."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 
 from skipjoin.model.kernels.paged import jit, padded
 
-# Heads per program: enough that a thread moves 16 bytes at a time, few enough to spread a small batch.
+# Heads per program: enough for a thread to move 16 bytes at a time, and few enough to spread a small batch.
 _HEADS = 8
 
 
@@ -98,11 +98,15 @@ def kv_write(
     positions: torch.Tensor,
     cos_sin: torch.Tensor | None,
 ) -> None:
-    """Write `key`, rotated where `cos_sin` is given, and `value` to their slots, and rotate `query` in place.
+    """Write `key`, rotated if `cos_sin` is given, and `value` to their slots, and rotate `query` in place.
 
-    query: [T, heads, head_dim]; key, value: [T, kv_heads, head_dim]; keys, values: [num_blocks, block_size, kv_heads,
-    head_dim], of equal strides; slots, positions: int64 [T]; a slot of -1: not written. cos_sin: float32 [positions,
-    rotary_dim]. head_dim is innermost everywhere.
+    Args:
+        query: Shape [T, heads, head_dim]; head_dim is innermost in all tensors.
+        key: Shape [T, kv_heads, head_dim], as `value`.
+        keys: Shape [num_blocks, block_size, kv_heads, head_dim], with the same strides as `values`.
+        slots: int64 [T]; -1 writes nothing.
+        positions: int64 [T].
+        cos_sin: float32 [positions, rotary_dim].
     """
     tokens, heads, dim = query.shape
     kv_heads, block_size = keys.shape[2], keys.shape[1]

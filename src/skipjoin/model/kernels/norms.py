@@ -1,4 +1,4 @@
-"""Normalisation of rows on a GPU, fused with the preceding addition to the residual stream."""
+"""Row normalization on a GPU, fused with the preceding addition to the residual stream."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import triton.language as tl
 
 # A whole row is held in registers: 16 values in each thread of the largest block.
 MAX_WIDTH = 16384
-# Values per thread, two loads of 16 bytes in half types: enough in flight to hide the latency of memory.
+# Values per thread, two loads of 16 bytes in half types: enough in flight to hide memory latency.
 _PER_THREAD = 16
 _MAX_WARPS = 32
-# Short rows, mainly heads, share a program until it has this many values.
+# Short rows, mainly heads, share a program up to this many values.
 _PER_PROGRAM = 2048
 
 
-# The number of rows differs from step to step: one version serves all.
+# The number of rows varies between steps, so one version serves all.
 @triton.jit(do_not_specialize=["rows"])
 def norm_kernel(
     x,
@@ -77,10 +77,12 @@ def normalise(
     centre: bool,
     product: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The norm over the last dimension, contiguous; arithmetic in float32.
+    """Return the norm over the last dimension, contiguous, with arithmetic in float32.
 
-    x: [n, width], or [n, heads, width] that is strided in all but the last. centre: by mean and variance, else by the
-    root mean square. product: [n, width], contiguous: added to `x` first, in place.
+    Args:
+        x: Shape [n, width], or [n, heads, width] that is strided in all but the last.
+        centre: Normalize by mean and variance instead of the root mean square.
+        product: Shape [n, width], contiguous; added to `x` first, in place.
     """
     heads, head_stride = (x.shape[1], x.stride(1)) if x.dim() == 3 else (1, 0)
     rows, width = x.shape[0] * heads, x.shape[-1]
@@ -111,5 +113,5 @@ def normalise(
 
 
 def warps_of(values: int) -> int:
-    """Warps of a program for this many values, a power of two."""
+    """Return the number of warps of a program for this many values, a power of two."""
     return min(max(values // (32 * _PER_THREAD), 1), _MAX_WARPS)

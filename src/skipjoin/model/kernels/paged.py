@@ -1,4 +1,4 @@
-"""Functions shared by the attention kernels: addresses of a token's row in the cache, and loads of rows."""
+"""Helpers of the attention kernels: addresses of a token's row in the cache, and loads of rows."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import inspect
 import triton
 import triton.language as tl
 
-# Whether kernels run in Triton's interpreter. Its tl.dot of bfloat16 is wrong, so operands are cast to float32 there.
+# Whether kernels run in Triton's interpreter, whose tl.dot of bfloat16 is wrong, so operands are cast to float32 there.
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 
 def padded(size: int, least: int = 16) -> int:
-    """The next power of two, at least `least`: required of a tile's side and of an operand of tl.dot."""
+    """Return the next power of two, at least `least`, as required of a tile's side and an operand of tl.dot."""
     return max(least, triton.next_power_of_2(size))
 
 
-# Index tensors are views of one buffer, and block tables have any width. Specialised on their alignment, kernels would
+# Index tensors are views of one buffer, and block tables have any width. Specialized on their alignment, kernels would
 # be compiled for each combination while requests wait.
 INDEX_TENSORS = (
     "tables",
@@ -33,7 +33,7 @@ VARYING = ("window", "table_width", "count")
 
 
 def jit(kernel):
-    """triton.jit, compiled once for all alignments of index tensors and sizes of a batch."""
+    """Apply triton.jit, compiled once for all alignments of index tensors and sizes of a batch."""
     names = inspect.signature(kernel).parameters
     return triton.jit(
         kernel,

@@ -1,4 +1,4 @@
-"""Causal attention of segments of any length over the paged cache, new tokens included."""
+"""Causal attention of segments of any length over the paged cache, including new tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from skipjoin.model.kernels.paged import INTERPRETED, jit, load_rows, padded, to
 
 _LOWEST = tl.constexpr(-1.0e30)
 _LOG2E = 1.4426950408889634
-# Segments of at most so many queries times heads of a group fill no larger tile.
+# Segments of at most this many queries times heads of a group fill no larger tile.
 SHORT_ROWS = 64
 
 
@@ -154,9 +154,13 @@ def _prefill(
 
 
 def prefill_configs(group: int, dim: int, itemsize: int, rows: int, *, wgmma: bool = True) -> list[dict[str, int]]:
-    """Candidate sizes, the default first. rows: queries of the longest segment times heads of a group. wgmma: products
-    read their operands from shared memory, as on compute capability 9.0; elsewhere they are in registers too, and the
-    same tiles would spill."""
+    """Return candidate sizes, the default first.
+
+    Args:
+        rows: Queries of the longest segment times heads of a group.
+        wgmma: Whether products read their operands from shared memory, as on compute capability 9.0. Elsewhere operands
+            are in registers too, and the same tiles would spill.
+    """
     if itemsize > 2:  # exact products without tensor cores
         sizes = [(32, 32, 4, 2)] if dim <= 64 else [(16, 16, 4, 2)]
     elif dim > 128:
@@ -175,8 +179,10 @@ def prefill_configs(group: int, dim: int, itemsize: int, rows: int, *, wgmma: bo
 
 
 def query_tiles(batch: PackedBatch, segments: Sequence[int], per_tile: int) -> np.ndarray:
-    """int64 [tiles, 2]: (segment, its first token in the tile), sorted by number of keys, descending, so that the last
-    programs to start are the shortest."""
+    """Return int64 [tiles, 2]: (segment, its first token in the tile), sorted by number of keys, descending.
+
+    The last programs to start are thus the shortest.
+    """
     parts = [np.arange(0, batch.lengths[i], per_tile) for i in segments]
     owners = np.repeat(np.asarray(segments, np.int64), [len(p) for p in parts])
     first = np.concatenate(parts)
@@ -197,10 +203,12 @@ def prefill_attention(
     window: int,
     config: Mapping[str, int],
 ) -> None:
-    """Attend for the tokens of `tiles`; see `query_tiles`, with config["BLOCK_M"] // (heads per key-value head).
+    """Attend for the tokens of `tiles`, made by `query_tiles` with config["BLOCK_M"] // (heads per KV head).
 
-    out: [T, heads, head_dim], contiguous; the tiles' rows are written. query: [T, heads, head_dim]. keys, values: one
-    layer of the cache, with the new tokens written.
+    Args:
+        out: Shape [T, heads, head_dim], contiguous; only the tiles' rows are written.
+        query: Shape [T, heads, head_dim].
+        keys: One layer of the cache, with the new tokens written, as `values`.
     """
     heads, dim = query.shape[1:]
     kv_heads, block_size = keys.shape[2], keys.shape[1]

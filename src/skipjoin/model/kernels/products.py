@@ -1,5 +1,8 @@
-"""Products with weights whose rows do not depend on how many there are: one version of the kernel, with tiles of one
-size and one order of additions, for all batches. cuBLAS chooses another kernel for another batch size."""
+"""Batch-invariant matrix products: rows do not depend on the number of rows.
+
+One version of the kernel, with one tile size and one order of additions, serves all batches. cuBLAS chooses different
+kernels for different batch sizes.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import triton.language as tl
 
 from skipjoin.model.kernels.paged import INTERPRETED
 
-# A weight with fewer rows gets narrower tiles, so that enough programs read it. That depends on the weight alone.
+# A weight with fewer rows gets narrower tiles, so that enough programs read it. The choice depends on the weight alone.
 _WIDE = 8192
 
 
@@ -55,14 +58,20 @@ def product_kernel(
 
 
 def tiles(outs: int, itemsize: int) -> dict[str, int]:
-    """Sizes for a weight with so many rows."""
+    """Return the tile sizes for a weight with `outs` rows."""
     if itemsize > 2:  # exact products without tensor cores
         return {"BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_K": 64, "num_warps": 4, "num_stages": 4}
     return {"BLOCK_M": 64, "BLOCK_N": 64 if outs >= _WIDE else 32, "BLOCK_K": 64, "num_warps": 4, "num_stages": 4}
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x @ weight.T + bias, [n, out]. x: [n, in], strided in the first; weight: [out, in], contiguous; bias: [out]."""
+    """Return x @ weight.T + bias, [n, out].
+
+    Args:
+        x: Shape [n, in], strided in the first dimension.
+        weight: Shape [out, in], contiguous.
+        bias: Shape [out].
+    """
     rows, (outs, inputs) = x.shape[0], weight.shape
     out = torch.empty((rows, outs), dtype=x.dtype, device=x.device)
     sizes = tiles(outs, x.element_size())

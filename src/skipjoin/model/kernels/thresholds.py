@@ -1,4 +1,4 @@
-"""Thresholds of top_k and top_p for a row of logits, found without a sort and without the host."""
+"""Thresholds of top_k and top_p for a row of logits, found without a sort and without the CPU."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import torch
 import triton
 import triton.language as tl
 
-# Bits of the largest magnitude, infinity's: numbers up to 0 are ordered by their bits, the likeliest first.
+# Bits of the largest magnitude, infinity's: nonpositive numbers are ordered by their bits, the likeliest first.
 _INFINITY = tl.constexpr(0x7F800000)
-# Values per turn of a pass, eight in each thread. A thread adds up its own in float32, at most 64 of a vocabulary of
-# 256k; only the threads' sums are added up over the block, in float64.
+# Values per iteration of a pass, eight in each thread. A thread adds its own in float32, at most 64 of a vocabulary of
+# 256k. Only the threads' sums are added over the block, in float64.
 BLOCK = 4096
-# As many registers as a multiprocessor has for so many threads: the compiler's own choice spills.
+# As many registers as a multiprocessor has for this many threads: the compiler's own choice spills.
 OPTIONS = {"num_warps": 16, "maxnreg": 128}
 
 
@@ -94,11 +94,7 @@ def thresholds_kernel(scaled, row_stride, top_k, top_p, out, vocab, BLOCK: tl.co
 
 
 def bisected_thresholds(scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """The smallest value of each row that top_k, then top_p, keep: float32 [n, 1].
-
-    scaled: float32 [n, vocab], no value above 0, the largest of each row 0. top_k: int64 [n], vocab for none. top_p:
-    float64 [n], 1 for none.
-    """
+    """Triton implementation of `FindThresholds`."""
     rows, vocab = scaled.shape
     out = torch.empty((rows, 1), dtype=torch.float32, device=scaled.device)
     thresholds_kernel[(rows,)](scaled, scaled.stride(0), top_k, top_p, out, vocab, BLOCK=BLOCK, **OPTIONS)

@@ -1,6 +1,6 @@
-"""Chooses kernel sizes by measurement, once per device, and keeps them on disk.
+"""Kernel size tuning: measured once per device and kept on disk.
 
-Not triton.autotune: that cannot run in the interpreter, and measures inside the step that first needs a kernel.
+Not triton.autotune, which cannot run in the interpreter, and measures inside the step that first needs a kernel.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from skipjoin.system.folders import cache_folder, is_trusted
 
 _log = logging.getLogger(__name__)
 
-# Sizes and launch options of a kernel, by the names of its arguments.
+# Sizes and launch options of a kernel, by argument name.
 Config = Mapping[str, int]
-# One call of a kernel; the argument is its turn, from 0.
+# One call of a kernel; the argument is its index, from 0.
 Call = Callable[[int], None]
 # (call, number of turns) -> milliseconds of one call.
 Timer = Callable[[Call, int], float]
@@ -32,8 +32,10 @@ _WARM_UP, _RUNS = 3, 15
 
 
 def cuda_ms(call: Call, turns: int) -> float:
-    """Median time of a call in milliseconds: of replays of a graph of all turns. Launched by Python, calls take longer
-    than the kernels that they launch."""
+    """Return the median time of a call in milliseconds, from replays of a graph of all turns.
+
+    Launched from Python, calls would take longer than the kernels that they launch.
+    """
     for turn in range(_WARM_UP):
         call(turn % turns)
     graph = torch.cuda.CUDAGraph()
@@ -52,7 +54,7 @@ def cuda_ms(call: Call, turns: int) -> float:
 
 
 def source_hash(*files: str) -> str:
-    """Hash of the kernels' sources: choices measured with other sources are ignored."""
+    """Return a hash of the kernels' sources: choices measured with other sources are ignored."""
     digest = hashlib.sha256()
     for file in files:
         digest.update(Path(file).read_bytes())
@@ -60,15 +62,17 @@ def source_hash(*files: str) -> str:
 
 
 def table_path(device: str, version: str) -> Path:
-    """The file of a device's choices, in $SKIPJOIN_KERNEL_CACHE, or else skipjoin/kernels in the user's cache
-    folder."""
+    """Return the file of a device's choices, in $SKIPJOIN_KERNEL_CACHE or the user's cache folder."""
     folder = os.environ.get("SKIPJOIN_KERNEL_CACHE") or cache_folder() / "kernels"
     return Path(folder) / f"{re.sub(r'[^A-Za-z0-9.]+', '-', device)}-{version}.json"
 
 
 class TunedTable:
-    """The choices of one device. path: of its file; None, or a file that another user can change: nothing is read or
-    written."""
+    """Size choices of one device.
+
+    Args:
+        path: File of the choices. If it is None, or another user can change it, nothing is read or written.
+    """
 
     def __init__(self, path: Path | None, timer: Timer = cuda_ms) -> None:
         self._path = path if path is not None and is_trusted(path, "the table of kernel sizes") else None
@@ -79,7 +83,7 @@ class TunedTable:
         return _entry(name, source, key) in self._chosen
 
     def find(self, name: str, source: str, key: Sequence[object], configs: Sequence[Config]) -> Config:
-        """The choice for `key`, or the first of `configs` if none was measured."""
+        """Return the choice for `key`, or the first of `configs` if none was measured."""
         found = self._chosen.get(_entry(name, source, key))
         return next((config for config in configs if dict(config) == found), configs[0])
 
@@ -92,10 +96,12 @@ class TunedTable:
         run: Callable[[Config, int], None],
         turns: int = 1,
     ) -> Config:
-        """Time `run` with each of `configs`, keep the fastest for `key` and return it. `run` gets a config and a turn
-        below `turns`.
+        """Time `run` with each of `configs`, keep the fastest for `key` and return it.
 
-        A config that this device cannot run is skipped; if it can run none, the first is returned and nothing kept.
+        A config that this device cannot run is skipped. If it can run none, the first is returned and nothing is kept.
+
+        Args:
+            run: Called with a config and a turn below `turns`.
         """
         times: dict[int, float] = {}
         for i, config in enumerate(configs):
@@ -115,7 +121,7 @@ class TunedTable:
             return
         try:
             make_private(self._path.parent)
-            # Another process may have measured other keys since.
+            # Another process may have measured other keys in the meantime.
             self._chosen = {**_read(self._path), **self._chosen}
             write_durably(self._path, json.dumps(self._chosen, indent=1, sort_keys=True).encode())
         except OSError as error:

@@ -1,4 +1,4 @@
-"""Copies blocks between two pools in host memory, on the calling thread, without the GIL."""
+"""Block copies between two pools in CPU memory, on the calling thread, without the GIL."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from ctypes import c_int64, c_void_p
 from skipjoin.model.ops.build import load_library
 
 # Arguments: addresses of target and source pool, bytes per block, and the blocks: source[i] is copied to target[i].
-# They are not checked: wrong ones write anywhere.
+# They are not checked: wrong ones corrupt memory.
 BlockCopy = Callable[[int, int, int, Sequence[int], Sequence[int]], None]
-# What a span copy takes: target blocks, source blocks, the first slot in each, and how many.
+# Target blocks, source blocks, the first slot in each, and the number of slots.
 Spans = tuple[Sequence[int], Sequence[int], Sequence[int], Sequence[int]]
 # Heads of a block, its slots, and bytes of a slot of one head.
 BlockShape = tuple[int, int, int]
-# Arguments: addresses of target and source pool, the shape of their blocks, and what is copied, to the same slots. They
+# Arguments: addresses of target and source pool, the shape of their blocks, and the spans, which keep their slots. They
 # are not checked either.
 SpanCopy = Callable[[int, int, BlockShape, Spans], None]
 
 
 def runs_of(target: Sequence[int], source: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """(first target, first source, blocks) of each run of consecutive blocks on both sides."""
+    """Yield (first target, first source, blocks) of each run of blocks that is consecutive on both sides."""
     begin = 0
     for end in range(1, len(source) + 1):
         follows = end < len(source) and source[end] == source[end - 1] + 1 and target[end] == target[end - 1] + 1
@@ -34,13 +34,12 @@ def runs_of(target: Sequence[int], source: Sequence[int]) -> Iterator[tuple[int,
 
 @functools.cache
 def block_copy() -> BlockCopy:
-    """The fastest copy available on this machine."""
     library = load_library()
     return plain_copy if library is None else compiled_copy(library)
 
 
 def compiled_copy(library: ctypes.CDLL) -> BlockCopy:
-    """All blocks in one call, with stores that bypass the caches."""
+    """Return a copy of all blocks in one call, with stores that bypass the caches."""
     call = library.skipjoin_copy_blocks
     call.argtypes = [c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64]
     call.restype = None
@@ -54,20 +53,19 @@ def compiled_copy(library: ctypes.CDLL) -> BlockCopy:
 
 
 def plain_copy(target: int, source: int, block_bytes: int, to: Sequence[int], blocks: Sequence[int]) -> None:
-    """One copy per run, without the compiled library."""
+    """Make one copy per run, without the compiled library."""
     for first_to, first, count in runs_of(to, blocks):
         ctypes.memmove(target + first_to * block_bytes, source + first * block_bytes, count * block_bytes)
 
 
 @functools.cache
 def span_copy() -> SpanCopy:
-    """The fastest copy of slots available on this machine."""
     library = load_library()
     return plain_span_copy if library is None else compiled_span_copy(library)
 
 
 def compiled_span_copy(library: ctypes.CDLL) -> SpanCopy:
-    """All slots of all heads in one call."""
+    """Return a copy of all slots of all heads in one call."""
     call = library.skipjoin_copy_spans
     call.argtypes = [c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_int64]
     call.restype = None
@@ -82,7 +80,7 @@ def compiled_span_copy(library: ctypes.CDLL) -> SpanCopy:
 
 
 def plain_span_copy(target: int, source: int, shape: BlockShape, spans: Spans) -> None:
-    """One copy per span and head, without the compiled library."""
+    """Make one copy per span and head, without the compiled library."""
     heads, size, slot_bytes = shape
     for to, block, first, count in zip(*spans, strict=True):
         for head in range(heads):

@@ -1,22 +1,22 @@
-"""KV blocks as 8-bit codes: how they leave for the host pool and come back (ALISE section 3.2, "KV Compression").
+"""KV quantization: blocks as 8-bit codes in the CPU tier (ALISE section 3.2, "KV Compression").
 
 Each channel of a head's keys or values has a scale and a minimum over the tokens of a block, both bfloat16:
 
     minimum = the smallest number, rounded down        code   = round((x - minimum) / scale), in [0, 255]
     scale   = (largest - minimum) / 255, rounded up    x again = minimum + scale * code
 
-The paper adds an integer zero point, and prints it as round(-2^b / (max - min)), which is far off; round(-min / scale)
-is what it must be. Keeping the minimum itself has no rounding of that kind.
+The paper adds an integer zero point, printed as round(-2^b / (max - min)), which is far off; it must be round(-min /
+scale). Keeping the minimum itself avoids that rounding.
 
-**Bound.** The largest number of a channel is within its codes, since the minimum is rounded down and the scale up: so a
-number is off by at most half its channel's scale, and by what its own type rounds (bfloat16: 1/256 of it). The scale
-is at most (largest - smallest + |smallest| / 128) / 255 * (1 + 1/128), and at least 2^-126. bfloat16 has the range of
-float32, so no channel overflows; and KV that is bfloat16 has an exact minimum, so a channel that is constant returns as
-it was. Products of a code and a scale are exact in float32: every implementation makes the same bits.
+**Bound.** The largest number of a channel is within its codes, since the minimum is rounded down and the scale up. The
+error of a number is therefore at most half its channel's scale, plus the rounding of its own type (bfloat16: 1/256 of
+it). The scale is at most (largest - smallest + |smallest| / 128) / 255 * (1 + 1/128), and at least 2^-126. bfloat16 has
+the range of float32, so no channel overflows. KV in bfloat16 has an exact minimum, so a constant channel is restored
+exactly. Products of a code and a scale are exact in float32, so all implementations return the same bits.
 
-NaN, infinities and numbers from 2^126 on have no part in minimum and scale. They return as the largest number of their
-channel, NaN and negative ones as its minimum. Slots behind the request's last token have no part either, and return as
-the minimum.
+NaN, infinities and numbers from 2^126 on are excluded from minimum and scale. They are restored as the largest number
+of their channel, NaN and negative ones as its minimum. Slots after the request's last token are excluded too, and
+restored as the minimum.
 """
 
 from __future__ import annotations
@@ -35,40 +35,46 @@ from skipjoin.model.ops.block_copy import runs_of
 from skipjoin.model.ops.build import load_library
 from skipjoin.model.transfer import send
 
-# From here on a number counts as infinite, so that differences of two are finite.
+# Numbers from here on count as infinite, so that differences of two are finite.
 INFINITE = 2.0**126
-# The smallest scale whose reciprocal is finite.
+# Minimum scale with a finite reciprocal.
 LEAST_SCALE = 2.0**-126
-# As block_quant.cpp numbers them.
+# Type numbers of block_quant.cpp.
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 # Blocks that the torch operations convert at a time: they make several float32 copies.
 _AT_ONCE = 16
 
 
 class BlockQuantizer(Protocol):
-    """Moves blocks between a pool on the device and a quantised one: source[i] goes to target[i]. Numbers of blocks are
-    not checked."""
+    """Moves blocks between a device pool and a quantized pool: source[i] goes to target[i].
+
+    Block numbers are not checked.
+    """
 
     def quantize(
         self, host: QuantizedKV, device: PagedKV, target: Sequence[int], source: Sequence[int], last: int
     ) -> None:
-        """To the host. last: tokens in the last of the blocks; the others are full."""
+        """Quantize blocks to the CPU tier.
+
+        Args:
+            last: Tokens in the last of the blocks; the others are full.
+        """
         ...
 
     def dequantize(self, device: PagedKV, host: QuantizedKV, target: Sequence[int], source: Sequence[int]) -> None:
-        """To the device; whole blocks."""
+        """Restore whole blocks on the device."""
         ...
 
 
 @functools.cache
 def block_quantizer() -> BlockQuantizer:
-    """The fastest quantizer for a CPU on this machine."""
+    """Return the fastest quantizer for a CPU on this machine."""
     library = load_library()
     return TorchQuantizer() if library is None else CompiledQuantizer(library)
 
 
 class CompiledQuantizer:
-    """On the calling thread, without the GIL, with stores that bypass the caches."""
+    """Compiled quantizer: runs on the calling thread, without the GIL, with stores that bypass the caches."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         shape = [c_int64] * 4
@@ -78,14 +84,12 @@ class CompiledQuantizer:
     def quantize(
         self, host: QuantizedKV, device: PagedKV, target: Sequence[int], source: Sequence[int], last: int
     ) -> None:
-        """See `BlockQuantizer`."""
         # Named variables keep the arrays alive: the call reads them by address.
         to, rows = array("q", target), array("q", source)
         addresses = host.tensor.data_ptr(), device.tensor.data_ptr(), to.buffer_info()[0], rows.buffer_info()[0]
         self._quantize(_TYPES[device.tensor.dtype], *host.shape, *addresses, len(rows), last)
 
     def dequantize(self, device: PagedKV, host: QuantizedKV, target: Sequence[int], source: Sequence[int]) -> None:
-        """See `BlockQuantizer`."""
         to, rows = array("q", target), array("q", source)
         addresses = device.tensor.data_ptr(), host.tensor.data_ptr(), to.buffer_info()[0], rows.buffer_info()[0]
         self._dequantize(_TYPES[device.tensor.dtype], *host.shape, *addresses, len(rows))
@@ -98,13 +102,14 @@ def _declared(call: Any, *arguments: type) -> Callable[..., None]:
 
 
 class TorchQuantizer:
-    """With torch operations on the device: the reference, and what serves without a compiler or, on CUDA, without a
-    kernel. There the work is queued on the current stream, and only codes and scales cross the link."""
+    """Quantizer in torch operations on the device: the reference, and the fallback without a compiler or a CUDA kernel.
+
+    On CUDA the work is queued on the current stream, and only codes and scales cross the link.
+    """
 
     def quantize(
         self, host: QuantizedKV, device: PagedKV, target: Sequence[int], source: Sequence[int], last: int
     ) -> None:
-        """See `BlockQuantizer`."""
         blocks, place = device.head_view(), device.tensor.device
         for at in range(0, len(source), _AT_ONCE):
             end = min(at + _AT_ONCE, len(source))
@@ -113,7 +118,6 @@ class TorchQuantizer:
                 host.tensor[first_to : first_to + count].copy_(rows[first : first + count], non_blocking=True)
 
     def dequantize(self, device: PagedKV, host: QuantizedKV, target: Sequence[int], source: Sequence[int]) -> None:
-        """See `BlockQuantizer`."""
         blocks, place = device.head_view(), device.tensor.device
         for at in range(0, len(source), _AT_ONCE):
             end = min(at + _AT_ONCE, len(source))
@@ -124,7 +128,10 @@ class TorchQuantizer:
 
 
 def quantized(blocks: torch.Tensor, last: int) -> torch.Tensor:
-    """The rows [blocks, bytes] of KV blocks [blocks, heads, tokens, dim]. last: tokens in the last block."""
+    """Return the rows [blocks, bytes] of KV blocks [blocks, heads, tokens, dim].
+
+    The last block has `last` tokens.
+    """
     x = blocks.float()
     is_stale = torch.zeros(x.shape[:3], dtype=torch.bool, device=x.device)
     is_stale[-1, :, last:] = True
@@ -141,7 +148,7 @@ def quantized(blocks: torch.Tensor, last: int) -> torch.Tensor:
 
 
 def dequantized(rows: torch.Tensor, shape: tuple[int, int, int], dtype: torch.dtype) -> torch.Tensor:
-    """KV blocks [blocks, heads, tokens, dim] of rows. shape: heads, tokens, dim."""
+    """Return KV blocks [blocks, heads, tokens, dim] of rows; `shape` is (heads, tokens, dim)."""
     heads, tokens, dim = shape
     codes_at = QuantizedKV.scale_bytes(shape)
     scales = rows[:, :codes_at].contiguous().view(torch.bfloat16).view(-1, heads, 2, 1, dim).float()
@@ -151,9 +158,9 @@ def dequantized(rows: torch.Tensor, shape: tuple[int, int, int], dtype: torch.dt
 
 
 def _cut(x: torch.Tensor, *, up: bool) -> torch.Tensor:
-    """The nearest bfloat16 not above x, or not below it, as float32. x: contiguous or not, finite."""
+    """Return the nearest bfloat16 not above x, or not below it if `up`, as float32; `x` must be finite."""
     bits = x.contiguous().view(torch.int32)
     cut = bits & -0x10000
-    # Cutting rounds towards zero, which is right for one sign.
+    # Cutting rounds towards zero, which is right for one sign only.
     is_wrong = (bits != cut) & ((x < 0) != up)
     return (cut + is_wrong.int() * 0x10000).view(torch.float32)

@@ -1,4 +1,4 @@
-"""Compiles the package's C++ sources once per machine and keeps the library in the user's cache folder."""
+"""Compile the package's C++ sources once per machine and keep the library in the user's cache folder."""
 
 from __future__ import annotations
 
@@ -22,26 +22,28 @@ _log = logging.getLogger(__name__)
 SOURCES = ("layer_ops.cpp", "paged_attention.cpp", "block_copy.cpp", "block_quant.cpp", "pool.cpp")
 FLAGS = (
     "-O3", "-std=c++17", "-shared", "-fPIC", "-pthread", "-w",
-    # Sums and products are fused where the sources say so: two functions that compute the same return the same bits.
+    # Sums and products are fused only where the sources say so: functions that compute the same must return the same
+    # bits.
     "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fno-strict-aliasing",
 )  # fmt: skip
-# What the compiler is told of the processor, the fastest first: all that it finds (and all but AMX); what most x86
-# processors have, for a compiler that does not know this one; nothing.
+# Target flags, fastest first: everything that the compiler finds (optionally without AMX), what most x86 processors
+# have, for a compiler that does not know this one, and nothing.
 _NATIVE, AVX2, _PLAIN = ("-march=native",), ("-mavx2", "-mfma", "-mf16c"), ()
 AVX2_NEEDS = {"avx2", "fma", "f16c"}
-# A compiler that takes longer hangs.
+# A compiler that takes longer is assumed to hang.
 _TIMEOUT_S = 300
 
 
 @functools.cache
 def load_library() -> ctypes.CDLL | None:
-    """The fastest of `libraries`, or None."""
     return next(libraries(), None)
 
 
 def libraries() -> Iterator[ctypes.CDLL]:
-    """The compiled operations that can be had here, the fastest first. Where a faster one cannot be built or loaded,
-    one warning says why and what runs instead."""
+    """Yield the compiled operations available here, fastest first.
+
+    If a faster one cannot be built or loaded, one warning gives the reason and what runs instead.
+    """
     why = None
     for target in _targets():
         try:
@@ -62,7 +64,7 @@ def libraries() -> Iterator[ctypes.CDLL]:
 
 
 def path_of(library: ctypes.CDLL) -> str:
-    """The instructions that a library was compiled for; see layer_ops.cpp."""
+    """Return the instruction set that a library was compiled for; see layer_ops.cpp."""
     library.skipjoin_path.restype = ctypes.c_char_p
     path: bytes = library.skipjoin_path()
     return path.decode()
@@ -75,9 +77,14 @@ def say_once(text: str, level: int = logging.INFO) -> None:
 
 
 def compiled_library(target: Sequence[str] = _NATIVE) -> Path:
-    """The library file for a processor, built if it does not exist or is not what was built: loading one that was cut
-    off ends the process, and one that another user can write runs that user's code. Raises `OSError` or
-    `SubprocessError` if it cannot be built."""
+    """Return the library file for a processor, building it if it is missing or damaged.
+
+    A truncated library would crash the process, and one that another user can write would run that user's code.
+
+    Raises:
+        OSError: If there is no compiler or no trusted folder.
+        SubprocessError: If the compiler fails.
+    """
     folder = Path(__file__).parent
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
     if compiler is None:
@@ -98,13 +105,14 @@ def compiled_library(target: Sequence[str] = _NATIVE) -> Path:
         made = Path(scratch) / library.name
         command = [*shlex.split(compiler), *FLAGS, *target, *(str(folder / source) for source in SOURCES)]
         subprocess.run([*command, "-o", str(made)], check=True, capture_output=True, text=True, timeout=_TIMEOUT_S)
-        # Atomically: another process may be building the same file. Loaders ignore what follows the library.
+        # Written atomically, since another process may be building the same file. Loaders ignore what follows the
+        # library.
         write_durably(library, sealed(made.read_bytes()))
     return library
 
 
 def _private_folder() -> Path:
-    """A folder of this process, where the cache folder is not trusted. Raises OSError if it is not, either."""
+    """Return a folder of this process, for when the cache folder is not trusted; raise OSError if neither is."""
     folder = _own_folder().path
     if (why := why_untrusted(folder)) is not None:
         raise OSError(f"there is no folder for them that only this user can write: {why}")
@@ -118,7 +126,6 @@ def _own_folder() -> OwnFolder:
 
 
 def cpu_features() -> frozenset[str]:
-    """What Linux says that this processor has."""
     return frozenset(_cpu().partition(":")[2].split())
 
 
@@ -129,14 +136,13 @@ def _targets() -> list[tuple[str, ...]]:
 
 
 def _first_line(error: Exception) -> str:
-    """Of a compiler's errors, the first."""
     detail = getattr(error, "stderr", None) or str(error)
     lines = [line for line in detail.splitlines() if "error" in line] or detail.splitlines() or [""]
     return lines[0]
 
 
 def _version(compiler: str) -> str:
-    """What changes when the compiler is replaced by another under the same name."""
+    """Return a fingerprint that changes when the compiler is replaced under the same name."""
     found = shutil.which(shlex.split(compiler)[0])
     try:
         status = os.stat(found or "")
@@ -146,7 +152,7 @@ def _version(compiler: str) -> str:
 
 
 def _cpu() -> str:
-    """The line of /proc/cpuinfo with the inputs of -march=native: a home folder may be shared by different machines."""
+    """Return the line of /proc/cpuinfo that determines -march=native: machines may share a home folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

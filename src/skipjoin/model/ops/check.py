@@ -1,4 +1,4 @@
-"""The self-test of layer operations: compares their results with torch's."""
+"""Self-test of layer operations, which compares their results with torch's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from skipjoin.model.ops.torch_ops import ACTIVATIONS, TorchOps
 
 
 def check_ops(ops: LayerOps, dtype: torch.dtype, device: torch.device | str = "cpu") -> bool:
-    """Whether `ops` agree with torch's on a small example."""
+    """Return whether `ops` match torch's on a small example."""
     generator = torch.Generator().manual_seed(0)
 
     def drawn(*shape: int) -> torch.Tensor:
@@ -41,7 +41,7 @@ def check_ops(ops: LayerOps, dtype: torch.dtype, device: torch.device | str = "c
 
 
 def rows_are_independent(ops: LayerOps, dtype: torch.dtype) -> bool:
-    """Whether a product's row has the same bits whatever rows are computed beside it."""
+    """Return whether a product's row has the same bits whatever other rows are in the batch."""
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(n, 70, generator=generator).to(dtype) for n in (64, 68))
     linears = (ops.linear(weight, None), ops.gated_linear(weight, None))

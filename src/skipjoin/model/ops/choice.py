@@ -1,7 +1,7 @@
-"""Which of a library's ways to multiply serves a weight: measured once per shape, and kept in the user's cache.
+"""Choice of a library's multiplication kernel ("way") for a weight, measured once per shape and cached.
 
-The ways round differently, so a weight keeps the one that it got; so do later processes, while the file is there.
-Whether pairs or floats are faster is a property of the processor, which each process finds out by itself.
+The ways round differently, so a weight keeps its way, and so do later processes as long as the file exists. Whether
+pairs or floats are faster is a property of the processor, which each process determines itself.
 """
 
 from __future__ import annotations
@@ -16,28 +16,35 @@ from skipjoin.system.folders import cache_folder, is_trusted
 
 _log = logging.getLogger(__name__)
 
-# By number, as in layer_ops.cpp.
+# Numbered as in layer_ops.cpp.
 WAYS = ("vectors", "floats", "tiles")
-# A decode, a batch of decodes, a prompt's chunk: the way with the smallest product of times serves all of them.
+# A decode, a batch of decodes, and a prompt's chunk: the way with the smallest product of times is used for all.
 ROWS = (1, 16, 128)
 _RUNS = 3
 _SEAL_BYTES = len(sealed(b""))
 
 
 class Choices:
-    """The ways of one library by shape. name: of the library and its path, for the file."""
+    """Chosen ways of one library by shape.
+
+    Args:
+        name: Name of the library and its instruction set, for the file name.
+    """
 
     def __init__(self, name: str) -> None:
         self._path = cache_folder() / f"products-{name}.json"
         self._known: dict[str, str] = {}
 
     def way(self, shape: str, ways: Sequence[str], seconds: Callable[[str, int], float]) -> str:
-        """One of these ways for this shape. seconds(way, rows): measures one product; called if the shape is not
-        known."""
+        """Return the way for this shape, measuring it if unknown.
+
+        Args:
+            seconds: Called with (way, rows) to measure one product.
+        """
         if shape not in self._known and not is_trusted(self._path, "the table of ways to multiply"):
             self._known[shape] = fastest(ways, seconds)
         if shape not in self._known:
-            with locked(self._path):  # processes that start together agree: one measures, the others read
+            with locked(self._path):  # lets processes that start together agree: one measures, and the others read
                 self._known = self._read() | self._known
                 if shape not in self._known:
                     self._known[shape] = fastest(ways, seconds)
@@ -66,8 +73,10 @@ class Choices:
 
 
 def fastest(ways: Sequence[str], seconds: Callable[[str, int], float]) -> str:
-    """The way whose times have the smallest product. They take turns, and the least of some runs counts: what else runs
-    on the machine only ever adds."""
+    """Return the way whose times have the smallest product.
+
+    Ways alternate, and the minimum of several runs counts, since interference only adds time.
+    """
     least = {(way, rows): math.inf for rows in ROWS for way in ways}
     for rows in ROWS:
         for _ in range(_RUNS):

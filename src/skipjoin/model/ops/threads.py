@@ -1,4 +1,4 @@
-"""The number of CPU threads that compiled operations share their work between: one per calling thread, as torch's."""
+"""Thread count of compiled operations: one setting per calling thread, as in torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _own = threading.local()
 
 
 def default_threads(wanted: int | None = None) -> int:
-    """The CPU threads of a model: as many as are wanted, or as can run at once. Warns of more than that."""
+    """Return the CPU threads of a model: `wanted`, or as many as can run at once. Warns if `wanted` is more."""
     usable = usable_cpus()
     if wanted is None:
         return min(torch.get_num_threads(), usable)
@@ -27,11 +27,11 @@ def default_threads(wanted: int | None = None) -> int:
 
 
 def share_between(count: int) -> None:
-    """Set the number for operations that the calling thread calls."""
+    """Set the number of threads for operations that the calling thread calls."""
     _own.count = count
 
 
 def threads_here() -> int:
-    """The number for operations that the calling thread calls; torch's if it was not set."""
+    """Return the number of threads for operations that the calling thread calls; torch's if it was not set."""
     count: int | None = getattr(_own, "count", None)
     return torch.get_num_threads() if count is None else count

@@ -7,12 +7,12 @@ import torch.nn.functional as F
 
 from skipjoin.model.ops.base import Norm
 
-# The values of `ModelConfig.activation`.
+# Values of `ModelConfig.activation`.
 ACTIVATIONS = ("relu", "silu", "gelu", "gelu_tanh")
 
 
 class TorchLinear:
-    """torch's own layout and product."""
+    """Product in torch's own layout."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self.weight = weight
@@ -33,7 +33,7 @@ class TorchLinear:
 
 
 class TorchActivatedLinear(TorchLinear):
-    """A product, then an activation."""
+    """Product followed by an activation."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str) -> None:
         super().__init__(weight, bias)
@@ -61,7 +61,7 @@ class TorchGatedLinear(TorchLinear):
 
 
 class TorchRMSNorm:
-    """See `LayerOps.rms_norm`."""
+    """RMS norm in torch."""
 
     def __init__(self, weight: torch.Tensor, eps: float) -> None:
         self.weight, self.eps = weight, eps
@@ -74,7 +74,7 @@ class TorchRMSNorm:
 
 
 class TorchLayerNorm:
-    """See `LayerOps.layer_norm`."""
+    """Layer norm in torch."""
 
     def __init__(self, width: int, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float) -> None:
         self.shape, self.weight, self.bias, self.eps = (width,), weight, bias, eps
@@ -87,7 +87,7 @@ class TorchLayerNorm:
 
 
 class TorchOps:
-    """See `LayerOps`."""
+    """Layer operations in torch."""
 
     name = path = "torch"
     quantization = "none"

@@ -1,4 +1,4 @@
-"""Layer operations on an NVIDIA GPU: torch's products (cuBLAS), and Triton kernels for the operations between them."""
+"""Layer operations on an NVIDIA GPU: torch's products (cuBLAS), with Triton kernels in between."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from skipjoin.model.ops.torch_ops import TorchActivatedLinear, TorchLinear, Torc
 
 
 class TritonOps(TorchOps):
-    """See `LayerOps`. Kernels are launched on the current CUDA device. Rows wider than `MAX_WIDTH` use torch."""
+    """Triton layer operations, launched on the current CUDA device. Rows wider than `MAX_WIDTH` use torch."""
 
     name = path = "triton"
 
@@ -35,21 +35,21 @@ class TritonOps(TorchOps):
 
 
 class TritonActivatedLinear(TorchActivatedLinear):
-    """A product, then one kernel for bias and activation."""
+    """Product followed by one kernel for bias and activation."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return bias_and_activation(F.linear(x, self.weight), self.bias, self.activation)
 
 
 class TritonGatedLinear(TorchLinear):
-    """Gate and up projections in one product, then one kernel."""
+    """Gate and up projections in one product, followed by one kernel."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return silu_and_mul(super().__call__(x))
 
 
 class TritonNorm:
-    """See `Norm`."""
+    """RMS or layer norm in a Triton kernel."""
 
     def __init__(self, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, *, centre: bool) -> None:
         self._weight, self._bias, self._eps, self._centre = weight, bias, eps, centre
@@ -62,7 +62,7 @@ class TritonNorm:
 
 
 class InvariantOps(TritonOps):
-    """As `TritonOps`, with products whose rows do not depend on the batch."""
+    """Batch-invariant `TritonOps`: the rows of products do not depend on the batch."""
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None = None) -> TorchLinear:
         return InvariantLinear(weight, bias) if activation is None else InvariantActivated(weight, bias, activation)
@@ -72,7 +72,7 @@ class InvariantOps(TritonOps):
 
 
 class InvariantLinear(TorchLinear):
-    """A product by Triton's kernel."""
+    """Product in a Triton kernel."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return product(x, self.weight, self.bias)
@@ -86,7 +86,7 @@ class InvariantLinear(TorchLinear):
 
 
 class InvariantActivated(InvariantLinear):
-    """A product, then one kernel for bias and activation."""
+    """Product followed by one kernel for bias and activation."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str) -> None:
         super().__init__(weight, bias)
@@ -97,7 +97,7 @@ class InvariantActivated(InvariantLinear):
 
 
 class InvariantGated(InvariantLinear):
-    """Gate and up projections in one product, then one kernel."""
+    """Gate and up projections in one product, followed by one kernel."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return silu_and_mul(super().__call__(x))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import random
 import time
@@ -63,7 +64,7 @@ class Http:
     async def upload(self, key: str, data: bytes) -> str | None:
         """Return the id of a new file; None if it is refused."""
         form = aiohttp.FormData({"purpose": "batch"})
-        form.add_field("file", data, filename="lines.jsonl")
+        form.add_field("file", io.BytesIO(data), filename="lines.jsonl")  # aiohttp warns of more than 1 MiB of bytes
         status, body = await self.ask(key, "POST", "/v1/files", data=form)
         return str(body["id"]) if status == 200 else None
 

@@ -146,11 +146,12 @@ class Evictor:
         self.takes_all, self._floor = True, None
 
     def hindered(self, request: Request, tokens: int) -> WaitReason | None:
-        """Why the request cannot have `tokens` tokens where others have slots in its blocks: one of them runs."""
+        """Return the wait reason if a co-owner of a block whose slots the request needs runs, or keeps its KV for
+        another engine, else None."""
         owners = [
             owner
             for owner in self._kv.in_the_way(request, tokens)
-            if owner.in_flight or owner.last_plan == self._context.plan_id
+            if owner.in_flight or owner.last_plan == self._context.plan_id or owner.finish_reason is not None
         ]
         self._context.pausing.update(owners)
         return WaitReason.NO_KV if owners else None

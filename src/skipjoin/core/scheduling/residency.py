@@ -73,20 +73,50 @@ class Residency:
         if self._evictor.is_below_floor(request):
             self.closed = WaitReason.BEHIND_MEMORY
             return WaitReason.BEHIND_MEMORY
+        hit = self._kv.hit(request) if request.computed else MISS
+        if hit.tokens:
+            if not self._is_forced and (reason := self._refuse_early(request, target, hit)) is not None:
+                return reason
+            # Held first: an eviction for it might take what it finds.
+            self._kv.adopt(request)
+        found = self._get_in(request, target, hit)
+        if hit.tokens and isinstance(found, WaitReason) and found is not WaitReason.KV_IN_TRANSIT:
+            self._kv.release(request)
+        return found
+
+    def _refuse_early(self, request: Request, target: int, hit: Hit) -> WaitReason | None:
+        """Return why the request cannot get in, if that shows before it holds what it finds.
+
+        To hold a long prefix and release it again takes time, which is not spent at every step of a request that waits.
+        """
         grant = self._ask(request, target)
         if isinstance(grant, WaitReason):
             return grant
         kv = self._kv
-        hit = kv.hit(request) if request.computed else MISS
+        need = max(grant.now, grant.blocks, kv.blocks_for(target)) + grant.spare - hit.held
+        self.short = need - max(0, need - kv.shortfall_of_claim(request, need, grant.lender) - self._owed)
+        if grant.draws is not None:
+            self.short -= max(0, min(self.short, kv.unused_without(grant.draws, request)))
+        if self.short <= 0:
+            return None
+        reason = self._evictor.refusal(request, self.short, lender=grant.lender)
+        if reason is not None:
+            self.closed = WaitReason.BEHIND_MEMORY
+        return reason
+
+    def _get_in(self, request: Request, target: int, hit: Hit) -> HeldBlocks | WaitReason:
+        grant = self._ask(request, target)
+        if isinstance(grant, WaitReason):
+            return grant
+        kv = self._kv
         need = max(grant.now, grant.blocks, kv.blocks_for(target)) + grant.spare
 
         def missing() -> int:
-            found = 0 if kv.holds(request) else hit.held
-            room = need - kv.shortfall_of_claim(request, need, grant.lender) + found
+            room = need - kv.shortfall_of_claim(request, need, grant.lender)
             # Requests that matter more and are on their way back from the host come first to what is free.
             return need - max(0, room - self._owed)
 
-        if (reason := self._make_room_beside(hit, request, grant, missing, target)) is not None:
+        if (reason := self._make_room_for(request, grant, missing, target, newcomer=True)) is not None:
             self.closed = WaitReason.BEHIND_MEMORY
             return reason
         self._events.append(Admitted(request, self._context.now, hit.tokens, hit.away * kv.block_size))
@@ -102,26 +132,6 @@ class Residency:
         held = kv.grow(request, target)
         self._evictor.take_slots(request, target)
         return held
-
-    def _make_room_beside(
-        self, hit: Hit, request: Request, grant: Grant, missing: Callable[[], int], target: int
-    ) -> WaitReason | None:
-        """Make room for a request without KV, and let it hold what it finds."""
-        if not hit.tokens:
-            return self._make_room_for(request, grant, missing, target, newcomer=True)
-        # Victims may hold the same blocks, so it has to hold them before. That takes time for a long prefix, and is not
-        # done at every step for a request that cannot get in.
-        self._draw(grant, missing, request)
-        self.short = missing() - self._drawn
-        if self.short > 0 and not self._is_forced:
-            reason = self._evictor.refusal(request, self.short, lender=grant.lender)
-            if reason is not None:
-                return reason
-        self._kv.adopt(request)
-        reason = self._make_room_for(request, grant, missing, target, newcomer=True)
-        if reason is not None:
-            self._kv.release(request)
-        return reason
 
     # -- claims -------------------------------------------------------------------------------------------
 
@@ -172,14 +182,10 @@ class Residency:
         self, request: Request, grant: Grant, missing: Callable[[], int], target: int, *, newcomer: bool
     ) -> WaitReason | None:
         """Make room for what is granted, after drawing on the account that the grant names."""
-        self._draw(grant, missing, request)
-        return self._make_room(request, lambda: missing() - self._drawn, target, lender=grant.lender, newcomer=newcomer)
-
-    def _draw(self, grant: Grant, missing: Callable[[], int], request: Request) -> None:
-        """Choose how many of the missing blocks the account gives up that the grant draws on."""
         self._drawn = 0
         if grant.draws is not None:
             self._drawn = max(0, min(missing(), self._kv.unused_without(grant.draws, request)))
+        return self._make_room(request, lambda: missing() - self._drawn, target, lender=grant.lender, newcomer=newcomer)
 
     def _make_room(
         self, request: Request, missing: Callable[[], int], target: int, *, lender: Lender, newcomer: bool

@@ -275,7 +275,6 @@ def _options(service: str, priority: int, target: Target) -> RequestOptions:
 
 
 def _salts(given: Salts, count: int) -> list[str]:
-    """Return one salt per prompt, empty for none."""
     salts = [given] * count if given is None or isinstance(given, str) else given
     if not isinstance(salts, list | tuple):
         raise ParameterError(
@@ -342,7 +341,6 @@ def _token_ids(items: list[Any]) -> list[int]:
 
 
 def _conversations(given: Any) -> list[list[Message]]:
-    """Normalize one or many conversations to a list."""
     is_single = isinstance(given, Sequence) and bool(given) and isinstance(given[0], Mapping)
     conversations = [given] if is_single else given
     if not isinstance(conversations, list | tuple):

@@ -81,16 +81,13 @@ class BatchClient:
         return str(answer["id"])
 
     async def create(self, file_id: str, endpoint: str, window: str) -> dict[str, Any]:
-        """Create a batch of an uploaded file."""
         body = {"input_file_id": file_id, "endpoint": endpoint, "completion_window": window}
         return await self._json("POST", "/v1/batches", json=body)
 
     async def batch(self, batch_id: str) -> dict[str, Any]:
-        """Return the current state of a batch."""
         return await self._json("GET", f"/v1/batches/{quote(batch_id, safe='')}")
 
     async def batches(self, limit: int) -> BatchPage:
-        """Return the newest batches."""
         answer = await self._json("GET", f"/v1/batches?limit={limit}")
         return BatchPage(answer["data"], answer["has_more"])
 

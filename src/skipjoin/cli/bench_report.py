@@ -96,7 +96,6 @@ class BenchReport:
 
 
 def _remarks(record: Record, exchanges: Sequence[Exchange]) -> Iterator[str]:
-    """Yield notes on errors and on client lag."""
     where = _run_name(record["workload"])
     examples = {one.failure.kind: one.failure.detail for one in exchanges if one.failure is not None}
     for kind, count in record["client"]["errors_by_kind"].items():

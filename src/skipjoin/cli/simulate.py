@@ -228,7 +228,6 @@ def _run(
 
 
 def _start_rates(text: str | None, workload: Workload) -> tuple[float, ...]:
-    """Return the initial rate of a search."""
     if has_own_times(workload):
         raise ConfigError("find_max_rate needs arrivals at a rate, and the trace has times of its own")
     found = parse_rates(text) if text else (_START_RPS,)
@@ -238,7 +237,6 @@ def _start_rates(text: str | None, workload: Workload) -> tuple[float, ...]:
 
 
 def _alike(cells: list[Cell]) -> list[list[Cell]]:
-    """Group cells that differ only in their seeds."""
     groups: dict[tuple[str, float | None], list[Cell]] = {}
     for cell in cells:
         groups.setdefault((cell.system.recipe, cell.extent.rate_rps), []).append(cell)

@@ -187,7 +187,6 @@ def _rejected(records: Iterable[Record]) -> int:
 
 
 def _rejections(groups: _Groups) -> Iterator[str]:
-    """Yield the reasons for which requests were rejected."""
     for group, records in groups:
         if rejected := _rejected(records):
             settings, of = records[0]["settings"], sum(record["requests"]["submitted"] for record in records)

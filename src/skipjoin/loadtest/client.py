@@ -67,7 +67,6 @@ class Exchange:
         return None if self.sent is None else self.sent - self.job.at
 
     def as_json(self) -> dict[str, Any]:
-        """Return the exchange's line in a file of requests."""
         facts = self.facts
         texts = {} if self.job.prompt is None else {"row": self.job.row, "output": self.output}
         return {
@@ -112,7 +111,7 @@ def exchange_of(number: int, job: WorkloadRequest) -> Exchange:
 
 
 class ServerGoneError(Exception):
-    """Raised when the server fails all connections."""
+    """The server fails all connections."""
 
 
 class Client:
@@ -328,7 +327,6 @@ class ClientRun:
             raise ServerGoneError
 
     def _give_up(self) -> None:
-        """Mark unfinished requests as failed."""
         now = self._now()
         for exchange in self.exchanges:
             if exchange.facts.ended is None:

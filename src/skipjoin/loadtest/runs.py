@@ -215,7 +215,6 @@ def _lags(exchanges: Sequence[Exchange]) -> dict[str, float | None]:
 
 
 def _machine() -> dict[str, object]:
-    """Describe the client's machine without host names."""
     return {
         "cpu": cpu_name(),
         "cores": os.cpu_count(),

@@ -56,7 +56,6 @@ class Target:
 
     @property
     def url(self) -> str:
-        """URL of requests."""
         return self.base_url + PATHS[self.endpoint]
 
     def max_tokens(self, job: WorkloadRequest) -> int | None:

@@ -239,7 +239,6 @@ def _latencies(facts: Sequence[RequestFacts], now: float) -> Record:
 
 
 def _distribution(values: Sequence[float]) -> dict[str, float | None]:
-    """Summarize sorted values."""
     if not values:
         return dict.fromkeys(("mean", "p50", "p95", "p99"))
     return {

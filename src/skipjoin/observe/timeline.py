@@ -129,8 +129,8 @@ class Timeline:
 
     Counters show running and waiting requests, and KV blocks that are held (not free) and claimed (held or reserved).
 
-    A span's `left` is a `FinishReason`, a `Preemption`, "caught up" (prefill continues as decode in the same slot),
-    "lost in a restart" or "still running" (at `close`).
+    A span's `left` is a `FinishReason`, a `Preemption` or one of three texts: "caught up" (prefill continues as decode
+    in the same slot), "lost in a restart", and "still running" (at `close`).
 
     Args:
         file: Text file, which `close` leaves open. Methods that write to it raise OSError on failure.
@@ -361,7 +361,6 @@ class Timeline:
         self._trace.span(_lane_of(span.slot), span.phase, span.begin, span.end, args)
 
     def _show(self, at: int, *, held: int, claimed: int) -> None:
-        """Write counters that changed."""
         running = len(self._running)
         for name, value in (
             ("KV blocks held", held),

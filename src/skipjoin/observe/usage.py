@@ -225,7 +225,6 @@ class EngineUsage:
                 self.recomputed_tokens += min(end, high) - piece.start
 
     def _decode(self, event: Decoded) -> None:
-        """Process a run of decode steps."""
         count, begin = len(event.requests), event.since
         for end, claimed in zip(event.ends, event.claimed, strict=True):
             self._claimed = claimed

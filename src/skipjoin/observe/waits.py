@@ -1,8 +1,8 @@
 """Wait times of requests by reason, folded from core events.
 
-From arrival to end a request either executes or waits for one reason at a time, so the seconds by reason sum up to its
-latency minus its execution time. Requests that a decision does not examine form the tail and share one reason. Their
-seconds accumulate on a common clock, of which a request takes its part when it leaves the tail.
+From arrival to end a request either executes or waits for one reason at a time. The seconds by reason therefore sum up
+to its latency minus its execution time. Requests that a decision does not examine form the tail and share one reason.
+Their seconds accumulate on a common clock, of which a request takes its part when it leaves the tail.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class WaitLog:
         self._waiting: set[WaitTimes] = set()  # with their own reason
         self._decisions = 0
         self._in_flight: dict[int, Moment] = {}  # decision of plans in flight, by id
-        self._last: Moment | None = None  # of the last result
+        self._last: Moment | None = None  # moment of the last result
 
     def totals(self, now: float) -> list[float]:
         """Return seconds by reason of all requests until now."""

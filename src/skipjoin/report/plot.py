@@ -118,7 +118,6 @@ def _check(records: Sequence[Record], view: View) -> None:
 
 
 def _paths(out: Path, kind: str, *, prefix: bool) -> list[Path]:
-    """Return the files of one plot."""
     suffixes, base = SUFFIXES, out
     if out.is_dir():
         base = out / kind

@@ -29,8 +29,8 @@ class StalledError(RuntimeError):
 class Replica:
     """One engine on the virtual clock.
 
-    If the executor can predict decode-only steps and the policies are stable, several steps are simulated at once
-    (`EngineCore.decode`), with the same times and tokens as single steps.
+    Decode-only steps that the executor can predict are simulated together while policies are stable
+    (`EngineCore.decode`). Times and tokens are those of single steps.
 
     Args:
         decision_s: Virtual time between each decision and the start of its step.
@@ -254,8 +254,6 @@ def simulate_traffic(
 
 
 class _One:
-    """Dispatch rule of a single replica."""
-
     ignores_tokens = True
 
     def choose(self, request: Request) -> int:

@@ -191,7 +191,6 @@ def kv_blocks(
 
 
 def _most_layers(model: ModelShape, group: DeviceGroup) -> int:
-    """Return the number of layers of the largest stage."""
     return -(-model.layers // group.pp)
 
 

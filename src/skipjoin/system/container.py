@@ -103,7 +103,6 @@ def _folders(root: Path, controller: str) -> Iterator[tuple[Path, str]]:
 
 
 def _own_paths(root: Path, controller: str) -> dict[str, str]:
-    """Return this process's cgroup path by version."""
     found = {}
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)

@@ -197,8 +197,8 @@ def parse_lengths(text: str) -> Lengths:
     """Parse a length distribution.
 
     The text is a built-in table (`sharegpt`), `uniform:64-128,16-32` or `fixed:128,64` (prompt, output), or
-    `trace:requests.csv` for random rows of a file, whose arrival times and texts are ignored. A suffix `*0.25` scales
-    prompt and output, `*0.25,0.5` each separately, to at least 1.
+    `trace:requests.csv`. The latter draws random rows of a file, and ignores their arrival times and texts. A suffix
+    `*0.25` scales prompt and output, `*0.25,0.5` each separately, to at least 1.
 
     Raises:
         ConfigError: If the text is malformed.

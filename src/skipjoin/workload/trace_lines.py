@@ -142,7 +142,6 @@ def _noting(lines: Iterable[str], seen: list[str]) -> Iterator[str]:
 
 
 def _places(header: str, names: list[str]) -> dict[str, int]:
-    """Return the index of each uniquely named column."""
     _check_has(header, names, *TOKEN_COLUMNS)
     for column in (*TOKEN_COLUMNS, "arrival_s"):
         if names.count(column) > 1:

@@ -139,7 +139,7 @@ class Trace:
 def read_trace(path: str | Path, *, hash_tokens: int | None = HASH_TOKENS) -> Trace:
     """Read a trace from a CSV file, or from JSONL if the name ends in .jsonl; a further .gz means gzip.
 
-    CSV requires prompt_tokens and output_tokens. JSONL can have the texts prompt and output instead; a missing length
+    CSV requires prompt_tokens and output_tokens. JSONL can have the texts prompt and output instead. A missing length
     is then the number of words and punctuation marks, which is less than the number of tokens.
 
     Optional columns of both formats:
@@ -238,7 +238,6 @@ def _options(line: Line) -> RequestOptions:
 
 
 def _positive(line: Line, column: str) -> float | None:
-    """Return a cell's positive seconds, or None if it is empty."""
     cell = line.cell(column)
     if cell is None:
         return None
@@ -306,7 +305,6 @@ def _number(cell: object) -> float:
 
 
 def _add_numbers(columns: dict[str, Column], line: Line, *, first: bool) -> None:
-    """Append a row to the columns."""
     for name in [name for name in line.columns if name not in columns]:
         columns[name] = Column(array("d"), "" if first else str(line.error(name, "the rows before have none")))
     for name, column in columns.items():

@@ -115,7 +115,6 @@ class Closed:
             yield job.after(self.prefix, groups)
 
     def describe(self) -> dict[str, Any]:
-        """Return the stream's entry in a record."""
         return {
             "name": self.name,
             "lengths": self.lengths.name,
@@ -200,7 +199,6 @@ class Stream:
             yield job.after(self.prefix, groups)
 
     def describe(self) -> dict[str, Any]:
-        """Return the stream's entry in a record."""
         return {
             "name": self.name,
             "lengths": self.lengths.name,
@@ -511,7 +509,6 @@ def _cut(jobs: Iterator[WorkloadRequest], duration_s: float | None, limit: int |
 
 
 def _extent(workload: Workload, duration_s: float | None, seed: int, limit: int | None) -> dict[str, Any]:
-    """Return the fields that all workloads' descriptions share."""
     extent: dict[str, Any] = {"duration_s": duration_s, "seed": seed}
     if limit is not None:
         extent["limit"] = limit

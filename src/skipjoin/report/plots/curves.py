@@ -86,7 +86,6 @@ def draw_ttft_tpot(lines: Sequence[Line], bound: Bound | None, warn: Warn) -> Fi
 
 
 def _handles_of_statistics(lines: Sequence[Line]) -> list[Line2D]:
-    """Return legend entries for the lines, and for solid (mean) and dashed (p95)."""
     handles = []
     for line in lines:
         look = style.look(line.index)

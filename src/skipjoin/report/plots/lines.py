@@ -179,7 +179,6 @@ def _telling(records: Sequence[Record], features: Sequence[Mapping[str, str]]) -
 
 
 def _worded(name: str, value: str | None) -> str:
-    """Return a feature's text in a label."""
     if value is None:
         return ""
     return value if name in _IDENTITY else f"{name.partition('.')[2]}={value}"

@@ -170,7 +170,7 @@ class FromColumn:
         return Fixed([values[job.row or 0] for job in jobs], "column")
 
 
-# -- learnt from the requests that end --------------------------------------------------------------------
+# -- learned from finished requests -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,11 +66,11 @@ class Extent:
 class Cell:
     """One run: a system, a workload and its extent.
 
-    Attributes:
-        slo_scale: Sets `slo` to this multiple of the light-load prefill and decode step (FastServe section 6.2).
-
     With `slo.jct_scale`, policies see the objective of the predicted length, if there is one. The record uses that of
     the true length.
+
+    Attributes:
+        slo_scale: Sets `slo` to this multiple of the light-load prefill and decode step (FastServe section 6.2).
     """
 
     system: System
@@ -300,11 +300,6 @@ class Run:
     def _split_traffic(
         self, replicas: Sequence[Replica], arrivals: Arrivals, decode: Dispatch, handovers: Handovers
     ) -> SplitTraffic:
-        """Return the traffic of a shard with prefill replicas.
-
-        Args:
-            decode: Dispatch rule of the decode replicas.
-        """
         system, prefills = self.cell.system, handovers.prefill_replicas
         return SplitTraffic(
             replicas,
@@ -318,7 +313,6 @@ class Run:
         )
 
     def _closed(self, shard: int, submissions: Submissions) -> Iterator[ClosedStream]:
-        """Yield the shard's part of the closed streams."""
         extent, shards = self.cell.extent, self.cell.shards
         for index, closed in enumerate(self.cell.workload.closed):
             if size := len(range(shard, closed.size, shards)):
@@ -490,8 +484,6 @@ def _replica(system: System, lengths: Sequence[int], *, together: bool, keeps_kv
 
 
 def _sampler(lengths: Sequence[int]) -> Callable[[Request, int], int]:
-    """Return the function that samples tokens, given true output lengths by request id."""
-
     def sample(request: Request, position: int) -> int:
         return END if position + 1 - len(request.prompt) >= lengths[request.id] else _TOKEN
 

@@ -112,7 +112,6 @@ class Handovers(SplitWatcher):
         return True
 
     def observe(self, replica: int, events: Iterable[Event]) -> None:
-        """Process events of a replica."""
         tokens = sum(_prompt_tokens(event) for event in events if isinstance(event, Computed))
         if replica < self.prefill_replicas:
             self.figures.prefill_prompt_tokens += tokens
@@ -137,7 +136,6 @@ def _waited(handover: Handover, now: float) -> dict[WaitReason, float]:
 
 
 def _prompt_tokens(event: Computed) -> int:
-    """Return the number of prompt tokens that a step computed."""
     return sum(
         min(piece.start + piece.tokens, len(piece.request.prompt)) - piece.start
         for piece in event.result.plan.slices

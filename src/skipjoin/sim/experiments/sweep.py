@@ -104,8 +104,7 @@ class BoundSearch(ABC):
         return self._beyond(known, stride if upward else 1 / stride)
 
     @abstractmethod
-    def _number(self, cell: Cell) -> float:
-        """Return the number of a cell."""
+    def _number(self, cell: Cell) -> float: ...
 
     @abstractmethod
     def _at(self, number: float) -> Sequence[Cell]:
@@ -236,8 +235,6 @@ def sweep(
 
 
 class _Running:
-    """Cell in progress."""
-
     def __init__(self, number: int, plan: SweepPlan, cell: Cell, on_requests: OnRequests | None) -> None:
         self.number = number
         self.plan = plan

@@ -1,4 +1,4 @@
-"""Generation in this process: the engine without a server around it."""
+"""Offline inference: the engine in the calling process, without a server."""
 
 from __future__ import annotations
 
@@ -33,11 +33,13 @@ Salts = str | Sequence[str | None] | None
 
 @dataclass(slots=True)
 class Generation:
-    """The outcome of one prompt.
+    """Result of one prompt.
 
-    text, token_ids: the output. finish_reason: "stop", "length", or "error" where the engine gave the request up;
-    error: what happened then, and what helps. details: per token, if log-probabilities were asked for; the first one
-    also has those of the prompt. cached_tokens: tokens of the prompt whose KV was there when it first ran.
+    Attributes:
+        finish_reason: "stop", "length", or "error" if the engine aborted the request.
+        error: Cause and remedy of an "error"; otherwise empty.
+        details: Log-probabilities per generated token, if requested; the first entry also has those of the prompt.
+        cached_tokens: Prompt tokens found in the prefix cache when the request was first admitted.
     """
 
     prompt: str | None
@@ -50,7 +52,7 @@ class Generation:
     cached_tokens: int = 0
 
     def add(self, output: Output, text: str) -> None:
-        """Add a token, or the end, and its text."""
+        """Append an output token, if there is one, and the text that it completes."""
         self.text += text
         if output.token is not None:
             self.token_ids.append(output.token)
@@ -61,7 +63,7 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class _Running:
-    """A request that has not ended. predicted: what is expected of it; None without a forecaster."""
+    """Unfinished request and the prediction of its output length (None without a forecaster)."""
 
     generation: Generation
     choice: Choice
@@ -69,12 +71,19 @@ class _Running:
 
 
 class LLM:
-    """A model that is ready to generate. Use it as a context manager, or call `close`.
+    """Model that is ready to generate. Use it as a context manager, or call `close`.
 
-    model: a Hugging Face folder, a hub id, or "tally", the built-in model. settings: fields of `EngineConfig`
-    and `ForecastConfig`. default_params: of prompts that are given none, with the sampling defaults of the model's
-    generation_config.json. progress: whether progress bars are shown on stderr; None: if it is a terminal.
-    Raises `ModelError` and `ConfigError` as `assemble` does.
+    Args:
+        model: Hugging Face folder, hub id, or "tally", the built-in model.
+        progress: Whether to show progress bars on stderr; None shows them if stderr is a terminal.
+        settings: Fields of `EngineConfig` and `ForecastConfig`.
+
+    Attributes:
+        default_params: Parameters of prompts without their own, from the model's generation_config.json.
+
+    Raises:
+        ModelError: As `assemble`.
+        ConfigError: As `assemble`.
     """
 
     def __init__(self, model: str = "tally", *, progress: bool | None = None, **settings: Any) -> None:
@@ -82,7 +91,7 @@ class LLM:
         given = {name: settings.pop(name) for name in settings_of(ForecastConfig) if name in settings}
         config = EngineConfig(model=model, **settings)
         forecasts = chosen_forecasts(ForecastConfig(**given), config)
-        # The tokenizer first: it fails fast.
+        # Load the tokenizer first, because it fails fast.
         folder = model_folder(model, config.load_format)
         self.tokenizer: Tokenizer = load_tokenizer(folder)
         if self.tokenizer.chat_template is not None:
@@ -115,8 +124,10 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Stop the engine, and save what was learnt of output lengths. It may be called again; generation afterwards
-        raises RuntimeError."""
+        """Stop the engine and save the learned output lengths.
+
+        Further calls have no effect; `generate` and `chat` raise RuntimeError afterwards.
+        """
         if self._is_closed:
             return
         self._is_closed = True
@@ -135,15 +146,19 @@ class LLM:
         target: Target = NO_TARGET,
         cache_salt: Salts = None,
     ) -> list[Generation]:
-        """Complete one prompt or many, each a text or its token ids; results are in the order of the prompts.
+        """Complete one or many prompts, each a text or its token ids, and return results in the same order.
 
-        params: one for all prompts, or one for each; None: `default_params`. service: "best-effort" prompts run on what
-        real-time ones leave, and have no objectives for first and further tokens. priority: lower is earlier. target:
-        soft objectives of each prompt, in seconds above 0. cache_salt: one for all prompts, or one for each, of 1 to
-        256 characters; prompts use the KV of earlier ones with the same salt alone; None: of those without one.
+        Args:
+            params: One for all prompts, or one per prompt; None means `default_params`.
+            service: "best-effort" prompts use spare capacity only, and accept no TTFT or TPOT objective.
+            priority: Lower values run earlier.
+            target: Soft objectives of each prompt, in seconds above 0.
+            cache_salt: One for all prompts, or one per prompt, of 1 to 256 characters. Prompts share cached KV only
+                with prompts of the same salt; None shares it with prompts without a salt.
 
-        Raises `ParameterError`, before anything runs, for a prompt, parameter, class, objective or salt outside its
-        bounds, and RuntimeError after `close`.
+        Raises:
+            ParameterError: If a prompt or an argument is invalid. Nothing runs in that case.
+            RuntimeError: After `close`.
         """
         given = _as_list(prompts)
         ids = [self.tokenizer.encode(item) if isinstance(item, str) else item for item in given]
@@ -160,8 +175,10 @@ class LLM:
         target: Target = NO_TARGET,
         cache_salt: Salts = None,
     ) -> list[Generation]:
-        """Answer one conversation or many through the model's chat template, each a list of messages with a role and a
-        content. See `generate`."""
+        """Answer one or many conversations with the model's chat template.
+
+        A conversation is a list of messages with a role and a content. The arguments are those of `generate`.
+        """
         ids = [self.tokenizer.chat(conversation) for conversation in _conversations(messages)]
         return self._run(ids, [None] * len(ids), params, _options(service, priority, target), cache_salt)
 
@@ -187,19 +204,23 @@ class LLM:
                 running[self._next_id] = _Running(Generation(text, prompt), choice, predicted)
                 self._next_id += 1
             results = [one.generation for one in running.values()]
-            # A stop string ends a request between two steps, so that the next one must not have begun.
+            # A stop string finishes a request between two steps, so the next step must not be submitted yet.
             ahead = not any(one.stop for one in each)
             with self._progress() as bars:
                 self._drain(running, bars, bars.add_task("generating", total=len(ids)), ahead=ahead)
         finally:
-            # A refused prompt or an interrupt must not leave the others running.
+            # After a refused prompt or an interrupt, the other requests must not keep running.
             for request_id, one in running.items():
                 self._loop.abort(request_id)
                 self._learn(one, FinishReason.ABORT)
         return results
 
     def _drain(self, running: dict[int, _Running], bars: Progress, task: TaskID, *, ahead: bool) -> None:
-        """Run the loop until all requests have ended. ahead: make text of a step's tokens while the next one runs."""
+        """Run the loop until all requests have finished.
+
+        Args:
+            ahead: Submit the next step before detokenizing the tokens of the current one.
+        """
         cached: dict[int, int] = {}
         while running:
             events = self._loop.step()
@@ -216,14 +237,14 @@ class LLM:
                 if one.choice.finish_reason is not None:
                     one.generation.finish_reason = one.choice.finish_reason
                     one.generation.cached_tokens = cached.get(request_id, 0)
-                    # If a stop string ended the text, the engine still generates.
+                    # The engine does not know stop strings and would continue to generate.
                     self._loop.abort(request_id, FinishReason.STOP)
                     self._learn(one, output.reason or FinishReason.STOP)
                     del running[request_id]
                     bars.advance(task)
 
     def _forecast(self, request_id: int, prompt: list[int], params: SamplingParams) -> Predicted | None:
-        """Forecast the output of a request that the engine has taken; None without a forecaster."""
+        """Predict the output length of a submitted request, or return None without a forecaster."""
         if self._forecasts is None:
             return None
         most = params.max_tokens or self.engine.info.max_model_len - len(prompt)
@@ -232,7 +253,6 @@ class LLM:
         return predicted
 
     def _learn(self, one: _Running, reason: FinishReason) -> None:
-        """Learn how long the output of a request got."""
         tokens = len(one.generation.token_ids)
         if self._forecasts is not None and one.predicted is not None and tokens:
             self._forecasts.learn(one.predicted, tokens, exact=is_exact(reason))
@@ -244,7 +264,6 @@ class LLM:
 
 
 def _options(service: str, priority: int, target: Target) -> RequestOptions:
-    """Raises `ParameterError` for a class that there is not, and an objective that is no time or not of the class."""
     if service not in tuple(ServiceClass):
         raise ParameterError("service", f"service must be one of {', '.join(ServiceClass)}, got {service!r}")
     for name, seconds in target._asdict().items():
@@ -256,7 +275,6 @@ def _options(service: str, priority: int, target: Target) -> RequestOptions:
 
 
 def _salts(given: Salts, count: int) -> list[str]:
-    """The salt of each of so many prompts; empty: it has none. Raises `ParameterError`."""
     salts = [given] * count if given is None or isinstance(given, str) else given
     if not isinstance(salts, list | tuple):
         raise ParameterError(
@@ -280,7 +298,6 @@ def _salt(given: Any) -> str:
 
 
 def _outputs(events: Iterable[Event]) -> dict[int, Output]:
-    """The outputs of a step's events, by request: a token, the end, or both."""
     outputs: dict[int, Output] = {}
     for event in events:
         if isinstance(event, Token):
@@ -293,7 +310,7 @@ def _outputs(events: Iterable[Event]) -> dict[int, Output]:
 
 
 def _as_list(prompts: Any) -> list[str | list[int]]:
-    """The prompts, texts or token ids, from one or many. Raises `ParameterError` for what is neither."""
+    """Normalize one or many prompts to a list of texts and token id lists."""
     if isinstance(prompts, str):
         return [prompts]
     items = _items(prompts)
@@ -303,7 +320,7 @@ def _as_list(prompts: Any) -> list[str | list[int]]:
 
 
 def _items(given: Any) -> list[Any]:
-    # A mapping can be iterated over, too: its keys are no prompts.
+    # A mapping is iterable, but its keys are not prompts.
     if isinstance(given, Mapping | bytes) or not isinstance(given, Iterable):
         raise ParameterError(
             "prompts",
@@ -324,7 +341,6 @@ def _token_ids(items: list[Any]) -> list[int]:
 
 
 def _conversations(given: Any) -> list[list[Message]]:
-    """The conversations, from one or many. Raises `ParameterError` for what is none."""
     is_single = isinstance(given, Sequence) and bool(given) and isinstance(given[0], Mapping)
     conversations = [given] if is_single else given
     if not isinstance(conversations, list | tuple):

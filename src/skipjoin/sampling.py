@@ -1,6 +1,6 @@
-"""Sampling and stopping rules: the values that a user may set, with their bounds.
+"""Sampling parameters and stop conditions of a request, with their bounds.
 
-Standard library only: the API process, the engine process and the tests share it without importing torch.
+Uses the standard library only, so that the API process and tests can import it without torch.
 """
 
 from __future__ import annotations
@@ -13,16 +13,20 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_TOKENS = 128
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 300
-# Characters of a request's cache_salt.
+# Maximum number of characters.
 MAX_SALT = 256
-# Seeds travel as signed 64-bit integers.
+# Seeds are serialized as signed 64-bit integers.
 SEED_MIN, SEED_MAX = -(2**63), 2**63 - 1
-# Logits divided by it stay far within float32.
+# Dividing logits by a smaller penalty could overflow float32.
 MIN_REPETITION_PENALTY = 0.01
 
 
 class ParameterError(ValueError):
-    """A value outside its bounds. param: the field's public name. The text names the bound."""
+    """Parameter value outside its bounds. The message names the bound.
+
+    Attributes:
+        param: Public name of the field.
+    """
 
     def __init__(self, param: str, message: str) -> None:
         super().__init__(message)
@@ -30,7 +34,7 @@ class ParameterError(ValueError):
 
 
 def _number(name: str, value: Any, low: float, high: float, *, above: bool = False) -> None:
-    """Refuse a value that is no finite number in [low, high], or in (low, high] with `above`."""
+    """Raise `ParameterError` unless `value` is a finite number in [low, high], or in (low, high] with `above`."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ParameterError(name, f"{name} must be a finite number, got {value!r}")
     if value > high or value < low or (above and value == low):
@@ -46,7 +50,6 @@ def _integer(name: str, value: Any, low: int, high: int) -> None:
 
 
 def _several(name: str, kind: str, value: Any) -> tuple[Any, ...]:
-    """The elements of a list or tuple; a text is one element, and None is none."""
     if isinstance(value, str):
         return (value,)
     if value is None or isinstance(value, list | tuple):
@@ -56,19 +59,25 @@ def _several(name: str, kind: str, value: Any) -> tuple[Any, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """One request's sampling and stopping rules. Raises `ParameterError` on a value outside its bounds.
+    """Sampling parameters and stop conditions of one request.
 
-    max_tokens: most tokens to generate; None: as many as the context holds.
-    min_tokens: end-of-sequence and stop tokens cannot be sampled before this many tokens.
-    temperature: 0 is greedy, and in effect so is what is next to 0. top_p, top_k (0: all) and min_p filter what may be
-    sampled, in that order.
-    presence_penalty, frequency_penalty: subtracted for tokens already generated (OpenAI's definition).
-    repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or output.
-    seed: the same seed gives the same tokens, whatever else runs; None: the engine draws one.
-    stop: strings that end the output, not returned; one may be given as it is. stop_token_ids: tokens that end it.
-    ignore_eos: continue after end-of-sequence. logit_bias: token id -> value added to its logit.
-    logprobs: report the chosen token's log-probability and this many alternatives; None: report nothing.
-    prompt_logprobs: the same for the tokens of the prompt.
+    Attributes:
+        max_tokens: Maximum number of tokens to generate; None allows as many as fit in the context.
+        min_tokens: Minimum number of tokens before end-of-sequence and stop tokens can be sampled.
+        temperature: 0, and values very close to it, mean greedy sampling.
+        top_p, top_k, min_p: Filters, applied in that order. A `top_k` of 0 keeps all tokens.
+        presence_penalty, frequency_penalty: Subtracted for generated tokens (OpenAI's definition).
+        repetition_penalty: Divides positive and multiplies negative logits of tokens in prompt or output.
+        seed: The same seed gives the same tokens, regardless of the rest of the batch. None lets the engine draw one.
+        stop: Strings that finish the output and are not returned; a single string is accepted.
+        stop_token_ids: Tokens that finish the output.
+        ignore_eos: Continue after end-of-sequence.
+        logit_bias: Value added to the logit of each token id.
+        logprobs: Number of alternatives reported with the chosen token's log-probability; None reports neither.
+        prompt_logprobs: The same for prompt tokens.
+
+    Raises:
+        ParameterError: If a value is outside its bounds.
     """
 
     max_tokens: int | None = 16
@@ -138,10 +147,12 @@ class SamplingParams:
 
 
 class Scored(NamedTuple):
-    """A token and its log-probability.
+    """Token and its log-probability.
 
-    logprob: natural logarithm of its probability under the model's unmodified distribution; None for the first
-    token of a prompt. top: the likeliest tokens at that position with their log-probabilities, best first.
+    Attributes:
+        logprob: Natural logarithm of the probability in the model's unmodified distribution; None for the first prompt
+            token.
+        top: Most likely tokens at that position with their log-probabilities, best first.
     """
 
     token: int
@@ -150,9 +161,10 @@ class Scored(NamedTuple):
 
 
 class TokenDetail(NamedTuple):
-    """The log-probabilities that are reported with a generated token, if its request asks for them.
+    """Log-probabilities reported with a generated token.
 
-    chosen: the token itself. prompt: with a request's first token, the tokens of its prompt, if it asked for them.
+    Attributes:
+        prompt: Entries of the prompt tokens, with a request's first token only, if requested.
     """
 
     chosen: Scored

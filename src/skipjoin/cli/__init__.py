@@ -1,6 +1,6 @@
-"""The command line, one module per command. Flags have the names that vLLM's users know.
+"""Command line, one module per command. Flags have vLLM's names where it has them.
 
-Commands import what they run when they run: `skipjoin --help` and the API process do without torch.
+Commands import their dependencies when they run, so that `skipjoin --help` and the API process do not load torch.
 """
 
 from __future__ import annotations

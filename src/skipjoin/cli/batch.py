@@ -1,4 +1,4 @@
-"""`skipjoin batch`: send a file of requests to a server, watch the batch, and fetch what came of it."""
+"""`skipjoin batch`: submit a file of requests to a server, watch the batch and fetch its results."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 batch = Commands(help="Batches: files of requests that a server runs with what its other requests leave.")
 _GROUP = "Server"
 _FAILED, _INTERRUPTED = 1, 130
-_FILE_WIDTH = 160  # of a table that goes to a file
+_FILE_WIDTH = 160  # width of a table that is not printed to a terminal
 
 BatchId = Annotated[str, typer.Argument(metavar="ID", help="Id of the batch.")]
 T = TypeVar("T")
@@ -35,7 +35,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Connection:
-    """A server and the key for it. Raises `ConfigError`."""
+    """Server and its API key.
+
+    Raises:
+        ConfigError: If a value is invalid.
+    """
 
     url: Annotated[str, Knob("The server.", metavar="URL", group=_GROUP)] = "http://127.0.0.1:8000"
     api_key: Annotated[str | None, Knob("Key to send.", metavar="KEY", envvar="OPENAI_API_KEY", group=_GROUP)] = None
@@ -58,7 +62,7 @@ def submit(
     watch: Annotated[bool, typer.Option("--watch", help="Show the progress until the batch has ended.")] = False,
     server: Values,
 ) -> None:
-    """Upload FILE and make a batch of it; its id is printed."""
+    """Upload FILE, create a batch of it and print the batch's id."""
 
     async def work(client: BatchClient) -> dict[str, Any]:
         file_id = await client.upload(file)
@@ -108,7 +112,7 @@ def list_batches(
     limit: Annotated[int, typer.Option(min=1, max=100, metavar="BATCHES", help="Most batches to list.")] = 20,
     server: Values,
 ) -> None:
-    """List the batches of this key, the newest first."""
+    """List the batches of this key, newest first."""
     page = _call(Connection(**server), lambda client: client.batches(limit))
     table = Table("id", "status", "done", "failed", "total", "created", "window ends")
     for one in page.batches:
@@ -123,7 +127,7 @@ def list_batches(
 @batch.command()
 @takes(server=Section(Connection))
 def cancel(batch_id: BatchId, *, server: Values) -> None:
-    """Cancel a batch; what it has is its output."""
+    """Cancel a batch. Results so far remain available as its output."""
     print(summary(_call(Connection(**server), lambda client: client.cancel(batch_id))))
 
 
@@ -136,7 +140,7 @@ def _follow(connection: Connection, batch_id: str) -> None:
 
 
 def _call(connection: Connection, work: Callable[[BatchClient], Awaitable[T]]) -> T:
-    """What the work returns. An error is told, and is the end."""
+    """Run `work` with a client, and return its result. Errors are printed and exit the program."""
     from skipjoin.cli.batch_client import BatchClient, BatchClientError  # noqa: PLC0415
 
     async def inside() -> T:

@@ -1,4 +1,4 @@
-"""The files and batches of a server, over HTTP, for `skipjoin batch`."""
+"""HTTP client of a server's files and batches, for `skipjoin batch`."""
 
 from __future__ import annotations
 
@@ -13,16 +13,20 @@ from urllib.parse import quote
 import aiohttp
 import msgspec
 
-# Seconds to connect, and between two pieces of an answer; uploads and downloads take as long as they take.
+# Timeouts to connect and between chunks of a response. Uploads and downloads have no total timeout.
 _CONNECT_S, _READ_S = 10.0, 120.0
 _PIECE = 1 << 20
 _LONGEST_QUOTE = 500
-# What servers say that shut down or start, or a proxy before them.
+# Statuses of servers that start or shut down, and of proxies.
 _AWAY = (502, 503, 504)
 
 
 class BatchClientError(Exception):
-    """The server cannot be reached, or has refused. The text is for users. is_lost: it may answer later."""
+    """Error of an unreachable or refusing server, with a text for users.
+
+    Attributes:
+        is_lost: The server may be available again later.
+    """
 
     def __init__(self, text: str, *, is_lost: bool = False) -> None:
         super().__init__(text)
@@ -30,16 +34,21 @@ class BatchClientError(Exception):
 
 
 class BatchPage(NamedTuple):
-    """Batches, the newest first. has_more: whether there are older ones."""
+    """Batches, newest first, and whether there are older ones."""
 
     batches: list[dict[str, Any]]
     has_more: bool
 
 
 class BatchClient:
-    """Calls to one server; an async context manager. All methods raise `BatchClientError`.
+    """Client of one server, as an asynchronous context manager.
 
-    url: without /v1. api_key: None: none is sent.
+    Args:
+        url: Without /v1.
+        api_key: None sends no key.
+
+    Raises:
+        BatchClientError: From all methods.
     """
 
     def __init__(self, url: str, api_key: str | None) -> None:
@@ -59,38 +68,34 @@ class BatchClient:
         await self._session.close()
 
     async def upload(self, path: Path) -> str:
-        """Upload a file; its id there."""
+        """Upload a file and return its id."""
         try:
             with path.open("rb") as file:
                 form = aiohttp.FormData()
                 form.add_field("purpose", "batch")
                 form.add_field("file", file, filename=path.name, content_type="application/jsonl")
-                # A server that refuses the file says so before it is sent.
+                # With expect100, a server can refuse the file before it is sent.
                 answer = await self._json("POST", "/v1/files", data=form, expect100=True)
         except OSError as error:
             raise BatchClientError(f"{path}: {error.strerror or error}") from error
         return str(answer["id"])
 
     async def create(self, file_id: str, endpoint: str, window: str) -> dict[str, Any]:
-        """Make a batch of an uploaded file."""
         body = {"input_file_id": file_id, "endpoint": endpoint, "completion_window": window}
         return await self._json("POST", "/v1/batches", json=body)
 
     async def batch(self, batch_id: str) -> dict[str, Any]:
-        """A batch as it is now."""
         return await self._json("GET", f"/v1/batches/{quote(batch_id, safe='')}")
 
     async def batches(self, limit: int) -> BatchPage:
-        """The newest batches."""
         answer = await self._json("GET", f"/v1/batches?limit={limit}")
         return BatchPage(answer["data"], answer["has_more"])
 
     async def cancel(self, batch_id: str) -> dict[str, Any]:
-        """Cancel a batch."""
         return await self._json("POST", f"/v1/batches/{quote(batch_id, safe='')}/cancel")
 
     async def content(self, file_id: str) -> AsyncIterator[bytes]:
-        """The bytes of a file, in pieces."""
+        """Yield the content of a file in chunks."""
         async with self._answer("GET", f"/v1/files/{file_id}/content") as response:
             async for piece in response.content.iter_chunked(_PIECE):
                 yield piece
@@ -105,7 +110,7 @@ class BatchClient:
 
     @asynccontextmanager
     async def _answer(self, method: str, path: str, **body: Any) -> AsyncIterator[aiohttp.ClientResponse]:
-        """A good answer. A redirect would take the key elsewhere, and is none."""
+        """Yield a successful response. Redirects are errors, because they would leak the API key."""
         try:
             async with self._session.request(method, self._base + path, allow_redirects=False, **body) as response:
                 if response.status != 200:
@@ -124,7 +129,7 @@ def _reason(error: Exception) -> str:
 
 
 def _refusal(status: int, body: bytes) -> str:
-    """What a server says that refuses, in OpenAI's form or any other."""
+    """Return the message of an error response in OpenAI's form or any other."""
     try:
         return f"{msgspec.json.decode(body)['error']['message']} (HTTP status {status})"
     except (msgspec.DecodeError, KeyError, TypeError):

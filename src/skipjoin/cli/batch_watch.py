@@ -1,4 +1,4 @@
-"""What `skipjoin batch watch` shows: how far a batch is, how fast, and whether it ends before its window does."""
+"""Progress display of `skipjoin batch watch`: progress, speed, and whether the batch ends within its window."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 FINAL = ("completed", "failed", "expired", "cancelled")
 _POLL_S = 1.0
-# Seconds over which speeds are measured.
+# Window of speed measurements in seconds.
 _SPEED_S = 30.0
 
 
@@ -30,20 +30,20 @@ class Speed:
         self._seen: deque[tuple[float, int, int]] = deque()
 
     def add(self, now: float, lines: int, tokens: int) -> None:
-        """So many there are now. now: seconds."""
+        """Record the current totals at `now` (seconds)."""
         self._seen.append((now, lines, tokens))
         while len(self._seen) > 2 and self._seen[0][0] < now - _SPEED_S:
             self._seen.popleft()
 
     def per_second(self) -> tuple[float, float]:
-        """Lines and tokens."""
+        """Return lines and tokens per second."""
         (begin, *first), (end, *last) = self._seen[0], self._seen[-1]
         span = max(end - begin, 1e-9)
         return (last[0] - first[0]) / span, (last[1] - first[1]) / span
 
 
 class _Bar(Progress):
-    """A bar, and below it a note that has as many lines as it needs."""
+    """Progress bar with a multi-line note below."""
 
     note = ""
 
@@ -53,7 +53,7 @@ class _Bar(Progress):
 
 
 class Watch:
-    """A bar, from the first look at a batch to its end; a context manager. console: None: stderr."""
+    """Context manager that shows a progress bar, on stderr by default."""
 
     def __init__(self, console: Console | None = None) -> None:
         columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn()
@@ -71,8 +71,13 @@ class Watch:
         self._bars.stop()
 
     async def follow(self, client: BatchClient, batch_id: str) -> dict[str, Any]:
-        """Show the batch until it has ended; as it is then. A server that is lost on the way is waited for: it has the
-        batch when it is back. Raises `BatchClientError`."""
+        """Show a batch until it has ended, and return its final state.
+
+        If the server becomes unavailable, it is polled until it returns.
+
+        Raises:
+            BatchClientError: If the server refuses, or is unavailable from the start.
+        """
         from skipjoin.cli.batch_client import BatchClientError  # noqa: PLC0415
 
         batch = await client.batch(batch_id)
@@ -102,7 +107,7 @@ class Watch:
 
 
 def _outlook(lines: int, lines_s: float, left_s: float) -> str:
-    """When so many lines will be done, and when the window ends."""
+    """Describe the estimated end of the remaining lines and the end of the window."""
     window = f"the window ends in {_spell(left_s)}"
     if not lines_s:
         return window
@@ -115,7 +120,7 @@ def _spell(seconds: float) -> str:
 
 
 def summary(batch: dict[str, Any]) -> str:
-    """A batch in a line, and what was wrong with its file in further ones."""
+    """Describe a batch on one line, with the errors of its file on further lines."""
     counts = batch["request_counts"]
     lines = [
         f"{batch['id']} {batch['status']}: {counts['completed']} of {counts['total']} lines done, "

@@ -17,7 +17,7 @@ from skipjoin.workload.workload import keys_of
 
 _ENDED_EARLY, _INTERRUPTED = 1, 130
 _DURATION_S = 60.0
-# The fields of a plan that the load options do not decide.
+# Fields of a plan that are not load options.
 _CHOSEN = ("warmup", "settle_s", "timeout_s", "label", "hardware")
 
 
@@ -45,7 +45,7 @@ def bench(
     load: Values,
     plan: Values,
 ) -> None:
-    """Measure an OpenAI-compatible server under load that does not wait for it."""
+    """Measure an OpenAI-compatible server under open-loop load."""
     from skipjoin.cli.bench_report import BenchReport  # noqa: PLC0415
     from skipjoin.cli.requests_file import RequestsFile  # noqa: PLC0415
     from skipjoin.loadtest.runs import measure  # noqa: PLC0415

@@ -1,4 +1,4 @@
-"""What `skipjoin bench` shows and keeps while it measures."""
+"""Progress, files and table of `skipjoin bench`."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from skipjoin.loadtest.plan import LoadPlan
 from skipjoin.loadtest.runs import TOO_LATE_S
 from skipjoin.report.results import Record, ResultsFile
 
-_FILE_WIDTH = 120  # of tables that go to a file
+_FILE_WIDTH = 120  # width of tables that are not printed to a terminal
 _COLUMNS = ("req/s", "finished", "failed", "ms/token", "P95", "TTFT s", "P95", "TPOT ms", "P95", "lag ms")
 _MS = 1000
 
 
 class BenchReport:
-    """Keeps every finished run, in the files at once, and shows how far the present one is; at its end a table."""
+    """Writes each finished run to the files, shows the progress of the current one, and prints a table at the end."""
 
     def __init__(self, plan: LoadPlan, results: ResultsFile | None, requests: RequestsFile | None) -> None:
         self._total = len(plan.runs())
@@ -34,7 +34,7 @@ class BenchReport:
         self._records: list[Record] = []
         self._begun = False
         console = Console(stderr=True)
-        # Redrawn when told, not by a thread of its own, which would hold up the client's.
+        # Redrawn on demand, because a refresh thread would delay the client's.
         self._bars = Bars(
             TextColumn("{task.description}"),
             BarColumn(bar_width=16),
@@ -70,7 +70,7 @@ class BenchReport:
                 groups = (((_run_name(record["workload"]),), [record]) for record in self._records)
                 console.print(class_table(("req/s",), groups))
 
-    # -- told by the runs ---------------------------------------------------------------------------------
+    # -- callbacks of runs --------------------------------------------------------------------------------
 
     def begun(self, number: int, rate: float | None, seed: int) -> None:
         self._begun = True
@@ -96,7 +96,6 @@ class BenchReport:
 
 
 def _remarks(record: Record, exchanges: Sequence[Exchange]) -> Iterator[str]:
-    """What a reader of the figures must know: what failed, and whether the client kept up."""
     where = _run_name(record["workload"])
     examples = {one.failure.kind: one.failure.detail for one in exchanges if one.failure is not None}
     for kind, count in record["client"]["errors_by_kind"].items():
@@ -110,7 +109,7 @@ def _remarks(record: Record, exchanges: Sequence[Exchange]) -> Iterator[str]:
 
 
 def _table(records: Sequence[Record]) -> Table:
-    """Narrow enough for a terminal of 80 columns."""
+    """Return a table that fits into 80 columns."""
     table = Table(box=None, padding=(0, 1, 0, 0))
     for number, name in enumerate(_COLUMNS):
         table.add_column(name, justify="right" if number else "left", no_wrap=True)

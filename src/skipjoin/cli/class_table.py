@@ -1,4 +1,4 @@
-"""The table of streams that `simulate` and `bench` print, and how tables write numbers."""
+"""Table of streams of `simulate` and `bench`, and number formats of tables."""
 
 from __future__ import annotations
 
@@ -23,11 +23,13 @@ _COLUMNS = {
 
 
 def class_table(head: Sequence[str], groups: Iterable[tuple[Sequence[str], Sequence[Record]]]) -> Table:
-    """What the requests of each stream saw, and what of them was done while requests were submitted.
+    """Return a table of each stream's latencies, and of its throughput while requests were submitted.
 
-    head: names of the first columns. groups: their cells, and the records that differ in their seeds alone.
+    Args:
+        head: Names of the first columns.
+        groups: Cells of the first columns, and records that differ only in their seeds.
     """
-    # Narrow enough for the longest names of recipes in a file of 120 columns.
+    # The longest recipe names must fit into 120 columns.
     table = Table(*head, "stream", "class", "finished", *_COLUMNS, box=None, padding=(0, 1, 0, 0))
     for cells, records in groups:
         for stream, part in records[0].get("classes", {}).items():
@@ -38,22 +40,22 @@ def class_table(head: Sequence[str], groups: Iterable[tuple[Sequence[str], Seque
 
 
 def finished(records: Iterable[Record]) -> str:
-    """How many requests finished, of how many."""
+    """Return the number of finished and of submitted requests as text."""
     counts = [record["requests"] for record in records]
     done, submitted = (sum(count[key] for count in counts) for key in ("finished", "submitted"))
     return f"{done}/{submitted}"
 
 
 def mean_text(records: Iterable[Record], field: str) -> str:
-    """The mean of a field of records; - where one has none."""
+    """Return the mean of a field over records as text, or - if one lacks it."""
     try:
         return number_text(fmean(field_value(record, field) for record in records))
-    except ConfigError:  # of nothing: no request finished
+    except ConfigError:  # null if no request finished
         return "-"
 
 
 def number_text(value: float | None) -> str:
-    """A number with four digits, or all before the point; - for None."""
+    """Format a number with four significant digits, or all before the point; None as -."""
     if value is None:
         return "-"
     return f"{value:.0f}" if value >= 1000 else f"{value:.4g}"

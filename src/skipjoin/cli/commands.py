@@ -1,4 +1,4 @@
-"""Commands whose help has its options in groups, with whole names on a terminal of 80 columns."""
+"""Typer commands whose help groups options, with untruncated names on a terminal of 80 columns."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typer.core import TyperCommand
 
 
 class Commands(typer.Typer):
-    """A group of such commands. help: of the group."""
+    """Typer application of such commands."""
 
     def __init__(self, help: str, **options: Any) -> None:
-        # Typer's tables have a column for names, which are cut off where it is narrow.
+        # Typer's rich help would truncate names on a narrow terminal.
         super().__init__(help=help, no_args_is_help=True, rich_markup_mode=None, **options)
 
     def command(self, name: str | None = None, **options: Any) -> Callable[[Any], Any]:
-        """A decorator that adds a command."""
+        """Return a decorator that adds a command."""
         return super().command(name, cls=_GroupedCommand, **options)
 
 

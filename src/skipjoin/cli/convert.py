@@ -17,9 +17,9 @@ def convert(
     source: Annotated[Path, typer.Argument(help="Folder whose weights are .bin files.")],
     target: Annotated[Path, typer.Argument(help="Folder to write; must not exist or be empty.")],
 ) -> None:
-    """Make a safetensors copy of a model folder that has only .bin weights.
+    """Create a safetensors copy of a model folder that has only .bin weights.
 
-    This is the one command that reads pickled files, and it reads tensors only. Serving never does.
+    This is the only command that reads pickled files, and it reads only tensors. Serving never reads them.
     """
     from rich.progress import Progress  # noqa: PLC0415
 

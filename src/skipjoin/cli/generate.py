@@ -23,7 +23,7 @@ _GROUP = "Generation"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What to generate, and how it is printed. The bounds of what concerns sampling are those of `SamplingParams`."""
+    """What to generate, and how to print it. `SamplingParams` has the bounds of sampling options."""
 
     prompt: Annotated[tuple[str, ...], Knob("Text to complete; may be repeated.", metavar="TEXT", group=_GROUP)]
     chat: Annotated[
@@ -55,7 +55,14 @@ class Task:
         check(self)
 
     def params(self, defaults: SamplingParams) -> SamplingParams:
-        """How each prompt is completed. defaults: for what is not given. Raises `ParameterError`."""
+        """Return the sampling parameters.
+
+        Args:
+            defaults: Parameters that no option overrides.
+
+        Raises:
+            ParameterError: If an option is out of bounds.
+        """
         filters = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
         return replace(
             defaults,
@@ -77,7 +84,7 @@ def generate(*, task: Values, engine: Values, forecasts: Values) -> None:
     from skipjoin.llm import LLM  # noqa: PLC0415
 
     wanted = Task(**task)
-    wanted.params(SamplingParams())  # bad input is told before the model is loaded
+    wanted.params(SamplingParams())  # reports invalid options before the model is loaded
     with LLM(**engine, **forecasts) as llm:
         params = wanted.params(llm.default_params)
         if wanted.chat:

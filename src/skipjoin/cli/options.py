@@ -1,4 +1,4 @@
-"""What the commands share: options made from annotated fields, and how bad input is told."""
+"""Command-line options made from annotated dataclass fields, and error reporting of commands."""
 
 from __future__ import annotations
 
@@ -26,13 +26,17 @@ from skipjoin.recipes import Recipe, check_names, described, find
 from skipjoin.sampling import ParameterError
 
 BAD_INPUT = 2
-# Values of options by the names of the fields that they are for.
+# Values of options by field name.
 Values = dict[str, Any]
 
 
 @contextmanager
 def plain_errors(flags: Mapping[str, str] = MappingProxyType({})) -> Iterator[None]:
-    """Bad input is one line on stderr and exit code 2, not a traceback. flags: see `with_flags`."""
+    """Print invalid input as one line on stderr and exit with code 2, without a traceback.
+
+    Args:
+        flags: As in `with_flags`.
+    """
     try:
         yield
     except (ConfigError, ModelError, ParameterError) as error:
@@ -41,9 +45,12 @@ def plain_errors(flags: Mapping[str, str] = MappingProxyType({})) -> Iterator[No
 
 
 def with_flags(text: str, flags: Mapping[str, str]) -> str:
-    """An error with the flags of the settings that it names. flags: by the settings' names.
+    """Replace names of settings in an error by their flags.
 
-    A name that is an ordinary word, such as model, is one only at the beginning.
+    A name without an underscore, such as model, may be an ordinary word and is replaced only at the beginning.
+
+    Args:
+        flags: Flags by setting name.
     """
 
     def flag(found: re.Match[str]) -> str:
@@ -56,9 +63,13 @@ def with_flags(text: str, flags: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Options for the fields of a dataclass that have a knob. names: which of them; None: all that are for the command
-    line. finish: what the values pass through before the command gets them; it may raise `ConfigError`.
-    from_environment: whether environment variables give them, too."""
+    """Options for the fields of a dataclass that have a `Knob` (an option's definition).
+
+    Attributes:
+        names: Fields to use; None uses all that are command-line options.
+        finish: Converts the values before the command gets them. It may raise `ConfigError`.
+        from_environment: Whether environment variables can set the options.
+    """
 
     source: type
     names: Collection[str] | None = None
@@ -66,18 +77,20 @@ class Section:
     from_environment: bool = False
 
     def settings(self) -> list[Setting]:
-        """The fields, in their order."""
+        """Return the selected fields in their order."""
         known = settings_of(self.source)
         wanted = known if self.names is None else self.names
         return [setting for name, setting in known.items() if name in wanted and setting.knob.option]
 
 
 def takes(**sections: Section) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the options of each section, whose values it gets as a dictionary in the argument of that name,
-    and `--config`, a file with values of all of its options.
+    """Add options to a command: those of each section, and `--config` for a file with values of any options.
 
-    The command's own parameters come first in its help. Raises ValueError where two options have a name or a flag in
-    common. `ConfigError` and the like, raised by the command, become one line and exit code 2.
+    The command gets the values of a section as a dictionary, in the argument of the section's name. Its own parameters
+    come first in its help. Errors such as `ConfigError` are printed as one line, with exit code 2.
+
+    Raises:
+        ValueError: If two options share a name or flag.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -98,7 +111,7 @@ def takes(**sections: Section) -> Callable[[Callable[..., None]], Callable[..., 
 
         @functools.wraps(command)
         def run(**given: Any) -> None:
-            given.pop(_CONFIG.name)  # its callback has done all
+            given.pop(_CONFIG.name)  # processed by its callback
             with plain_errors(typed_flags(parts.values(), given)):
                 for name, settings in parts.items():
                     values = {setting.name: _value(setting, given.pop(setting.name)) for setting in settings}
@@ -114,8 +127,12 @@ def takes(**sections: Section) -> Callable[[Callable[..., None]], Callable[..., 
 
 
 def typed_flags(sections: Iterable[Sequence[Setting]], given: Values) -> dict[str, str]:
-    """The flags of settings by the settings' names: of several the one that was typed. given: the values, without which
-    a deprecated setting has no flag, as its name is that of a parameter of a recipe, too."""
+    """Return the flag of each setting, preferring the alias that the user typed.
+
+    Args:
+        given: Values of the settings. A deprecated setting without a value has no flag, because a recipe's parameter
+            may have the same name.
+    """
     typed = {argument.partition("=")[0] for argument in sys.argv}
     found = {}
     for setting in itertools.chain.from_iterable(sections):
@@ -127,7 +144,7 @@ def typed_flags(sections: Iterable[Sequence[Setting]], given: Values) -> dict[st
 
 
 def variables_of(sections: Iterable[Section]) -> list[str]:
-    """The environment variables that give settings of these sections."""
+    """Return the environment variables that set options of these sections."""
     settings = (setting for section in sections for setting in section.settings() if section.from_environment)
     return [name for setting in settings if (name := _variable(setting)) is not None]
 
@@ -135,13 +152,13 @@ def variables_of(sections: Iterable[Section]) -> list[str]:
 def _variable(setting: Setting) -> str | None:
     if setting.knob.envvar is not None:
         return setting.knob.envvar
-    # A blank would separate texts, which may have blanks.
+    # Typer would split texts at blanks, which may be part of them.
     several_texts = get_origin(setting.kind) is tuple
     return None if several_texts else variable(_flags(setting)[0].partition("/")[0])
 
 
 def _use_file(context: typer.Context, path: Path | None) -> None:
-    """Make the settings of a file the defaults of the options."""
+    """Use a file's settings as defaults of the options."""
     if path is not None:
         parameters = [one for one in context.command.params if one.name != _CONFIG.name]
         known = {flag.lstrip("-").lower(): str(one.name) for one in parameters for flag in one.opts}
@@ -168,15 +185,15 @@ _CONFIG = inspect.Parameter(
 
 
 def _option(setting: Setting, from_environment: bool) -> inspect.Parameter:
-    """A parameter that Typer makes an option, or an argument, of."""
+    """Return the parameter from which Typer makes an option or argument."""
     knob, kind = setting.knob, setting.kind
     envvar = _variable(setting) if from_environment else knob.envvar
     default = inspect.Parameter.empty if setting.default is MISSING else setting.default
-    if get_origin(kind) in (tuple, dict):  # several values: the flag is repeated
+    if get_origin(kind) in (tuple, dict):  # several values by repeating the flag
         kind = list[str]
         default = default if default is inspect.Parameter.empty else []
     else:
-        kind = str if setting.words else kind  # read by the setting, which knows its words
+        kind = str if setting.words else kind  # parsed by the setting, which has special words
         kind = kind | None if setting.optional else kind
     if knob.positional:
         info = typer.Argument(help=setting.help, envvar=envvar, show_envvar=False)
@@ -187,7 +204,7 @@ def _option(setting: Setting, from_environment: bool) -> inspect.Parameter:
             help=setting.help,
             metavar=knob.metavar,
             rich_help_panel=knob.group,
-            # Typer would split the text of a variable at its blanks, and take an empty one for none.
+            # Typer would split a variable's text at blanks, and treat an empty one as unset.
             envvar=None if knob.envvar and get_origin(kind) is list else envvar,
             show_envvar=knob.envvar is not None,
         )
@@ -196,13 +213,13 @@ def _option(setting: Setting, from_environment: bool) -> inspect.Parameter:
 
 
 def _flags(setting: Setting) -> tuple[str, ...]:
-    """The flags of an option. A switch that a file or the environment may turn on can be turned off."""
+    """Return the flags of an option. Booleans have a negative flag, to override a file or the environment."""
     name = setting.name.replace("_", "-")
     return setting.knob.flags or (f"--{name}/--no-{name}" if setting.kind is bool else f"--{name}",)
 
 
 def _place(parameter: inspect.Parameter) -> tuple[bool, bool]:
-    """Arguments first, deprecated options last; the others stay in their order."""
+    """Return the sort key: arguments first, deprecated options last."""
     (info,) = parameter.annotation.__metadata__
     return parameter.kind is parameter.KEYWORD_ONLY, info.rich_help_panel == DEPRECATED
 
@@ -217,8 +234,11 @@ def _value(setting: Setting, given: Any) -> Any:
 
 
 def _from_environment(setting: Setting) -> tuple[str, ...]:
-    """The text of the setting's variable as its only value; none where the variable is not set. Raises `ConfigError`
-    where it is set and empty."""
+    """Return the text of the setting's variable as its only value, or none if it is unset.
+
+    Raises:
+        ConfigError: If the variable is empty.
+    """
     name = setting.knob.envvar
     if name is None or name not in os.environ:
         return ()
@@ -239,8 +259,12 @@ def _check_conflicts(parameters: Sequence[inspect.Parameter]) -> None:
 
 
 def read_assignments(recipes: Sequence[Recipe], texts: Iterable[str]) -> dict[str, Value]:
-    """Parameters of recipes from texts such as "starvation_s=3". Raises `ConfigError`, naming the parameters that the
-    recipes have, for a text of another form, a name given twice, and a parameter that no recipe has."""
+    """Parse parameters of recipes from texts such as "starvation_s=3".
+
+    Raises:
+        ConfigError: If a text is malformed, a name is repeated, or no recipe has the parameter. The message lists the
+            recipes' parameters.
+    """
     found: dict[str, Value] = {}
     for text in texts:
         name, equals, value = (part.strip() for part in text.partition("="))
@@ -254,8 +278,11 @@ def read_assignments(recipes: Sequence[Recipe], texts: Iterable[str]) -> dict[st
 
 
 def engine_values(values: Values) -> Values:
-    """What an engine's options mean: the texts of `--set` are read, and the file of a profile is looked at before
-    anything slow begins. Raises `ConfigError`."""
+    """Parse the texts of `--set`, and validate the profile's file before slow work begins.
+
+    Raises:
+        ConfigError: If either is invalid.
+    """
     if values["profile"] not in ("auto", "off", ""):
         read_profile(Path(values["profile"]))
     texts = values["recipe_params"] or ()

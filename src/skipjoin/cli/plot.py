@@ -32,7 +32,7 @@ def plot(
         typer.Option(help="File ending in .png, .svg, or neither for both; or a folder; with 'all', a prefix."),
     ] = Path("."),
 ) -> None:
-    """Draw the results of measurements as pictures."""
+    """Plot the results of measurements."""
     from skipjoin.report.bound import parse_bound  # noqa: PLC0415
     from skipjoin.report.plot import View, plot_results  # noqa: PLC0415
     from skipjoin.report.plots.lines import lines_of, maximum_rates  # noqa: PLC0415

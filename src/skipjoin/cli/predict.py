@@ -1,4 +1,4 @@
-"""`skipjoin predict`: how good forecasts of output lengths are, and what was learnt."""
+"""`skipjoin predict`: accuracy of output-length predictions, and the learned state."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 predict = Commands(help="Forecasts of output lengths: how good they are, and what was learnt.")
 
-# Where the rows of a file that is not split by itself go.
+# Value of the column 'split' for training rows.
 _TRAIN = "train"
 _COLUMNS = (
     "forecaster",
@@ -51,7 +51,11 @@ ForecastDir = Annotated[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluateOptions:
-    """What is measured on what. Raises `ConfigError` on a value outside its bounds."""
+    """Options of an evaluation.
+
+    Raises:
+        ConfigError: If a value is out of bounds.
+    """
 
     trace: Annotated[Path, Knob("JSONL with prompts and with lengths or texts of outputs.", metavar="FILE")]
     second_run: Annotated[
@@ -75,11 +79,11 @@ def evaluate(
     ] = None,
     values: Values,
 ) -> None:
-    """Train forecasters on one part of a trace and measure them on the other (ALISE, table 2).
+    """Train forecasters on one part of a trace and evaluate them on the other (ALISE, table 2).
 
-    Rows are split by the column 'split' if there is one (its rows 'train' against all others), else by 'conv', so that
-    a conversation is in one part, else into halves by their order. Prompts are taken as words, since the tokenizer of
-    the trace is not known.
+    Rows are split by the column 'split' if there is one ('train' against all others). Otherwise they are split by
+    'conv', so that a conversation is in one part, or else into halves in file order. Prompts are split into words,
+    because the trace's tokenizer is not known.
     """
     options = EvaluateOptions(**values)
     evaluation = _evaluation(options)
@@ -104,7 +108,7 @@ def _evaluation(options: EvaluateOptions) -> Evaluation:
 
 
 def _samples(trace: Trace, second_run: str | None) -> tuple[list[Sample], dict[tuple[int, ...], str]]:
-    """The rows, and the texts by their words."""
+    """Return the rows as samples, and their texts by words."""
     from skipjoin.forecast.encode import words  # noqa: PLC0415
     from skipjoin.forecast.evaluate import Sample  # noqa: PLC0415
 
@@ -135,14 +139,14 @@ def _trains(described: dict[str, Any], place: int, rows: int) -> bool:
 
 
 def _objects(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a JSONL file that was read before."""
+    """Yield the objects of a JSONL file that has been validated."""
     with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
         yield from (json.loads(line) for line in file if line.strip())
 
 
 @contextmanager
 def _bars() -> Iterator[Any]:
-    """What shows the progress of each forecaster: a bar, or a line where stderr is no terminal."""
+    """Yield a function that shows each forecaster's progress: a bar, or a line if stderr is not a terminal."""
     terminal = sys.stderr.isatty()
     with Progress(console=Console(stderr=True), transient=True, disable=not terminal) as bars:
         tasks: dict[str, Any] = {}
@@ -204,9 +208,9 @@ def export(
     forecast_dir: ForecastDir = None,
     out: Annotated[Path, typer.Option(metavar="FILE", help="File of JSON lines to write.")],
 ) -> None:
-    """Write what was learnt as JSON lines: per state its distribution of lengths, then each past request's length.
+    """Write the learned lengths as JSON lines: per state its length distribution, then the length of each past request.
 
-    No prompt is in it: none is kept.
+    The file contains no prompts, because none are stored.
     """
     from skipjoin.forecast.states import exported, states  # noqa: PLC0415
     from skipjoin.forecast.store import StateError, default_folder  # noqa: PLC0415
@@ -233,7 +237,7 @@ def reset(
         str | None, typer.Option(metavar="NAME", help="Only what was learnt for this model, as it was served.")
     ] = None,
 ) -> None:
-    """Remove what was learnt. A server that runs keeps what it knows, and saves it again."""
+    """Remove learned lengths. A running server keeps its state in memory and saves it again."""
     from skipjoin.forecast.states import remove_states  # noqa: PLC0415
     from skipjoin.forecast.store import default_folder  # noqa: PLC0415
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from skipjoin.engine.profiling.profiler import Effort
 
 
-# The fields of the engine that what is measured depends on.
+# Engine fields that affect the measurement.
 _MEASURED = (
     "model",
     "dtype",
@@ -54,12 +54,12 @@ def profile(
     ] = None,
     engine: Values,
 ) -> None:
-    """Measure what steps and transfers of MODEL cost here, for the server and the simulator."""
+    """Measure the cost of steps and transfers of MODEL on this machine, for the server and the simulator."""
     from skipjoin.engine.profiling.profiler import THOROUGH_PRECISION, Effort  # noqa: PLC0415
 
     if not 1 <= seconds <= 1e5:
         raise ConfigError(f"seconds must be in [1, 100000], got {seconds}")
-    # Transfers are measured between two pools of their own. Only KV that is converted is not measured without a pool.
+    # Transfers are measured between separate pools. Only the conversion of KV requires the engine's CPU pool.
     space = 0 if engine["swap_dtype"] == "auto" else None
     found = _measure(EngineConfig(**engine, swap_space_gib=space), Effort(seconds, THOROUGH_PRECISION))
     path = out or cache_path(found.key)
@@ -70,7 +70,7 @@ def profile(
 
 
 def _measure(config: EngineConfig, effort: Effort) -> Profile:
-    """The profile; a bar per stage of the work, if a person is watching."""
+    """Return the profile, and show a bar per stage of the work on a terminal."""
     from skipjoin.engine.profiling.startup import profile_model  # noqa: PLC0415
 
     with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bars:

@@ -18,7 +18,7 @@ def recipes(
     *,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, by recipe.")] = False,
 ) -> None:
-    """List the schedulers, and the parameters that --set takes for each."""
+    """List the schedulers, and the parameters that --set accepts for each."""
     if as_json:
         print(json.dumps({name: _described(recipe) for name, recipe in sorted(RECIPES.items())}, indent=1))
         return

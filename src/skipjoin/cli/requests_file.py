@@ -1,4 +1,4 @@
-"""The file of `--record-requests`: JSON lines, one per request."""
+"""Output file of `--record-requests`: JSON lines, one per request."""
 
 from __future__ import annotations
 
@@ -12,7 +12,14 @@ from skipjoin.report.results import Existing
 
 
 class RequestsFile:
-    """Such a file, of one or several runs. existing: as in `ResultsFile`. Raises `ConfigError`."""
+    """File of the requests of one or several runs.
+
+    Args:
+        existing: As in `ResultsFile`.
+
+    Raises:
+        ConfigError: If the file cannot be written.
+    """
 
     def __init__(self, path: Path, existing: Existing) -> None:
         self.path = path
@@ -26,19 +33,23 @@ class RequestsFile:
             raise ConfigError(f"{path}: {error.strerror}") from error
 
     def append(self, run: Record, requests: Iterable[Record]) -> None:
-        """The requests of a run. run: fields that tell it from the others, which each line has."""
+        """Write the requests of a run.
+
+        Args:
+            run: Fields that identify the run, added to each line.
+        """
         self._file.writelines(json.dumps(run | request) + "\n" for request in requests)
         self._file.flush()
 
     def append_in_order(self, number: int, run: Record, requests: Iterable[Record]) -> None:
-        """The same of runs that end in any order, and have numbers from 0 on: they are written in that order."""
+        """Write the requests of runs that finish in any order, in the order of their numbers from 0."""
         self._waiting[number] = (run, list(requests))
         while (following := self._waiting.pop(self._next, None)) is not None:
             self.append(*following)
             self._next += 1
 
     def close(self) -> None:
-        """Write what waits for runs that did not end, and close the file."""
+        """Write held-back runs whose predecessors did not finish, and close the file."""
         for _, waiting in sorted(self._waiting.items()):
             self.append(*waiting)
         self._file.close()

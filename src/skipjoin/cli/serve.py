@@ -37,7 +37,7 @@ def serve(*, engine: Values, forecasts: Values, server: Values) -> None:
     if http.replicas > 1:
         if engine["timeline"] is not None:
             raise ConfigError(f"timeline is written by one engine: replicas must be 1 with it, got {http.replicas}")
-        # Replicas are placed by it, and an engine's ranks where its replica is.
+        # Ray places the replicas, and an engine's ranks run where its replica is.
         make_engines = partial(ReplicaSet, address=engine["ray_address"])
         engine["ray_address"] = None
     code = run_server(

@@ -1,7 +1,7 @@
-"""Settings that are not given as flags: from a YAML file, and from the environment.
+"""Settings from a YAML file and from the environment.
 
 A setting has the name of its flag: `--max-num-seqs 64` is `max-num-seqs: 64` in a file and `SKIPJOIN_MAX_NUM_SEQS=64`
-in the environment. A flag counts more than the environment, and the environment more than a file.
+in the environment. Flags take precedence over the environment, and the environment over a file.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ import yaml
 from skipjoin.options import ConfigError, nearest
 
 PREFIX = "SKIPJOIN_"
-# Variables that are no options of a command.
+# Variables that are not options of a command.
 _OTHERS = ("KERNEL_CACHE", "PROFILE_CACHE", "FORECAST_API_KEY", "TRACES")
-# The forms of a value in a file: a text, or several.
+# Value in a file: one text or several.
 Texts = str | list[str]
 
 
 def variable(flag: str) -> str:
-    """The environment variable of a flag, or of an argument's name."""
+    """Return the environment variable of a flag or argument."""
     return PREFIX + flag.lstrip("-").replace("-", "_").upper()
 
 
 def unknown_variables(known: Iterable[str], environment: Mapping[str, str] = os.environ) -> Iterator[str]:
-    """A warning for each variable that looks like a setting and is none. known: those that are."""
+    """Yield a warning for each unknown variable with the prefix of settings."""
     names = [*known, *(PREFIX + name for name in _OTHERS)]
     for name in sorted(environment):
         if name.startswith(PREFIX) and name not in names:
@@ -37,14 +37,18 @@ def unknown_variables(known: Iterable[str], environment: Mapping[str, str] = os.
 
 
 def read_settings(path: Path, known: Mapping[str, str], several: Collection[str] = ()) -> dict[str, Texts]:
-    """The settings of a file, by the names of parameters, as texts. known: the parameters' names by those of flags.
-    several: the parameters that may have several values, which are a list here.
+    """Return a file's settings as texts, by parameter name.
 
-    Raises `ConfigError` with the line, for a file that is no YAML mapping, a name that is unknown or there twice, and a
-    list for a single value.
+    Args:
+        known: Parameter names by flag name.
+        several: Parameters with a list of values.
+
+    Raises:
+        ConfigError: With the line, if the file is not a YAML mapping, a name is unknown or repeated, or a single value
+            is a list.
     """
     try:
-        # Without types, which YAML guesses: `profile: off` would be false.
+        # BaseLoader does not guess types: otherwise `profile: off` would be false.
         root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
     except OSError as error:
         raise ConfigError(f"config {path}: {error.strerror}") from None
@@ -73,7 +77,7 @@ def _name(place: str, key: yaml.Node, known: Mapping[str, str]) -> str:
 
 
 def _texts(place: str, value: Any) -> list[str]:
-    """The elements of a list; of a mapping, texts such as starvation_s=3; a scalar is one."""
+    """Return the elements of a list, a mapping's entries as NAME=VALUE, or a scalar as the only element."""
     if isinstance(value, yaml.SequenceNode):
         return [_text(place, one) for one in value.value]
     if isinstance(value, yaml.MappingNode):

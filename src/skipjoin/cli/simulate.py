@@ -30,12 +30,12 @@ from skipjoin.sim.experiments.system import System
 from skipjoin.workload.workload import Replay, Workload, keys_of
 
 _INTERRUPTED = 128 + signal.SIGINT
-_START_RPS = 1.0  # where a search for the largest rate begins
+_START_RPS = 1.0  # initial rate of a search
 _DURATION_S = 300.0
 
 
 _SCHEDULING, _RUNS = "Scheduling", "Runs"
-# The fields of a system that the machine does not decide.
+# Fields of a system that are independent of the machine.
 _CHOSEN = (
     "max_num_seqs",
     "max_num_batched_tokens",
@@ -55,7 +55,11 @@ _CHOSEN = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
-    """Which recipes run, and how the runs go. Raises `ConfigError`."""
+    """Recipes to run, and options of the runs.
+
+    Raises:
+        ConfigError: If a value is out of bounds or options exclude each other.
+    """
 
     recipes: Annotated[
         str,
@@ -146,19 +150,23 @@ class RunOptions:
             raise ConfigError("find_max_rate and find_min_replicas exclude each other")
 
     def goal(self) -> Goal | None:
-        """What is searched; None: nothing. Raises `ConfigError`."""
+        """Return the goal of a search, if one is requested."""
         if self.find_max_rate:
             return Goal(RateSearch, parse_bound(self.find_max_rate))
         return Goal(ReplicaSearch, parse_bound(self.find_min_replicas)) if self.find_min_replicas else None
 
     def system_values(self) -> Values:
-        """What these say of each system. Raises `ConfigError`."""
+        """Return the fields of `System` that these options set."""
         given = read_assignments([find(name.strip()) for name in self.recipes.split(",")], self.params)
         values: Values = {"recipe_params": with_aliases(given, starvation_s=self.starvation_s)}
         return values if self.decision_ms is None else values | {"decision_s": self.decision_ms / 1000}
 
     def objectives(self, single: Slo) -> Slo:
-        """The objectives, with these single ones. Raises `ConfigError` for some that exclude each other."""
+        """Combine the objectives with the individual ones in `single`.
+
+        Raises:
+            ConfigError: If they exclude each other.
+        """
         if self.slo_scale is not None and single != NO_SLO:
             raise ConfigError("slo_scale and the single objectives exclude each other")
         if self.slo_jct_scale is None:
@@ -172,7 +180,7 @@ class RunOptions:
 
 @takes(runs=Section(RunOptions), machine=Section(Machine), system=Section(System, _CHOSEN), load=Section(LoadOptions))
 def simulate(*, runs: Values, machine: Values, system: Values, load: Values) -> None:
-    """Run recipes on a virtual clock: the server's own scheduler on a GPU of the catalogue or on a profile."""
+    """Run recipes on a virtual clock: the server's own scheduler on a GPU of the catalog or on a profile."""
     wanted, options = RunOptions(**runs), LoadOptions(**load)
     slo = wanted.objectives(options.slo)
     if wanted.find_min_replicas and system["prefill_replicas"]:
@@ -206,7 +214,7 @@ def simulate(*, runs: Values, machine: Values, system: Values, load: Values) -> 
 def _run(
     cells: list[Cell], report: SimulationReport, goal: Goal | None, wanted: RunOptions, requests: RequestsFile | None
 ) -> None:
-    # Told to end as by an interrupt, it takes its processes with it.
+    # Exit as on an interrupt, which also ends the worker processes.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with kept_requests(requests) as on_requests, report:
         plans = [Grid(cells)] if goal is None else [goal.search(group, goal.bound) for group in _alike(cells)]
@@ -220,7 +228,6 @@ def _run(
 
 
 def _start_rates(text: str | None, workload: Workload) -> tuple[float, ...]:
-    """The rate that a search starts from."""
     if has_own_times(workload):
         raise ConfigError("find_max_rate needs arrivals at a rate, and the trace has times of its own")
     found = parse_rates(text) if text else (_START_RPS,)
@@ -230,7 +237,6 @@ def _start_rates(text: str | None, workload: Workload) -> tuple[float, ...]:
 
 
 def _alike(cells: list[Cell]) -> list[list[Cell]]:
-    """Cells that differ in their seeds alone."""
     groups: dict[tuple[str, float | None], list[Cell]] = {}
     for cell in cells:
         groups.setdefault((cell.system.recipe, cell.extent.rate_rps), []).append(cell)

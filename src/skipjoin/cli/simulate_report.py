@@ -1,4 +1,4 @@
-"""What `skipjoin simulate` shows and keeps while runs finish."""
+"""Progress, files and tables of `skipjoin simulate`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from skipjoin.report.results import ResultsFile, rate_of
 from skipjoin.sim.experiments.simulation import Cell, run
 from skipjoin.sim.experiments.sweep import BoundSearch, OnRequests, ReplicaSearch
 
-_FILE_WIDTH = 120  # of tables that go to a file
+_FILE_WIDTH = 120  # width of tables that are not printed to a terminal
 _COLUMNS = {
     "s/token": "normalized_latency_s.mean",
     "P95": "normalized_latency_s.p95",
@@ -48,21 +48,23 @@ _PREDICTIONS = {"R of logs": "r_log", "MAE": "mae", "in 25 %": "within_25", "in 
 
 
 class Goal(NamedTuple):
-    """What a search looks for: the largest rate or the fewest replicas with a bound."""
+    """Goal of a search: the maximum rate or minimum number of replicas that satisfies a bound."""
 
     search: type[BoundSearch]
     bound: Bound
 
     @property
     def replicas(self) -> bool:
-        """Whether it looks for the fewest replicas."""
+        """True for a search for the number of replicas."""
         return self.search is ReplicaSearch
 
 
 class SimulationReport:
-    """Keeps every finished run, in the file at once, and shows how far the others are; at its end a table.
+    """Writes each finished run to the file, shows the progress of the others, and prints tables at the end.
 
-    results: where records go; None: nowhere. goal: what a search looks for; None: there is no search.
+    Args:
+        results: Output file, if any.
+        goal: Goal of a search, if any.
     """
 
     def __init__(self, results: ResultsFile | None, goal: Goal | None) -> None:
@@ -70,7 +72,7 @@ class SimulationReport:
         self._goal = goal
         self._records: dict[int, Record] = {}
         self._total = 0
-        self._shares: dict[int, float] = {}  # of runs under way
+        self._shares: dict[int, float] = {}  # finished share of runs in progress
         console = Console(stderr=True)
         self._bars = Progress(
             TextColumn("{task.description}"),
@@ -100,7 +102,7 @@ class SimulationReport:
                 print(f"wrote {self._results.path}", file=sys.stderr)
             self._print()
 
-    # -- told by the sweep --------------------------------------------------------------------------------
+    # -- callbacks of sweep -------------------------------------------------------------------------------
 
     def begun(self, number: int, cell: Cell) -> None:
         self._total += 1
@@ -118,7 +120,7 @@ class SimulationReport:
         self._bars.update(self._runs, completed=len(self._records))
 
     def _tried(self, cell: Cell) -> str:
-        """What the latest run is of, where that is searched."""
+        """Describe the latest run of a search."""
         if self._goal is None:
             return "runs"
         replicas, rate = cell.system.replicas, cell.extent.rate_rps
@@ -162,10 +164,10 @@ class SimulationReport:
 
 
 class _Group(NamedTuple):
-    """Records that differ in their seeds alone."""
+    """Key of records that differ only in their seeds."""
 
     recipe: str
-    rate: float  # 0 where the workload has times of its own
+    rate: float  # 0 if the workload has its own times
     replicas: int
 
     @property
@@ -185,7 +187,6 @@ def _rejected(records: Iterable[Record]) -> int:
 
 
 def _rejections(groups: _Groups) -> Iterator[str]:
-    """Why requests were rejected."""
     for group, records in groups:
         if rejected := _rejected(records):
             settings, of = records[0]["settings"], sum(record["requests"]["submitted"] for record in records)
@@ -196,14 +197,13 @@ def _rejections(groups: _Groups) -> Iterator[str]:
 
 
 def _classes(groups: _Groups) -> Table:
-    """What each stream of requests saw."""
     return class_table(
         ("recipe", "req/s"), (((group.recipe, number_text(group.rate_rps)), records) for group, records in groups)
     )
 
 
 def _predictions(groups: _Groups) -> Table:
-    """How good forecasts were, and how well a linear model gives the execution time of a request."""
+    """Return a table of the accuracy of predictions and of the linear model of execution time."""
     table = Table("recipe", "req/s", "predictor", *_PREDICTIONS, "T = T0 s + n (alpha s + beta), ms", box=None)
     for group, records in groups:
         if "prediction" not in records[0]:
@@ -218,7 +218,7 @@ def _predictions(groups: _Groups) -> Table:
 
 
 def _roles(groups: _Groups) -> Table:
-    """What the replicas of each kind did, and how long KV took between them."""
+    """Return a table of the replicas of each kind and of KV transfers between them."""
     table = Table("recipe", "req/s", "replicas", *_ROLES, *_TRANSFER, box=None)
     for group, records in groups:
         sent = [mean_text(records, f"transfer.{field}") for field in _TRANSFER.values()]
@@ -261,7 +261,11 @@ def _minima(groups: _Groups, bound: Bound) -> Table:
 
 
 def single_run(cell: Cell, report: SimulationReport, path: Path, on_requests: OnRequests | None) -> None:
-    """Run one cell here. path: of its timeline. Raises `ConfigError` if that cannot be written."""
+    """Run one cell in this process and write its timeline to `path`.
+
+    Raises:
+        ConfigError: If the file cannot be written.
+    """
     with ExitStack() as stack:
         try:
             file = stack.enter_context(path.open("w", encoding="utf-8"))
@@ -282,7 +286,7 @@ def single_run(cell: Cell, report: SimulationReport, path: Path, on_requests: On
 
 @contextmanager
 def kept_requests(file: RequestsFile | None) -> Iterator[OnRequests | None]:
-    """What takes the requests of a sweep's runs, for a file; None: they are not wanted."""
+    """Yield the callback that writes the requests of a sweep to a file, or None without a file."""
     if file is None:
         yield None
         return
@@ -300,5 +304,5 @@ def kept_requests(file: RequestsFile | None) -> Iterator[OnRequests | None]:
 
 
 def _place(record: Record) -> tuple[str | float, ...]:
-    """Where a record stands among others: the same runs give the same file."""
+    """Return the sort key of a record, so that equal runs give equal files."""
     return (record["hardware"], *_group(record), record["workload"]["seed"])

@@ -1,4 +1,4 @@
-"""What `simulate` and `bench` share: the options that say which requests arrive when, and where results go."""
+"""Options that `simulate` and `bench` share: workload, objectives and results."""
 
 from __future__ import annotations
 
@@ -34,7 +34,11 @@ def _in_ms(flag: str) -> Knob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """Which requests arrive when, what counts as good, and where results go. Raises `ConfigError`."""
+    """Workload, objectives and output file of a measurement.
+
+    Raises:
+        ConfigError: If a value is invalid.
+    """
 
     lengths: Annotated[
         str,
@@ -138,7 +142,6 @@ class LoadOptions:
 
     @property
     def slo(self) -> Slo:
-        """The objectives."""
         return Slo(*map(self._seconds, ("slo_ttft", "slo_tpot", "slo_jct")))
 
     def _seconds(self, name: str) -> float | None:
@@ -147,11 +150,18 @@ class LoadOptions:
 
     @property
     def existing(self) -> Existing:
-        """What to do with a results file that exists."""
+        """How to treat an existing results file."""
         return "replace" if self.overwrite else "extend" if self.append else "refuse"
 
     def workload(self, *, reads: Collection[str] = ()) -> Synthetic | Replay:
-        """The workload. reads: further columns of a trace that are read. Raises `ConfigError`."""
+        """Return the workload.
+
+        Args:
+            reads: Additional trace columns that are used.
+
+        Raises:
+            ConfigError: If options exclude each other or the trace is invalid.
+        """
         if self.trace is not None:
             if self.stream:
                 raise ConfigError("stream goes with lengths, not with trace")
@@ -167,19 +177,19 @@ class LoadOptions:
         return self._beside(synthetic(self.lengths, self.arrivals, self.stream, self.prefix))
 
     def _beside(self, workload: Classed) -> Classed:
-        """The workload with its best-effort share and closed streams."""
+        """Add the best-effort share and closed-loop streams to a workload."""
         if self.best_effort_share is not None:
             workload = with_best_effort(workload, self.best_effort_share)
         return with_closed(workload, [parse_closed(text) for text in self.closed])
 
     def duration_s(self, rates: tuple[float | None, ...], usual: float) -> float | None:
-        """Seconds in which requests arrive: `usual` if nothing says how many there are."""
+        """Return the time during which requests arrive: `usual` if no option limits the requests."""
         says_nothing = self.duration is None and self.requests is None and rates != (None,)
         return usual if says_nothing else self.duration
 
 
 def parse_rates(text: str) -> tuple[float, ...]:
-    """Requests per second from "0.5,1,2". Raises `ConfigError`."""
+    """Parse requests per second, such as "0.5,1,2"."""
     rates = tuple(number("rates", part) for part in text.split(","))
     if len(set(rates)) != len(rates):
         raise ConfigError(f"rates must be different numbers, got {text!r}")
@@ -187,7 +197,7 @@ def parse_rates(text: str) -> tuple[float, ...]:
 
 
 def rates_of(text: str | None, workload: Workload) -> tuple[float | None, ...]:
-    """The rates to run a workload at; None where it has its own. Raises `ConfigError`."""
+    """Return the rates at which to run a workload, or a single None if it has its own times."""
     if has_own_times(workload):
         if text:
             raise ConfigError("the trace has arrival times of its own: use speedup instead of rates")
@@ -198,12 +208,11 @@ def rates_of(text: str | None, workload: Workload) -> tuple[float | None, ...]:
 
 
 def has_own_times(workload: Workload) -> bool:
-    """Whether it says itself when requests arrive."""
     return isinstance(workload, Replay) and workload.trace.has_arrivals
 
 
 def parse_seeds(text: str) -> tuple[int, ...]:
-    """Seeds from "0,3,7" or "0-2". Raises `ConfigError`."""
+    """Parse seeds such as "0,3,7" or "0-2"."""
     seeds: list[int] = []
     for part in text.split(","):
         low, dash, high = part.strip().partition("-")

@@ -1,5 +1,7 @@
-"""The load client: every request is sent when it is due, whatever the state of earlier ones. Only those of closed
-streams follow on others."""
+"""Open-loop load client: requests are sent at their arrival times, regardless of earlier responses.
+
+Only requests of closed-loop streams wait for others.
+"""
 
 from __future__ import annotations
 
@@ -24,30 +26,33 @@ from skipjoin.loadtest.targets import Target
 from skipjoin.observe.requests import RequestFacts
 from skipjoin.workload.workload import Closed, ClosedMode, WorkloadRequest
 
-# A run ends early after so many seconds, and so many failures, in which the server only failed connections.
+# A run is aborted after this time and number of failures without any data from the server.
 GIVE_UP_S, GIVE_UP_FAILURES = 3.0, 3
 CONNECTION_FAILURES = ("refused", "reset", "unreachable")
 REJECTED = "http_429"
-# Servers close connections that are idle for 5 s or more; a request sent at that moment would fail through no fault of
-# the server.
+# Below the idle timeout of servers, which is 5 s or more: a request that is sent while the server closes its connection
+# would fail.
 _KEEP_ALIVE_S = 2.0
 _CHECK_TIMEOUT_S = 10.0
 _TICK_S = 0.5
-# Timers of event loops count whole milliseconds: the last one of a wait is spent in turns of the loop, or requests due
-# within the same millisecond would be sent together.
+# Event loop timers have a resolution of 1 ms. The last millisecond of a wait is spent polling, because requests that
+# are due within the same millisecond would be sent together otherwise.
 _TIMER_S = 0.001
-# A job of a closed stream that failed keeps its place for so long: a server that refuses all is not flooded.
+# Pause after a failed job of a closed-loop stream, so that a server that refuses all jobs is not flooded.
 _PAUSE_S = 1.0
-# More than there are local ports.
+# More than the number of local ports.
 _CONNECTIONS = 1 << 16
 
 
 @dataclass(slots=True)
 class Exchange:
-    """A job and its outcome. Times in seconds from the start of the run.
+    """Job and its outcome. Times are in seconds from the start of the run.
 
-    facts: its arrival is when the job was due, so that a late client never flatters the server. sent: when it was sent;
-    None: never. output: the text of the response so far. failure: None if the response is complete.
+    Attributes:
+        facts: Observations; the arrival is the job's due time, so that client lag counts as latency.
+        sent: Send time, or None if not sent.
+        output: Text received so far.
+        failure: None if the response is complete.
     """
 
     job: WorkloadRequest
@@ -58,11 +63,10 @@ class Exchange:
 
     @property
     def lag(self) -> float | None:
-        """Seconds by which it was sent late."""
+        """Delay between due time and send time, in seconds."""
         return None if self.sent is None else self.sent - self.job.at
 
     def as_json(self) -> dict[str, Any]:
-        """Its line in a file of requests; times in seconds from the start of the run."""
         facts = self.facts
         texts = {} if self.job.prompt is None else {"row": self.job.row, "output": self.output}
         return {
@@ -84,8 +88,12 @@ class Exchange:
 
 @dataclass(slots=True)
 class ClientProgress:
-    """The progress of a run, in requests; `lag` is the largest since the previous report. total: those that are known
-    to come; a closed stream adds to it as it goes on."""
+    """Progress of a run in requests.
+
+    Attributes:
+        total: Number of known requests; closed-loop streams add to it.
+        lag: Maximum since the previous report.
+    """
 
     total: int
     sent: int = 0
@@ -95,7 +103,7 @@ class ClientProgress:
 
 
 def exchange_of(number: int, job: WorkloadRequest) -> Exchange:
-    """The exchange of a job that is not sent yet."""
+    """Return the exchange of an unsent job."""
     facts = RequestFacts(
         number, job.at, job.prompt_tokens, job.output_tokens, job.stream, service=job.service, target=job.target
     )
@@ -103,11 +111,11 @@ def exchange_of(number: int, job: WorkloadRequest) -> Exchange:
 
 
 class ServerGoneError(Exception):
-    """The server only fails connections."""
+    """The server fails all connections."""
 
 
 class Client:
-    """A target and the connections to it. An asynchronous context manager, for one event loop."""
+    """HTTP client of one target, as an asynchronous context manager for one event loop."""
 
     def __init__(self, target: Target, *, timeout_s: float | None = None) -> None:
         self.target = target
@@ -133,7 +141,11 @@ class Client:
         await self._stack.aclose()
 
     async def get(self, path: str) -> tuple[int, str]:
-        """Status and text. Raises `ConfigError` if the server cannot be reached."""
+        """Return status and text.
+
+        Raises:
+            ConfigError: If the server cannot be reached.
+        """
         url = self.target.base_url + path
         try:
             async with self._session.get(url, timeout=aiohttp.ClientTimeout(total=_CHECK_TIMEOUT_S)) as response:
@@ -143,7 +155,11 @@ class Client:
             raise ConfigError(f"cannot reach {url}: {reason.detail}; is the server running?") from error
 
     async def models(self) -> list[dict[str, Any]]:
-        """The models in /v1/models. Raises `ConfigError` if there are none."""
+        """Return the entries of /v1/models.
+
+        Raises:
+            ConfigError: If there are none.
+        """
         status, text = await self.get("/v1/models")
         where = f"{self.target.base_url}/v1/models"
         if status == 401:
@@ -160,8 +176,11 @@ class Client:
     async def ask(
         self, exchange: Exchange, body: bytes, clock: Callable[[], float], on_sign: Callable[[], None] = lambda: None
     ) -> None:
-        """Send a request, read its response, and record the outcome in `exchange`. Does not raise for errors of the
-        server. on_sign: called whenever data of the server arrives."""
+        """Send a request and record its outcome in `exchange`, including errors of the server.
+
+        Args:
+            on_sign: Called whenever data arrives from the server.
+        """
         facts = exchange.facts
         answer = Answer()
         exchange.sent = clock()
@@ -190,7 +209,11 @@ class Client:
 
 @dataclass(slots=True)
 class ClosedLoad:
-    """A closed stream, its jobs, endless, and their bodies. until: no job is sent from then on, in seconds."""
+    """Closed-loop stream with its infinite jobs and their bodies.
+
+    Attributes:
+        until: Time in seconds from which no job is sent.
+    """
 
     stream: Closed
     jobs: Iterator[WorkloadRequest]
@@ -199,7 +222,14 @@ class ClosedLoad:
 
 
 class ClientRun:
-    """One run of a client over jobs, beside those of closed streams. on_progress: called twice a second."""
+    """One run of a client over jobs and closed-loop streams.
+
+    Args:
+        on_progress: Called twice a second.
+
+    Attributes:
+        gone: True if the run was aborted because the server failed all connections.
+    """
 
     def __init__(
         self,
@@ -219,10 +249,10 @@ class ClientRun:
         self._failures = 0
         self._start = 0.0
         self.exchanges = [exchange_of(number, job) for number, job in enumerate(jobs)]
-        self.gone = False  # whether the run gave up on the server
+        self.gone = False  # the run was aborted
 
     async def go(self) -> float:
-        """Send everything and wait for all responses. Returns the seconds that it took."""
+        """Send all requests, wait for their responses, and return the elapsed seconds."""
         self._start = time.monotonic()
         ticker = asyncio.create_task(self._report()) if self._on_progress is not None else None
         try:
@@ -239,31 +269,31 @@ class ClientRun:
         return self._now()
 
     def _now(self) -> float:
-        # Not the loop's clock, which does not advance during callbacks.
+        # The loop's clock does not advance during callbacks.
         return time.monotonic() - self._start
 
     async def _pace(self, group: asyncio.TaskGroup, exchanges: Sequence[Exchange]) -> None:
         for exchange in exchanges:
-            # Made ahead of time: generating a long prompt takes longer than sending it.
+            # Created ahead of time, because generating a long prompt takes longer than sending it.
             body = self._bodies.make(exchange.job)
             while (wait := exchange.job.at - self._now()) > 0:
                 await asyncio.sleep(max(0.0, wait - _TIMER_S))
             group.create_task(self._ask(exchange, body))
 
     def _keep_going(self, group: asyncio.TaskGroup, load: ClosedLoad) -> None:
-        """Begin a closed stream: one batch after the other, or so many jobs at once each followed by another."""
+        """Start a closed-loop stream: one lane of batches, or `size` lanes of single jobs."""
         together = load.stream.mode is ClosedMode.BATCH
         lanes, width = (1, load.stream.size) if together else (load.stream.size, 1)
         for _ in range(lanes):
             group.create_task(self._follow(load, width))
 
     async def _follow(self, load: ClosedLoad, width: int) -> None:
-        """Send `width` jobs of a closed stream, and the next ones when all of these are over."""
+        """Repeatedly send `width` jobs of a closed-loop stream and wait for all of them."""
         while self._now() < load.until:
             async with asyncio.TaskGroup() as batch:
                 for job in islice(load.jobs, width):
                     batch.create_task(self._ask_closed(load, job))
-                    await asyncio.sleep(0)  # other requests leave on time though it makes many bodies
+                    await asyncio.sleep(0)  # lets other requests leave on time between bodies
 
     async def _ask_closed(self, load: ClosedLoad, job: WorkloadRequest) -> None:
         body = load.bodies.make(job)
@@ -297,7 +327,6 @@ class ClientRun:
             raise ServerGoneError
 
     def _give_up(self) -> None:
-        """Record failures for the requests that the end of the run cut off."""
         now = self._now()
         for exchange in self.exchanges:
             if exchange.facts.ended is None:
@@ -314,7 +343,11 @@ class ClientRun:
 
 
 async def warm_up(client: Client, jobs: Sequence[WorkloadRequest], bodies: Bodies) -> None:
-    """Send jobs one after the other. Raises `ConfigError` if none succeeds."""
+    """Send jobs one after the other.
+
+    Raises:
+        ConfigError: If all of them fail.
+    """
     failures: list[Failure] = []
     for number, job in enumerate(jobs):
         exchange = exchange_of(number, job._replace(at=0.0))
@@ -327,7 +360,7 @@ async def warm_up(client: Client, jobs: Sequence[WorkloadRequest], bodies: Bodie
 
 
 def explain(error: BaseException) -> Failure:
-    """Classify an error of the connection."""
+    """Classify a connection error."""
     if isinstance(error, TimeoutError):
         return Failure("timeout", "no answer in time")
     number = getattr(error, "errno", None)
@@ -343,7 +376,7 @@ def explain(error: BaseException) -> Failure:
 
 
 def _message(body: bytes) -> str:
-    """The message in an error's body, in OpenAI's form or any other."""
+    """Return the message of an error body in OpenAI's form, or else the whole body."""
     try:
         return str(msgspec.json.decode(body)["error"]["message"])
     except (ValueError, KeyError, TypeError):
@@ -351,9 +384,9 @@ def _message(body: bytes) -> str:
 
 
 def _allow_connections() -> None:
-    """Raise this process's limit of open files: every request that waits at a slow server holds a connection."""
+    """Raise the limit of open files, because each pending request holds a connection."""
     now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _CONNECTIONS if most == resource.RLIM_INFINITY else min(most, _CONNECTIONS)
     if now != resource.RLIM_INFINITY and now < wanted:
-        with suppress(ValueError, OSError):  # some systems have a lower limit than they report
+        with suppress(ValueError, OSError):  # some systems enforce a lower limit than they report
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))

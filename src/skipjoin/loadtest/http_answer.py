@@ -1,4 +1,4 @@
-"""A streamed response as its client sees it: times of tokens, their number, and errors."""
+"""Incremental parser of streamed responses, with token times and errors."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-# Limit of an error's text in reports: an HTML page is cut.
+# Maximum length of an error's text in reports, because some servers return HTML pages.
 _LONGEST_DETAIL = 200
 
 
 class Failure(NamedTuple):
-    """Why a request does not count as finished. kind: the category it is counted in. detail: the error's text."""
+    """Reason why a request failed: a category for counting, and the error's text."""
 
     kind: str
     detail: str
 
 
 def failure(kind: str, detail: object) -> Failure:
-    """A failure with its detail on one line and cut to the limit."""
+    """Create a failure whose detail is on one line of limited length."""
     text = " ".join(str(detail).split())
     return Failure(kind, text if len(text) <= _LONGEST_DETAIL else text[:_LONGEST_DETAIL] + "...")
 
@@ -34,11 +34,11 @@ class _Choice(msgspec.Struct, gc=False):
     finish_reason: str | None = None
 
     def content(self) -> str:
-        """The text that it adds to the answer."""
+        """Return the text that the event adds."""
         return self.text or (self.delta.content if self.delta is not None else None) or ""
 
     def shows_token(self) -> bool:
-        """A chat begins with a role before its first token; some tokens of a completion have no text."""
+        """Return whether the event has a token. Chats begin with a role only, and some tokens have no text."""
         delta = self.delta
         spoken = delta is not None and (delta.content or delta.reasoning_content)
         return self.text is not None or bool(spoken) or self.finish_reason is not None
@@ -59,11 +59,13 @@ _decode = msgspec.json.Decoder(_Event).decode
 
 
 class Answer:
-    """The server-sent events of a completion or a chat, parsed incrementally.
+    """Parser of the server-sent events of a completion or chat.
 
-    first_token, last_token: the time passed to `feed` with the first and last event that held a token; an event may
-    hold several tokens, or a part of one. prompt_tokens, output_tokens: by the server's count, None until reported.
-    ended: [DONE] was received.
+    Attributes:
+        first_token, last_token: Times of the first and last event with a token. An event may hold several tokens or a
+            part of one.
+        prompt_tokens, output_tokens: The server's counts, None until reported.
+        ended: Time of [DONE].
     """
 
     __slots__ = (
@@ -91,7 +93,6 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """The text so far."""
         return "".join(self._pieces)
 
     def feed(self, data: bytes, now: float) -> None:
@@ -102,12 +103,16 @@ class Answer:
                 self._take(line[5:].strip(), now)
 
     def close(self, now: float) -> None:
-        """Parse the end of the stream: the last line may lack its line end."""
+        """Parse the last line, which may lack its line end."""
         self.feed(b"\n", now)
 
     def problem(self, wanted: int, *, may_stop: bool) -> Failure | None:
-        """Why the response is not complete; None: it is. wanted: number of tokens requested. may_stop: the model may
-        end it earlier."""
+        """Return why the response is incomplete, or None.
+
+        Args:
+            wanted: Requested number of tokens.
+            may_stop: Whether the model may stop earlier.
+        """
         if self.error is not None:
             return self.error
         if self.ended is None:

@@ -1,4 +1,4 @@
-"""The load client's requests: bodies with prompts of given lengths, or with given texts."""
+"""Request bodies of the load client, with random prompts of given lengths or with given texts."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _encode = msgspec.json.Encoder().encode
 
 
 def _slo(job: WorkloadRequest) -> dict[str, float]:
-    """The objectives that a job brings, in milliseconds, by the names of the API."""
+    """Return a job's objectives in milliseconds, by the API's names."""
     target = job.target._asdict()
     return {f"{name.removesuffix('_s')}_ms": s * 1000 for name, s in target.items() if s < math.inf}
 
 
 class Bodies:
-    """Request bodies, one for each job in turn; the same seed gives the same bodies.
+    """Generator of request bodies, deterministic for a seed.
 
-    A job with a text sends it, and the model ends the answer. Other prompts are random, and consecutive ones differ
-    from the first token on, so that a server's prefix cache has no hits, but for what the workload says is the same.
+    A job's text is sent as it is, and the model decides when to stop. Other prompts are random. Consecutive ones differ
+    from the first token on, so that prefix caches have hits only for prefixes that the workload declares.
     """
 
     def __init__(self, target: Target, seed: str) -> None:
@@ -41,7 +41,7 @@ class Bodies:
         self._ids = tuple(range(low, high + 1))
 
     def make(self, job: WorkloadRequest) -> bytes:
-        """The JSON of the next request."""
+        """Return the JSON body of the next request."""
         target = self._target
         max_tokens = target.max_tokens(job)
         body: dict[str, Any] = {
@@ -71,7 +71,7 @@ class Bodies:
         return {"prompt": self._drawn(job, self._ids[self._count % len(self._ids)], self._ids)}
 
     def _drawn(self, job: WorkloadRequest, own: _Token, choices: Sequence[_Token]) -> list[_Token]:
-        """A prompt: its named parts, then `own`, then others at random."""
+        """Return a prompt: its named parts, then `own`, then random tokens."""
         shared: list[_Token] = []
         if job.parts is not None:
             for name in job.parts.names:

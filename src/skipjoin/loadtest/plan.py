@@ -1,4 +1,4 @@
-"""Which runs the load client makes against a server."""
+"""Plan of load runs against a server."""
 
 from __future__ import annotations
 
@@ -15,9 +15,14 @@ _GROUP = "Runs"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadPlan:
-    """What to measure: every seed at every rate. Raises `ConfigError`.
+    """Measurement plan: every seed at every rate.
 
-    rates: requests per second; None: as a trace has it. One of duration_s and limit, as in `Workload.draw`.
+    Attributes:
+        rates: Requests per second; None uses the times of a trace.
+        duration_s, limit: Exactly one is set, as in `Workload.draw`.
+
+    Raises:
+        ConfigError: If a value is out of bounds.
     """
 
     workload: Workload
@@ -56,11 +61,15 @@ class LoadPlan:
         check(self)
 
     def runs(self) -> list[tuple[float | None, int]]:
-        """Rate and seed of each run, in order."""
+        """Return rate and seed of each run, in order."""
         return list(product(self.rates, self.seeds))
 
     def draw(self, rate: float | None, seed: int) -> list[WorkloadRequest]:
-        """The jobs of a run. Raises `ConfigError`."""
+        """Return the jobs of a run.
+
+        Raises:
+            ConfigError: If there are none.
+        """
         jobs = self.workload.draw(rate, self.duration_s, seed, self.limit)
         if not jobs and not self.workload.closed:
             raise ConfigError(f"no request arrives in {self.duration_s} s at {rate} per second; measure for longer")

@@ -1,4 +1,4 @@
-"""Load runs against a server, one after the other, and their records."""
+"""Consecutive load runs against a server, and their records."""
 
 from __future__ import annotations
 
@@ -34,32 +34,34 @@ from skipjoin.observe.record import Record, Slo, percentile, summarize
 from skipjoin.system.machine import cpu_name
 from skipjoin.version import VERSION
 
-# A request sent later than the first of these counts as late; beyond the second the client is the bottleneck.
+# Lag from which a request counts as late, and P99 lag from which the client is the bottleneck.
 LATE_S, TOO_LATE_S = 0.010, 0.020
 _CACHE_CONFIG = re.compile(r"^(?:skipjoin|vllm):cache_config_info\{(.*)\} ", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 
 class LoadWatcher(Protocol):
-    """Receives the progress of the runs."""
+    """Observer of the runs."""
 
     def begun(self, number: int, rate: float | None, seed: int) -> None:
-        """Run `number`, from 0, starts."""
+        """Called when run `number`, counted from 0, starts."""
 
     def progress(self, progress: ClientProgress) -> None:
-        """The progress of the current run; twice a second."""
+        """Called twice a second."""
 
     def done(self, record: Record, exchanges: Sequence[Exchange]) -> None:
-        """A run has ended. An exception ends the measurement."""
+        """Called when a run has finished. An exception ends the measurement."""
 
 
 def measure(target: Target, plan: LoadPlan, watcher: LoadWatcher) -> str | None:
-    """Run the plan. Returns why it ended early, None if it did not.
+    """Run the plan, and return the reason if it ended early, else None.
 
-    Raises `ConfigError` for a workload that cannot be drawn, and for a server that cannot be reached or fails all
-    warm-up requests. KeyboardInterrupt ends the current run, which leaves no record.
+    KeyboardInterrupt ends the current run, which leaves no record.
+
+    Raises:
+        ConfigError: If the workload cannot be drawn, or the server is unreachable or fails all warm-up requests.
     """
-    # The same event loop as the server's; benchmarks/performance/load_client measures this one.
+    # The server's event loop; benchmarks/performance/load_client measures it.
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_measure(target, plan, watcher))
 
@@ -76,7 +78,7 @@ async def _measure(target: Target, plan: LoadPlan, watcher: LoadWatcher) -> str 
                 if reason := await _unreachable(client):
                     return reason
             watcher.begun(number, rate, seed)
-            # Bodies differ by rate; otherwise a server's prefix cache would hold those of the previous run.
+            # Bodies differ by rate, so that a server's prefix cache has no hits from the previous run.
             bodies = Bodies(client.target, f"{seed}/{rate}/prompts")
             closed = _closed(client.target, plan, rate, seed)
             run = ClientRun(client, plan.draw(rate, seed), bodies, watcher.progress, closed=closed)
@@ -94,7 +96,10 @@ async def _measure(target: Target, plan: LoadPlan, watcher: LoadWatcher) -> str 
 
 
 def _closed(target: Target, plan: LoadPlan, rate: float | None, seed: int) -> list[ClosedLoad]:
-    """The closed streams of a run, each with bodies of its own: those of the others do not depend on when it sends."""
+    """Return the closed-loop streams of a run.
+
+    Each has its own bodies, so that those of other streams do not depend on its send times.
+    """
     assert plan.duration_s is not None or not plan.workload.closed
     return [
         ClosedLoad(
@@ -108,7 +113,7 @@ def _closed(target: Target, plan: LoadPlan, rate: float | None, seed: int) -> li
 
 
 async def _unreachable(client: Client) -> str | None:
-    """Why the server cannot be reached; None if it can."""
+    """Return the error if the server cannot be reached, else None."""
     try:
         await client.get("/v1/models")
     except ConfigError as error:
@@ -118,8 +123,7 @@ async def _unreachable(client: Client) -> str | None:
 
 @contextmanager
 def _quiet_memory() -> Iterator[None]:
-    """Disable most garbage collection during a run: a full collection among the objects of many requests would stop all
-    streams for tens of milliseconds."""
+    """Disable most garbage collection: a full collection would pause all streams for tens of milliseconds."""
     before = gc.get_threshold()
     gc.collect()
     gc.freeze()
@@ -135,8 +139,11 @@ def _quiet_memory() -> Iterator[None]:
 
 
 async def _head(client: Client, plan: LoadPlan, *, texts: bool) -> Record:
-    """The fields shared by all records: the server and the settings. texts: whether prompts are those of a trace.
-    Chooses the model to request."""
+    """Return the fields shared by all records, and choose the target's model if none is set.
+
+    Args:
+        texts: Whether prompts are texts of a trace.
+    """
     models = await client.models()
     target = client.target
     if target.model is None:
@@ -167,7 +174,12 @@ async def _head(client: Client, plan: LoadPlan, *, texts: bool) -> Record:
 
 
 def figures(exchanges: Sequence[Exchange], seconds: float, slo: Slo, *, window_s: float | None = None) -> Record:
-    """The figures of a record from a run of `seconds`. window_s: in which jobs were sent, as in `summarize`."""
+    """Return the figures of a record.
+
+    Args:
+        seconds: Duration of the run.
+        window_s: Time during which jobs were sent, as in `summarize`.
+    """
     record = summarize(
         [one.facts for one in exchanges if one.failure is None],
         now=seconds,
@@ -176,7 +188,7 @@ def figures(exchanges: Sequence[Exchange], seconds: float, slo: Slo, *, window_s
         slo=slo,
         window_s=window_s,
     )
-    # A client does not see when the engine started a request, nor its work.
+    # A client cannot observe the start of a request, nor the engine's work.
     for part in (record, *record.get("classes", {}).values(), *record.get("services", {}).values()):
         part["queue_s"] = dict.fromkeys(part["queue_s"])
         part["breakdown_s"] = part["wait_s"] = None
@@ -203,7 +215,6 @@ def _lags(exchanges: Sequence[Exchange]) -> dict[str, float | None]:
 
 
 def _machine() -> dict[str, object]:
-    """The machine that the client runs on, without names."""
     return {
         "cpu": cpu_name(),
         "cores": os.cpu_count(),

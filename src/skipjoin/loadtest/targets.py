@@ -1,4 +1,4 @@
-"""The server that a load client sends to, and the form of its requests."""
+"""Server under load, and the form of requests to it."""
 
 from __future__ import annotations
 
@@ -18,10 +18,15 @@ _GROUP = "Target"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A server and the form of requests to it. Raises `ConfigError`.
+    """Server under load, and the form of requests to it.
 
-    base_url: with or without /v1. prompt_ids: the lowest and highest token id in prompts. extra: fields that every body
-    has besides, or instead of its own; a null removes one.
+    Attributes:
+        base_url: With or without /v1.
+        prompt_ids: Lowest and highest token id in random prompts.
+        extra: Body fields to add or replace; null removes a field.
+
+    Raises:
+        ConfigError: If a value is invalid.
     """
 
     base_url: Annotated[str, Knob("The server, such as http://127.0.0.1:8000.", metavar="URL", group=_GROUP)]
@@ -51,23 +56,24 @@ class Target:
 
     @property
     def url(self) -> str:
-        """The URL of requests."""
         return self.base_url + PATHS[self.endpoint]
 
     def max_tokens(self, job: WorkloadRequest) -> int | None:
-        """The output tokens that are requested for a job, those of the workload. None: the request names no number, and
-        the model decides when the answer to a text ends."""
+        """Return the output tokens to request for a job, or None to let the model decide when to stop."""
         return job.output_tokens if job.prompt is None or self.extra.get("ignore_eos") else None
 
     @property
     def may_stop(self) -> bool:
-        """Whether responses may be shorter than requested: by default the body tells the server to ignore the end
-        token wherever it names a number of tokens."""
+        """True if responses may be shorter than requested, because `extra` disables `ignore_eos`."""
         return not self.extra.get("ignore_eos", True)
 
 
 def parse_prompt_ids(text: str) -> tuple[int, int]:
-    """Token ids from a text such as "100-500". Raises `ConfigError`."""
+    """Parse token ids such as "100-500".
+
+    Raises:
+        ConfigError: If the text is malformed.
+    """
     low, dash, high = text.partition("-")
     if not (dash and low.strip().isdecimal() and high.strip().isdecimal()):
         raise ConfigError(f"prompt_ids must be LOW-HIGH, such as 100-500, got {text!r}")
@@ -75,7 +81,11 @@ def parse_prompt_ids(text: str) -> tuple[int, int]:
 
 
 def parse_extra(text: str | None) -> dict[str, Any]:
-    """Additional fields of a body from a JSON object. Raises `ConfigError`."""
+    """Parse additional body fields from a JSON object.
+
+    Raises:
+        ConfigError: If the text is not a JSON object.
+    """
     try:
         found = json.loads(text) if text else {}
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Claims on KV over time, folded from core events: what requests lend each other, and which of them form groups."""
+"""KV reservations over time, folded from core events: hosted requests, reserve blocks and groups."""
 
 from __future__ import annotations
 
@@ -12,7 +12,12 @@ from skipjoin.core.request import Request
 
 
 class _Claim(NamedTuple):
-    """What a request may have. drawn: blocks of it that an account gave up."""
+    """Reservation of one request.
+
+    Attributes:
+        lender: Parent reservation that it is taken from.
+        drawn: Blocks drawn from an account of the reserve.
+    """
 
     lender: Lender
     blocks: int
@@ -20,13 +25,15 @@ class _Claim(NamedTuple):
 
 
 class ClaimUse:
-    """Hosted requests, blocks of the reserve, and groups.
+    """Statistics of hosted requests, reserve blocks and groups.
 
-    A request is hosted while another request lends it its KV (EconoServe section 3.2). It no longer is when it ends,
-    loses its KV or claims from another lender; when its host does, the host's lender takes over. Groups are the
-    requests that claim at one instant with equal `Claimed.group`.
+    A request is hosted while its reservation is nested in another request's (EconoServe section 3.2). Hosting ends when
+    the request finishes, loses its KV or reserves from another parent. When the hosting request finishes, its parent
+    takes over. A group consists of requests that reserve at the same time with equal `Claimed.group`.
 
-    hosted: requests that were hosted once. vacated: times that a hosted one lost its KV.
+    Attributes:
+        hosted: Number of requests that were hosted at least once.
+        vacated: Number of times that a hosted request lost its KV.
     """
 
     def __init__(self) -> None:
@@ -34,22 +41,22 @@ class ClaimUse:
         self.vacated = 0
         self._claims: dict[Request, _Claim] = {}
         self._guests: dict[Request, dict[Request, None]] = {}
-        self._once_hosted: set[Request] = set()  # of those that have not ended
-        self._hosted_blocks = self._reserved_blocks = 0  # as of now
+        self._once_hosted: set[Request] = set()  # unfinished ones only
+        self._hosted_blocks = self._reserved_blocks = 0  # current
         self._hosted_block_s = self._reserved_block_s = 0.0
         self._group_sizes: Counter[int] = Counter()
-        self._forming: Counter[Hashable] = Counter()  # groups of this instant
+        self._forming: Counter[Hashable] = Counter()  # groups that formed at `_formed_at`
         self._formed_at = 0.0
 
-    # -- told by events -----------------------------------------------------------------------------------
+    # -- events -------------------------------------------------------------------------------------------
 
     def pass_time(self, seconds: float) -> None:
-        """Nothing changed for so long."""
+        """Advance time by an interval without changes."""
         self._hosted_block_s += seconds * self._hosted_blocks
         self._reserved_block_s += seconds * self._reserved_blocks
 
     def claimed(self, event: Claimed) -> None:
-        """A claim was granted; time has passed until then."""
+        """Record a reservation. The caller has advanced time to the event."""
         request, lender = event.request, event.lender
         before = self._claims.get(request)
         drawn = event.drawn + (0 if before is None else before.drawn)
@@ -61,8 +68,11 @@ class ClaimUse:
             self._join_group(event.group, event.now)
 
     def lost_kv(self, request: Request, *, blocks_left: int = 0) -> None:
-        """KV of the request was dropped or moved to the host. blocks_left: that it still holds, and has of its lender;
-        it claims no more."""
+        """Record that a request's KV was dropped or swapped out.
+
+        Args:
+            blocks_left: Blocks that stay on the device as the request's reduced reservation.
+        """
         claim = self._claims.get(request)
         self.vacated += claim is not None and isinstance(claim.lender, Request)
         self._end(request)
@@ -70,25 +80,30 @@ class ClaimUse:
             self._set(request, _Claim(claim.lender, blocks_left, 0))
 
     def finished(self, request: Request) -> None:
-        """The request left the engine."""
+        """Record that the request left the engine."""
         self._end(request)
         self._once_hosted.discard(request)
 
     def restarted(self) -> None:
-        """All claims are void."""
+        """Discard all reservations."""
         self._claims.clear()
         self._guests.clear()
         self._hosted_blocks = self._reserved_blocks = 0
 
     def close(self) -> None:
-        """Forget the requests, of which nothing may be observed afterwards."""
+        """Release references to requests. No events may be observed afterwards."""
         self.restarted()
         self._once_hosted.clear()
 
     # -- figures ------------------------------------------------------------------------------------------
 
     def kv(self, seconds: float, device_blocks: int) -> dict[str, float]:
-        """Part of the record's `kv`. seconds: that passed. device_blocks: of the pool."""
+        """Return the reservation fields of the record's `kv`.
+
+        Args:
+            seconds: Observed time.
+            device_blocks: Size of the device's block pool.
+        """
         return {
             "hosted_requests": self.hosted,
             "hosted_blocks_mean": self._hosted_block_s / seconds,
@@ -97,13 +112,13 @@ class ClaimUse:
         }
 
     def groups(self) -> Counter[int]:
-        """How many groups had so many requests."""
+        """Return the number of groups by group size."""
         return self._group_sizes + Counter(self._forming.values())
 
     # -- folding ------------------------------------------------------------------------------------------
 
     def _set(self, request: Request, claim: _Claim | None) -> None:
-        """Replace the request's claim; None: it has none."""
+        """Replace the request's reservation; None removes it."""
         before = self._claims.pop(request, None)
         if before is not None:
             self._count(before, -1)
@@ -123,7 +138,7 @@ class ClaimUse:
             self._reserved_blocks += sign * claim.blocks
 
     def _end(self, request: Request) -> None:
-        """The request's claim ends; its lender lends to its guests from now on."""
+        """Remove the request's reservation and move nested ones to its parent."""
         claim = self._claims.get(request)
         lender = None if claim is None else claim.lender
         for guest in list(self._guests.get(request, ())):

@@ -1,4 +1,4 @@
-"""How long decisions take: wall-clock times, kept in buckets that cost the same however many there are."""
+"""Durations of scheduling decisions, kept in a histogram of bounded size."""
 
 from __future__ import annotations
 
@@ -9,27 +9,30 @@ from typing import Any
 
 # Buckets per doubling: each is 2.2 % wide.
 _PER_OCTAVE = 32
-# A clock that did not advance counts as this.
+# Minimum duration, because the clock may not advance during a decision.
 _LEAST_S = 1e-9
 
 
 class DecisionTimes:
-    """Wall-clock times of one scheduler's decisions."""
+    """Wall-clock durations of one scheduler's decisions."""
 
     __slots__ = ("_buckets", "seconds")
 
     def __init__(self) -> None:
-        self.seconds = 0.0  # in all
+        self.seconds = 0.0  # total
         self._buckets: Counter[int] = Counter()
 
     def add(self, seconds: float) -> None:
-        """A decision took that long."""
+        """Record the duration of one decision."""
         self.seconds += seconds
         self._buckets[math.floor(math.log2(max(seconds, _LEAST_S)) * _PER_OCTAVE)] += 1
 
     @staticmethod
     def summary(schedulers: Iterable[DecisionTimes]) -> dict[str, Any]:
-        """The record's `decision_ms`: the mean, and the 99th percentile to 2.2 %; None where nothing was decided."""
+        """Return the record's `decision_ms`: mean and 99th percentile, None without decisions.
+
+        The percentile is accurate to 2.2 %.
+        """
         schedulers = list(schedulers)
         buckets = sum((one._buckets for one in schedulers), Counter[int]())
         if not buckets:

@@ -1,4 +1,4 @@
-"""How good forecasts of output lengths were."""
+"""Accuracy of output-length predictions."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from statistics import StatisticsError, correlation, fmean
 
 from skipjoin.observe.record import Record, rounded
 
-# A forecast within this share of the output's length counts as right.
+# Relative error below which a prediction counts as accurate.
 _NEAR = 0.25
 
 
 class ForecastLog:
-    """Forecasts beside what came, of the requests that generated all that they were to generate."""
+    """Predicted and actual output lengths of requests that ran to completion."""
 
     def __init__(self) -> None:
         self._pairs: list[tuple[float, int]] = []
@@ -23,7 +23,7 @@ class ForecastLog:
 
     @classmethod
     def of(cls, logs: Iterable[ForecastLog]) -> ForecastLog:
-        """What all of these have."""
+        """Return the union of several logs."""
         whole = cls()
         for log in logs:
             whole._pairs += log._pairs
@@ -32,17 +32,27 @@ class ForecastLog:
         return whole
 
     def add(self, forecast: float, tokens: int, source: str, interval: tuple[float, float] | None = None) -> None:
-        """An output of `tokens` tokens was expected to have `forecast`. interval: the lengths that 80 % of such outputs
-        were expected between, where the forecast is a distribution."""
+        """Record a prediction and the actual length, both in tokens.
+
+        Args:
+            source: What made the prediction, as in `Forecast.source`.
+            interval: Predicted 80 % interval, if the prediction is a distribution.
+        """
         self._pairs.append((forecast, tokens))
         self._sources[source] += 1
         if interval is not None:
             self._covered.append(interval[0] <= tokens <= interval[1])
 
     def summary(self) -> Record:
-        """r_log: correlation of the logarithms of forecasts and lengths, None where either is constant. mae: mean
-        absolute error in tokens. within_25: share of forecasts within 25 % of the length. coverage_80: share of lengths
-        within their interval, None without intervals. sources: share of the forecasts that each source made."""
+        """Return accuracy figures.
+
+        Returns:
+            r_log: Correlation of the logarithms of predictions and lengths; None if either is constant.
+            mae: Mean absolute error in tokens.
+            within_25: Share of predictions within 25 % of the length.
+            coverage_80: Share of lengths within their interval; None without intervals.
+            sources: Share of the predictions by source.
+        """
         pairs, covered = self._pairs, self._covered
         if not pairs:
             return {"r_log": None, "mae": None, "within_25": None, "coverage_80": None, "sources": {}}
@@ -58,5 +68,5 @@ class ForecastLog:
         logs = [(math.log(forecast), math.log(tokens)) for forecast, tokens in self._pairs]
         try:
             return rounded(correlation(*zip(*logs, strict=True)))
-        except StatisticsError:  # one pair, or all alike
+        except StatisticsError:  # one pair, or a constant
             return None

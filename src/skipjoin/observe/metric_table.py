@@ -1,4 +1,4 @@
-"""The table of all metrics: what Prometheus reads of an engine and of the process that speaks to clients."""
+"""All Prometheus metrics of the engines and of the API process."""
 
 from __future__ import annotations
 
@@ -11,12 +11,16 @@ from skipjoin.observe.waits import REASONS
 
 
 class Metric(NamedTuple):
-    """One line of the table.
+    """Definition of one metric.
 
-    label, values: its label, if it has one, and all values of that. by_class: it has the label `class` besides, with
-    the values `CLASSES`; vLLM has the sum over them. buckets: upper bounds of a histogram, ascending. in_vllm: whether
-    vLLM has it, under the same name and with the same meaning. vllm_sum: vLLM has it without the label, as the sum over
-    these values. is_share: of several engines the mean counts, not the sum.
+    Attributes:
+        label: Name of the label, or empty.
+        values: All values of the label.
+        buckets: Ascending upper bounds of a histogram.
+        in_vllm: True if vLLM has a metric of this name and meaning.
+        vllm_sum: Label values whose sum is vLLM's metric, which has no such label.
+        is_share: Engines are aggregated by mean instead of sum.
+        by_class: The metric has an additional label `class` with the values `CLASSES`; vLLM has the sum over classes.
     """
 
     name: str
@@ -32,24 +36,27 @@ class Metric(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Numbers of one class, or of all where it has no classes."""
+        """Return the length of one class's row, or of the whole row without classes."""
         return len(self.buckets) + 2 if self.kind == "histogram" else max(1, len(self.values))
 
     def zero(self) -> list[float]:
-        """Its numbers before anything happened: one per label value; of a histogram the counts of its buckets and
-        of what lies above them, then the sum. With classes, all of that for each class, in the order of `CLASSES`."""
+        """Return the initial row.
+
+        A row has one number per label value. A histogram has the count of each bucket, the count above the last bucket,
+        and the sum. With classes, the rows are concatenated in the order of `CLASSES`.
+        """
         return [0] * (self.width * (len(CLASSES) if self.by_class else 1))
 
     def per_class(self, row: Sequence[float]) -> list[Sequence[float]]:
-        """The numbers of each class; of all requests where it has no classes."""
+        """Split a row into one per class."""
         return [row[start : start + self.width] for start in range(0, len(row), self.width)]
 
     def summed(self, row: Sequence[float]) -> list[float]:
-        """The numbers of all classes together."""
+        """Return the row summed over classes."""
         return [sum(numbers) for numbers in zip(*self.per_class(row), strict=True)]
 
     def as_in_vllm(self, row: Sequence[float]) -> tuple[Metric, Sequence[float]]:
-        """The metric and its numbers as vLLM has them."""
+        """Convert the metric and its row to vLLM's form."""
         row, plain = self.summed(row), self._replace(by_class=False)
         if not self.vllm_sum:
             return plain, row
@@ -57,7 +64,7 @@ class Metric(NamedTuple):
         return plain._replace(label="", values=()), [total]
 
 
-# From a token on a fast device to a request that waited for minutes.
+# Spans one token on a fast device to a request that waits for minutes.
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _TOKEN_SECONDS = (0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5)
 _LENGTHS = tuple(float(1 << n) for n in (0, 2, 4, 6, *range(7, 18)))
@@ -71,9 +78,9 @@ _PROACTIVE = ("false", "true")
 _TIERS = ("device", "host")
 # The index is `is_best_effort`.
 CLASSES = (ServiceClass.REAL_TIME.value, ServiceClass.BEST_EFFORT.value)
-# What makes forecasts of output lengths, as `Forecast.source` says.
+# Values of `Forecast.source`.
 FORECAST_SOURCES = ("prior", "learnt", "alise-similar", "alise-mlp", "url")
-# States of a batch's lines, and of batches, as the API names them.
+# States of batch lines and of batches, as in the API.
 BATCH_OPEN, BATCH_ENDS = ("ready", "running"), ("done", "failed", "expired", "cancelled")
 BATCH_STATUSES = (
     "validating",
@@ -85,17 +92,17 @@ BATCH_STATUSES = (
     "cancelling",
     "cancelled",
 )
-# What becomes of a question to the server that forecasts; unneeded: its request ended first.
+# Outcomes of a call to the prediction server; unneeded: the request finished before the call.
 FORECAST_OUTCOMES = ("answered", "timeout", "error", "nonsense", "skipped", "unneeded")
 OBJECTIVES = ("ttft", "tpot", "jct")
-# Statuses of answers that are counted by themselves, and what the others count as; 499: the client has left.
+# Response statuses with their own label value; all others count as OTHER_STATUS. 499: the client disconnected.
 OTHER_STATUS = "other"
 HTTP_STATUSES = (
     *("200", "400", "401", "403", "404", "405", "408", "409", "413", "415", "429", "431", "499", "500", "503"),
     OTHER_STATUS,
 )
-# Why the server refused a connection or ended it: there were too many, so that it was not taken or made way for a new
-# one; the client took too long to send, sent what is no HTTP, or took too long to read.
+# Reasons for refusing or closing a connection. At the connection limit: no_room (refused), idle and share (closed for a
+# new one). By the client's fault: late (slow to send), invalid (not HTTP), slow_reader.
 CONNECTION_REFUSALS = ("no_room", "idle", "share", "late", "invalid", "slow_reader")
 
 ENGINE_METRICS = (
@@ -148,7 +155,7 @@ ENGINE_METRICS = (
         "Times a request had to make way, by what became of its KV: kept, moved to the host in part or whole, dropped.",
         "how",
         PREEMPTIONS,
-        # A request whose KV stays where it is has no counterpart there.
+        # vLLM has no preemption that keeps the KV on the device.
         vllm_sum=("spill", "swap", "drop"),
         by_class=True,
     ),
@@ -250,7 +257,7 @@ ENGINE_METRICS = (
 )
 """What an engine counts. A request counts in histograms over requests when it ends, however it ends."""
 
-# Why a request is not tried again: no engine will come, none came in time, or engines died while it ran.
+# Reasons why a request is not retried: no engine will start, none started in time, or engines died while it ran.
 LOSSES = ("engine_dead", "no_replica", "engine_lost")
 
 DOOR_METRICS = (
@@ -370,36 +377,36 @@ _INDEX = {metric.name: index for index, metric in enumerate(ENGINE_METRICS)}
 
 
 def engine_metric(name: str) -> Metric:
-    """The one of `ENGINE_METRICS` that is called so."""
+    """Return the engine metric of that name."""
     return ENGINE_METRICS[_INDEX[name]]
 
 
 class Snapshot(NamedTuple):
-    """An engine's metrics at one moment. rows: as `Metric.zero`, for each of `ENGINE_METRICS`."""
+    """An engine's metrics at one time: one row per entry of `ENGINE_METRICS`, as in `Metric.zero`."""
 
     rows: list[list[float]]
 
     @classmethod
     def zero(cls) -> Snapshot:
-        """Before anything happened."""
+        """Return the metrics of a new engine."""
         return cls([metric.zero() for metric in ENGINE_METRICS])
 
     def row(self, name: str) -> list[float]:
-        """The numbers of one metric."""
+        """Return the row of one metric."""
         return self.rows[_INDEX[name]]
 
     def summed(self, name: str) -> list[float]:
-        """The numbers of one metric, of all classes together."""
+        """Return the row of one metric, summed over classes."""
         return engine_metric(name).summed(self.row(name))
 
     def at_rest(self) -> Snapshot:
-        """The same of an engine that is gone: nothing runs, what was counted stays."""
+        """Return a copy for an engine that is gone: gauges are zero, counters stay."""
         pairs = zip(ENGINE_METRICS, self.rows, strict=True)
         return Snapshot([metric.zero() if metric.kind == "gauge" else row for metric, row in pairs])
 
 
 def merged(live: Sequence[Snapshot], *, gone: Snapshot | None = None) -> Snapshot:
-    """Of several engines together. gone: what those counted that are there no more."""
+    """Aggregate the metrics of live engines and the counters of engines that are gone."""
     engines = [*live, *([gone] if gone is not None else [])]
     rows = []
     for index, metric in enumerate(ENGINE_METRICS):

@@ -1,4 +1,4 @@
-"""What counts the metrics of an engine (`metric_table.py`), folded from core events."""
+"""Engine metrics (`metric_table.py`), folded from core events."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from skipjoin.observe.usage import EngineUsage
 
 
 class Histogram:
-    """Counts values into a row of numbers."""
+    """Histogram that counts into a row of `Metric.zero`'s layout."""
 
     __slots__ = ("_bounds", "_row")
 
@@ -49,13 +49,13 @@ class Histogram:
         self._row = row
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Count a value; a bucket's bound belongs to it."""
+        """Count a value. Bucket bounds are inclusive."""
         self._row[bisect_left(self._bounds, value)] += times
         self._row[-1] += value * times
 
 
 class _ClassCounts:
-    """What is counted of the requests of one class. rows: as of one class in `Metric.zero`, by name."""
+    """Metrics of one service class: one row per metric with `by_class`."""
 
     def __init__(self) -> None:
         rows = self.rows = {metric.name: [0.0] * metric.width for metric in ENGINE_METRICS if metric.by_class}
@@ -75,7 +75,7 @@ class _ClassCounts:
         )
 
     def first(self, facts: RequestFacts) -> None:
-        """A request got its first token here."""
+        """Count a request's first token on this engine."""
         self._generated[0] += 1
         if facts.earlier_tokens:  # another engine has counted what follows
             return
@@ -85,29 +85,30 @@ class _ClassCounts:
         self._judge("ttft", ttft, facts.target.ttft_s)
 
     def next(self, gap: float, times: int) -> None:
-        """So many tokens came, each of them `gap` seconds after its request's token before."""
+        """Count `times` tokens with an inter-token latency of `gap` seconds."""
         self._generated[0] += times
         self._between.observe(gap, times)
 
     def preempted(self, how: Preemption) -> None:
-        """A request had to make way."""
         self._preemptions[PREEMPTIONS.index(how.name.lower())] += 1
 
     def ended(self, facts: RequestFacts, now: float) -> None:
-        """A request ended now."""
         assert facts.reason is not None
         self._success[FINISH_REASONS.index(facts.reason)] += 1
         self._e2e.observe(facts.jct(now))
         self._judge_end(facts, now)
-        if facts.earlier_tokens:  # no engine saw all of the others
+        if facts.earlier_tokens:  # no single engine observed the other durations
             return
         self._queue.observe(facts.queue(now))
         if (tpot := facts.tpot(now)) is not None:
             self._tpot.observe(tpot)
 
     def _judge_end(self, facts: RequestFacts, now: float) -> None:
-        """Count the objectives that the end of a request decides. What did not come is missed; of a request that was
-        aborted only if it was late by then."""
+        """Count objectives that are decided when a request finishes.
+
+        A missing token counts as a missed objective. An aborted request misses only the objectives that had passed by
+        then.
+        """
         target = facts.target
         if facts.is_complete:
             self._judge("jct", facts.jct(now), target.jct_s)
@@ -131,10 +132,13 @@ class _ClassCounts:
 
 
 class EngineMetrics:
-    """Counts what core events tell; what it counts of requests and KV is what `RequestLog` and `EngineUsage` say.
+    """Metrics of one engine, updated from core events.
 
-    device_blocks, block_size: the KV pool. block_bytes: of one block on the host, all layers; is_compressed: whether it
-    holds codes there. resident_bytes: reads the memory of the engine's process.
+    Args:
+        device_blocks: Size of the device's block pool.
+        block_bytes: Size of one block in CPU memory, over all layers.
+        is_compressed: Whether CPU blocks hold 8-bit codes.
+        resident_bytes: Returns the resident memory of the engine's process.
     """
 
     def __init__(
@@ -153,17 +157,17 @@ class EngineMetrics:
         self._compressed_bytes = block_bytes if is_compressed else 0
         self._rows = {metric.name: metric.zero() for metric in ENGINE_METRICS if not metric.by_class}
         self._classes = tuple(_ClassCounts() for _ in CLASSES)
-        self._gaps: list[tuple[float, bool]] = []  # between tokens, of the events at hand
+        self._gaps: list[tuple[float, bool]] = []  # inter-token latencies of the current `observe` call
         self._log = RequestLog(self._ended, on_first=self._got_first, on_gap=self._gaps.append)
         self._usage = EngineUsage(device_blocks=device_blocks, block_size=block_size, block_bytes=block_bytes)
         self._stages = StageUse()
         self._live: set[Request] = set()
-        self._new: set[Request] = set()  # those that were not admitted yet
+        self._new: set[Request] = set()  # not admitted yet
         self._running: set[Request] = set()
         self._on_host: dict[Request, int] = {}  # blocks
         self._in_flight = 0
         self._held = 0
-        self._now = 0.0  # when something happened last
+        self._now = 0.0  # time of the last event
         self._handlers: dict[type, Callable[[Any], None]] = {
             Admitted: self._admit,
             Arrived: self._arrive,
@@ -195,7 +199,7 @@ class EngineMetrics:
         self._batch = self._histogram("iteration_tokens_total")
 
     def observe(self, events: Iterable[Event]) -> None:
-        """Take what happened, in order."""
+        """Process events in order."""
         events = tuple(events)
         for event in events:
             if (handle := self._handlers.get(type(event))) is not None:
@@ -204,27 +208,33 @@ class EngineMetrics:
         self._usage.observe(events)
         self._stages.observe(events)
         if gaps := self._gaps:
-            # The tokens of a step come together, and so did most of the tokens before them.
+            # Most gaps of a step are equal, so counting them first is cheaper.
             for (gap, is_best_effort), count in Counter(gaps).items():
                 self._classes[is_best_effort].next(gap, count)
             gaps.clear()
 
     def shares(self, *, cached: int, cached_on_host: int, shared: int, lent: int) -> None:
-        """Take how many device and host blocks are free and cached, how many device blocks have several holders, and in
-        how many of those each has slots of its own, which no event tells."""
+        """Set the block gauges that no event reports.
+
+        Args:
+            cached: Free device blocks with cached KV.
+            cached_on_host: Free CPU blocks with cached KV.
+            shared: Device blocks with several owners.
+            lent: Bidirectional blocks, in which each owner has its own slots.
+        """
         self._rows["kv_cached_blocks"][0] = cached
         self._rows["kv_host_cached_blocks"][0] = cached_on_host
         self._rows["kv_shared_blocks"][0] = shared
         self._rows["kv_lent_blocks"][0] = lent
 
     def recovered(self, blocks: int) -> None:
-        """Count blocks that nothing accounted for."""
+        """Count leaked blocks that were reclaimed."""
         self._rows["kv_blocks_recovered_total"][0] += blocks
 
     def snapshot(self) -> Snapshot:
-        """The numbers as of now; they change no more."""
+        """Return a copy of all current values."""
         rows = self._rows
-        # Between stages a request may be chosen without an event until its step ends: the counters do not fall then.
+        # With pipeline stages, `Started` may come after the decision and lower the total, but counters must not fall.
         waits = rows["wait_seconds_total"]
         waits[:] = map(max, waits, self._log.waits.totals(self._now))
         rows["engine_steps_total"][0] = self._usage.steps
@@ -238,7 +248,7 @@ class EngineMetrics:
         rows["engine_resident_memory_bytes"][0] = self._resident_bytes()
         rows["num_requests_swapped"][0] = len(self._on_host)
         rows["kv_compressed_bytes"][0] = self._compressed_bytes * sum(self._on_host.values())
-        # No event tells of blocks that come home after the last step.
+        # No event reports blocks that are freed after the last step.
         is_busy = self._live or self._in_flight
         rows["kv_cache_usage_perc"][0] = self._held / self._device_blocks if is_busy else 0
         self._count_requests()
@@ -272,7 +282,7 @@ class EngineMetrics:
         plan = result.plan
         self._in_flight -= 1
         self._now = event.now
-        if plan.blocking:  # what an executor measures for no copies is noise
+        if plan.blocking:  # without copies the measurement is noise
             self._stall[0] += result.moving
         if plan.slices:
             self._batch.observe(sum(piece.tokens for piece in plan.slices))
@@ -306,7 +316,7 @@ class EngineMetrics:
         if request not in self._new:
             return
         self._new.remove(request)
-        if request.prefix is not None and not request.resumed_tokens:  # else another engine has counted them
+        if request.prefix is not None and not request.resumed_tokens:  # otherwise another engine has counted them
             self._rows["prefix_cache_queries_total"][0] += len(request.prompt)
             on_device, on_host = range(2)
             hits = self._rows["prefix_cache_hits_total"]
@@ -315,7 +325,7 @@ class EngineMetrics:
 
     def _start(self, event: Started) -> None:
         self._running.add(event.request)
-        self._on_host.pop(event.request, None)  # its KV comes back before it runs
+        self._on_host.pop(event.request, None)  # its KV is swapped in before it runs
 
     def _preempt(self, event: Preempted) -> None:
         self._running.discard(event.request)
@@ -346,7 +356,7 @@ class EngineMetrics:
         self._prompt_length.observe(facts.prompt_tokens)
         self._output_length.observe(facts.output_tokens)
         self._output_limit.observe(facts.output_limit)
-        if facts.earlier_tokens:  # no engine saw all of the others
+        if facts.earlier_tokens:  # no single engine observed the other durations
             return
         for histogram, value in (
             (self._prefill, facts.prefill(now)),

@@ -1,4 +1,4 @@
-"""KV that requests found in the cache, folded from core events."""
+"""Prefix cache hits, folded from core events."""
 
 from __future__ import annotations
 
@@ -9,19 +9,17 @@ from skipjoin.core.request import Request
 
 
 class PrefixUse:
-    """What requests whose KV has keys found of it.
-
-    queried: prompt tokens of those that were admitted for the first time. hit: how many of these were cached. regained:
-    tokens that requests found after an eviction, their own KV or that of others. hit_on_host: how many of `hit` came
-    from the host. saved_bytes: of KV that was copied there before the device lost it.
-    """
+    """Prefix cache statistics of requests that may use cached KV."""
 
     def __init__(self) -> None:
         self.counts = PrefixCounts()
         self._admitted: set[Request] = set()
 
     def admitted(self, event: Admitted) -> None:
-        """A request holds KV from now on. One that brings its KV from another engine looked there."""
+        """Record the cache hits of an admitted request.
+
+        Requests that resume from another engine are ignored, because that engine has counted them.
+        """
         request = event.request
         if request.prefix is None or request.resumed_tokens:
             return
@@ -37,20 +35,27 @@ class PrefixUse:
         )
 
     def saved(self, copied: int) -> None:
-        """So many bytes are on the host."""
+        """Record bytes of cached KV that were copied to CPU memory."""
         self.counts = self.counts._replace(saved_bytes=self.counts.saved_bytes + copied)
 
     def finished(self, request: Request) -> None:
-        """The request is over."""
         self._admitted.discard(request)
 
     def close(self) -> None:
-        """Forget the requests."""
+        """Release references to requests."""
         self._admitted.clear()
 
 
 class PrefixCounts(NamedTuple):
-    """Tokens and bytes, as in `PrefixUse`."""
+    """Counters of `PrefixUse`.
+
+    Attributes:
+        queried: Prompt tokens of requests at their first admission.
+        hit: Those that were cached.
+        regained: Cached tokens at later admissions, after an eviction.
+        hit_on_host: Part of `hit` that was in CPU memory.
+        saved_bytes: Cached KV copied to CPU memory before the device evicted it.
+    """
 
     queried: int = 0
     hit: int = 0

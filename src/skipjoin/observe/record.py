@@ -1,4 +1,4 @@
-"""The figures of one run, the same for simulator, server and load client: what a record says of its requests."""
+"""Figures of one run, shared by simulator, server and load client."""
 
 from __future__ import annotations
 
@@ -14,17 +14,22 @@ from skipjoin.observe.requests import Kind, RequestFacts
 from skipjoin.observe.usage import EngineUsage
 
 Record = dict[str, Any]
-# Digits that are kept: a run's figures are not known better.
+# Significant digits in a record; measurements are not more precise.
 _DIGITS = 6
-# A step of this share of the target forward size counts as one that reached it.
+# A step reaches the target forward size from this share on.
 _NEAR_TARGET = 0.9
 
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """Latency objectives of real-time requests in seconds; None: none. The target in a request's facts counts in their
-    place, where it has one. jct_scale: instead of `jct_s`, each request has such a target, so many times what its
-    output takes at light load (EconoServe section 4)."""
+    """Latency objectives of real-time requests in seconds; None means no objective.
+
+    A request's own target takes precedence over these.
+
+    Attributes:
+        jct_scale: Sets a JCT target per request instead of `jct_s`: this multiple of its output's time at light load
+            (EconoServe section 4).
+    """
 
     ttft_s: float | None = None
     tpot_s: float | None = None
@@ -44,13 +49,14 @@ def summarize(
     slo: Slo = NO_SLO,
     window_s: float | None = None,
 ) -> Record:
-    """What happened to the requests: in all, by stream where there are several, and by service class where some are
-    best-effort.
+    """Return the record of all requests, by stream if there are several, and by service class if some are best-effort.
 
-    facts: of every request that was taken, complete or not. now: when the observation ended, in seconds since its
-    start, at which requests that are not complete are counted with their age. rejected, errors: the kind of each
-    request that was refused, and that failed otherwise; their facts, if there are any, are not among `facts`.
-    window_s: how long requests were submitted, in seconds since the start; None: that is not known.
+    Args:
+        facts: Accepted requests, finished or not.
+        now: End of the observation, in seconds since its start. Unfinished requests count with their age.
+        rejected: Kinds of rejected requests, which are not in `facts`.
+        errors: Kinds of failed requests, which are not in `facts`.
+        window_s: Time during which requests were submitted, if known.
     """
     whole = _Part(list(facts), Counter(rejected), Counter(errors))
     record = _figures(whole, now, slo, window_s)
@@ -67,14 +73,14 @@ def summarize(
 
 @dataclass(slots=True)
 class _Part:
-    """Some requests of a run: the facts of those that were taken, and how many of each kind were not."""
+    """Subset of a run's requests: the accepted ones, and the number of others by kind."""
 
     facts: list[RequestFacts] = field(default_factory=list)
     rejected: Counter[Kind] = field(default_factory=Counter)
     errors: Counter[Kind] = field(default_factory=Counter)
 
     def by(self, key: Callable[[Kind], str]) -> dict[str, _Part]:
-        """The parts of it by what `key` says of their kinds."""
+        """Group the part by a property of the requests' kinds."""
         parts: defaultdict[str, _Part] = defaultdict(_Part)
         for one in self.facts:
             parts[key(one.kind)].facts.append(one)
@@ -111,7 +117,7 @@ def _figures(part: _Part, now: float, slo: Slo, window_s: float | None) -> Recor
 
 
 def _window(facts: Sequence[RequestFacts], window_s: float | None) -> Record | None:
-    """What was complete when the last request was submitted: later, a load that fades would count, too."""
+    """Return the throughput until the last submission, without the fading load after it."""
     if not window_s:
         return None
     complete = [one for one in facts if one.is_complete and one.ended is not None and one.ended <= window_s]
@@ -124,8 +130,12 @@ def _window(facts: Sequence[RequestFacts], window_s: float | None) -> Record | N
 
 
 def add_usage(record: Record, usages: Sequence[EngineUsage], *, target_tokens: int | None = None) -> None:
-    """Add what the engine alone sees: steps, batches, KV. usages: one per replica; shares are their means, and the
-    series is the first one's. target_tokens: the forward size that saturates the machine, where it is known."""
+    """Add what only the engine observes: steps, batches and KV.
+
+    Args:
+        usages: One per replica. Shares are averaged; the series is the first replica's.
+        target_tokens: Forward size that saturates the machine, if known.
+    """
     steps = sum(usage.steps for usage in usages)
     record["kv"] = _together([usage.kv() for usage in usages])
     if prefix := _prefix([usage.prefixes.counts for usage in usages]):
@@ -138,7 +148,7 @@ def add_usage(record: Record, usages: Sequence[EngineUsage], *, target_tokens: i
 
 
 def _prefix(counts: Sequence[PrefixCounts]) -> Record | None:
-    """What was found in the caches of replicas; None where no request looked."""
+    """Return prefix cache figures, or None if no request may use cached KV."""
     total = PrefixCounts(*map(sum, zip(*counts, strict=True)))
     if not total.queried:
         return None
@@ -153,12 +163,16 @@ def _prefix(counts: Sequence[PrefixCounts]) -> Record | None:
 
 
 def preempted(record: Record) -> int:
-    """Times that a request of the record's run had to make way, whatever became of its KV."""
+    """Return the number of preemptions in a record."""
     return sum(record["kv"]["preemptions"].values())
 
 
 def _forward(steps: Counter[int], target: int | None) -> Record:
-    """The size of steps. steps: how many computed so many tokens."""
+    """Summarize step sizes.
+
+    Args:
+        steps: Number of steps by number of tokens.
+    """
     total = max(1, steps.total())
     near = None if target is None else sum(count for tokens, count in steps.items() if tokens >= _NEAR_TARGET * target)
     return {
@@ -169,7 +183,11 @@ def _forward(steps: Counter[int], target: int | None) -> Record:
 
 
 def _groups(sizes: Counter[int]) -> Record:
-    """Of groups that begin and end together. sizes: how many had so many requests."""
+    """Summarize group sizes.
+
+    Args:
+        sizes: Number of groups by size.
+    """
     if not sizes:
         return {"mean_size": None, "max_size": None}
     mean = sum(size * count for size, count in sizes.items()) / sizes.total()
@@ -177,7 +195,7 @@ def _groups(sizes: Counter[int]) -> Record:
 
 
 def _together(parts: Sequence[Record]) -> Record:
-    """One object of several with the same fields: sums, means of what is called a mean, and the same within objects."""
+    """Merge records of equal fields: average fields ending in `_mean`, sum others, recurse into objects."""
     return {name: _one_of(name, [part[name] for part in parts]) for name in parts[0]}
 
 
@@ -221,7 +239,6 @@ def _latencies(facts: Sequence[RequestFacts], now: float) -> Record:
 
 
 def _distribution(values: Sequence[float]) -> dict[str, float | None]:
-    """values: sorted."""
     if not values:
         return dict.fromkeys(("mean", "p50", "p95", "p99"))
     return {
@@ -237,7 +254,7 @@ def _quantiles(values: Sequence[float]) -> list[float]:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Of sorted values, linear between them."""
+    """Return a percentile of sorted values by linear interpolation."""
     place = (len(values) - 1) * percent / 100
     low = int(place)
     high = min(low + 1, len(values) - 1)
@@ -245,9 +262,14 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def _attained(part: _Part, now: float, slo: Slo) -> Record:
-    """Shares of all real-time requests, refused and failed ones included, that met each objective that is set for all
-    or for some; and goodput, the requests per second that met all of them. A request without an objective meets it.
-    part: real-time requests."""
+    """Return the share of requests that met each objective, and the goodput.
+
+    The denominator includes rejected and failed requests. A request without an objective meets it. Goodput is the rate
+    of requests that met all objectives.
+
+    Args:
+        part: Real-time requests.
+    """
     facts = part.facts
     total = len(facts) + part.rejected.total() + part.errors.total()
 
@@ -283,12 +305,12 @@ def _attained(part: _Part, now: float, slo: Slo) -> Record:
 
 
 def _bound_s(own_s: float, usual_s: float | None) -> float:
-    """A request's objective: its own, or else the usual one; inf: it has none."""
+    """Return a request's own objective, else the general one, else infinity."""
     return own_s if own_s < math.inf or usual_s is None else usual_s
 
 
 def _breakdown(facts: Sequence[RequestFacts], now: float) -> dict[str, float]:
-    """Seconds per request, on average."""
+    """Return mean seconds per request."""
     count = max(1, len(facts))
     return {
         "queueing": rounded(sum(one.waiting(now) for one in facts) / count),
@@ -299,7 +321,7 @@ def _breakdown(facts: Sequence[RequestFacts], now: float) -> dict[str, float]:
 
 
 def _waits(facts: Sequence[RequestFacts]) -> dict[str, float]:
-    """Mean seconds per request by the reason for which it waited; reasons that did not occur are left out."""
+    """Return mean seconds per request by wait reason; reasons that did not occur are omitted."""
     total: Counter[str] = Counter()
     for one in facts:
         total.update({reason.value: seconds for reason, seconds in one.wait_s().items() if seconds})
@@ -307,5 +329,5 @@ def _waits(facts: Sequence[RequestFacts]) -> dict[str, float]:
 
 
 def rounded(value: float) -> float:
-    """The value with the digits that records keep."""
+    """Round a float to the precision of records."""
     return float(f"{value:.{_DIGITS}g}") if isinstance(value, float) else value

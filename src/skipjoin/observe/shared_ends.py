@@ -1,4 +1,4 @@
-"""Blocks that two requests fill from both ends, folded from core events (BROS section 5)."""
+"""Bidirectional block sharing, folded from core events (BROS section 5)."""
 
 from __future__ import annotations
 
@@ -9,29 +9,30 @@ from skipjoin.core.step import Direction, Move
 
 
 class SharedEndUse:
-    """Shared blocks over time, and what was saved of them and brought back.
+    """Statistics of bidirectional blocks and their checkpoints.
 
-    slots: that were saved before another request wrote there (lazy checkpoints). restores: times that a request got
-    such slots back, alone or with the rest of its KV.
+    Attributes:
+        slots: Token slots checkpointed before another request overwrote them (lazy checkpoints).
+        restores: Number of times that a request's checkpointed slots were swapped in.
     """
 
     def __init__(self) -> None:
         self.slots = 0
         self.restores = 0
-        self._saved: set[Request] = set()  # of which slots are saved
-        self._lent = 0  # blocks, as of now
+        self._saved: set[Request] = set()  # requests with checkpointed slots
+        self._lent = 0  # current number of blocks
         self._lent_block_s = 0.0
 
     def pass_time(self, seconds: float) -> None:
-        """Nothing changed for so long."""
+        """Advance time by an interval without changes."""
         self._lent_block_s += seconds * self._lent
 
     def planned(self, lent: int) -> None:
-        """So many blocks are shared from now on."""
+        """Set the current number of shared blocks."""
         self._lent = lent
 
     def moved(self, move: Move) -> None:
-        """A move landed."""
+        """Record a completed move."""
         if move.request is None:
             return
         if move.direction is Direction.OUT and move.spans:
@@ -42,15 +43,20 @@ class SharedEndUse:
             self._saved.remove(move.request)
 
     def lost(self, request: Request) -> None:
-        """The request ended, or its KV is dropped."""
+        """Record that a request finished or its KV was dropped."""
         self._saved.discard(request)
 
     def close(self) -> None:
-        """Forget the requests."""
+        """Release references to requests."""
         self._saved.clear()
 
     def kv(self, seconds: float, slot_bytes: float) -> dict[str, Any]:
-        """Their part of a record. seconds: of the run. slot_bytes: of one token's KV."""
+        """Return the sharing fields of a record's `kv`.
+
+        Args:
+            seconds: Duration of the run.
+            slot_bytes: Size of one token's KV.
+        """
         return {
             "shared_blocks_mean": self._lent_block_s / seconds,
             "checkpointed_slots": self.slots,

@@ -1,4 +1,4 @@
-"""How busy the stages of a pipeline are, folded from core events."""
+"""Utilization of pipeline stages, folded from core events."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from skipjoin.core.events import Arrived, Computed, Event, Finished, Planned, Re
 
 
 class Rests:
-    """Which plans found the engine at rest: no request was there since the plan before. What stages waited until such a
-    plan is no bubble."""
+    """Tracks which plans follow an idle period without requests. Stage idle time before such a plan is not a bubble."""
 
     def __init__(self) -> None:
         self._live = 0
@@ -18,7 +17,7 @@ class Rests:
         self._in_flight: deque[bool] = deque()
 
     def observe(self, event: Event) -> bool:
-        """Take what happened, in order. Of a plan that was computed: whether it found the engine at rest."""
+        """Process one event; for `Computed`, return whether its plan followed an idle period."""
         if isinstance(event, Planned):
             self._in_flight.append(self._has_rested and not self._in_flight)
             self._has_rested = False
@@ -36,8 +35,10 @@ class Rests:
 
 
 class StageUse:
-    """Seconds that each stage worked (`busy`), and that it stood still while there were requests (`idle`), from its
-    first step to its last; both are empty where there is one stage only."""
+    """Busy and idle seconds per pipeline stage; empty with a single stage.
+
+    Idle time counts from the stage's first step to its last, and only while there are requests.
+    """
 
     def __init__(self) -> None:
         self.busy: list[float] = []
@@ -45,7 +46,7 @@ class StageUse:
         self._rests = Rests()
 
     def observe(self, events: Iterable[Event]) -> None:
-        """Take what happened, in order."""
+        """Process events in order."""
         for event in events:
             after_rest = self._rests.observe(event)
             if isinstance(event, Computed) and event.result.stages:
@@ -58,6 +59,6 @@ class StageUse:
 
     @property
     def bubble_share(self) -> float:
-        """Share of the stages' time that they stood still, 0 to 1; 0 before any step."""
+        """Return the idle share of the stages' time, 0 to 1; 0 before any step."""
         busy, idle = sum(self.busy), sum(self.idle)
         return idle / (busy + idle) if idle else 0.0

@@ -1,5 +1,4 @@
-"""Traces that Perfetto and chrome://tracing open: which request ran in which batch slot, why it left, and what was
-copied."""
+"""Execution traces for Perfetto and chrome://tracing: requests by batch slot, preemptions and KV copies."""
 
 from __future__ import annotations
 
@@ -15,21 +14,21 @@ from skipjoin.core.request import FinishReason, Request
 from skipjoin.core.step import Direction, Move, Slice, StepPlan, StepResult
 from skipjoin.observe.stages import Rests
 
-# Process and thread, in the format's words; viewers show them as groups and lanes. A thread 0 is no lane to some, and
-# some want thread ids that no two processes share.
+# Process and thread ids of the trace format, shown as groups and lanes. Thread ids start at 1 and are unique across
+# processes, because some viewers require it.
 Lane = tuple[int, int]
 _ENGINE, _BATCH, _PIPELINE = 1, 2, 3
 _STEPS, _OUT, _IN = (_ENGINE, 1), (_ENGINE, 2), (_ENGINE, 3)
 _FIRST_SLOT = 4
-_FIRST_STAGE = 1 << 20  # more slots than there will ever be
-# Events that are written together, so that the file on the disk always ends between two of them.
+_FIRST_STAGE = 1 << 20  # above any number of slots
+# Number of events written at once, so that the file always ends at an event boundary.
 _CHUNK = 256
 
 
 class TraceFile:
-    """Chrome's trace format as an array of JSON objects, streamed. Times are in nanoseconds.
+    """Streaming writer of Chrome's trace format, a JSON array of events. Times are in nanoseconds.
 
-    file: text. Without `close` it lacks the closing bracket, which the viewers do not need.
+    Without `close` the file lacks the closing bracket, which viewers accept.
     """
 
     def __init__(self, file: TextIO) -> None:
@@ -42,23 +41,23 @@ class TraceFile:
         self._add({"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}})
 
     def lane(self, lane: Lane, name: str) -> None:
-        """Name a lane; lanes are shown in the order of their threads."""
+        """Name a lane. Viewers sort lanes by thread id."""
         pid, tid = lane
         for kind, args in (("thread_name", {"name": name}), ("thread_sort_index", {"sort_index": tid})):
             self._add({"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": args})
 
     def span(self, lane: Lane, name: str, begin: int, end: int, args: dict[str, Any]) -> None:
-        """Something took from `begin` to `end`."""
+        """Add a span from `begin` to `end`."""
         pid, tid = lane
         times = {"ts": begin / 1000, "dur": (end - begin) / 1000}
         self._add({"ph": "X", "name": name, "pid": pid, "tid": tid, **times, "args": args})
 
     def counter(self, pid: int, name: str, at: int, value: int) -> None:
-        """A number changed."""
+        """Add a sample of a counter."""
         self._add({"ph": "C", "name": name, "pid": pid, "ts": at / 1000, "args": {"value": value}})
 
     def flush(self) -> None:
-        """Write what is held back."""
+        """Write buffered events."""
         if self._lines:
             self._file.write(self._lead + ",\n".join(self._lines))
             self._file.flush()
@@ -66,7 +65,7 @@ class TraceFile:
             self._lead = ",\n"
 
     def close(self) -> None:
-        """End the array. The file stays open."""
+        """Terminate the array, but leave the file open."""
         self.flush()
         self._file.write("\n]\n")
         self._file.flush()
@@ -79,8 +78,13 @@ class TraceFile:
 
 @dataclass(slots=True)
 class _Span:
-    """A request's steps without a break, in one phase. computed, generated: tokens. position: tokens of the request
-    that are computed at its end."""
+    """Uninterrupted steps of a request in one phase.
+
+    Attributes:
+        computed: Tokens computed in the span.
+        generated: Tokens generated in the span.
+        position: Computed tokens of the request at the end of the span.
+    """
 
     slot: int
     phase: str
@@ -93,7 +97,12 @@ class _Span:
 
 @dataclass(slots=True)
 class _Seat:
-    """A request's place in the trace. plans: in flight, with a slice of it. leaving: why it is gone once they ran."""
+    """State of a request in the trace.
+
+    Attributes:
+        plans: Plans in flight with a slice of the request.
+        leaving: Reason to end the span once these plans have run.
+    """
 
     span: _Span | None = None
     plans: int = 0
@@ -101,7 +110,7 @@ class _Seat:
 
 
 class _Flight(NamedTuple):
-    """A plan in flight, and the requests that had been preempted when it was decided."""
+    """Plan in flight, with the preemptions of its decision."""
 
     plan: StepPlan
     decided: int
@@ -109,27 +118,27 @@ class _Flight(NamedTuple):
 
 
 class Timeline:
-    """Writes a trace of one engine as its core events come.
+    """Trace writer of one engine, driven by core events.
 
-    Lanes: one per batch slot, where a request takes the lowest that is free, with a span for each phase that it went
-    through without a break; one for steps; one per direction of copies, where the moves of a plan share its time by
-    their blocks. Things are shown when they ran, which with several plans in flight is later than they were decided.
-    With pipeline stages one lane for each, with its part of every step, and a bubble where it stood still for want of
-    one while there were requests. Stages tell how long things took, not when: each part is shown as early as the part
-    before it in its lane and the decision allow, and no later than the next stage begins.
-    Counters tell the requests that run and wait, and the KV blocks that are held (not free) and claimed (held or
-    promised).
+    There is one lane per batch slot, one for steps and one per copy direction. A request takes the lowest free slot,
+    and has one span per uninterrupted phase. The moves of a plan share its time in proportion to their blocks. Spans
+    show execution time, which with several plans in flight is later than the decision.
 
-    A span's `left` says why it ended: a `FinishReason`, a `Preemption`, "caught up" where a prefill goes on as decode
-    in the same slot, "still running" at `close`.
+    With pipeline stages, each stage has a lane with its part of every step and with bubbles. Stages report durations
+    only, so parts are drawn as early as the lane and the decision allow, and before the next stage begins.
 
-    file: text; it is written now and then, by `flush`, and by `close`, which leaves it open. Those raise OSError if
-    it cannot be written.
+    Counters show running and waiting requests, and KV blocks that are held (not free) and claimed (held or reserved).
+
+    A span's `left` is a `FinishReason`, a `Preemption` or one of three texts: "caught up" (prefill continues as decode
+    in the same slot), "lost in a restart", and "still running" (at `close`).
+
+    Args:
+        file: Text file, which `close` leaves open. Methods that write to it raise OSError on failure.
     """
 
     def __init__(self, file: TextIO) -> None:
         self._trace = TraceFile(file)
-        self._origin: float | None = None  # of the time scale: the first event
+        self._origin: float | None = None  # time of the first event
         self._seats: dict[Request, _Seat] = {}
         self._free_slots: list[int] = []
         self._slots = 0
@@ -137,7 +146,7 @@ class Timeline:
         self._preempted: list[Preempted] = []  # since the last plan
         self._step_end = 0
         self._rests = Rests()
-        self._stage_ends: list[int] = []  # of the last part in each stage's lane
+        self._stage_ends: list[int] = []  # end of the last part per stage
         self._live = 0
         self._running: set[Request] = set()
         self._shown: dict[str, int] = {}
@@ -148,7 +157,7 @@ class Timeline:
         self._trace.group(_BATCH, "Batch")
 
     def observe(self, events: Iterable[Event]) -> None:
-        """Take what happened, in order."""
+        """Process events in order."""
         for event in events:
             after_rest = self._rests.observe(event)
             if isinstance(event, Token):
@@ -167,18 +176,18 @@ class Timeline:
             elif isinstance(event, Arrived):
                 self._live += 1
                 self._seats[event.request] = _Seat()
-                self._at(event.now)  # time begins with it
+                self._at(event.now)  # sets the origin
             elif isinstance(event, Finished):
                 self._finish(event)
             elif isinstance(event, Restarted):
                 self._restart(event)
 
     def flush(self) -> None:
-        """Write what is held back; spans that go on come later."""
+        """Write buffered events; open spans are written when they end."""
         self._trace.flush()
 
     def close(self) -> None:
-        """Write the spans that go on, and end the trace."""
+        """Write open spans and terminate the trace."""
         for request, seat in self._seats.items():
             self._vacate(request, seat, "still running")
         self._trace.close()
@@ -199,7 +208,7 @@ class Timeline:
         self._show(at, held=event.held, claimed=event.claimed)
 
     def _restart(self, event: Restarted) -> None:
-        """All requests leave their slots; what the plans in flight would have computed is not drawn."""
+        """End all spans and discard the plans in flight."""
         at = self._at(event.now)
         while self._in_flight:
             self._settle(self._in_flight.popleft().plan)
@@ -214,11 +223,11 @@ class Timeline:
         result = event.result
         flight = self._in_flight.popleft()
         end = self._at(event.now)
-        # Steps run one after the other, whenever they were decided.
+        # Steps run one after the other, even if they were decided ahead.
         begin = min(end, max(flight.decided, self._step_end, end - round(result.seconds * 1e9)))
         self._step_end = end
         for preempted in flight.preempted:
-            # It may have ended while the plan waited for its turn.
+            # The request may have finished before the plan ran.
             if (seat := self._seats.get(preempted.request)) is not None:
                 self._vacate(preempted.request, seat, preempted.how.value)
         prefill = decodes = 0
@@ -236,15 +245,18 @@ class Timeline:
             self._draw_stages(result, flight.decided, end, after_rest)
 
     def _draw_stages(self, result: StepResult, decided: int, end: int, after_rest: bool) -> None:
-        """Each stage's part of the step that ended at `end`, and the bubbles before it. after_rest: what came before
-        was no bubble, there was nothing to do."""
+        """Draw each stage's part of the step that ended at `end`, and the bubble before it.
+
+        Args:
+            after_rest: The engine was idle before the step, so there is no bubble.
+        """
         if not self._stage_ends:
             self._trace.group(_PIPELINE, "Pipeline")
             for number in range(len(result.stages)):
                 self._trace.lane(_lane_of_stage(number), f"Stage {number}")
         ends = self._stage_ends or [decided] * len(result.stages)
         parts: list[tuple[int, int, int]] = []
-        # From the last stage back, because where that ended is known.
+        # Backward from the last stage, because only its end is known.
         latest = end
         for busy, idle in reversed(result.stages):
             last = ends[len(result.stages) - 1 - len(parts)]
@@ -261,7 +273,7 @@ class Timeline:
         self._stage_ends = [stop for _, _, stop in reversed(parts)]
 
     def _settle(self, plan: StepPlan) -> None:
-        """Let those go that left while the plan ran, if no other plan holds them."""
+        """Remove requests that finished while the plan ran, unless another plan holds them."""
         for piece in plan.slices:
             seat = self._seats.get(piece.request)
             if seat is None:
@@ -276,14 +288,14 @@ class Timeline:
             before = [move for move in plan.blocking if move.direction is direction]
             overlapped = [move for move in plan.overlapped if move.direction is direction]
             middle = begin + round(result.moving * 1e9)
-            if not result.moving:  # the executor does not tell it apart
+            if not result.moving:  # the executor does not measure moves separately
                 middle = begin + (end - begin) * _blocks(before) // max(1, _blocks(before) + _blocks(overlapped))
             middle = min(middle, end)
             self._share(before, (lane, name, "blocking"), begin, middle)
             self._share(overlapped, (lane, name, "overlapped"), middle, end)
 
     def _share(self, moves: Sequence[Move], place: tuple[Lane, str, str], begin: int, end: int) -> None:
-        """One span per move, one after the other, as long as their blocks are many."""
+        """Draw consecutive spans for moves, with lengths in proportion to their blocks."""
         lane, name, when = place
         total, done, since = max(1, _blocks(moves)), 0, begin
         for move in moves:
@@ -315,7 +327,7 @@ class Timeline:
         self._live -= 1
         self._running.discard(request)
         if seat.plans and event.reason not in (FinishReason.STOP, FinishReason.LENGTH):
-            seat.leaving = event.reason.value  # a step runs for it, and ends whatever becomes of the request
+            seat.leaving = event.reason.value  # its span ends with the step in flight
         else:
             self._leave(request, event.reason.value)
         if not self._live:
@@ -325,7 +337,7 @@ class Timeline:
         self._vacate(request, self._seats.pop(request), why)
 
     def _vacate(self, request: Request, seat: _Seat, why: str) -> None:
-        """Give the slot back, if it has one."""
+        """Write the request's span, if there is one, and free its slot."""
         if seat.span is not None:
             self._write(request, seat.span, why)
             heapq.heappush(self._free_slots, seat.span.slot)
@@ -349,7 +361,6 @@ class Timeline:
         self._trace.span(_lane_of(span.slot), span.phase, span.begin, span.end, args)
 
     def _show(self, at: int, *, held: int, claimed: int) -> None:
-        """Write the counters that changed."""
         running = len(self._running)
         for name, value in (
             ("KV blocks held", held),

@@ -1,4 +1,4 @@
-"""What steps did and what KV they held, folded from core events."""
+"""Steps and KV usage of an engine, folded from core events."""
 
 from __future__ import annotations
 
@@ -28,12 +28,19 @@ from skipjoin.observe.claims import ClaimUse
 from skipjoin.observe.prefixes import PrefixUse
 from skipjoin.observe.shared_ends import SharedEndUse
 
-# Points of the series that are kept; when there are twice as many, every other one goes.
+# Length of the series. At twice this length, every other point is dropped.
 POINTS = 240
 
 
 class Point(NamedTuple):
-    """One moment: kv_used and kv_allocated are shares of the device's KV, 0 to 1; running and waiting, requests."""
+    """Sample of the series.
+
+    Attributes:
+        kv_used: Share of the device's KV that computed tokens fill, 0 to 1.
+        kv_allocated: Share of the device's KV that is held or reserved, 0 to 1.
+        running: Number of requests in the step.
+        waiting: Number of other requests.
+    """
 
     time_s: float
     kv_used: float
@@ -43,11 +50,14 @@ class Point(NamedTuple):
 
 
 class EngineUsage:
-    """Steps, batches, preemptions, KV moved, held and lent.
+    """Statistics of steps, batches, preemptions and KV.
 
-    Used KV is what computed tokens fill, counted once for each request that shares them; allocated KV is what requests
-    hold or are promised. Both are means over time. device_blocks, block_size: the KV pool. block_bytes: of one block on
-    the host, all layers.
+    Used KV is what computed tokens fill, counted once per sharing request. Allocated KV is what requests hold or have
+    reserved. Both are time-weighted means.
+
+    Args:
+        device_blocks: Size of the device's block pool.
+        block_bytes: Size of one block in CPU memory, over all layers.
     """
 
     def __init__(self, *, device_blocks: int, block_size: int, block_bytes: int) -> None:
@@ -57,7 +67,7 @@ class EngineUsage:
         self._block_bytes = block_bytes
         self.steps = 0
         self.slices = 0
-        self.forwards: Counter[int] = Counter()  # steps by the tokens that they computed
+        self.forwards: Counter[int] = Counter()  # number of steps by number of tokens
         self.preemptions = dict.fromkeys(Preemption, 0)
         self.recomputed_tokens = 0
         self.swapped_out_bytes = 0
@@ -65,12 +75,12 @@ class EngineUsage:
         self.claims = ClaimUse()
         self.prefixes = PrefixUse()
         self.shared_ends = SharedEndUse()
-        self._spilled: set[Request] = set()  # in the decision at hand
+        self._spilled: set[Request] = set()  # in the current decision
         self._live: set[Request] = set()
         self._resident: dict[Request, int] = {}  # tokens on the device
-        self._on_host: dict[Request, int] = {}  # tokens with KV on either tier, where some is on the host
+        self._on_host: dict[Request, int] = {}  # tokens on both tiers, of requests with KV in CPU memory
         self._used = 0
-        self._dropped: dict[Request, int] = {}  # tokens that were computed once and have to be again
+        self._dropped: dict[Request, int] = {}  # tokens that must be recomputed
         self._now = 0.0
         self._used_seconds = 0.0
         self._allocated_seconds = 0.0
@@ -93,7 +103,7 @@ class EngineUsage:
         }
 
     def observe(self, events: Iterable[Event]) -> None:
-        """Take what happened, in order."""
+        """Process events in order."""
         handlers = self._handlers
         for event in events:
             if (handle := handlers.get(type(event))) is not None:
@@ -101,11 +111,11 @@ class EngineUsage:
 
     @property
     def batch_mean(self) -> float:
-        """Requests in a step, on average."""
+        """Return the mean number of requests per step."""
         return self.slices / max(1, self.steps)
 
     def kv(self) -> dict[str, Any]:
-        """The record's `kv` part."""
+        """Return the record's `kv`."""
         seconds = max(self._now, 1e-12)
         return {
             "used_mean": self._used_seconds / seconds,
@@ -119,14 +129,16 @@ class EngineUsage:
         }
 
     def series(self) -> dict[str, list[float]]:
-        """KV and requests over time, as equally long lists."""
+        """Return the samples as one list per field, thinned to at most `POINTS`."""
         stride = max(1, -(-len(self._points) // POINTS))
         points = self._points[::stride]
         return {name: [getattr(point, name) for point in points] for name in Point._fields}
 
     def close(self, *, keeps_series: bool) -> None:
-        """Forget the requests, of which nothing may be observed afterwards, and perhaps the series: what is left is
-        small, and can be sent to another process."""
+        """Release references to requests, so that the rest is small enough to send to another process.
+
+        No events may be observed afterwards.
+        """
         for known in (self._live, self._resident, self._on_host, self._dropped, self._spilled):
             known.clear()
         self.claims.close()
@@ -149,7 +161,7 @@ class EngineUsage:
         self._claimed = event.claimed
         self.shared_ends.planned(event.lent)
         for move in event.plan.blocking:
-            # A slot more of a request that is away already; the first ones come with its preemption.
+            # Another slot of a request that is preempted already. Its first slots are part of the preemption event.
             if not move.spans or move.request is None:
                 continue
             if move.direction is Direction.OUT and move.request not in self._spilled:
@@ -165,7 +177,7 @@ class EngineUsage:
         kept = event.kept
         self._spilled.add(request)
         self.claims.lost_kv(request, blocks_left=-(-kept // self._block_size))
-        # What KV on the host follows goes last.
+        # KV in CPU memory is a suffix, so KV before it may still be on the device.
         tokens = max(self._leave(request), self._on_host.pop(request, 0))
         if how is Preemption.DROP:
             self.shared_ends.lost(request)
@@ -197,7 +209,7 @@ class EngineUsage:
     def _compute(self, event: Computed) -> None:
         self._advance(event.now)
         slices = event.result.plan.slices
-        if not slices:  # moves were waited for
+        if not slices:  # the plan only waited for moves
             return
         self.steps += 1
         self.slices += len(slices)
@@ -205,7 +217,7 @@ class EngineUsage:
         self.forwards[sum(piece.tokens for piece in slices)] += 1
         for piece in slices:
             request, end = piece.request, piece.start + piece.tokens
-            if request not in live:  # it ended while the step ran
+            if request not in live:  # it finished during the step
                 continue
             self._used += end - resident.get(request, 0)
             resident[request] = end
@@ -213,7 +225,6 @@ class EngineUsage:
                 self.recomputed_tokens += min(end, high) - piece.start
 
     def _decode(self, event: Decoded) -> None:
-        """As the `Planned` and `Computed` of each step."""
         count, begin = len(event.requests), event.since
         for end, claimed in zip(event.ends, event.claimed, strict=True):
             self._claimed = claimed
@@ -243,8 +254,8 @@ class EngineUsage:
         self._reside(move.request, self._on_host.pop(move.request, 0))
 
     def _fail(self, event: MoveFailed) -> None:
-        """A failed overlapped move out leaves the KV where it was; what else fails is lost, and the request is
-        preempted next."""
+        """Restore the KV of a failed overlapped swap-out. Other failed moves lose KV, and the request is preempted
+        next."""
         move, request = event.move, event.move.request
         if move.direction is Direction.OUT and request is not None and request in self._on_host:
             self._reside(request, self._resident.get(request, 0) + move.tokens)
@@ -252,15 +263,17 @@ class EngineUsage:
                 del self._on_host[request]
 
     def _reside(self, request: Request, tokens: int) -> None:
-        """The KV of the request's first tokens is on the device, or of more: one that returned with a blocking move has
-        computed in that step already."""
+        """Raise the number of the request's tokens on the device to at least `tokens`.
+
+        It may be higher already, because a request that is swapped in by a blocking move computes in the same step.
+        """
         before = self._resident.get(request, 0)
         if request in self._live and tokens > before:
             self._used += tokens - before
             self._resident[request] = tokens
 
     def _leave(self, request: Request) -> int:
-        """The request's KV leaves the device; how many tokens that were."""
+        """Remove the request's KV from the device and return its number of tokens."""
         tokens = self._resident.pop(request, 0)
         self._used -= tokens
         return tokens
@@ -274,7 +287,7 @@ class EngineUsage:
         self._now = now
 
     def _note(self, now: float, running: int) -> None:
-        """Add a point: so many requests run in the step that was decided."""
+        """Sample the series, at most once per spacing."""
         points = self._points
         if points and now < points[-1].time_s + self._spacing:
             return

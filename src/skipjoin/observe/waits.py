@@ -1,8 +1,8 @@
-"""How long requests wait for each reason, folded from core events.
+"""Wait times of requests by reason, folded from core events.
 
-From its arrival to its end a request either executes, or waits for one reason at a time: the seconds by reason add up
-to its latency less its execution. Requests that decisions do not examine share their reason, so their seconds are kept
-on one clock for all of them, and a request takes its part when it leaves them.
+From arrival to end a request either executes or waits for one reason at a time. The seconds by reason therefore sum up
+to its latency minus its execution time. Requests that a decision does not examine form the tail and share one reason.
+Their seconds accumulate on a common clock, of which a request takes its part when it leaves the tail.
 """
 
 from __future__ import annotations
@@ -20,14 +20,20 @@ REASONS = tuple(WaitReason)
 _INDEX: Mapping[WaitReason, int] = {reason: index for index, reason in enumerate(REASONS)}
 _DISPATCH, _NOT_EXAMINED = _INDEX[WaitReason.DISPATCH], _INDEX[WaitReason.NOT_EXAMINED]
 _IN_TRANSIT, _PENDING = _INDEX[WaitReason.KV_IN_TRANSIT], _INDEX[WaitReason.TOKEN_PENDING]
-# Below this, a difference of two times is rounding.
+# Smaller time differences are rounding errors.
 _NOTHING_S = 1e-9
 
-Mark = tuple[float, ...]  # the clock of the tail at some moment: seconds by reason since the engine began
+Mark = tuple[float, ...]  # reading of the tail's clock: seconds by reason since the engine's start
 
 
 class Moment:
-    """When requests became free to be chosen again, or were chosen: the time, how many plans there were, the clock."""
+    """Time at which requests were chosen or became free to be chosen.
+
+    Attributes:
+        decisions: Number of decisions so far.
+        mark: Reading of the tail's clock.
+        is_queued: The plan was decided behind others in flight.
+    """
 
     __slots__ = ("decisions", "is_queued", "mark", "now")
 
@@ -39,9 +45,11 @@ class Moment:
 
 
 class WaitTimes:
-    """One request's seconds by reason, and what it waits for at present.
+    """Seconds by reason of one request, and its current wait.
 
-    freed: since when it has been free to be chosen; None: it waits in the tail (mark) or for a reason of its own.
+    Attributes:
+        freed: When it became free to be chosen; None while it waits in the tail (`mark` is set) or for its own reason.
+        reason, since: Its own reason and when that began.
     """
 
     __slots__ = ("freed", "mark", "reason", "seconds", "since")
@@ -54,7 +62,7 @@ class WaitTimes:
         self.since = 0.0
 
     def __getstate__(self) -> tuple[float, ...]:
-        """Only the seconds: in another process it waits for nothing any more."""
+        """Pickle the seconds only."""
         return tuple(self.seconds)
 
     def __setstate__(self, seconds: tuple[float, ...]) -> None:
@@ -62,27 +70,27 @@ class WaitTimes:
         self.seconds = array("d", seconds)
 
     def by_reason(self) -> Iterator[tuple[WaitReason, float]]:
-        """Each reason and its seconds."""
-        # A step begun ahead may take back a little more from one reason than was charged to that one.
+        """Yield each reason and its seconds."""
+        # A step that was submitted ahead may take back slightly more than was charged to a reason.
         return zip(REASONS, (max(0.0, seconds) for seconds in self.seconds), strict=True)
 
 
 class WaitLog:
-    """Keeps `WaitTimes` of the live requests, and the seconds by reason of all requests together."""
+    """`WaitTimes` of live requests, and the total seconds by reason."""
 
     def __init__(self) -> None:
-        self._total = [0.0] * len(REASONS)  # of what is over
-        self._clock = [0.0] * len(REASONS)  # of a request that would always have been in the tail
+        self._total = [0.0] * len(REASONS)  # without waits in progress
+        self._clock = [0.0] * len(REASONS)  # as of a request that is always in the tail
         self._tail, self._tail_since = _NOT_EXAMINED, 0.0
         self._in_tail = 0
         self._tail_marks = [0.0] * len(REASONS)  # sum over the requests in the tail
-        self._waiting: set[WaitTimes] = set()  # for a reason of their own
+        self._waiting: set[WaitTimes] = set()  # with their own reason
         self._decisions = 0
-        self._in_flight: dict[int, Moment] = {}  # when the plans in flight were made, by id
-        self._last: Moment | None = None  # of the last result
+        self._in_flight: dict[int, Moment] = {}  # decision of plans in flight, by id
+        self._last: Moment | None = None  # moment of the last result
 
     def totals(self, now: float) -> list[float]:
-        """Seconds by reason of all requests until now."""
+        """Return seconds by reason of all requests until now."""
         clock = self._mark(now)
         found = [
             total + self._in_tail * at - marks
@@ -95,23 +103,27 @@ class WaitLog:
     # -- events -------------------------------------------------------------------------------------------
 
     def arrived(self, arrival: float, now: float) -> WaitTimes:
-        """A request entered the engine; it may have arrived at another one before."""
+        """Add a request, which may have arrived at another engine before."""
         times = WaitTimes()
         self.resumed(times, {WaitReason.NOT_EXAMINED: now - arrival}, now)
         return times
 
     def resumed(self, times: WaitTimes, waited: Mapping[WaitReason, float], now: float) -> None:
-        """A request entered the engine whose times another log has finished. waited: seconds by reason since then."""
+        """Add a request that comes from another engine's log.
+
+        Args:
+            waited: Seconds by reason since it left that log.
+        """
         for reason, seconds in waited.items():
             self._add(times, _INDEX[reason], seconds)
         times.freed = None
         self._enter_tail(times, now)
 
     def waited(self, times: WaitTimes, event: Waited) -> None:
-        """The request's reason changed."""
+        """Change the request's wait reason."""
         freed = times.freed
         if freed is not None and freed.decisions == self._decisions:
-            since = freed.now  # the first decision since its last step: it has waited for this from the start
+            since = freed.now  # the first decision since its last step, so the reason applies from the start
         else:
             self._leave(times, event.now, self._mark(event.now))
             since = event.now
@@ -123,49 +135,47 @@ class WaitLog:
         self._waiting.add(times)
 
     def started(self, times: WaitTimes, now: float) -> None:
-        """The request was chosen after it had waited."""
+        """End the wait of a request that was chosen."""
         if times.freed is None:
             mark = self._mark(now)
             self._leave(times, now, mark)
             times.freed = Moment(now, self._decisions, mark)
 
     def planned(self, event: Planned) -> None:
-        """A step was decided."""
+        """Record a decision."""
         self._decisions += 1
         mark = self._mark(event.now)
         self._in_flight[event.plan.id] = Moment(event.now, self._decisions, mark, is_queued=bool(self._in_flight))
         self._tail = _INDEX[event.tail]
 
     def computed(self, result: StepResult, now: float) -> StepWaits:
-        """A result is there; what its step means for each request that it ran."""
+        """Record a step's result, and return the object that charges waits to the requests of the step."""
         chosen = self._in_flight.pop(result.plan.id)
         waits = StepWaits(self, chosen, self._last, Moment(now, self._decisions, self._mark(now)), result)
         self._last = waits.freed
         return waits
 
     def decoded(self, steps: int, end: float) -> Moment:
-        """So many steps were decided and computed without a pause, the last one until `end`, and no request waited.
-        Returns the moment of the last result."""
+        """Record a run of decode steps without waiting requests, and return the moment of the last result."""
         self._decisions += steps
         self._last = Moment(end, self._decisions, self._mark(end))
         return self._last
 
     def finished(self, times: WaitTimes, now: float) -> None:
-        """The request ended."""
-        if times.freed is not None:  # a plan in flight held it, or it ended with its last step
+        if times.freed is not None:  # a plan in flight held it, or it finished with its last step
             self._add(times, _DISPATCH, now - times.freed.now)
         else:
             self._leave(times, now, self._mark(now))
 
     def restarted(self) -> None:
-        """The plans in flight are lost."""
+        """Discard the plans in flight."""
         self._in_flight.clear()
         self._last = None
 
     # -- inside -------------------------------------------------------------------------------------------
 
     def resume(self, times: WaitTimes, chosen: Moment, begin: float) -> None:
-        """The request ran again, from `begin` on, after it had waited: charge what it waited for."""
+        """Charge the wait of a request that runs again from `begin` on."""
         freed = times.freed
         since = chosen.now if freed is None else freed.now
         if freed is None or chosen.decisions > freed.decisions + 1:
@@ -174,7 +184,11 @@ class WaitLog:
         self._add(times, _PENDING if chosen.is_queued else _DISPATCH, begin - since)
 
     def _leave(self, times: WaitTimes, now: float, mark: Mark) -> None:
-        """End what the request waits for. mark: the tail's clock at `now`."""
+        """End the request's current wait.
+
+        Args:
+            mark: Reading of the tail's clock at `now`.
+        """
         if times.freed is not None or times.mark is not None:
             before = times.mark if times.freed is None else times.freed.mark
             assert before is not None
@@ -205,12 +219,16 @@ class WaitLog:
             self._total[index] += seconds
 
     def add_moving(self, times: WaitTimes, seconds: float) -> None:
-        """The request's step stood still for blocking moves."""
+        """Charge blocking moves of the request's step."""
         self._add(times, _IN_TRANSIT, seconds)
 
 
 class StepWaits:
-    """What one step means for the waits of the requests that it ran. freed: the moment of its result."""
+    """Charges waits to the requests of one step.
+
+    Attributes:
+        freed: Moment of the step's result.
+    """
 
     __slots__ = ("_begin", "_chosen", "_gap", "_is_serial", "_last", "_log", "_moving", "freed")
 
@@ -221,14 +239,14 @@ class StepWaits:
         self.freed = freed
         self._begin = freed.now - result.seconds
         self._moving = result.moving
-        # What a request waits that ran in the step before, too: the host, or nothing.
+        # A request that also ran in the previous step waits for dispatch only, or not at all.
         self._gap = last is not None and abs(self._begin - last.now) > _NOTHING_S
-        # On one device steps follow each other. A step begun ahead begins before the result of the previous one is
-        # committed: what was charged too much for that one is taken back. Between stages a request's steps overlap.
+        # On one device steps are serial. A step that was submitted ahead begins before the previous result is
+        # committed, so the excess charged for that one is taken back. With pipeline stages, a request's steps overlap.
         self._is_serial = not result.stages
 
     def ran(self, times: WaitTimes) -> None:
-        """The step had a slice of the request."""
+        """Charge the wait before the request's slice of the step."""
         freed, begin = times.freed, self._begin
         if freed is not None and not self._is_serial:
             begin = max(begin, freed.now)

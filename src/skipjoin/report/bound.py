@@ -1,4 +1,4 @@
-"""Bounds on a field of the result records, and the largest arrival rate or fewest replicas with which one holds."""
+"""Bounds on record fields, and the maximum rate or minimum number of replicas that satisfies one."""
 
 from __future__ import annotations
 
@@ -21,9 +21,12 @@ _BOUND = re.compile(r"\s*([^\s<>=]+)\s*(<=|>=|<|>)\s*([^\s<>=]+)\s*")
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A limit on one number of a record, such as a mean normalized latency of at most 0.3 s per token.
+    """Limit on one number of a record, such as a mean normalized latency of at most 0.3 s per token.
 
-    field: dotted, as in "ttft_s.p95". operator: <=, >=, < or >. limit: in the field's own unit.
+    Attributes:
+        field: Dotted name, such as "ttft_s.p95".
+        operator: <=, >=, < or >.
+        limit: In the field's unit.
     """
 
     field: str
@@ -31,15 +34,19 @@ class Bound:
     limit: float
 
     def value(self, record: Record) -> float:
-        """The record's value of the field. Raises `ConfigError` if it is missing, null or not a number."""
+        """Return the record's value of the field.
+
+        Raises:
+            ConfigError: If it is missing, null or not a number.
+        """
         return field_value(record, self.field)
 
     def holds(self, record: Record) -> bool:
-        """Whether the record keeps the bound; raises as `value` does."""
+        """Return whether the record satisfies the bound; raises as `value`."""
         return self.allows(self.value(record))
 
     def allows(self, value: float) -> bool:
-        """Whether a value of the field, a mean over seeds for one, keeps the bound."""
+        """Return whether a value, such as a mean over seeds, satisfies the bound."""
         return bool(_OPERATORS[self.operator](value, self.limit))
 
     def __str__(self) -> str:
@@ -48,8 +55,11 @@ class Bound:
 
 @dataclass(frozen=True, slots=True)
 class MaximumRate:
-    """The largest rate at which a bound holds. at_least: the bound held at every measured rate, of which this is the
-    highest."""
+    """Maximum rate at which a bound holds.
+
+    Attributes:
+        at_least: The bound held at every measured rate, and this is the highest.
+    """
 
     rate_rps: float
     at_least: bool
@@ -59,7 +69,11 @@ class MaximumRate:
 
 
 def parse_bound(text: str) -> Bound:
-    """A bound from text such as "normalized_latency_s.mean<=0.3". Raises `ConfigError` if it is not one."""
+    """Parse a bound such as "normalized_latency_s.mean<=0.3".
+
+    Raises:
+        ConfigError: If the text is malformed.
+    """
     match = _BOUND.fullmatch(text)
     if match is None:
         raise ConfigError(f"bound must read FIELD<=NUMBER, with <=, >=, < or >, got {text!r}")
@@ -74,7 +88,11 @@ def parse_bound(text: str) -> Bound:
 
 
 def field_value(record: Record, field: str) -> float:
-    """The number in a dotted field such as "slo.all_attained". Raises `ConfigError` if there is none."""
+    """Return the number in a dotted field such as "slo.all_attained".
+
+    Raises:
+        ConfigError: If there is none.
+    """
     value: Any = record
     for key in field.split("."):
         if not isinstance(value, dict) or key not in value:
@@ -88,11 +106,16 @@ def field_value(record: Record, field: str) -> float:
 
 
 def maximum_rate(points: Mapping[float, Sequence[Record]], bound: Bound) -> MaximumRate | None:
-    """The largest rate at which the mean over seeds keeps the bound.
+    """Return the maximum rate at which the mean over seeds satisfies the bound, or None if the lowest rate fails.
 
-    points: the records of one system by arrival rate. Between the last rate at which the bound holds and the first at
-    which it does not, the crossing is interpolated linearly; later rates at which it holds again are ignored. None: it
-    does not hold at the lowest rate. Raises `ConfigError` for records without the field.
+    The crossing is interpolated linearly between the last rate that holds and the first that fails. Higher rates at
+    which it holds again are ignored.
+
+    Args:
+        points: Records of one system by arrival rate.
+
+    Raises:
+        ConfigError: If a record lacks the field.
     """
     means = [(rate, fmean(map(bound.value, points[rate]))) for rate in sorted(points)]
     if not means or not bound.allows(means[0][1]):
@@ -105,10 +128,16 @@ def maximum_rate(points: Mapping[float, Sequence[Record]], bound: Bound) -> Maxi
 
 
 def minimum_replicas(points: Mapping[int, Sequence[Record]], bound: Bound) -> int | None:
-    """The fewest replicas with which the mean over seeds keeps the bound, and does so with all larger numbers measured.
+    """Return the minimum number of replicas from which on the mean over seeds satisfies the bound.
 
-    points: the records of one system at one rate by the number of its replicas. None: it does not hold with the most.
-    Raises `ConfigError` for records without the field.
+    Args:
+        points: Records of one system at one rate, by number of replicas.
+
+    Returns:
+        None if the largest number fails.
+
+    Raises:
+        ConfigError: If a record lacks the field.
     """
     found = None
     for replicas in sorted(points, reverse=True):
@@ -120,7 +149,7 @@ def minimum_replicas(points: Mapping[int, Sequence[Record]], bound: Bound) -> in
 
 def _nearest(record: Record, field: str) -> str:
     names = sorted(_numeric_fields(record, ""))
-    # If the name is that of an object, its fields are the candidates.
+    # If the name is an object's, its fields are the candidates.
     near = [name for name in names if name.startswith(f"{field}.")] or difflib.get_close_matches(field, names)
     return f"; nearest: {', '.join(near)}" if near else ""
 

@@ -26,9 +26,10 @@ SUFFIXES: tuple[str, ...] = (".png", ".svg")
 class View:
     """Options of a plot.
 
-    metric: the dotted field that "latency" draws; None: the bound's, else the mean normalized latency.
-    bound: drawn where its field is, with the largest rate at which each system keeps it.
-    rate_rps: for the kinds at one rate; None: the highest that all systems have.
+    Attributes:
+        metric: Dotted field of a "latency" plot. None uses the bound's field, or else the mean normalized latency.
+        bound: Drawn in plots of its field, with each system's maximum rate.
+        rate_rps: Rate of plots at a single rate. None uses the highest common one.
     """
 
     metric: str | None = None
@@ -36,7 +37,7 @@ class View:
     rate_rps: float | None = None
 
     def shown(self) -> str:
-        """The metric that "latency" draws."""
+        """Return the metric of a "latency" plot."""
         return self.metric or (self.bound.field if self.bound else METRIC)
 
 
@@ -51,9 +52,13 @@ KINDS = (*_DRAW, "all")
 
 
 def draw(records: Sequence[Record], kind: str, view: View, warn: Warn) -> Figure:
-    """Draw one plot. `warn` gets a line for each group of records that lack what this kind needs.
+    """Draw one plot.
 
-    Raises `ConfigError` if there is no such kind, field or rate, and if no record is left to draw.
+    Args:
+        warn: Called with a line for each group of records that lack required fields.
+
+    Raises:
+        ConfigError: If the kind, field or rate does not exist, or no record can be drawn.
     """
     if kind not in _DRAW:
         near = difflib.get_close_matches(kind, KINDS, n=1)
@@ -65,11 +70,14 @@ def draw(records: Sequence[Record], kind: str, view: View, warn: Warn) -> Figure
 
 
 def plot_results(records: Sequence[Record], kind: str, out: Path, view: View, warn: Warn) -> list[Path]:
-    """Draw one kind of plot, or "all" that the records allow, and write it. Returns the paths written.
+    """Draw one kind of plot, or "all" that the records allow, and return the paths written.
 
-    out: a file; without .png or .svg at its end both are written. In an existing folder, files are named after their
-    kind; with "all", any other `out` is a prefix: "run.svg" gives run-latency.svg and so on. Raises `ConfigError` as
-    `draw` does and for an `out` that cannot be written.
+    Args:
+        out: File, or prefix of files for "all": "run.svg" gives run-latency.svg and so on. Without .png or .svg, both
+            are written. In an existing folder, files are named after their kind.
+
+    Raises:
+        ConfigError: As `draw`, and if `out` cannot be written.
     """
     if kind != "all":
         paths = _paths(out, kind, prefix=False)
@@ -89,7 +97,7 @@ def plot_results(records: Sequence[Record], kind: str, out: Path, view: View, wa
 
 
 def _check(records: Sequence[Record], view: View) -> None:
-    """Raise `ConfigError` for options that no record satisfies: an error of the user, not of the records."""
+    """Raise `ConfigError` for options that no record satisfies."""
     if not records:
         raise ConfigError("the results hold no records")
     for field in (view.metric, view.bound.field if view.bound else None):
@@ -110,7 +118,6 @@ def _check(records: Sequence[Record], view: View) -> None:
 
 
 def _paths(out: Path, kind: str, *, prefix: bool) -> list[Path]:
-    """The files of one plot."""
     suffixes, base = SUFFIXES, out
     if out.is_dir():
         base = out / kind

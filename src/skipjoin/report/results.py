@@ -1,4 +1,4 @@
-"""Result records: one JSON array per file, one object per (recipe, workload, rate, seed)."""
+"""Files of result records: a JSON array with one object per recipe, workload, rate and seed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DISTRIBUTIONS = ("normalized_latency_s", "ttft_s", "tpot_s", "jct_s", "queue_s")
 _TEXTS = ("recipe", "model", "hardware", "driver")
 _NUMBERS = ("duration_s", "throughput_rps", "throughput_tps")
 _OBJECTS = ("workload", "requests", *DISTRIBUTIONS)
-# A client cannot see some of these (null), and a record of another program may lack them.
+# Null in a client's records if it cannot observe them, and possibly missing in those of other programs.
 _OPTIONAL_OBJECTS = (
     "recipe_params",
     "settings",
@@ -36,16 +36,19 @@ _PERCENTILES = 101
 
 
 class ResultsFile:
-    """A file of result records that is complete and readable after every `append`.
+    """File of result records that is complete and readable after every `append`.
 
-    existing: how to treat an existing file. "refuse": raise. "replace": the first append replaces it. "extend":
-    appended records follow those in it. Only an empty file or one of result records is ever replaced or extended.
-    Raises `ConfigError`, naming the file, for one that may not be written and for a missing folder.
+    Args:
+        existing: "refuse" an existing file, "replace" it at the first append, or "extend" it. Only an empty file or one
+            of result records is replaced or extended.
+
+    Raises:
+        ConfigError: If the file may not be written, or its folder is missing.
     """
 
     def __init__(self, path: Path, *, existing: Existing = "refuse") -> None:
         self.path = path
-        # Renaming onto a link would replace the link, not its target.
+        # Renaming onto a link would replace the link instead of its target.
         self._target = path.resolve()
         self._lines: list[str] = []
         self._check_folder()
@@ -58,15 +61,16 @@ class ResultsFile:
             self._lines = [_line(record) for record in records]
 
     def append(self, record: Record) -> None:
-        """Write the records so far and this one, atomically.
+        """Add a record and rewrite the file atomically.
 
-        Raises ValueError for a value that JSON does not have (NaN, infinity).
+        Raises:
+            ValueError: If a number is NaN or infinite.
         """
         self._lines.append(_line(record))
         self._write()
 
     def _write(self) -> None:
-        # A hidden file in the same folder: a rename is atomic only within one file system.
+        # In the same folder, because a rename is atomic only within one file system.
         partial = self._target.with_name(f".{self._target.name}.{os.getpid()}")
         try:
             with partial.open("w", encoding="utf-8") as file:
@@ -78,7 +82,7 @@ class ResultsFile:
             partial.unlink(missing_ok=True)
 
     def sort(self, key: Callable[[Record], Any]) -> None:
-        """Rewrite all records in the order of `key`: parallel runs finish in any order."""
+        """Sort all records by `key`, because parallel runs finish in any order."""
         self._lines.sort(key=lambda line: key(json.loads(line)))
         self._write()
 
@@ -91,22 +95,22 @@ class ResultsFile:
 
 
 def load_results(paths: Iterable[Path]) -> list[Record]:
-    """The records of all files, in order.
+    """Return the records of all files, in order.
 
-    Raises `ConfigError` with the file, and the line and column of malformed JSON or the number (from 1) and the field
-    of an invalid record.
+    Raises:
+        ConfigError: If a file is malformed or a record is invalid, with its position.
     """
     return [record for path in paths for record in _load(path)]
 
 
 def rate_of(record: Record) -> float | None:
-    """The arrival rate of a record, per second; None for a replay at the trace's own times."""
+    """Return the arrival rate of a record, or None for a replay at recorded times."""
     rate: float | None = record["workload"].get("rate_rps")
     return rate
 
 
 def is_number(value: object) -> bool:
-    """Whether a JSON value is a number (true and false are not)."""
+    """Return whether a JSON value is a number, which true and false are not."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -138,7 +142,7 @@ def _refuse_constant(name: str) -> float:
 
 
 def _problem(record: object) -> str | None:
-    """Why a value is not a record; None: it is one."""
+    """Return why a value is not a valid record, or None."""
     if not isinstance(record, dict):
         return f"must be an object, got {_kind(record)}"
     for name in (*_TEXTS, *_NUMBERS, *_OBJECTS):

@@ -1,4 +1,4 @@
-"""Arrivals that follow on ends: a closed stream submits its next requests when those before are over."""
+"""Closed-loop arrivals: a stream submits its next requests when earlier ones finish."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from skipjoin.sim.driver import Arrivals
 
 @dataclass(eq=False, slots=True)
 class ClosedStream:
-    """Requests of which `size` are in flight at most, from 0 on.
+    """Closed-loop stream with at most `size` requests in flight, starting at 0.
 
-    submit: makes the next request, which arrives at the time given. together: whether the next `size` are submitted
-    when all of those before are over (BROS section 7.1); otherwise one follows on each that ends. until: the time from
-    which none is submitted, in seconds.
+    Attributes:
+        submit: Creates the next request with the given arrival time.
+        together: Submit the next `size` requests once all earlier ones have finished (BROS section 7.1), instead of one
+            for each that finishes.
+        until: Time in seconds from which no request is submitted.
     """
 
     size: int
@@ -28,11 +30,11 @@ class ClosedStream:
     in_flight: int = field(default=0, init=False)
 
     def begin(self) -> Iterator[Request]:
-        """The first requests."""
+        """Return the initial requests."""
         return self._next(self.size, 0.0)
 
     def ended(self, now: float) -> Iterator[Request]:
-        """A request is over. Returns those that follow on it."""
+        """Record a finished request and return those submitted in its place."""
         self.in_flight -= 1
         if not self.together:
             return self._next(1, now)
@@ -45,11 +47,11 @@ class ClosedStream:
 
 
 class ClosedArrivals(Arrivals):
-    """Requests in the order of their arrival, beside those of closed streams. requests: as in `Arrivals`."""
+    """Arrivals merged with those of closed streams."""
 
     def __init__(self, requests: Iterable[Request], streams: Sequence[ClosedStream]) -> None:
         super().__init__(requests)
-        self._streams: dict[int, ClosedStream] = {}  # of the requests that are in flight, by id
+        self._streams: dict[int, ClosedStream] = {}  # stream of each request in flight, by id
         self._due: deque[Request] = deque()
         for stream in streams:
             self._submit(stream, stream.begin())

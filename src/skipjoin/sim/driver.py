@@ -1,4 +1,4 @@
-"""The simulator's driver: it owns a virtual clock, which jumps from event to event."""
+"""Discrete-event driver of the simulator, on a virtual clock."""
 
 from __future__ import annotations
 
@@ -18,22 +18,25 @@ from skipjoin.exec.simulated import SimulatedExecutor, SimulatedHandle
 from skipjoin.observe.decisions import DecisionTimes
 from skipjoin.policies.dispatch import Dispatch
 
-# Most steps that are taken together: foreseeing them is lost work where a request arrives before their end.
+# Maximum number of steps simulated at once, because an arrival invalidates the rest of the prediction.
 _MOST_STEPS = 32
 
 
 class StalledError(RuntimeError):
-    """Requests are left, but nothing is in flight and nothing arrives any more: a scheduler error."""
+    """Scheduler error: requests remain, but no plan is in flight and no request will arrive."""
 
 
 class Replica:
     """One engine on the virtual clock.
 
-    decision_s: host time that every decision takes before its step can begin, on the virtual clock. decisions: how long
-    those that gave a plan took on the real one; nothing depends on it.
+    Decode-only steps that the executor can predict are simulated together while policies are stable
+    (`EngineCore.decode`). Times and tokens are those of single steps.
 
-    Steps that only decode are taken together where the executor foresees them and policies rest
-    (`EngineCore.decode`): times and tokens are those of single steps. They take no decision of their own.
+    Args:
+        decision_s: Virtual time between each decision and the start of its step.
+
+    Attributes:
+        decisions: Real durations of decisions that returned a plan, for reporting only.
     """
 
     def __init__(self, core: EngineCore, executor: SimulatedExecutor, *, decision_s: float = 0.0) -> None:
@@ -42,21 +45,21 @@ class Replica:
         self.decisions = DecisionTimes()
         self._decision_s = decision_s
         self._in_flight: deque[SimulatedHandle] = deque()
-        # Called in every turn after its decisions, with the time.
+        # Called with the time after the decisions of each `turn`.
         self.on_decided: Callable[[float], None] = lambda now: None
-        # When the step in flight and those after it end, where they are taken together; otherwise empty.
+        # Predicted ends of the step in flight and of the decode-only steps after it; empty without prediction.
         self._ends: Sequence[float] = ()
 
     @property
     def next_at(self) -> float:
-        """When `turn` must be called next if nothing arrives; inf: never."""
+        """Time of the next `turn` if nothing arrives; inf for never."""
         if self._ends:
             return self._ends[-1]
         landing = self._in_flight[0].ready_at if self._in_flight else math.inf
         return min(landing, self.core.next_deadline)
 
     def turn(self, now: float, arrived: Iterable[Request]) -> list[Event]:
-        """Settle landed plans, take arrivals, start plans that can run. Returns the events."""
+        """Commit finished plans, add arrivals, start plans that can run, and return the events."""
         core, in_flight = self.core, self._in_flight
         self._settle(now)
         while in_flight and in_flight[0].ready_at <= now:
@@ -69,7 +72,7 @@ class Replica:
         return core.take_events()
 
     def settle(self, now: float) -> list[Event]:
-        """Take the steps that ended by now, where several are taken together. Returns the events."""
+        """Commit those steps of a batch of decode steps that finished by `now`, and return the events."""
         self._settle(now)
         return self.core.take_events()
 
@@ -85,7 +88,7 @@ class Replica:
         return plan
 
     def _foreseen(self) -> Sequence[float]:
-        """The ends of the step in flight and of those after it that only decode, as long as no request arrives."""
+        """Predict the ends of the step in flight and of the decode-only steps after it, if no request arrives."""
         if self._decision_s or (plan := self.core.steady()) is None:
             return ()
         ends = self._executor.foresee(self._in_flight[0], _MOST_STEPS)
@@ -93,7 +96,7 @@ class Replica:
         return ends if len(ends) > 1 and self.core.kv.growth(requests, len(ends)) is not None else ()
 
     def _settle(self, now: float) -> None:
-        """Take the steps that ended by now together, and begin the one that did not."""
+        """Commit the predicted steps that finished by `now`, and start the next one."""
         ended = self._ends[: bisect_right(self._ends, now)]
         self._ends = ()
         if not ended:
@@ -112,37 +115,41 @@ def simulate(
     on_events: Callable[[list[Event]], None] = lambda events: None,
     until: float = math.inf,
 ) -> float:
-    """Run all requests on one replica to their end, or until `until`. Returns the time of the end.
+    """Run requests on one replica until all are finished, or until `until`, and return the end time.
 
-    requests: with their arrivals, in seconds, in any order. on_events: called with the events of each instant.
+    Args:
+        requests: In any order, with arrivals in seconds.
+        on_events: Called with the events of each instant.
     """
     return simulate_cluster([replica], requests, _One(), on_events=lambda _, events: on_events(events), until=until)
 
 
 class Traffic(Protocol):
-    """What comes to the replicas of a run, and when."""
+    """Source of requests for the replicas of a run."""
 
     @property
     def next_at(self) -> float:
-        """When something comes next; inf: nothing, unless a replica does something."""
+        """Time of the next request; inf if there is none unless a replica makes progress."""
         ...
 
     @property
     def left(self) -> int:
-        """Requests that are neither at a replica nor over."""
+        """Number of unfinished requests that are not at a replica."""
         ...
 
     def due(self, now: float) -> Iterable[tuple[int, Request | None]]:
-        """What comes by `now`: replicas that turn, each with a request that it takes or None. Asked at every instant,
-        before any replica turns."""
+        """Return the replicas that must run at `now`, each with an arriving request or None.
+
+        Called once per instant, before any replica runs.
+        """
         ...
 
     def observe(self, replica: int, events: Sequence[Event]) -> None:
-        """What happened in a replica's turn."""
+        """Process the events of a replica."""
 
 
 class Arrivals:
-    """Requests in the order of their arrival. requests: in any order, with their arrivals in seconds."""
+    """Queue of requests in order of arrival."""
 
     def __init__(self, requests: Iterable[Request]) -> None:
         self._queue = deque(sorted(requests, key=lambda request: (request.arrival, request.id)))
@@ -152,20 +159,20 @@ class Arrivals:
 
     @property
     def next_at(self) -> float:
-        """When the next one arrives; inf: never."""
+        """Time of the next arrival; inf for never."""
         return self._queue[0].arrival if self._queue else math.inf
 
     def take(self, now: float) -> Iterator[Request]:
-        """Take those that have arrived by `now`."""
+        """Remove and yield requests that have arrived by `now`."""
         while self._queue and self._queue[0].arrival <= now:
             yield self._queue.popleft()
 
     def observe(self, events: Sequence[Event]) -> None:
-        """What happened to requests that were taken; a request that goes on elsewhere has not ended."""
+        """Process events of submitted requests. Moving to another replica does not finish a request."""
 
 
 class Dispatched:
-    """Requests that go to the replica that `dispatch` chooses when they arrive, and end there."""
+    """Traffic in which a dispatch rule assigns each arriving request to one replica."""
 
     def __init__(self, arrivals: Arrivals, dispatch: Dispatch) -> None:
         self._arrivals = arrivals
@@ -196,9 +203,9 @@ def simulate_cluster(
     on_events: Callable[[int, list[Event]], None] = lambda replica, events: None,
     until: float = math.inf,
 ) -> float:
-    """As `simulate`, on several replicas; `dispatch` chooses the replica of a request when it arrives."""
+    """Run requests on several replicas, with a dispatch rule; otherwise as `simulate`."""
     traffic = Dispatched(Arrivals(requests), dispatch)
-    del requests  # ended requests must be freed
+    del requests  # so that finished requests can be garbage collected
     return simulate_traffic(replicas, traffic, on_events=on_events, until=until)
 
 
@@ -209,8 +216,8 @@ def simulate_traffic(
     on_events: Callable[[int, list[Event]], None] = lambda replica, events: None,
     until: float = math.inf,
 ) -> float:
-    """As `simulate_cluster`, with any traffic."""
-    due = [math.inf] * len(replicas)  # when each replica turns next
+    """Run arbitrary traffic on several replicas; otherwise as `simulate_cluster`."""
+    due = [math.inf] * len(replicas)  # next time at which each replica runs
     wake: list[tuple[float, int]] = []  # the same as a heap, with outdated entries
     now = 0.0
     while True:
@@ -247,8 +254,6 @@ def simulate_traffic(
 
 
 class _One:
-    """The dispatch rule of a single replica."""
-
     ignores_tokens = True
 
     def choose(self, request: Request) -> int:

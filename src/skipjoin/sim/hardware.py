@@ -1,4 +1,4 @@
-"""The GPUs that the simulator knows by name, and groups of them."""
+"""Catalog of simulated GPUs, and groups of them."""
 
 from __future__ import annotations
 
@@ -8,28 +8,30 @@ from dataclasses import dataclass
 from skipjoin.config import ConfigError, unknown
 
 GIB = 1 << 30
-# The servers of the papers have eight GPUs and 400 Gb/s to the next server (AWS p4d, DGX A100).
+# The papers' servers have eight GPUs and a 400 Gb/s network (AWS p4d, DGX A100).
 GPUS_PER_SERVER = 8
 NETWORK_BYTES_PER_S = 50e9
-# EconoServe's DistServe had 100 Gb/s Ethernet between its two machines (section 2.4).
+# EconoServe ran DistServe with 100 Gb/s Ethernet between two machines (section 2.4).
 SPLIT_NETWORK_GBPS = 100.0
-# A send and a receive between two servers, small message.
+# One small message between two servers.
 NETWORK_LATENCY_S = 30e-6
 
-# One direction of a x16 slot: transfers per second, 16 lanes, 128 of 130 bits are data, 8 bits a byte.
+# One direction of a x16 slot: transfers per second, 16 lanes, 128b/130b encoding, 8 bits a byte.
 _PCIE3, _PCIE4, _PCIE5 = (transfers * 16 * 128 / 130 / 8 for transfers in (8e9, 16e9, 32e9))
-# Per doubling of the group, what an all-reduce of a few kilobytes costs: about 8 us with two GPUs, 25 us with eight.
+# Latency of a small all-reduce per doubling of the group: about 8 us with two GPUs, 25 us with eight.
 _ALL_REDUCE_LATENCY_S = 8e-6
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A GPU by its data sheet; `Efficiency` holds the shares of it reached in practice.
+    """GPU data sheet; `Efficiency` holds the shares reached in practice.
 
-    flops_per_s: half precision with float32 sums on the matrix units, dense. host_bytes_per_s: the link to the host,
-    one direction. peer_bytes_per_s: all links to the other GPUs of the server together, one direction.
-    host_memory_bytes: this GPU's share of the server's RAM. peer_latency_s: of a small all-reduce, per doubling of the
-    group.
+    Attributes:
+        flops_per_s: Dense half-precision matrix operations with float32 accumulation.
+        host_bytes_per_s: Bandwidth to CPU memory, one direction.
+        peer_bytes_per_s: Total bandwidth to the other GPUs of the server, one direction.
+        host_memory_bytes: This GPU's share of the server's RAM.
+        peer_latency_s: Latency of a small all-reduce, per doubling of the group.
     """
 
     name: str
@@ -44,8 +46,8 @@ class Device:
 
 # RAM of typical servers with eight of these GPUs: AWS p4d, DGX A100 80GB, DGX-1, DGX H100 and DGX H200.
 _P4D, _DGX_1, _DGX = (gib * GIB // GPUS_PER_SERVER for gib in (1152, 512, 2048))
-# NVIDIA's data sheets of the SXM modules. Memory counts in GiB although the sheets write GB; the NVLink figure of a
-# sheet is both directions together, and its arithmetic, from the H100 on, is with sparsity: both are halved here.
+# NVIDIA's data sheets of the SXM modules. Memory is in GiB, although the sheets say GB. The sheets' NVLink figures
+# count both directions, and their FLOP/s assume sparsity from the H100 on, so both are halved here.
 _DEVICES = (
     Device("a100-40gb", 40 * GIB, 1555e9, 312e12, _PCIE4, 300e9, _P4D),
     Device("a100-80gb", 80 * GIB, 2039e9, 312e12, _PCIE4, 300e9, _DGX),
@@ -59,10 +61,14 @@ DEVICES: dict[str, Device] = {device.name: device for device in _DEVICES}
 
 @dataclass(frozen=True, slots=True)
 class DeviceGroup:
-    """GPUs that serve one copy of a model. Raises `ConfigError` on a split outside its bounds.
+    """GPUs that serve one copy of a model.
 
-    tp: GPUs that share each layer (tensor parallelism), all in one server. pp: stages of consecutive layers, `tp`
-    GPUs each (pipeline parallelism).
+    Attributes:
+        tp: Tensor parallelism within one server.
+        pp: Pipeline stages of `tp` GPUs each.
+
+    Raises:
+        ConfigError: If `tp` or `pp` is out of bounds.
     """
 
     device: Device
@@ -77,12 +83,11 @@ class DeviceGroup:
 
     @property
     def gpus(self) -> int:
-        """Number of GPUs."""
         return self.tp * self.pp
 
     @property
     def name(self) -> str:
-        """The text that `parse_hardware` reads."""
+        """Text that `parse_hardware` accepts."""
         split = (f"tp{self.tp}" if self.tp > 1 else "") + (f"pp{self.pp}" if self.pp > 1 else "")
         return f"{self.device.name}:{split}" if split else self.device.name
 
@@ -91,7 +96,11 @@ _SPLIT = re.compile(r"(?:tp(?P<tp>\d{1,4}))?(?:pp(?P<pp>\d{1,4}))?")
 
 
 def parse_hardware(text: str) -> DeviceGroup:
-    """The group named by a text such as a100-40gb, A100-40 or a100-40gb:tp8pp2. Raises `ConfigError`."""
+    """Parse a text such as a100-40gb, A100-40 or a100-40gb:tp8pp2.
+
+    Raises:
+        ConfigError: If the text is malformed or names an unknown GPU.
+    """
     name, colon, split = text.strip().lower().partition(":")
     found = _SPLIT.fullmatch(split)
     if found is None or (colon and not split):

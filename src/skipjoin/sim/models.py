@@ -1,4 +1,4 @@
-"""The models that the simulator knows by name: their shapes and derived sizes."""
+"""Catalog of simulated models: shapes and derived sizes."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from skipjoin.config import unknown
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The shape of a decoder-only transformer, for its size and its work.
+    """Shape of a decoder-only transformer, for its size and work.
 
-    hidden, head_dim, intermediate: widths, in numbers. kv_heads: below `heads` with grouped-query attention.
-    gated: three matrices in the MLP (SwiGLU) in place of two. tied: the output head is the embedding table.
-    parameter_bytes: size of a weight, an activation and a cached key or value.
+    Norms, biases and learned positions are ignored: together less than 0.5 % of any model here.
 
-    Norms, biases and learned positions are left out: together less than 0.5 % of any model here.
+    Attributes:
+        kv_heads: Fewer than `heads` with grouped-query attention.
+        gated: The MLP has three matrices (SwiGLU) instead of two.
+        tied: The output head is the embedding table.
+        parameter_bytes: Size of a weight, an activation and a KV element.
     """
 
     name: str
@@ -33,40 +35,42 @@ class ModelShape:
 
     @property
     def layer_parameters(self) -> int:
-        """Weights of one layer: queries, keys, values and output, then the MLP."""
+        """Number of weights of one layer, attention and MLP."""
         attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
         return attention + (3 if self.gated else 2) * self.hidden * self.intermediate
 
     @property
     def head_parameters(self) -> int:
-        """Weights of the output head; the embedding table has as many."""
+        """Number of weights of the output head, and of the embedding table."""
         return self.vocab * self.hidden
 
     @property
     def parameters(self) -> int:
-        """All weights."""
         return self.layers * self.layer_parameters + (1 if self.tied else 2) * self.head_parameters
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weights."""
         return self.parameters * self.parameter_bytes
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of one token's keys and values in all layers (FastServe section 4.2)."""
+        """Bytes of one token's KV in all layers (FastServe section 4.2)."""
         return 2 * self.layers * self.kv_heads * self.head_dim * self.parameter_bytes
 
     def host_block_bytes(self, block_size: int, swap_dtype: str = "auto") -> int:
-        """Bytes of a KV block on the host. swap_dtype: auto: as on the device; int8: a byte for each number, and 4 for
-        each channel (ALISE section 3.2)."""
+        """Return the size of a KV block in CPU memory.
+
+        Args:
+            swap_dtype: "auto" is the device's format; "int8" is one byte per number and 4 per channel (ALISE section
+                3.2).
+        """
         if swap_dtype == "int8":
             return 2 * self.layers * self.kv_heads * self.head_dim * (block_size + 4)
         return block_size * self.kv_bytes_per_token
 
     @property
     def flops_per_token(self) -> int:
-        """Floating-point operations of the layers' matrices for one token; attention and output head come on top."""
+        """Operations of the layers' matrices for one token, without attention and output head."""
         return 2 * self.layers * self.layer_parameters
 
 
@@ -135,12 +139,16 @@ _SHAPES = (
     _qwen3("32b", 64, 5120, 64, 25600, tied=False),
 )
 MODELS: dict[str, ModelShape] = {shape.name: shape for shape in _SHAPES}
-# The published checkpoints use both sizes for the 33-billion model.
+# Published checkpoints use both names for the 33-billion model.
 _OTHER_NAMES = {"llama-30b": "llama-33b"}
 
 
 def model_shape(name: str) -> ModelShape:
-    """The model of that name, in upper or lower case. Raises `ConfigError` with the nearest names."""
+    """Return the model of that name, case-insensitive.
+
+    Raises:
+        ConfigError: If the name is unknown. The message suggests the nearest names.
+    """
     key = name.strip().lower()
     key = _OTHER_NAMES.get(key, key)
     if key not in MODELS:

@@ -1,4 +1,4 @@
-"""Costs of steps and transfers on simulated hardware, computed from arithmetic and bytes."""
+"""Roofline cost model of steps and transfers on simulated hardware."""
 
 from __future__ import annotations
 
@@ -18,16 +18,19 @@ from skipjoin.sim.hardware import (
 )
 from skipjoin.sim.models import ModelShape
 
-# Memory for the activations of a step is reserved for so many tokens.
+# Number of tokens for whose activations memory is reserved.
 _ACTIVATION_TOKENS = 2048
-# Deeper pipelines are not proposed for a model that does not fit.
+# Deepest pipeline that is suggested for a model that does not fit.
 _MOST_STAGES = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """The shares of a data sheet that are reached, and times that it lacks. Raises `ConfigError` on a value out of
-    bounds."""
+    """Achieved shares of data sheet figures, and overheads in seconds.
+
+    Raises:
+        ConfigError: If a value is out of bounds.
+    """
 
     memory: float = 0.8
     arithmetic: float = 0.6
@@ -51,23 +54,26 @@ DEFAULT_EFFICIENCY = Efficiency()
 
 
 class RooflineCost:
-    """Seconds of a step as the longer of arithmetic and weight reading, plus what cannot overlap either.
+    """Roofline cost model: a step takes the longer of arithmetic and weight reads, plus costs that overlap neither.
 
     A step of T tokens (prefill and decodes) takes, summed over the stages:
 
         max(T x layer matrices + decodes x output head, reading the weights once)
         + prefill's query-key pairs x arithmetic + decodes' context x reading its KV
-        + two all-reduces per layer, if tp > 1 + handing T activations on, between stages
-        + a floor per layer and per step.
+        + two all-reduces per layer, if tp > 1 + sending T activations between stages
+        + a constant per layer and per step.
 
-    The cached context that a chunk of a prefill reads is charged as arithmetic: from some 100 tokens on that is the
-    longer of the two; shorter chunks over a long context come out too cheap.
+    The cached context of a prefill chunk is charged as arithmetic, which dominates from about 100 tokens on. Shorter
+    chunks over a long context are underestimated.
 
-    block_size, swap_dtype: of the blocks that cross the link to the host; quantising them there and back is faster than
-    the link and costs nothing. Raises `ConfigError` for a group over which the model cannot be split.
+    Args:
+        block_size, swap_dtype: Of blocks in CPU memory. Quantization is faster than the link and costs nothing.
+
+    Raises:
+        ConfigError: If the model cannot be split over the group.
     """
 
-    # Data sheets do not change during a simulation.
+    # Costs are constant during a simulation.
     revision: int = 0
 
     def __init__(
@@ -90,7 +96,7 @@ class RooflineCost:
         self._weights_s = matrices * model.parameter_bytes / memory_bytes_per_s
         self._layers_token_s = model.flops_per_token / flops_per_s
         self._head_token_s = 2 * model.head_parameters / flops_per_s
-        # Two products of head_dim multiply-adds for each pair, head and layer.
+        # QK and PV: two dot products of head_dim multiply-adds per pair, head and layer.
         pair_flops = 4 * model.layers * model.heads * model.head_dim
         self._pair_s = pair_flops / (device.flops_per_s * share.attention * tp)
         self._context_token_s = model.kv_bytes_per_token / memory_bytes_per_s
@@ -98,13 +104,13 @@ class RooflineCost:
         self._floor_s, self._link_token_s = _links(model, group, share)
         self._floor_s += share.step_s + share.layer_s * model.layers
 
-        # Every GPU moves its own share of each block over its own link.
+        # Each GPU copies its shard of a block over its own link.
         host_bytes_per_s = device.host_bytes_per_s * share.link * group.gpus
         self._block_s = model.host_block_bytes(block_size, swap_dtype) / host_bytes_per_s
         self._transfer_s = share.transfer_s
 
     def step(self, shape: StepShape) -> float:
-        """Seconds of a step of this shape: all stages in turn."""
+        """Return the seconds of a step, over all stages."""
         prefill, attention, decodes, context = shape
         tokens = prefill + decodes
         matrices_s = tokens * self._layers_token_s + decodes * self._head_token_s
@@ -117,16 +123,16 @@ class RooflineCost:
         )
 
     def transfer(self, blocks: float) -> float:
-        """Seconds to move `blocks` KV blocks one way."""
+        """Return the seconds to move `blocks` KV blocks in one direction."""
         return self._transfer_s + blocks * self._block_s
 
 
 def _links(model: ModelShape, group: DeviceGroup, share: Efficiency) -> tuple[float, float]:
-    """Seconds that a step spends on links between GPUs: independent of its size, and per token."""
+    """Return seconds per step and per token spent on links between GPUs."""
     device, tp, hops = group.device, group.tp, group.pp - 1
     token_bytes = model.hidden * model.parameter_bytes
     reduces = 2 * model.layers if tp > 1 else 0
-    # A ring sends every byte 2 (n - 1) / n times; latency grows with the depth of a tree.
+    # A ring all-reduce sends each byte 2 (n - 1) / n times; its latency is modeled by the depth of a tree.
     reduce_token_s = token_bytes * 2 * (tp - 1) / tp / (device.peer_bytes_per_s * share.link)
     reduce_s = device.peer_latency_s * (tp - 1).bit_length()
     if group.gpus > GPUS_PER_SERVER:
@@ -155,10 +161,13 @@ def _splits(model: ModelShape) -> list[int]:
 def kv_blocks(
     model: ModelShape, group: DeviceGroup, block_size: int, kv_gib: float | None = None, utilization: float = 0.9
 ) -> int:
-    """KV blocks of `block_size` tokens that fit into the group's memory with the model.
+    """Return the number of KV blocks that fit into the group's memory besides the model.
 
-    kv_gib: size of the pool in GiB, all GPUs together; None: the share `utilization` of the memory, less weights and
-    activations. Raises `ConfigError` when the model or the pool does not fit, or a setting is out of bounds.
+    Args:
+        kv_gib: Size of the pool over all GPUs; None uses the share `utilization` of the memory.
+
+    Raises:
+        ConfigError: If the model or the pool does not fit, or a setting is out of bounds.
     """
     check_split(model, group)
     if block_size < 1:
@@ -182,30 +191,28 @@ def kv_blocks(
 
 
 def _most_layers(model: ModelShape, group: DeviceGroup) -> int:
-    """Layers of the fullest stage."""
     return -(-model.layers // group.pp)
 
 
 def _fixed_bytes(model: ModelShape, group: DeviceGroup) -> int:
-    """Weights and activations on each GPU of the fullest stage."""
+    """Return the bytes of weights and activations per GPU of the largest stage."""
     if group.pp == 1:
         weights = model.parameters
     else:
         # The embedding table is on the first stage, the output head on the last.
         weights = _most_layers(model, group) * model.layer_parameters + model.head_parameters
-    # The residual, its norm, queries and output at full width; gate and product of the MLP are split.
+    # Residual, norm, queries and output are replicated at full width; MLP activations are split.
     widths = 4 * model.hidden + 2 * model.intermediate // group.tp
     return (weights // group.tp + _ACTIVATION_TOKENS * widths) * model.parameter_bytes
 
 
 def _most_kv_bytes(model: ModelShape, group: DeviceGroup, usable: float) -> int:
-    """Bytes available to the KV pool on all GPUs together; below 0: the weights do not fit."""
+    """Return the bytes available to KV over all GPUs, negative if the weights do not fit."""
     left = int(group.device.memory_bytes * usable) - _fixed_bytes(model, group)
     return left * group.tp * model.layers // _most_layers(model, group)
 
 
 def _too_small(model: ModelShape, group: DeviceGroup, usable: float, block_bytes: int) -> ConfigError:
-    """The error for a group that does not hold the model and one block."""
     need, have = _fixed_bytes(model, group), int(group.device.memory_bytes * usable)
     fits = " or ".join(_fitting(model, group.device, usable, block_bytes))
     return ConfigError(
@@ -216,7 +223,7 @@ def _too_small(model: ModelShape, group: DeviceGroup, usable: float, block_bytes
 
 
 def _fitting(model: ModelShape, device: Device, usable: float, block_bytes: int) -> Iterator[str]:
-    """The smallest group of the device that holds the model and a block, then the smallest single GPU that does."""
+    """Yield the smallest sufficient group of this device, then the smallest sufficient single GPU."""
 
     def holds(group: DeviceGroup) -> bool:
         return _most_kv_bytes(model, group, usable) >= block_bytes

@@ -1,11 +1,10 @@
-"""Replicas that compute prompts only, and others that go on with their requests, as in DistServe: the KV of a prompt
-crosses the network in between.
+"""Disaggregated prefill and decode, as in DistServe: prompt KV crosses the network between replicas.
 
-A request generates its first token on a prefill replica, where its blocks stay fenced until its KV has landed on a
-decode replica. That replica pulls it, first come first served, when its admission policy has space for it without an
-eviction. So full decode replicas stall the prefill replicas.
+A request generates its first token on a prefill replica, which keeps the KV until it has landed on a decode replica.
+The decode replica pulls it, first come, first served, when its admission policy has space without an eviction. Full
+decode replicas therefore stall prefill replicas.
 
-What is simplified: every replica has a link of its own, whichever GPUs share a server.
+Simplification: each replica has its own link, even if replicas share a server.
 """
 
 from __future__ import annotations
@@ -25,10 +24,12 @@ from skipjoin.sim.hardware import NETWORK_LATENCY_S
 
 
 class Network:
-    """Links between replicas: each replica has one, which carries `bytes_per_s` either way.
+    """Full-duplex links, one per replica.
 
-    A transfer has the sender's way out and the receiver's way in to itself. Transfers queue for these in the order in
-    which they are asked for. latency_s: from the last byte to its arrival.
+    A transfer occupies the sender's outbound and the receiver's inbound direction. Transfers queue in request order.
+
+    Args:
+        latency_s: Time from the last byte to its arrival.
     """
 
     def __init__(self, bytes_per_s: float, *, latency_s: float = NETWORK_LATENCY_S) -> None:
@@ -38,8 +39,7 @@ class Network:
         self._in_free_at: defaultdict[int, float] = defaultdict(float)
 
     def send(self, source: int, target: int, size: float, now: float) -> tuple[float, float]:
-        """Queue a transfer of `size` bytes from one replica to another. Returns when it begins and when it has
-        arrived."""
+        """Queue a transfer of `size` bytes and return its start and arrival times."""
         begun = max(now, self._out_free_at[source], self._in_free_at[target])
         ended = begun + size / self._bytes_per_s
         self._out_free_at[source] = self._in_free_at[target] = ended
@@ -48,11 +48,16 @@ class Network:
 
 @dataclass(slots=True)
 class Handover:
-    """One request's way from a prefill replica to a decode replica.
+    """Migration of one request from a prefill replica to a decode replica.
 
-    prompt: the request as the prefill replica had it. request: as the decode replica takes it. source, target: their
-    numbers. size: bytes of KV. ready, pulled, begun, landed: when its first token was there, when the decode replica
-    had space for it, and when its transfer began and ended; None for what is not known yet.
+    Attributes:
+        prompt: The request on the prefill replica.
+        request: The request on the decode replica.
+        source, target: Indices of the replicas.
+        size: Bytes of KV.
+        ready: Time of the first token.
+        pulled: Time when the decode replica had space.
+        begun, landed: Start and arrival of the transfer, known once pulled.
     """
 
     prompt: Request
@@ -67,27 +72,31 @@ class Handover:
 
 
 class SplitWatcher:
-    """What a run over prefill and decode replicas tells; it is told in the order of time, and before the events of the
-    turn that it comes from or leads to. Here: nothing is done with it."""
+    """Observer of a disaggregated run; this base class ignores everything.
+
+    Calls are in order of time, and precede the events of the replica's step that they belong to.
+    """
 
     def arrived(self, request: Request) -> None:
-        """The request arrived. It may still get a forecast."""
+        """Called on arrival, when the request can still be given a forecast."""
 
     def handed_over(self, handover: Handover) -> None:
-        """A request got its first token, and is to go on elsewhere."""
+        """Called when a request has its first token and must move."""
 
     def landed(self, handover: Handover) -> None:
-        """The KV of a request has landed; it arrives at its decode replica next."""
+        """Called when a request's KV has landed, before the request arrives at its decode replica."""
 
     def ended(self, event: Finished) -> None:
-        """A request is over, on either kind of replica."""
+        """Called when a request has finished on either kind of replica."""
 
 
 class SplitTraffic:
-    """The traffic of replicas of which the first `prefill_replicas` compute prompts and the others decode.
+    """Traffic of disaggregated replicas, of which the first `prefill_replicas` compute prompts.
 
-    arrivals: of whole requests. prefill, decode: choose the replica of a request when it arrives and when its prompt is
-    done, counted from 0 among the replicas of that kind. token_bytes: of a token's KV, all layers.
+    Args:
+        arrivals: Complete requests.
+        prefill, decode: Dispatch rules on arrival and after the prompt, each over the replicas of its kind.
+        token_bytes: Size of one token's KV, over all layers.
     """
 
     def __init__(
@@ -112,9 +121,9 @@ class SplitTraffic:
         self._network = network
         self._token_bytes = token_bytes
         self._watcher = watcher or SplitWatcher()
-        self._whole: dict[Request, Request] = {}  # by what a prefill replica has of it
-        self._waiting: defaultdict[int, deque[Handover]] = defaultdict(deque)  # for space, by the target
-        self._woken: list[int] = []  # replicas that turn once more at this instant
+        self._whole: dict[Request, Request] = {}  # by its prefill version
+        self._waiting: defaultdict[int, deque[Handover]] = defaultdict(deque)  # queue for space, by target
+        self._woken: list[int] = []  # replicas to run again at this instant
         self._landing: list[tuple[float, int, Handover]] = []  # a heap of (end, number, handover)
         self._pulls = 0
         self._now = 0.0
@@ -158,7 +167,7 @@ class SplitTraffic:
                 self._end(event)
 
     def _end_prompt(self, replica: int, event: Finished) -> None:
-        """A request ended on its prefill replica, with its first token or without."""
+        """Handle the end of a request on its prefill replica, with or without its first token."""
         prompt, whole = event.request, self._whole.pop(event.request)
         if event.reason is FinishReason.LENGTH and whole.max_tokens > 1:
             self._hand_over(replica, prompt, whole)
@@ -168,7 +177,6 @@ class SplitTraffic:
             self._end(event)
 
     def _end(self, event: Finished) -> None:
-        """A request is over, on either kind of replica."""
         self._watcher.ended(event)
         self._arrivals.observe((event,))
 
@@ -182,7 +190,7 @@ class SplitTraffic:
         self._watcher.handed_over(handover)
 
     def _pull(self, target: int, now: float) -> None:
-        """Begin the transfers for which a decode replica has space, in its turn."""
+        """Start the transfers for which a decode replica has space."""
         waiting, core = self._waiting[target], self._cores[target]
         while waiting and core.expect(waiting[0].request, now):
             handover = waiting.popleft()
@@ -193,5 +201,5 @@ class SplitTraffic:
 
 
 def _prompt_of(whole: Request) -> Request:
-    """The request as a prefill replica has it: with one token to generate, and KV that stays until it is elsewhere."""
+    """Return the prefill replica's version of a request: one token to generate, and KV kept until released."""
     return replace(whole, max_tokens=1, keeps_kv=True, output=[])

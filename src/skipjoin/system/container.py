@@ -1,6 +1,6 @@
-"""Limits of memory and processors of the container that this process runs in: cgroups of versions 1 and 2.
+"""Memory and CPU limits of this process's container, from cgroups v1 and v2.
 
-Every function takes the root of the file system, which tests replace.
+Functions take the file system's root for tests.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ ROOT = Path("/")
 
 
 class _Names(NamedTuple):
-    """Files of a version about memory. cache: the line of memory.stat with page cache that the kernel can drop."""
+    """Memory files of a cgroup version; `cache` is the reclaimable page cache in memory.stat."""
 
     limit: str
     usage: str
@@ -31,14 +31,14 @@ _VERSIONS = {
 
 
 def free_memory(root: Path = ROOT) -> int | None:
-    """Bytes that this process may still use under the tightest limit of its cgroup and those above it, page cache that
-    can be dropped included. None: there is no limit."""
+    """Return the remaining bytes under the tightest cgroup limit, including reclaimable page cache, or None without a
+    limit."""
     folders = _folders(root, "memory")
     return min((left for folder, kind in folders if (left := _left(folder, _VERSIONS[kind])) is not None), default=None)
 
 
 def oom_kills(root: Path = ROOT) -> int:
-    """Processes of this cgroup, or else of the machine, that the kernel has killed for lack of memory."""
+    """Return the number of out-of-memory kills in this cgroup, or else on the machine."""
     for folder, kind in _folders(root, "memory"):
         with suppress(OSError, ValueError, KeyError):
             return _table(folder / _VERSIONS[kind].kills)["oom_kill"]
@@ -48,15 +48,14 @@ def oom_kills(root: Path = ROOT) -> int:
 
 
 def usable_cpus(root: Path = ROOT) -> int:
-    """Threads that can run at once: the processors that this process may use, or less under a quota of its cgroup or
-    one above it; part of a processor counts as one."""
+    """Return the number of threads that can run at once, by CPU affinity and cgroup quotas, rounded up."""
     affine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quotas = [quota for folder, kind in _folders(root, "cpu") if (quota := _quota(folder, kind)) is not None]
     return max(1, min(affine, *(math.ceil(quota) for quota in quotas)) if quotas else affine)
 
 
 def _quota(folder: Path, kind: str) -> float | None:
-    """Processors' worth of time that a cgroup may use; None: there is no limit."""
+    """Return the number of CPUs that a cgroup may use, or None without a limit."""
     try:
         if kind == "cgroup2":
             limit, period = (folder / "cpu.max").read_text(encoding="ascii").split()
@@ -81,14 +80,16 @@ def _left(folder: Path, names: _Names) -> int | None:
 
 
 def _table(file: Path) -> dict[str, int]:
-    """A file with a name and a number on each line."""
+    """Parse a file with a name and a number per line."""
     lines = (line.split() for line in file.read_text(encoding="ascii").splitlines())
     return {words[0]: int(words[1]) for words in lines if len(words) == 2}
 
 
 def _folders(root: Path, controller: str) -> Iterator[tuple[Path, str]]:
-    """The folders of this process's cgroup and of those above it, as far as they are mounted here, with the version of
-    each, in every hierarchy that may have this controller."""
+    """Yield the mounted folders of this process's cgroup and its ancestors, with their version.
+
+    Covers each hierarchy that may have the controller.
+    """
     paths = _own_paths(root, controller)
     for kind, top, mount in _mounts(root, controller):
         own = paths.get(kind)
@@ -102,7 +103,6 @@ def _folders(root: Path, controller: str) -> Iterator[tuple[Path, str]]:
 
 
 def _own_paths(root: Path, controller: str) -> dict[str, str]:
-    """By version, the path of this process's cgroup in the hierarchy that may have the controller."""
     found = {}
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
@@ -114,7 +114,7 @@ def _own_paths(root: Path, controller: str) -> dict[str, str]:
 
 
 def _mounts(root: Path, controller: str) -> Iterator[tuple[str, str, str]]:
-    """Version, root within the hierarchy, and mount point of every hierarchy that may have the controller."""
+    """Yield version, root within the hierarchy, and mount point of each hierarchy that may have the controller."""
     for line in _lines(root / "proc/self/mountinfo"):
         place, _, source = line.partition(" - ")
         kind, _, options = source.split(" ", 2)

@@ -1,6 +1,6 @@
-"""Files that are whole after a power loss: written beside their place, synchronised, then renamed.
+"""Atomic and durable files: written to a temporary name, synced, then renamed.
 
-A writer that is killed leaves its temporary file or folder, which a later one removes.
+A killed writer leaves its temporary file or folder, which a later writer removes.
 """
 
 from __future__ import annotations
@@ -21,16 +21,22 @@ except ImportError:  # not on Windows
     fcntl = None  # type: ignore[assignment]
 
 _PREFIX = ".new-"
-# A link that someone else put there is not followed.
+# Another user's symbolic link is not followed.
 _LOCK_FLAGS = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
-# Seconds after which a temporary file or folder belongs to no writer any more.
+# Age in seconds from which a temporary file or folder counts as abandoned.
 _ABANDONED_S = 3600.0
 _DIGEST = hashlib.sha256
 
 
 def write_durably(path: Path, content: bytes, mode: int = 0o600) -> None:
-    """Replace a file; whatever happens, it has the old content or the new one. mode: of the file, less the umask.
-    Raises OSError."""
+    """Replace a file atomically and durably.
+
+    Args:
+        mode: Permissions of the file, before the umask.
+
+    Raises:
+        OSError: If the file cannot be written. The old content remains.
+    """
     _remove_abandoned(path.parent)
     temporary = path.parent / f"{_PREFIX}{secrets.token_hex(8)}"
     handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
@@ -47,8 +53,7 @@ def write_durably(path: Path, content: bytes, mode: int = 0o600) -> None:
 
 
 def make_private(folder: Path) -> None:
-    """Make a folder, and those above it that do not exist, for this user alone, whatever the umask is. Raises
-    OSError."""
+    """Create a folder and its missing parents with access for this user only, regardless of the umask."""
     for missing in reversed([one for one in (folder, *folder.parents) if not one.exists()]):
         missing.mkdir(mode=0o700, exist_ok=True)
     folder.mkdir(exist_ok=True)  # raises where it is a file
@@ -56,8 +61,10 @@ def make_private(folder: Path) -> None:
 
 @contextmanager
 def locked(path: Path) -> Iterator[str]:
-    """Hold the lock of a cache file, a file beside it, among the processes of this machine: those that start together
-    make its content once. Where files cannot be locked it does not wait; gives the problem, or an empty text."""
+    """Hold an exclusive lock of a cache file among processes of this machine, so that only one creates its content.
+
+    Yields an error text, or an empty one. If files cannot be locked, it does not wait.
+    """
     try:
         make_private(path.parent)
         lock = os.fdopen(os.open(path.with_suffix(".lock"), _LOCK_FLAGS, 0o600), "w")
@@ -71,24 +78,24 @@ def locked(path: Path) -> Iterator[str]:
 
 
 def scratch_folder(parent: Path) -> tempfile.TemporaryDirectory[str]:
-    """A temporary folder below this one; as a context manager it is removed at the end."""
+    """Return a temporary folder in `parent`, removed at the end of its context."""
     _remove_abandoned(parent)
     return tempfile.TemporaryDirectory(dir=parent, prefix=_PREFIX)
 
 
 def sealed(content: bytes) -> bytes:
-    """The content with its checksum at the end, for a file of which a part may be lost all the same."""
+    """Append a checksum, for detection of lost data."""
     return content + _DIGEST(content).digest()
 
 
 def is_sealed(content: bytes) -> bool:
-    """Whether this is what `sealed` returned, unchanged."""
+    """Return whether the content is an unchanged result of `sealed`."""
     size = _DIGEST().digest_size
     return len(content) >= size and _DIGEST(content[:-size]).digest() == content[-size:]
 
 
 def _sync_folder(folder: Path) -> None:
-    with suppress(OSError):  # some file systems cannot
+    with suppress(OSError):  # not supported by some file systems
         handle = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(handle)
@@ -98,6 +105,6 @@ def _sync_folder(folder: Path) -> None:
 
 def _remove_abandoned(folder: Path) -> None:
     for file in folder.glob(f"{_PREFIX}*"):
-        with suppress(OSError):  # another process removes it, too
+        with suppress(OSError):  # another process may remove it
             if time.time() - file.stat().st_mtime > _ABANDONED_S:
                 shutil.rmtree(file) if file.is_dir() else file.unlink()

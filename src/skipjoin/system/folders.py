@@ -1,4 +1,4 @@
-"""Where the user's files are kept, and which of them can be trusted."""
+"""Folders of the user's files, and checks that other users cannot change them."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ except ImportError:  # not on Windows
 
 _log = logging.getLogger(__name__)
 
-# Links that a path may lead through, as on Linux.
+# Maximum number of links in a path, as on Linux.
 _MAX_LINKS = 40
 
 
 def cache_folder() -> Path:
-    """Skipjoin's folder in the user's cache folder: $XDG_CACHE_HOME, or ~/.cache. It need not exist.
+    """Return Skipjoin's folder in $XDG_CACHE_HOME or ~/.cache, which may not exist.
 
-    Where no home folder can be found, a temporary folder of this user's own, after a warning.
+    Without a home folder, it is a private temporary folder, and a warning is logged.
     """
     if given := os.environ.get("XDG_CACHE_HOME"):
         return Path(given) / "skipjoin"
@@ -44,7 +44,7 @@ def _temporary() -> Path:
 
 
 def _shared_by_processes() -> Path | None:
-    """A temporary folder that is the same in all processes of this user; None if its name is taken."""
+    """Return a temporary folder that all processes of this user share, or None if its name is taken."""
     folder = Path(tempfile.gettempdir()) / f"skipjoin-{os.getuid()}"
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -72,16 +72,16 @@ def is_trusted(path: Path, what: str) -> bool:
 
 
 def why_untrusted(path: Path) -> str | None:
-    """Return why another user may have made or changed what is at `path`, and the remedy; None if none can.
+    """Return why another user may have created or changed `path`, with the remedy, or None.
 
-    What decides is what OpenSSH asks of a user's keys: the file or folder and all folders above it, up to the home
-    folder or the root, belong to this user or root, and neither group nor others may write to them. A folder that is
-    sticky, as /tmp is, may be above it. Links on the way are followed if they belong to this user or root; the path
-    itself must not be one.
+    The rules are OpenSSH's for keys. They apply to the path and all folders above it, up to the home folder or the
+    root. Each belongs to this user or root, and neither group nor others may write to it. A folder above may be sticky,
+    as /tmp is. Links above the path are followed if they belong to this user or root; the path itself must not be a
+    link.
     """
     if not hasattr(os, "getuid"):  # on Windows
         return None
-    spelled = Path(os.path.abspath(path))  # `resolve` would hide the links
+    spelled = Path(os.path.abspath(path))  # `resolve` would hide links
     if spelled.is_symlink():
         return f"{spelled} is a symbolic link; remove it, or name the folder that it leads to"
     above_home = set(_home().parents)
@@ -102,8 +102,7 @@ def why_untrusted(path: Path) -> str | None:
 
 
 def _visit(path: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """All folders and links that the system goes through on the way to an absolute path, from the root on, and what is
-    there. Ends where nothing exists yet."""
+    """Yield all folders and links on the way to an absolute path, from the root on, until one does not exist."""
     place = Path(path.anchor)
     ahead = list(reversed(path.parts[1:]))
     links = 0

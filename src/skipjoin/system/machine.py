@@ -1,4 +1,4 @@
-"""Description of the machine for results, without host names and paths; the memory of a process."""
+"""Machine description for results, without host names and paths, and memory of this process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def cpu_name() -> str:
-    """The CPU's model name."""
+    """Return the CPU's model name."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -20,7 +20,7 @@ def cpu_name() -> str:
 
 
 def resident_bytes() -> int:
-    """Memory of this process that is in RAM, in bytes; where the system does not tell, the most that there was."""
+    """Return this process's resident memory in bytes, or its peak if the system does not report the current value."""
     try:
         pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
     except OSError:

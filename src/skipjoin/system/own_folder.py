@@ -1,4 +1,4 @@
-"""Temporary folders of a process, for its user alone. If it is killed, the next process removes them."""
+"""Private temporary folders of a process. If it is killed, the next process removes them."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ except ImportError:  # not on Windows
     fcntl = None  # type: ignore[assignment]
 
 _LOCK = ".lock"
-# A folder is called so, before its prefix, until its process has locked it.
+# Additional prefix of a folder until its process has locked it.
 _NEW = "new-"
 _MAX_TRIES = 8
-# Seconds that a process may take from making a folder to locking it.
+# Maximum time in seconds between creating and locking a folder.
 _YOUNG_S = 60.0
 
 
 class OwnFolder:
-    """A new folder. Before it is made, folders of the same prefix are removed whose process has ended.
+    """Temporary folder that is removed on exit.
 
-    A lock that the kernel releases with the process tells that, rather than a process id, which may be of another
-    container.
+    The constructor first removes folders of the same prefix whose process has ended. They are detected by a lock that
+    the kernel releases, because a process id may belong to another container.
     """
 
     def __init__(self, prefix: str) -> None:
@@ -40,7 +40,7 @@ class OwnFolder:
             try:
                 self.path = made.rename(made.with_name(made.name.removeprefix(_NEW)))
                 break
-            except OSError:  # another user has taken the name
+            except OSError:  # the name is taken by another user
                 self._lock.close()
                 shutil.rmtree(made, ignore_errors=True)
                 if not tries_left:
@@ -48,7 +48,7 @@ class OwnFolder:
         self._remove = weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
 
     def close(self) -> None:
-        """Remove the folder. It may be called again."""
+        """Remove the folder. Further calls have no effect."""
         self._remove()
         self._lock.close()
 
@@ -56,7 +56,7 @@ class OwnFolder:
 def _remove_abandoned(prefix: str) -> None:
     for start, least_age_s in ((prefix, 0.0), (_NEW + prefix, _YOUNG_S)):
         for folder in Path(tempfile.gettempdir()).glob(f"{start}*"):
-            with suppress(OSError):  # another process removes it, too
+            with suppress(OSError):  # another process may remove it
                 if _is_ours(folder) and _age_s(folder) >= least_age_s and _is_unlocked(folder):
                     shutil.rmtree(folder, ignore_errors=True)
 
@@ -70,7 +70,6 @@ def _age_s(folder: Path) -> float:
 
 
 def _is_unlocked(folder: Path) -> bool:
-    """Whether no process has its lock."""
     if fcntl is None:
         return False
     with suppress(FileNotFoundError), (folder / _LOCK).open("r+") as lock:

@@ -1,4 +1,4 @@
-"""Arrival patterns: endless sequences of arrival times at a mean rate of one per second."""
+"""Arrival processes with a mean rate of one request per second."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ FORMS = ("poisson", "gamma", "burst", "constant")
 
 
 class Arrivals(Protocol):
-    """A pattern of arrivals at a mean rate of 1 per second. Divided by a rate, it is the same pattern at that rate."""
+    """Arrival process with mean rate 1. Dividing its times by a rate gives the same process at that rate."""
 
     @property
     def name(self) -> str:
-        """The text that `parse_arrivals` maps to this pattern."""
+        """Text that `parse_arrivals` accepts."""
         ...
 
     def times(self, random: random.Random) -> Iterator[float]:
-        """Arrival times in seconds, endless, never decreasing; the first comes one gap after 0."""
+        """Yield non-decreasing arrival times in seconds, indefinitely. The first one comes one gap after 0."""
         ...
 
 
 @dataclass(frozen=True)
 class Constant:
-    """One arrival at every full second."""
+    """One arrival every second."""
 
     name: str
 
@@ -39,7 +39,7 @@ class Constant:
 
 @dataclass(frozen=True)
 class Poisson:
-    """Independent arrivals."""
+    """Poisson process."""
 
     name: str
 
@@ -52,7 +52,11 @@ class Poisson:
 
 @dataclass(frozen=True)
 class Gamma:
-    """Gamma distributed gaps. cv: their coefficient of variation; 1 is Poisson, above it arrivals cluster."""
+    """Gamma-distributed gaps.
+
+    Attributes:
+        cv: Coefficient of variation of the gaps; 1 is Poisson, higher values cluster arrivals.
+    """
 
     name: str
     cv: float
@@ -61,7 +65,7 @@ class Gamma:
         shape = self.cv**-2
         now = 0.0
         while True:
-            # The mean of a gap is shape * scale = 1, its variance shape * scale**2 = cv**2.
+            # A gap has mean shape * scale = 1 and variance shape * scale**2 = cv**2.
             now += random.gammavariate(shape, 1 / shape)
             yield now
 
@@ -70,8 +74,10 @@ class Gamma:
 class Burst:
     """Poisson arrivals whose rate alternates between two levels.
 
-    factor: the rate in a burst over the rate outside, at least 1. share: of time in bursts. length: seconds of a burst,
-    equal to mean gaps between arrivals, as the mean rate is 1. The times between bursts are exponential.
+    Attributes:
+        factor: Rate in a burst relative to the rate outside, at least 1.
+        share: Share of time in bursts.
+        length: Duration of a burst in seconds, which equal mean gaps. Times between bursts are exponential.
     """
 
     name: str
@@ -83,16 +89,16 @@ class Burst:
         quiet_rate = 1 / (1 - self.share + self.share * self.factor)
         rates = (quiet_rate, quiet_rate * self.factor)
         mean_quiet = self.length * (1 - self.share) / self.share
-        # The pattern starts at a random moment, so that the rate is 1 from the start: inside a burst with the
-        # probability of the bursts' share, at a uniformly random point of it.
+        # Start in the stationary state, so that the mean rate is 1 from the start: inside a burst with probability
+        # `share`, at a uniformly random point of it.
         in_burst = random.random() < self.share
         end = self.length * random.random() if in_burst else mean_quiet * random.expovariate(1.0)
         now = 0.0
         while True:
-            # Expected arrivals until the next one; a stretch of time uses them up at its rate.
+            # Unit-rate gap to the next arrival, consumed at the rate of each period.
             left = random.expovariate(1.0)
             while now + left / rates[in_burst] > end:
-                # Rounding must not make it negative: the next arrival would precede `now`.
+                # A negative rounding error would place the next arrival before `now`.
                 left = max(0.0, left - (end - now) * rates[in_burst])
                 now = end
                 in_burst = not in_burst
@@ -102,7 +108,11 @@ class Burst:
 
 
 def parse_arrivals(text: str) -> Arrivals:
-    """Arrivals by name: `poisson`, `constant`, `gamma:CV` or `burst:FACTOR,SHARE,LENGTH`. Raises `ConfigError`."""
+    """Parse `poisson`, `constant`, `gamma:CV` or `burst:FACTOR,SHARE,LENGTH`.
+
+    Raises:
+        ConfigError: If the text is malformed or a number is out of bounds.
+    """
     name = text.strip()
     form, colon, rest = name.partition(":")
     if form in ("poisson", "constant"):
@@ -110,7 +120,7 @@ def parse_arrivals(text: str) -> Arrivals:
             raise ConfigError(f"arrivals: {form} takes no numbers, got {name!r}")
         return Poisson(name) if form == "poisson" else Constant(name)
     if form == "gamma":
-        # Below, the distribution's shape exceeds the range of floats; above, nearly all gaps round to zero.
+        # Below the range, the distribution's shape overflows; above it, nearly all gaps round to zero.
         return Gamma(name, number("arrivals: the CV of gamma", rest, above=1e-6, most=100))
     if form != "burst":
         raise unknown("arrivals", name, sorted(FORMS))
@@ -119,7 +129,7 @@ def parse_arrivals(text: str) -> Arrivals:
         raise ConfigError(f"arrivals: burst takes FACTOR,SHARE,LENGTH, as in burst:5,0.1,20, got {name!r}")
     factor = number("arrivals: the FACTOR of burst", parts[0], most=1e6)
     share = number("arrivals: the SHARE of burst", parts[1], most=1)
-    # Shorter bursts approach Poisson arrivals and take ever longer to generate.
+    # Shorter bursts approach Poisson arrivals and are slow to generate.
     length = number("arrivals: the LENGTH of burst", parts[2], above=0.01, most=1e9)
     if factor < 1 or share == 1:
         raise ConfigError(f"arrivals: burst needs a FACTOR of at least 1 and a SHARE below 1, got {name!r}")

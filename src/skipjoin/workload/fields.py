@@ -1,4 +1,4 @@
-"""Parses the texts of workload options, with the errors for wrong ones."""
+"""Parsers of workload options."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ Choice = TypeVar("Choice", bound=StrEnum)
 
 
 def number(field: str, text: str, *, above: float = 0.0, most: float = math.inf) -> float:
-    """The finite number that `text` spells, in (above, most]. Raises `ConfigError` otherwise."""
+    """Parse a finite number in (above, most].
+
+    Raises:
+        ConfigError: If the text is not such a number.
+    """
     try:
         value = float(text)
     except ValueError:
@@ -23,7 +27,7 @@ def number(field: str, text: str, *, above: float = 0.0, most: float = math.inf)
 
 
 def in_bounds(field: str, value: float | None, *, above: float = 0.0, most: float = math.inf) -> float:
-    """`value`, if it is finite and in (above, most]. Raises `ConfigError` otherwise."""
+    """Return `value`, or raise `ConfigError` unless it is finite and in (above, most]."""
     if value is None or not (above < value <= most and math.isfinite(value)):
         bound = f"a number above {above:g}" if most == math.inf else f"in ({above:g}, {most:g}]"
         raise ConfigError(f"{field} must be {bound}, got {value}")
@@ -31,10 +35,17 @@ def in_bounds(field: str, value: float | None, *, above: float = 0.0, most: floa
 
 
 class FieldTexts(dict[str, str]):
-    """The texts of fields by name, from one text such as `name=batch,lengths=uniform:512-1024,32-128,share=0.5`.
+    """Texts by field name, parsed from text such as `name=batch,lengths=uniform:512-1024,32-128,share=0.5`.
 
-    A comma separates fields if a word and = follow it; other commas belong to the field. what: the option, for errors.
-    known: the names that there may be; needed: those that there must be. Raises `ConfigError`.
+    A comma separates fields only if a word and = follow it.
+
+    Args:
+        what: Name of the option, for errors.
+        known: Allowed fields.
+        needed: Required fields.
+
+    Raises:
+        ConfigError: If a field is unknown, missing, repeated or malformed.
     """
 
     def __init__(self, what: str, text: str, *, known: Sequence[str], needed: Sequence[str]) -> None:
@@ -57,19 +68,18 @@ class FieldTexts(dict[str, str]):
         self[name] = value
 
     def number(self, name: str, *, most: float = math.inf) -> float:
-        """A field as a number in (0, most]. Raises `ConfigError`."""
+        """Return a field as a number in (0, most]."""
         return number(f"{self._what}: {name}", self[name], most=most)
 
     def integer(self, name: str, usual: int) -> int:
-        """A field as an integer; `usual` where it is not given. Raises `ConfigError`."""
+        """Return a field as an integer, `usual` by default."""
         try:
             return int(self.get(name, usual))
         except ValueError:
             raise ConfigError(f"{self._what}: {name} must be an integer, got {self[name]!r}") from None
 
     def choice(self, name: str, usual: Choice) -> Choice:
-        """A field as a value of the enumeration of `usual`, which stands where it is not given. Raises
-        `ConfigError`."""
+        """Return a field as a member of `usual`'s enumeration, `usual` by default."""
         text = self.get(name, usual.value)
         kinds = {one.value: one for one in type(usual)}
         if text not in kinds:

@@ -1,4 +1,4 @@
-"""What prompts of a workload have in common: parts of them by name, from a trace or from groups of requests."""
+"""Shared prompt prefixes of a workload, from a trace or from groups of requests."""
 
 from __future__ import annotations
 
@@ -10,34 +10,39 @@ from typing import NamedTuple
 from skipjoin.config import ConfigError
 from skipjoin.core.kv.prefixes import NamedPrefix
 
-# Tokens per id of `hash_ids` in Mooncake's traces.
+# Tokens per entry of `hash_ids` in Mooncake's traces.
 HASH_TOKENS = 512
 MOST_SHARED_TOKENS = 10_000_000
 MOST_GROUPS = 1_000_000_000
 
 
 class PromptParts(NamedTuple):
-    """The first parts of a prompt, of `tokens` tokens each, by name: prompts whose first names are equal begin with the
-    same tokens."""
+    """Named leading parts of a prompt, of `tokens` tokens each. Prompts with equal leading names share these tokens."""
 
     names: tuple[int, ...]
     tokens: int
 
     def prefix(self, block_size: int) -> NamedPrefix:
-        """The keys of the prompt's KV. Raises `ConfigError` as `check` does."""
+        """Return the prefix keys of the prompt's KV.
+
+        Raises:
+            ConfigError: As `check`.
+        """
         self.check(block_size)
         return NamedPrefix(self.names, self.tokens - self.tokens % block_size, block_size)
 
     def check(self, block_size: int) -> None:
-        """Raise `ConfigError` where a block would lie in two parts."""
+        """Raise `ConfigError` if a block would span two parts."""
         if len(self.names) > 1 and self.tokens % block_size:
             raise ConfigError(f"hash_tokens must be a multiple of the block size, {block_size}, got {self.tokens}")
 
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefix:
-    """Prompts begin with `tokens` further tokens, which those of a group have in common, such as a system prompt. Each
-    request is of one of `groups` groups at random."""
+    """Prefix of `tokens` additional tokens that a group has in common, such as a system prompt.
+
+    Each request belongs to one of `groups` groups at random.
+    """
 
     tokens: int
     groups: int = 1
@@ -51,12 +56,16 @@ class SharedPrefix:
         return f"{self.tokens}:{self.groups}"
 
     def draw(self, chance: random.Random, stream: str) -> PromptParts:
-        """What a prompt of this stream begins with."""
+        """Return the prefix of one prompt of a stream."""
         return PromptParts((_name(stream, int(chance.random() * self.groups)),), self.tokens)
 
 
 def parse_shared_prefix(text: str) -> SharedPrefix:
-    """From "1000", or with a number of groups "1000:20". Raises `ConfigError`."""
+    """Parse "TOKENS" or "TOKENS:GROUPS", such as "1000:20".
+
+    Raises:
+        ConfigError: If the text is malformed or a number is out of bounds.
+    """
     parts = text.split(":")
     try:
         return SharedPrefix(*map(int, parts))
@@ -65,6 +74,6 @@ def parse_shared_prefix(text: str) -> SharedPrefix:
 
 
 def _name(stream: str, group: int) -> int:
-    # Below 0, where no id of a trace is.
+    # Negative, to differ from all ids of traces.
     digest = blake2b(f"{group} {stream}".encode(), digest_size=8).digest()
     return -1 - (int.from_bytes(digest, "big") >> 1)

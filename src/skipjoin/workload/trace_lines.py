@@ -1,4 +1,4 @@
-"""The rows of trace files, CSV and JSONL: what each says by column, and where it stands."""
+"""Rows of CSV and JSONL trace files, with their positions for error messages."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any, Protocol, TextIO
 from skipjoin.config import ConfigError
 
 TOKEN_COLUMNS = ("prompt_tokens", "output_tokens")
-# What a line of JSONL may have in place of these.
+# Alternatives to these in JSONL.
 TEXT_COLUMNS = ("prompt", "output")
-# What Azure's traces of LLM inference call them (github.com/Azure/AzurePublicDataset).
+# Column names of Azure's LLM inference traces (github.com/Azure/AzurePublicDataset).
 AZURE_COLUMNS = {"TIMESTAMP": "arrival_s", "ContextTokens": "prompt_tokens", "GeneratedTokens": "output_tokens"}
 HASH_IDS = "hash_ids"
-# What Mooncake's traces call them (github.com/kvcache-ai/Mooncake). Times are in milliseconds.
+# Column names of Mooncake's traces (github.com/kvcache-ai/Mooncake). Times are in milliseconds.
 MOONCAKE_COLUMNS = {"prompt_tokens": "input_length", "output_tokens": "output_length", "arrival_s": "timestamp"}
-_MOST_MS = 1e300  # a longer integer is no float
-# Of a value that an error shows: more would hide what is wrong with it.
+_MOST_MS = 1e300  # larger integers overflow float
+# Maximum number of characters of a value in an error.
 _SHOWN = 60
 
 
@@ -28,19 +28,23 @@ class Line(Protocol):
 
     @property
     def columns(self) -> KeysView[str]:
-        """The names of its cells."""
+        """Names of its columns."""
         ...
 
     def cell(self, column: str) -> object:
-        """A cell's value, or the text of it; None where there is none."""
+        """Return a cell's value or text, or None if it is empty or missing."""
         ...
 
     def text(self, column: str) -> str | None:
-        """A prompt or an output; None where there is none. Raises `ConfigError` for what is not a text in UTF-8."""
+        """Return a prompt or output, or None if it is missing.
+
+        Raises:
+            ConfigError: If it is not UTF-8 text.
+        """
         ...
 
     def error(self, column: str, what: str) -> ConfigError:
-        """What to raise for a cell: its place, what it must be, and what it is."""
+        """Return an error about a cell, with its position, requirement and value."""
         ...
 
 
@@ -49,8 +53,12 @@ class Line(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CsvLine:
-    """A row of cells and its text. line: the number of the text's first line. places: the cells by their columns; those
-    without a name of their own are in none."""
+    """CSV row with its source text.
+
+    Attributes:
+        line: Number of the text's first line.
+        places: Cell indices by column; excludes columns without a unique name.
+    """
 
     file: str
     line: int
@@ -69,7 +77,7 @@ class CsvLine:
         return None
 
     def error(self, column: str, what: str) -> ConfigError:
-        """With the position of the cell's first character."""
+        """Point to the cell's first character."""
         index = self.places[column]
         before = self.source[: self._start(index)]
         line = self.line + before.count("\n")
@@ -77,13 +85,13 @@ class CsvLine:
         return ConfigError(f"{self.file} line {line}, column {character} ({column}): {what}, got {self.cells[index]!r}")
 
     def _start(self, index: int) -> int:
-        """The position of a cell's text: after `index` commas outside quotes."""
+        """Return the position of a cell in the source: after `index` commas outside quotes."""
         start, quoted = 0, False
         for place, character in enumerate(self.source):
             if index == 0:
                 break
             if character == '"':
-                # Two quotes inside quotes close and reopen them, which leaves the state unchanged.
+                # A doubled quote toggles the state twice.
                 quoted = not quoted
             elif character == "," and not quoted:
                 index -= 1
@@ -92,7 +100,14 @@ class CsvLine:
 
 
 def csv_lines(name: str, file: TextIO) -> Iterator[CsvLine]:
-    """The rows below the header that are not blank. name: of the file, for errors. Raises `ConfigError`."""
+    """Yield the non-blank rows below the header.
+
+    Args:
+        name: File name, for errors.
+
+    Raises:
+        ConfigError: If the file is malformed.
+    """
     records = _records(name, file)
     header = next(records, None)
     if header is None:
@@ -106,11 +121,11 @@ def csv_lines(name: str, file: TextIO) -> Iterator[CsvLine]:
 
 
 def _records(name: str, file: TextIO) -> Iterator[tuple[int, list[str], str]]:
-    """The rows that are not blank: the number of the first line, cells, and text."""
+    """Yield line number, cells and source text of non-blank rows."""
     seen: list[str] = []
     line = 1
     try:
-        # Strict: a quote that is never closed is an error, not a cell as long as the file.
+        # Strict: an unclosed quote is an error, instead of one cell up to the end of the file.
         for cells in csv.reader(_noting(file, seen), strict=True):
             if cells:
                 yield line, cells, "".join(seen)
@@ -127,7 +142,6 @@ def _noting(lines: Iterable[str], seen: list[str]) -> Iterator[str]:
 
 
 def _places(header: str, names: list[str]) -> dict[str, int]:
-    """The index of each column that has a name of its own. header: its place, for errors."""
     _check_has(header, names, *TOKEN_COLUMNS)
     for column in (*TOKEN_COLUMNS, "arrival_s"):
         if names.count(column) > 1:
@@ -136,8 +150,11 @@ def _places(header: str, names: list[str]) -> dict[str, int]:
 
 
 def _check_has(place: str, names: Collection[str], *needed: str) -> None:
-    """Raise `ConfigError` where a column is missing: one that is needed, or arrival_s where something is named like it,
-    which would be ignored, and the arrival times replaced by drawn ones."""
+    """Raise `ConfigError` for a missing column.
+
+    A column with "arrival" in its name requires `arrival_s`. Otherwise it would be ignored and arrivals drawn at
+    random.
+    """
     times = ["arrival_s"] if any("arrival" in name.lower() for name in names) else []
     for column in (*needed, *times):
         if column not in names:
@@ -149,7 +166,11 @@ def _check_has(place: str, names: Collection[str], *needed: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class JsonLine:
-    """An object on a line of its own. names: what columns are called in it, where they have other names."""
+    """JSON object on one line.
+
+    Attributes:
+        names: Names of columns in the object, where they differ.
+    """
 
     file: str
     line: int
@@ -180,7 +201,14 @@ class JsonLine:
 
 
 def json_lines(name: str, file: TextIO) -> Iterator[JsonLine]:
-    """The objects of the lines that are not blank. name: of the file, for errors. Raises `ConfigError`."""
+    """Yield the objects of non-blank lines.
+
+    Args:
+        name: File name, for errors.
+
+    Raises:
+        ConfigError: If the file is malformed.
+    """
     for number, line in enumerate(file, start=1):
         if line.strip():
             place = f"{name} line {number}"
@@ -194,14 +222,14 @@ def json_lines(name: str, file: TextIO) -> Iterator[JsonLine]:
 
 
 def _seconds(milliseconds: object) -> object:
-    """What is no number stays what it is."""
+    """Convert a number of milliseconds, and return anything else unchanged."""
     if isinstance(milliseconds, bool) or not isinstance(milliseconds, int | float) or abs(milliseconds) > _MOST_MS:
         return milliseconds
     return milliseconds / 1000
 
 
 def _names(values: dict[str, Any]) -> Mapping[str, str]:
-    """What columns are called in an object: Mooncake's names where it has one of its lengths."""
+    """Map columns to Mooncake's names, if the object has Mooncake's lengths."""
     if MOONCAKE_COLUMNS["prompt_tokens"] not in values:
         return {}
     return {column: name for column, name in MOONCAKE_COLUMNS.items() if name in values and column not in values}
@@ -212,7 +240,7 @@ def _object(place: str, line: str) -> dict[str, Any]:
         found = json.loads(line)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{place}, column {error.colno}: not JSON: {error.msg}") from None
-    except (ValueError, RecursionError):  # a number of thousands of digits, thousands of brackets
+    except (ValueError, RecursionError):  # thousands of digits or nested brackets
         raise ConfigError(f"{place}: not JSON that can be read") from None
     if not isinstance(found, dict):
         raise ConfigError(f"{place}: must be an object, got {line.strip()[:_SHOWN]}")
@@ -220,7 +248,7 @@ def _object(place: str, line: str) -> dict[str, Any]:
 
 
 def _is_utf8(text: str) -> bool:
-    """Whether it has no half of a surrogate pair, which JSON can spell."""
+    """Return False for text with lone surrogates, which JSON escapes can express."""
     try:
         text.encode()
     except UnicodeEncodeError:

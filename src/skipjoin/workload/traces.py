@@ -1,5 +1,4 @@
-"""Recorded requests: a CSV or JSONL file of lengths, and perhaps arrival times and prompts. Errors give the line and
-column."""
+"""Recorded requests: CSV or JSONL files of lengths, optionally with arrival times and prompts."""
 
 from __future__ import annotations
 
@@ -29,11 +28,11 @@ from skipjoin.workload.trace_lines import (
 )
 
 _WORD_OR_MARK = re.compile(r"\w+|[^\w\s]")
-# Soft objectives of a row, in seconds; the fields of `Target`.
+# Soft objectives in seconds: the fields of `Target`.
 TARGET_COLUMNS = Target._fields
-# What a row asks of the scheduler.
+# Columns of scheduling options.
 OPTION_COLUMNS = ("deadline_s", "priority", "class", *TARGET_COLUMNS)
-# Where a row comes from: nothing follows from it.
+# Columns that only describe a row's origin.
 LABEL_COLUMNS = ("client", "conv", "id", "model", "split", "src", "turn")
 KNOWN_COLUMNS = (
     "arrival_s",
@@ -47,9 +46,14 @@ KNOWN_COLUMNS = (
 
 
 class TraceRow(NamedTuple):
-    """One request. arrival_s: seconds, None in a file without arrivals; the tokens are at least 1. prompt: its text;
-    None in a file without texts. options: what it asks of the scheduler. parts: those of the prompt that are named,
-    the full ones; None in a file without names."""
+    """One recorded request.
+
+    Attributes:
+        arrival_s: Arrival in seconds; None in a file without arrivals.
+        prompt: Text of the prompt; None in a file without texts.
+        options: Scheduling options.
+        parts: Complete named parts of the prompt; None in a file without hash_ids.
+    """
 
     arrival_s: float | None
     prompt_tokens: int
@@ -61,8 +65,11 @@ class TraceRow(NamedTuple):
 
 @dataclass(slots=True)
 class Column:
-    """The numbers of a column, one per row. error: what is wrong with the first cell that is not a number; empty:
-    there is none."""
+    """Numbers of a column, one per row.
+
+    Attributes:
+        error: Error of the first cell that is not a number, or empty.
+    """
 
     values: array[float]
     error: str = ""
@@ -70,8 +77,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Trace:
-    """The requests of a file, in order. name: the file's name. Either all rows have an arrival or none has, and so with
-    prompts. columns: all that the file has, by name."""
+    """Recorded requests of a file, in order. Either all rows have an arrival or none, and likewise for prompts."""
 
     name: str
     rows: tuple[TraceRow, ...]
@@ -79,27 +85,29 @@ class Trace:
 
     @property
     def has_arrivals(self) -> bool:
-        """Whether the rows have arrival times."""
         return self.rows[0].arrival_s is not None
 
     @property
     def has_texts(self) -> bool:
-        """Whether the rows have the texts of their prompts."""
+        """True if the rows have prompt texts."""
         return self.rows[0].prompt is not None
 
     @property
     def part_tokens(self) -> int | None:
-        """Tokens of each part of a prompt that has a name; None: the rows have no names."""
+        """Tokens per named part of a prompt, or None without hash_ids."""
         parts = self.rows[0].parts
         return None if parts is None else parts.tokens
 
     def has_any(self, *columns: str) -> bool:
-        """Whether it has one of these columns."""
+        """Return whether the trace has any of these columns."""
         return any(name in self.columns for name in columns)
 
     def check_columns(self, unread: Collection[str] = ()) -> None:
-        """Raise `ConfigError` for a column that is not known: what it asks for would be left out without a word.
-        unread: columns that may be left out."""
+        """Raise `ConfigError` for an unknown column, which would otherwise be ignored silently.
+
+        Args:
+            unread: Columns that may be ignored.
+        """
         for name in self.columns:
             if name not in (*KNOWN_COLUMNS, *MOONCAKE_COLUMNS.values()) and name not in unread:
                 hint = nearest(name, KNOWN_COLUMNS)
@@ -114,8 +122,11 @@ class Trace:
             raise ConfigError(f"{self.name} has no texts: a trace that has them is JSONL with a prompt in each line")
 
     def column(self, name: str) -> Sequence[float]:
-        """The numbers that the file has in a column, by row. Raises `ConfigError` where there is no such column, naming
-        those that there are, and for a cell that is not a number, with its place."""
+        """Return the numbers of a column, by row.
+
+        Raises:
+            ConfigError: If the column is missing, or a cell is not a number.
+        """
         found = self.columns.get(name)
         if found is None:
             known = ", ".join(other for other, one in self.columns.items() if not one.error)
@@ -126,23 +137,27 @@ class Trace:
 
 
 def read_trace(path: str | Path, *, hash_tokens: int | None = HASH_TOKENS) -> Trace:
-    """Read a trace from a CSV file, or a JSONL file if the name ends in .jsonl; gzipped if it ends in .gz besides.
+    """Read a trace from a CSV file, or from JSONL if the name ends in .jsonl; a further .gz means gzip.
 
-    CSV has the columns prompt_tokens and output_tokens, optionally arrival_s. JSONL has an object on each line with the
-    texts prompt and output, or output_tokens instead of output, optionally prompt_tokens and arrival_s. Lengths that it
-    does not give are the numbers of words and punctuation marks in the texts: a tokenizer makes more of the same text,
-    by a factor that is not guessed here. Either format may have context_tokens, all that the model reads for a row, of
-    which prompt_tokens is the last part; then it is the length of the request's prompt. Either may have, for all rows
-    or for some, deadline_s, priority, class (real-time or best-effort), and the objectives ttft_s, tpot_s and jct_s, in
-    seconds. Other columns are kept: see `Trace.check_columns`.
+    CSV requires prompt_tokens and output_tokens. JSONL can have the texts prompt and output instead. A missing length
+    is then the number of words and punctuation marks, which is less than the number of tokens.
 
-    Either format may have hash_ids, as Mooncake's traces: names of the prompt's parts of `hash_tokens` tokens, the last
-    of which may be shorter (None: hash_ids are not read). Equal names are equal text after equal text. In CSV commas or
-    blanks separate them. JSONL may have Mooncake's columns timestamp, in milliseconds, input_length and output_length.
+    Optional columns of both formats:
 
-    arrival_s is in seconds, or a date and time (ISO 8601, UTC where it names no zone). Either every row has an arrival
-    or none; times must not decrease. Raises `ConfigError` with the line and the column
-    of the error; in CSV a column is told in characters from 1.
+    - arrival_s: seconds, or an ISO 8601 date and time, UTC by default. All rows have it or none, in ascending order.
+    - context_tokens: length of the whole prompt, of which prompt_tokens is only the last part.
+    - deadline_s, priority, class (real-time or best-effort), and the objectives ttft_s, tpot_s and jct_s, per row.
+    - hash_ids, as in Mooncake's traces: ids of consecutive parts of the prompt, of `hash_tokens` tokens each except the
+      last. Equal ids after equal ids mean equal text. CSV separates ids by commas or blanks.
+
+    JSONL can use Mooncake's timestamp (milliseconds), input_length and output_length. Other columns are kept: see
+    `Trace.check_columns`.
+
+    Args:
+        hash_tokens: Tokens per part; None ignores hash_ids.
+
+    Raises:
+        ConfigError: If the file is unreadable or malformed, with line and column (CSV columns in characters from 1).
     """
     path = Path(path)
     try:
@@ -160,12 +175,12 @@ def read_trace(path: str | Path, *, hash_tokens: int | None = HASH_TOKENS) -> Tr
 
 
 def count_words(text: str) -> int:
-    """Words and punctuation marks of a text: what it counts for where its tokens are not known."""
+    """Return the number of words and punctuation marks."""
     return len(_WORD_OR_MARK.findall(text))
 
 
 def _opened(path: Path) -> TextIO:
-    # Spreadsheets write a byte order mark first; utf-8-sig drops it.
+    # utf-8-sig drops the byte order mark that spreadsheets write.
     if path.suffix == ".gz":
         return cast(TextIO, gzip.open(path, "rt", encoding="utf-8-sig", newline=""))
     return path.open(encoding="utf-8-sig", newline="")
@@ -223,7 +238,6 @@ def _options(line: Line) -> RequestOptions:
 
 
 def _positive(line: Line, column: str) -> float | None:
-    """A cell's seconds; None where it is empty."""
     cell = line.cell(column)
     if cell is None:
         return None
@@ -248,7 +262,7 @@ def _arrival(line: Line, previous: TraceRow | None) -> float | None:
 
 
 def _tokens(line: Line, column: str, text_column: str) -> int:
-    """The tokens that a column says, or the words of a text where it says none."""
+    """Return the token count of a column, or else the number of words of a text."""
     if line.cell(column) is not None or (text := line.text(text_column)) is None:
         return _integer(line, column, 1)
     words = count_words(text)
@@ -258,7 +272,7 @@ def _tokens(line: Line, column: str, text_column: str) -> int:
 
 
 def _timestamp(text: str) -> float:
-    """The seconds that a text says, or those of a date and time since 1970; NaN for any other text."""
+    """Parse seconds, or a date and time to seconds since 1970; NaN for other text."""
     if not math.isnan(seconds := _number(text)):
         return seconds
     try:
@@ -269,13 +283,13 @@ def _timestamp(text: str) -> float:
 
 
 def _integer(line: Line, column: str, least: int | None) -> int:
-    """A cell's integer. least: the smallest that there may be; None: any."""
+    """Return a cell's integer of at least `least`, if given."""
     cell = line.cell(column)
     try:
         number = int(cell) if isinstance(cell, str) else cell
     except ValueError:
         number = None
-    # True counts as 1 in Python.
+    # bool is a subclass of int.
     if not isinstance(number, int) or isinstance(number, bool) or (least is not None and number < least):
         bound = "" if least is None else f" of at least {least}"
         raise line.error(column, f"must be an integer{bound}")
@@ -283,7 +297,7 @@ def _integer(line: Line, column: str, least: int | None) -> int:
 
 
 def _number(cell: object) -> float:
-    """What a cell says; not a number (NaN) where it is none."""
+    """Convert a cell to a float, NaN if it is not a number."""
     try:
         return math.nan if isinstance(cell, bool) else float(cell)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
@@ -291,7 +305,6 @@ def _number(cell: object) -> float:
 
 
 def _add_numbers(columns: dict[str, Column], line: Line, *, first: bool) -> None:
-    """Add a row to the columns. first: whether it is the first row."""
     for name in [name for name in line.columns if name not in columns]:
         columns[name] = Column(array("d"), "" if first else str(line.error(name, "the rows before have none")))
     for name, column in columns.items():
@@ -302,18 +315,17 @@ def _add_numbers(columns: dict[str, Column], line: Line, *, first: bool) -> None
 
 
 class _Names:
-    """Names of the parts of prompts from a column of ids, in which an id may stand for a part alone: a name stands for
-    the parts before it, too.
+    """Unique names of prompt parts, made from ids that may repeat in other contexts.
 
-    hash_tokens: of a part; None: ids are not read.
+    A name identifies a part together with all parts before it.
     """
 
     def __init__(self, hash_tokens: int | None) -> None:
         self._tokens = hash_tokens
-        self._known: dict[tuple[int, int], int] = {}  # by the name before and the id
+        self._known: dict[tuple[int, int], int] = {}  # by previous name and id
 
     def parts(self, line: Line, prompt_tokens: int) -> PromptParts | None:
-        """The full parts of a prompt; None: the row has no ids."""
+        """Return the complete parts of a prompt, or None if the row has no ids."""
         cell = line.cell(HASH_IDS)
         if self._tokens is None or cell is None:
             return None
@@ -333,12 +345,11 @@ class _Names:
 
 
 def _ids(line: Line, cell: object) -> Sequence[int]:
-    """The ids in a cell."""
     try:
         ids = list(map(int, cell.replace(",", " ").split())) if isinstance(cell, str) else cell
     except ValueError:
         ids = None
-    # True is an int in Python.
+    # bool is a subclass of int.
     if not isinstance(ids, list) or not all(type(one) is int and one >= 0 for one in ids):
         raise line.error(HASH_IDS, "must be a list of integers of at least 0")
     return ids

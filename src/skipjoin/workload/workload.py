@@ -27,19 +27,25 @@ MOST_IN_FLIGHT = 1_000_000
 
 
 class ClosedMode(StrEnum):
-    """When a closed stream submits its next jobs."""
+    """Submission rule of a closed-loop stream."""
 
-    BATCH = "batch"  # all of them, when all of those before are over (BROS section 7.1)
-    REFILL = "refill"  # one, when another one is over
+    BATCH = "batch"  # `size` jobs, once all earlier ones have finished (BROS section 7.1)
+    REFILL = "refill"  # one job for each that finishes
 
 
 class WorkloadRequest(NamedTuple):
-    """A request to send. at: seconds from the start. stream: its class in the record. priority: lower is earlier.
+    """Request to send.
 
-    row: of the trace that it is from, from 0; None: from none. prompt: its text there; None: there is none.
-    service: its service class. deadline_s: from its arrival; None: none. target: objectives of its own. key: of the
-    API; requests of one key are one client's. parts: those of its prompt that others may begin with too; None: none is
-    known.
+    Attributes:
+        at: Arrival in seconds from the start.
+        stream: Stream's name, by which records group requests.
+        priority: Lower values run earlier.
+        row: Index of the trace's row, if any.
+        prompt: Text of the prompt, if the trace has texts.
+        deadline_s: Deadline relative to the arrival.
+        target: The request's own objectives.
+        key: API key, which identifies the client.
+        parts: Named leading parts of the prompt that other prompts may share.
     """
 
     at: float
@@ -56,23 +62,25 @@ class WorkloadRequest(NamedTuple):
     parts: PromptParts | None = None
 
     def after(self, prefix: SharedPrefix | None, chance: random.Random) -> WorkloadRequest:
-        """The same request with a prompt that begins with a further prefix; None: with none."""
+        """Return a copy whose prompt begins with an additional prefix."""
         if prefix is None:
             return self
         return self._replace(prompt_tokens=prefix.tokens + self.prompt_tokens, parts=prefix.draw(chance, self.stream))
 
     @property
     def kind(self) -> Kind:
-        """What figures tell it apart by."""
         return Kind(self.stream, self.service)
 
 
 @dataclass(frozen=True)
 class Closed:
-    """Jobs that are submitted when others of the stream end: of these, `size` are in flight at most.
+    """Closed-loop stream with at most `size` requests in flight.
 
-    Its first jobs are submitted at 0 and its last ones before the end of the workload's duration. priority: lower is
-    earlier. prefix: what prompts begin with besides their lengths.
+    Its first jobs are submitted at 0, and none after the workload's duration.
+
+    Attributes:
+        priority: Lower values run earlier.
+        prefix: Shared prefix in addition to the drawn prompt length.
     """
 
     name: str
@@ -90,12 +98,16 @@ class Closed:
 
     @property
     def kind(self) -> Kind:
-        """What figures tell its jobs apart by."""
         return Kind(self.name, self.service)
 
     def jobs(self, seed: int, index: int) -> Iterator[WorkloadRequest]:
-        """Endless jobs of this closed stream, number `index`, at 0: the k-th job has the same lengths whatever system
-        runs it, and however long the jobs before take."""
+        """Yield jobs of the stream indefinitely, all with arrival 0.
+
+        The k-th job has the same lengths regardless of the system and of the time that earlier jobs take.
+
+        Args:
+            index: Position among the closed streams, for the seed.
+        """
         chance, groups = _generator(seed, index, "closed"), _generator(seed, index, "closed prefix")
         while True:
             prompt, output = self.lengths.draw(chance)
@@ -103,7 +115,6 @@ class Closed:
             yield job.after(self.prefix, groups)
 
     def describe(self) -> dict[str, Any]:
-        """Its entry in a result record."""
         return {
             "name": self.name,
             "lengths": self.lengths.name,
@@ -117,10 +128,12 @@ class Closed:
 
 
 class Workload(Protocol):
-    """Requests over time. The same arguments give the same jobs, on every machine.
+    """Requests over time. Equal arguments give equal jobs, on every machine.
 
-    best_effort: the share of jobs that are best-effort, the others being real-time, in streams of these names; None:
-    the streams are as they are. closed: the streams whose jobs follow on each other, which `draw` does not return.
+    Attributes:
+        best_effort: Share of best-effort jobs, which splits jobs into one stream per service class. None keeps the
+            streams.
+        closed: Closed-loop streams, whose jobs `draw` does not return.
     """
 
     @property
@@ -132,24 +145,31 @@ class Workload(Protocol):
     def draw(
         self, rate_rps: float | None, duration_s: float | None, seed: int, limit: int | None = None
     ) -> list[WorkloadRequest]:
-        """Jobs by time: those before `duration_s`, or the first `limit`. Closed streams need `duration_s`, until which
-        they submit jobs. Raises `ConfigError`.
+        """Return jobs in order of time: those before `duration_s`, or the first `limit`.
 
-        A longer duration or a higher limit adds jobs at the end and changes none before.
+        Closed-loop streams require `duration_s`. A longer duration or a higher limit only appends jobs.
+
+        Raises:
+            ConfigError: If the arguments do not fit the workload.
         """
         ...
 
     def describe(
         self, rate_rps: float | None, duration_s: float | None, seed: int, limit: int | None = None
     ) -> dict[str, Any]:
-        """The `workload` object of a result record: the arguments of `draw` and the workload."""
+        """Return the record's `workload`: the arguments of `draw` and the workload."""
         ...
 
 
 @dataclass(frozen=True)
 class Stream:
-    """Jobs of one kind. share: of the total rate. priority: lower is earlier. service: their class. prefix: what
-    prompts begin with besides their lengths."""
+    """Open-loop stream of jobs.
+
+    Attributes:
+        share: Share of the total rate.
+        priority: Lower values run earlier.
+        prefix: Shared prefix in addition to the drawn prompt length.
+    """
 
     name: str
     lengths: Lengths
@@ -164,9 +184,12 @@ class Stream:
         in_bounds(f"share of stream {self.name!r}", self.share, most=1)
 
     def jobs(self, rate_rps: float, seed: int, index: int) -> Iterator[WorkloadRequest]:
-        """Endless jobs of this stream, number `index`, whose rate is its share of `rate_rps`.
+        """Yield jobs of the stream indefinitely, at its share of `rate_rps`.
 
         The k-th job has the same lengths at every rate.
+
+        Args:
+            index: Position among the streams, for the seed.
         """
         lengths, groups = _generator(seed, index, "lengths"), _generator(seed, index, "prefix")
         for time in self.arrivals.times(_generator(seed, index, "arrivals")):
@@ -176,7 +199,6 @@ class Stream:
             yield job.after(self.prefix, groups)
 
     def describe(self) -> dict[str, Any]:
-        """Its entry in a result record."""
         return {
             "name": self.name,
             "lengths": self.lengths.name,
@@ -191,7 +213,11 @@ class Stream:
 
 @dataclass(frozen=True)
 class Synthetic:
-    """Jobs drawn from distributions. streams: their shares add up to 1; the names of all streams differ."""
+    """Jobs drawn from distributions.
+
+    Attributes:
+        streams: Streams of unique names whose shares add up to 1.
+    """
 
     streams: tuple[Stream, ...]
     best_effort: float | None = None
@@ -208,7 +234,7 @@ class Synthetic:
     def draw(
         self, rate_rps: float | None, duration_s: float | None, seed: int, limit: int | None = None
     ) -> list[WorkloadRequest]:
-        """As in `Workload`. One of `duration_s` and `limit` must be given."""
+        """Return jobs as in `Workload`. Exactly one of `duration_s` and `limit` is required."""
         rate = in_bounds("rate_rps", rate_rps)
         _check_extent(self, duration_s, limit)
         streams = (
@@ -220,7 +246,7 @@ class Synthetic:
     def describe(
         self, rate_rps: float | None, duration_s: float | None, seed: int, limit: int | None = None
     ) -> dict[str, Any]:
-        """As in `Workload`; includes `streams` when there are several, or one with a prefix."""
+        """Return the description as in `Workload`, with `streams` if there are several or the only one has a prefix."""
         record: dict[str, Any] = {
             "lengths": " + ".join(stream.lengths.name for stream in self.streams),
             "arrivals": " + ".join(stream.arrivals.name for stream in self.streams),
@@ -234,10 +260,14 @@ class Synthetic:
 
 @dataclass(frozen=True)
 class Replay:
-    """The requests of a trace, at their recorded times or, if it has none, with the arrivals of `arrivals`.
+    """Requests of a trace, at their recorded times or with an arrival process.
 
-    speedup: divides the times of a trace. Its first request arrives at 0. Without times in the trace, rows follow each
-    other from a row chosen by the seed, the first row after the last, at `rate_rps`.
+    With recorded times, the first request arrives at 0. Otherwise rows are used cyclically from a row that the seed
+    selects, at `rate_rps`.
+
+    Attributes:
+        speedup: Divides recorded times.
+        arrivals: Arrival process of a trace without times.
     """
 
     trace: Trace
@@ -260,9 +290,10 @@ class Replay:
     def draw(
         self, rate_rps: float | None, duration_s: float | None, seed: int, limit: int | None = None
     ) -> list[WorkloadRequest]:
-        """As in `Workload`. With neither `duration_s` nor `limit` every row is used once.
+        """Return jobs as in `Workload`. With neither `duration_s` nor `limit`, each row is used once.
 
-        rate_rps: ignored where the trace has arrival times, which also end the jobs with its last row.
+        Args:
+            rate_rps: Ignored for recorded times, which also limit the jobs to the trace's rows.
         """
         rows = len(self.trace.rows)
         if duration_s is None and limit is None:
@@ -308,7 +339,7 @@ class Replay:
     def describe(
         self, rate_rps: float | None, duration_s: float | None, seed: int, limit: int | None = None
     ) -> dict[str, Any]:
-        """As in `Workload`; for a trace with arrival times `rate_rps` is the mean rate of the whole trace."""
+        """Return the description as in `Workload`; `rate_rps` is the trace's mean rate if times are recorded."""
         record: dict[str, Any] = {"lengths": f"trace:{self.trace.name}"}
         if self.trace.part_tokens is not None:
             record["hash_tokens"] = self.trace.part_tokens
@@ -319,7 +350,7 @@ class Replay:
         return record | _extent(self, duration_s, seed, limit)
 
     def _recorded_rate(self) -> float | None:
-        """Mean arrivals per second; None if all come at once."""
+        """Return the mean arrivals per second, or None if all arrive at once."""
         *_, last = self._as_recorded()
         return (len(self.trace.rows) - 1) / last.at if last.at else None
 
@@ -328,15 +359,20 @@ Classed = TypeVar("Classed", Synthetic, Replay)
 
 
 def synthetic(lengths: str, arrivals: str, streams: Sequence[str] = (), prefix: str | None = None) -> Synthetic:
-    """A workload from the texts of options: its main stream and further ones, in `streams`, which take shares of its
-    rate.
+    """Create a workload from the texts of options.
 
-    The main stream is named "default" and has priority 0 and the remaining share. prefix: of its prompts, as in
-    `parse_shared_prefix`; None: none. Raises `ConfigError`.
+    The main stream is named "default", with priority 0 and the share that the other streams leave.
+
+    Args:
+        streams: Further streams, as in `parse_stream`.
+        prefix: Prefix of the main stream, as in `parse_shared_prefix`.
+
+    Raises:
+        ConfigError: If a text is malformed or the shares leave nothing.
     """
     others = tuple(parse_stream(text) for text in streams)
     rest = 1 - sum(stream.share for stream in others)
-    if rest < 1e-9:  # the rounding of shares that add up to 1
+    if rest < 1e-9:  # rounding error of shares that add up to 1
         raise ConfigError(f"the shares of further streams must add up to less than 1, got {1 - rest:g}")
     shared = None if prefix is None else parse_shared_prefix(prefix)
     main = Stream(DEFAULT, parse_lengths(lengths), parse_arrivals(arrivals), rest, prefix=shared)
@@ -344,11 +380,14 @@ def synthetic(lengths: str, arrivals: str, streams: Sequence[str] = (), prefix: 
 
 
 def parse_stream(text: str) -> Stream:
-    """A stream from `name=batch,lengths=uniform:512-1024,32-128,arrivals=poisson,share=0.5,class=best-effort`.
+    """Parse a stream such as `name=batch,lengths=uniform:512-1024,32-128,arrivals=poisson,share=0.5,class=best-effort`.
 
-    A comma separates fields if a word and = follow it; other commas belong to the field. name, lengths and share are
-    required; arrivals defaults to poisson, priority to 0 and class to real-time. Streams without key= are one
-    client's. prefix=1000:20 is as in `parse_shared_prefix`. Raises `ConfigError`.
+    A comma separates fields only if a word and = follow it. name, lengths and share are required. Defaults are
+    arrivals=poisson, priority=0 and class=real-time. Streams without key= belong to one client. prefix=1000:20 is as in
+    `parse_shared_prefix`.
+
+    Raises:
+        ConfigError: If a field is missing or malformed.
     """
     fields = FieldTexts("stream", text, known=STREAM_FIELDS, needed=("name", "lengths", "share"))
     return Stream(
@@ -364,10 +403,14 @@ def parse_stream(text: str) -> Stream:
 
 
 def parse_closed(text: str) -> Closed:
-    """A closed stream from `name=be,lengths=uniform:512-1024,32-128,size=128,mode=batch,class=best-effort`.
+    """Parse a closed-loop stream such as
+    `name=be,lengths=uniform:512-1024,32-128,size=128,mode=batch,class=best-effort`.
 
-    Fields are separated as in `parse_stream`. name, lengths and size are required; mode defaults to batch, priority to
-    0 and class to real-time. prefix=1000:20 is as in `parse_shared_prefix`. Raises `ConfigError`.
+    name, lengths and size are required. Defaults are mode=batch, priority=0 and class=real-time. Otherwise as
+    `parse_stream`.
+
+    Raises:
+        ConfigError: If a field is missing or malformed.
     """
     fields = FieldTexts("closed", text, known=CLOSED_FIELDS, needed=("name", "lengths", "size"))
     return Closed(
@@ -391,24 +434,33 @@ def _described(prefix: SharedPrefix | None) -> dict[str, Any]:
 
 
 def with_best_effort(workload: Classed, share: float) -> Classed:
-    """The same jobs in two streams: a share of each stream's is best-effort and the rest real-time, and the streams
-    are called so. A larger share only adds to the best-effort jobs. Raises `ConfigError`."""
+    """Return the same jobs in two streams named after their service classes, with a share of best-effort jobs.
+
+    A larger share makes further jobs best-effort, and changes no others.
+
+    Raises:
+        ConfigError: If the share is out of bounds, or a stream is best-effort already.
+    """
     return replace(workload, best_effort=share)
 
 
 def with_closed(workload: Classed, closed: Sequence[Closed]) -> Classed:
-    """The same jobs beside those of closed streams. Raises `ConfigError` for names that do not differ."""
+    """Return the same workload with closed-loop streams.
+
+    Raises:
+        ConfigError: If names are not unique.
+    """
     return replace(workload, closed=tuple(closed))
 
 
 def keys_of(workload: Synthetic | Replay) -> set[str]:
-    """The keys of its jobs; an empty one stands for none."""
+    """Return the API keys of the jobs; an empty string stands for none."""
     streams = {stream.key for stream in workload.streams} if isinstance(workload, Synthetic) else {""}
     return streams | {closed.key for closed in workload.closed}
 
 
 def _generator(seed: int, stream: int, purpose: str) -> random.Random:
-    # Seeded by a text, whose hash is the same in every process; neighbouring seeds give unrelated numbers.
+    # A text seed is hashed, equally in every process, so that adjacent seeds give unrelated numbers.
     return random.Random(f"{seed}/{stream}/{purpose}")
 
 
@@ -432,7 +484,7 @@ def _check_best_effort(share: float | None, *, has_classes: bool = False) -> Non
 
 
 def _check_names(workload: Workload, streams: Sequence[str]) -> None:
-    """Raise `ConfigError` for names that do not differ. streams: the names of those that are not closed."""
+    """Raise `ConfigError` unless the names of all streams are unique."""
     opened = streams if workload.best_effort is None else [*streams, *(service.value for service in ServiceClass)]
     names = [*opened, *(one.name for one in workload.closed)]
     if twice := sorted({name for name in names if names.count(name) > 1}):
@@ -457,7 +509,6 @@ def _cut(jobs: Iterator[WorkloadRequest], duration_s: float | None, limit: int |
 
 
 def _extent(workload: Workload, duration_s: float | None, seed: int, limit: int | None) -> dict[str, Any]:
-    """The fields of a description that all workloads share."""
     extent: dict[str, Any] = {"duration_s": duration_s, "seed": seed}
     if limit is not None:
         extent["limit"] = limit

@@ -1,4 +1,4 @@
-"""Curves over the arrival rate: any metric with its bound, and TTFT with TPOT."""
+"""Plots over the arrival rate: any metric with its bound, and TTFT with TPOT."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _STROKES = 16
 
 
 def draw_latency(lines: Sequence[Line], metric: str, bound: Bound | None, warn: Warn) -> Figure:
-    """A metric over the rate, one line per system, with the bound and the rate up to which each system keeps it."""
+    """Draw a metric over the rate, one line per system, with the bound and each system's maximum rate."""
 
     def need(record: Record) -> None:
         need_rate(record)
@@ -53,9 +53,9 @@ def draw_latency(lines: Sequence[Line], metric: str, bound: Bound | None, warn: 
 
 
 def draw_ttft_tpot(lines: Sequence[Line], bound: Bound | None, warn: Warn) -> Figure:
-    """TTFT and TPOT over the rate, mean and 95th percentile.
+    """Draw mean and 95th percentile of TTFT and TPOT over the rate.
 
-    A scheduler that preempts shows its queueing in TPOT, one that does not shows it in TTFT: neither is drawn alone.
+    Queueing appears in TPOT if the scheduler preempts, else in TTFT, so that neither is meaningful alone.
     """
     fields = {metric: [f"{metric}.mean", f"{metric}.p95"] for metric in ("ttft_s", "tpot_s")}
 
@@ -86,7 +86,6 @@ def draw_ttft_tpot(lines: Sequence[Line], bound: Bound | None, warn: Warn) -> Fi
 
 
 def _handles_of_statistics(lines: Sequence[Line]) -> list[Line2D]:
-    """Legend entries: the colour and marker of each line, then the meaning of solid and dashed."""
     handles = []
     for line in lines:
         look = style.look(line.index)
@@ -101,10 +100,10 @@ def _values(line: Line, field: str) -> list[float]:
 
 
 def _draw_curve(axes: Axes, line: Line, field: str) -> Line2D:
-    """Means over seeds as a line with a marker at each rate, and the range over seeds as a band behind it.
+    """Draw means over seeds as a line with markers at the rates, above a band of the range over seeds.
 
-    Between two rates the line is linear in the values, as is the rate at which it meets a bound; on a logarithmic axis
-    a straight segment would meet it elsewhere.
+    Values are interpolated linearly, as for `maximum_rate`. A straight segment on a logarithmic axis would cross a
+    bound elsewhere.
     """
     points = {rate: [field_value(r, field) for r in records] for rate, records in line.by_rate().items()}
     rates = _between(list(points))
@@ -115,7 +114,7 @@ def _draw_curve(axes: Axes, line: Line, field: str) -> Line2D:
 
 
 def _between(values: Sequence[float]) -> list[float]:
-    """The values with equal steps between each two."""
+    """Interpolate linearly between consecutive values."""
     steps = [one + (other - one) * step / _STROKES for one, other in pairwise(values) for step in range(_STROKES)]
     return [*steps, values[-1]]
 
@@ -126,7 +125,7 @@ def _draw_bound(axes: Axes, bound: Bound) -> Line2D:
 
 
 def _mark_rates(axes: Axes, rates: Sequence[tuple[int, MaximumRate]], bound: Bound, metric: str) -> None:
-    """A tick where each line meets the bound, and its rate above the axes; numbers that are close are spread out."""
+    """Mark where each line meets the bound, and label the rates above the axes without overlap."""
     low, high = axes.get_xlim()
     axes.set_xlim(low, high)
     rates = sorted(rates, key=lambda pair: pair[1].rate_rps)
@@ -150,7 +149,7 @@ def _mark_rates(axes: Axes, rates: Sequence[tuple[int, MaximumRate]], bound: Bou
 
 
 def _spread(places: Sequence[float], gap: float, most: float) -> list[float]:
-    """Ascending places moved apart to at least `gap`, and back below `most` as far as that keeps them apart."""
+    """Move ascending positions apart to at least `gap`, but below `most`."""
     spread: list[float] = []
     for place in places:
         spread.append(max(place, spread[-1] + gap) if spread else place)

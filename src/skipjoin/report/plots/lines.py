@@ -1,4 +1,4 @@
-"""Groups records into the lines of a plot, and selects the records that a plot can use."""
+"""Grouping of records into the lines of a plot, and selection of usable records."""
 
 from __future__ import annotations
 
@@ -14,25 +14,29 @@ from skipjoin.report.bound import Bound, MaximumRate, maximum_rate
 from skipjoin.report.results import Record, rate_of
 
 Warn = Callable[[str], None]
-# Fields that a line never mixes; the rest of the workload and the settings may differ by rate or seed.
+# Fields that always distinguish lines; others may depend on rate or seed.
 _IDENTITY = ("model", "hardware", "driver", "workload.lengths", "workload.arrivals", "workload.trace")
 _AXES = {"workload.rate_rps", "workload.seed", "workload.duration_s"}
 
 
 class NothingToDrawError(ConfigError):
-    """No record has the fields that a kind of plot needs."""
+    """No record has the fields that a plot requires."""
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """The records of one system: all rates and seeds. index: among all lines; it determines the line's look."""
+    """Records of one system at all rates and seeds.
+
+    Attributes:
+        index: Index among all lines, which determines the line's look.
+    """
 
     label: str
     index: int
     records: tuple[Record, ...]
 
     def by_rate(self) -> dict[float, list[Record]]:
-        """The records by arrival rate, ascending; those without a rate left out."""
+        """Return the records by ascending rate, without those that have none."""
         rates: dict[float, list[Record]] = defaultdict(list)
         for record in self.records:
             if (rate := rate_of(record)) is not None:
@@ -41,10 +45,10 @@ class Line:
 
 
 def lines_of(records: Sequence[Record]) -> list[Line]:
-    """The records grouped by recipe and by other distinguishing fields, in order of appearance.
+    """Group records by recipe and other distinguishing fields, in order of appearance.
 
-    Model, hardware, driver, lengths, arrivals and trace always distinguish. A setting does if it differs between two
-    records of equal recipe, rate and seed. The label names the recipe and those of the fields that differ.
+    Model, hardware, driver, lengths, arrivals and trace always distinguish. A setting distinguishes if it differs
+    between records of equal recipe, rate and seed. Labels consist of the recipe and the differing fields.
     """
     features = [_features(record) for record in records]
     names = _differing(_IDENTITY, features) + _telling(records, features)
@@ -57,9 +61,10 @@ def lines_of(records: Sequence[Record]) -> list[Line]:
 
 
 def usable(kind: str, lines: Iterable[Line], check: Callable[[Record], object], warn: Warn) -> list[Line]:
-    """The lines without the records for which `check` raises `ConfigError`; omissions are reported to `warn`.
+    """Return the lines without records for which `check` raises `ConfigError`, and report omissions to `warn`.
 
-    Raises `NothingToDrawError` with the last reason if no record is left.
+    Raises:
+        NothingToDrawError: If no record is left, with the last reason.
     """
     kept, warnings, reason = [], [], "there are no records"
     for line in lines:
@@ -88,10 +93,12 @@ def usable(kind: str, lines: Iterable[Line], check: Callable[[Record], object], 
 def at_one_rate(
     kind: str, lines: Sequence[Line], rate_rps: float | None, warn: Warn
 ) -> tuple[float | None, list[Line]]:
-    """The lines at one rate: the given one, else the highest that all lines have (None: they have no rates).
+    """Return the lines at the given rate, or else at the highest common one (None if lines have no rates).
 
-    A line without the given rate is left out with a warning. Raises `ConfigError` with the measured rates if no line
-    has it, and if no rate is common.
+    Lines that lack the rate are omitted with a warning.
+
+    Raises:
+        NothingToDrawError: If no line has the rate, or there is no common one.
     """
     if rate_rps is None:
         common = set.intersection(*(set(map(rate_of, line.records)) for line in lines))
@@ -111,14 +118,15 @@ def at_one_rate(
 
 
 def same_rate(one: float | None, other: float | None) -> bool:
-    """Whether two rates are equal up to rounding."""
+    """Return whether two rates are equal up to rounding."""
     return one is other if one is None or other is None else math.isclose(one, other, rel_tol=1e-6)
 
 
 def maximum_rates(lines: Sequence[Line], bound: Bound, warn: Warn) -> dict[str, MaximumRate | None]:
-    """The largest rate at which each line keeps the bound, by label, in order; None: not even at its lowest rate.
+    """Return each line's maximum rate by label, or None for a line that fails at its lowest rate.
 
-    Raises `NothingToDrawError` if no record has the field and a rate.
+    Raises:
+        NothingToDrawError: If no record has the field and a rate.
     """
 
     def need(record: Record) -> None:
@@ -144,7 +152,7 @@ def _rates(lines: Iterable[Line]) -> str:
 
 
 def _features(record: Record) -> dict[str, str]:
-    """Fields that may distinguish lines, as text, by dotted name."""
+    """Return the fields that may distinguish lines, as text by dotted name."""
     found: dict[str, Any] = {name: record[name] for name in ("model", "hardware", "driver")}
     found |= {f"workload.{key}": value for key, value in record["workload"].items()}
     settings = (record.get("recipe_params") or {}) | (record.get("settings") or {})
@@ -161,7 +169,7 @@ def _differing(names: Iterable[str], features: Sequence[Mapping[str, str]]) -> l
 
 
 def _telling(records: Sequence[Record], features: Sequence[Mapping[str, str]]) -> list[str]:
-    """The features outside the identity that distinguish records of equal recipe, rate and seed."""
+    """Return the features outside the identity that differ between records of equal recipe, rate and seed."""
     alike: dict[tuple[Any, ...], list[Mapping[str, str]]] = defaultdict(list)
     for record, found in zip(records, features, strict=True):
         identity = [found.get(name) for name in _IDENTITY]
@@ -171,7 +179,6 @@ def _telling(records: Sequence[Record], features: Sequence[Mapping[str, str]]) -
 
 
 def _worded(name: str, value: str | None) -> str:
-    """A feature in a label: names stand alone, settings follow their name."""
     if value is None:
         return ""
     return value if name in _IDENTITY else f"{name.partition('.')[2]}={value}"

@@ -1,4 +1,4 @@
-"""Plots at one arrival rate: distributions, time breakdowns, and memory over time."""
+"""Plots at one arrival rate: distributions, time breakdowns, and KV usage over time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from skipjoin.report.plots.lines import Line, NothingToDrawError, Warn, at_one_r
 from skipjoin.report.results import Record
 
 _CDF_METRICS = ("normalized_latency_s", "ttft_s", "tpot_s", "jct_s")
-# Parts of the breakdown: colour and hatch, light enough for the hatch to be visible.
+# Color and hatch of each part. Colors are light enough for the hatch to be visible.
 _PARTS = {
     "queueing": (style.ORANGE, "///"),
     "execution": (style.SKY, ""),
@@ -29,15 +29,15 @@ _PARTS = {
 }
 _SERIES = ("time_s", "kv_used", "kv_allocated", "running", "waiting")
 _MOST_COLUMNS = 4
-# Characters of 8 pt above one of four columns.
+# Number of 8 pt characters above one of four columns.
 _TITLE_WIDTH = 26
 
 
 def draw_cdf(lines: Sequence[Line], rate_rps: float | None, warn: Warn) -> Figure:
-    """The share of requests below a value, one panel per metric.
+    """Draw the cumulative distribution over requests, one panel per metric.
 
-    Percentiles are averaged over seeds, so that each seed has equal weight. A metric that no request has, such as the
-    TPOT of one-token outputs, has no panel.
+    Percentiles are averaged over seeds with equal weights. A metric without values, such as TPOT of one-token outputs,
+    has no panel.
     """
     lines = usable("cdf", lines, _need_some_quantiles, warn)
     rate_rps, lines = at_one_rate("cdf", lines, rate_rps, warn)
@@ -52,7 +52,7 @@ def draw_cdf(lines: Sequence[Line], rate_rps: float | None, warn: Warn) -> Figur
         axes = figure.add_subplot(rows, min(2, len(panels)), place)
         for line in shown:
             handles[line.label] = _draw_cdf(axes, line, metric)
-        # The extremes are single requests; the axis is chosen for the values between.
+        # The axis is chosen without the extremes, which are single requests.
         style.log_where_wide(axes, axes.xaxis, [x for line in shown for x in _mean_quantiles(line, metric)[1:100]])
         axes.set(xlabel=style.field_label(metric), ylim=(0, 1))
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
@@ -71,7 +71,7 @@ def _draw_cdf(axes: Axes, line: Line, metric: str) -> Line2D:
         color=look.colour,
         linestyle=look.dash,
         marker=look.marker,
-        # Staggered, so that the markers of lines that coincide are all visible.
+        # Staggered, so that markers of coinciding lines remain visible.
         markevery=(5 + 3 * line.index % 20, 20),
         label=line.label,
     )
@@ -79,7 +79,7 @@ def _draw_cdf(axes: Axes, line: Line, metric: str) -> Line2D:
 
 
 def draw_breakdown(lines: Sequence[Line], rate_rps: float | None, warn: Warn) -> Figure:
-    """The time of a mean request by activity, one bar per system, mean over seeds."""
+    """Draw the mean time per request by activity, one bar per system."""
     lines = usable("breakdown", lines, _breakdown, warn)
     rate_rps, lines = at_one_rate("breakdown", lines, rate_rps, warn)
     figure = style.new_figure(style.NARROW_IN, 1.3 + 0.38 * len(lines))
@@ -95,7 +95,7 @@ def draw_breakdown(lines: Sequence[Line], rate_rps: float | None, warn: Warn) ->
     for place, end in enumerate(ends):
         axes.annotate(f"{end:.3g}", (end, place), (4, 0), textcoords="offset points", va="center", fontsize=8)
     axes.invert_yaxis()
-    # Space for the number at the longest bar; bars that are all empty still need an axis.
+    # Leaves space for the number at the longest bar; empty bars still need an axis.
     axes.set_xlim(0, 1.1 * max(ends) or 1.0)
     axes.grid(visible=False, axis="y")
     axes.set_xlabel("time per request, mean (s)")
@@ -105,8 +105,7 @@ def draw_breakdown(lines: Sequence[Line], rate_rps: float | None, warn: Warn) ->
 
 
 def draw_kv(lines: Sequence[Line], rate_rps: float | None, warn: Warn) -> Figure:
-    """KV in use and allocated over time, and below it running and waiting requests: one column per system, first
-    seed."""
+    """Draw KV usage and requests over time for the first seed, one column per system."""
     lines = usable("kv", lines, _series, warn)
     rate_rps, lines = at_one_rate("kv", lines, rate_rps, warn)
     columns = min(len(lines), _MOST_COLUMNS)
@@ -119,7 +118,7 @@ def draw_kv(lines: Sequence[Line], rate_rps: float | None, warn: Warn) -> Figure
     for row in range(rows):
         grid[2 * row][0].set_ylabel("share of KV memory")
         grid[2 * row + 1][0].set_ylabel("requests")
-        # Set last: a limit set before a whole row is drawn would cut off its later columns.
+        # Set last, because a limit set before the whole row is drawn would cut off later columns.
         grid[2 * row + 1][0].set_ylim(bottom=0)
     for column in range(len(lines) - (rows - 1) * columns, columns):
         grid[-2][column].set_axis_off()

@@ -1,4 +1,4 @@
-"""The style of all plots: for print, for colour-blind readers and in grey; the same results give the same bytes."""
+"""Style of all plots: for print, color-blind readers and grayscale. Equal results give equal bytes."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-# Okabe and Ito, "Color Universal Design", without the yellow, which is lost on white paper.
+# Okabe and Ito, "Color Universal Design", without yellow, which is hard to see on white paper.
 BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, BLACK = (
     "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000",
 )  # fmt: skip
 GREY = "#666666"
 COLOURS = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, BLACK)
-# Seven colours, eight markers and five dashes have no common divisor: 280 lines have different looks.
+# The numbers of colors, markers and dashes (7, 8, 5) are coprime, so that 280 lines have different looks.
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<")
 DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
 WIDE_IN = 7.0
 NARROW_IN = 5.4
-# Beyond this ratio of largest to smallest a linear axis hides the small values.
+# Ratio of largest to smallest value beyond which a linear axis hides the small values.
 LOG_RANGE = 30.0
-# With fewer decades than this, 1, 2 and 5 of each are labelled, else the decades alone.
+# Ratio below which 1, 2 and 5 of each decade are labeled, instead of decades only.
 FEW_DECADES = 300.0
 PNG_DPI = 200
 _LEGEND_ROW_IN = 0.17
@@ -69,7 +69,7 @@ _UNITS = {"_s": "s", "_rps": "req/s", "_tps": "tokens/s", "_bytes": "bytes"}
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """A line's colour, marker and dashes; the last two distinguish it without colour."""
+    """Color, marker and dashes of a line. Marker and dashes distinguish it without color."""
 
     colour: str
     marker: str
@@ -77,19 +77,19 @@ class Look:
 
 
 def look(index: int) -> Look:
-    """The look of the line with this index, the same in every kind of plot."""
+    """Return the look of a line by its index, the same in all kinds of plots."""
     return Look(COLOURS[index % len(COLOURS)], MARKERS[index % len(MARKERS)], DASHES[index % len(DASHES)])
 
 
 @contextmanager
 def styled() -> Iterator[None]:
-    """Draw and save within this context: it applies the style regardless of the user's matplotlibrc."""
+    """Apply the style to drawing and saving, regardless of the user's matplotlibrc."""
     with matplotlib.style.context(["default", _RC]):
         yield
 
 
 def new_figure(width_in: float, height_in: float) -> Figure:
-    """An empty figure outside pyplot's registry, with a layout that makes space for everything around its axes."""
+    """Return an empty figure outside pyplot's registry, with constrained layout."""
     figure = Figure(figsize=(width_in, height_in), layout=ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.06))
     FigureCanvasAgg(figure)
     return figure
@@ -102,7 +102,7 @@ def save(figure: Figure, path: Path) -> None:
 
 
 def legend(figure: Figure, handles: Sequence[Artist], labels: Sequence[str], title: str | None = None) -> None:
-    """A legend above the axes, in as many columns as fit; additional rows enlarge the figure."""
+    """Add a legend above the axes in as many columns as fit; additional rows enlarge the figure."""
     columns = next(count for count in range(len(labels), 0, -1) if count == 1 or _fits(figure, labels, count))
     rows = -(-len(labels) // columns)
     figure.set_figheight(figure.get_figheight() + (rows - 1) * _LEGEND_ROW_IN)
@@ -110,7 +110,7 @@ def legend(figure: Figure, handles: Sequence[Artist], labels: Sequence[str], tit
 
 
 def _fits(figure: Figure, labels: Sequence[str], columns: int) -> bool:
-    # The first columns have one label more than the others, where there is no even split.
+    # If labels do not divide evenly, the first columns have one more.
     rows, longer = divmod(len(labels), columns)
     ends = [number * rows + min(number, longer) for number in range(columns + 1)]
     widest = [max(map(len, labels[start:end])) for start, end in pairwise(ends)]
@@ -119,7 +119,7 @@ def _fits(figure: Figure, labels: Sequence[str], columns: int) -> bool:
 
 
 def field_label(field: str) -> str:
-    """An axis label with its unit for a dotted field: "ttft_s.p95" gives "TTFT, p95 (s)"."""
+    """Return an axis label with the unit of a dotted field: "ttft_s.p95" gives "TTFT, p95 (s)"."""
     *path, last = field.split(".")
     owner = f"{path[1]}: " if len(path) > 1 and path[0] == "classes" else ""
     if path and path[-1] in _KNOWN:
@@ -133,7 +133,7 @@ def field_label(field: str) -> str:
 
 
 def log_where_wide(axes: Axes, axis: Axis, values: Iterable[float]) -> None:
-    """Make an axis logarithmic if its values are positive and range widely."""
+    """Make an axis logarithmic if its values are positive and have a wide range."""
     known = list(values)
     low, high = min(known), max(known)
     if low <= 0 or high / low <= LOG_RANGE:

@@ -1,4 +1,4 @@
-"""Builds systems to simulate from names: a GPU of the catalogue, or the profile of a measured machine."""
+"""Builds simulated systems from names: a GPU of the catalog, or the profile of a measured machine."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from skipjoin.sim.models import model_shape
 from skipjoin.sim.roofline import RooflineCost, kv_blocks
 
 _GIB = 1 << 30
-# The default share of a server's RAM for the host pool.
+# Default share of a server's RAM for KV blocks.
 _SWAP_SHARE = 0.5
 _GROUP = "System"
-# Fields of a system that say nothing of one replica.
+# Fields of a system that concern the cluster, not a replica.
 _OF_THE_CLUSTER = ("replicas", "dispatch", "prefill_replicas", "network_gbps")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Hardware with a model, as named on a command line.
+    """Hardware and model, as named on a command line.
 
-    Raises `ConfigError` on a value outside its bounds.
+    Raises:
+        ConfigError: If a value is out of bounds.
     """
 
     hardware: Annotated[
@@ -82,10 +83,15 @@ class Machine:
         check_swap_type(self.swap_dtype, "swap_gib", self.swap_gib)
 
     def systems(self, recipes: str, **settings: Any) -> list[System]:
-        """A system for each recipe of a comma-separated list; those that need it swap losslessly, whatever the others
-        do. settings: further fields of `System`.
+        """Return one system per recipe of a comma-separated list.
 
-        Raises `ConfigError` for names that there are not, a model that does not fit, or settings out of bounds.
+        Recipes that need lossless swapping get it regardless of `swap_dtype`.
+
+        Args:
+            settings: Further fields of `System`.
+
+        Raises:
+            ConfigError: If a name is unknown, the model does not fit, or a setting is out of bounds.
         """
         names = [name.strip() for name in recipes.split(",")]
         if twice := next((name for name in names if names.count(name) > 1), None):

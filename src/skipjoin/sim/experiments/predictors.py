@@ -1,7 +1,7 @@
-"""How well the lengths of simulated outputs are foreseen: a setting of an experiment.
+"""Predictors of output lengths in simulations.
 
-Some predictors are made from the truth before the run, with an error that the experiment declares. The others learn
-from the requests that end, at virtual time, as a server does.
+Some are derived from the true lengths, with a declared error. The others learn from finished requests in virtual time,
+as a server does.
 """
 
 from __future__ import annotations
@@ -25,51 +25,66 @@ from skipjoin.workload.fields import number
 from skipjoin.workload.workload import Replay, Workload, WorkloadRequest
 
 Jobs = Sequence[WorkloadRequest]
-# The forecaster that reads no prompts.
+# Forecaster that does not read prompts.
 PRIOR = "prior"
 
 
 class Foreseen(NamedTuple):
-    """A forecast. interval: the tokens that 80 % of such outputs are expected between; None: it has no distribution."""
+    """Prediction for one request.
+
+    Attributes:
+        interval: Predicted 80 % interval in tokens; None without a distribution.
+    """
 
     forecast: Forecast
     interval: tuple[float, float] | None = None
 
 
 class Predictor(Protocol):
-    """Makes the forecasts of one run."""
+    """Predictor of one run."""
 
     def forecast(self, request: Request) -> Foreseen:
-        """At the request's arrival."""
+        """Return the prediction for an arriving request."""
         ...
 
     def ended(self, event: Finished) -> None:
-        """A request ended; its `output` is all that it generated."""
+        """Process a finished request, whose `output` is complete."""
 
     def extend(self, jobs: Jobs, name: str) -> None:
-        """Further jobs of a closed stream, whose requests have the ids that follow. name: of these jobs, for chance."""
+        """Add jobs of a closed stream, whose requests have the next ids.
+
+        Args:
+            name: Identifies these jobs in the random seed.
+        """
 
 
 class PredictorSpec(Protocol):
-    """A predictor by name."""
+    """Named predictor."""
 
     def make(self, workload: Workload, jobs: Jobs, seed: int) -> Predictor:
-        """The predictor of a run. jobs: of the workload, by the id of the request. seed: of the run. Raises
-        `ConfigError` for a workload that lacks what the predictor reads."""
+        """Create the predictor of a run.
+
+        Args:
+            jobs: Jobs of the workload, by request id.
+
+        Raises:
+            ConfigError: If the workload lacks what the predictor reads.
+        """
         ...
 
 
 # -- made from the truth ----------------------------------------------------------------------------------
 
-# Arguments: the jobs, and a generator of chance. Returns a length for each job.
+# Maps jobs to predicted lengths, given a random generator.
 Foresight = Callable[[Jobs, random.Random], Sequence[float]]
 
 
 class Fixed:
-    """Forecasts that are made before requests arrive.
+    """Predictions made before requests arrive.
 
-    lengths: in tokens, by the id of the request. foresee: makes those of the further jobs of a closed stream, by the
-    name of these jobs; None: there are no such jobs.
+    Args:
+        lengths: Predicted tokens by request id.
+        foresee: Predicts further jobs of closed streams, given the jobs and their name; None without such streams.
     """
 
     def __init__(
@@ -92,7 +107,7 @@ class Fixed:
 
 @dataclass(frozen=True, slots=True)
 class FromTruth:
-    """The true lengths with the error of an experiment."""
+    """True lengths with a declared error."""
 
     name: str
     foresight: Foresight
@@ -109,7 +124,7 @@ def _oracle(jobs: Jobs, chance: random.Random) -> list[float]:
 
 
 def _shuffled(jobs: Jobs, chance: random.Random) -> list[float]:
-    """The lengths of other jobs: their distribution is known, and nothing else."""
+    """Return the lengths of other jobs, so that only the distribution is known."""
     lengths = _oracle(jobs, chance)
     chance.shuffle(lengths)
     return lengths
@@ -120,13 +135,16 @@ def _constant(tokens: float) -> Foresight:
 
 
 def _noise(sigma: float) -> Foresight:
-    """The truth times a log-normal factor of median 1."""
+    """Multiply the truth by a log-normal factor of median 1."""
     return lambda jobs, chance: [job.output_tokens * math.exp(sigma * chance.gauss(0, 1)) for job in jobs]
 
 
 def _regress(correlation: float) -> Foresight:
-    """What a regression foresees: the logarithms of forecast and truth have this correlation, and a forecast is the
-    expectation of the truth's logarithm. So forecasts spread less than the truth, the less the less is known."""
+    """Predict as a regression does.
+
+    The logarithms of prediction and truth have the given correlation, and a prediction is the conditional mean of the
+    truth's logarithm. Predictions therefore vary less than the truth.
+    """
 
     def lengths(jobs: Jobs, chance: random.Random) -> list[float]:
         logs = [math.log(job.output_tokens) for job in jobs]
@@ -139,7 +157,7 @@ def _regress(correlation: float) -> Foresight:
 
 @dataclass(frozen=True, slots=True)
 class FromColumn:
-    """What a column of the trace says, such as another run of the same prompts, or another's predictions."""
+    """Predictions from a column of the trace, such as another run of the same prompts."""
 
     column: str
 
@@ -152,12 +170,12 @@ class FromColumn:
         return Fixed([values[job.row or 0] for job in jobs], "column")
 
 
-# -- learnt from the requests that end --------------------------------------------------------------------
+# -- learned from finished requests -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Learning:
-    """A server's forecaster, which begins without knowing anything."""
+    """A server's forecaster, initially untrained."""
 
     name: str
 
@@ -172,7 +190,11 @@ class Learning:
 
 
 class Online:
-    """A server's forecaster at virtual time. prompts: their texts, by the id of the request."""
+    """A server's forecaster in virtual time.
+
+    Args:
+        prompts: Texts by request id.
+    """
 
     def __init__(self, name: str, prompts: Sequence[str]) -> None:
         self._prompts = list(prompts)
@@ -199,7 +221,7 @@ class Online:
 # -- by name ----------------------------------------------------------------------------------------------
 
 _FROM_TRUTH: dict[str, Foresight] = {"oracle": _oracle, "shuffled": _shuffled}
-# By name: what the number after it is, the least and the most that it may be, and what it makes.
+# By name: the parameter's name, minimum and maximum, and the function that uses it.
 _WITH_NUMBER: dict[str, tuple[str, float, float, Callable[[float], Foresight]]] = {
     "noise": ("sigma", 0.0, 10.0, _noise),
     "regress": ("correlation", 0.0, 1.0, _regress),
@@ -209,7 +231,11 @@ FORMS = (*FORECASTERS, *_FROM_TRUTH, *(f"{name}:{row[0].upper()}" for name, row 
 
 
 def parse_predictor(text: str) -> PredictorSpec:
-    """The predictor that a text names, one of `FORMS`. Raises `ConfigError`."""
+    """Return the predictor that a text names, in one of `FORMS`.
+
+    Raises:
+        ConfigError: If the text is malformed or unknown.
+    """
     name, _, argument = text.strip().partition(":")
     if text in FORECASTERS:
         return Learning(text)
@@ -227,22 +253,24 @@ def parse_predictor(text: str) -> PredictorSpec:
 
 
 def columns_of(text: str | None) -> list[str]:
-    """The columns of a trace that the predictor of this name reads; None: no predictor is named."""
+    """Return the trace columns that a named predictor reads."""
     spec = None if text is None else parse_predictor(text)
     return [spec.column] if isinstance(spec, FromColumn) else []
 
 
 def default_predictor(workload: Workload) -> str:
-    """What foresees lengths where no option says so: all that a server could know."""
+    """Return the predictor that uses everything a server could know."""
     has_texts = isinstance(workload, Replay) and workload.trace.has_texts
     return "learnt" if has_texts and not workload.closed else PRIOR
 
 
 class Foreseeing:
-    """Gives each request its forecast as it arrives, before a replica is chosen for it, and keeps how good they were.
+    """Dispatch rule that first gives each arriving request its prediction, and records the accuracy.
 
-    dispatch: chooses the replicas. jct: the JCT objective in seconds by output tokens, of which each real-time request
-    gets the one of its forecast; None: they have none.
+    Args:
+        dispatch: Rule that chooses the replica.
+        jct: JCT objective in seconds by output tokens, applied to the prediction of real-time requests; None for no
+            objective.
     """
 
     def __init__(
@@ -266,7 +294,7 @@ class Foreseeing:
         self._dispatch.observe(replica, events)
 
     def foresee(self, request: Request) -> None:
-        """Give a request that arrives its forecast, and its objective."""
+        """Assign an arriving request its prediction and its JCT objective."""
         foreseen = self._foreseen[request.id] = self._predictor.forecast(request)
         request.forecast = foreseen.forecast
         if self._jct is not None and not request.is_best_effort:
@@ -274,7 +302,7 @@ class Foreseeing:
             request.options = replace(request.options, target=target)
 
     def learn(self, event: Finished) -> None:
-        """A request ended."""
+        """Process a finished request."""
         (forecast, interval), tokens = self._foreseen.pop(event.request.id), len(event.request.output)
         if event.reason is FinishReason.STOP:
             self.log.add(forecast.tokens, tokens, forecast.source, interval)

@@ -1,6 +1,6 @@
 """One simulated run: from a system, a workload and a seed to a record.
 
-How long an output gets is known to the simulated executor alone, to declared oracles, and to `max_tokens` "exact".
+Only the simulated executor, declared oracles and `max_tokens` "exact" know the true output lengths.
 """
 
 from __future__ import annotations
@@ -43,13 +43,17 @@ from skipjoin.workload.workload import ClosedMode, Workload, WorkloadRequest
 
 # Any but `END`.
 _TOKEN = 0
-# Progress is reported after so many requests.
+# Number of requests between progress reports.
 _REPORT_AFTER = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """How much of a workload runs, as in `Workload.draw`. until_s: when to stop, even if requests are left."""
+    """Part of a workload that runs, as in `Workload.draw`.
+
+    Attributes:
+        until_s: Time at which the run stops, even if requests remain.
+    """
 
     rate_rps: float | None
     duration_s: float | None
@@ -62,9 +66,11 @@ class Extent:
 class Cell:
     """One run: a system, a workload and its extent.
 
-    slo: objectives; slo_scale: instead, this many times the light-load prefill and decode step (FastServe section 6.2).
-    With `slo.jct_scale` policies get the objective of the forecast's length, if there is one; the record counts that of
+    With `slo.jct_scale`, policies see the objective of the predicted length, if there is one. The record uses that of
     the true length.
+
+    Attributes:
+        slo_scale: Sets `slo` to this multiple of the light-load prefill and decode step (FastServe section 6.2).
     """
 
     system: System
@@ -74,8 +80,11 @@ class Cell:
     slo_scale: float | None = None
 
     def jobs(self) -> list[WorkloadRequest]:
-        """The requests of the run, but for those of closed streams. Raises `ConfigError` for a workload that cannot be
-        drawn or run."""
+        """Return the requests of the run, except those of closed streams.
+
+        Raises:
+            ConfigError: If the workload cannot be drawn or run.
+        """
         extent = self.extent
         if self.shards > 1 and any(one.mode is ClosedMode.BATCH for one in self.workload.closed):
             raise ConfigError(
@@ -89,19 +98,18 @@ class Cell:
 
     @property
     def closed_size(self) -> int:
-        """The most requests of closed streams in flight."""
+        """Maximum number of requests of closed streams in flight."""
         return sum(one.size for one in self.workload.closed)
 
     @property
     def window_s(self) -> float | None:
-        """How long requests are submitted, if that is observed to its end or to `until_s`; None: the extent does not
-        say."""
+        """Time during which requests are submitted and observed; None if the extent does not say."""
         duration_s = self.extent.duration_s
         return None if duration_s is None else min(duration_s, self.extent.until_s)
 
     @property
     def shards(self) -> int:
-        """How many parts the run is simulated in; it depends on nothing but the number of replicas of each kind."""
+        """Number of shards, which depends only on the number of replicas of each kind."""
         system = self.system
         shards = -(-system.replicas // REPLICAS_PER_SHARD)
         return min(shards, system.prefill_replicas, system.decode_replicas) if system.prefill_replicas else shards
@@ -116,26 +124,28 @@ class Cell:
         self.predictor(jobs)
 
     def slo_for(self, jobs: Sequence[WorkloadRequest]) -> Slo:
-        """The objectives, for the run of these jobs."""
+        """Return the objectives of a run of these jobs."""
         if self.slo_scale is None:
             return self.slo
         prefill_s, decode_s = self.system.light_load(jobs)
         return Slo(ttft_s=self.slo_scale * prefill_s, tpot_s=self.slo_scale * decode_s)
 
     def jct_for(self, jobs: Sequence[WorkloadRequest]) -> Callable[[float], float] | None:
-        """The JCT objective of a request by its output tokens, for the run of these jobs; None: it has none of its
-        own."""
+        """Return the JCT objective as a function of output tokens, or None without `jct_scale`."""
         scale = self.slo.jct_scale
         return None if scale is None else self.system.scaled_jct(jobs, scale)
 
     def predictor(self, jobs: Sequence[WorkloadRequest]) -> Predictor | None:
-        """What foresees the lengths of these jobs, the run's. Raises `ConfigError` for a workload that lacks what the
-        predictor reads."""
+        """Return the output length predictor of a run of these jobs, or None if the recipe needs none.
+
+        Raises:
+            ConfigError: If the workload lacks what the predictor reads.
+        """
         name = self.system.predictor_for(self.workload)
         return None if name is None else parse_predictor(name).make(self.workload, jobs, self.extent.seed)
 
 
-# A shard is one part of a run's replicas with the requests that go to them, simulated on its own.
+# Maximum number of replicas per shard. Shards are simulated independently.
 REPLICAS_PER_SHARD = 64
 
 
@@ -144,9 +154,15 @@ def _ignore(events: list[Event]) -> None:
 
 
 class ShardResult(NamedTuple):
-    """What a shard's part of the record is made of. end_s: when it was over. facts, forecasts: of its requests;
-    forecasts is None where no forecasts were made. rejected: jobs of closed streams that were refused. usages,
-    decisions: of its replicas, in their order, prefill replicas first. split: None without these."""
+    """Result of one shard, from which the record is made.
+
+    Attributes:
+        end_s: Virtual end time.
+        forecasts: None if no predictions were made.
+        rejected: Rejected jobs of closed streams.
+        usages, decisions: One per replica, prefill replicas first.
+        split: None without prefill replicas.
+    """
 
     end_s: float
     facts: list[RequestFacts]
@@ -158,13 +174,15 @@ class ShardResult(NamedTuple):
 
 
 class Run:
-    """The run of a cell, whose requests are drawn: shards that are simulated one by one, anywhere, and the record.
+    """Run of a cell: shards that can be simulated separately, and the record.
 
-    Requests take turns over the replicas and go to the shard of the replica whose turn it is; within the shard the
-    dispatch rule chooses. So round robin gives the same record as without shards, and the other rules choose among 64
-    replicas. Of a closed stream, each shard has its share of the size and of the jobs. Where prefill replicas are set
-    apart, turns are taken over them, and a shard has its share of both kinds.
-    A forecaster that learns learns in each shard on its own. Raises `ConfigError` for a workload that cannot be drawn.
+    Requests are assigned to replicas round robin, and belong to the shard of that replica. Within the shard the
+    dispatch rule chooses. Round robin therefore gives the same record as without shards, while other rules choose among
+    64 replicas. Each shard has its share of the size and jobs of a closed stream. With prefill replicas, the round
+    robin is over these, and a shard has its share of both kinds. A forecaster learns in each shard separately.
+
+    Raises:
+        ConfigError: If the workload cannot be drawn.
     """
 
     def __init__(self, cell: Cell) -> None:
@@ -182,7 +200,7 @@ class Run:
         on_share: Callable[[float], None] = lambda share: None,
         on_events: Callable[[list[Event]], None] = _ignore,
     ) -> ShardResult:
-        """Simulate one shard. on_share, on_events: as in `run`, of this shard."""
+        """Simulate one shard. The callbacks are those of `run`."""
         cell, system = self.cell, self.cell.system
         predictor, jct = cell.predictor(self.jobs), self._jct
         submissions = Submissions(system, self.jobs, self._slo, predictor)
@@ -193,7 +211,7 @@ class Run:
         dispatch = _dispatch(system, system, others, lambda request: lengths[request.id])
         foreseeing = None if predictor is None else Foreseeing(dispatch, predictor, jct=jct)
         handovers = watch.handovers = Handovers(watch.logs, prefills, foreseeing) if prefills else None
-        # Dispatch rules that weigh work, and a timeline, are told of every token when it comes.
+        # Load-aware dispatch rules and timelines need each token at its time.
         together = dispatch.ignores_tokens and on_events is _ignore
         replicas = [
             _replica(one, lengths, together=together, keeps_kv=0 < prefills <= number)
@@ -212,14 +230,14 @@ class Run:
             if jct is not None and one.service is ServiceClass.REAL_TIME:
                 one.target = one.target._replace(jct_s=jct(lengths[one.id]))
         for replica, usage in enumerate(watch.usages):
-            usage.close(keeps_series=shard == replica == 0)  # the record's series is that of the first replica
+            usage.close(keeps_series=shard == replica == 0)  # a record has only the series of the first replica
         decisions = [replica.decisions for replica in replicas]
         forecasts = None if foreseeing is None else foreseeing.log
         split = None if handovers is None else handovers.figures
         return ShardResult(end, facts, submissions.rejected, watch.usages, decisions, forecasts, split)
 
     def record(self, shards: Sequence[ShardResult]) -> Record:
-        """The record of the run. shards: the results of all, in order."""
+        """Return the record of the run, given the results of all shards in order."""
         cell, system = self.cell, self.cell.system
         facts = [one for shard in shards for one in shard.facts]
         rejected = [job.kind for job in self.jobs if not system.takes(job)]
@@ -246,8 +264,10 @@ class Run:
         return record
 
     def requests(self, shards: Sequence[ShardResult]) -> Iterator[Record]:
-        """A line for each request that was taken, in the order of their ends, then those of the workload that were
-        refused. Times in seconds from the start of the run, as in what the load client records."""
+        """Yield a line per accepted request in order of their ends, then the rejected ones of the workload.
+
+        Times are in seconds from the start of the run, as in the load client's files.
+        """
         for one in (one for shard in shards for one in shard.facts):
             yield {
                 "stream": one.stream,
@@ -280,7 +300,6 @@ class Run:
     def _split_traffic(
         self, replicas: Sequence[Replica], arrivals: Arrivals, decode: Dispatch, handovers: Handovers
     ) -> SplitTraffic:
-        """The traffic of a shard with prefill replicas. decode: chooses among the others."""
         system, prefills = self.cell.system, handovers.prefill_replicas
         return SplitTraffic(
             replicas,
@@ -294,7 +313,6 @@ class Run:
         )
 
     def _closed(self, shard: int, submissions: Submissions) -> Iterator[ClosedStream]:
-        """A shard's part of the closed streams."""
         extent, shards = self.cell.extent, self.cell.shards
         for index, closed in enumerate(self.cell.workload.closed):
             if size := len(range(shard, closed.size, shards)):
@@ -302,7 +320,7 @@ class Run:
                 yield submissions.closed_stream(closed, jobs, size, extent.duration_s)
 
     def _usages(self, shards: Sequence[ShardResult]) -> tuple[list[EngineUsage], list[EngineUsage]]:
-        """Of the prefill replicas and of the others, in the order of the replicas."""
+        """Return the usages of prefill replicas and of the others, in order of replicas."""
         system, count = self.cell.system, len(shards)
         prefill = [shards[number % count].usages[number // count] for number in range(system.prefill_replicas)]
         others = [
@@ -312,12 +330,12 @@ class Run:
         return prefill, others
 
     def _counts(self, shard: int) -> tuple[int, int]:
-        """How many prefill replicas and how many others a shard has."""
+        """Return the number of prefill replicas and of others in a shard."""
         system, shards = self.cell.system, self.cell.shards
         return len(range(shard, system.prefill_replicas, shards)), len(range(shard, system.decode_replicas, shards))
 
     def _dealt(self, shard: int) -> list[int]:
-        """The requests of a shard, in the order of their arrival."""
+        """Return the requests of a shard in order of arrival."""
         system, shards = self.cell.system, self.cell.shards
         replicas = system.prefill_replicas or system.replicas
         return [number for turn, number in enumerate(self._taken) if turn % replicas % shards == shard]
@@ -332,9 +350,13 @@ def run(
 ) -> Record:
     """Simulate a cell and return its record.
 
-    on_share: called from time to time with the share of requests that have ended. on_events: called with the events of
-    the first replica. on_requests: called in the end with `Run.requests`. Raises `ConfigError` for a workload that
-    cannot be drawn.
+    Args:
+        on_share: Called periodically with the share of finished requests.
+        on_events: Called with the events of the first replica.
+        on_requests: Called at the end with `Run.requests`.
+
+    Raises:
+        ConfigError: If the workload cannot be drawn.
     """
     whole, count = Run(cell), cell.shards
 
@@ -351,7 +373,13 @@ def run(
 
 
 class _Watch:
-    """Collects what a record needs from the events of a shard."""
+    """Collects what a record needs from the events of a shard.
+
+    Args:
+        machines: System of each replica.
+        requests: Number of requests without those of closed streams, whose ids begin at `first_closed`.
+        on_share, on_events: As in `run`.
+    """
 
     def __init__(
         self,
@@ -361,8 +389,6 @@ class _Watch:
         on_share: Callable[[float], None],
         on_events: Callable[[list[Event]], None],
     ) -> None:
-        """machines: of the replicas. requests: how many there are, but for those of closed streams, whose ids begin at
-        `first_closed`. on_share, on_events: see `run`."""
         self._requests = requests
         self._first_closed = first_closed
         self._on_share = on_share
@@ -377,7 +403,7 @@ class _Watch:
         ]
 
     def observe(self, replica: int, events: list[Event]) -> None:
-        """Take the events of one instant on a replica."""
+        """Process the events of one instant on a replica."""
         self.logs[replica].observe(events)
         self.usages[replica].observe(events)
         if self.handovers is not None:
@@ -389,7 +415,7 @@ class _Watch:
             self._on_share((self._reported - self._others) / max(1, self._requests))
 
     def facts(self, end: float) -> list[RequestFacts]:
-        """All requests, those that had not ended at `end` last. Nothing may be observed afterwards."""
+        """Return all requests, those unfinished at `end` last. No events may be observed afterwards."""
         away = [] if self.handovers is None else self.handovers.live(end)
         return [*self._ended, *away, *(one for log in self.logs for one in log.live(end))]
 
@@ -400,7 +426,7 @@ class _Watch:
 
 
 def _settings_of(cell: Cell) -> Record:
-    """What the figures of a record are of."""
+    """Return the fields of a record that identify the cell."""
     system, extent = cell.system, cell.extent
     recipe = find(system.recipe)
     return {
@@ -415,7 +441,7 @@ def _settings_of(cell: Cell) -> Record:
 
 
 def _execution(cost: CostModel) -> Record:
-    """The linear model of a request's execution time, and how well it fits (ALISE section 3.1)."""
+    """Return the linear model of execution time and its fit (ALISE section 3.1)."""
     time = ExecutionTime(cost)
     names = ("t0_s", "alpha_s", "beta_s", "r2_prefill", "r2_decode")
     values = (time.t0, time.alpha, time.beta, *time.quality)
@@ -423,15 +449,24 @@ def _execution(cost: CostModel) -> Record:
 
 
 def _dispatch(system: System, machine: System, replicas: int, lengths: Callable[[Request], int]) -> Dispatch:
-    """The system's rule for so many replicas of a kind. machine: what those are. lengths: the true ones."""
+    """Create the system's dispatch rule for replicas of one kind.
+
+    Args:
+        machine: System of these replicas.
+        lengths: True output lengths.
+    """
     return make_dispatch(
         system.dispatch, replicas, machine.cost, lengths, blocks=machine.cache_blocks, block_size=machine.block_size
     )
 
 
 def _replica(system: System, lengths: Sequence[int], *, together: bool, keeps_kv: bool) -> Replica:
-    """together: whether steps that only decode are taken together, where that changes nothing else. keeps_kv: whether
-    what is evicted is swapped, whatever the recipe does, as the replica computes no prompts."""
+    """Build a replica.
+
+    Args:
+        together: Simulate decode-only steps at once, where that does not change the result.
+        keeps_kv: Swap evicted KV regardless of the recipe, because the replica cannot compute prompts.
+    """
     policies = build(system.recipe, system.settings, system.own_params)
     if keeps_kv:
         policies = replace(policies, eviction=KeepKv())
@@ -449,8 +484,6 @@ def _replica(system: System, lengths: Sequence[int], *, together: bool, keeps_kv
 
 
 def _sampler(lengths: Sequence[int]) -> Callable[[Request, int], int]:
-    """What generates tokens. lengths: of the outputs, by the id of the request."""
-
     def sample(request: Request, position: int) -> int:
         return END if position + 1 - len(request.prompt) >= lengths[request.id] else _TOKEN
 
@@ -458,13 +491,13 @@ def _sampler(lengths: Sequence[int]) -> Callable[[Request, int], int]:
 
 
 def _alike(lengths: Sequence[int]) -> Callable[[Request], int]:
-    """How many tokens a request gets before the one that ends it."""
+    """Return the function that gives a request's number of tokens before its last one."""
     return lambda request: lengths[request.id] - len(request.output) - 1
 
 
 @contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """A run makes millions of small values and no cycles; garbage collection would take a third of its time."""
+    """Disable garbage collection: a run creates no cycles, and collection would take a third of its time."""
     was = gc.isenabled()
     gc.disable()
     try:

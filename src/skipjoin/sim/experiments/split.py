@@ -1,4 +1,4 @@
-"""What a simulated run over prefill and decode replicas adds to the run's story of its requests, and to its record."""
+"""Observations of a disaggregated run: requests across replicas, and the record's fields about transfers."""
 
 from __future__ import annotations
 
@@ -20,11 +20,14 @@ from skipjoin.sim.split import Handover, SplitWatcher
 
 @dataclass(slots=True)
 class SplitFigures:
-    """Sums over a run, or a part of one.
+    """Sums over a run or a shard.
 
-    requests, bytes: whose KV has crossed the network, and how much that was. transfer_s: in which it was on its way.
-    wait_s: between first tokens and the beginning of transfers. prefill_prompt_tokens, decode_prompt_tokens: tokens of
-    prompts that either kind of replica computed; those that were computed again count again.
+    Attributes:
+        requests, bytes: Requests whose KV has crossed the network, and its size.
+        transfer_s: Time in transfer.
+        wait_s: Time between first tokens and the start of transfers.
+        prefill_prompt_tokens, decode_prompt_tokens: Prompt tokens computed on each kind of replica, including
+            recomputation.
     """
 
     requests: int = 0
@@ -36,12 +39,16 @@ class SplitFigures:
 
     @classmethod
     def of(cls, parts: Iterable[SplitFigures]) -> SplitFigures:
-        """The parts together."""
+        """Return the sum of parts."""
         found = list(parts)
         return cls(*(sum(getattr(part, field.name) for part in found) for field in fields(cls)))
 
     def describe(self, system: System, prefill: Sequence[EngineUsage], decode: Sequence[EngineUsage]) -> Record:
-        """What a split adds to a record; seconds are of one request. prefill, decode: of the replicas of each kind."""
+        """Return the record's fields about the split; seconds are per request.
+
+        Args:
+            prefill, decode: Usage of the replicas of each kind.
+        """
         count = max(1, self.requests)
         return {
             "transfer": {
@@ -58,10 +65,11 @@ class SplitFigures:
 
 
 class Handovers(SplitWatcher):
-    """Follows requests from one replica to another, so that each has one story.
+    """Follows requests between replicas, so that each has a single `RequestFacts`.
 
-    logs: of the replicas, in their order; those of prefill replicas must ask `takes` about requests that end.
-    foreseeing: gives requests their forecasts, if they get any.
+    Args:
+        logs: One per replica. Those of prefill replicas must call `takes` for finished requests.
+        foreseeing: Assigns predictions on arrival.
     """
 
     def __init__(self, logs: Sequence[RequestLog], prefill_replicas: int, foreseeing: Foreseeing | None = None) -> None:
@@ -69,7 +77,7 @@ class Handovers(SplitWatcher):
         self._logs = logs
         self.prefill_replicas = prefill_replicas
         self._foreseeing = foreseeing
-        self._away: dict[int, tuple[Handover, RequestFacts | None]] = {}  # from the first token to the landing, by id
+        self._away: dict[int, tuple[Handover, RequestFacts | None]] = {}  # in transit, by id
 
     def arrived(self, request: Request) -> None:
         if self._foreseeing is not None:
@@ -95,7 +103,7 @@ class Handovers(SplitWatcher):
             self._foreseeing.learn(event)
 
     def takes(self, facts: RequestFacts) -> bool:
-        """Whether the request, which has ended at a replica, goes on at another one."""
+        """Return whether a request that finished on a replica continues on another one."""
         handover, known = self._away.get(facts.id, (None, None))
         if handover is None or known is not None:
             return False
@@ -104,7 +112,6 @@ class Handovers(SplitWatcher):
         return True
 
     def observe(self, replica: int, events: Iterable[Event]) -> None:
-        """Take what happened on a replica."""
         tokens = sum(_prompt_tokens(event) for event in events if isinstance(event, Computed))
         if replica < self.prefill_replicas:
             self.figures.prefill_prompt_tokens += tokens
@@ -112,7 +119,7 @@ class Handovers(SplitWatcher):
             self.figures.decode_prompt_tokens += tokens
 
     def live(self, now: float) -> list[RequestFacts]:
-        """The requests that are at no replica, with their waits until `now`. Nothing may be observed afterwards."""
+        """Return the requests in transit, with their waits until `now`. No events may be observed afterwards."""
         found = []
         for handover, facts in self._away.values():
             assert facts is not None
@@ -123,13 +130,12 @@ class Handovers(SplitWatcher):
 
 
 def _waited(handover: Handover, now: float) -> dict[WaitReason, float]:
-    """What a request that is handed over has waited for until `now`: space for its KV, then the KV."""
+    """Return a migrating request's waits until `now`: for space on the decode replica, then for the transfer."""
     pulled = now if handover.pulled is None else handover.pulled
     return {WaitReason.NO_KV: pulled - handover.ready, WaitReason.KV_IN_TRANSIT: now - pulled}
 
 
 def _prompt_tokens(event: Computed) -> int:
-    """Tokens of prompts that a step computed."""
     return sum(
         min(piece.start + piece.tokens, len(piece.request.prompt)) - piece.start
         for piece in event.result.plan.slices
@@ -138,7 +144,7 @@ def _prompt_tokens(event: Computed) -> int:
 
 
 def _role(system: System, usages: Sequence[EngineUsage], prompt_tokens: int) -> Record:
-    """The record's part about the replicas of one kind. prompt_tokens: of prompts, computed there."""
+    """Return the record's entry about one kind of replica."""
     record: Record = {"replicas": len(usages), "hardware": system.hardware, "prompt_tokens": prompt_tokens}
     add_usage(record, usages, target_tokens=saturating_tokens(system.cost, system.max_num_batched_tokens))
     del record["series"]

@@ -1,4 +1,4 @@
-"""The jobs of a simulated run, and the requests that they become: of its workload and of its closed streams."""
+"""Jobs of a simulated run, from its workload and closed streams, and their requests."""
 
 from __future__ import annotations
 
@@ -17,25 +17,28 @@ from skipjoin.sim.experiments.predictors import Predictor
 from skipjoin.sim.experiments.system import System
 from skipjoin.workload.workload import Closed, ClosedMode, WorkloadRequest
 
-# The token that ends a request at its true length where it requested more; only lengths of tokens matter.
+# Stop token that ends a request at its true length. Only the number of tokens matters.
 END = 1
 _STOP = frozenset([END])
-# Jobs of a closed stream are drawn, and forecast, so many at a time.
+# Number of jobs of a closed stream that are drawn and predicted at once.
 _BLOCK = 256
 
 
 class Submissions:
-    """The jobs of a shard of a run, by the id of their request: those of the workload, then those of closed streams.
+    """Jobs of one shard, by request id: those of the workload, then those of closed streams.
 
-    Closed streams have the highest ids, whenever their requests arrive: policies use ids to break ties alone.
+    Closed streams have the highest ids regardless of arrival, because policies use ids only to break ties.
 
-    jobs, lengths: by id, with their true output tokens. rejected: jobs of closed streams that the system refused, in
-    whose place the next ones were submitted at once.
+    Args:
+        slo: Objectives of real-time requests that policies see.
+        predictor: Is notified of jobs of closed streams.
+
+    Attributes:
+        lengths: True output lengths by request id.
+        rejected: Rejected jobs of closed streams, each replaced at once by the next job.
     """
 
     def __init__(self, system: System, jobs: Iterable[WorkloadRequest], slo: Slo, predictor: Predictor | None) -> None:
-        """jobs: of the workload. slo: objectives that real-time requests tell policies. predictor: is told of the jobs
-        of closed streams; None: there is none."""
         self.jobs = list(jobs)
         self.lengths = [job.output_tokens for job in self.jobs]
         self.rejected: list[Kind] = []
@@ -44,8 +47,8 @@ class Submissions:
         self._predictor = predictor
 
     def arrivals(self, taken: Iterable[int], closed: Iterable[ClosedStream] = ()) -> Arrivals:
-        """The requests of the jobs `taken`, by number, and of closed streams."""
-        # A generator, so that ended requests take no memory for their tokens.
+        """Return the arrivals of the jobs numbered `taken` and of closed streams."""
+        # A generator, so that finished requests can be garbage collected.
         requests = (self._request(number, self.jobs[number].at) for number in taken)
         streams = list(closed)
         return ClosedArrivals(requests, streams) if streams else Arrivals(requests)
@@ -53,7 +56,7 @@ class Submissions:
     def closed_stream(
         self, closed: Closed, jobs: Iterator[WorkloadRequest], size: int, duration_s: float | None
     ) -> ClosedStream:
-        """A closed stream of which the shard has these jobs, `size` in flight, until `duration_s`."""
+        """Return a closed stream of these jobs, with `size` in flight until `duration_s`."""
         numbers = self._numbers(closed, jobs)
         return ClosedStream(
             size,
@@ -66,7 +69,11 @@ class Submissions:
         return self._request(next(numbers), now)
 
     def _numbers(self, closed: Closed, jobs: Iterator[WorkloadRequest]) -> Iterator[int]:
-        """The numbers of the jobs that the system takes. Raises `ConfigError` if it refuses very many in a row."""
+        """Yield the numbers of jobs that the system accepts.
+
+        Raises:
+            ConfigError: If it rejects a whole block of jobs.
+        """
         for block in count():
             first, refused = len(self.jobs), 0
             self._draw(list(islice(jobs, _BLOCK)), f" {closed.name} {block}")
@@ -88,7 +95,7 @@ class Submissions:
     def _request(self, number: int, at: float) -> Request:
         job = self.jobs[number]
         usual = self._target if job.service is ServiceClass.REAL_TIME else NO_TARGET
-        # One of its own counts in place of the usual one.
+        # A job's own objective takes precedence.
         target = usual if job.target == NO_TARGET else Target(*map(_own_or_usual, job.target, usual))
         return Request(
             number,

@@ -1,5 +1,7 @@
-"""Many simulated runs at once, in separate processes: sweeps over a grid, searches for the largest rate and for the
-fewest replicas. The shards of one run are in separate processes, too."""
+"""Parallel simulation in worker processes: grids, and searches for the maximum rate or minimum number of replicas.
+
+Shards of one run are simulated in parallel, too.
+"""
 
 from __future__ import annotations
 
@@ -20,32 +22,32 @@ from skipjoin.observe.record import Record
 from skipjoin.report.bound import Bound
 from skipjoin.sim.experiments.simulation import Cell, Run, ShardResult, run
 
-# A search ends when its bracket is this narrow, relative to the rate.
+# Relative width of the bracket at which a search ends.
 _TOLERANCE = 0.02
 _REPLICA_TOLERANCE = 0.01
-# The first factor between tried numbers: small, so that a start near the result does not go far into overload, which
-# takes longest to simulate. It is squared at each step up to the longest.
+# Factor between tried numbers, squared at each step up to the longest. It starts small, because overload takes longest
+# to simulate.
 _FIRST_STRIDE, _LONGEST_STRIDE = 1.25, 4.0
-# Rates outside this range are not searched.
+# Range of rates that are searched.
 _LOWEST_RPS, _HIGHEST_RPS = 1e-4, 1e5
 _MOST_REPLICAS = 10_000
 _TICK_S = 0.2
 
 
 class SweepPlan(Protocol):
-    """A source of cells; results may add further cells."""
+    """Source of cells, which can add cells after each result."""
 
     def first(self) -> Iterable[Cell]:
-        """The initial cells."""
+        """Return the initial cells."""
         ...
 
     def then(self, cell: Cell, record: Record) -> Iterable[Cell]:
-        """The cells that follow from a finished one."""
+        """Return the cells that follow from a finished one."""
         ...
 
 
 class Grid:
-    """A fixed list of cells."""
+    """Fixed list of cells."""
 
     def __init__(self, cells: Sequence[Cell]) -> None:
         self._cells = cells
@@ -58,11 +60,12 @@ class Grid:
 
 
 class BoundSearch(ABC):
-    """Searches the number of a system's load or size at which the mean over seeds of a field just keeps a bound: steps
-    up or down, in growing strides, until the number lies between two others, then bisects the interval (on a
-    logarithmic scale).
+    """Search for the number (rate or replicas) at which the mean of a field over seeds just satisfies a bound.
 
-    cells: one per seed, all at the initial number.
+    The search moves up or down in growing strides until the number is bracketed, then bisects on a logarithmic scale.
+
+    Args:
+        cells: One per seed, all at the initial number.
     """
 
     # Whether the bound is harder to keep at larger numbers.
@@ -101,27 +104,25 @@ class BoundSearch(ABC):
         return self._beyond(known, stride if upward else 1 / stride)
 
     @abstractmethod
-    def _number(self, cell: Cell) -> float:
-        """The number of a cell."""
+    def _number(self, cell: Cell) -> float: ...
 
     @abstractmethod
     def _at(self, number: float) -> Sequence[Cell]:
-        """The cells of this number, one per seed; none: the search ends."""
+        """Return the cells at this number, one per seed; none ends the search."""
 
     @abstractmethod
     def _beyond(self, known: float, factor: float) -> float | None:
-        """The number to try next, about `factor` times a known one; None: the search ends."""
+        """Return the next number, about `factor` times a known one; None ends the search."""
 
     @abstractmethod
     def _between(self, holds: float, breaks: float) -> float | None:
-        """The number to try between two; None: they are near enough."""
+        """Return a number within the bracket, or None if the bracket is narrow enough."""
 
 
 class RateSearch(BoundSearch):
-    """Searches the largest rate at which a bound holds, to 2 %.
+    """Search for the maximum rate at which a bound holds, within 2 %.
 
-    It stops for a system that keeps the bound at 100,000 requests per second, or breaks it at 0.0001 or at a rate
-    without arrivals.
+    It stops if the bound holds at 100,000 requests per second, or fails at 0.0001 or at a rate without arrivals.
     """
 
     _harder_above = True
@@ -143,9 +144,9 @@ class RateSearch(BoundSearch):
 
 
 class ReplicaSearch(BoundSearch):
-    """Searches the fewest replicas at which a bound holds, exactly or to 1 % where they are more than 100.
+    """Search for the minimum number of replicas at which a bound holds, exact up to 100 and within 1 % above.
 
-    It stops for a system that breaks the bound at 10,000 replicas or with one for each request: more would not help.
+    It stops if the bound fails at 10,000 replicas or at one per request, because more would not help.
     """
 
     _harder_above = False
@@ -173,16 +174,16 @@ class ReplicaSearch(BoundSearch):
 
 
 class SweepWatcher(Protocol):
-    """Receives the progress of a sweep."""
+    """Observer of a sweep's progress."""
 
     def begun(self, number: int, cell: Cell) -> None:
-        """A cell was queued."""
+        """Called when a cell is queued."""
 
     def share(self, number: int, share: float) -> None:
-        """The share of a cell's requests that have ended."""
+        """Called with the share of a cell's requests that have finished."""
 
     def done(self, number: int, record: Record) -> None:
-        """A cell is finished."""
+        """Called when a cell is finished."""
 
 
 # Called with a cell's number, the cell and its `Run.requests`, before it is reported as `done`.
@@ -192,9 +193,11 @@ OnRequests = Callable[[int, Cell, Iterable[Record]], None]
 def sweep(
     plans: Sequence[SweepPlan], processes: int, watcher: SweepWatcher, *, on_requests: OnRequests | None = None
 ) -> None:
-    """Run all cells; raises an exception of a run. An interrupt ends the sweep at once; cells reported as `done` stay
-    so."""
-    context = get_context("spawn")  # a fork would copy locks held by other threads
+    """Run all cells, and raise the exception of a failed run.
+
+    An interrupt ends the sweep at once; cells that were reported as `done` remain so.
+    """
+    context = get_context("spawn")  # fork would copy locks held by other threads
     shares: Queue[tuple[int, int, float]] = context.Queue()
     pool = ProcessPoolExecutor(processes, mp_context=context, initializer=_enter, initargs=(shares,))
     numbers = count()
@@ -232,8 +235,6 @@ def sweep(
 
 
 class _Running:
-    """A cell under way."""
-
     def __init__(self, number: int, plan: SweepPlan, cell: Cell, on_requests: OnRequests | None) -> None:
         self.number = number
         self.plan = plan
@@ -243,12 +244,12 @@ class _Running:
         self._results: dict[int, ShardResult] = {}
 
     def share(self, shard: int, share: float) -> float:
-        """The share of the cell's requests that have ended, now that this is the shard's."""
+        """Update a shard's progress and return the share of the cell's finished requests."""
         self._shares[shard] = share
         return fmean(self._shares)
 
     def done(self, shard: int, result: _Result) -> Record | None:
-        """A shard is done; the record of the cell if it was the last one."""
+        """Add a shard's result, and return the record of the cell if it was the last one."""
         if not isinstance(result, ShardResult):
             record, requests = result
             self._tell(requests)
@@ -273,12 +274,11 @@ def _drain(shares: Queue[tuple[int, int, float]]) -> Iterator[tuple[int, int, fl
 
 # -- in a worker process ----------------------------------------------------------------------------------
 
-# What a worker sends back: the record of a run in one shard, and its requests if they are wanted; or a shard's part of
-# the run.
+# Result of a worker: the record of an unsharded run, and its requests if wanted; or the result of one shard.
 _Result = tuple[Record, list[Record]] | ShardResult
 
 _shares: list[Queue[tuple[int, int, float]]] = []  # in a worker: the queue to the parent
-_latest: dict[int, Run] = {}  # in a worker: the run that its last shard was of, by its number
+_latest: dict[int, Run] = {}  # in a worker: the run of its last shard, by number
 
 
 def _enter(shares: Queue[tuple[int, int, float]]) -> None:

@@ -1,4 +1,4 @@
-"""The system that a simulation runs: a recipe on a machine, with its copies and what its requests are told."""
+"""Simulated system: a recipe on a machine, with replicas and what requests ask for."""
 
 from __future__ import annotations
 
@@ -39,20 +39,26 @@ from skipjoin.sim.experiments.predictors import default_predictor, parse_predict
 from skipjoin.sim.hardware import SPLIT_NETWORK_GBPS
 from skipjoin.workload.workload import Workload, WorkloadRequest
 
-# Fields that mean nothing without prefill replicas, and the options that they come from.
+# Fields that require prefill replicas, and their options.
 _SPLIT_OPTIONS = {"network_gbps": "network_gbps", "prefill": "prefill_hardware"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class System:
-    """The simulated system: a recipe on a machine.
+    """Simulated system: a recipe on a machine.
 
-    recipe_params: parameters of recipes, of which this one takes those that it has. model, hardware: names for the
-    record. cost: of steps and transfers. stages: of a pipeline; stage_shares: of each in the computing of a step, empty
-    where all are equal. kv_blocks, host_blocks: of each replica on either tier, of block_size tokens, with block_bytes
-    and host_block_bytes (None: as many); swap_dtype says why, for the record.
-    max_model_len: most tokens of prompt and output. decision_s: host time of each decision. prefill: with
-    prefill_replicas, what those run on, where that differs; else None.
+    Attributes:
+        recipe_params: Parameters of any recipes; others than this recipe's are ignored.
+        model, hardware: Names for the record.
+        cost: Cost model of steps and transfers.
+        stages: Number of pipeline stages.
+        stage_shares: Share of each stage in a step's computation; empty if all are equal.
+        kv_blocks, host_blocks: Blocks per replica on the device and in CPU memory.
+        block_bytes, host_block_bytes: Size of a block on each tier. None for the latter means the same size.
+        swap_dtype: Format of blocks in CPU memory, for the record.
+        max_model_len: Maximum number of prompt and output tokens.
+        decision_s: Virtual time of each scheduling decision.
+        prefill: System of the prefill replicas, if it differs.
     """
 
     recipe: str
@@ -168,31 +174,31 @@ class System:
 
     @property
     def prefill_system(self) -> System:
-        """What the prefill replicas are, of which only the machine matters."""
+        """System of the prefill replicas, of which only the machine matters."""
         return self if self.prefill is None else self.prefill
 
     @property
     def decode_replicas(self) -> int:
-        """How many replicas generate tokens beyond the first."""
+        """Number of replicas that generate tokens after the first."""
         return self.replicas - self.prefill_replicas
 
     @property
     def network_bytes_per_s(self) -> float:
-        """Of each replica's link to the others, either way."""
+        """Bandwidth of each replica's link, per direction."""
         return (SPLIT_NETWORK_GBPS if self.network_gbps is None else self.network_gbps) * 1e9 / 8
 
     @property
     def token_bytes(self) -> float:
-        """Of a token's KV on the device, all layers."""
+        """Size of one token's KV on the device, over all layers."""
         return self.block_bytes / self.block_size
 
     @property
     def cache_blocks(self) -> int:
-        """KV blocks of a replica that may hold prefixes: those of the host keep them where copies are exact."""
+        """Blocks per replica that can cache prefixes. CPU blocks cache only exact copies."""
         return self.kv_blocks + (self.host_blocks if self.swap_dtype == "auto" else 0)
 
     def predictor_for(self, workload: Workload) -> str | None:
-        """What foresees lengths in a run of this workload; None: the recipe reads no forecasts."""
+        """Return the name of the predictor for this workload, or None if the recipe uses no predictions."""
         match find(self.recipe).forecasts:
             case Forecasts.NONE:
                 return None
@@ -203,12 +209,12 @@ class System:
 
     @property
     def moved_bytes(self) -> int:
-        """Of a KV block on the host, and on the link to it."""
+        """Size of a KV block in CPU memory and in transfers."""
         return self.block_bytes if self.host_block_bytes is None else self.host_block_bytes
 
     @property
     def settings(self) -> Settings:
-        """What the recipe is built from."""
+        """Settings from which the recipe is built."""
         limits = EngineLimits(
             requests=None,
             max_len=self.max_model_len,
@@ -232,11 +238,11 @@ class System:
 
     @property
     def own_params(self) -> dict[str, Value]:
-        """Of `recipe_params`, those that this recipe has."""
+        """Those of `recipe_params` that this recipe has."""
         return own(self.recipe, self.recipe_params)
 
     def describe(self) -> Record:
-        """The record's settings: everything that affects the figures apart from the workload."""
+        """Return the record's settings: everything besides the workload that affects the figures."""
         return {
             "max_num_seqs": self.max_num_seqs,
             "max_num_batched_tokens": self.max_num_batched_tokens,
@@ -247,7 +253,7 @@ class System:
             "swap_gib": round(self.host_blocks * self.moved_bytes / 2**30, 3),
             "swap_dtype": self.swap_dtype,
             "max_model_len": self.max_model_len,
-            # In every record since the first one, whatever the recipe.
+            # Always present, for compatibility with earlier records.
             "starvation_s": self.recipe_params.get("starvation_s", starvation_after(self.slo_s)),
             "max_tokens": self.max_tokens,
             "stages": self.stages,
@@ -273,39 +279,42 @@ class System:
         }
 
     def light_load(self, jobs: Sequence[WorkloadRequest]) -> tuple[float, float]:
-        """Seconds of a prefill and of a decode step of the mean lengths without other requests."""
+        """Return the seconds of a prefill and of a decode step of mean lengths without other requests."""
         prompt = _mean_prompt(jobs)
         output = sum(job.output_tokens for job in jobs) / max(1, len(jobs))
         return prefill_alone(self.cost, prompt), decode_alone(self.cost, round(prompt + output / 2))
 
     def scaled_jct(self, jobs: Sequence[WorkloadRequest], scale: float) -> Callable[[float], float]:
-        """The JCT objective of a request, in seconds, by its output tokens, for the mean prompt: see
-        `policies.execution.scaled_jct`."""
+        """Return the JCT objective in seconds as a function of output tokens, for the mean prompt."""
         return scaled_jct(self.cost, scale, _mean_prompt(jobs))
 
     def most_output(self, job: WorkloadRequest) -> int:
-        """The room for a job's output: a server would reject one that requests more."""
+        """Return the maximum number of output tokens for a job; a server would reject a larger request."""
         room = min(self.max_model_len, self.kv_blocks * self.block_size) - job.prompt_tokens
         # A prefill replica needs room for the prompt and the first token.
         return room if job.prompt_tokens < self.prefill_system.kv_blocks * self.block_size else 0
 
     def check_parts(self, job: WorkloadRequest) -> None:
-        """Raise `ConfigError` where blocks lie in two named parts of the job's prompt."""
+        """Raise `ConfigError` if a block spans two named parts of the job's prompt."""
         if job.parts is not None and self.enable_prefix_caching:
             job.parts.check(self.block_size)
 
     def prefix_of(self, job: WorkloadRequest) -> NamedPrefix | None:
-        """The keys of a job's KV; None: it shares none. Raises `ConfigError` where blocks lie in two parts."""
+        """Return the prefix keys of a job's KV, or None if it shares none.
+
+        Raises:
+            ConfigError: If a block spans two parts.
+        """
         if job.parts is None or not self.enable_prefix_caching:
             return None
         return job.parts.prefix(self.block_size)
 
     def takes(self, job: WorkloadRequest) -> bool:
-        """Whether there is room for a job."""
+        """Return whether the job's output fits."""
         return self.most_output(job) >= job.output_tokens
 
     def max_tokens_of(self, job: WorkloadRequest) -> int:
-        """What a job asks for."""
+        """Return the `max_tokens` that the job requests."""
         match self.max_tokens:
             case "room":
                 return self.most_output(job)

@@ -100,9 +100,7 @@ def _read(file: Path, name: str) -> Array:
 
 
 def _projection(width: int) -> Array:
-    """Return a (width, at most `_MOST_WIDTH`) matrix of random directions, equal for equal widths, or the identity if
-    narrow.
-    """
+    """Return random directions, equal for equal widths, or the identity if narrow: (width, at most `_MOST_WIDTH`)."""
     if width <= _MOST_WIDTH:
         return np.eye(width, dtype=np.float32)
     drawn = np.random.default_rng(width).standard_normal((width, _MOST_WIDTH), dtype=np.float32)

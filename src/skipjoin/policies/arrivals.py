@@ -16,10 +16,10 @@ class ArrivalHistory:
     """Estimator of the prompt tokens that may arrive within a time window.
 
     FastServe section 4.2 sizes its reserved slots by "historical job arrival patterns" and leaves the estimator open.
-    This one models arrivals as a renewal process with exponentially weighted moments of gaps and prompt lengths. A
-    window of w seconds has w / mean gap arrivals, and the variance of that number is the number times the squared
-    coefficient of variation of the gaps. The estimate is the mean plus two standard deviations, so it grows with rate,
-    burstiness and uneven lengths.
+    This one models arrivals as a renewal process with exponentially weighted moments of gaps and prompt lengths. The
+    number of arrivals in w seconds has the mean w / mean gap. Its variance is the mean times the squared coefficient of
+    variation of the gaps. The estimate is the mean plus two standard deviations, so it grows with rate, burstiness and
+    uneven lengths.
     """
 
     def __init__(self) -> None:

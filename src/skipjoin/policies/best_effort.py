@@ -35,11 +35,10 @@ _LIMIT_RATE = 0.2
 class LimitedBestEffort(Callbacks):
     """Batcher wrapper that bounds the delay of real-time requests by best-effort ones.
 
-    While real-time requests are present, or were within the last `QUIET_S`, a best-effort request joins a step only if
-    its modeled time stays below a limit. The limit follows what real-time requests can wait: a quarter of their TTFT
-    objective and at most their TPOT objective, or a fifth of their prefill time without objectives. A step of real-time
-    requests may always become 10 % longer. Best-effort prompts are cut to fit. Otherwise best-effort requests are
-    batched like all others.
+    The bound applies while real-time requests are present or were within the last `QUIET_S`. A best-effort request then
+    joins a step only if the modeled time stays below a limit. The limit follows what real-time requests can wait: a
+    quarter of their TTFT objective and at most their TPOT objective, or a fifth of their prefill time without
+    objectives. A step of real-time requests may always become 10 % longer. Best-effort prompts are cut to fit.
 
     Args:
         is_best_effort: Returns whether a request is currently served as best-effort.

@@ -93,8 +93,7 @@ class Room:
 
 
 class WholeClaims(Callbacks):
-    """Reserves KV for the prompt and the expected output before the first token (exact allocation, EconoServe section
-    2.1).
+    """Reserves KV for prompt and expected output before the first token (exact allocation, EconoServe section 2.1).
 
     A request that outgrows its reservation reserves its newly expected need. Failing that, it grows block by block and
     may preempt requests that came later.
@@ -241,11 +240,10 @@ class HoldersFirst(Callbacks):
 
 
 class Closest(HoldersFirst):
-    """Ordering that first ranks waiting requests whose demand is closest to the remaining capacity (MultiRes,
-    EconoServe section 2.1).
+    """Ordering that first ranks the requests whose demand is closest to a step's capacity (MultiRes, section 2.1).
 
-    Each step repeatedly chooses the closest request until none fits; the others follow by `order`. Planning time is
-    quadratic in the queue length, as the paper reports, so use it in simulations only.
+    Each step repeatedly chooses the closest waiting request until none fits; the others follow by `order`. Planning
+    time is quadratic in the queue length, as the paper reports, so use it in simulations only.
 
     Args:
         room: Capacity of the step, shared by the orderings of all priorities.

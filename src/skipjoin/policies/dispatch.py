@@ -205,15 +205,14 @@ class LeastWork:
 
 
 class PrefixAware(LeastWork):
-    """Chooses the replica with the least estimated work, minus the prefill time that its cached prefixes save the
-    request.
+    """Chooses the replica with the least work, minus the prefill time that its cached prefixes save the request.
 
     Among equals the longest cached prefix wins, then the first replica. Without a cached prefix this is `LeastWork`.
 
     Saved time counts once where several unfinished requests share the prefix, since a replica that computes it serves
-    all later ones. A prefix of the request alone counts `OWN_WEIGHT` times. So the work of the chosen replica exceeds
-    the least by at most `OWN_WEIGHT` times the prompt's time, or once that time for shared prefixes such as system
-    prompts.
+    all later ones. A prefix of the request alone counts `OWN_WEIGHT` times. So the chosen replica's work exceeds the
+    least by at most `OWN_WEIGHT` times the prompt's time. For shared prefixes such as system prompts the bound is that
+    time itself.
     """
 
     def __init__(
@@ -246,8 +245,7 @@ class PrefixAware(LeastWork):
         return chosen
 
     def _worth(self, request: Request, replica: int, keys: Sequence[Key], held: int) -> tuple[float, int, int]:
-        """Return the rank of a replica, smallest first: its work minus the saved time in seconds, then the prefix
-        length.
+        """Return the rank of a replica, smallest first: its work minus the saved seconds, then the prefix length.
 
         Args:
             held: Number of the request's keys that the replica holds.

@@ -232,8 +232,7 @@ def _range(tokens: int, width: int) -> int:
 
 
 class Tasks:
-    """Value function of the two queues: running decodes by time of their reservation, then waiting decodes, then
-    prompts.
+    """Value function of the two queues: running decodes by time of reservation, then waiting decodes, then prompts.
 
     A nested reservation therefore ranks behind its hosting request.
 

@@ -72,9 +72,9 @@ class KeepKv(Recompute):
 class Swap(Recompute):
     """Reactive swapping (FastServe section 4.2): swaps the lowest-ranked requests out and in with blocking transfers.
 
-    Unfinished prefills are dropped, and so is KV that does not fit the CPU tier or is recomputed faster than it is
-    swapped out and in. Dropping for new requests is rate-limited. Otherwise, above capacity with a full CPU tier, every
-    new request would drop the KV of another, and recomputation would take all the time.
+    KV is dropped if its prefill is unfinished, the CPU tier is full, or recomputation is faster than swapping it out
+    and in. Dropping for new requests is rate-limited. Otherwise, above capacity with a full CPU tier, every new request
+    would drop the KV of another, and recomputation would take all the time.
 
     Args:
         cost: Prices steps and transfers.
@@ -207,8 +207,7 @@ _STEP_RATE = 0.1
 
 
 class ProactiveSwap(Swap):
-    """Proactive swapping (FastServe section 4.2): transfers overlap with steps and follow the expected next scheduled
-    times.
+    """Proactive swapping (FastServe section 4.2), overlapped with steps and ordered by next scheduled time.
 
     While blocks are short, the request scheduled last is swapped out first. The request scheduled soonest is swapped in
     first, into free blocks or in place of requests scheduled later.

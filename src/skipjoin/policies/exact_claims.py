@@ -25,8 +25,8 @@ class Hosts:
     """Finds hosting requests: those whose unused reserved KV can hold another request until it finishes.
 
     This is KVC pipelining (EconoServe section 3.2). A nested request needs `blocks` blocks for `steps` steps, and the
-    growth of the hosting request in that time must fit as well. Nesting may be repeated. The best fit, with the fewest
-    unused blocks, is chosen.
+    growth of the hosting request in that time must fit as well. Nested requests may host others in turn. The best fit,
+    with the fewest unused blocks, is chosen.
 
     Args:
         buffer: Share of the nested request's steps by which it may be late.
@@ -90,14 +90,14 @@ class Hosts:
 class ExactClaims(Callbacks):
     """Reserves exactly the KV that a decode is predicted to need until it finishes.
 
-    A prompt reserves its own KV from a reserve. It then becomes a decode that waits for its reservation (EconoServe
-    section 3.3).
+    A prompt reserves only its own KV, from a share of the pool. It then becomes a decode that waits for its reservation
+    (EconoServe section 3.3).
 
-    Prompts exceed the reserve only while no decode waits. If a hosting request has room, a request nests its whole
+    Prompts exceed that share only while no decode waits. If a hosting request has room, a request nests its whole
     reservation, prompt and output, and waits no more. A request that outgrows its reservation extends it from its
-    parent's unused blocks, available blocks, and the reserve, in this order. If none suffices it pauses with its KV in
-    place and waits for a new reservation (offload-free preemption). Other requests are evicted for a reservation only
-    if nothing runs or if they have a worse priority.
+    parent's unused blocks, available blocks, and the prompts' share, in this order. If none suffices it pauses with its
+    KV in place and waits for a new reservation (offload-free preemption). Other requests are evicted for a reservation
+    only if nothing runs or if they have a worse priority.
 
     Args:
         lengths: Predicts output lengths.

@@ -35,8 +35,8 @@ def scaled_jct(cost: CostModel, scale: float, prompt: int) -> Callable[[float], 
 class ExecutionTime:
     """Execution time T(s, n) = T0 s + n (alpha s + beta) of s prompt tokens and n output tokens.
 
-    The model is fitted to a cost model's prefills and single decodes (ALISE section 3.1, equations 3 to 5), and again
-    when the cost model is revised.
+    The model is fitted to a cost model's prefills and single decodes (ALISE section 3.1, equations 3 to 5). It is
+    refitted when the cost model is revised.
 
     Attributes:
         t0, alpha, beta: Coefficients in seconds.

@@ -1,7 +1,6 @@
-"""Fair sharing between clients by service received.
+"""Fair sharing between clients by service received, with a limit on the step time that clients cause each other.
 
-This is the Virtual Token Counter of "Fairness in Serving Large Language Models" (Sheng et al., OSDI 2024), with a limit
-on the step time that clients cause each other.
+See the Virtual Token Counter of "Fairness in Serving Large Language Models" (Sheng et al., OSDI 2024).
 """
 
 from __future__ import annotations
@@ -204,8 +203,8 @@ class FairSteps(Callbacks):
     """Batcher around `LimitedBestEffort` that bounds how long clients make each other's steps.
 
     While `n` clients have real-time requests, a step takes at most `n` times the modeled time of its first client's
-    requests alone, so that client gets at least 1/n of the time. Other clients join within that limit, with prompts cut
-    to fit. A single client is not limited, and best-effort requests are limited by `LimitedBestEffort` only.
+    requests alone. That client thus gets at least 1/n of the time. Other clients join within that limit, with prompts
+    cut to fit. A single client is not limited, and best-effort requests are limited by `LimitedBestEffort` only.
     """
 
     def __init__(self, batcher: LimitedBestEffort) -> None:

@@ -157,8 +157,8 @@ class SkipJoinMlfq(Callbacks):
     def next_turns(self, requests: Iterable[Request], now: float) -> list[tuple[Any, Request]]:
         """Order by estimated next scheduled time (section 4.2), in units of the hysteresis.
 
-        This is the time to promotion, or the time in which requests in higher queues use up their quanta down to this
-        queue, whichever is earlier.
+        This is the earlier of the time to promotion and the time in which requests in higher queues descend to this
+        queue.
         """
         jobs, grain, after = self._jobs, self._grain_s, self._starvation_s - now
         execute = self._seconds_above()

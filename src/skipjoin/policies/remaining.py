@@ -55,9 +55,7 @@ class RemainingTime:
         return 0
 
     def promoted(self, key: float) -> float:
-        """Return when aging ranks this key before all future arrivals (ALISE equation 7), on the driver's clock, or
-        inf.
-        """
+        """Return when aging ranks this key before all future arrivals (ALISE equation 7), or inf."""
         return self._aging_s * (key - math.log(self._time.decode(1)))
 
     def seconds(self, request: Request, known: int) -> float:

@@ -32,8 +32,8 @@ class WorstCase:
         requests: Maximum number of unfinished requests.
         max_len: Maximum tokens of a request, at most the device's capacity.
         max_seqs, max_tokens: Limits of a step.
-        device_blocks, host_blocks: KV blocks of `block_size` tokens on the GPU and CPU tiers; `host_blocks` is 0 where
-            KV is never swapped.
+        device_blocks, host_blocks: KV blocks of `block_size` tokens on the device and CPU tiers; `host_blocks` is 0
+            where KV is never swapped.
         depth: Plans in flight.
         moves_overlapped: Whether transfers may overlap with steps.
         stages: Pipeline stages that share each step (`EvenStages`), with as many plans in flight.

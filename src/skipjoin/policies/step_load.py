@@ -46,9 +46,7 @@ class StepLoad(NamedTuple):
 
 
 def fitting_tokens(load: StepLoad, start: int, most: int, *, away: int, cost: CostModel, limit: float) -> int:
-    """Return how many tokens, at most `most` from `start`, fit this step within `limit` seconds; 0 if too few for a
-    slice.
-    """
+    """Return how many tokens, at most `most`, fit this step within `limit` seconds; 0 if too few for a slice."""
     if load.plus(StepLoad.of(start, most, away)).seconds(cost) <= limit:
         return most
     low = 0

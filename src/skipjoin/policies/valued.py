@@ -41,8 +41,7 @@ class Value(Protocol):
         ...
 
     def tokens(self, request: Request, known: int) -> int:
-        """Return the number of known tokens, above `known`, at which the key changes next; 0 for every token from now
-        on.
+        """Return the number of known tokens at which the key changes next, or 0 for every token from now on.
 
         Running requests are cheapest with about twelve changes in their life, as with bins of lengths.
         """

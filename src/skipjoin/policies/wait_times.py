@@ -73,11 +73,10 @@ class Backlog:
 
 
 class ShortestWithWaits(Valued):
-    """Shortest remaining time first, with next scheduled times estimated from wait times (ALISE section 3.2, equations
-    6 and 7).
+    """Shortest remaining time first, with next scheduled times from wait times (ALISE section 3.2, equations 6 and 7).
 
-    The wait time is the total remaining time of smaller keys divided by the mean batch size, or the time until aging
-    ranks the request before all future arrivals, whichever is shorter.
+    The wait time is the total remaining time of smaller keys divided by the mean batch size. It is capped by the time
+    until aging ranks the request before all future arrivals.
 
     Requests that have not run since their arrival or eviction have stable keys and are in a `Backlog`. Of the others,
     those passed to `next_turns` count.
